@@ -93,3 +93,7 @@ class SpecError(ValueError):
         self.problems = tuple(problems)
         shown = [problem for problem in self.problems if problem.severity != "note"]
         super().__init__("\n".join(str(problem) for problem in shown))
+
+
+class CheckpointError(SpecError):
+    """All problems of a checkpoint at once: a damaged, incomplete, foreign or unreadable one, or one that is no such."""
