@@ -1,0 +1,73 @@
+"""The layout of safetensors files, held against the official reader."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from hf_fsdp_plugin.checkpoint.safetensors_layout import DTYPES, SafetensorsFile, index_text, num_bytes, plan_files
+from hf_fsdp_plugin.problems import CheckpointError
+
+GB = 10**9
+
+
+def write(folder: Path, file: SafetensorsFile) -> Path:
+    """The file with every byte of its tensors 0."""
+    path = folder / file.name
+    path.write_bytes(file.header + bytes(file.size - len(file.header)))
+    return path
+
+
+def test_the_official_reader_finds_every_dtype_and_shape(tmp_path: Path) -> None:
+    shapes = [(3, 5), (), (0, 4), (7,)]
+    tensors = [(f"{dtype}.{rank}", dtype, shape) for dtype in reversed(DTYPES) for rank, shape in enumerate(shapes)]
+    (file,) = plan_files(tensors, GB)
+    with safe_open(write(tmp_path, file), "pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+        assert sorted(opened.keys()) == sorted(name for name, _, _ in tensors)
+        for name, dtype, shape in tensors:
+            tensor = opened.get_tensor(name)
+            assert (str(tensor.dtype), tuple(tensor.shape)) == (f"torch.{dtype}", shape)
+
+
+def test_the_data_begin_at_a_page_and_every_tensor_at_a_multiple_of_its_element() -> None:
+    tensors = [("a", "uint8", (3,)), ("b", "float64", (1,)), ("c", "bfloat16", (5,)), ("d", "float32", (3,))]
+    (file,) = plan_files(tensors, GB)
+    assert len(file.header) % 4096 == 0
+    assert list(file.offsets) == ["b", "d", "c", "a"]
+    assert all(file.offsets[name] % DTYPES[dtype][1] == 0 for name, dtype, _ in tensors)
+    assert file.size == len(file.header) + 8 + 12 + 10 + 3
+
+
+def test_offsets_are_those_of_the_header() -> None:
+    (file,) = plan_files([("a", "float32", (2, 2)), ("ä", "float32", (3,))], GB)
+    header = json.loads(file.header[8:])
+    assert int.from_bytes(file.header[:8], "little") == len(file.header) - 8
+    assert {name: len(file.header) + header[name]["data_offsets"][0] for name in file.offsets} == file.offsets
+
+
+def test_shards_follow_the_order_and_a_large_tensor_has_its_own() -> None:
+    tensors = [("a", "float32", (10,)), ("big", "float32", (100,)), ("b", "float32", (10,)), ("c", "float32", (6,))]
+    files = plan_files(tensors, 80)
+    assert [list(file.offsets) for file in files] == [["a", "b"], ["c"], ["big"]]
+    assert [file.name for file in files] == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+    index = json.loads(index_text(files) or "")
+    assert index["metadata"]["total_size"] == sum(num_bytes(dtype, shape) for _, dtype, shape in tensors)
+    assert index["weight_map"] == {"a": files[0].name, "b": files[0].name, "c": files[1].name, "big": files[2].name}
+
+
+@pytest.mark.parametrize("tensors", [[], [("a", "float32", (20,))]])
+def test_what_fits_one_file_has_no_index(tensors: list[tuple[str, str, tuple[int, ...]]]) -> None:
+    files = plan_files(tensors, 80, stem="adapter_model")
+    assert [file.name for file in files] == ["adapter_model.safetensors"]
+    assert index_text(files) is None
+
+
+def test_all_problems_come_at_once() -> None:
+    tensors = [("a", "quint8", (1,)), ("b", "int8", (1,)), ("b", "int8", (1,)), ("__metadata__", "int8", (1,))]
+    with pytest.raises(CheckpointError, match="quint8, which safetensors files cannot hold") as caught:
+        plan_files(tensors, GB)
+    assert [problem.message.split("'")[1] for problem in caught.value.problems] == ["a", "b", "__metadata__"]
