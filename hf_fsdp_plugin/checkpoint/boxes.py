@@ -1,0 +1,127 @@
+"""Hyper-rectangles of a tensor: what a rank holds, what a file stores, and where the two meet.
+
+All numbers are elements. A *run* is a stretch of the tensor's elements in row-major order, as FSDP1 cuts its flat
+parameters and as files store them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A hyper-rectangle of a tensor.
+
+    Attributes:
+        offsets: the first element in each dim of the tensor.
+        sizes: the number of elements in each dim; as many dims as the tensor has.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; a box without dims is one scalar."""
+        return math.prod(self.sizes)
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box that is all of a tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor of this shape."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def flat_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """The run ``[start, stop)`` of a tensor as boxes, in order; each box is itself a run.
+
+    At most ``2 * len(shape) - 1`` boxes: the rest of a row, whole rows, the beginning of a row, and so within the rows.
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [Box((), ())]
+    row = math.prod(shape[1:])
+    first, skipped = divmod(start, row)
+    last, left = divmod(stop, row)
+    if first == last:
+        return _in_row(first, flat_range(shape[1:], skipped, left))
+    head = _in_row(first, flat_range(shape[1:], skipped, row)) if skipped else []
+    tail = _in_row(last, flat_range(shape[1:], 0, left)) if left else []
+    begin = first + bool(skipped)
+    rows = [Box((begin, *(0 for _ in shape[1:])), (last - begin, *shape[1:]))] if begin < last else []
+    return [*head, *rows, *tail]
+
+
+def _in_row(row: int, boxes: Iterable[Box]) -> list[Box]:
+    return [Box((row, *box.offsets), (1, *box.sizes)) for box in boxes]
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """What both boxes hold, or ``None`` where that is nothing."""
+    offsets = tuple(max(x, y) for x, y in zip(a.offsets, b.offsets, strict=True))
+    ends = (min(x + n, y + m) for x, n, y, m in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True))
+    sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))
+    return None if any(size <= 0 for size in sizes) else Box(offsets, sizes)
+
+
+def slices(inner: Box, outer: Box) -> tuple[slice, ...]:
+    """The place of ``inner`` in an array that holds ``outer``."""
+    places = zip(inner.offsets, inner.sizes, outer.offsets, strict=True)
+    return tuple(slice(offset - origin, offset - origin + size) for offset, size, origin in places)
+
+
+def flat_start(box: Box, shape: Sequence[int]) -> int | None:
+    """The box's first element in a tensor of this shape if the box is one run of it, else ``None``."""
+    cut = next((dim for dim, size in enumerate(box.sizes) if size != 1), len(shape))
+    if any(size != full for size, full in zip(box.sizes[cut + 1 :], shape[cut + 1 :], strict=True)):
+        return None
+    return sum(offset * stride for offset, stride in zip(box.offsets, row_major(shape), strict=True))
+
+
+def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> int:
+    """Number of elements of a tensor of this shape that no box holds; boxes may overlap and stick out."""
+    everything = whole(shape)
+    inside = {common for box in boxes if (common := intersect(box, everything)) is not None}
+    starts = [flat_start(box, shape) for box in inside]
+    if None in starts:
+        return everything.numel - _union([(box.offsets, box.sizes) for box in inside])
+    runs = sorted((start, start + box.numel) for start, box in zip(starts, inside, strict=True) if start is not None)
+    return everything.numel - _length(runs)
+
+
+def _length(runs: Iterable[tuple[int, int]]) -> int:
+    """Elements that sorted runs hold together."""
+    held = end = 0
+    for start, stop in runs:
+        held += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return held
+
+
+_Places = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+def _union(boxes: _Places) -> int:
+    """Elements that boxes hold together: slab by slab along the first dim, between any two edges of boxes."""
+    if not boxes or not boxes[0][0]:
+        return len(boxes[:1])
+    edges = sorted({edge for offsets, sizes in boxes for edge in (offsets[0], offsets[0] + sizes[0])})
+    held = 0
+    for low, high in itertools.pairwise(edges):
+        crossing = {(o[1:], s[1:]) for o, s in boxes if o[0] <= low and high <= o[0] + s[0]}
+        held += (high - low) * _union(list(crossing))
+    return held
