@@ -67,11 +67,13 @@ def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * DTYPES[dtype][1]
 
 
-def plan_files(tensors: Sequence[Tensor], max_shard_size: int, stem: str = "model") -> list[SafetensorsFile]:
+def plan_files(
+    tensors: Sequence[Tensor], max_shard_size: int, stem: str = "model", metadata: Mapping[str, str] | None = None
+) -> list[SafetensorsFile]:
     """The files that hold ``tensors``, each of at most ``max_shard_size`` bytes of tensors.
 
     Tensors are dealt out in their order; one that is larger than a file has a file to itself. Within a file wide
-    dtypes come first, so that every tensor lies at a multiple of its element's size.
+    dtypes come first, so that every tensor lies at a multiple of its element's size. ``metadata`` joins the header.
 
     Raises:
         CheckpointError: for names that come twice or are reserved, and dtypes that safetensors does not have.
@@ -81,7 +83,7 @@ def plan_files(tensors: Sequence[Tensor], max_shard_size: int, stem: str = "mode
     names = [f"{stem}.safetensors"]
     if len(shards) > 1:
         names = [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    return [_file(name, shard) for name, shard in zip(names, shards, strict=True)]
+    return [_file(name, shard, metadata or {}) for name, shard in zip(names, shards, strict=True)]
 
 
 def index_text(files: Sequence[SafetensorsFile]) -> str | None:
@@ -128,8 +130,8 @@ def _deal(tensors: Sequence[Tensor], max_shard_size: int) -> list[list[Tensor]]:
     return shards + alone or [[]]
 
 
-def _file(name: str, tensors: Sequence[Tensor]) -> SafetensorsFile:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def _file(name: str, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> SafetensorsFile:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     starts = {}
     end = 0
     for tensor, dtype, shape in sorted(tensors, key=lambda entry: -DTYPES[entry[1]][1]):

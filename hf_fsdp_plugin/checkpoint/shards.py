@@ -7,8 +7,8 @@ shards lie in memory, for whoever writes or fills them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class Held:
     Attributes:
         shape: of the whole tensor.
         replica, replicas: of how many ranks with the same part this is which. One of them has to write it.
+        frozen: a parameter that needs no gradient.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Held:
     pieces: tuple[Piece, ...]
     replica: int = 0
     replicas: int = 1
+    frozen: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -100,6 +102,7 @@ class Cut:
     boxes: tuple[Box, ...]
     replica: int
     replicas: int
+    frozen: bool = False
     start: int | None = None
     numel: int = 0
 
@@ -116,7 +119,7 @@ class Cut:
             else:
                 pieces.append(Piece(box, flat.narrow(0, done, box.numel).view(box.sizes)))
             done += box.numel
-        return Held(name, local.dtype, self.shape, tuple(pieces), self.replica, self.replicas)
+        return Held(name, local.dtype, self.shape, tuple(pieces), self.replica, self.replicas, self.frozen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +239,7 @@ def _flat_cuts(cuts: Cuts, unit: Any, flat: Any, module_names: Mapping[int, str]
             boxes=tuple(boxes),
             replica=replica,
             replicas=replicas,
+            frozen=not (flat if flat._params is None else flat._params[index]).requires_grad,
             start=run.offset_in_shard if run.in_shard else 0,
             numel=run.numel_in_shard if run.in_shard else 0,
         )
@@ -243,7 +247,7 @@ def _flat_cuts(cuts: Cuts, unit: Any, flat: Any, module_names: Mapping[int, str]
         cuts.locals[cut.name] = (cut, shard)
         if flat._params is not None:
             # The original parameter is a view of its own run, so its state is laid out as that run alone.
-            alone = Cut(cut.name, cut.shape, cut.boxes, replica, replicas)
+            alone = replace(cut, start=None, numel=0)
             cuts.of[id(flat._params[index])] = (alone,)
             yield id(flat._params[index])
     cuts.of[id(flat)] = tuple(own)
@@ -269,12 +273,15 @@ def _dtensor_cut(name: str, parameter: DTensor) -> Cut:
             replica = replica * mesh.size(axis) + mesh.get_local_rank(axis)
             replicas *= mesh.size(axis)
     box = Box(tuple(offsets), tuple(sizes))
-    return Cut(name, tuple(parameter.shape), (box,) if box.numel else (), replica, replicas)
+    return Cut(
+        name, tuple(parameter.shape), (box,) if box.numel else (), replica, replicas, not parameter.requires_grad
+    )
 
 
 def _uncut(name: str, tensor: torch.Tensor) -> Cut:
     shape = tuple(tensor.shape)
-    return Cut(name, shape, (whole(shape),), dist.get_rank(), dist.get_world_size())
+    frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    return Cut(name, shape, (whole(shape),), dist.get_rank(), dist.get_world_size(), frozen)
 
 
 def _whole_on_every_rank(name: str, tensor: torch.Tensor) -> Held:
@@ -287,6 +294,19 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for attribute, buffer in module._buffers.items():
             if buffer is not None and attribute not in module._non_persistent_buffers_set:
                 yield canonical_name(f"{name}.{attribute}".lstrip(".")), buffer
+
+
+def owned(tensors: Iterable[Held]) -> list[Held]:
+    """Those that this rank has to write: replicas share them out by size, all by the same reckoning."""
+    loads: dict[int, list[int]] = {}
+    mine = []
+    for held in tensors:
+        load = loads.setdefault(held.replicas, [0] * held.replicas)
+        writer = load.index(min(load))
+        load[writer] += held.num_bytes
+        if writer == held.replica and held.pieces:
+            mine.append(held)
+    return mine
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
