@@ -4,7 +4,8 @@ Read against accelerate 1.15 and transformers 5.17 to 5.23. A process with hooks
 somebody asks for FSDP.
 
 ``AcceleratorState.__init__``
-    CPU ranks with an FSDP plugin get DDP. Until Accelerate takes FSDP for ``MULTI_CPU``.
+    CPU ranks with an FSDP plugin get DDP, and those of ``torchrun``, or a single one, no process group. Until
+    Accelerate takes FSDP for ``MULTI_CPU``, and a rank without an accelerator for a CPU rank.
 ``PartialState.__init__``
     NCCL alone cannot clip or save offloaded parameters. Until Accelerate starts ``cpu:gloo,cuda:nccl`` for plugins too,
     not only for its own environment variables.
@@ -94,11 +95,16 @@ def _hook_states(state: ModuleType) -> None:
     def init_state(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         from hf_fsdp_plugin.host.plugin import PlannedFsdpPlugin
 
-        original(*args, **kwargs)
+        kinds = state.DistributedType
         plugin = kwargs.get("fsdp_plugin")
         if not isinstance(plugin, PlannedFsdpPlugin):
+            original(*args, **kwargs)
             return
-        kinds = state.DistributedType
+        if _is_cpu_rank(plugin.spec):
+            kwargs["cpu"] = True
+            if not self._shared_state and state.PartialState._shared_state.get("distributed_type") == kinds.NO:
+                state.PartialState._reset_state()
+        original(*args, **kwargs)
         if self.distributed_type == kinds.NO:
             raise SpecError([_single_process()])
         if self.distributed_type in (kinds.MULTI_CPU, kinds.FSDP):
@@ -109,6 +115,27 @@ def _hook_states(state: ModuleType) -> None:
 
     wrap_method(state.PartialState, "__init__", init_partial)
     wrap_method(state.AcceleratorState, "__init__", init_state)
+
+
+def _is_cpu_rank(spec: FsdpSpec) -> bool:
+    """Whether a launcher started this process as a rank on the CPU, be it the only one.
+
+    Accelerate takes such a rank for a process of its own unless told that the CPU is meant, and its own launcher tells
+    a single one neither its rank nor where to meet: that one gets both here.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if torch.accelerator.is_available() and not spec.launch.use_cpu:
+        return False
+    if "RANK" not in os.environ:
+        if spec.launch.num_processes != 1 or "ACCELERATE_USE_CPU" not in os.environ:
+            return False
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    if os.environ.get("WORLD_SIZE") == "1" and not dist.is_initialized():
+        os.environ.setdefault("LOCAL_RANK", "0")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return True
 
 
 def _start_both_backends(kwargs: dict[str, Any]) -> None:
@@ -304,5 +331,6 @@ def _single_process() -> Problem:
     return Problem(
         severity="error",
         message="FSDP was asked for, but this is a single process without a process group.",
-        fix="Start the script with `hf-fsdp launch`, `accelerate launch` or `torchrun`, with 2 or more CPU ranks.",
+        fix="Start the script with `hf-fsdp launch`, `accelerate launch` or `torchrun`; one rank alone is asked for by "
+        "`--num_processes 1`.",
     )

@@ -1,4 +1,4 @@
-"""Two and four gloo ranks, shared by all tests of the session."""
+"""One to four gloo ranks, shared by all tests of the session; a world starts with the first test that asks for it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from ranks import Ranks
 
 
-@pytest.fixture(scope="session")
-def two_ranks() -> Iterator[Ranks]:
-    ranks = Ranks(2)
+def _world(size: int) -> Iterator[Ranks]:
+    ranks = Ranks(size)
     yield ranks
     ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def one_rank() -> Iterator[Ranks]:
+    yield from _world(1)
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Ranks]:
+    yield from _world(2)
+
+
+@pytest.fixture(scope="session")
+def three_ranks() -> Iterator[Ranks]:
+    yield from _world(3)
 
 
 @pytest.fixture(scope="session")
 def four_ranks() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.stop()
+    yield from _world(4)

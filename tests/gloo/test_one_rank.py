@@ -1,0 +1,85 @@
+"""A world of one rank is a world: launchers start it on the CPU, and a Trainer trains, saves and resumes in it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from cases_trainer import train_and_resume
+from launching import CONFIG, launch, run, write
+from ranks import Ranks
+
+SCRIPT = """
+    import torch, hf_fsdp_plugin
+    hf_fsdp_plugin.install(CONFIG)
+    from accelerate import Accelerator
+    accelerator = Accelerator()
+    model = accelerator.prepare(torch.nn.Linear(4, 2))
+    print("MADE", type(model.weight).__name__, accelerator.num_processes, torch.distributed.get_backend())
+"""
+MADE = "MADE DTensor 1 gloo"
+
+
+def test_our_launcher_starts_one_rank(tmp_path: Path) -> None:
+    write(tmp_path, SCRIPT.replace("CONFIG", ""))
+    done = launch(tmp_path, "--num_processes", "1", "--cpu", "train.py")
+    assert MADE in done.stdout, done.stderr
+
+
+def test_torchrun_starts_one_rank(tmp_path: Path) -> None:
+    write(tmp_path, SCRIPT.replace("CONFIG", "'fsdp.yaml'"))
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1", "train.py"]
+    done = run(tmp_path, words)
+    assert MADE in done.stdout, done.stderr
+
+
+def test_torchrun_starts_one_rank_for_an_accelerator_made_from_a_spec(tmp_path: Path) -> None:
+    script = """
+        import torch, hf_fsdp_plugin as hfp
+        accelerator = hfp.accelerator(hfp.load_spec("fsdp.yaml"))
+        model = accelerator.prepare(torch.nn.Linear(4, 2))
+        print("MADE", type(model.weight).__name__, accelerator.num_processes, torch.distributed.get_backend())
+    """
+    write(tmp_path, script)
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1", "train.py"]
+    done = run(tmp_path, words)
+    assert MADE in done.stdout, done.stderr
+
+
+def test_the_stock_launcher_starts_one_rank(tmp_path: Path) -> None:
+    write(tmp_path, SCRIPT.replace("CONFIG", ""))
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "fsdp.yaml"]
+    done = run(tmp_path, [*accelerate, "--num_processes", "1", "--cpu", "train.py"])
+    assert MADE in done.stdout, done.stderr
+
+
+def test_a_script_without_a_launcher_is_told_how_to_be_started(tmp_path: Path) -> None:
+    write(tmp_path, SCRIPT.replace("CONFIG", "'fsdp.yaml'"))
+    (tmp_path / "fsdp.yaml").write_text(CONFIG + "num_processes: 1\n")
+    done = run(tmp_path, [sys.executable, "train.py"])
+    assert done.returncode == 1
+    assert "this is a single process without a process group. Start the script with `hf-fsdp launch`" in done.stderr
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("kind", ["SHARDED", "FULL", "LOCAL"])
+def test_a_trainer_on_one_rank_trains_saves_and_resumes(
+    one_rank: Ranks, tmp_path: Path, version: int, kind: str
+) -> None:
+    config = {"fsdp_version": version, "fsdp_state_dict_type": f"{kind}_STATE_DICT"}
+    [run] = one_rank.run(train_and_resume, str(tmp_path), fsdp="full_shard auto_wrap", fsdp_config=config)
+    assert run["resumed"] == run["whole"]
+    whole, resumed = run["weights"]
+    assert whole and all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert {row["status"] for row in run["report"]["settings"]} <= {"applied", "unobservable"}
+    assert run["report"]["world_size"] == 1
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("strategy", ["shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"])
+def test_every_strategy_runs_on_one_rank(one_rank: Ranks, tmp_path: Path, version: int, strategy: str) -> None:
+    config = {"fsdp_version": version, "fsdp_sharding_strategy": strategy}
+    [run] = one_rank.run(train_and_resume, str(tmp_path), fsdp=f"{strategy} auto_wrap", fsdp_config=config)
+    assert run["resumed"] == run["whole"]
