@@ -1,158 +1,172 @@
-"""Model and optimizer state in the files that Accelerate and the Trainer write and look for.
+"""Model and optimizer state in the files that Accelerate and the Trainer look for.
 
-The names and layouts are the host's, so that its tools read what we write. The state itself goes through
-``torch.distributed.checkpoint.state_dict``, which speaks FSDP1 and FSDP2 alike: one path for both versions, where the
-host has two, one of which (FSDP1's full state dict with ``offload_to_cpu``) crashes on CPU ranks.
+The names are the host's, so that its tools read what we write:
 
-===========  =============================================  ====================================
-kind         model                                          optimizer
-===========  =============================================  ====================================
-``full``     ``pytorch_model_fsdp.bin``, by rank 0          ``optimizer.bin``, by rank 0
-``sharded``  ``pytorch_model_fsdp_0/``, every rank a part   ``optimizer_0/``, every rank a part
-``local``    ``pytorch_model_fsdp_local/0_rank{R}.bin``     ``optimizer_local/0_rank{R}.bin``
-===========  =============================================  ====================================
+===========  ==============================================  ==========================================
+kind         model                                           optimizer
+===========  ==============================================  ==========================================
+``sharded``  ``pytorch_model_fsdp_0/``, torch's sharded      ``optimizer_0/``, torch's sharded layout
+             layout
+``full``     ``model.safetensors`` (and its index), as       ``optimizer_0/``, torch's sharded layout:
+             ``from_pretrained`` reads it                    nobody needs it in one piece
+``local``    ``pytorch_model_fsdp_local/``, a safetensors    ``optimizer_local/``, likewise
+             file a rank
+===========  ==============================================  ==========================================
 
-``local`` needs no communication. Its folders are our own: the Trainer takes only folders for a sharded checkpoint,
-and could not resume from the files that Accelerate writes.
+Whatever the kind, every rank writes its own shards from where they lie in memory, and reads only what it needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.fsdp import FlatParameter
-from torch.nn.modules.module import _IncompatibleKeys
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.shard import plan_of
-from hf_fsdp_plugin.checkpoint.local import load_local_model, load_local_optimizer, local_model, local_optimizer
-from hf_fsdp_plugin.plan.names import named_parameters
+from hf_fsdp_plugin.checkpoint.dcp_writer import DcpPart, Path_, dcp_file, last_files, plain_value, scalar
+from hf_fsdp_plugin.checkpoint.hf_writer import MAX_SHARD_SIZE, full_files, local_model_file, local_optimizer_file
+from hf_fsdp_plugin.checkpoint.images import FileImage
+from hf_fsdp_plugin.checkpoint.save import open_save
+from hf_fsdp_plugin.checkpoint.shards import Held, ModelShards, OptimizerShards, model_shards, optimizer_shards, owned
+from hf_fsdp_plugin.checkpoint.write import write_live, write_text
 from hf_fsdp_plugin.spec.model import StateDictKind
 
 MODEL_NAME = "pytorch_model_fsdp"
 OPTIMIZER_NAME = "optimizer"
 
 
-def full_model_state(model: nn.Module) -> dict[str, Any]:
-    """The whole model's state dict under canonical names, on the CPU of rank 0; empty elsewhere. Collective.
+@dataclass(frozen=True, slots=True)
+class StateFiles:
+    """This rank's part of a model's or an optimizer's files.
 
-    Tied weights are one tensor under all their names, as in the model's own state dict.
+    Attributes:
+        texts: small files that rank 0 adds, by name.
     """
-    return _on_rank_zero(_tied(model, get_model_state_dict(model, options=_options(model, full=True))))
+
+    images: list[FileImage]
+    dcp: tuple[DcpPart, ...] = ()
+    texts: tuple[tuple[str, str], ...] = ()
+
+
+def model_files(
+    shards: ModelShards, kind: StateDictKind, index: int = 0, *, max_shard_size: int = MAX_SHARD_SIZE
+) -> StateFiles:
+    """Where this rank's part of a model goes. No communication."""
+    rank = dist.get_rank()
+    if kind == "full":
+        stem = "model" if index == 0 else f"model_{index}"
+        images, index_text = full_files(shards.tensors, rank, stem=stem, max_shard_size=max_shard_size)
+        return StateFiles(images, texts=((f"{stem}.safetensors.index.json", index_text),) if index_text else ())
+    if kind == "local":
+        path = f"{MODEL_NAME}_local/{index}_rank{rank}.safetensors"
+        return StateFiles([local_model_file(path, shards.tensors, shards.aliases, rank, dist.get_world_size())])
+    scalars = [held for held in shards.tensors if not held.shape]
+    tensors: list[tuple[Path_, Held]] = [(("model", held.name), held) for held in owned(shards.tensors) if held.shape]
+    image, part = dcp_file(f"{MODEL_NAME}_{index}", rank, tensors)
+    part.smalls += [scalar(("model", held.name), held.pieces[0].tensor) for held in scalars]
+    part.aliases += [(("model", alias), ("model", name)) for alias, name in shards.aliases.items()]
+    return StateFiles([image], (part,))
+
+
+def optimizer_files(shards: OptimizerShards, kind: StateDictKind, index: int = 0) -> StateFiles:
+    """Where this rank's part of an optimizer goes. No communication."""
+    rank = dist.get_rank()
+    if kind == "local":
+        path = f"{OPTIMIZER_NAME}_local/{index}_rank{rank}.safetensors"
+        return StateFiles([local_optimizer_file(path, shards, rank, dist.get_world_size())])
+    cut: dict[str, tuple[Path_, Held]] = {}
+    smalls = []
+    for name, state in shards.state.items():
+        for key, value in state.items():
+            path_in_state: Path_ = ("optimizer", "state", name, key)
+            if not isinstance(value, Held):
+                smalls.append(plain_value(path_in_state, value))
+            elif not value.shape:
+                smalls.append(scalar(path_in_state, value.pieces[0].tensor))
+            else:
+                cut[value.name] = (path_in_state, value)
+    image, part = dcp_file(
+        f"{OPTIMIZER_NAME}_{index}", rank, [cut[held.name] for held in owned(value for _, value in cut.values())]
+    )
+    part.smalls += smalls
+    if rank == 0:
+        part.smalls += _group_entries(shards)
+    return StateFiles([image], (part,))
+
+
+def _group_entries(shards: OptimizerShards) -> list[Any]:
+    """torch flattens a state dict down to its leaves, and reads it so."""
+    return [
+        plain_value(("optimizer", "param_groups", number, key), value)
+        for number, group in enumerate(shards.groups)
+        for key, value in group.items()
+    ]
 
 
 def save_model(
     model: nn.Module, folder: Path, kind: StateDictKind, index: int = 0, *, adapter_only: bool = False
 ) -> None:
-    """Write the model's state. Collective for every kind but ``local``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if kind == "full":
-        whole = get_model_state_dict(model, options=_options(model, full=True, trainable_only=adapter_only))
-        state = _on_rank_zero(_tied(model, whole))
-        if dist.get_rank() == 0:
-            torch.save(state, folder / _full_name(MODEL_NAME, index))
-    elif kind == "sharded":
-        sharded = get_model_state_dict(model, options=_options(model, full=False, trainable_only=adapter_only))
-        dcp.save({"model": sharded}, storage_writer=dcp.FileSystemWriter(folder / f"{MODEL_NAME}_{index}"))
-    else:
-        torch.save(local_model(model), _local_file(folder, MODEL_NAME, index))
-    dist.barrier()
-
-
-def load_model(
-    model: nn.Module, folder: Path, kind: StateDictKind, index: int = 0, *, adapter_only: bool = False
-) -> Any:
-    """Read what :func:`save_model` or the host wrote into the model. Returns the missing and unexpected keys."""
-    if kind == "local":
-        load_local_model(model, torch.load(_local_file(folder, MODEL_NAME, index), weights_only=True))
-        return _IncompatibleKeys([], [])
-    options = _options(model, full=kind == "full", trainable_only=adapter_only, strict=not adapter_only)
-    if kind == "full":
-        # Mapped, not read: each rank touches only what it cuts out, and no rank has to broadcast.
-        state = torch.load(folder / _full_name(MODEL_NAME, index), weights_only=True, mmap=True)
-    else:
-        path = folder if folder.name == f"{MODEL_NAME}_{index}" else folder / f"{MODEL_NAME}_{index}"
-        wrapped = {"model": get_model_state_dict(model, options=options)}
-        dcp.load(wrapped, storage_reader=dcp.FileSystemReader(path))
-        state = wrapped["model"]
-    return set_model_state_dict(model, state, options=options)
+    """Write the model's state into ``folder``, as part of the save that is open there or at once. Collective."""
+    with on_all_ranks("looking at the model's shards"):
+        shards = model_shards(model)
+        if adapter_only:
+            shards = ModelShards(tuple(held for held in shards.tensors if not held.frozen), {})
+        files = model_files(shards, kind, index)
+    write_files(folder, files)
 
 
 def save_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, kind: StateDictKind, index: int = 0
 ) -> None:
-    """Write the optimizer's state, keyed by parameter names. Collective for every kind but ``local``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if kind == "full":
-        state = _on_rank_zero(get_optimizer_state_dict(model, optimizer, options=_options(model, full=True)))
+    """Write the optimizer's state, keyed by parameter names, like :func:`save_model`. Collective."""
+    with on_all_ranks("looking at the optimizer's shards"):
+        files = optimizer_files(optimizer_shards(model, optimizer), kind, index)
+    write_files(folder, files)
+
+
+def write_files(folder: Path, files: StateFiles) -> None:
+    """Add files to the save that is open in ``folder``; without one, write them there, finished. Collective."""
+    save = open_save(folder)
+    with on_all_ranks(f"writing {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
         if dist.get_rank() == 0:
-            torch.save(state, folder / _full_name(OPTIMIZER_NAME, index))
-    elif kind == "sharded":
-        sharded = get_optimizer_state_dict(model, optimizer, options=_options(model, full=False))
-        dcp.save({"optimizer": sharded}, storage_writer=dcp.FileSystemWriter(folder / f"{OPTIMIZER_NAME}_{index}"))
-    else:
-        torch.save(local_optimizer(optimizer), _local_file(folder, OPTIMIZER_NAME, index))
-    dist.barrier()
+            for name, text in files.texts:
+                write_text(folder / name, text)
+        if save is None:
+            write_live(folder, files.images)
+    if save is not None:
+        save.write(files.images, files.dcp)
+    elif files.dcp:
+        _complete(folder, files.dcp)
 
 
-def load_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, kind: StateDictKind, index: int = 0
-) -> None:
-    """Read what :func:`save_optimizer` or the host wrote into the optimizer of the sharded model.
+def _complete(folder: Path, mine: Sequence[DcpPart]) -> None:
+    parts: list[Sequence[DcpPart]] = [()] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    with on_all_ranks(f"writing {folder}"):
+        if dist.get_rank() == 0:
+            for number, part in enumerate(mine):
+                write_live(folder, last_files(part.folder, [theirs[number] for theirs in parts]))
 
-    Parameters that had no state when it was saved have none afterwards: layers that no forward used, and all
-    parameters of an optimizer that keeps nothing (plain SGD).
+
+def full_model_state(model: nn.Module) -> dict[str, Any]:
+    """The whole model's state dict under canonical names, on the CPU of rank 0; empty elsewhere. Collective.
+
+    For callers that want a state dict in memory; nothing here is saved that way. Tied weights are one tensor under all
+    their names, as in the model's own state dict.
     """
-    if kind == "local":
-        load_local_optimizer(optimizer, torch.load(_local_file(folder, OPTIMIZER_NAME, index), weights_only=True))
-        return
-    # Strict, torch would refuse the parameters without state.
-    options = _options(model, full=kind == "full", strict=False)
-    if kind == "full":
-        state = torch.load(folder / _full_name(OPTIMIZER_NAME, index), weights_only=True, mmap=True)
-    else:
-        path = folder if folder.name == f"{OPTIMIZER_NAME}_{index}" else folder / f"{OPTIMIZER_NAME}_{index}"
-        reader = dcp.FileSystemReader(path)
-        wrapped = {"optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
-        _keep_saved(wrapped["optimizer"], reader.read_metadata().state_dict_metadata)
-        dcp.load(wrapped, storage_reader=reader)
-        state = wrapped["optimizer"]
-    saved = set(state["state"])
-    if not saved:
-        # Nothing to cut, and torch asserts that there is.
-        options = _options(model, full=False, strict=False)
-    set_optimizer_state_dict(model, optimizer, state, options=options)
-    _drop_invented(model, optimizer, saved)
-
-
-def _keep_saved(state: dict[str, Any], saved: Iterable[str]) -> None:
-    """Ask for no more than was saved: torch's template has state for every trainable parameter."""
-    names = set(saved)
-    for name, entry in list(state["state"].items()):
-        if not any(f"optimizer.state.{name}.{key}" in names for key in entry):
-            del state["state"][name]
-
-
-def _drop_invented(model: nn.Module, optimizer: torch.optim.Optimizer, saved: set[str]) -> None:
-    """torch gives parameters without saved state that of a first step with zero gradients, which would count."""
-    names: dict[int, set[str]] = {}
-    for name, parameter in named_parameters(model):
-        names.setdefault(id(parameter), set()).add(name)
-    for key in list(optimizer.state):
-        if not isinstance(key, FlatParameter) and saved.isdisjoint(names.get(id(key), saved)):
-            del optimizer.state[key]
+    # On CPU ranks there is nothing to offload, and FSDP1 crashes if asked to.
+    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    options = StateDictOptions(full_state_dict=True, cpu_offload=not on_cpu)
+    state = _tied(model, get_model_state_dict(model, options=options))
+    return state if dist.get_rank() == 0 else {}
 
 
 def _tied(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
@@ -163,25 +177,3 @@ def _tied(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         for name in present[1:]:
             state[name] = state[present[0]]
     return state
-
-
-def _options(model: nn.Module, *, full: bool, trainable_only: bool = False, strict: bool = True) -> StateDictOptions:
-    # On CPU ranks there is nothing to offload, and FSDP1 crashes if asked to.
-    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    return StateDictOptions(
-        full_state_dict=full, cpu_offload=not on_cpu, ignore_frozen_params=trainable_only, strict=strict
-    )
-
-
-def _on_rank_zero(state: dict[str, Any]) -> dict[str, Any]:
-    return state if dist.get_rank() == 0 else {}
-
-
-def _full_name(name: str, index: int) -> str:
-    return f"{name}.bin" if index == 0 else f"{name}_{index}.bin"
-
-
-def _local_file(folder: Path, name: str, index: int) -> Path:
-    parts = folder / f"{name}_local"
-    parts.mkdir(exist_ok=True)
-    return parts / f"{index}_rank{dist.get_rank()}.bin"

@@ -1,0 +1,234 @@
+"""A checkpoint comes to be in a folder beside its place and is renamed into it: it exists whole or not at all.
+
+::
+
+    run/.checkpoint-20.saving/checkpoint-20/      what the ranks and the host write
+    run/.checkpoint-20.saving/parts/rank0.json    what rank 0 has written, there when all of it is synced
+    run/checkpoint-20/                            after the rename
+    run/.checkpoint-20.replaced/                  for an instant, the folder that stood there before
+
+The parts are files, not messages: a save that goes on in the background must not mix with training's collectives.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from hf_fsdp_plugin.backends.agreement import on_all_ranks
+from hf_fsdp_plugin.checkpoint.dcp_writer import Chunk, DcpPart, Small, last_files
+from hf_fsdp_plugin.checkpoint.manifest import (
+    MANIFEST_NAME,
+    FileRange,
+    FileRecord,
+    Manifest,
+    read_manifest,
+    record_file,
+    to_text,
+)
+from hf_fsdp_plugin.checkpoint.write import sync_folder, write_live, write_text
+from hf_fsdp_plugin.problems import CheckpointError, Problem
+
+SAVING, REPLACED = ".saving", ".replaced"
+# What a checkpoint of any make consists of; of a folder that is replaced, everything else is the user's, and kept.
+_CHECKPOINT_NAMES = (
+    "pytorch_model", "optimizer", "model", "rng_state", "random_states", "scheduler", "scaler", "sampler",
+    "trainer_state.json", "training_args.bin", "adapter_model", MANIFEST_NAME,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """What one rank has written and synced."""
+
+    files: tuple[FileRecord, ...]
+    dcp: tuple[DcpPart, ...]
+
+
+class Staging:
+    """The folder in which one checkpoint comes to be."""
+
+    def __init__(self, final: Path) -> None:
+        self.final = final
+        self.root = final.parent / f".{final.name}{SAVING}"
+        self.folder = self.root / final.name
+        self._parts = self.root / "parts"
+
+    def open(self) -> None:
+        """Collective: an empty folder, seen by all ranks."""
+        with on_all_ranks(f"preparing {self.root}"):
+            if dist.get_rank() == 0:
+                settle(self.final)
+                shutil.rmtree(self.root, ignore_errors=True)
+                self.folder.mkdir(parents=True)
+                self._parts.mkdir()
+        with on_all_ranks(f"preparing {self.root}"):
+            if not self.folder.is_dir():
+                raise CheckpointError([_not_shared(self.folder)])
+
+    def discard(self) -> None:
+        """By rank 0, when no rank writes any more."""
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def put_part(self, rank: int, part: RankPart) -> None:
+        write_text(self._parts / f"rank{rank}.json", json.dumps(asdict(part), default=_bytes_to_text))
+
+    def parts(self, world_size: int) -> list[RankPart] | None:
+        """All ranks' parts, in rank order; ``None`` as long as one is missing."""
+        paths = [self._parts / f"rank{rank}.json" for rank in range(world_size)]
+        if not all(path.exists() for path in paths):
+            return None
+        return [_read_part(path) for path in paths]
+
+    def commit(self, parts: Sequence[RankPart], manifest: Manifest, *, into: bool = False) -> None:
+        """By rank 0, when all ranks have put their parts: write what is left, sync all, rename.
+
+        Args:
+            manifest: with everything but the files.
+            into: move the files into the final folder, beside what is there, instead of replacing it.
+        """
+        written = [record for part in parts for record in part.files]
+        for folder in dict.fromkeys(dcp.folder for part in parts for dcp in part.dcp):
+            dcps = [dcp for part in parts for dcp in part.dcp if dcp.folder == folder]
+            written += write_live(self.folder, last_files(folder, dcps))
+        records = joined(written)
+        for path in sorted(self.folder.rglob("*")):
+            relative = path.relative_to(self.folder).as_posix()
+            if path.is_file() and relative not in records:
+                _sync_file(path)
+                records[relative] = record_file(self.folder, relative)
+        manifest = replace(manifest, files=tuple(records[path] for path in sorted(records)))
+        write_text(self.folder / MANIFEST_NAME, to_text(manifest))
+        for folder_path in (self.folder, *(path for path in self.folder.rglob("*") if path.is_dir())):
+            sync_folder(folder_path)
+        _move_into(self.folder, self.final) if into else _put_in_place(self.folder, self.final)
+        sync_folder(self.final.parent)
+        self.discard()
+
+
+def settle(final: Path) -> None:
+    """Undo a replacement that was cut off between its two renames."""
+    before = final.parent / f".{final.name}{REPLACED}"
+    if before.is_dir():
+        if final.exists():
+            shutil.rmtree(before, ignore_errors=True)
+        else:
+            before.rename(final)
+
+
+def settle_all(run: Path, prefix: str) -> None:
+    """:func:`settle` every checkpoint of a run, and remove what saves that were cut off have left."""
+    for path in run.glob(f".{prefix}*{REPLACED}"):
+        settle(run / path.name.removeprefix(".").removesuffix(REPLACED))
+    for path in run.glob(f".{prefix}*{SAVING}"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def joined(written: Sequence[FileRecord]) -> dict[str, FileRecord]:
+    """One record a file, for files that several ranks have written parts of."""
+    ranges: dict[str, list[FileRange]] = {}
+    for record in written:
+        ranges.setdefault(record.path, []).extend(record.ranges)
+    sizes = {record.path: record.size for record in written}
+    return {
+        path: FileRecord(path=path, size=sizes[path], ranges=tuple(sorted(found, key=lambda item: item.start)))
+        for path, found in ranges.items()
+    }
+
+
+def _put_in_place(folder: Path, final: Path) -> None:
+    if not final.exists():
+        folder.rename(final)
+        return
+    before = final.parent / f".{final.name}{REPLACED}"
+    kept = _not_the_checkpoint(final)
+    final.rename(before)
+    folder.rename(final)
+    for relative in kept:
+        target = final / relative
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            (before / relative).rename(target)
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def _not_the_checkpoint(folder: Path) -> list[Path]:
+    """Files in a folder that is to be replaced that no checkpoint put there."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError:
+        manifest = None
+    files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    if manifest is not None:
+        listed = {record.path for record in manifest.files} | {MANIFEST_NAME}
+        return [path for path in files if path.as_posix() not in listed]
+    return [path for path in files if not path.parts[0].startswith(_CHECKPOINT_NAMES)]
+
+
+def _move_into(folder: Path, final: Path) -> None:
+    """File by file, the manifest last; what an earlier manifest lists and this one does not is stale and goes."""
+    final.mkdir(parents=True, exist_ok=True)
+    try:
+        before = read_manifest(final)
+    except CheckpointError:
+        before = None
+    (final / MANIFEST_NAME).unlink(missing_ok=True)
+    new = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    for relative in sorted(new, key=lambda path: path.name == MANIFEST_NAME):
+        (final / relative).parent.mkdir(parents=True, exist_ok=True)
+        (folder / relative).replace(final / relative)
+    for record in before.files if before is not None else ():
+        if Path(record.path) not in new:
+            (final / record.path).unlink(missing_ok=True)
+    sync_folder(final)
+
+
+def _sync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read_part(path: Path) -> RankPart:
+    tree = json.loads(path.read_text(encoding="utf-8"))
+    files = [
+        FileRecord(path=f["path"], size=f["size"], ranges=tuple(FileRange(**r) for r in f["ranges"]))
+        for f in tree["files"]
+    ]
+    return RankPart(tuple(files), tuple(_read_dcp(dcp) for dcp in tree["dcp"]))
+
+
+def _read_dcp(tree: dict[str, Any]) -> DcpPart:
+    chunks = [
+        Chunk(
+            path=tuple(c["path"]), dtype=c["dtype"], shape=tuple(c["shape"]), offsets=tuple(c["offsets"]),
+            sizes=tuple(c["sizes"]), file=c["file"], offset=c["offset"], length=c["length"],
+        )
+        for c in tree["chunks"]
+    ]  # fmt: skip
+    smalls = [Small(tuple(s["path"]), bytes.fromhex(s["data"]), s["dtype"], tuple(s["shape"])) for s in tree["smalls"]]
+    aliases = [(tuple(alias), tuple(path)) for alias, path in tree["aliases"]]
+    return DcpPart(tree["folder"], chunks, smalls, aliases)
+
+
+def _bytes_to_text(value: Any) -> str:
+    if isinstance(value, bytes):
+        return value.hex()
+    raise TypeError(type(value).__name__)
+
+
+def _not_shared(folder: Path) -> Problem:
+    return Problem(
+        severity="error",
+        message=f"rank 0 has made {folder}, and this rank does not see it: the ranks' file systems are not one.",
+        fix="Save to a folder that all machines share.",
+    )
