@@ -1,0 +1,110 @@
+"""The elements of a stored tensor in row-major order, whatever pieces they lie in, with bounded memory."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hf_fsdp_plugin.checkpoint.boxes import Box, flat_range, flat_start, intersect, row_major, slices
+from hf_fsdp_plugin.checkpoint.bytes import dtype_size
+from hf_fsdp_plugin.checkpoint.stored import StoredPiece, StoredTensor, refuse
+
+if TYPE_CHECKING:
+    import numpy
+
+MAX_SPAN = 16 << 20
+"""Bytes of a file that are read at once where the wanted elements do not lie side by side."""
+_WORTH_SPLITTING = 64 << 10
+_MAX_OPEN = 64
+
+
+class InputFiles:
+    """The files below ``root``, opened when first read; a few stay open, however many ranks wrote the checkpoint."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._open: OrderedDict[str, int] = OrderedDict()
+
+    def __enter__(self) -> InputFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+    def read(self, file: str, offset: int, out: memoryview) -> None:
+        """Fill ``out`` from byte ``offset`` on. Raises ``CheckpointError`` where the file ends before."""
+        descriptor, position = self._descriptor(file), offset
+        while out:
+            count = os.preadv(descriptor, [out], position)
+            if count == 0:
+                message = f"ends at byte {position:,}; {position + len(out):,} bytes were expected."
+                refuse(self._root / file, message, "It was cut short: fetch it again, or take another checkpoint.")
+            out, position = out[count:], position + count
+
+    def _descriptor(self, file: str) -> int:
+        if file in self._open:
+            self._open.move_to_end(file)
+        else:
+            if len(self._open) == _MAX_OPEN:
+                os.close(self._open.popitem(last=False)[1])
+            self._open[file] = os.open(self._root / file, os.O_RDONLY)
+        return self._open[file]
+
+
+def read_run(files: InputFiles, tensor: StoredTensor, start: int, stop: int, out: memoryview) -> None:
+    """The elements ``[start, stop)`` of the row-major tensor into ``out``, which has just their bytes."""
+    size = dtype_size(tensor.dtype)
+    for box in flat_range(tensor.shape, start, stop):
+        part, out = out[: box.numel * size], out[box.numel * size :]
+        for piece in tensor.pieces:
+            common = intersect(box, piece.box)
+            if common is not None:
+                _read_common(files, piece, common, box, part, size)
+
+
+def _read_common(files: InputFiles, piece: StoredPiece, common: Box, box: Box, out: memoryview, size: int) -> None:
+    """What ``piece`` holds of ``box`` to its place in ``out``, the bytes of ``box``."""
+    ahead = zip(common.offsets, piece.box.offsets, piece.strides, strict=True)
+    offset = piece.offset + size * sum((here - origin) * stride for here, origin, stride in ahead)
+    within = Box(tuple(part.start for part in slices(common, box)), common.sizes)
+    first = flat_start(within, box.sizes)
+    if first is not None and _side_by_side(common.sizes, piece.strides):
+        files.read(piece.file, offset, out[first * size : (first + common.numel) * size])
+        return
+    import numpy
+
+    target = numpy.frombuffer(out, f"u{size}").reshape(box.sizes)[slices(common, box)]
+    _read_strided(files, piece.file, offset, piece.strides, target)
+
+
+def _side_by_side(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    steps = zip(sizes, strides, row_major(sizes), strict=True)
+    return all(size == 1 or stride == dense for size, stride, dense in steps)
+
+
+def _read_strided(
+    files: InputFiles, file: str, offset: int, strides: Sequence[int], target: numpy.ndarray[int, numpy.dtype]
+) -> None:
+    """Fill ``target`` with elements that lie ``strides`` apart in the file.
+
+    The span from the first to the last is read at once, unless it is large, or mostly holds what is not wanted.
+    """
+    import numpy
+
+    span = 1 + sum((size - 1) * stride for size, stride in zip(target.shape, strides, strict=True))
+    num_bytes = span * target.itemsize
+    if num_bytes > MAX_SPAN or (num_bytes > _WORTH_SPLITTING and span > 4 * target.size):
+        dim = max((d for d, size in enumerate(target.shape) if size > 1), key=lambda d: strides[d])
+        low, high = numpy.array_split(target, 2, axis=dim)
+        _read_strided(files, file, offset, strides, low)
+        _read_strided(files, file, offset + low.shape[dim] * strides[dim] * target.itemsize, strides, high)
+        return
+    stored = numpy.empty(span, target.dtype)
+    files.read(file, offset, memoryview(stored).cast("B"))
+    steps = [stride * target.itemsize for stride in strides]
+    target[...] = numpy.lib.stride_tricks.as_strided(stored, target.shape, steps)

@@ -1,0 +1,84 @@
+"""What goes into the output: tied names once, dtypes, nothing that has holes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hf_fsdp_plugin.checkpoint.boxes import Box, row_major, whole
+from hf_fsdp_plugin.checkpoint.merge_plan import is_adapter, likely_ties, plan_merge
+from hf_fsdp_plugin.checkpoint.stored import ModelIndex, StoredPiece, StoredTensor
+from hf_fsdp_plugin.problems import CheckpointError
+
+GB = 10**9
+
+
+def index_of(**tensors: tuple[str, tuple[int, ...], int]) -> ModelIndex:
+    """Name (with ``__`` for the dot), dtype, shape and the byte of the one file at which it begins."""
+    found = {}
+    for key, (dtype, shape, offset) in tensors.items():
+        name = key.replace("__", ".")
+        piece = StoredPiece(whole(shape), "f", offset, row_major(shape))
+        found[name] = StoredTensor(name, dtype, shape, (piece,))
+    return ModelIndex(Path("run"), "dcp", found)
+
+
+def test_names_of_the_same_bytes_are_written_once_under_the_embeddings_name() -> None:
+    index = index_of(lm_head__weight=("float32", (4, 2), 0), model__embed__weight=("float32", (4, 2), 0))
+    plan = plan_merge(index, [], dtype=None, max_shard_size=GB)
+    assert dict(plan.aliases) == {"lm_head.weight": "model.embed.weight"}
+    assert list(plan.files[0].offsets) == ["model.embed.weight"]
+
+
+def test_groups_that_overlap_are_one() -> None:
+    parts = dict.fromkeys(("a__w", "b__w", "c__w"), ("float32", (2,), 0))
+    index = index_of(**{name: (dtype, shape, 8 * at) for at, (name, (dtype, shape, _)) in enumerate(parts.items())})
+    plan = plan_merge(index, [("b.w", "c.w"), ("a.w", "b.w"), ("c.w", "gone.w")], dtype=None, max_shard_size=GB)
+    assert dict(plan.aliases) == {"c.w": "a.w", "b.w": "a.w"}
+
+
+def test_empty_tensors_are_not_tied_by_their_place() -> None:
+    index = index_of(a__w=("float32", (0,), 0), b__w=("float32", (0,), 0))
+    assert dict(plan_merge(index, [], dtype=None, max_shard_size=GB).aliases) == {}
+
+
+def test_only_floating_point_is_converted() -> None:
+    index = index_of(a__w=("float32", (2,), 0), b__w=("int64", (2,), 8), c__w=("float8_e4m3fn", (2,), 24))
+    plan = plan_merge(index, [], dtype="bfloat16", max_shard_size=GB)
+    assert dict(plan.dtypes) == {"a.w": "bfloat16", "b.w": "int64", "c.w": "float8_e4m3fn"}
+
+
+def test_elements_that_no_file_holds_are_an_error() -> None:
+    piece = StoredPiece(Box((0, 0), (3, 2)), "f", 0, (2, 1))
+    index = ModelIndex(Path("run"), "dcp", {"a.w": StoredTensor("a.w", "float32", (4, 2), (piece,))})
+    with pytest.raises(CheckpointError, match=r"run: 2 elements of 'a.w' \[4, 2\] are in no file"):
+        plan_merge(index, [], dtype=None, max_shard_size=GB)
+
+
+def test_a_checkpoint_without_tensors_is_an_error() -> None:
+    with pytest.raises(CheckpointError, match="holds no tensors"):
+        plan_merge(ModelIndex(Path("run"), "dcp", {}), [], dtype=None, max_shard_size=GB)
+
+
+def test_an_output_layer_of_the_embeddings_shape_may_be_tied() -> None:
+    index = index_of(
+        embed__weight=("float32", (4, 2), 0),
+        other__weight=("float32", (2, 4), 32),
+        norm__weight=("float32", (2,), 64),
+        lm_head__weight=("float32", (4, 2), 72),
+    )
+    assert likely_ties(index) == [("embed.weight", "lm_head.weight")]
+
+
+def test_adapters_are_one_file_of_pefts_name() -> None:
+    name = "base_model__model__q_proj__lora_A__weight"
+    index = index_of(**{name: ("float32", (100,), 0), name.replace("A", "B"): ("float32", (100,), 400)})
+    plan = plan_merge(index, [], dtype=None, max_shard_size=1)
+    assert plan.adapter
+    assert [file.name for file in plan.files] == ["adapter_model.safetensors"]
+
+
+def test_a_whole_model_under_an_adapter_is_no_adapter() -> None:
+    assert not is_adapter(["base_model.model.q_proj.base_layer.weight", "base_model.model.q_proj.lora_A.weight"])
+    assert not is_adapter(["model.norm.weight"])

@@ -1,0 +1,87 @@
+"""Elements come out in row-major order from whatever pieces, strides and files they lie in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy
+import pytest
+
+from hf_fsdp_plugin.checkpoint import merge_read
+from hf_fsdp_plugin.checkpoint.boxes import Box, flat_range, row_major, whole
+from hf_fsdp_plugin.checkpoint.merge_read import InputFiles, read_run
+from hf_fsdp_plugin.checkpoint.stored import StoredPiece, StoredTensor
+from hf_fsdp_plugin.problems import CheckpointError
+
+SHAPE = (7, 6, 5)
+VALUES = numpy.arange(7 * 6 * 5, dtype="<i4").reshape(SHAPE)
+
+
+def stored(folder: Path, boxes: list[Box], order: str = "C") -> StoredTensor:
+    """``VALUES`` in one file a box, each with some bytes of no interest before it."""
+    pieces = []
+    for number, box in enumerate(boxes):
+        part = VALUES[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))]
+        (folder / f"{number}.bin").write_bytes(b"xyz" + part.tobytes(order=order))  # type: ignore[arg-type]
+        strides = row_major(box.sizes) if order == "C" else tuple(reversed(row_major(box.sizes[::-1])))
+        pieces.append(StoredPiece(box, f"{number}.bin", 3, strides))
+    return StoredTensor("weight", "int32", SHAPE, tuple(pieces))
+
+
+def halves(dim: int) -> list[Box]:
+    sizes = [SHAPE[dim] // 2, SHAPE[dim] - SHAPE[dim] // 2]
+    boxes = []
+    for start, size in zip((0, sizes[0]), sizes, strict=True):
+        offsets, lengths = [0, 0, 0], list(SHAPE)
+        offsets[dim], lengths[dim] = start, size
+        boxes.append(Box(tuple(offsets), tuple(lengths)))
+    return boxes
+
+
+CUTS = {
+    "whole": [whole(SHAPE)],
+    "rows": halves(0),
+    "middle dim": halves(1),
+    "columns": halves(2),
+    "flat parameter": [*flat_range(SHAPE, 0, 83), *flat_range(SHAPE, 83, 210)],
+}
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("cut", CUTS)
+def test_any_run_of_any_cut(cut: str, order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merge_read, "MAX_SPAN", 64)  # so that spans are split, as those of large tensors
+    tensor = stored(tmp_path, CUTS[cut], order)
+    with InputFiles(tmp_path) as files:
+        for start, stop in [(0, 210), (0, 1), (13, 14), (31, 180), (209, 210), (60, 90)]:
+            out = bytearray(4 * (stop - start))
+            read_run(files, tensor, start, stop, memoryview(out))
+            assert numpy.frombuffer(out, "<i4").tolist() == list(range(start, stop))
+
+
+def test_a_scalar(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"\x00\x07")
+    tensor = StoredTensor("step", "uint8", (), (StoredPiece(Box((), ()), "f", 1, ()),))
+    out = bytearray(1)
+    with InputFiles(tmp_path) as files:
+        read_run(files, tensor, 0, 1, memoryview(out))
+    assert out == b"\x07"
+
+
+def test_more_files_than_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merge_read, "_MAX_OPEN", 2)
+    tensor = stored(tmp_path, [Box((row, 0, 0), (1, 6, 5)) for row in range(7)])
+    out = bytearray(4 * 210)
+    with InputFiles(tmp_path) as files:
+        read_run(files, tensor, 0, 210, memoryview(out))
+        read_run(files, tensor, 0, 210, memoryview(out))
+        assert len(files._open) == 2
+    assert numpy.frombuffer(out, "<i4").tolist() == list(range(210))
+
+
+def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
+    tensor = stored(tmp_path, halves(0))
+    with open(tmp_path / "1.bin", "r+b") as file:
+        file.truncate(100)
+    with InputFiles(tmp_path) as files, pytest.raises(CheckpointError, match=r"1\.bin: ends at byte 100; 483 bytes"):
+        read_run(files, tensor, 0, 210, memoryview(bytearray(840)))

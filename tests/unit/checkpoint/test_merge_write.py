@@ -1,0 +1,67 @@
+"""Files come out byte for byte, whatever their size, and whether or not the file system takes direct writes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hf_fsdp_plugin.checkpoint import merge_write
+from hf_fsdp_plugin.checkpoint.merge_write import FileWriter
+
+BUFFER = 8192
+
+
+@pytest.fixture(autouse=True)
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merge_write, "BUFFER", BUFFER)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("size", [0, 1, 4096, BUFFER - 1, BUFFER, BUFFER + 1, 5 * BUFFER + 4097])
+def test_the_bytes_are_those_written(size: int, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not direct:
+        monkeypatch.setattr(merge_write, "_DIRECT", 0)
+    data = os.urandom(size)
+    with FileWriter(tmp_path / "f") as writer:
+        writer.write(data[: size // 3])
+        writer.write(data[size // 3 :])
+    assert (tmp_path / "f").read_bytes() == data
+
+
+def test_a_file_of_before_is_cut(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(bytes(3 * BUFFER))
+    with FileWriter(tmp_path / "f") as writer:
+        writer.write(b"new")
+    assert (tmp_path / "f").read_bytes() == b"new"
+
+
+def test_direct_writes_that_are_refused_go_through_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A descriptor may be had for direct writes on file systems that then refuse them."""
+    import errno
+    import fcntl
+
+    pwrite = os.pwrite
+    refused = []
+
+    def refusing(descriptor: int, data: memoryview, offset: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(offset)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return pwrite(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", refusing)
+    with FileWriter(tmp_path / "f") as writer:
+        writer.write(bytes(BUFFER) + b"end")
+    assert refused == [0]
+    assert (tmp_path / "f").read_bytes() == bytes(BUFFER) + b"end"
+
+
+def test_an_error_of_the_disk_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="No space left"), FileWriter(tmp_path / "f") as writer:
+        writer.write(bytes(4 * BUFFER))
