@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
-from hf_fsdp_plugin.checkpoint.boxes import Box
+from hf_fsdp_plugin.checkpoint.boxes import Box, uncovered
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem
 
 WRAPPER_PARTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -92,11 +92,50 @@ def canonical_name(name: str) -> str:
 
 
 def unreplicated(pieces: Iterable[StoredPiece]) -> tuple[StoredPiece, ...]:
-    """One piece a box: ranks that hold the same box wrote the same elements."""
+    """One piece a box, none for empty ones: ranks that hold the same box wrote the same elements."""
     by_box: dict[Box, StoredPiece] = {}
     for piece in pieces:
-        by_box.setdefault(piece.box, piece)
+        if piece.box.numel:
+            by_box.setdefault(piece.box, piece)
     return tuple(by_box.values())
+
+
+def file_inside(root: Path, relative: str, place: Path | str) -> Path:
+    """The file that ``place`` names by ``relative``, within the folder ``root``.
+
+    Raises:
+        CheckpointError: for an absolute path, ``..``, a symlink that leaves the folder, and a file that is not there.
+            Out of a snapshot of the Hugging Face cache links may lead to its ``blobs``.
+    """
+    path = root / relative
+    fix = "Use a copy of the checkpoint from a source you trust."
+    if PurePosixPath(relative).is_absolute() or ".." in PurePosixPath(relative).parts or "\\" in relative:
+        refuse(place, f"it names the file {relative!r}, outside its folder.", fix)
+    allowed = [root.resolve()]
+    if root.parent.name == "snapshots":
+        allowed.append((root.parent.parent / "blobs").resolve())
+    real = path.resolve()
+    if not any(real.is_relative_to(folder) for folder in allowed):
+        refuse(place, f"it names the file {relative!r}, which is a link to {real}, outside its folder.", fix)
+    if not real.is_file():
+        refuse(place, f"it names the file {relative!r}, which is not there.", "Copy the checkpoint again, whole.")
+    return path
+
+
+def uncovered_problems(place: Path | str, tensors: Iterable[StoredTensor], fix: str) -> list[Problem]:
+    """One complaint about all tensors of which elements are missing."""
+    missing = {tensor.name: uncovered(tensor.shape, [piece.box for piece in tensor.pieces]) for tensor in tensors}
+    names = [name for name, count in missing.items() if count]
+    if not names:
+        return []
+    return [
+        problem(
+            place,
+            f"{sum(missing.values())} elements of {len(names)} tensors are in none of its files; the first is "
+            f"{names[0]!r}.",
+            fix,
+        )
+    ]
 
 
 def problem(place: Path | str, message: str, fix: str) -> Problem:
