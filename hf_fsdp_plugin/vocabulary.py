@@ -155,6 +155,8 @@ _FSDP_ROWS = (
         choices={"full": ("1", "full_state_dict"), "local": ("2", "local_state_dict"),
                  "sharded": ("3", "sharded_state_dict")},
         about="What a checkpoint holds: one whole state dict, or a shard a rank."),
+    Row(name="checkpoint.asynchronous", kind="bool", spellings=("async_save",),
+        about="Write checkpoints beside the training, which is held only for the copy out of the model."),
     Row(name="activation.checkpointing", kind="choice", spellings=("activation_checkpointing",),
         choices={"none": ("false", "no", "off", "0", "null"), "full": ("true", "yes", "on", "1"), "selective": ()},
         about="Recompute activations in backward instead of keeping them."),

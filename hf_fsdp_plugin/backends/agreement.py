@@ -10,6 +10,9 @@ import torch.distributed as dist
 
 from hf_fsdp_plugin.problems import Problem, SpecError
 
+# On an exception that all ranks raise, so that nobody asks the others about it again.
+_AGREED = "_hf_fsdp_agreed"
+
 
 def same_on_all_ranks(what: str, value: str) -> None:
     """Raise ``SpecError`` on all ranks unless ``value`` is the same on all of them. Collective.
@@ -33,12 +36,16 @@ def same_on_all_ranks(what: str, value: str) -> None:
 def on_all_ranks(doing: str) -> Iterator[None]:
     """Run the block on every rank; if it fails on some, raise on all, with the ranks named.
 
-    The block itself must not contain collectives. A ``SpecError`` that all ranks share is raised as it is.
+    The block itself must not contain collectives, but for agreements like this one: a rank that fails between two of
+    them meets the others in their next, and all of them leave the outer block without another. A ``SpecError`` that
+    all ranks share is raised as it is.
     """
     failure: Exception | None = None
     try:
         yield
     except Exception as error:
+        if getattr(error, _AGREED, False):
+            raise
         failure = error
     if not dist.is_initialized() or dist.get_world_size() == 1:
         if failure is not None:
@@ -50,6 +57,7 @@ def on_all_ranks(doing: str) -> Iterator[None]:
     if not failed:
         return
     if failure is not None and len(set(texts)) == 1:
+        setattr(failure, _AGREED, True)
         raise failure
     problems = [
         Problem(severity="error", rank=rank, message=f"{kind} while {doing}: {text}")
@@ -57,4 +65,6 @@ def on_all_ranks(doing: str) -> Iterator[None]:
     ]
     if isinstance(failure, SpecError):
         problems = [replace(problem, rank=dist.get_rank()) for problem in failure.problems]
-    raise SpecError(problems) from failure
+    agreed = SpecError(problems)
+    setattr(agreed, _AGREED, True)
+    raise agreed from failure

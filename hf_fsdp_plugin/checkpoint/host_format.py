@@ -111,15 +111,23 @@ def _group_entries(shards: OptimizerShards) -> list[Any]:
 
 
 def save_model(
-    model: nn.Module, folder: Path, kind: StateDictKind, index: int = 0, *, adapter_only: bool = False
+    model: nn.Module,
+    folder: Path,
+    kind: StateDictKind,
+    index: int = 0,
+    *,
+    adapter_only: bool = False,
+    max_shard_size: int = MAX_SHARD_SIZE,
 ) -> None:
     """Write the model's state into ``folder``, as part of the save that is open there or at once. Collective."""
     with on_all_ranks("looking at the model's shards"):
         shards = model_shards(model)
         if adapter_only:
             shards = ModelShards(tuple(held for held in shards.tensors if not held.frozen), {})
-        files = model_files(shards, kind, index)
+        files = model_files(shards, kind, index, max_shard_size=max_shard_size)
     write_files(folder, files)
+    if (save := open_save(folder)) is not None:
+        save.models.add(index)
 
 
 def save_optimizer(

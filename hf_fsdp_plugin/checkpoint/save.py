@@ -63,9 +63,9 @@ class Save:
     """Made by :func:`begin`. What ranks add goes through :meth:`write`; :meth:`finish` puts the checkpoint in place."""
 
     def __init__(self, final: Path, *, asynchronous: bool, into: bool = False) -> None:
-        self.staging = Staging(final)
+        self.staging = Staging(final, into=into)
         self.asynchronous = asynchronous
-        self._into = into
+        self.models: set[int] = set()  # numbers of those whose state is in it
         self._began = time.monotonic()
         self._records: list[FileRecord] = []
         self._dcp: list[DcpPart] = []
@@ -151,7 +151,7 @@ class Save:
                 raise CheckpointError([_other_rank_failed(self.staging.final)])
             parts = self.staging.parts(dist.get_world_size())
         assert self._manifest is not None
-        self.staging.commit(parts, self._manifest, into=self._into)
+        self.staging.commit(parts, self._manifest)
         if self._after is not None:
             self._after()
 

@@ -53,11 +53,19 @@ class RankPart:
 
 
 class Staging:
-    """The folder in which one checkpoint comes to be."""
+    """The folder in which one checkpoint comes to be.
 
-    def __init__(self, final: Path) -> None:
+    Attributes:
+        final: where it is going to be.
+        folder: where it is written.
+    """
+
+    def __init__(self, final: Path, *, into: bool = False) -> None:
+        """``into``: the files are moved into ``final``, beside what is there, instead of replacing it."""
         self.final = final
-        self.root = final.parent / f".{final.name}{SAVING}"
+        self._into = into
+        # A folder that files are moved into exists, and may be the only place where we may write.
+        self.root = final / SAVING if into else final.parent / f".{final.name}{SAVING}"
         self.folder = self.root / final.name
         self._parts = self.root / "parts"
 
@@ -87,12 +95,11 @@ class Staging:
             return None
         return [_read_part(path) for path in paths]
 
-    def commit(self, parts: Sequence[RankPart], manifest: Manifest, *, into: bool = False) -> None:
+    def commit(self, parts: Sequence[RankPart], manifest: Manifest) -> None:
         """By rank 0, when all ranks have put their parts: write what is left, sync all, rename.
 
         Args:
             manifest: with everything but the files.
-            into: move the files into the final folder, beside what is there, instead of replacing it.
         """
         written = [record for part in parts for record in part.files]
         for folder in dict.fromkeys(dcp.folder for part in parts for dcp in part.dcp):
@@ -108,7 +115,7 @@ class Staging:
         write_text(self.folder / MANIFEST_NAME, to_text(manifest))
         for folder_path in (self.folder, *(path for path in self.folder.rglob("*") if path.is_dir())):
             sync_folder(folder_path)
-        _move_into(self.folder, self.final) if into else _put_in_place(self.folder, self.final)
+        _move_into(self.folder, self.final) if self._into else _put_in_place(self.folder, self.final)
         sync_folder(self.final.parent)
         self.discard()
 

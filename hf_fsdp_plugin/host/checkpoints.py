@@ -33,7 +33,8 @@ def _checkpoint_function(name: str, original: Callable[..., Any]) -> Callable[..
 
     @functools.wraps(original)
     def function(fsdp_plugin: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-        from hf_fsdp_plugin.checkpoint import host_format
+        from hf_fsdp_plugin.checkpoint import host_format, reader
+        from hf_fsdp_plugin.checkpoint.save import open_save
         from hf_fsdp_plugin.host.plugin import PlannedFsdpPlugin
 
         if not isinstance(fsdp_plugin, PlannedFsdpPlugin):
@@ -45,10 +46,17 @@ def _checkpoint_function(name: str, original: Callable[..., Any]) -> Callable[..
         kind = fsdp_plugin.state_dict_kind
         if of_optimizer:
             optimizer = getattr(given["optimizer"], "optimizer", given["optimizer"])
-            action = host_format.save_optimizer if name.startswith("save") else host_format.load_optimizer
-            return action(given["model"], optimizer, folder, kind, given["optimizer_index"])
-        transfer = host_format.save_model if name.startswith("save") else host_format.load_model
-        return transfer(given["model"], folder, kind, given["model_index"], adapter_only=_adapter_only(given))
+            number = given["optimizer_index"]
+            if name.startswith("save"):
+                return host_format.save_optimizer(given["model"], optimizer, folder, kind, number)
+            return reader.load_optimizer(given["model"], optimizer, folder, number)
+        number, adapters = given["model_index"], _adapter_only(given)
+        if name.startswith("load"):
+            return reader.load_model(given["model"], folder, number, adapter_only=adapters)
+        save = open_save(folder)
+        if save is None or number not in save.models:  # the Trainer's model is saved with its config
+            host_format.save_model(given["model"], folder, kind, number, adapter_only=adapters)
+        return None
 
     setattr(function, PATCHED, original)
     return function

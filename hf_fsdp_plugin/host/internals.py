@@ -20,6 +20,9 @@ somebody asks for FSDP.
 ``Accelerator.get_state_dict``, ``save_fsdp_model`` and its three siblings
     FSDP1's full state dict crashes on CPU ranks, ``local`` is refused under FSDP2. Until torch mends the one and
     Accelerate the other.
+``Accelerator.save_state``, ``.load_state``, ``.save_model``
+    Checkpoints are written in place, half-written ones load, older ones go before the new one is there, and a whole
+    model is gathered on one rank. Until Accelerate stages its checkpoints.
 ``Accelerator.clip_grad_norm_``
     It goes by the config's version, not the model's, and by whether the parameters are all of a model's: else FSDP1's
     norm is that of one rank's shards, and two models of equal length raise. Until it looks at the parameters.
@@ -258,6 +261,15 @@ def _hook_accelerator(module: ModuleType) -> None:
         parameters = [parameters] if hasattr(parameters, "grad") else list(parameters)
         return clip(self._models, parameters, float(max_norm), float(norm_type))
 
+    def save_state(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _with_planned_models(original, self, "save_state", *args, **kwargs)
+
+    def load_state(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _with_planned_models(original, self, "load_state", *args, **kwargs)
+
+    def save_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _with_planned_models(original, self, "save_model", *args, **kwargs)
+
     def end_training(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         from hf_fsdp_plugin.host.run_report import finish
 
@@ -269,8 +281,22 @@ def _hook_accelerator(module: ModuleType) -> None:
     wrap_method(cls, "prepare_model", prepare_model)
     wrap_method(cls, "get_state_dict", get_state_dict)
     wrap_method(cls, "clip_grad_norm_", clip_grad_norm)
+    wrap_method(cls, "save_state", save_state)
+    wrap_method(cls, "load_state", load_state)
+    wrap_method(cls, "save_model", save_model)
     wrap_method(cls, "end_training", end_training)
     replace_checkpoint_functions(module)
+
+
+def _with_planned_models(original: Callable[..., Any], accelerator: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Our way of saving and loading, for an accelerator that has a model sharded as planned."""
+    from hf_fsdp_plugin.backends.shard import plan_of
+    from hf_fsdp_plugin.host import accelerate_checkpoints
+    from hf_fsdp_plugin.host.prepare import planned_plugin
+
+    if planned_plugin(accelerator) is None or not any(plan_of(model) is not None for model in accelerator._models):
+        return original(*args, **kwargs)
+    return getattr(accelerate_checkpoints, name)(original, accelerator, *args, **kwargs)
 
 
 def _with_mixed_precision(spec: Any, said: Any) -> Any:

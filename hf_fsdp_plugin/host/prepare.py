@@ -18,6 +18,7 @@ from hf_fsdp_plugin.backends.optimizer import foreign_parameters
 from hf_fsdp_plugin.backends.shard import plan_of, rebind, shard
 from hf_fsdp_plugin.host.plugin import PlannedFsdpPlugin
 from hf_fsdp_plugin.host.run_report import begin
+from hf_fsdp_plugin.host.saving import prepare_memory_after_first_step
 from hf_fsdp_plugin.host.tell import tell_warnings
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.plan.render import to_json
@@ -52,6 +53,9 @@ def prepare_objects(accelerator: Any, objects: Sequence[Any]) -> Any:
     with on_all_ranks("checking the optimizers"):
         _check_optimizers([obj.optimizer for obj in prepared if hasattr(obj, "optimizer")], accelerator._models)
     begin(accelerator)
+    plugin = planned_plugin(accelerator)
+    if plugin is not None and plugin.spec.checkpoint.asynchronous and any(hasattr(obj, "optimizer") for obj in prepared):
+        prepare_memory_after_first_step(accelerator, plugin.state_dict_kind)
     for obj in prepared:
         if any(
             obj is known for known in (*accelerator._dataloaders, *accelerator._optimizers, *accelerator._schedulers)

@@ -12,6 +12,7 @@ from weakref import WeakSet
 import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.shard import plan_of
+from hf_fsdp_plugin.checkpoint import save as saves
 from hf_fsdp_plugin.host import session
 from hf_fsdp_plugin.host.tell import tell
 from hf_fsdp_plugin.observe.optimizer import optimizer_of, trained_pair
@@ -52,6 +53,7 @@ def finish(
     planned = [model for model in accelerator._models if plan_of(model) is not None]
     if not planned:
         return
+    saves.wait()
     model, optimizer = trained_pair(planned, accelerator._optimizers)
     plan = plan_of(model)
     assert plan is not None
@@ -62,6 +64,7 @@ def finish(
         accelerator=accelerator,
         batch=batch or _loader_batch(accelerator),
         checkpoint=checkpoint,
+        saved_asynchronously=saves.last_outcome.asynchronous if saves.last_outcome is not None else None,
     )
     _reported.add(accelerator)
     path = Path(session.current_session().report or output_dir or accelerator.project_dir or ".")

@@ -14,19 +14,38 @@ from transformers import Trainer, TrainingArguments
 from transformers.utils import find_labels
 
 from hf_fsdp_plugin.backends.fsdp2 import reshard
+from hf_fsdp_plugin.checkpoint import save as saves
 from hf_fsdp_plugin.host import session
 from hf_fsdp_plugin.host.arguments import follow_launcher, process_fsdp_args
 from hf_fsdp_plugin.host.internals import hook_accelerate, hook_trainer_checkpoints
 from hf_fsdp_plugin.host.prepare import planned_plugin
 from hf_fsdp_plugin.host.run_report import finish
+from hf_fsdp_plugin.host.trainer_checkpoints import (
+    checkpoint_to_resume,
+    finalize_training,
+    load_best_model,
+    load_rng_state,
+    save_checkpoint,
+    save_model,
+)
 from hf_fsdp_plugin.observe.report import BatchShape
 from hf_fsdp_plugin.plan.names import unwrapped
 
 
 def create_accelerator(original: Callable[[], None], trainer: Any) -> None:
-    """The accelerator gets the spec that was read from the Trainer's arguments."""
-    with session.using(session.spec_of_arguments(trainer.args)):
-        original()
+    """The accelerator gets the spec that was read from the Trainer's arguments.
+
+    The Trainer refuses ``save_only_model`` with a sharded state dict, whose model it would not save, and with
+    ``load_best_model_at_end``; our checkpoints have the model whatever their kind.
+    """
+    spec = session.spec_of_arguments(trainer.args)
+    only_model = trainer.args.save_only_model
+    trainer.args.save_only_model = only_model and spec is None
+    try:
+        with session.using(spec):
+            original()
+    finally:
+        trainer.args.save_only_model = only_model
 
 
 def signature_columns(original: Callable[[], None], trainer: Any) -> None:
@@ -55,28 +74,16 @@ def evaluation_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kw
     return output
 
 
-def save_model(
-    original: Callable[..., Any], trainer: Any, output_dir: str | None = None, _internal_call: bool = False
-) -> Any:
-    """Called by a user, it saves a model that ``from_pretrained`` reads, whatever form the checkpoints have."""
-    plugin = planned_plugin(trainer.accelerator)
-    if plugin is not None and _internal_call and output_dir is not None:
-        # The Trainer notes a best checkpoint only if its folder is there by now; a sharded one would come too late.
-        Path(output_dir).mkdir(parents=True, exist_ok=True)
-    if plugin is None or _internal_call or plugin.state_dict_kind == "full" or not trainer.accelerator._models:
-        return original(output_dir, _internal_call)
-    kind = plugin.state_dict_kind
-    plugin.set_state_dict_type("full")
-    try:
-        return original(output_dir, _internal_call)
-    finally:
-        plugin.set_state_dict_type(kind)
-
-
 def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """A finished training ends with its report."""
+    """It goes on from a complete checkpoint, and ends with its report."""
+    planned = planned_plugin(trainer.accelerator) is not None
+    asked = args[0] if args else kwargs.get("resume_from_checkpoint")
+    if planned and asked:
+        found = checkpoint_to_resume(trainer, asked)
+        args, kwargs = (found, *args[1:]), {k: v for k, v in kwargs.items() if k != "resume_from_checkpoint"}
     result = original(*args, **kwargs)
-    if planned_plugin(trainer.accelerator) is not None:
+    if planned:
+        saves.wait()
         arguments = trainer.args
         batch = BatchShape(
             per_device=arguments.per_device_train_batch_size, accumulation=arguments.gradient_accumulation_steps
@@ -97,6 +104,10 @@ AROUND: dict[str, Callable[..., Any]] = {
     "evaluation_loop": evaluation_loop,
     "save_model": save_model,
     "train": train,
+    "_save_checkpoint": save_checkpoint,
+    "_load_best_model": load_best_model,
+    "_finalize_training": finalize_training,
+    "_load_rng_state": load_rng_state,
 }
 
 
@@ -122,6 +133,18 @@ class FsdpTrainerMixin:
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         return train(super().train, self, *args, **kwargs)  # type: ignore[misc]
+
+    def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
+        save_checkpoint(super()._save_checkpoint, self, model, trial)  # type: ignore[misc]
+
+    def _load_best_model(self) -> Any:
+        return load_best_model(super()._load_best_model, self)  # type: ignore[misc]
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        return finalize_training(super()._finalize_training, self, *args, **kwargs)  # type: ignore[misc]
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        load_rng_state(super()._load_rng_state, self, checkpoint)  # type: ignore[misc]
 
 
 class FsdpTrainer(FsdpTrainerMixin, Trainer):

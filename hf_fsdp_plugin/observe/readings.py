@@ -9,6 +9,7 @@ from torch import nn
 from hf_fsdp_plugin.observe.memory import unmanaged_parameters
 from hf_fsdp_plugin.observe.readings_run import (
     read_activation_offload,
+    read_asynchronous,
     read_checkpointing,
     read_distributed_type,
     read_dynamo,
@@ -247,6 +248,7 @@ READINGS: dict[str, Callable[[Scene], Reading]] = {
     "prefetch.forward": read_forward_prefetch,
     "prefetch.limit_all_gathers": read_limit_all_gathers,
     "checkpoint.state_dict": read_state_dict,
+    "checkpoint.asynchronous": read_asynchronous,
     "activation.checkpointing": read_checkpointing,
     "activation.native": lambda scene: Reading(value=any(map(checkpoints_natively, scene.model.modules()))),
     "activation.offload": read_activation_offload,

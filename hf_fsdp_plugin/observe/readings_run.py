@@ -18,6 +18,12 @@ def read_state_dict(scene: Scene) -> Reading:
     return Reading(value=scene.state_dict)
 
 
+def read_asynchronous(scene: Scene) -> Reading:
+    if scene.saved_asynchronously is None:
+        return unobservable("nothing was saved")
+    return Reading(value=scene.saved_asynchronously, reason="as the last checkpoint was written")
+
+
 def read_checkpointing(scene: Scene) -> Reading:
     wrappers = [module for module in scene.model.modules() if isinstance(module, CheckpointWrapper)]
     native = [module for module in scene.model.modules() if checkpoints_natively(module)]
@@ -117,7 +123,8 @@ def state_dict_kind(folder: Path) -> str | None:
     """What kind of model state a checkpoint folder holds: ``sharded``, ``local``, ``full``, or ``None``."""
     if any(path.parent.name.startswith("pytorch_model_fsdp") for path in folder.glob("*/.metadata")):
         return "sharded"
-    if any(folder.glob("pytorch_model_fsdp_local/*_rank*.bin")) or any(folder.glob("pytorch_model_fsdp*_rank*.bin")):
+    local = ("pytorch_model_fsdp_local/*_rank*.safetensors", "pytorch_model_fsdp*_rank*.bin")
+    if any(path for pattern in local for path in folder.glob(pattern)):
         return "local"
     full = ("pytorch_model_fsdp*.bin", "model*.safetensors", "pytorch_model*.bin")
     return "full" if any(path for pattern in full for path in folder.glob(pattern)) else None

@@ -42,6 +42,7 @@ def observe(
     accelerator: Any = None,
     batch: BatchShape | Mapping[str, int | None] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
+    saved_asynchronously: bool | None = None,
     output_dtype: torch.dtype | None = None,
 ) -> Report:
     """Read the live model and compare it with the plan. Collective: every rank of the process group must enter.
@@ -53,6 +54,7 @@ def observe(
             ``accumulation_steps`` and ``seq_len``.
         accelerator: tells the kind of state dict that it saves.
         checkpoint: a folder that this run saved; what lies there comes before what the accelerator says.
+        saved_asynchronously: how this run's last checkpoint was written; ``None`` where there is none.
         output_dtype: of an output or loss that was seen; otherwise what ``observe.watch.watch`` noted.
 
     Raises:
@@ -86,6 +88,7 @@ def observe(
             hosts=len({row.host for row in ranks}),
             output_dtype=output_dtype or notes.output_dtype,
             state_dict=_state_dict(accelerator, checkpoint),
+            saved_asynchronously=saved_asynchronously,
             weights=weights,
         )
         settings = observe_settings(scene)

@@ -43,6 +43,7 @@ class Scene:
     hosts: int = 1
     output_dtype: torch.dtype | None = None
     state_dict: str | None = None
+    saved_asynchronously: bool | None = None
     weights: WeightComparison | None = None
 
     @property

@@ -74,6 +74,7 @@ class PrefetchSection:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointSection:
     state_dict: StateDictKind = "sharded"
+    asynchronous: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,147 @@
+"""``Accelerator.save_state``, ``load_state`` and ``save_model``: staged, complete, written by all ranks.
+
+Functions around Accelerate's own methods; read against accelerate 1.15.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from hf_fsdp_plugin.backends.agreement import on_all_ranks
+from hf_fsdp_plugin.backends.shard import plan_of
+from hf_fsdp_plugin.checkpoint import host_format
+from hf_fsdp_plugin.checkpoint import save as saves
+from hf_fsdp_plugin.checkpoint.completeness import newest_complete, why_incomplete
+from hf_fsdp_plugin.checkpoint.staging import settle, settle_all
+from hf_fsdp_plugin.host.plugin import PlannedFsdpPlugin
+from hf_fsdp_plugin.host.saving import manifest, saving
+from hf_fsdp_plugin.host.tell import tell
+from hf_fsdp_plugin.host.trainer_checkpoints import tell_differences
+from hf_fsdp_plugin.plan.names import unwrapped
+from hf_fsdp_plugin.problems import CheckpointError, Problem
+
+PREFIX = "checkpoint_"
+
+
+def save_state(
+    original: Callable[..., Any], accelerator: Any, output_dir: Any = None, *args: Any, **kwargs: Any
+) -> Path:
+    """Into a staging folder, renamed to ``output_dir`` when it is whole; older ones go after that, not before."""
+    plugin: PlannedFsdpPlugin = accelerator.state.fsdp_plugin
+    project = accelerator.project_configuration
+    named_by_us = project.automatic_checkpoint_naming
+    run = Path(accelerator.project_dir) / "checkpoints" if named_by_us else None
+    final = Path(output_dir).expanduser() if run is None else run / f"{PREFIX}{accelerator.save_iteration}"
+    if run is not None and final.exists():
+        raise ValueError(
+            f"Checkpoint directory {final} ({accelerator.save_iteration}) already exists. Please manually override "
+            "`self.save_iteration` with what iteration to start with."
+        )
+    asynchronous = plugin.spec.checkpoint.asynchronous
+    with saving(final, asynchronous=asynchronous) as save:
+        project.automatic_checkpoint_naming = False
+        try:
+            original(str(save.folder), *args, **kwargs)
+        finally:
+            project.automatic_checkpoint_naming = named_by_us
+        _write_configs(accelerator, save.folder)
+    facts = manifest(
+        _first_planned(accelerator),
+        plugin.state_dict_kind,
+        step=accelerator.step or None,
+        asynchronous=asynchronous,
+        batch={"world_size": dist.get_world_size()},
+    )
+    save.finish(facts, after=lambda: _rotate(run, project.total_limit) if run is not None else None)
+    return final
+
+
+def _first_planned(accelerator: Any) -> Any:
+    return next(model for model in accelerator._models if plan_of(model) is not None)
+
+
+def _write_configs(accelerator: Any, folder: Path) -> None:
+    """The configs of the first model, without which nobody can use the weights."""
+    with on_all_ranks(f"writing {folder}"):
+        if dist.get_rank() == 0:
+            write_model_config(_first_planned(accelerator), folder)
+
+
+def write_model_config(model: Any, folder: Path) -> None:
+    """``config.json`` and ``generation_config.json``, of a model that has such; by one rank."""
+    inner: Any = unwrapped(model)
+    config: Any = getattr(inner, "config", None)
+    if not hasattr(config, "save_pretrained"):
+        return
+    # As `save_pretrained` of the model has it; FSDP2 puts its name before the class's.
+    config.architectures = [type(inner).__name__.removeprefix("FSDP")]
+    config.save_pretrained(str(folder))
+    if getattr(inner, "generation_config", None) is not None and inner.can_generate():
+        inner.generation_config.save_pretrained(str(folder))
+
+
+def _rotate(run: Path, limit: int | None) -> None:
+    numbered = [
+        (int(path.name.removeprefix(PREFIX)), path)
+        for path in run.glob(f"{PREFIX}*")
+        if path.name.removeprefix(PREFIX).isdigit()
+    ]
+    for _, path in sorted(numbered)[: -limit if limit else 0]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def load_state(original: Callable[..., Any], accelerator: Any, input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """From a complete checkpoint only; without a name, from the newest of those that Accelerate has named."""
+    saves.wait()
+    with on_all_ranks("looking for a checkpoint"):
+        path = Path(input_dir).expanduser() if input_dir is not None else None
+        run = Path(accelerator.project_dir) / "checkpoints" if accelerator.project_dir else None
+        if dist.get_rank() == 0:
+            if path is not None:
+                settle(path)
+            elif run is not None:
+                settle_all(run, PREFIX)
+    with on_all_ranks("looking for a checkpoint"):
+        if path is None and accelerator.project_configuration.automatic_checkpoint_naming and run is not None:
+            path, passed_over = newest_complete(run, PREFIX)
+            for other, why in passed_over:
+                tell(f"{other} is passed over: {why}")
+        if path is not None and path.is_dir():
+            _check_complete(path)
+            tell_differences(path, {})
+    return original(str(path) if path is not None else None, *args, **kwargs)
+
+
+def _check_complete(path: Path) -> None:
+    why = why_incomplete(path)
+    if why is not None:
+        fix = "Load a complete checkpoint."
+        raise CheckpointError([Problem(severity="error", message=f"{path} cannot be loaded: {why}", fix=fix)])
+
+
+def save_model(
+    original: Callable[..., Any],
+    accelerator: Any,
+    model: Any,
+    save_directory: Any,
+    max_shard_size: int | str = "10GB",
+    safe_serialization: bool = True,
+) -> None:
+    """A folder for ``from_pretrained``, config included; all ranks write their shards, and nobody gathers them."""
+    if plan_of(model) is None or not safe_serialization:
+        original(model, save_directory, max_shard_size, safe_serialization)
+        return
+    from huggingface_hub.serialization._base import parse_size_to_int
+
+    size = parse_size_to_int(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+    with saving(Path(save_directory), into=True) as save:
+        with on_all_ranks(f"writing {save_directory}"):
+            if dist.get_rank() == 0:
+                write_model_config(model, save.folder)
+        host_format.save_model(model, save.folder, "full", max_shard_size=size)
+    save.finish(manifest(model, "full", step=accelerator.step or None, batch={}))

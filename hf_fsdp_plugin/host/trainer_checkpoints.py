@@ -1,0 +1,289 @@
+"""The Trainer's checkpoints: staged, complete, and resumed wherever they came from.
+
+Functions around the Trainer's own methods, as in :mod:`hf_fsdp_plugin.host.trainer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from hf_fsdp_plugin.backends.agreement import on_all_ranks
+from hf_fsdp_plugin.checkpoint import host_format
+from hf_fsdp_plugin.checkpoint import save as saves
+from hf_fsdp_plugin.checkpoint.completeness import newest_complete, why_incomplete
+from hf_fsdp_plugin.checkpoint.manifest import read_manifest
+from hf_fsdp_plugin.checkpoint.shards import model_shards
+from hf_fsdp_plugin.checkpoint.staging import settle, settle_all
+from hf_fsdp_plugin.host.prepare import planned_plugin
+from hf_fsdp_plugin.host.saving import manifest, saving
+from hf_fsdp_plugin.host.tell import tell
+from hf_fsdp_plugin.plan.names import unwrapped
+from hf_fsdp_plugin.problems import CheckpointError, Problem
+
+PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"
+
+
+def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, trial: Any = None) -> None:
+    """The Trainer writes into a staging folder; the checkpoint is renamed into its place when it is whole."""
+    plugin = planned_plugin(trainer.accelerator)
+    if plugin is None or not trainer.accelerator._models:
+        original(model, trial)
+        return
+    arguments = trainer.args
+    run = Path(trainer._get_output_dir(trial=trial))
+    final = run / f"{PREFIX}{trainer.state.global_step}"
+    # What is pushed has to be there when the Trainer's method ends.
+    asynchronous = plugin.spec.checkpoint.asynchronous and not arguments.push_to_hub
+    with saving(final, asynchronous=asynchronous) as save:
+        with _writing_to(trainer, save.staging.root):
+            original(model, trial)
+        _name_best(trainer, staged=save.folder, final=final)
+    facts = manifest(
+        trainer.model,
+        plugin.state_dict_kind,
+        step=trainer.state.global_step,
+        asynchronous=asynchronous,
+        batch=_batch(trainer),
+    )
+    save.finish(facts, after=lambda: _rotate(trainer, run))
+
+
+@contextmanager
+def _writing_to(trainer: Any, folder: Path) -> Iterator[None]:
+    """The Trainer's run folder is ``folder``; it finds no older checkpoint there, and so removes none."""
+    trainer._get_output_dir = lambda trial=None: str(folder)
+    try:
+        yield
+    finally:
+        del trainer._get_output_dir
+
+
+def _name_best(trainer: Any, *, staged: Path, final: Path) -> None:
+    """The best checkpoint by the name that it will have."""
+    state = trainer.state
+    if state.best_model_checkpoint == str(staged):
+        state.best_model_checkpoint = str(final)
+        if trainer.args.should_save:
+            state.save_to_json(str(staged / "trainer_state.json"))
+
+
+def _rotate(trainer: Any, run: Path) -> None:
+    from transformers.trainer_utils import rotate_checkpoints
+
+    rotate_checkpoints(
+        output_dir=str(run),
+        save_total_limit=trainer.args.save_total_limit,
+        best_model_checkpoint=trainer.state.best_model_checkpoint,
+        use_mtime=True,
+    )
+
+
+def _batch(trainer: Any) -> dict[str, Any]:
+    arguments = trainer.args
+    per_step = trainer._train_batch_size * arguments.gradient_accumulation_steps * dist.get_world_size()
+    return {
+        "per_device": trainer._train_batch_size,
+        "accumulation": arguments.gradient_accumulation_steps,
+        "world_size": dist.get_world_size(),
+        "samples_per_step": per_step,
+        "seed": arguments.seed,
+        "data_seed": arguments.data_seed,
+    }
+
+
+def save_model(
+    original: Callable[..., Any], trainer: Any, output_dir: str | None = None, _internal_call: bool = False
+) -> Any:
+    """A checkpoint's model with everything that makes it usable; called by a user, a folder for ``from_pretrained``."""
+    plugin = planned_plugin(trainer.accelerator)
+    if plugin is None or not trainer.accelerator._models:
+        return original(output_dir, _internal_call)
+    folder = Path(output_dir if output_dir is not None else trainer.args.output_dir)
+    if saves.open_save(folder) is not None:
+        _write_companions(trainer, folder)
+        adapters = _is_peft(trainer)
+        host_format.save_model(trainer.model, folder, plugin.state_dict_kind, adapter_only=adapters)
+        return None
+    _export(original, trainer, folder)
+    if trainer.args.push_to_hub and not _internal_call:
+        trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
+    return None
+
+
+def _export(original: Callable[..., Any], trainer: Any, folder: Path) -> None:
+    """A Hugging Face folder, written by all ranks side by side."""
+    plugin = planned_plugin(trainer.accelerator)
+    assert plugin is not None
+    if _needs_whole_weights(trainer):
+        kind = plugin.state_dict_kind
+        plugin.set_state_dict_type("full")
+        try:
+            original(str(folder), True)
+        finally:
+            plugin.set_state_dict_type(kind)
+        return
+    with saving(folder, into=True) as save:
+        _write_companions(trainer, save.folder)
+        if not _is_peft(trainer):
+            host_format.save_model(trainer.model, save.folder, "full")
+    save.finish(manifest(trainer.model, "full", step=trainer.state.global_step, batch=_batch(trainer)))
+
+
+def _write_companions(trainer: Any, folder: Path) -> None:
+    """Config, generation config, tokenizer or processor, arguments: the Trainer's own method, without weights.
+
+    Adapters are small, and written whole: PEFT's format is what they are used by. Collective.
+    """
+    adapters = _adapter_state(trainer) if _is_peft(trainer) else None
+    with on_all_ranks(f"writing {folder}"):
+        if not trainer.args.should_save:
+            return
+        trainer._save(str(folder), state_dict=adapters or {})
+        if adapters is None:
+            # What the methods of Transformers make of no weights.
+            (folder / "model.safetensors").unlink(missing_ok=True)
+
+
+def _adapter_state(trainer: Any) -> dict[str, Any]:
+    on_cpu = all(parameter.device.type == "cpu" for parameter in trainer.model.parameters())
+    options = StateDictOptions(full_state_dict=True, cpu_offload=not on_cpu, ignore_frozen_params=True)
+    return get_model_state_dict(trainer.model, options=options)
+
+
+def _is_peft(trainer: Any) -> bool:
+    from accelerate.utils.modeling import is_peft_model
+
+    return bool(is_peft_model(trainer.model))
+
+
+def _needs_whole_weights(trainer: Any) -> bool:
+    """Whether Transformers stores this model under other names or in other pieces than it computes with.
+
+    Fused experts are such a case. Turning them back takes whole tensors, so rank 0 gathers them, as it always did.
+    """
+    if _is_peft(trainer):
+        return False
+    inner: Any = unwrapped(trainer.model)
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # Transformers without conversions
+        return False
+    shards = model_shards(trainer.model)
+    on_meta = {held.name: torch.empty(held.shape, dtype=held.dtype, device="meta") for held in shards.tensors}
+    try:
+        stored = revert_weight_conversion(inner, dict(on_meta))
+    except Exception:  # a conversion that computes with the values
+        return True
+    return {name: tensor.shape for name, tensor in stored.items()} != {n: t.shape for n, t in on_meta.items()}
+
+
+def load_best_model(original: Callable[[], Any], trainer: Any) -> Any:
+    if planned_plugin(trainer.accelerator) is not None:
+        saves.wait()
+    return original()
+
+
+def finalize_training(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """The training ends when its last checkpoint is in its place: the Trainer then looks at all of them."""
+    if planned_plugin(trainer.accelerator) is not None:
+        saves.wait()
+    return original(*args, **kwargs)
+
+
+def checkpoint_to_resume(trainer: Any, asked: Any) -> Any:
+    """What ``resume_from_checkpoint`` comes to: the newest complete checkpoint, or the one that was named.
+
+    Raises:
+        CheckpointError: it is incomplete, or all of them are.
+    """
+    run = Path(trainer.args.output_dir)
+    with on_all_ranks("looking for a checkpoint"):
+        if dist.get_rank() == 0:
+            settle_all(run, PREFIX)
+            if not isinstance(asked, bool):
+                settle(Path(asked))
+    with on_all_ranks("looking for a checkpoint"):
+        if asked is not True:
+            _check_complete(Path(asked))
+            return asked
+        found, passed_over = newest_complete(run, PREFIX)
+        for path, why in passed_over:
+            tell(f"{path} is passed over: {why}")
+        if found is None:
+            if passed_over:
+                raise CheckpointError([_none_complete(run, len(passed_over))])
+            return True  # for the Trainer's own words
+        tell(f"resuming from {found}, the newest complete checkpoint.")
+        return str(found)
+
+
+def _check_complete(path: Path) -> None:
+    why = why_incomplete(path) if path.is_dir() else "there is no such folder"
+    if why is not None:
+        fix = "Name a complete checkpoint, or pass resume_from_checkpoint=True for the newest one."
+        raise CheckpointError([Problem(severity="error", message=f"{path} cannot be resumed from: {why}", fix=fix)])
+
+
+def _none_complete(run: Path, number: int) -> Problem:
+    return Problem(
+        severity="error",
+        message=f"none of the {number} checkpoints in {run} is complete.",
+        fix="Fetch one from where it was copied to, or start without resume_from_checkpoint.",
+    )
+
+
+def load_rng_state(original: Callable[..., None], trainer: Any, checkpoint: str | None) -> None:
+    """The Trainer's own way, and a word where the random numbers or the data cannot be the same."""
+    if planned_plugin(trainer.accelerator) is not None and checkpoint is not None:
+        tell_differences(Path(checkpoint), _batch(trainer))
+        saved_by_one, mine = Path(checkpoint) / "rng_state.pth", Path(checkpoint) / "rng_state_0.pth"
+        if dist.get_rank() == 0 and saved_by_one.exists() != mine.exists():
+            _load_rng(trainer, saved_by_one if saved_by_one.exists() else mine)
+            return
+    original(checkpoint)
+
+
+def _load_rng(trainer: Any, path: Path) -> None:
+    """Between one rank and several the file has another name."""
+    import random
+
+    import numpy as np
+    from transformers.trainer_pt_utils import safe_globals
+
+    with safe_globals():
+        state = torch.load(path, weights_only=True)
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.random.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        first = state["cuda"][0] if isinstance(state["cuda"], list) else state["cuda"]
+        torch.cuda.random.set_rng_state(first)
+
+
+def tell_differences(checkpoint: Path, now: dict[str, Any]) -> None:
+    """What another world size or batch changes, as far as the manifest knows."""
+    found = read_manifest(checkpoint)
+    if found is None:
+        return
+    world_size = dist.get_world_size()
+    if found.world_size != world_size:
+        without = f"; ranks {found.world_size} to {world_size - 1} have none" if world_size > found.world_size else ""
+        tell(
+            f"{checkpoint} holds the random state of {found.world_size} ranks, and {world_size} go on{without}: "
+            "dropout and the like will not repeat what the uninterrupted run would have drawn."
+        )
+    before, after = found.batch.get("samples_per_step"), now.get("samples_per_step")
+    if before is not None and after is not None and before != after:
+        tell(
+            f"{checkpoint} was written at {before} samples a step, and this run takes {after}: the data are skipped "
+            f"by steps, so it goes on at another sample. Set batch size x accumulation x ranks to {before} to go on "
+            "where it stopped."
+        )
