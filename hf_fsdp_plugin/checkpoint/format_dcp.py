@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_plugin.checkpoint.boxes import Box
+from hf_fsdp_plugin.checkpoint.boxes import Box, whole
 from hf_fsdp_plugin.checkpoint.nested import nested_value, optimizer_parts
 from hf_fsdp_plugin.checkpoint.pickles import (
     BytesMetadata,
@@ -33,7 +33,7 @@ from hf_fsdp_plugin.checkpoint.stored import (
     uncovered_problems,
     unreplicated,
 )
-from hf_fsdp_plugin.checkpoint.torch_zip import TorchZip
+from hf_fsdp_plugin.checkpoint.torch_zip import TensorZips
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 
 METADATA = ".metadata"
@@ -80,7 +80,8 @@ def _read(root: Path, folder: Path) -> dict[_Path, Any]:
         refuse(place, f"not what torch.distributed.checkpoint writes ({type(error).__name__}: {error}).", _COPY_AGAIN)
     with ExitStack() as stack:
         files = _open(root, folder, {region.file for entry in entries for region in entry.regions}, stack)
-        values = {paths[entry.name]: _value(entry, files) for entry in entries}
+        zips = TensorZips()
+        values = {paths[entry.name]: _value(entry, files, zips) for entry in entries}
     problems = uncovered_problems(place, (v for v in values.values() if isinstance(v, StoredTensor)), _COPY_AGAIN)
     if problems:
         raise CheckpointError(problems)
@@ -179,18 +180,22 @@ def _open(root: Path, folder: Path, names: set[str], stack: ExitStack) -> dict[s
     return files
 
 
-def _value(entry: _Entry, files: dict[str, _File]) -> Any:
-    if not entry.dtype:
-        return _object(entry, files)
-    pieces = unreplicated(_pieces(entry, files))
-    return StoredTensor(entry.name, entry.dtype, entry.shape, pieces)
+def _value(entry: _Entry, files: dict[str, _File], zips: TensorZips) -> Any:
+    if entry.dtype:
+        return StoredTensor(entry.name, entry.dtype, entry.shape, unreplicated(_pieces(entry, files, zips)))
+    region = entry.regions[0]
+    file = _file_of(region, files)
+    value, offset = zips.read(file.descriptor, region.start, region.length, file.path)
+    if not isinstance(value, PickledTensor):
+        return value
+    piece = StoredPiece(whole(value.shape), file.relative, offset, value.strides)
+    return StoredTensor(entry.name, value.dtype, value.shape, unreplicated([piece]))
 
 
-def _pieces(entry: _Entry, files: dict[str, _File]) -> Iterator[StoredPiece]:
+def _pieces(entry: _Entry, files: dict[str, _File], zips: TensorZips) -> Iterator[StoredPiece]:
     for box, region in zip(entry.boxes, entry.regions, strict=True):
-        file = files[region.file]
-        zipped = _zip(region, file)
-        tensor = zipped.value()
+        file = _file_of(region, files)
+        tensor, offset = zips.read(file.descriptor, region.start, region.length, file.path)
         if not isinstance(tensor, PickledTensor) or (tensor.dtype, tensor.shape) != (entry.dtype, box.sizes):
             held = f"{tensor.dtype} {tensor.shape}" if isinstance(tensor, PickledTensor) else type(tensor).__name__
             refuse(
@@ -199,27 +204,15 @@ def _pieces(entry: _Entry, files: dict[str, _File]) -> Iterator[StoredPiece]:
                 f"{entry.name!r}.",
                 "The files are of different checkpoints: copy this one again, whole.",
             )
-        yield StoredPiece(box, file.relative, zipped.tensor_offset(tensor), tensor.strides)
+        yield StoredPiece(box, file.relative, offset, tensor.strides)
 
 
-def _object(entry: _Entry, files: dict[str, _File]) -> Any:
-    region = entry.regions[0]
+def _file_of(region: _Bytes, files: dict[str, _File]) -> _File:
     file = files[region.file]
-    zipped = _zip(region, file)
-    value = zipped.value()
-    if not isinstance(value, PickledTensor):
-        return value
-    piece = StoredPiece(
-        Box((0,) * len(value.shape), value.shape), file.relative, zipped.tensor_offset(value), value.strides
-    )
-    return StoredTensor(entry.name, value.dtype, value.shape, (piece,))
-
-
-def _zip(region: _Bytes, file: _File) -> TorchZip:
     if region.start + region.length > file.size:
         refuse(
             file.path,
             f"{file.size} bytes long, where .metadata places bytes {region.start} to {region.start + region.length}.",
             _COPY_AGAIN,
         )
-    return TorchZip(file.descriptor, region.start, region.length, file.path)
+    return file

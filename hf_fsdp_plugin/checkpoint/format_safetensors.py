@@ -6,7 +6,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,6 +113,7 @@ def _range(entry: Mapping[str, Any]) -> tuple[int, int]:
 def read_full_model(root: Path, name: str) -> ModelIndex | None:
     """The model in ``name``, or in the shards that its index lists; ``None`` without them."""
     listed = root / f"{name}.index.json"
+    shards: Mapping[str, Set[str] | None]
     if (root / name).is_file():
         shards = {name: None}
     elif listed.is_file():
@@ -123,7 +124,8 @@ def read_full_model(root: Path, name: str) -> ModelIndex | None:
     problems: list[Problem] = []
     for shard, names in shards.items():
         entries, _ = read_header(file_inside(root, shard, listed))
-        absent = sorted((names or set()) - entries.keys())
+        names = entries.keys() if names is None else names
+        absent = sorted(names - entries.keys())
         if absent:
             problems.append(
                 problem(
@@ -132,11 +134,11 @@ def read_full_model(root: Path, name: str) -> ModelIndex | None:
                     _COPY_AGAIN,
                 )
             )
-        for key in entries.keys() if names is None else names - set(absent):
+        for key in (key for key in entries if key in names):
             entry = entries[key]
             piece = StoredPiece(whole(entry.shape), shard, entry.offset, row_major(entry.shape))
             plain = canonical_name(key)
-            tensors[plain] = StoredTensor(plain, entry.dtype, entry.shape, (piece,))
+            tensors[plain] = StoredTensor(plain, entry.dtype, entry.shape, unreplicated([piece]))
     if problems:
         raise CheckpointError(problems)
     return ModelIndex(root, "full", tensors)

@@ -41,32 +41,53 @@ class Kept:
 class Properties(Kept):
     """DCP's ``TensorProperties``, pickled as a tuple that begins with the dtype."""
 
+    dtype: str
+
     def __setstate__(self, state: Any) -> None:
         self.dtype = state[0] if isinstance(state, tuple) else state["dtype"]
 
 
 class Metadata(Kept):
-    """All that ``.metadata`` holds."""
+    """All that ``.metadata`` holds: entries by name, the places of their bytes, and their paths by name."""
+
+    state_dict_metadata: dict[str, Any]
+    storage_data: dict[Any, Any]
+    planner_data: Any
 
 
 class TensorMetadata(Kept):
-    """A tensor's properties, size and chunks."""
+    """A tensor of a state dict."""
+
+    properties: Properties
+    size: tuple[int, ...]
+    chunks: list[Any]
 
 
 class BytesMetadata(Kept):
-    """An entry that is no tensor."""
+    """An entry of a state dict that is no tensor."""
 
 
 class ChunkMetadata(Kept):
-    """Offsets and sizes of a chunk."""
+    """One box of a tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
 
 
 class Place(Kept):
     """DCP's ``MetadataIndex``: the name and the offset of a chunk."""
 
+    fqn: str
+    offset: tuple[int, ...] | None
+
 
 class Region(Kept):
     """DCP's ``_StorageInfo``: the file, and the bytes of it that hold an entry."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: Any
 
 
 class Distributed(NamedTuple):
@@ -78,6 +99,8 @@ class Distributed(NamedTuple):
 
 class Shard(Kept):
     """The placement of a DTensor along a mesh dim: split in one of its dims."""
+
+    dim: int
 
 
 class StridedShard(Shard):
