@@ -1,0 +1,68 @@
+"""Checkpoints of real Trainers: whole, and readable with the stock tools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cases_checkpoint_save as cases
+import pytest
+import torch
+from ranks import Ranks
+from safetensors.torch import load_file
+
+SETTINGS = {
+    "fsdp2": {"fsdp_version": 2},
+    "fsdp1": {"fsdp_version": 1},
+    "fsdp1-flat": {"fsdp_version": 1, "use_orig_params": False},
+    "fsdp2-async": {"fsdp_version": 2, "async_save": True},
+    "fsdp1-async": {"fsdp_version": 1, "async_save": True},
+}
+
+
+def arguments(name: str, kind: str, fsdp: str = "full_shard auto_wrap", **more: Any) -> dict[str, Any]:
+    return {"fsdp": fsdp, "fsdp_config": {**SETTINGS[name], "state_dict_type": kind}, **more}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_sharded_checkpoints_are_read_by_torch(two_ranks: Ranks, tmp_path: Path, name: str) -> None:
+    run = two_ranks.run(cases.train_and_save, str(tmp_path), **arguments(name, "SHARDED"))[0]
+    folder = tmp_path / "checkpoint-3"
+    assert_same(cases.read_dcp(folder / "pytorch_model_fsdp_0")["model"], run["weights"])
+    stored = cases.read_dcp(folder / "optimizer_0")["optimizer"]
+    assert stored["state"].keys() == run["optimizer"]["state"].keys()
+    for parameter, state in run["optimizer"]["state"].items():
+        assert_same(stored["state"][parameter], state)
+    assert run["asynchronous"] == name.endswith("async")
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_full_checkpoints_are_hugging_face_folders(two_ranks: Ranks, tmp_path: Path, name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    run = two_ranks.run(cases.train_and_save, str(tmp_path), **arguments(name, "FULL"))[0]
+    folder = tmp_path / "checkpoint-3"
+    assert_same(load_file(folder / "model.safetensors"), run["weights"])
+    assert_same(dict(AutoModelForCausalLM.from_pretrained(folder).state_dict()), run["weights"])
+    assert not (folder / "pytorch_model_fsdp.bin").exists()
+
+
+@pytest.mark.parametrize("kind", ["SHARDED", "FULL", "LOCAL"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_checkpoint_is_whole(two_ranks: Ranks, tmp_path: Path, name: str, kind: str) -> None:
+    from hf_fsdp_plugin.checkpoint.verify import verify
+
+    two_ranks.run(cases.train_and_save, str(tmp_path), **arguments(name, kind))
+    names = {path.name for path in (tmp_path / "checkpoint-3").iterdir()}
+    assert {
+        "config.json", "generation_config.json", "scheduler.pt", "trainer_state.json", "training_args.bin",
+        "rng_state_0.pth", "rng_state_1.pth", "fsdp_manifest.json",
+    } <= names  # fmt: skip
+    assert not list(tmp_path.glob(".*"))
+    assert verify(tmp_path / "checkpoint-3").problems == ()
