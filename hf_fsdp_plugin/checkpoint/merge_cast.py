@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_plugin.checkpoint.bytes import numpy_dtype
 
 if TYPE_CHECKING:
-    import numpy
+    from numpy.typing import NDArray
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 """The dtypes that are converted. Integers, flags and quantized weights keep theirs."""
@@ -35,7 +35,7 @@ def cast(data: memoryview, source: str, target: str, out: memoryview) -> int:
     return int(numpy.count_nonzero(numpy.isfinite(values[infinite])))
 
 
-def _to_bfloat16(values: numpy.ndarray[int, numpy.dtype]) -> numpy.ndarray[int, numpy.dtype]:
+def _to_bfloat16(values: NDArray[Any]) -> NDArray[Any]:
     """The upper half of each float32, rounded by the lower; a NaN that would round to infinity stays quiet NaN."""
     import numpy
 

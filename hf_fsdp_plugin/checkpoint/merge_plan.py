@@ -7,11 +7,9 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from hf_fsdp_plugin.checkpoint.boxes import uncovered
 from hf_fsdp_plugin.checkpoint.merge_cast import FLOATS
 from hf_fsdp_plugin.checkpoint.safetensors_layout import SafetensorsFile, plan_files
-from hf_fsdp_plugin.checkpoint.stored import ModelIndex, StoredPiece, StoredTensor, problem
-from hf_fsdp_plugin.problems import CheckpointError
+from hf_fsdp_plugin.checkpoint.stored import ModelIndex, StoredPiece, StoredTensor, refuse
 
 OUTPUT_LAYERS = ("lm_head", "embed_out", "output_layer", "decoder", "output_projection")
 """Modules that take their weight from the embedding where weights are tied: Hugging Face files leave their name out."""
@@ -51,9 +49,10 @@ def plan_merge(
         max_shard_size: bytes of tensors a file. Adapters are one file, since PEFT reads no more.
 
     Raises:
-        CheckpointError: for no tensors at all, elements that no file holds, and dtypes without a safetensors name.
+        CheckpointError: for no tensors at all, and for dtypes that safetensors does not have.
     """
-    _check(index)
+    if not index.tensors:
+        refuse(index.root, "holds no tensors.", "Give the folder of a checkpoint with a model in it.")
     aliases = _aliases(index, [*ties, *shared_places(index)])
     tensors = {name: tensor for name, tensor in index.tensors.items() if name not in aliases}
     dtypes = {
@@ -87,7 +86,7 @@ def shared_places(index: ModelIndex) -> list[tuple[str, ...]]:
     by_place: dict[tuple[str, tuple[int, ...], frozenset[StoredPiece]], list[str]] = {}
     for name, tensor in index.tensors.items():
         by_place.setdefault((tensor.dtype, tensor.shape, frozenset(tensor.pieces)), []).append(name)
-    return [tuple(names) for key, names in by_place.items() if len(names) > 1 and math.prod(key[1])]
+    return [tuple(names) for key, names in by_place.items() if len(names) > 1 and math.prod(key[1]) > 0]
 
 
 def likely_ties(index: ModelIndex) -> list[tuple[str, str]]:
@@ -116,16 +115,3 @@ def _aliases(index: ModelIndex, ties: Iterable[tuple[str, ...]]) -> dict[str, st
             aliases[name] = present[0]
             aliases.update({alias: present[0] for alias, kept in aliases.items() if kept == name})
     return aliases
-
-
-def _check(index: ModelIndex) -> None:
-    problems = []
-    if not index.tensors:
-        problems.append(problem(index.root, "holds no tensors.", "Give the folder of a checkpoint with a model in it."))
-    for name, tensor in index.tensors.items():
-        missing = uncovered(tensor.shape, (piece.box for piece in tensor.pieces))
-        if missing:
-            message = f"{missing:,} elements of '{name}' {list(tensor.shape)} are in no file."
-            problems.append(problem(index.root, message, "A rank's part is missing: take another checkpoint."))
-    if problems:
-        raise CheckpointError(problems)

@@ -6,14 +6,14 @@ import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_plugin.checkpoint.boxes import Box, flat_range, flat_start, intersect, row_major, slices
 from hf_fsdp_plugin.checkpoint.bytes import dtype_size
 from hf_fsdp_plugin.checkpoint.stored import StoredPiece, StoredTensor, refuse
 
 if TYPE_CHECKING:
-    import numpy
+    from numpy.typing import NDArray
 
 MAX_SPAN = 16 << 20
 """Bytes of a file that are read at once where the wanted elements do not lie side by side."""
@@ -87,9 +87,7 @@ def _side_by_side(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     return all(size == 1 or stride == dense for size, stride, dense in steps)
 
 
-def _read_strided(
-    files: InputFiles, file: str, offset: int, strides: Sequence[int], target: numpy.ndarray[int, numpy.dtype]
-) -> None:
+def _read_strided(files: InputFiles, file: str, offset: int, strides: Sequence[int], target: NDArray[Any]) -> None:
     """Fill ``target`` with elements that lie ``strides`` apart in the file.
 
     The span from the first to the last is read at once, unless it is large, or mostly holds what is not wanted.
@@ -105,6 +103,6 @@ def _read_strided(
         _read_strided(files, file, offset + low.shape[dim] * strides[dim] * target.itemsize, strides, high)
         return
     stored = numpy.empty(span, target.dtype)
-    files.read(file, offset, memoryview(stored).cast("B"))
+    files.read(file, offset, stored.data.cast("B"))
     steps = [stride * target.itemsize for stride in strides]
     target[...] = numpy.lib.stride_tricks.as_strided(stored, target.shape, steps)

@@ -21,6 +21,7 @@ VERBS: Mapping[str, str] = MappingProxyType(
         "check": "judge a config: every setting, where it was said, and every problem",
         "schema": "print a JSON Schema of the YAML, for editors",
         "launch": "check a config, then run a script on every rank with it",
+        "merge": "write any checkpoint as a Hugging Face folder, for from_pretrained",
     }
 )
 """Verb -> what it does. Each is the module of that name, imported when it is called."""

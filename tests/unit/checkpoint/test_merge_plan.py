@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint.boxes import Box, row_major, whole
+from hf_fsdp_plugin.checkpoint.boxes import row_major, whole
 from hf_fsdp_plugin.checkpoint.merge_plan import is_adapter, likely_ties, plan_merge
 from hf_fsdp_plugin.checkpoint.stored import ModelIndex, StoredPiece, StoredTensor
 from hf_fsdp_plugin.problems import CheckpointError
@@ -47,13 +47,6 @@ def test_only_floating_point_is_converted() -> None:
     index = index_of(a__w=("float32", (2,), 0), b__w=("int64", (2,), 8), c__w=("float8_e4m3fn", (2,), 24))
     plan = plan_merge(index, [], dtype="bfloat16", max_shard_size=GB)
     assert dict(plan.dtypes) == {"a.w": "bfloat16", "b.w": "int64", "c.w": "float8_e4m3fn"}
-
-
-def test_elements_that_no_file_holds_are_an_error() -> None:
-    piece = StoredPiece(Box((0, 0), (3, 2)), "f", 0, (2, 1))
-    index = ModelIndex(Path("run"), "dcp", {"a.w": StoredTensor("a.w", "float32", (4, 2), (piece,))})
-    with pytest.raises(CheckpointError, match=r"run: 2 elements of 'a.w' \[4, 2\] are in no file"):
-        plan_merge(index, [], dtype=None, max_shard_size=GB)
 
 
 def test_a_checkpoint_without_tensors_is_an_error() -> None:

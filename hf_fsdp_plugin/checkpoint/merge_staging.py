@@ -1,0 +1,107 @@
+"""The folder in which a merge comes to be: killed, it goes on where it stopped; finished, it becomes the output."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from hf_fsdp_plugin.checkpoint.manifest import hash_bytes
+from hf_fsdp_plugin.checkpoint.merge_plan import MergePlan
+from hf_fsdp_plugin.checkpoint.merge_write import sync
+from hf_fsdp_plugin.checkpoint.safetensors_layout import SafetensorsFile
+from hf_fsdp_plugin.checkpoint.stored import ModelIndex, refuse
+
+PLAN_NAME = "merge_plan.json"
+
+
+def staging_path(out: Path) -> Path:
+    return out.with_name(f".{out.name}.merging")
+
+
+def replaced_path(out: Path) -> Path:
+    return out.with_name(f".{out.name}.replaced")
+
+
+class Staging:
+    """``.OUT.merging`` beside ``OUT``, held by one merge at a time."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.folder = staging_path(out)
+        self._lock = -1
+
+    def __enter__(self) -> Staging:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            refuse(self.folder, "another merge is writing there.", "Wait for it, or give another output folder.")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._lock)
+
+    def open(self, fingerprint: str) -> None:
+        """Keep what a merge of the same input with the same options has finished; remove anything else."""
+        path = self.folder / PLAN_NAME
+        try:
+            before = json.loads(path.read_text()).get("fingerprint")
+        except (OSError, ValueError, AttributeError):
+            before = None
+        if before == fingerprint:
+            return
+        for leftover in self.folder.iterdir():
+            shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
+        path.write_text(json.dumps({"fingerprint": fingerprint}) + "\n")
+        sync(path)
+
+    def has(self, file: SafetensorsFile) -> bool:
+        """Whether the file was finished: until then it has another name."""
+        path = self.folder / file.name
+        return path.is_file() and path.stat().st_size == file.size
+
+    def part(self, file: SafetensorsFile) -> Path:
+        return self.folder / f"{file.name}.part"
+
+    def finish_file(self, file: SafetensorsFile) -> None:
+        self.part(file).replace(self.folder / file.name)
+        sync(self.folder)
+
+    def discard(self) -> None:
+        shutil.rmtree(self.folder)
+
+    def publish(self) -> None:
+        """Become ``OUT``. An ``OUT`` of before is moved aside first, and removed when the new one is in place."""
+        aside = replaced_path(self.out)
+        if self.out.exists():
+            self.out.rename(aside)
+        (self.folder / PLAN_NAME).unlink()
+        sync(self.folder)
+        self.folder.rename(self.out)
+        sync(self.out.parent)
+        if aside.exists():
+            shutil.rmtree(aside)
+
+
+def restore_replaced(out: Path) -> None:
+    """Put back an output that a killed merge had moved aside, and not yet replaced."""
+    aside = replaced_path(out)
+    if aside.is_dir() and not out.exists():
+        aside.rename(out)
+
+
+def fingerprint(index: ModelIndex, plan: MergePlan) -> str:
+    """Changes with the input's files (names, sizes, times of change), and with what the output is to hold."""
+    files = sorted({piece.file for tensor in index.tensors.values() for piece in tensor.pieces})
+    state: list[Any] = [str(index.root.resolve())]
+    for file in files:
+        found = (index.root / file).stat()
+        state.append([file, found.st_size, found.st_mtime_ns])
+    state += [[file.name, file.size, hash_bytes(file.header)] for file in plan.files]
+    return hash_bytes(json.dumps(state).encode())
