@@ -1,0 +1,295 @@
+"""How long training stands still for a checkpoint: ours against the stock Trainer's, on the same live model.
+
+A Trainer trains a Llama of half a billion parameters on two gloo ranks; after some of its steps a callback saves, by
+turns as the stock Trainer and Accelerate do (their own functions with their own plugin) and as we do. A stall is the
+time that ``_save_checkpoint`` takes on the slowest rank. Before each the disk is synced and the last checkpoint
+removed, so that both meet the same page cache. The memory is the highest resident size of rank 0 during a save.
+
+    python scripts/bench/checkpoint_save.py       (ten minutes on 2 cores; writes docs/results/checkpoint_save.json)
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+RESULT = Path(__file__).parents[2] / "docs" / "results" / "checkpoint_save.json"
+GB = 1e9
+# After which step which save. Each asynchronous one is followed by the step beside which it is written.
+ROUNDS = ("sharded stock", "sharded ours", "sharded ours, asynchronous")
+FULL = ("full stock", "full ours")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=4, help="saves of each sharded kind, after the first")
+    parser.add_argument("--full-rounds", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=18)
+    parser.add_argument("--hidden", type=int, default=1280)
+    parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--folder", type=Path, help="where checkpoints go, on the disk to be measured")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    return parser.parse_args()
+
+
+def schedule(args: argparse.Namespace) -> list[str | None]:
+    """What follows each step; ``None`` for nothing. The first asynchronous save comes soon after the first step."""
+    plan: list[str | None] = [None, None, "sharded ours, asynchronous", None, None]
+    for number in range(args.rounds):
+        for kind in ROUNDS if number % 2 == 0 else ROUNDS[::-1]:
+            plan += [kind, None] if kind.endswith("asynchronous") else [kind]
+        plan += [None]
+    for number in range(args.full_rounds):
+        plan += FULL if number % 2 == 0 else FULL[::-1]
+    return plan
+
+
+def make_model(args: argparse.Namespace) -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=args.vocabulary,
+        hidden_size=args.hidden,
+        intermediate_size=args.hidden * 4,
+        num_hidden_layers=args.layers,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def make_dataset(args: argparse.Namespace) -> Any:
+    import torch
+
+    class Tokens(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 10_000
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            generator = torch.Generator().manual_seed(index)
+            ids = torch.randint(0, args.vocabulary, (args.length,), generator=generator)
+            return {"input_ids": ids, "labels": ids}
+
+    return Tokens()
+
+
+@contextlib.contextmanager
+def as_stock(trainer: Any, kind: str) -> Iterator[None]:
+    """Everything as the stock stack has it: its plugin in the place of ours, and a model that nobody planned."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    from hf_fsdp_plugin.backends.shard import PLAN_ATTRIBUTE
+
+    state, plan = trainer.accelerator.state, getattr(trainer.model, PLAN_ATTRIBUTE)
+    ours = state.fsdp_plugin
+    stock = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=f"{kind.upper()}_STATE_DICT")
+    delattr(trainer.model, PLAN_ATTRIBUTE)
+    state.fsdp_plugin = stock
+    try:
+        yield
+    finally:
+        state.fsdp_plugin = ours
+        setattr(trainer.model, PLAN_ATTRIBUTE, plan)
+
+
+@contextlib.contextmanager
+def as_ours(trainer: Any, kind: str, *, asynchronous: bool) -> Iterator[None]:
+    from dataclasses import replace
+
+    plugin = trainer.accelerator.state.fsdp_plugin
+    spec = plugin.spec
+    plugin.set_state_dict_type(kind)
+    plugin.spec = replace(spec, checkpoint=replace(spec.checkpoint, asynchronous=asynchronous))
+    try:
+        yield
+    finally:
+        plugin.set_state_dict_type("sharded")
+        plugin.spec = spec
+
+
+def reset_peak() -> None:
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes() -> int:
+    """The highest resident size since :func:`reset_peak`."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def measured_callback(args: argparse.Namespace, folder: Path, results: dict[str, Any]) -> Any:
+    import torch
+    import torch.distributed as dist
+    from transformers import Trainer, TrainerCallback
+
+    from hf_fsdp_plugin.checkpoint import save as saves
+
+    plan = schedule(args)
+
+    def slowest(seconds: float) -> float:
+        value = torch.tensor([seconds])
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return float(value)
+
+    def save(trainer: Any, what: str) -> float:
+        kind = what.split()[0]
+        ours = "ours" in what
+        way = as_ours(trainer, kind, asynchronous="asynchronous" in what) if ours else as_stock(trainer, kind)
+        with way:
+            dist.barrier()
+            start = time.perf_counter()
+            if ours:
+                trainer._save_checkpoint(trainer.model, None)
+            else:
+                Trainer._save_checkpoint(trainer, trainer.model, None)
+            return slowest(time.perf_counter() - start)
+
+    class Measure(TrainerCallback):
+        trainer: Any = None
+        writing = False
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            dist.barrier()
+            self.writing = saves._in_flight is not None
+            self.start = time.perf_counter()
+
+        def on_step_end(self, arguments: Any, state: Any, control: Any, **_: Any) -> None:
+            seconds = slowest(time.perf_counter() - self.start)
+            number = state.global_step - 1
+            if number > 0:
+                results["steps"].append({"seconds": seconds, "writing": self.writing, "number": number})
+            what = plan[number] if number < len(plan) else None
+            if what is None:
+                return
+            saves.wait()
+            if dist.get_rank() == 0:
+                for path in folder.glob("checkpoint-*"):
+                    shutil.rmtree(path)
+                os.sync()
+            dist.barrier()
+            before = peak_resident()
+            reset_peak()
+            stall = save(self.trainer, what)
+            entry = {"stall": stall, "rank0_grew": peak_bytes() - before}
+            results["saves"].setdefault(what, []).append(entry)
+            if dist.get_rank() == 0:
+                grew = entry["rank0_grew"] / GB
+                print(f"step {state.global_step}: {what}: {stall:.2f} s, rank 0 +{grew:.2f} GB", flush=True)
+
+    return Measure()
+
+
+def peak_resident() -> int:
+    """The resident size now."""
+    reset_peak()
+    return peak_bytes()
+
+
+def measure(args: argparse.Namespace, folder: Path) -> None:
+    """Runs on each rank; rank 0 prints and writes."""
+    import torch
+    import torch.distributed as dist
+
+    import hf_fsdp_plugin as hfp
+
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {"saves": {}, "steps": []}
+    callback = measured_callback(args, folder, results)
+    trainer = hfp.FsdpTrainer(
+        model=make_model(args),
+        args=hfp.FsdpTrainingArguments(
+            output_dir=str(folder),
+            fsdp="full_shard auto_wrap",
+            fsdp_config={"fsdp_version": 2, "state_dict_type": "SHARDED", "async_save": True},
+            per_device_train_batch_size=1,
+            max_steps=len(schedule(args)) + 1,
+            learning_rate=1e-5,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+        ),
+        train_dataset=make_dataset(args),
+        callbacks=[callback],
+    )
+    callback.trainer = trainer
+    weights = sum(parameter.numel() for parameter in trainer.model.parameters()) * 4
+    trainer.train()
+    if dist.get_rank() == 0:
+        write(args, results, weights)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def write(args: argparse.Namespace, results: dict[str, Any], weights: int) -> None:
+    sys.path.insert(0, str(Path(__file__).parent))
+    from machine import describe
+
+    saves = results["saves"]
+    stalls = {what: [entry["stall"] for entry in entries] for what, entries in saves.items()}
+    beside, *later = stalls["sharded ours, asynchronous"]
+    stock, full_stock = statistics.median(stalls["sharded stock"]), statistics.median(stalls["full stock"])
+    grew = {what: max(entry["rank0_grew"] for entry in entries) for what, entries in saves.items()}
+    free = [step["seconds"] for step in results["steps"] if not step["writing"]]
+    busy = [step["seconds"] for step in results["steps"] if step["writing"]]
+    result = {
+        **describe(),
+        "command": "python scripts/bench/checkpoint_save.py",
+        "model": f"Llama, {args.layers} layers, hidden {args.hidden}, {weights / 4e6:.0f} M parameters, fp32",
+        "weights_bytes": weights,
+        "ranks": 2,
+        "stall_seconds": {what: [round(value, 3) for value in values] for what, values in stalls.items()},
+        "rank0_growth_bytes": grew,
+        "step_seconds": {"free": round(statistics.median(free), 3), "while_writing": round(statistics.median(busy), 3)},
+        "steps": [{**step, "seconds": round(step["seconds"], 3)} for step in results["steps"]],
+        "ratios": {
+            "asynchronous_first": round(beside / stock, 3),
+            "asynchronous_later": round(statistics.median(later) / stock, 3),
+            "synchronous_sharded": round(statistics.median(stalls["sharded ours"]) / stock, 3),
+            "full": round(statistics.median(stalls["full ours"]) / full_stock, 3),
+            "step_while_writing": round(statistics.median(busy) / statistics.median(free), 3),
+        },
+        "full_memory_saved_bytes": grew["full stock"] - grew["full ours"],
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"ours / stock: {json.dumps(result['ratios'])}")
+    print(
+        f"stock stalls: sharded {stock:.2f} s, full {full_stock:.2f} s; a full save grows rank 0 by "
+        f"{grew['full stock'] / GB:.2f} GB (stock) and {grew['full ours'] / GB:.2f} GB (ours); written: {args.out}"
+    )
+
+
+def main() -> int:
+    args = parse_args()
+    if "RANK" in os.environ:
+        measure(args, args.folder)
+        return 0
+    with tempfile.TemporaryDirectory(dir=args.folder, prefix="checkpoint_save_") as folder:
+        environ = {"OMP_NUM_THREADS": "1", **os.environ}
+        ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        given = [word for word in sys.argv[1:] if not word.startswith("--folder")]
+        command = [sys.executable, *ranks, __file__, *given, f"--folder={folder}"]
+        return subprocess.run(command, env=environ, check=False).returncode
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
