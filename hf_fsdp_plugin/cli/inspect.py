@@ -1,0 +1,192 @@
+"""``hf-fsdp inspect``: what a checkpoint is, at once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_fsdp_plugin.checkpoint.completeness import why_incomplete
+from hf_fsdp_plugin.checkpoint.inspection import Summary, checkpoints_of_run, summarize
+from hf_fsdp_plugin.problems import CheckpointError
+
+HELP = "Tell what a checkpoint is, or all those of a run: format, step, parameters, settings; from metadata alone."
+_FILES_SHOWN = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        help="a checkpoint of any kind, a Hugging Face folder, or a run's folder of checkpoints",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+    parser.add_argument("--parameters", action="store_true", help="list every parameter")
+    parser.add_argument("--optimizer", action="store_true", help="list the optimizer's groups and state")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the summary. Returns 0 where there is a complete checkpoint, 1 where not, 2 where there is no folder."""
+    if not args.checkpoint.is_dir():
+        print(f"hf-fsdp inspect: {args.checkpoint} is no folder. Give the folder of a checkpoint.", file=sys.stderr)
+        return 2
+    paths = checkpoints_of_run(args.checkpoint)
+    try:
+        summary = summarize(args.checkpoint)
+    except CheckpointError as error:
+        if paths:  # a run's folder need not be a checkpoint itself
+            return _run(args, paths)
+        return _unreadable(args, error)
+    if args.json:
+        print(_dumped(summary.to_json(parameters=args.parameters, optimizer=args.optimizer)))
+    else:
+        print(_text(summary, parameters=args.parameters, optimizer=args.optimizer))
+        if paths:
+            print(f"\n{_table(_rows(paths))}")
+    if summary.incomplete is not None:
+        print(f"{summary.path}: {summary.incomplete}", file=sys.stderr)
+    return 0 if summary.incomplete is None else 1
+
+
+def _unreadable(args: argparse.Namespace, error: CheckpointError) -> int:
+    if args.json:
+        problems = [problem.to_json() for problem in error.problems]
+        print(_dumped({"checkpoint": str(args.checkpoint), "complete": False, "problems": problems}))
+    else:
+        print(error, file=sys.stderr)
+    return 1
+
+
+def _run(args: argparse.Namespace, paths: list[Path]) -> int:
+    rows = _rows(paths)
+    complete = [path for path, summary, _ in rows if isinstance(summary, Summary) and summary.incomplete is None]
+    newest = next(iter(complete), None)
+    if args.json:
+        told = [
+            summary.to_json(parameters=args.parameters, optimizer=args.optimizer)
+            if summary
+            else {"checkpoint": str(path), "complete": False, "incomplete": reason}
+            for path, summary, reason in rows
+        ]
+        tree = {"run": str(args.checkpoint), "checkpoints": told}
+        print(_dumped({**tree, "newest_complete": None if newest is None else str(newest)}))
+    else:
+        print(_table(rows))
+    if newest is None:
+        print(f"{args.checkpoint}: none of its checkpoints is complete.", file=sys.stderr)
+    return 0 if newest is not None else 1
+
+
+Row = tuple[Path, Summary | None, str | None]
+"""A checkpoint, its summary where it has one, and the reason why it is not complete."""
+
+
+def _rows(paths: Iterable[Path]) -> list[Row]:
+    rows: list[Row] = []
+    for path in paths:
+        try:
+            summary = summarize(path)
+            rows.append((path, summary, summary.incomplete))
+        except CheckpointError:
+            rows.append((path, None, why_incomplete(path)))
+    return rows
+
+
+def _table(rows: Iterable[Row]) -> str:
+    lines = [("checkpoint", "step", "kind", "ranks", "size", "state")]
+    for path, summary, reason in rows:
+        known = ("-",) * 4
+        if summary is not None:
+            ranks = "-" if summary.world_size is None else str(summary.world_size)
+            step = "-" if summary.step is None else f"{summary.step:,}"
+            known = (step, summary.kind, ranks, _bytes(sum(summary.files.values())))
+        lines.append((path.name, *known, "complete" if reason is None else f"incomplete: {reason}"))
+    return _columns(lines)
+
+
+def _text(summary: Summary, *, parameters: bool, optimizer: bool) -> str:
+    lines = [f"{summary.path}: {'complete' if summary.incomplete is None else 'incomplete'}"]
+    lines += [f"  {label:<10} {text}" for label, text in _facts(summary) if text]
+    if parameters:
+        rows = [("parameter", "dtype", "shape"), *((name, *_kind(kind)) for name, kind in summary.parameters.items())]
+        lines += ["", _columns(rows)]
+    if optimizer:
+        lines += ["", *_optimizer(summary)]
+    files = list(summary.files.items())
+    shown = [(f"  {name}", f"{size:,}") for name, size in files[:_FILES_SHOWN]]
+    lines += ["", _columns([("file", "bytes"), *shown])]
+    if len(files) > _FILES_SHOWN:
+        lines.append(f"  and {len(files) - _FILES_SHOWN:,} more")
+    return "\n".join(lines)
+
+
+def _facts(summary: Summary) -> list[tuple[str, str]]:
+    told = summary.manifest
+    dtypes = summary.dtypes
+    amounts = ", ".join(f"{dtype} {count:,}" if len(dtypes) > 1 else dtype for dtype, count in dtypes.items())
+    model = f"{len(summary.distinct):,} parameters, {summary.num_elements:,} elements ({amounts})"
+    keys = dict.fromkeys(key for entry in summary.state.values() for key in entry)
+    optimizer = f"{_bytes(summary.optimizer_bytes)} ({', '.join(keys) or 'no state'}), groups: {len(summary.groups)}"
+    format = ", ".join(dict.fromkeys([summary.format, summary.kind]))
+    return [
+        ("format", f"{format}{'' if told else ', without a manifest'}"),
+        ("step", "" if summary.step is None else f"{summary.step:,}"),
+        ("ranks", "" if summary.world_size is None else str(summary.world_size)),
+        ("backend", f"{told.backend}, {told.strategy}, mesh {_pairs(told.mesh)}" if told else ""),
+        ("written", f"{told.created}{', beside the training' if told.asynchronous else ''}" if told else ""),
+        ("model", f"{model}, {_bytes(summary.model_bytes)}"),
+        ("optimizer", optimizer if summary.state or summary.groups else ""),
+        ("tied", "; ".join(" = ".join(tie) for tie in summary.ties)),
+        ("files", f"{len(summary.files):,}, {_bytes(sum(summary.files.values()))}"),
+        ("settings", _pairs(told.settings) if told else ""),
+        ("batch", _pairs(told.batch) if told else ""),
+        ("versions", _pairs(summary.versions)),
+    ]
+
+
+def _optimizer(summary: Summary) -> list[str]:
+    lines = []
+    for number, group in enumerate(summary.groups):
+        rest = {key: value for key, value in group.items() if key != "params"}
+        lines.append(f"group {number}: {len(group.get('params', ())):,} parameters, {_pairs(rest)}")
+    rows = [("state", "dtype", "shape")]
+    for name, entry in summary.state.items():
+        for key, value in entry.items():
+            kind = isinstance(value, tuple) and len(value) == 2
+            rows.append((f"{name} {key}", *(_kind(value) if kind else ("value", str(value)))))
+    return [*lines, _columns(rows)]
+
+
+def _kind(kind: tuple[str, tuple[int, ...]]) -> tuple[str, str]:
+    return kind[0], "×".join(str(size) for size in kind[1]) or "scalar"
+
+
+def _pairs(table: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {_shown(value)}" for key, value in table.items())
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+
+
+def _bytes(count: int) -> str:
+    """In decimal units, with three digits."""
+    units = ("B", "kB", "MB", "GB", "TB", "PB")
+    power = min(int(math.log(count, 1000)), len(units) - 1) if count else 0
+    return f"{count:,} B" if power == 0 else f"{count / 1000**power:.3g} {units[power]}"
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> str:
+    """Aligned; numbers too stand left, as their units differ."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _dumped(tree: Mapping[str, Any]) -> str:
+    return json.dumps(tree, indent=2, ensure_ascii=False, default=str)

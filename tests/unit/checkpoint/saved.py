@@ -1,0 +1,176 @@
+"""Small checkpoints for tests: written by hand where that is enough, else by torch and Transformers."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_fsdp_plugin.checkpoint.manifest import (
+    MANIFEST_NAME,
+    FileRange,
+    FileRecord,
+    Manifest,
+    hash_file,
+    record_file,
+    to_text,
+)
+
+Places = Mapping[str, list[tuple[int, int, str]]]
+"""File -> start, stop and name of the tensors in it."""
+
+SHAPES = {"embed.weight": (4, 2), "norm.weight": (2,), "head.weight": (4, 2)}
+"""Of the local checkpoint; ``head.weight`` is ``embed.weight``."""
+
+
+def manifest(**changed: Any) -> Manifest:
+    """A manifest with every field set to something."""
+    given: dict[str, Any] = {
+        "kind": "local",
+        "backend": "fsdp2",
+        "world_size": 2,
+        "mesh": {"shard": 2},
+        "strategy": "full_shard",
+        "step": 20,
+        "asynchronous": True,
+        "created": "2026-01-02T03:04:05+00:00",
+        "versions": {"torch": "2.13.0"},
+        "settings": {"fsdp.version": 2, "wrap.classes": ["LlamaDecoderLayer"]},
+        "parameters": {},
+        "ties": (),
+        "files": (),
+        "batch": {"per_device": 4},
+    }
+    return Manifest(**(given | changed))
+
+
+def write_manifest(folder: Path, *, places: Places | None = None, **changed: Any) -> Manifest:
+    """The manifest of the files that are there, with a range for each tensor and for what lies between."""
+    files = tuple(
+        _record(folder, path.relative_to(folder).as_posix(), (places or {}).get(path.relative_to(folder).as_posix()))
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != MANIFEST_NAME
+    )
+    written = manifest(files=files, **changed)
+    (folder / MANIFEST_NAME).write_text(to_text(written))
+    return written
+
+
+def _record(folder: Path, relative: str, places: list[tuple[int, int, str]] | None) -> FileRecord:
+    if places is None:
+        return record_file(folder, relative)
+    path, ranges, at = folder / relative, [], 0
+    size = path.stat().st_size
+    for start, stop, name in [*sorted(places), (size, size, "")]:
+        if at < start:
+            ranges.append(FileRange(start=at, stop=start, hash=hash_file(path, at, start)))
+        if start < stop:
+            ranges.append(FileRange(start=start, stop=stop, hash=hash_file(path, start, stop), name=name))
+        at = stop
+    return FileRecord(path=relative, size=size, ranges=tuple(ranges))
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]
+) -> dict[str, tuple[int, int]]:
+    """float32 tensors with bytes that differ everywhere. Returns the place of each in the file."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, shape in tensors.items():
+        start, end = end, end + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    seed = len(str(path))
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes((seed + 7 * n) % 251 for n in range(end)))
+    origin = 8 + len(text)
+    return {
+        name: (origin + header[name]["data_offsets"][0], origin + header[name]["data_offsets"][1]) for name in tensors
+    }
+
+
+def local_checkpoint(folder: Path, world_size: int = 2) -> Path:
+    """What two ranks leave with ``fsdp_state_dict_type: LOCAL``: rows of each tensor, and Adam's first moment."""
+    places: dict[str, list[tuple[int, int, str]]] = {}
+    names = [name for name in SHAPES if name != "head.weight"]
+    for rank in range(world_size):
+        for part, key in (("pytorch_model_fsdp", None), ("optimizer", "exp_avg")):
+            path = folder / f"{part}_local" / f"0_rank{rank}.safetensors"
+            pieces, sizes = {}, {}
+            for name in names:
+                rows, *rest = SHAPES[name]
+                sizes[name] = (rows // world_size, *rest)
+                offsets = [rank * rows // world_size, *(0 for _ in rest)]
+                pieces[name] = {
+                    "name": name,
+                    "shape": SHAPES[name],
+                    "offsets": offsets,
+                    **({"key": key} if key else {}),
+                }
+            facts: dict[str, Any] = {"rank": rank, "world_size": world_size, "pieces": pieces}
+            if key is None:
+                facts["aliases"] = {"head.weight": "embed.weight"}
+            else:
+                facts["values"] = {name: {"step": 20.0} for name in names}
+                facts["groups"] = [{"params": names, "lr": 0.001}]
+            found = write_safetensors(path, sizes, {"fsdp_local": json.dumps(facts)})
+            relative = path.relative_to(folder).as_posix()
+            places[relative] = [(start, stop, name) for name, (start, stop) in found.items()]
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 20}))
+    write_manifest(
+        folder,
+        places=places,
+        world_size=world_size,
+        parameters={name: ("float32", shape) for name, shape in SHAPES.items()},
+        ties=(("embed.weight", "head.weight"),),
+    )
+    return folder
+
+
+def tiny_llama(vocab_size: int = 32, *, tied: bool = False) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )
+    return LlamaForCausalLM(config)
+
+
+def stock_checkpoint(folder: Path, model: Any, step: int = 7) -> Path:
+    """What the Trainer leaves with ``fsdp_state_dict_type: SHARDED``, from one rank."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(input_ids=torch.zeros(1, 4, dtype=torch.long), labels=torch.zeros(1, 4, dtype=torch.long)).loss.backward()
+    optimizer.step()
+    state = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
+    groups = [{**optimizer.state_dict()["param_groups"][0], "params": list(state)}]
+    for entries, part in (
+        ({"model": model.state_dict()}, "pytorch_model_fsdp_0"),
+        ({"optimizer": {"state": state, "param_groups": groups}}, "optimizer_0"),
+    ):
+        dcp.save(entries, storage_writer=dcp.FileSystemWriter(folder / part), no_dist=True)
+    torch.save({"last_epoch": step}, folder / "scheduler.pt")
+    for rank in range(2):
+        torch.save({"python": rank}, folder / f"rng_state_{rank}.pth")
+    model.config.save_pretrained(folder)
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    return folder
+
+
+def flip(path: Path, position: int) -> None:
+    """Change one byte."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= 0x5A
+    path.write_bytes(data)
