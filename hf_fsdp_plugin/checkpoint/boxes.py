@@ -78,6 +78,12 @@ def intersect(a: Box, b: Box) -> Box | None:
     return None if any(size <= 0 for size in sizes) else Box(offsets, sizes)
 
 
+def within(box: Box, shape: Sequence[int]) -> bool:
+    """Whether a tensor of this shape has all of the box."""
+    ends = [offset + size for offset, size in zip(box.offsets, box.sizes, strict=True)]
+    return len(ends) == len(shape) and all(end <= size for end, size in zip(ends, shape, strict=True))
+
+
 def slices(inner: Box, outer: Box) -> tuple[slice, ...]:
     """The place of ``inner`` in an array that holds ``outer``."""
     places = zip(inner.offsets, inner.sizes, outer.offsets, strict=True)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_plugin.checkpoint.boxes import Box, whole
+from hf_fsdp_plugin.checkpoint.boxes import Box, whole, within
+from hf_fsdp_plugin.checkpoint.bytes import SIZES
 from hf_fsdp_plugin.checkpoint.nested import nested_value, optimizer_parts
 from hf_fsdp_plugin.checkpoint.pickles import (
     BytesMetadata,
@@ -121,10 +122,13 @@ def _entries(metadata: Any) -> tuple[list[_Entry], dict[str, _Path]]:
         elif isinstance(entry, TensorMetadata):
             boxes = tuple(Box(_numbers(chunk.offsets), _numbers(chunk.sizes)) for chunk in entry.chunks)
             regions = tuple(stored[name, box.offsets] for box in boxes)
-            entries.append(_Entry(name, entry.properties.dtype, _numbers(entry.size), boxes, regions))
+            shape = _numbers(entry.size)
+            if entry.properties.dtype not in SIZES or not all(within(box, shape) for box in boxes):
+                raise ValueError(f"entry {name!r}: {boxes} of {entry.properties.dtype} {shape}")
+            entries.append(_Entry(name, entry.properties.dtype, shape, boxes, regions))
         else:
             raise TypeError(f"entry {name!r} is a {type(entry).__name__}")
-    return entries, {entry.name: tuple(paths.get(entry.name) or _split(entry.name)) for entry in entries}
+    return entries, {entry.name: _checked(paths.get(entry.name) or _split(entry.name)) for entry in entries}
 
 
 def _offset(key: Any) -> tuple[int, ...] | None:
@@ -146,6 +150,12 @@ def _numbers(values: Any) -> tuple[int, ...]:
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"{numbers} where sizes are expected")
     return numbers
+
+
+def _checked(path: Any) -> _Path:
+    if not all(isinstance(part, (str, int)) for part in path):
+        raise TypeError(f"the path {path}")
+    return tuple(path)
 
 
 def _split(name: str) -> _Path:

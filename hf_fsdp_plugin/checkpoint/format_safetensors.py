@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_fsdp_plugin.checkpoint.boxes import Box, row_major, whole
+from hf_fsdp_plugin.checkpoint.boxes import Box, row_major, whole, within
 from hf_fsdp_plugin.checkpoint.bytes import dtype_size
 from hf_fsdp_plugin.checkpoint.stored import (
     ModelIndex,
@@ -31,6 +31,9 @@ LOCAL_KEY = "fsdp_local"
 MAX_HEADER = 100_000_000
 """Bytes; the limit of the safetensors library."""
 
+MAX_RANKS = 1 << 20
+"""More than any run has; a file that claims more is damaged."""
+
 DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
     "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
@@ -38,6 +41,9 @@ DTYPES = {
     "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }  # fmt: skip
 """The format's names of element types -> torch's."""
+
+MAX_SHOWN = 8
+"""Missing files that are named one by one."""
 
 _COPY_AGAIN = "Use another checkpoint, or copy this one again, whole."
 
@@ -123,7 +129,7 @@ def read_full_model(root: Path, name: str) -> ModelIndex | None:
     tensors: dict[str, StoredTensor] = {}
     problems: list[Problem] = []
     for shard, names in shards.items():
-        entries, _ = read_header(file_inside(root, shard, listed))
+        entries, _ = read_header(root / shard)
         names = entries.keys() if names is None else names
         absent = sorted(names - entries.keys())
         if absent:
@@ -150,7 +156,9 @@ def shards_of(root: Path, listed: Path) -> dict[str, set[str]]:
         weight_map = json.loads(listed.read_text(encoding="utf-8"))["weight_map"]
         shards: dict[str, set[str]] = {}
         for name, file in weight_map.items():
-            shards.setdefault(file + "", set()).add(name)
+            if not isinstance(file, str):
+                raise TypeError(f"{name!r} is in {file!r}")
+            shards.setdefault(file, set()).add(name)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         refuse(listed, f"not an index of weights ({type(error).__name__}: {error}).", _COPY_AGAIN)
     problems: list[Problem] = []
@@ -174,7 +182,7 @@ class _Part(NamedTuple):
 
 def read_local_model(root: Path, number: int) -> ModelIndex | None:
     """The model of a ``local`` checkpoint from the files of all ranks, or ``None`` where there is none."""
-    parts = _parts(root, root / "pytorch_model_fsdp_local", number)
+    parts = _parts(root / "pytorch_model_fsdp_local", number)
     if not parts:
         return None
     found = _assembled(root, parts)
@@ -184,7 +192,7 @@ def read_local_model(root: Path, number: int) -> ModelIndex | None:
 
 def read_local_optimizer(root: Path, number: int) -> OptimizerIndex | None:
     """The optimizer of a ``local`` checkpoint from the files of all ranks, or ``None`` where there is none."""
-    parts = _parts(root, root / "optimizer_local", number)
+    parts = _parts(root / "optimizer_local", number)
     if not parts:
         return None
     state: dict[str, dict[str, Any]] = {}
@@ -196,49 +204,61 @@ def read_local_optimizer(root: Path, number: int) -> OptimizerIndex | None:
     return OptimizerIndex(root, "local", state, parts[0].said.get("groups", []))
 
 
-def _parts(root: Path, folder: Path, number: int) -> list[_Part]:
+def _parts(folder: Path, number: int) -> list[_Part]:
     """The files of all ranks, in their order. Raises for each that is missing."""
     ranks = {
         int(match[1]): path
         for path in (folder.iterdir() if folder.is_dir() else ())
-        if (match := re.fullmatch(rf"{number}_rank(\d+)\.safetensors", path.name))
+        if (match := re.fullmatch(rf"{number}_rank(\d{1, 7})\.safetensors", path.name))
     }
-    parts = {rank: _part(root, ranks[rank]) for rank in sorted(ranks)}
+    parts = {rank: _part(ranks[rank]) for rank in sorted(ranks)}
     if not parts:
         return []
     worlds = {part.said["world_size"] for part in parts.values()}
     if len(worlds) > 1:
         refuse(folder, f"its files are of runs of {sorted(worlds)} ranks.", "Keep the files of one checkpoint only.")
-    missing = [rank for rank in range(worlds.pop()) if rank not in ranks]
+    num_ranks = worlds.pop()
+    missing = [rank for rank in range(num_ranks) if rank not in ranks]
     if missing:
         raise CheckpointError(
             problem(
                 folder / f"{number}_rank{rank}.safetensors",
-                f"missing: the checkpoint was written by {parts[min(parts)].said['world_size']} ranks.",
+                f"missing: of the files of {num_ranks} ranks {len(missing)} are not there.",
                 "Copy the files of all ranks, which may lie on other machines, into one folder.",
             )
-            for rank in missing
+            for rank in missing[:MAX_SHOWN]
         )
     return list(parts.values())
 
 
-def _part(root: Path, path: Path) -> _Part:
-    file_inside(root, path.relative_to(root).as_posix(), root)
+def _part(path: Path) -> _Part:
     entries, metadata = read_header(path)
     try:
         said = json.loads(metadata[LOCAL_KEY])
-        if type(said["world_size"]) is not int or said["pieces"].keys() != entries.keys():
-            raise ValueError("its pieces are not its tensors")
-        for entry, piece in said["pieces"].items():
-            offsets, shape = tuple(piece["offsets"]), tuple(piece["shape"])
-            ends = [offset + size for offset, size in zip(offsets, entries[entry].shape, strict=True)]
-            if any(type(offset) is not int or offset < 0 for offset in offsets) or len(shape) != len(ends):
-                raise ValueError(f"the box of {entry!r} is at {offsets} of {shape}")
-            if any(end > size for end, size in zip(ends, shape, strict=True)):
-                raise ValueError(f"the box of {entry!r} ends at {ends} of {shape}")
+        _check_local(said, entries)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         refuse(path, f"not a rank's file of a local checkpoint ({type(error).__name__}: {error}).", _COPY_AGAIN)
     return _Part(path, entries, said)
+
+
+def _check_local(said: Any, entries: Mapping[str, Entry]) -> None:
+    """Raises all that Python raises where a rank's file says of itself what cannot be."""
+    if type(said["world_size"]) is not int or not 0 < said["world_size"] <= MAX_RANKS:
+        raise ValueError(f"world_size {said['world_size']!r}")
+    if said["pieces"].keys() != entries.keys():
+        raise ValueError("its pieces are not its tensors")
+    for entry, piece in said["pieces"].items():
+        box, shape = Box(tuple(piece["offsets"]), entries[entry].shape), tuple(piece["shape"])
+        if not all(type(number) is int and number >= 0 for number in (*box.offsets, *shape)) or not within(box, shape):
+            raise ValueError(f"{entry!r} is {box} of {shape}")
+        if not isinstance(piece["name"], str) or not isinstance(piece.get("key", ""), str):
+            raise TypeError(f"{entry!r} is of {piece['name']!r}")
+    if not all(isinstance(name, str) for name in said.get("aliases", {}).values()):
+        raise TypeError(f"aliases {said['aliases']}")
+    if not all(isinstance(values, dict) for values in said.get("values", {}).values()):
+        raise TypeError("values that are no mappings")
+    if not all(isinstance(group, dict) for group in said.get("groups", [])):
+        raise TypeError("groups that are no mappings")
 
 
 def _assembled(root: Path, parts: list[_Part]) -> dict[tuple[str, str], StoredTensor]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from hf_fsdp_plugin.checkpoint.boxes import Box, whole
-from hf_fsdp_plugin.checkpoint.format_safetensors import shards_of
+from hf_fsdp_plugin.checkpoint.format_safetensors import MAX_SHOWN, shards_of
 from hf_fsdp_plugin.checkpoint.nested import optimizer_parts
 from hf_fsdp_plugin.checkpoint.pickles import Distributed, PickledTensor
 from hf_fsdp_plugin.checkpoint.rank_parts import parts_of
@@ -20,7 +20,6 @@ from hf_fsdp_plugin.checkpoint.stored import (
     StoredPiece,
     StoredTensor,
     canonical_name,
-    file_inside,
     problem,
     refuse,
     uncovered_problems,
@@ -87,13 +86,13 @@ def _covered(place: Path, names: list[str], tensors: Iterable[StoredTensor]) -> 
 
 def _rank_files(root: Path, prefix: str) -> list[str]:
     """The files of all ranks, in their order. Raises for those missing before the last that is there."""
-    pattern = re.compile(rf"{re.escape(prefix)}_rank(\d+)\.bin")
+    pattern = re.compile(rf"{re.escape(prefix)}_rank(\d{1, 7})\.bin")
     ranks = {int(match[1]) for path in root.iterdir() if (match := pattern.fullmatch(path.name))}
     missing = [rank for rank in range(max(ranks, default=0)) if rank not in ranks]
     if missing:
         raise CheckpointError(
             problem(root / f"{prefix}_rank{rank}.bin", "missing, where files of later ranks are there.", _ALL_RANKS)
-            for rank in missing
+            for rank in missing[:MAX_SHOWN]
         )
     return [f"{prefix}_rank{rank}.bin" for rank in sorted(ranks)]
 
@@ -121,7 +120,7 @@ def _read(root: Path, names: list[str]) -> dict[Any, Any]:
     with ExitStack() as stack:
         found: list[tuple[_File, Any]] = []
         for name in names:
-            path = file_inside(root, name, root)
+            path = root / name
             descriptor = os.open(path, os.O_RDONLY)
             stack.callback(os.close, descriptor)
             zipped = TorchZip(descriptor, 0, os.fstat(descriptor).st_size, path)

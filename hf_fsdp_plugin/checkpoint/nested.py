@@ -49,7 +49,7 @@ def optimizer_parts(
 
 
 def _group(group: Any, root: Path, place: Path) -> dict[str, Any]:
-    if not isinstance(group, dict):
+    if not isinstance(group, dict) or not isinstance(group.get("params", []), (list, tuple)):
         _not_an_optimizer(place)
     plain = {key: _number(item, root) if isinstance(item, StoredTensor) else item for key, item in group.items()}
     return {**plain, "params": [canonical_name(str(name)) for name in group.get("params", [])]}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from hf_fsdp_plugin.checkpoint.boxes import Box
+from hf_fsdp_plugin.checkpoint.boxes import Box, within
 from hf_fsdp_plugin.checkpoint.pickles import (
     Distributed,
     PickledTensor,
@@ -44,7 +44,7 @@ def _of_dtensor(state: Any) -> tuple[tuple[int, ...], list[tuple[Box, PickledTen
         start = min(chunk * coordinate, length)
         begins[dim], ends[dim] = begins[dim] + start, begins[dim] + min(start + chunk, length)
     box = Box(tuple(begins), tuple(end - begin for begin, end in zip(begins, ends, strict=True)))
-    return shape, _matched([(box, local)])
+    return shape, _matched(shape, [(box, local)])
 
 
 def _flat(shape: Any) -> Sequence[int]:
@@ -54,12 +54,13 @@ def _flat(shape: Any) -> Sequence[int]:
 def _of_sharded_tensor(state: Any) -> tuple[tuple[int, ...], list[tuple[Box, PickledTensor]]]:
     shards, metadata = state[0], state[1]
     boxes = [(Box(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)), s.tensor) for s in shards]
-    return tuple(metadata.size), _matched(boxes)
+    shape = tuple(metadata.size)
+    return shape, _matched(shape, boxes)
 
 
-def _matched(parts: list[tuple[Box, PickledTensor]]) -> list[tuple[Box, PickledTensor]]:
+def _matched(shape: tuple[int, ...], parts: list[tuple[Box, PickledTensor]]) -> list[tuple[Box, PickledTensor]]:
     """Those that hold anything."""
     for box, tensor in parts:
-        if not isinstance(tensor, PickledTensor) or tensor.shape != box.sizes:
-            raise ValueError(f"a part of shape {getattr(tensor, 'shape', None)} where {box.sizes} belong")
+        if not isinstance(tensor, PickledTensor) or tensor.shape != box.sizes or not within(box, shape):
+            raise ValueError(f"a part of shape {getattr(tensor, 'shape', None)} where {box} of {shape} belongs")
     return [(box, tensor) for box, tensor in parts if box.numel]

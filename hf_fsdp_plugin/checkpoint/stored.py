@@ -18,6 +18,10 @@ WRAPPER_PARTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wra
 """Parts of a name that a wrapper module put there: ``torch.compile``, FSDP1, activation checkpointing."""
 
 
+MAX_PATH = 4096
+"""Characters of a file's name that Linux opens."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
     """One box of a tensor, in one file.
@@ -107,6 +111,8 @@ def file_inside(root: Path, relative: str, place: Path | str) -> Path:
         CheckpointError: for an absolute path, ``..``, a symlink that leaves the folder, and a file that is not there.
             Out of a snapshot of the Hugging Face cache links may lead to its ``blobs``.
     """
+    if "\0" in relative or len(relative) > MAX_PATH:
+        refuse(place, f"it names the file {relative[:80]!r}, which no file can be called.", "Use another checkpoint.")
     path = root / relative
     fix = "Use a copy of the checkpoint from a source you trust."
     if PurePosixPath(relative).is_absolute() or ".." in PurePosixPath(relative).parts or "\\" in relative:

@@ -139,7 +139,7 @@ class TorchZip:
         at = 0
         while at + 4 <= len(extra):
             kind, size = struct.unpack_from("<2H", extra, at)
-            if kind == 1:
+            if kind == 1 and at + 4 + size <= len(extra):
                 numbers = iter(struct.unpack_from(f"<{size // 8}Q", extra, at + 4))
                 return [next(numbers, _MAX32) if field == _MAX32 else field for field in fields]
             at += 4 + size

@@ -1,0 +1,92 @@
+"""The index of what Accelerate's own functions write: every tensor, put together from its pieces, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cases_checkpoint_formats import save_with_stock_accelerate
+from ranks import Ranks
+
+from hf_fsdp_plugin.checkpoint.boxes import slices, whole
+from hf_fsdp_plugin.checkpoint.bytes import numpy_dtype
+from hf_fsdp_plugin.checkpoint.index import StoredTensor, model_index, optimizer_index
+from hf_fsdp_plugin.problems import CheckpointError
+
+SHARDED, FULL, LOCAL = "SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT"
+
+
+def assembled(root: Path, tensor: StoredTensor) -> np.ndarray:
+    dtype = numpy_dtype(tensor.dtype)
+    result = np.empty(tensor.shape, dtype)
+    for piece in tensor.pieces:
+        data = np.memmap(root / piece.file, np.uint8, "r")
+        strides = [stride * dtype.itemsize for stride in piece.strides]
+        part = np.ndarray(piece.box.sizes, dtype, data, offset=piece.offset, strides=strides)
+        result[slices(piece.box, whole(tensor.shape))] = part
+    return result
+
+
+def assert_model_is(checkpoint: Path, truth: dict[str, np.ndarray], form: str, number: int = 0) -> None:
+    index = model_index(checkpoint, number)
+    assert index.format == form
+    assert index.tensors.keys() == truth.keys()
+    for name, expected in truth.items():
+        assert assembled(index.root, index.tensors[name]).tobytes() == expected.tobytes(), name
+
+
+def assert_optimizer_is(checkpoint: Path, truth: dict[str, Any], form: str, number: int = 0) -> None:
+    index = optimizer_index(checkpoint, number)
+    assert index is not None
+    assert index.format == form
+    assert index.groups == truth["groups"]
+    assert index.state.keys() == truth["state"].keys()
+    for name, entry in truth["state"].items():
+        assert index.state[name].keys() == entry.keys()
+        for key, expected in entry.items():
+            assert assembled(index.root, index.state[name][key]).tobytes() == expected.tobytes(), (name, key)
+
+
+@pytest.mark.parametrize(
+    ("version", "kind", "how", "form"),
+    [
+        (1, SHARDED, {"on_mesh": True}, "dcp"),
+        (1, SHARDED, {"on_mesh": False}, "dcp"),
+        (1, SHARDED, {"on_mesh": False, "use_orig_params": False}, "dcp"),
+        (2, SHARDED, {}, "dcp"),
+        (1, SHARDED, {"on_mesh": True, "use_dcp": False}, "per_rank"),
+        (1, SHARDED, {"on_mesh": False, "use_dcp": False}, "per_rank"),
+        (2, SHARDED, {"use_dcp": False}, "per_rank"),
+        (1, FULL, {}, "bin"),
+        (2, FULL, {}, "bin"),
+        (1, SHARDED, {"dtype": "bfloat16", "number": 1}, "dcp"),
+        (2, SHARDED, {"dtype": "bfloat16", "number": 1, "use_dcp": False}, "per_rank"),
+    ],
+    ids=str,
+)
+def test_what_accelerate_writes_is_found_whole(
+    two_ranks: Ranks, tmp_path: Path, version: int, kind: str, how: dict[str, Any], form: str
+) -> None:
+    truth = two_ranks.run(save_with_stock_accelerate, str(tmp_path), version, kind, **how)[0]
+    number = how.get("number", 0)
+    assert_model_is(tmp_path, truth["model"], form, number)
+    assert_optimizer_is(tmp_path, truth, form, number)
+
+
+def test_the_parts_of_a_missing_rank_are_missed(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(save_with_stock_accelerate, str(tmp_path), 2, SHARDED, use_dcp=False)
+    (tmp_path / "pytorch_model_fsdp_0_rank1.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"elements of \d+ tensors are in none of its files.*Found are .*rank0"):
+        model_index(tmp_path)
+    (tmp_path / "optimizer_0_rank0.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"optimizer_0_rank0\.bin: missing"):
+        optimizer_index(tmp_path)
+
+
+def test_flat_parameters_of_fsdp1_are_refused_with_the_way_out(two_ranks: Ranks, tmp_path: Path) -> None:
+    truth = two_ranks.run(save_with_stock_accelerate, str(tmp_path), 1, LOCAL, on_mesh=False)[0]
+    with pytest.raises(CheckpointError, match=r"flat parameters.*SHARDED_STATE_DICT"):
+        model_index(tmp_path)
+    assert_optimizer_is(tmp_path, truth, "dcp")
