@@ -209,7 +209,7 @@ def _parts(folder: Path, number: int) -> list[_Part]:
     ranks = {
         int(match[1]): path
         for path in (folder.iterdir() if folder.is_dir() else ())
-        if (match := re.fullmatch(rf"{number}_rank(\d{1, 7})\.safetensors", path.name))
+        if (match := re.fullmatch(rf"{number}_rank(\d{{1,7}})\.safetensors", path.name))
     }
     parts = {rank: _part(ranks[rank]) for rank in sorted(ranks)}
     if not parts:

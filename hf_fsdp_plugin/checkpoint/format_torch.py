@@ -86,7 +86,7 @@ def _covered(place: Path, names: list[str], tensors: Iterable[StoredTensor]) -> 
 
 def _rank_files(root: Path, prefix: str) -> list[str]:
     """The files of all ranks, in their order. Raises for those missing before the last that is there."""
-    pattern = re.compile(rf"{re.escape(prefix)}_rank(\d{1, 7})\.bin")
+    pattern = re.compile(rf"{re.escape(prefix)}_rank(\d{{1,7}})\.bin")
     ranks = {int(match[1]) for path in root.iterdir() if (match := pattern.fullmatch(path.name))}
     missing = [rank for rank in range(max(ranks, default=0)) if rank not in ranks]
     if missing:
