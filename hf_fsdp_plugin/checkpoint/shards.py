@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FlatParameter, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -138,7 +139,7 @@ class Cuts:
 
 
 def model_shards(model: nn.Module) -> ModelShards:
-    """Parameters and persistent buffers. Under FSDP2 gathered parameters are freed first."""
+    """Parameters and persistent buffers. Gathered parameters are freed first."""
     cuts = find_cuts(model)
     tensors = [cut.hold(name, local) for name, (cut, local) in cuts.locals.items()]
     tensors += [_whole_on_every_rank(name, buffer) for name, buffer in persistent_buffers(model)]
@@ -195,8 +196,9 @@ def _state_entry(cut: Cut, key: str, value: Any, parameter: torch.Tensor, proble
 
 
 def find_cuts(model: nn.Module) -> Cuts:
-    """Where every parameter's shard lies on this rank."""
+    """Where every parameter's shard lies on this rank. Parameters that are gathered are freed first."""
     reshard(model)
+    _reshard_fsdp1(model)
     cuts = Cuts()
     module_names = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
     in_flat: set[int] = set()
@@ -216,6 +218,19 @@ def find_cuts(model: nn.Module) -> Cuts:
         cuts.of[id(parameter)] = (cut,)
         cuts.locals[name] = (cut, _local(parameter))
     return cuts
+
+
+def _reshard_fsdp1(model: nn.Module) -> None:
+    """Units that wait for a backward keep their parameters gathered (or in low precision) after an evaluation: what is
+    loaded into the shards would not be seen by the next forward, and parameters have not the shapes of their state.
+    """
+    for module in model.modules():
+        handle = getattr(module, "_handle", None) if isinstance(module, FSDP) else None
+        if handle is None:
+            continue
+        shard = getattr(handle.flat_param, "_local_shard", None)
+        if shard is not None and handle.flat_param.data_ptr() != shard.data_ptr():
+            _reshard(module, handle, free_unsharded_flat_param=handle.uses_sharded_strategy)
 
 
 def _flat_cuts(cuts: Cuts, unit: Any, flat: Any, module_names: Mapping[int, str]) -> Iterator[int]:
