@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from cases_trainer import gathered, make_trainer
 from torch.distributed.checkpoint import FileSystemReader

@@ -1,0 +1,89 @@
+"""A training goes on wherever its checkpoint is read: other worlds, strategies, versions, kinds of state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cases_resume as cases
+import pytest
+from ranks import Ranks
+
+EXACT, REORDERED = 1e-6, 1e-4
+"""Relative difference of losses: the same sums in the same order, and the same sums in another one."""
+
+
+def config(version: int, kind: str, strategy: str = "full_shard", **more: Any) -> dict[str, Any]:
+    settings = {"fsdp_version": version, "state_dict_type": kind, "sharding_strategy": strategy, **more}
+    return {"fsdp": "auto_wrap", "fsdp_config": settings}
+
+
+def assert_goes_on(found: dict[str, Any], whole: dict[str, Any], start: int, tolerance: float) -> None:
+    """The next ten losses are those of the uninterrupted run."""
+    steps = range(start + 1, min(start + 10, cases.NUM_STEPS) + 1)
+    for step in steps:
+        assert found["losses"][step] == pytest.approx(whole["losses"][step], rel=tolerance), step
+
+
+@pytest.fixture(scope="session")
+def whole(two_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The uninterrupted run, on two ranks."""
+    folder = tmp_path_factory.mktemp("whole")
+    return two_ranks.run(cases.train, str(folder), until=cases.NUM_STEPS, **config(2, "SHARDED"))[0]
+
+
+SAME_WORLD = [
+    ((2, "SHARDED", "full_shard"), (2, "SHARDED", "full_shard"), EXACT),
+    ((2, "SHARDED", "full_shard"), (1, "SHARDED", "full_shard"), REORDERED),
+    ((1, "SHARDED", "full_shard"), (2, "FULL", "full_shard"), REORDERED),
+    ((1, "FULL", "shard_grad_op"), (1, "LOCAL", "no_shard"), REORDERED),
+    ((2, "FULL", "full_shard"), (2, "LOCAL", "shard_grad_op"), EXACT),
+    ((2, "LOCAL", "no_shard"), (1, "SHARDED", "full_shard"), REORDERED),
+    ((1, "LOCAL", "full_shard"), (2, "SHARDED", "no_shard"), REORDERED),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "tolerance"), SAME_WORLD, ids=str)
+def test_between_versions_strategies_and_kinds(
+    two_ranks: Ranks, tmp_path: Path, whole: dict[str, Any], before: Any, after: Any, tolerance: float
+) -> None:
+    two_ranks.run(cases.train, str(tmp_path), until=4, **config(*before))
+    resumed = two_ranks.run(cases.train, str(tmp_path), until=cases.NUM_STEPS, resume=True, **config(*after))[0]
+    assert min(resumed["losses"]) <= 5 and resumed["step"] == cases.NUM_STEPS
+    assert_goes_on(resumed, whole, 4, tolerance)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["held", "beside"])
+@pytest.mark.parametrize(("version", "kind"), [(2, "SHARDED"), (1, "SHARDED"), (2, "LOCAL"), (1, "FULL")])
+def test_through_worlds_of_two_four_one_and_three(
+    one_rank: Ranks,
+    two_ranks: Ranks,
+    three_ranks: Ranks,
+    four_ranks: Ranks,
+    tmp_path: Path,
+    whole: dict[str, Any],
+    version: int,
+    kind: str,
+    asynchronous: bool,
+) -> None:
+    settings = config(version, kind, async_save=asynchronous)
+    steps = (2, 3, 4, cases.NUM_STEPS)
+    for number, (world, until) in enumerate(zip((two_ranks, four_ranks, one_rank, three_ranks), steps, strict=True)):
+        run = world.run(cases.train, str(tmp_path), until=until, resume=number > 0, **settings)[0]
+        assert run["step"] == until
+    assert_goes_on(run, whole, 4, REORDERED)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_between_meshes(four_ranks: Ranks, tmp_path: Path, whole: dict[str, Any], version: int) -> None:
+    for until, strategy, resume in [
+        (2, "full_shard", False), (3, "hybrid_shard", True), (4, "no_shard", True),
+        (5, "hybrid_shard_zero2", True), (cases.NUM_STEPS, "full_shard", True),
+    ]:  # fmt: skip
+        settings = (
+            config(version, "SHARDED", strategy, dp_shard_size=2)
+            if "hybrid" in strategy
+            else config(version, "SHARDED", strategy)
+        )
+        run = four_ranks.run(cases.train, str(tmp_path), until=until, resume=resume, **settings)[0]
+    assert_goes_on(run, whole, 5, REORDERED)
