@@ -14,10 +14,9 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from hf_fsdp_plugin.checkpoint.bytes import dtype_size
 from hf_fsdp_plugin.checkpoint.index import model_index, optimizer_index
 from hf_fsdp_plugin.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
-from hf_fsdp_plugin.checkpoint.stored import ModelIndex, OptimizerIndex, StoredPiece, StoredTensor, problem
+from hf_fsdp_plugin.checkpoint.stored import ModelIndex, OptimizerIndex, StoredTensor, problem
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 
 TRAINER_STATE = "trainer_state.json"
@@ -82,7 +81,7 @@ def file_problems(folder: Path, manifest: Manifest) -> list[Problem]:
     for record in manifest.files:
         path = folder / record.path
         try:
-            status = path.lstat()
+            status = path.stat()
         except OSError:
             status = None
         held = _held(sorted({piece.name for piece in record.ranges if piece.name}))
@@ -106,14 +105,14 @@ def stock_problems(folder: Path) -> list[Problem]:
     unfinished = [
         _problem(folder / name, f"is there, but no {MANIFEST_NAME}: the save was not finished.")
         for name in _OURS
-        if (folder / name).is_dir() or folder.name == name
+        if ((folder / name).is_dir() and not (folder / MANIFEST_NAME).exists()) or folder.resolve().name == name
     ]
     if unfinished:
         return unfinished
-    model = model_index(folder)
-    optimizer = optimizer_index(folder)
-    problems = out_of_file(model) + (out_of_file(optimizer) if optimizer is not None else [])
-    return problems + _cut_archives(folder) + _unfinished(folder)
+    # The readers follow every reference, and refuse those that lead behind the end of a file.
+    model_index(folder)
+    optimizer_index(folder)
+    return _cut_archives(folder) + _unfinished(folder)
 
 
 def tensors_of(index: ModelIndex | OptimizerIndex) -> Iterator[tuple[str, StoredTensor]]:
@@ -125,41 +124,11 @@ def tensors_of(index: ModelIndex | OptimizerIndex) -> Iterator[tuple[str, Stored
         yield from ((f"{key} of {name}", value) for key, value in entry.items() if isinstance(value, StoredTensor))
 
 
-def out_of_file(index: ModelIndex | OptimizerIndex) -> list[Problem]:
-    """Tensors whose bytes lie, in part, behind the end of their file: one problem a file."""
-    sizes: dict[str, int | None] = {}
-    lost: dict[str, list[str]] = {}
-    for name, tensor in tensors_of(index):
-        for piece in tensor.pieces:
-            if piece.file not in sizes:
-                path = index.root / piece.file
-                sizes[piece.file] = path.stat().st_size if path.is_file() else None
-            size = sizes[piece.file]
-            if size is None or piece_end(piece, tensor.dtype) > size:
-                lost.setdefault(piece.file, []).append(name)
-    return [
-        _problem(
-            index.root / file,
-            f"{'is missing' if sizes[file] is None else f'ends at byte {sizes[file]:,}, which is too early'}"
-            f"{_held(sorted(set(names)))}.",
-        )
-        for file, names in lost.items()
-    ]
-
-
 def own_files(folder: Path) -> Iterator[Path]:
     """The files of a checkpoint; other checkpoints inside of it (it may be a run's folder) are not its own."""
     for place, inner, files in os.walk(folder):
         inner[:] = [name for name in inner if not re.fullmatch(r"\.?checkpoint([-_]\d+.*|s)", name)]
         yield from (Path(place) / name for name in files)
-
-
-def piece_end(piece: StoredPiece, dtype: str) -> int:
-    """The byte of the file behind a piece's last one."""
-    if piece.box.numel == 0:
-        return piece.offset
-    last = sum((size - 1) * stride for size, stride in zip(piece.box.sizes, piece.strides, strict=True))
-    return piece.offset + (last + 1) * dtype_size(dtype)
 
 
 def listed(names: list[str], most: int = 3) -> str:

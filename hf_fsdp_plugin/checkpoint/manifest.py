@@ -114,7 +114,7 @@ def read_manifest(folder: Path) -> Manifest | None:
             folder, through a link, or with ranges that do not tile it. All problems at once.
     """
     path = folder / MANIFEST_NAME
-    if path.is_symlink():
+    if _is_foreign_link(folder, path):
         raise CheckpointError([_problem(path, "is a symbolic link.", _NO_LINKS)])
     try:
         data = path.read_bytes()
@@ -358,9 +358,17 @@ class _Reader:
         place = folder
         for part in PurePosixPath(relative).parts:
             place = place / part
-            if place.is_symlink():
+            if _is_foreign_link(folder, place):
                 self.problems.append(_problem(place, "is a symbolic link, and the manifest names it.", _NO_LINKS))
                 return
+
+
+def _is_foreign_link(folder: Path, place: Path) -> bool:
+    """A link, other than those of the Hugging Face cache, from a snapshot to its blobs."""
+    if not place.is_symlink():
+        return False
+    snapshots = folder.resolve().parent
+    return snapshots.name != "snapshots" or not place.resolve().is_relative_to(snapshots.parent / "blobs")
 
 
 def _stays_below(path: str) -> bool:

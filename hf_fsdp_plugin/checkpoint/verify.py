@@ -15,12 +15,10 @@ from typing import Any
 
 from hf_fsdp_plugin.checkpoint.against_config import config_problems
 from hf_fsdp_plugin.checkpoint.against_crc import crc_problems
-from hf_fsdp_plugin.checkpoint.boxes import uncovered
 from hf_fsdp_plugin.checkpoint.completeness import (
     checkpoint_of,
     file_problems,
     listed,
-    out_of_file,
     own_files,
     stock_problems,
     tensors_of,
@@ -103,8 +101,7 @@ def _byte_problems(folder: Path, manifest: Manifest, progress: Progress | None) 
     for record in manifest.files:
         hit = damaged.get(folder / record.path, [])
         if hit:
-            whole = len(hit) == len(record.ranges)
-            twin = _same_as(folder / record.path, record, manifest.files) if whole else None
+            twin = _same_as(folder / record.path, record, manifest.files)
             problems.append(damage(hit, len(record.ranges), twin))
     return problems
 
@@ -139,41 +136,26 @@ def _index_problems(folder: Path, manifest: Manifest | None, *, config_check: bo
     """Names, shapes, dtypes and completeness of what is stored, against the manifest and the model of the config."""
     problems: list[Problem] = []
     try:
-        model = model_index(folder)
-        optimizers = [found for n in _numbers(folder) if (found := optimizer_index(folder, n)) is not None]
-        indices: list[ModelIndex | OptimizerIndex] = [model, *optimizers]
+        model, optimizer = model_index(folder), optimizer_index(folder)
+        for number in _further_optimizers(folder):
+            optimizer_index(folder, number)  # to read it is to check that it is all there
     except CheckpointError as error:
         return [] if damaged else list(error.problems)
-    for index in indices:
-        problems += ([] if damaged else out_of_file(index)) + _gaps(index)
     if manifest is not None:
-        problems += _against_manifest(model, optimizers[:1], manifest)
+        problems += _against_manifest(model, optimizer, manifest)
     if config_check:
         problems += config_problems(model, folder)
     return problems
 
 
-def _numbers(folder: Path) -> list[int]:
-    """The numbers of the optimizers in a checkpoint; 0 is always asked for."""
-    found = {
-        int(match[1]) for path in folder.iterdir() if (match := re.match(r"optimizer_(\d+)(?!\d|_rank)", path.name))
-    }
-    return sorted(found | {0})
+def _further_optimizers(folder: Path) -> list[int]:
+    """The numbers of the optimizers beside the first."""
+    names = (path.name for path in folder.iterdir())
+    found = {int(match[1]) for name in names if (match := re.fullmatch(r"optimizer_([1-9]\d*)(\.bin)?", name))}
+    return sorted(found)
 
 
-def _gaps(index: ModelIndex | OptimizerIndex) -> list[Problem]:
-    missing = {
-        name: count
-        for name, tensor in tensors_of(index)
-        if (count := uncovered(tensor.shape, [piece.box for piece in tensor.pieces]))
-    }
-    if not missing:
-        return []
-    named = listed([f"{name} ({count:,} elements)" for name, count in missing.items()])
-    return [_problem(index.root, f"{len(missing)} tensors are not stored completely: {named}.", REPLACE_FILE)]
-
-
-def _against_manifest(model: ModelIndex, optimizers: list[OptimizerIndex], manifest: Manifest) -> list[Problem]:
+def _against_manifest(model: ModelIndex, optimizer: OptimizerIndex | None, manifest: Manifest) -> list[Problem]:
     group_of = {name: tie for tie in manifest.ties for name in tie}
     # One name of those that share a tensor is enough, in the files as in the manifest.
     stored = {other for name in model.tensors for other in group_of.get(name, (name,))}
@@ -185,7 +167,7 @@ def _against_manifest(model: ModelIndex, optimizers: list[OptimizerIndex], manif
         for name, tensor in model.tensors.items()
         if name in manifest.parameters and manifest.parameters[name] != (tensor.dtype, tensor.shape)
     ]
-    for optimizer in optimizers:
+    if optimizer is not None:
         shapes = {name: shape for name, (_, shape) in manifest.parameters.items()}
         unexpected += [f"optimizer state of {name}" for name in optimizer.state if name not in known]
         other += [
@@ -221,8 +203,9 @@ def _without_manifest(folder: Path, problems: list[Problem], config_check: bool,
 
 
 def _size(path: Path) -> int | None:
+    """Bytes of a regular file; None for anything else."""
     try:
-        return path.stat().st_size
+        return path.stat().st_size if path.is_file() else None
     except OSError:
         return None
 

@@ -185,6 +185,21 @@ def test_a_manifest_that_is_a_link_is_refused(tmp_path, tree):
         read_manifest(folder)
 
 
+def test_the_links_of_the_hugging_face_cache_are_followed(tmp_path, tree):
+    """A snapshot's files are links to blobs."""
+    blobs, folder = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123"
+    blobs.mkdir(parents=True)
+    (folder / "part").mkdir(parents=True)
+    write(blobs, tree)
+    (folder / MANIFEST_NAME).symlink_to(blobs / MANIFEST_NAME)
+    (folder / "part" / "a.bin").symlink_to(blobs / "a.bin")
+    assert read_manifest(folder) is not None
+    (folder / "part" / "a.bin").unlink()
+    (folder / "part" / "a.bin").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"a\.bin: is a symbolic link"):
+        read_manifest(folder)
+
+
 @pytest.mark.parametrize(
     "ranges",
     [
