@@ -1,0 +1,94 @@
+"""Stored boxes reach the memory that they belong in, however the file and the memory are laid out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_fsdp_plugin.checkpoint import fill as filling
+from hf_fsdp_plugin.checkpoint.boxes import Box, flat_range, row_major, whole
+from hf_fsdp_plugin.checkpoint.fill import fill, transfers
+from hf_fsdp_plugin.checkpoint.shards import Piece
+from hf_fsdp_plugin.checkpoint.stored import StoredPiece, StoredTensor
+from hf_fsdp_plugin.problems import CheckpointError
+
+SHAPE = (6, 5, 4)
+WHOLE = torch.arange(120, dtype=torch.float32).reshape(SHAPE)
+HALVES = (Box((0, 0, 0), (3, 5, 4)), Box((3, 0, 0), (3, 5, 4)))
+COLUMNS = (Box((0, 0, 0), (6, 5, 1)), Box((0, 0, 1), (6, 5, 3)))
+RUNS = tuple(flat_range(SHAPE, 0, 47) + flat_range(SHAPE, 47, 120))
+
+
+def store(folder: Path, boxes: tuple[Box, ...], *, transposed: bool = False) -> StoredTensor:
+    """``WHOLE`` in one file a box, after some other bytes; transposed in the file where asked for."""
+    pieces = []
+    for number, box in enumerate(boxes):
+        part = WHOLE[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
+        strides = row_major(box.sizes)
+        if transposed:
+            part = part.transpose(0, 2).contiguous()
+            strides = tuple(reversed(row_major(tuple(reversed(box.sizes)))))
+        (folder / f"{number}.bin").write_bytes(b"\0" * 12 + part.contiguous().numpy().tobytes())
+        pieces.append(StoredPiece(box, f"{number}.bin", 12, strides))
+    return StoredTensor("weight", "float32", SHAPE, tuple(pieces))
+
+
+def read(folder: Path, stored: StoredTensor, boxes: tuple[Box, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The tensor put together from pieces that were filled box by box."""
+    pieces = [Piece(box, torch.full(box.sizes, -1, dtype=dtype)) for box in boxes]
+    fill(folder, (item for piece in pieces for item in transfers(stored, [piece])))
+    result = torch.full(SHAPE, -1, dtype=dtype)
+    for piece in pieces:
+        result[tuple(slice(o, o + n) for o, n in zip(piece.box.offsets, piece.box.sizes, strict=True))] = piece.tensor
+    return result
+
+
+@pytest.mark.parametrize("span", [8, 40, 1 << 20], ids=lambda span: f"buffer_of_{span}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("into", [HALVES, COLUMNS, RUNS, (whole(SHAPE),)], ids=["halves", "columns", "runs", "whole"])
+@pytest.mark.parametrize("cut", [HALVES, COLUMNS, RUNS, (whole(SHAPE),)], ids=["halves", "columns", "runs", "whole"])
+def test_any_boxes_are_read_into_any_others(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cut: tuple[Box, ...],
+    into: tuple[Box, ...],
+    transposed: bool,
+    dtype: torch.dtype,
+    span: int,
+) -> None:
+    monkeypatch.setattr(filling, "MAX_SPAN", span)
+    stored = store(tmp_path, cut, transposed=transposed)
+    assert torch.equal(read(tmp_path, stored, into, dtype), WHOLE.to(dtype))
+
+
+def test_memory_of_another_order_is_filled_by_place(tmp_path: Path) -> None:
+    stored = store(tmp_path, HALVES)
+    across = torch.zeros(4, 5, 6).permute(2, 1, 0)
+    fill(tmp_path, transfers(stored, [Piece(whole(SHAPE), across)]))
+    assert torch.equal(across, WHOLE)
+
+
+def test_a_scalar_is_a_box_without_dims(tmp_path: Path) -> None:
+    (tmp_path / "step.bin").write_bytes(torch.tensor(7.0).numpy().tobytes())
+    stored = StoredTensor("step", "float32", (), (StoredPiece(whole(()), "step.bin", 0, ()),))
+    step = torch.zeros(())
+    fill(tmp_path, transfers(stored, [Piece(whole(()), step)]))
+    assert step.item() == 7.0
+
+
+def test_nothing_but_the_bytes_that_are_held_is_asked_of_the_files(tmp_path: Path) -> None:
+    stored = store(tmp_path, HALVES)
+    (tmp_path / "1.bin").unlink()
+    half = torch.zeros(3, 5, 4)
+    fill(tmp_path, transfers(stored, [Piece(HALVES[0], half)]))
+    assert torch.equal(half, WHOLE[:3])
+
+
+def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
+    stored = store(tmp_path, HALVES)
+    (tmp_path / "1.bin").write_bytes((tmp_path / "1.bin").read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"1\.bin: ends at byte 251; 252 bytes were expected"):
+        read(tmp_path, stored, HALVES, torch.float32)
