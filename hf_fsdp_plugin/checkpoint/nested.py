@@ -35,17 +35,19 @@ def optimizer_parts(
     Raises:
         CheckpointError: it has another form.
     """
-    if not isinstance(value, dict) or not isinstance(value.get("param_groups", []), list):
+    groups = value.get("param_groups", []) if isinstance(value, dict) else None
+    entries = value.get("state", {}) if isinstance(value, dict) else None
+    if not isinstance(groups, list) or not isinstance(entries, dict):
         _not_an_optimizer(place)
     state: dict[str, dict[str, StoredTensor | Any]] = {}
-    for parameter, entry in (value.get("state") or {}).items():
+    for parameter, entry in entries.items():
         if not isinstance(entry, dict):
             _not_an_optimizer(place)
         name = canonical_name(str(parameter))
         state[name] = {
             key: replace(item, name=name) if isinstance(item, StoredTensor) else item for key, item in entry.items()
         }
-    return state, [_group(group, root, place) for group in value.get("param_groups", [])]
+    return state, [_group(group, root, place) for group in groups]
 
 
 def _group(group: Any, root: Path, place: Path) -> dict[str, Any]:

@@ -1,0 +1,96 @@
+"""Boxes against numpy's own slicing."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+
+from hf_fsdp_plugin.checkpoint.boxes import (
+    Box,
+    flat_range,
+    flat_start,
+    intersect,
+    row_major,
+    slices,
+    uncovered,
+    whole,
+    within,
+)
+
+
+def some_shape(draw: random.Random) -> tuple[int, ...]:
+    return tuple(draw.randint(1, 4) for _ in range(draw.randint(0, 4)))
+
+
+def some_box(draw: random.Random, shape: tuple[int, ...]) -> Box:
+    offsets = tuple(draw.randrange(size) for size in shape)
+    return Box(offsets, tuple(draw.randint(1, size - o) for size, o in zip(shape, offsets, strict=True)))
+
+
+def numbered(shape: tuple[int, ...]) -> np.ndarray:
+    return np.arange(math.prod(shape)).reshape(shape)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_run_is_its_boxes_in_order_and_each_is_a_run(seed: int) -> None:
+    draw = random.Random(seed)
+    shape = some_shape(draw)
+    start = draw.randint(0, math.prod(shape))
+    stop = draw.randint(start, math.prod(shape))
+    boxes = flat_range(shape, start, stop)
+    elements = [numbered(shape)[slices(box, whole(shape))].ravel() for box in boxes]
+    assert [int(n) for part in elements for n in part] == list(range(start, stop))
+    assert [flat_start(box, shape) for box in boxes] == [part[0] for part in elements]
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_only_a_run_has_a_start(seed: int) -> None:
+    draw = random.Random(seed)
+    shape = some_shape(draw)
+    box = some_box(draw, shape)
+    held = numbered(shape)[slices(box, whole(shape))].ravel()
+    is_run = (np.diff(held) == 1).all()
+    assert flat_start(box, shape) == (held[0] if is_run else None)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_boxes_leave_uncovered_is_counted_once_however_they_overlap(seed: int) -> None:
+    draw = random.Random(seed)
+    shape = some_shape(draw)
+    boxes = [some_box(draw, shape) for _ in range(draw.randint(0, 5))]
+    held = np.zeros(shape, bool)
+    for box in boxes:
+        held[slices(box, whole(shape))] = True
+    assert uncovered(shape, boxes) == (~held).sum()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_two_boxes_meet_where_their_elements_do(seed: int) -> None:
+    draw = random.Random(seed)
+    shape = some_shape(draw)
+    a, b = some_box(draw, shape), some_box(draw, shape)
+    held = [set(numbered(shape)[slices(box, whole(shape))].ravel().tolist()) for box in (a, b)]
+    common = intersect(a, b)
+    assert (held[0] & held[1]) == (
+        set() if common is None else set(numbered(shape)[slices(common, whole(shape))].ravel().tolist())
+    )
+
+
+def test_a_box_that_sticks_out_covers_what_is_inside() -> None:
+    assert uncovered((4, 2), [Box((3, 0), (5, 2))]) == 6
+    assert not within(Box((3, 0), (5, 2)), (4, 2))
+    assert within(Box((3, 0), (1, 2)), (4, 2))
+    assert not within(Box((0,), (1,)), (4, 2))
+
+
+def test_scalars_and_empty_tensors() -> None:
+    assert flat_range((), 0, 1) == [Box((), ())]
+    assert intersect(Box((), ()), Box((), ())) == Box((), ())
+    assert (Box((), ()).numel, uncovered((), []), uncovered((), [Box((), ())])) == (1, 1, 0)
+    assert (uncovered((0, 3), []), flat_start(whole((0, 3)), (0, 3)), flat_range((0, 3), 0, 0)) == (0, 0, [])
+    assert row_major((2, 3, 4)) == (12, 4, 1)
+    assert row_major(()) == ()

@@ -1,0 +1,114 @@
+"""The index as a whole: what is looked for, speed, and files with any byte wrong."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+from hf_fsdp_plugin.checkpoint.index import model_index, optimizer_index
+from hf_fsdp_plugin.checkpoint.stored import canonical_name
+from hf_fsdp_plugin.plan import names
+from hf_fsdp_plugin.problems import CheckpointError
+
+
+def test_a_folder_that_is_no_checkpoint_is_told_what_was_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError) as raised:
+        model_index(tmp_path, 1)
+    for sought in (
+        "pytorch_model_fsdp_1/.metadata", "pytorch_model_fsdp_local/1_rank*.safetensors", "model_1.safetensors",
+        "pytorch_model_fsdp_1.bin", "pytorch_model_fsdp_1_rank*.bin",
+    ):  # fmt: skip
+        assert sought in str(raised.value)
+    assert len(raised.value.problems) == 1
+    assert optimizer_index(tmp_path) is None
+
+
+def test_a_path_that_is_no_folder_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        model_index(tmp_path / "absent")
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match=rf"a file, .* Name its folder, {tmp_path}\."):
+        optimizer_index(tmp_path / "model.safetensors")
+
+
+def test_the_formats_are_preferred_in_their_order(tmp_path: Path) -> None:
+    weights = {"a": torch.zeros(2)}
+    torch.save(weights, tmp_path / "pytorch_model_fsdp_0_rank0.bin")
+    assert model_index(tmp_path).format == "per_rank"
+    torch.save(weights, tmp_path / "pytorch_model_fsdp.bin")
+    assert model_index(tmp_path).format == "bin"
+    save_file(weights, tmp_path / "model.safetensors")
+    assert model_index(tmp_path).format == "full"
+    dcp.save({"model": weights}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
+    assert model_index(tmp_path).format == "dcp"
+
+
+def test_names_are_cleaned_of_the_same_wrappers_as_a_models() -> None:
+    for name in ("_orig_mod.a._fsdp_wrapped_module.b", "a._checkpoint_wrapped_module.weight", "model.a"):
+        assert canonical_name(name) == names.canonical_name(name)
+
+
+def write_all(folder: Path) -> list[Path]:
+    """The smallest checkpoints of each format that is read from bytes; returns the files."""
+    weights = {f"layer{i}.weight": torch.arange(6.0).reshape(2, 3) for i in range(3)}
+    for form in ("dcp", "bin", "full"):
+        (folder / form).mkdir()
+    dcp.save({"model": weights}, checkpoint_id=folder / "dcp" / "pytorch_model_fsdp_0", no_dist=True)
+    torch.save(weights, folder / "bin" / "pytorch_model_fsdp.bin")
+    save_file(weights, folder / "full" / "model.safetensors")
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_wrong_bytes_anywhere_are_read_or_refused_and_never_crash(tmp_path: Path, seed: int) -> None:
+    files = write_all(tmp_path)
+    draw = random.Random(seed)
+    for _ in range(250):
+        path = draw.choice(files)
+        whole = path.read_bytes()
+        damaged = bytearray(whole)
+        for _ in range(draw.choice((1, 1, 4))):
+            damaged[draw.randrange(len(damaged))] = draw.randrange(256)
+        path.write_bytes(damaged[: draw.choice((len(whole), len(whole), draw.randrange(len(whole))))])
+        root = tmp_path / path.relative_to(tmp_path).parts[0]
+        try:
+            index = model_index(root)
+        except CheckpointError as error:
+            assert str(root) in str(error)
+        else:
+            for tensor in index.tensors.values():
+                assert all(0 <= p.offset < (root / p.file).stat().st_size for p in tensor.pieces)
+        path.write_bytes(whole)
+
+
+def test_1800_pieces_are_found_in_less_than_half_a_second(tmp_path: Path) -> None:
+    weights = {f"layers.{i}.weight": torch.zeros(2, i % 3 + 1) for i in range(1800)}
+    dcp.save({"model": weights}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
+    taken = []
+    for _ in range(3):
+        start = time.perf_counter()
+        index = model_index(tmp_path)
+        taken.append(time.perf_counter() - start)
+    assert len(index.tensors) == 1800
+    assert min(taken) < 0.5
+
+
+def test_reading_an_index_loads_no_heavy_library(tmp_path: Path) -> None:
+    write_all(tmp_path)
+    program = (
+        "import sys; from pathlib import Path; from hf_fsdp_plugin.checkpoint.index import model_index\n"
+        f"for form in ('dcp', 'bin', 'full'): model_index(Path({str(tmp_path)!r}) / form)\n"
+        "loaded = sorted({'torch', 'transformers', 'accelerate', 'numpy'} & set(sys.modules))\n"
+        "sys.exit(f'loaded {loaded}' if loaded else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={}, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,103 @@
+"""The zips of torch.save by their headers."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_fsdp_plugin.checkpoint.torch_zip import TensorZips, TorchZip
+from hf_fsdp_plugin.problems import CheckpointError
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def read(path: Path) -> TorchZip:
+    with opened(path) as descriptor:
+        zipped = TorchZip(descriptor, 0, path.stat().st_size, path)
+        zipped.value()
+        return zipped
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    torch.save(torch.arange(6.0), tmp_path / "a.bin")
+    return tmp_path / "a.bin"
+
+
+def test_equal_headers_are_recognized_and_others_told_apart(tmp_path: Path) -> None:
+    tensors = [torch.full((3, 4), 1.0), torch.full((3, 4), 2.0), torch.full((4, 3), 3.0), torch.tensor(4)]
+    path = tmp_path / "row.distcp"
+    starts = []
+    with open(path, "wb") as file:
+        for tensor in tensors:
+            starts.append(file.tell())
+            torch.save(tensor, file)
+    ends = [*starts[1:], path.stat().st_size]
+    zips = TensorZips()
+    with opened(path) as descriptor:
+        found = [zips.read(descriptor, start, end - start, path) for start, end in zip(starts, ends, strict=True)]
+        assert [tensor.shape for tensor, _ in found] == [tuple(tensor.shape) for tensor in tensors]
+        for (tensor, offset), expected in zip(found, tensors, strict=True):
+            assert tensor.dtype == str(expected.dtype).removeprefix("torch.")
+            raw = os.pread(descriptor, expected.nbytes, offset)
+            assert raw == expected.numpy().tobytes()
+
+
+def test_records_beyond_4_gib_are_found_by_their_wide_fields(tmp_path: Path) -> None:
+    path = tmp_path / "large.bin"
+    size = (1 << 32) + 8
+    with zipfile.ZipFile(path, "w") as made:
+        # A hole: the file takes no space.
+        for name in ("large/data/0", "large/data/1"):
+            info = zipfile.ZipInfo(name)
+            info.file_size = size
+            with made.open(info, "w", force_zip64=True) as record:
+                record.write(b"head")
+                made.fp.seek(size - 4, os.SEEK_CUR)
+                record._file_size = size
+                record._compress_size = size
+    with opened(path) as descriptor:
+        zipped = TorchZip(descriptor, 0, path.stat().st_size, path)
+        assert zipped.size("data/1") == size
+        assert os.pread(descriptor, 4, zipped.offset("data/1")) == b"head"
+        assert zipped.offset("data/1") > 1 << 32
+
+
+def test_a_truncated_file_is_refused(saved: Path) -> None:
+    data = saved.read_bytes()
+    for length in (0, 1, 21, 100, len(data) // 2, len(data) - 1):
+        saved.write_bytes(data[:length])
+        with pytest.raises(CheckpointError, match=r"a\.bin: (truncated|damaged|written)"):
+            read(saved)
+
+
+def test_a_compressed_zip_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.bin", "w", zipfile.ZIP_DEFLATED) as made:
+        made.writestr("a/data.pkl", b"." * 1000)
+    with pytest.raises(CheckpointError, match=r"record 'data\.pkl' is not stored as it is"):
+        read(tmp_path / "a.bin")
+
+
+def test_the_format_without_a_zip_is_named(tmp_path: Path) -> None:
+    torch.save(torch.zeros(2), tmp_path / "a.bin", _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match=r"before 1\.6, without a zip\. Load it with torch and save it again"):
+        read(tmp_path / "a.bin")
+
+
+def test_big_endian_numbers_are_refused(saved: Path) -> None:
+    saved.write_bytes(saved.read_bytes().replace(b"little", b"bigbig"))
+    with pytest.raises(CheckpointError, match="big-endian"):
+        read(saved)
