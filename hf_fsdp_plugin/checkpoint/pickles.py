@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint.bytes import SIZES
+from hf_fsdp_plugin.checkpoint.pickle_scan import largest_memo
 from hf_fsdp_plugin.checkpoint.stored import refuse
 
 
@@ -264,6 +265,12 @@ def read_pickle(data: bytes, place: Path | str) -> Any:
     Raises:
         CheckpointError: the pickle names anything else, or is damaged.
     """
+    if largest_memo(data) > len(data):
+        refuse(
+            place,
+            "the pickle in it would remember more objects than it has bytes.",
+            "Use another checkpoint, or another copy of this one.",
+        )
     try:
         return _Reader(io.BytesIO(data)).load()
     except _RefusedName as error:
