@@ -166,6 +166,11 @@ def _latin(text: str, encoding: str = "latin1") -> bytes:
     return text.encode("latin1")
 
 
+def _no_bytes() -> bytes:
+    """Stands for ``bytes``, which protocol 2 calls for the empty ones, and which an argument would have take memory."""
+    return b""
+
+
 def _path(*parts: Any) -> str:
     return "/".join(map(str, parts))
 
@@ -187,6 +192,7 @@ ALLOWED: dict[tuple[str, str], Any] = {
     **{(module, "frozenset"): frozenset for module in ("builtins", "__builtin__")},
     **{(module, "complex"): complex for module in ("builtins", "__builtin__")},
     **{(module, "getattr"): _attribute for module in ("builtins", "__builtin__")},
+    **{(module, "bytes"): _no_bytes for module in ("builtins", "__builtin__")},
     ("_codecs", "encode"): _latin,
     **{(m, n): _path for m in ("pathlib", "pathlib._local") for n in ("PosixPath", "WindowsPath", "PurePosixPath")},
     **{("torch", dtype): dtype for dtype in SIZES},
