@@ -67,7 +67,7 @@ class Summary:
     @property
     def kind(self) -> str:
         """``sharded``, ``full`` or ``local``."""
-        return KINDS[self.format]
+        return self.manifest.kind if self.manifest is not None else KINDS[self.format]
 
     @property
     def distinct(self) -> dict[str, Kind]:

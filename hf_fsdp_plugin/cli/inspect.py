@@ -16,6 +16,7 @@ from hf_fsdp_plugin.problems import CheckpointError
 
 HELP = "Tell what a checkpoint is, or all those of a run: format, step, parameters, settings; from metadata alone."
 _FILES_SHOWN = 20
+_WIDTH = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,7 +111,8 @@ def _table(rows: Iterable[Row]) -> str:
 
 def _text(summary: Summary, *, parameters: bool, optimizer: bool) -> str:
     lines = [f"{summary.path}: {'complete' if summary.incomplete is None else 'incomplete'}"]
-    lines += [f"  {label:<10} {text}" for label, text in _facts(summary) if text]
+    for label, text in _facts(summary):
+        lines += [f"  {'' if number else label:<10} {line}" for number, line in enumerate(_wrapped(text))]
     if parameters:
         rows = [("parameter", "dtype", "shape"), *((name, *_kind(kind)) for name, kind in summary.parameters.items())]
         lines += ["", _columns(rows)]
@@ -148,6 +150,16 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
     ]
 
 
+def _wrapped(text: str) -> list[str]:
+    """Lines that break at commas; none for no text."""
+    lines = [""]
+    for item in text.split(", "):
+        if lines[-1] and len(lines[-1]) + len(item) > _WIDTH:
+            lines.append("")
+        lines[-1] += f"{item}, "
+    return [line.removesuffix(", ").rstrip() if line is lines[-1] else line.rstrip() for line in lines] if text else []
+
+
 def _optimizer(summary: Summary) -> list[str]:
     lines = []
     for number, group in enumerate(summary.groups):
@@ -170,7 +182,7 @@ def _pairs(table: Mapping[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    return value if isinstance(value, str) and value else json.dumps(value, default=str, ensure_ascii=False)
 
 
 def _bytes(count: int) -> str:

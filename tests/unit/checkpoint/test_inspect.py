@@ -157,6 +157,16 @@ def test_the_text_says_what_the_checkpoint_is(local, capsys):
         assert line in lines
 
 
+def test_long_settings_are_wrapped_between_them(local, capsys):
+    settings = {f"section.setting_{n}": n for n in range(20)}
+    saved.write_manifest(local, settings=settings)
+    assert main(["inspect", str(local)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "section.setting" in line]
+    assert 3 < len(lines) < 8 and all(len(line) < 116 for line in lines)
+    said = " ".join(line[12:].strip() for line in lines)
+    assert said == ", ".join(f"{key} {value}" for key, value in settings.items())
+
+
 def test_an_incomplete_checkpoint_is_told_with_the_reason(local, capsys):
     (local / "optimizer_local" / "0_rank1.safetensors").unlink()
     assert main(["inspect", str(local)]) == 1
