@@ -17,9 +17,9 @@ from cases_trainer import (
 from ranks import Ranks
 
 MODEL_FILES = {
-    "full": {"pytorch_model_fsdp.bin", "optimizer.bin", "model.safetensors", "config.json"},
-    "sharded": {"pytorch_model_fsdp_0", "optimizer_0"},
-    "local": {"pytorch_model_fsdp_local", "optimizer_local"},
+    "full": {"model.safetensors", "optimizer_0", "config.json"},
+    "sharded": {"pytorch_model_fsdp_0", "optimizer_0", "config.json"},
+    "local": {"pytorch_model_fsdp_local", "optimizer_local", "config.json"},
 }
 
 

@@ -1,0 +1,131 @@
+"""Run on ranks: Accelerate's own loop with ``save_state``, ``load_state`` and ``save_model``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tiny import MODELS, global_batch, my_part, parallel_config, tiny_llama
+
+import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.backends.shard import PLAN_ATTRIBUTE
+from hf_fsdp_plugin.checkpoint import save as saves
+from hf_fsdp_plugin.host.checkpoints import PATCHED
+
+
+class Loop:
+    """A model, an optimizer and a scheduler, prepared, and their steps."""
+
+    def __init__(self, strategy: str, version: int, model: str = "llama", project: Any = None, **settings: Any) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        spec = hfp.load_spec(parallel_config(strategy, version, self.world_size, **settings))
+        kwargs = {"project_config": project} if project is not None else {}
+        self.accelerator = hfp.accelerator(spec, **kwargs)
+        raw = MODELS[model]()
+        optimizer = torch.optim.AdamW(raw.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
+        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(raw, optimizer, scheduler)
+
+    def step(self, number: int) -> float:
+        batch = my_part(global_batch(number), self.rank, self.world_size)
+        loss = self.model(**batch).loss
+        self.accelerator.backward(loss)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return float(self.accelerator.reduce(loss.detach(), "mean"))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self.accelerator.get_state_dict(self.model).items()}
+
+
+def save_and_load(folder: str, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Two steps, a checkpoint, two more; then a fresh loop from the checkpoint takes the last two again."""
+    first = Loop(**before)
+    for number in range(2):
+        first.step(number)
+    saved = first.accelerator.save_state(folder)
+    drawn = torch.rand(3).tolist()
+    whole = [first.step(number) for number in (2, 3)]
+    saves.wait()
+    second = Loop(**after)
+    second.step(9)
+    second.accelerator.load_state(folder)
+    return {
+        "saved": str(saved),
+        "drawn": (drawn, torch.rand(3).tolist()),
+        "losses": (whole, [second.step(number) for number in (2, 3)]),
+        "rates": (first.scheduler.get_last_lr(), second.scheduler.get_last_lr()),
+    }
+
+
+def save_over(folder: str) -> list[float]:
+    """Two saves to one place, with a file of the user's in it."""
+    loop = Loop("full_shard", 2)
+    loop.step(0)
+    loop.accelerator.save_state(folder)
+    if loop.rank == 0:
+        (Path(folder) / "notes.txt").write_text("mine")
+    loop.step(1)
+    loop.accelerator.save_state(folder)
+    expected = loop.step(2)
+    loop.accelerator.load_state(folder)
+    return [expected, loop.step(2)]
+
+
+def save_named(project: str, **settings: Any) -> dict[str, Any]:
+    """Accelerate's automatic names with a limit, and a newest checkpoint that is damaged."""
+    from accelerate.utils import ProjectConfiguration
+
+    configuration = ProjectConfiguration(project_dir=project, automatic_checkpoint_naming=True, total_limit=2)
+    loop = Loop("full_shard", 2, project=configuration, **settings)
+    after = {}
+    for number in range(4):
+        loop.step(number)
+        loop.accelerator.save_state()
+        after[number] = loop.weights()
+    saves.wait()
+    run = Path(project) / "checkpoints"
+    names = sorted(path.name for path in run.iterdir())
+    dist.barrier()
+    if loop.rank == 0:
+        next((run / "checkpoint_3" / "pytorch_model_fsdp_0").glob("__1_0.distcp")).unlink()
+    dist.barrier()
+    loop.accelerator.load_state()
+    found = loop.weights()
+    same = [number for number, state in after.items() if all(torch.equal(state[n], t) for n, t in found.items())]
+    return {"names": names, "loaded": same}
+
+
+def load_with_stock_functions(folder: str, version: int) -> dict[str, Any]:
+    """A checkpoint of ours, read into a live model by Accelerate's own functions."""
+    from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
+
+    first = Loop("full_shard", version)
+    for number in range(2):
+        first.step(number)
+    first.accelerator.save_state(folder)
+    whole = [first.step(number) for number in (2, 3)]
+    second = Loop("full_shard", version)
+    second.step(9)
+    accelerator = second.accelerator
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_type="SHARDED_STATE_DICT")
+    if version == 1:
+        # Accelerate asks for state on the CPU, which FSDP1 on CPU ranks does not survive.
+        plugin.state_dict_config.offload_to_cpu = plugin.optim_state_dict_config.offload_to_cpu = False
+    delattr(second.model, PLAN_ATTRIBUTE)
+    for name, arguments in (("load_fsdp_model", ()), ("load_fsdp_optimizer", (second.optimizer.optimizer,))):
+        function = getattr(fsdp_utils, name)
+        function = getattr(function, PATCHED, function)
+        function(plugin, accelerator, *arguments, second.model, folder)
+    return {"whole": whole, "stock": [second.step(number) for number in (2, 3)]}
+
+
+def export(folder: str, version: int, tied: bool, max_shard_size: str = "10GB") -> dict[str, torch.Tensor]:
+    spec = hfp.load_spec(parallel_config("full_shard", version, dist.get_world_size()))
+    accelerator = hfp.accelerator(spec)
+    model = accelerator.prepare(tiny_llama(tied=tied))
+    accelerator.save_model(model, folder, max_shard_size=max_shard_size)
+    return {name: tensor.clone() for name, tensor in accelerator.get_state_dict(model).items()}

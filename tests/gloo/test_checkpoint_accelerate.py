@@ -1,0 +1,85 @@
+"""Accelerate's ``save_state``, ``load_state`` and ``save_model``, and its own tools on what they wrote."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import cases_checkpoint_accelerate as cases
+import pytest
+import torch
+from ranks import Ranks
+from safetensors.torch import load_file
+
+LOOPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"version": 2}, {"version": 2}),
+    ({"version": 1, "state_dict_type": "FULL"}, {"version": 2}),
+    ({"version": 2, "state_dict_type": "LOCAL"}, {"version": 1}),
+    ({"version": 2, "async_save": True}, {"version": 2, "async_save": True}),
+    ({"version": 1, "async_save": True, "state_dict_type": "FULL"}, {"version": 1}),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), LOOPS, ids=str)
+def test_a_loop_goes_on(two_ranks: Ranks, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> None:
+    strategy = {"strategy": "full_shard"}
+    folder = tmp_path / "state"
+    runs = two_ranks.run(cases.save_and_load, str(folder), {**strategy, **before}, {**strategy, **after})
+    for run in runs:
+        whole, resumed = run["losses"]
+        assert resumed == pytest.approx(whole, rel=1e-6 if before["version"] == after["version"] else 1e-5)
+        assert run["drawn"][0] == run["drawn"][1]
+        assert run["rates"][0] == run["rates"][1]
+    assert (folder / "config.json").exists() and (folder / "fsdp_manifest.json").exists()
+    assert runs[0]["saved"] == str(folder)
+
+
+def test_a_save_replaces_the_last_one_and_keeps_what_is_not_its_own(two_ranks: Ranks, tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    for expected, found in two_ranks.run(cases.save_over, str(folder)):
+        assert found == expected
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_automatic_names(two_ranks: Ranks, tmp_path: Path, asynchronous: bool) -> None:
+    run = two_ranks.run(cases.save_named, str(tmp_path), async_save=asynchronous)[0]
+    assert run["names"] == ["checkpoint_2", "checkpoint_3"]
+    assert run["loaded"] == [2]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_accelerates_own_functions_load_ours(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
+    run = two_ranks.run(cases.load_with_stock_functions, str(tmp_path / "state"), version)[0]
+    assert run["stock"] == pytest.approx(run["whole"], rel=1e-6)
+
+
+def test_accelerates_own_merge_reads_ours(two_ranks: Ranks, tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    loop = {"strategy": "full_shard", "version": 1}
+    two_ranks.run(cases.save_and_load, str(folder), loop, loop)
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "merge-weights"]
+    given = [str(folder / "pytorch_model_fsdp_0"), str(tmp_path / "stock")]
+    subprocess.run([*command, *given], check=True, capture_output=True, timeout=120)
+    ours = [sys.executable, "-m", "hf_fsdp_plugin.cli.main", "merge", str(folder), str(tmp_path / "ours")]
+    subprocess.run(ours, check=True, capture_output=True, timeout=120)
+    stock, merged = load_file(tmp_path / "stock" / "model.safetensors"), load_file(tmp_path / "ours/model.safetensors")
+    assert stock.keys() == merged.keys()
+    assert all(torch.equal(stock[name], merged[name]) for name in stock)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("version", [1, 2])
+def test_save_model_is_for_from_pretrained(two_ranks: Ranks, tmp_path: Path, version: int, tied: bool) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path / "model"
+    expected = two_ranks.run(cases.export, str(folder), version, tied, "20KB")[0]
+    assert (folder / "model.safetensors.index.json").exists()
+    loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+    assert [path.name for path in tmp_path.iterdir()] == ["model"] and not list(folder.glob(".*"))
