@@ -189,7 +189,6 @@ class _Job:
         return self.result
 
     def _copy(self, staging: Staging) -> None:
-        infinite: dict[str, int] = {}
         self.result.resumed = [file.name for file in self.plan.files if staging.has(file)]
         with InputFiles(self.index.root) as source:
             for file in self.plan.files:
@@ -197,9 +196,9 @@ class _Job:
                     self.progress("merge", file.size, self.plan.num_bytes)
                     continue
                 with FileWriter(staging.part(file)) as writer:
-                    infinite |= self._copy_file(source, file, writer)
-                staging.finish_file(file)
-        for name, count in infinite.items():
+                    infinite = self._copy_file(source, file, writer)
+                staging.finish_file(file, infinite)
+        for name, count in staging.infinite.items():
             message = f"{count:,} values of '{name}' are too large for {self.plan.dtypes[name]} and became infinite."
             self._tell("warning", message, "Merge with --dtype bf16, or without --dtype.")
 

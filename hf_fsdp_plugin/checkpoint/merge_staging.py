@@ -27,12 +27,18 @@ def replaced_path(out: Path) -> Path:
 
 
 class Staging:
-    """``.OUT.merging`` beside ``OUT``, held by one merge at a time."""
+    """``.OUT.merging`` beside ``OUT``, held by one merge at a time.
+
+    Attributes:
+        infinite: tensors in the finished files -> values that the dtype made infinite.
+    """
 
     def __init__(self, out: Path) -> None:
         self.out = out
         self.folder = staging_path(out)
+        self.infinite: dict[str, int] = {}
         self._lock = -1
+        self._fingerprint = ""
 
     def __enter__(self) -> Staging:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -49,17 +55,17 @@ class Staging:
 
     def open(self, fingerprint: str) -> None:
         """Keep what a merge of the same input with the same options has finished; remove anything else."""
-        path = self.folder / PLAN_NAME
+        self._fingerprint = fingerprint
         try:
-            before = json.loads(path.read_text()).get("fingerprint")
-        except (OSError, ValueError, AttributeError):
-            before = None
-        if before == fingerprint:
-            return
+            before = json.loads((self.folder / PLAN_NAME).read_text())
+            if before["fingerprint"] == fingerprint:
+                self.infinite = dict(before["infinite"])
+                return
+        except (OSError, ValueError, TypeError, KeyError):
+            pass  # no earlier merge, or one that was killed before it had a plan
         for leftover in self.folder.iterdir():
             shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
-        path.write_text(json.dumps({"fingerprint": fingerprint}) + "\n")
-        sync(path)
+        self._write_plan()
 
     def has(self, file: SafetensorsFile) -> bool:
         """Whether the file was finished: until then it has another name."""
@@ -69,9 +75,17 @@ class Staging:
     def part(self, file: SafetensorsFile) -> Path:
         return self.folder / f"{file.name}.part"
 
-    def finish_file(self, file: SafetensorsFile) -> None:
+    def finish_file(self, file: SafetensorsFile, infinite: dict[str, int]) -> None:
+        self.infinite |= infinite
+        self._write_plan()
         self.part(file).replace(self.folder / file.name)
         sync(self.folder)
+
+    def _write_plan(self) -> None:
+        temporary = self.folder / f"{PLAN_NAME}.part"
+        temporary.write_text(json.dumps({"fingerprint": self._fingerprint, "infinite": self.infinite}) + "\n")
+        sync(temporary)
+        temporary.replace(self.folder / PLAN_NAME)
 
     def discard(self) -> None:
         shutil.rmtree(self.folder)

@@ -1,0 +1,236 @@
+"""``hf-fsdp merge`` against the stock ``accelerate merge-weights`` on the same sharded checkpoint, and against ``cp``.
+
+Two gloo ranks write a Llama's shards (fp32, 0.52 B parameters) as the stock stack does. Then whole processes are timed
+from start to end, in turns whose order flips from pair to pair. Before each the checkpoint is read once and what others
+have left to write is written, so that the page cache is the same for all; the last output is removed. Memory is the
+largest process' peak resident set. ``ours`` does the same work as stock: bytes to bytes. ``ours_and_model`` finds a
+config beside the checkpoint, and so also builds the model on the meta device (which costs the import of torch and
+Transformers) and compares names and shapes; a checkpoint of the plugin has a manifest, and is compared without that.
+
+    python scripts/bench/merge.py              (six minutes on 2 cores, 15 GB of disk; writes docs/results/merge.json)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RESULT = ROOT / "docs" / "results" / "merge.json"
+LAYERS = {"1 GB": 5, "2 GB": 15, "4 GB": 32}
+MODEL = "pytorch_model_fsdp_0"
+OURS, OURS_AND_MODEL, STOCK, CP = "ours", "ours_and_model", "stock", "cp"
+TARGETS = {"times_as_fast": 4.0, "memory_of_stock": 0.35, "memory_4_of_1_gb": 1.1}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Seconds from start to end of a process, and the largest peak of it and its children in MB."""
+
+    seconds: float
+    peak_mb: float
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="where the checkpoints go for the time being; the system's if not")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    return parser.parse_args()
+
+
+def config(layers: int) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=32000,
+        hidden_size=1536,
+        intermediate_size=4096,
+        num_hidden_layers=layers,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+    )
+
+
+def write_checkpoint(folder: Path, layers: int) -> None:
+    """On each of the ranks: the shards of a model that is never whole anywhere."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+    from transformers import LlamaForCausalLM
+
+    dist.init_process_group("gloo")
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config(layers))
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    torch.manual_seed(dist.get_rank())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().uniform_(-0.1, 0.1)
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder / MODEL)
+    if dist.get_rank() == 0:
+        config(layers).save_pretrained(folder.with_name("config"))
+    dist.destroy_process_group()
+
+
+def build(folder: Path, layers: int) -> None:
+    """A checkpoint, and its config beside it. No torch in this process: a child's peak begins with its parent's."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__]
+    subprocess.run([sys.executable, *command], env={**environ(), "BENCH_MERGE": f"{layers} {folder}"}, check=True)
+
+
+def environ() -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **os.environ, "PYTHONPATH": path}
+
+
+def commands(folder: Path, out: Path) -> dict[str, list[str]]:
+    ours = [sys.executable, "-m", "hf_fsdp_plugin.cli.main", "merge"]
+    stock = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "merge-weights"]
+    return {
+        OURS: [*ours, str(folder / MODEL), str(out)],
+        OURS_AND_MODEL: [*ours, str(folder / MODEL), str(out), "--config", str(folder.with_name("config"))],
+        STOCK: [*stock, str(folder / MODEL), str(out)],
+        CP: ["cp", "-r", str(folder / MODEL), str(out)],
+    }
+
+
+def measure(command: list[str], folder: Path, out: Path) -> Run:
+    shutil.rmtree(out, ignore_errors=True)
+    os.sync()
+    for path in (folder / MODEL).iterdir():
+        subprocess.run(["cat", str(path)], stdout=subprocess.DEVNULL, check=True)
+    with tempfile.TemporaryFile() as said:
+        start = time.perf_counter()
+        process = subprocess.Popen(command, env=environ(), stdout=said, stderr=said)
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - start
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            said.seek(0)
+            raise SystemExit(f"{' '.join(command)}:\n{said.read().decode()}")
+    return Run(seconds, usage.ru_maxrss / 1024)
+
+
+def check_equal(ours: Path, stock: Path) -> None:
+    """Times of different results say nothing."""
+    sys.path.insert(0, str(ROOT))
+    from hf_fsdp_plugin.checkpoint.index import model_index
+    from hf_fsdp_plugin.checkpoint.merge_check import same_elements
+    from hf_fsdp_plugin.checkpoint.merge_read import InputFiles
+
+    mine, theirs = model_index(ours).tensors, model_index(stock).tensors
+    if mine.keys() != theirs.keys():
+        raise SystemExit(f"the names differ: {sorted(mine.keys() ^ theirs.keys())[:5]}")
+    with InputFiles(ours) as files, InputFiles(stock) as others:
+        wrong = [name for name in mine if not same_elements(files, mine[name], others, theirs[name])]
+    if wrong:
+        raise SystemExit(f"the tensors differ: {wrong[:5]}")
+
+
+def compare(folder: Path, pairs: int) -> dict[str, list[Run]]:
+    runs: dict[str, list[Run]] = {OURS: [], OURS_AND_MODEL: [], STOCK: [], CP: []}
+    for pair in range(pairs):
+        for name in runs if pair % 2 == 0 else reversed(runs):
+            out = folder.with_name(f"out_{name}")
+            runs[name].append(measure(commands(folder, out)[name], folder, out))
+            if name in (OURS_AND_MODEL, CP):
+                shutil.rmtree(out)
+        if pair == 0:
+            check_equal(folder.with_name(f"out_{OURS}"), folder.with_name(f"out_{STOCK}"))
+        told = ", ".join(f"{name} {found[-1].seconds:.2f} s" for name, found in runs.items())
+        print(f"[{pair + 1}/{pairs}] {told}", flush=True)
+    return runs
+
+
+def bench(args: argparse.Namespace) -> None:
+    sys.path.insert(0, str(Path(__file__).parent))
+    from machine import describe
+
+    runs: dict[str, list[Run]] = {}
+    peaks: dict[str, dict[str, float]] = {OURS: {}, OURS_AND_MODEL: {}, STOCK: {}}
+    num_bytes: dict[str, int] = {}
+    for size, layers in LAYERS.items():
+        with tempfile.TemporaryDirectory(dir=args.folder) as work:
+            folder = Path(work) / "checkpoint"
+            folder.mkdir()
+            build(folder, layers)
+            num_bytes[size] = sum(path.stat().st_size for path in (folder / MODEL).glob("*.distcp"))
+            if size == "2 GB":
+                runs = compare(folder, args.pairs)
+            for name, found in peaks.items():
+                if size == "2 GB":
+                    found[size] = max(run.peak_mb for run in runs[name])
+                else:
+                    out = Path(work) / "out"
+                    found[size] = measure(commands(folder, out)[name], folder, out).peak_mb
+    write(args, runs, peaks, num_bytes, describe())
+
+
+def write(
+    args: argparse.Namespace,
+    runs: dict[str, list[Run]],
+    peaks: dict[str, dict[str, float]],
+    num_bytes: dict[str, int],
+    machine: dict[str, Any],
+) -> None:
+    faster = {
+        name: [other.seconds / run.seconds for run, other in zip(runs[name], runs[STOCK], strict=True)]
+        for name in (OURS, OURS_AND_MODEL, CP)
+    }
+    result = {
+        **machine,
+        "command": "python scripts/bench/merge.py",
+        "model": f"Llama, {LAYERS['2 GB']} layers, hidden 1536, fp32, sharded by 2 ranks",
+        "checkpoint_bytes": num_bytes,
+        "pairs": args.pairs,
+        "seconds": {name: [round(run.seconds, 2) for run in found] for name, found in runs.items()},
+        "times_as_fast_as_stock": {name: round(statistics.median(found), 2) for name, found in faster.items()},
+        "times_as_fast_as_stock_range": {name: [round(min(f), 2), round(max(f), 2)] for name, f in faster.items()},
+        "peak_mb": {name: {size: round(peak) for size, peak in found.items()} for name, found in peaks.items()},
+        "peak_of_stock_at_2_gb": {
+            name: round(peaks[name]["2 GB"] / peaks[STOCK]["2 GB"], 3) for name in (OURS, OURS_AND_MODEL)
+        },
+        "peak_at_4_gb_of_1_gb": {
+            name: round(peaks[name]["4 GB"] / peaks[name]["1 GB"], 3) for name in (OURS, OURS_AND_MODEL, STOCK)
+        },
+        "targets": TARGETS,
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    for name in (OURS, OURS_AND_MODEL):
+        print(
+            f"{name}: {result['times_as_fast_as_stock'][name]} times as fast as stock (cp: "
+            f"{result['times_as_fast_as_stock'][CP]}), peak memory {result['peak_of_stock_at_2_gb'][name]} of stock's, "
+            f"at 4 GB {result['peak_at_4_gb_of_1_gb'][name]} of that at 1 GB"
+        )
+    print(f"Written: {args.out}")
+
+
+def main() -> int:
+    if "BENCH_MERGE" in os.environ:
+        layers, folder = os.environ["BENCH_MERGE"].split(maxsplit=1)
+        write_checkpoint(Path(folder), int(layers))
+        return 0
+    bench(parse_args())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
