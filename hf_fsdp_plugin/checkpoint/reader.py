@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
@@ -20,7 +19,7 @@ from hf_fsdp_plugin.checkpoint import mismatch
 from hf_fsdp_plugin.checkpoint.fill import fill, transfers
 from hf_fsdp_plugin.checkpoint.index import model_index
 from hf_fsdp_plugin.checkpoint.optimizer_reader import load_optimizer
-from hf_fsdp_plugin.checkpoint.shards import Held, ModelShards, find_cuts, model_shards
+from hf_fsdp_plugin.checkpoint.shards import Held, ModelShards, model_shards, persistent_buffers
 from hf_fsdp_plugin.checkpoint.stored import ModelIndex, StoredTensor
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import CheckpointError, Problem
@@ -97,8 +96,12 @@ def _problems(
     checkpoint: Path,
     adapter_only: bool,
 ) -> Iterator[Problem]:
-    may_lack = _untrained(model, shards) if adapter_only else set()
-    yield from mismatch.missing(checkpoint, [name for name in missing if name not in may_lack])
+    if adapter_only:
+        untrained = {held.name for held in shards.tensors if held.frozen} | {
+            name for name, _ in persistent_buffers(model)
+        }
+        missing = [name for name in missing if name not in untrained]
+    yield from mismatch.missing(checkpoint, missing)
     expected = {name for names in _names(model, shards, adapter_only).values() for name in names}
     ignored = getattr(unwrapped(model), "_keys_to_ignore_on_load_unexpected", None) or ()
     stored_names = [*index.tensors, *index.objects]
@@ -113,15 +116,3 @@ def _unexpected(stored: Iterable[str], expected: set[str], ignored: Iterable[str
     for name in stored:
         if name not in expected and not any(pattern.search(name) for pattern in patterns):
             yield name
-
-
-def _untrained(model: nn.Module, shards: ModelShards) -> set[str]:
-    """Names of buffers and frozen parameters."""
-    cuts = find_cuts(model)
-    trained: set[Any] = {
-        cut.name
-        for parameter in model.parameters()
-        if parameter.requires_grad
-        for cut in cuts.of.get(id(parameter), ())
-    }
-    return {held.name for held in shards.tensors} - trained

@@ -221,16 +221,16 @@ def find_cuts(model: nn.Module) -> Cuts:
 
 
 def _reshard_fsdp1(model: nn.Module) -> None:
-    """Units that wait for a backward keep their parameters gathered (or in low precision) after an evaluation: what is
-    loaded into the shards would not be seen by the next forward, and parameters have not the shapes of their state.
+    """An evaluation leaves gathered, or in low precision, what a backward was to use: what is loaded into the shards
+    would not be seen by the next forward, and parameters would not have the shapes of their state.
     """
     for module in model.modules():
         handle = getattr(module, "_handle", None) if isinstance(module, FSDP) else None
-        if handle is None:
+        if handle is None or not hasattr(handle.flat_param, "_local_shard"):  # before the first forward
             continue
-        shard = getattr(handle.flat_param, "_local_shard", None)
-        if shard is not None and handle.flat_param.data_ptr() != shard.data_ptr():
-            _reshard(module, handle, free_unsharded_flat_param=handle.uses_sharded_strategy)
+        gathered = handle.uses_sharded_strategy and not handle.needs_unshard()
+        if gathered or handle.flat_param.data_ptr() != handle.flat_param._local_shard.data_ptr():
+            _reshard(module, handle, free_unsharded_flat_param=gathered)
 
 
 def _flat_cuts(cuts: Cuts, unit: Any, flat: Any, module_names: Mapping[int, str]) -> Iterator[int]:

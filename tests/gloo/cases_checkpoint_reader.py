@@ -1,0 +1,239 @@
+"""Run on ranks: train, write with torch's and Accelerate's own functions, and read it back with ours elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from accelerate.utils import fsdp_utils
+from cases_equivalence import fresh_accelerator
+from tiny import global_batch, my_part, parallel_config, tiny_llama
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+
+from hf_fsdp_plugin.checkpoint.host_format import save_model, save_optimizer
+from hf_fsdp_plugin.checkpoint.reader import load_model, load_optimizer
+from hf_fsdp_plugin.host.checkpoints import PATCHED
+from hf_fsdp_plugin.problems import SpecError
+
+WEIGHT_DECAY = 0.1
+LEARNING_RATE = 1e-2
+
+Layout = tuple[int, str, bool]
+"""Version of FSDP, strategy, use_orig_params."""
+
+
+class Run:
+    """A tiny model and its optimizer, sharded by a layout."""
+
+    def __init__(self, layout: Layout, *, tied: bool = False, layers: int = 2, optimizer: Any = None) -> None:
+        version, strategy, use_orig = layout
+        world_size = dist.get_world_size()
+        settings = {"fsdp_use_orig_params": use_orig} if version == 1 else {}
+        self.accelerator = fresh_accelerator(parallel_config(strategy, version, world_size, **settings))
+        model = tiny_llama(tied=tied, layers=layers)
+        self.model, self.optimizer = self.accelerator.prepare(model, (optimizer or two_groups)(model))
+        self.inner = self.optimizer.optimizer
+
+    def train(self, steps: Iterable[int]) -> list[float]:
+        losses = []
+        for step in steps:
+            part = my_part(global_batch(step), dist.get_rank(), dist.get_world_size())
+            loss = self.model(**part).loss
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            losses.append(total.item() / dist.get_world_size())
+        return losses
+
+    def whole(self) -> dict[str, Any]:
+        """Weights and optimizer state, gathered by torch's own functions; and the groups."""
+        options = StateDictOptions(full_state_dict=True)
+        weights = get_model_state_dict(self.model, options=options)
+        optimizer = get_optimizer_state_dict(self.model, self.inner, options=StateDictOptions(full_state_dict=True))
+        state = {f"{name}.{key}": value for name, entry in optimizer["state"].items() for key, value in entry.items()}
+        return {
+            "weights": {name: tensor.clone() for name, tensor in weights.items()},
+            "state": {key: torch.as_tensor(value).clone() for key, value in state.items()},
+            "groups": {
+                min(group["params"]): {
+                    key: group.get(key) for key in ("lr", "betas", "weight_decay", "eps", "initial_lr")
+                }
+                for group in optimizer["param_groups"]
+            },
+        }
+
+
+def one_group(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+
+
+def without_state(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    """As the Trainer deals them out, where FSDP1's flat parameters allow it: whole layers decay, the rest does not."""
+    layers = [parameter for name, parameter in model.named_parameters() if ".layers." in name]
+    rest = [parameter for name, parameter in model.named_parameters() if ".layers." not in name]
+    groups = [{"params": layers, "weight_decay": WEIGHT_DECAY}, {"params": rest, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE)
+
+
+def write(folder: str, layout: Layout, kind: str, *, tied: bool = False) -> dict[str, Any]:
+    """Three steps, a checkpoint of the kind, its whole tensors, and the losses of the next steps."""
+    run = Run(layout, tied=tied)
+    run.train(range(3))
+    for group in run.inner.param_groups:
+        group["initial_lr"] = LEARNING_RATE
+        group["lr"] = LEARNING_RATE / 2
+    if kind == "dcp":
+        state = {"model": get_model_state_dict(run.model)}
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(Path(folder) / "pytorch_model_fsdp_0"))
+        state = {"optimizer": get_optimizer_state_dict(run.model, run.inner)}
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(Path(folder) / "optimizer_0"))
+    elif kind == "local":
+        save_model(run.model, Path(folder), "local")
+        save_optimizer(run.model, run.inner, Path(folder), "local")
+    else:
+        _save_as_accelerate_does(run, folder, kind)
+    dist.barrier()
+    return {**run.whole(), "losses": run.train(range(3, 6))}
+
+
+def _save_as_accelerate_does(run: Run, folder: str, kind: str) -> None:
+    plugin = run.accelerator.state.fsdp_plugin
+    plugin.set_state_dict_type("full" if kind == "bin" else "sharded")
+    if kind == "bin" and plugin.fsdp_version == 1:
+        _save_full_fsdp1(run, Path(folder))
+        return
+    _stock("save_fsdp_model")(plugin, run.accelerator, run.model, folder, use_dcp=kind != "per_rank")
+    _stock("save_fsdp_optimizer")(plugin, run.accelerator, run.inner, run.model, folder, use_dcp=kind != "per_rank")
+
+
+def _save_full_fsdp1(run: Run, folder: Path) -> None:
+    """What Accelerate would write. On CPU ranks FSDP1's own gathering crashes for the model, and for the optimizer it
+    returns one kind of state under the name of another.
+    """
+    options = StateDictOptions(full_state_dict=True)
+    states = {
+        "pytorch_model_fsdp": get_model_state_dict(run.model, options=options),
+        "optimizer": get_optimizer_state_dict(run.model, run.inner, options=options),
+    }
+    if dist.get_rank() == 0:
+        folder.mkdir(exist_ok=True)
+        for name, state in states.items():
+            torch.save(state, folder / f"{name}.bin")
+
+
+def _stock(name: str) -> Any:
+    """Accelerate's function, also where another case of these ranks has had it replaced."""
+    function = getattr(fsdp_utils, name)
+    return getattr(function, PATCHED, function)
+
+
+def read(folder: str, layout: Layout, *, tied: bool = False) -> dict[str, Any]:
+    """A fresh run goes on from the checkpoint."""
+    run = Run(layout, tied=tied)
+    run.train(range(7, 8))  # what is there is overwritten
+    result = load_model(run.model, Path(folder))
+    assert result.missing_keys == result.unexpected_keys == []
+    load_optimizer(run.model, run.inner, Path(folder))
+    return {**run.whole(), "losses": run.train(range(3, 6))}
+
+
+def read_wrongly(folder: str, layout: Layout, *, layers: int = 2, optimizer: Any = None, broken_on: int = -1) -> Any:
+    """The message of every load that fails, and whether weights and state were left as they were."""
+    run = Run(layout, layers=layers, optimizer=optimizer)
+    run.train(range(1))
+    before = run.whole()
+    place = Path(folder) / "nowhere" if dist.get_rank() == broken_on else Path(folder)
+    said = {}
+    for what, load in (
+        ("model", lambda: load_model(run.model, place)),
+        ("optimizer", lambda: load_optimizer(run.model, run.inner, place)),
+    ):
+        try:
+            load()
+        except SpecError as error:
+            said[what] = str(error)
+    after = run.whole()
+    untouched = all(
+        torch.equal(before[part][key], after[part][key]) for part in ("weights", "state") for key in after[part]
+    )
+    return {**said, "untouched": untouched}
+
+
+def read_after_an_evaluation(folder: str, layout: Layout) -> dict[str, Any]:
+    """FSDP1 keeps gathered what a backward was to use: what is loaded has to be seen all the same."""
+    run = Run(layout)
+    run.train(range(7, 8))
+    with torch.no_grad():
+        run.model(**my_part(global_batch(9), dist.get_rank(), dist.get_world_size()))
+    load_model(run.model, Path(folder))
+    load_optimizer(run.model, run.inner, Path(folder))
+    return {"losses": run.train(range(3, 6)), **run.whole()}
+
+
+def write_and_read_without_state(folder: str, layout: Layout, other: Layout) -> dict[str, Any]:
+    """Plain SGD: there are hyperparameters, and nothing else."""
+    run = Run(layout, optimizer=without_state)
+    run.train(range(1))
+    run.inner.param_groups[0]["lr"] = 0.5
+    dcp.save(
+        {"optimizer": get_optimizer_state_dict(run.model, run.inner)},
+        storage_writer=dcp.FileSystemWriter(Path(folder) / "optimizer_0"),
+    )
+    resumed = Run(other, optimizer=without_state)
+    load_optimizer(resumed.model, resumed.inner, Path(folder))
+    return {"lr": resumed.inner.param_groups[0]["lr"], "state": len(resumed.inner.state)}
+
+
+def read_in_bf16(folder: str, layout: Layout) -> dict[str, torch.Tensor]:
+    """Weights of a model that is bf16 throughout, from a checkpoint in fp32."""
+    version, strategy, _ = layout
+    accelerator = fresh_accelerator(parallel_config(strategy, version, dist.get_world_size()))
+    model = accelerator.prepare(tiny_llama(layers=2).to(torch.bfloat16))
+    load_model(model, Path(folder))
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
+
+def write_and_read_adapters(folder: str, layout: Layout, other: Layout, kind: str) -> dict[str, Any]:
+    """Accelerate keeps a PEFT model's adapters only; the frozen weights are those of the model they are loaded into."""
+    first = _with_adapters(layout, seed=1)
+    plugin = first.state.fsdp_plugin
+    plugin.set_state_dict_type(kind)
+    model = first._models[0]
+    _stock("save_fsdp_model")(plugin, first, model, folder, adapter_only=True)
+    dist.barrier()
+    written = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    second = _with_adapters(other, seed=2)._models[0]
+    fresh = get_model_state_dict(second, options=StateDictOptions(full_state_dict=True))
+    try:
+        load_model(second, Path(folder))
+    except SpecError as error:
+        refused = str(error)
+    lacking = load_model(second, Path(folder), adapter_only=True).missing_keys
+    read = get_model_state_dict(second, options=StateDictOptions(full_state_dict=True))
+    return {"written": written, "fresh": fresh, "read": read, "lacking": lacking, "refused": refused}
+
+
+def _with_adapters(layout: Layout, seed: int) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    version, strategy, _ = layout
+    accelerator = fresh_accelerator(parallel_config(strategy, version, dist.get_world_size()))
+    model = tiny_llama(layers=2)
+    torch.manual_seed(seed)
+    config = LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
+    model = get_peft_model(model, config)
+    with torch.no_grad():
+        model.get_parameter("base_model.model.lm_head.modules_to_save.default.weight").normal_()
+    accelerator.prepare(model)
+    return accelerator
