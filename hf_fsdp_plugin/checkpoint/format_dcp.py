@@ -24,6 +24,7 @@ from hf_fsdp_plugin.checkpoint.pickles import (
     read_pickle,
 )
 from hf_fsdp_plugin.checkpoint.stored import (
+    COPY_AGAIN,
     ModelIndex,
     OptimizerIndex,
     StoredPiece,
@@ -38,7 +39,6 @@ from hf_fsdp_plugin.checkpoint.torch_zip import TensorZips
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 
 METADATA = ".metadata"
-_COPY_AGAIN = "Use another checkpoint, or copy this one again, whole."
 
 
 def read_dcp_model(root: Path, folder: Path) -> ModelIndex:
@@ -78,12 +78,12 @@ def _read(root: Path, folder: Path) -> dict[_Path, Any]:
     try:
         entries, paths = _entries(metadata)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-        refuse(place, f"not what torch.distributed.checkpoint writes ({type(error).__name__}: {error}).", _COPY_AGAIN)
+        refuse(place, f"not what torch.distributed.checkpoint writes ({type(error).__name__}: {error}).", COPY_AGAIN)
     with ExitStack() as stack:
         files = _open(root, folder, {region.file for entry in entries for region in entry.regions}, stack)
         zips = TensorZips()
         values = {paths[entry.name]: _value(entry, files, zips) for entry in entries}
-    problems = uncovered_problems(place, (v for v in values.values() if isinstance(v, StoredTensor)), _COPY_AGAIN)
+    problems = uncovered_problems(place, (v for v in values.values() if isinstance(v, StoredTensor)), COPY_AGAIN)
     if problems:
         raise CheckpointError(problems)
     return values
@@ -223,6 +223,6 @@ def _file_of(region: _Bytes, files: dict[str, _File]) -> _File:
         refuse(
             file.path,
             f"{file.size} bytes long, where .metadata places bytes {region.start} to {region.start + region.length}.",
-            _COPY_AGAIN,
+            COPY_AGAIN,
         )
     return file

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from hf_fsdp_plugin.checkpoint.boxes import Box, row_major, whole, within
 from hf_fsdp_plugin.checkpoint.bytes import dtype_size
 from hf_fsdp_plugin.checkpoint.stored import (
+    COPY_AGAIN,
     ModelIndex,
     OptimizerIndex,
     StoredPiece,
@@ -45,8 +46,6 @@ DTYPES = {
 MAX_SHOWN = 8
 """Missing files that are named one by one."""
 
-_COPY_AGAIN = "Use another checkpoint, or copy this one again, whole."
-
 
 class Entry(NamedTuple):
     """A tensor in a safetensors file; ``offset`` is the byte of the file at which it begins."""
@@ -68,7 +67,7 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
         if not 2 <= length <= min(size - 8, MAX_HEADER):
             refuse(
-                path, f"{size} bytes long, with a header of {length} bytes: truncated, or no safetensors.", _COPY_AGAIN
+                path, f"{size} bytes long, with a header of {length} bytes: truncated, or no safetensors.", COPY_AGAIN
             )
         text = file.read(length)
     try:
@@ -76,7 +75,7 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         metadata = header.pop("__metadata__", {})
         entries = {name: (Entry(*_described(entry)), *_range(entry)) for name, entry in header.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        refuse(path, f"its header is damaged ({type(error).__name__}: {error}).", _COPY_AGAIN)
+        refuse(path, f"its header is damaged ({type(error).__name__}: {error}).", COPY_AGAIN)
     begin = 8 + length
     at = 0
     for name, (entry, start, stop) in sorted(entries.items(), key=lambda item: item[1][1:]):
@@ -85,11 +84,11 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
                 path,
                 f"tensor {name!r}, {entry.dtype} {entry.shape}, is said to lie at bytes {start} to {stop} of the data, "
                 f"where byte {at} is the next: tensors overlap, leave holes or have another size.",
-                _COPY_AGAIN,
+                COPY_AGAIN,
             )
         at = stop
     if begin + at != size:
-        refuse(path, f"{size} bytes long, where its header needs {begin + at}.", _COPY_AGAIN)
+        refuse(path, f"{size} bytes long, where its header needs {begin + at}.", COPY_AGAIN)
     return {name: entry._replace(offset=begin + start) for name, (entry, start, _) in entries.items()}, metadata
 
 
@@ -137,7 +136,7 @@ def read_full_model(root: Path, name: str) -> ModelIndex | None:
                 problem(
                     listed,
                     f"it places {len(absent)} tensors in {shard}, which lacks them; the first is {absent[0]!r}.",
-                    _COPY_AGAIN,
+                    COPY_AGAIN,
                 )
             )
         for key in (key for key in entries if key in names):
@@ -160,7 +159,7 @@ def shards_of(root: Path, listed: Path) -> dict[str, set[str]]:
                 raise TypeError(f"{name!r} is in {file!r}")
             shards.setdefault(file, set()).add(name)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        refuse(listed, f"not an index of weights ({type(error).__name__}: {error}).", _COPY_AGAIN)
+        refuse(listed, f"not an index of weights ({type(error).__name__}: {error}).", COPY_AGAIN)
     problems: list[Problem] = []
     for file in shards:
         try:
@@ -237,7 +236,7 @@ def _part(path: Path) -> _Part:
         said = json.loads(metadata[LOCAL_KEY])
         _check_local(said, entries)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        refuse(path, f"not a rank's file of a local checkpoint ({type(error).__name__}: {error}).", _COPY_AGAIN)
+        refuse(path, f"not a rank's file of a local checkpoint ({type(error).__name__}: {error}).", COPY_AGAIN)
     return _Part(path, entries, said)
 
 
@@ -278,7 +277,7 @@ def _assembled(root: Path, parts: list[_Part]) -> dict[tuple[str, str], StoredTe
             box = Box(tuple(piece["offsets"]), sizes)
             pieces.setdefault(place, []).append(StoredPiece(box, file, offset, row_major(sizes)))
     tensors = {place: StoredTensor(place[0], *kinds[place], unreplicated(found)) for place, found in pieces.items()}
-    problems = problems or uncovered_problems(parts[0].path.parent, tensors.values(), _COPY_AGAIN)
+    problems = problems or uncovered_problems(parts[0].path.parent, tensors.values(), COPY_AGAIN)
     if problems:
         raise CheckpointError(problems)
     return tensors
@@ -290,7 +289,7 @@ def _aliases(parts: list[_Part], tensors: Mapping[str, StoredTensor]) -> dict[st
     for part in parts:
         for alias, name in part.said.get("aliases", {}).items():
             if canonical_name(name) not in tensors:
-                refuse(part.path, f"{alias!r} is tied to {name!r}, which no rank's file holds.", _COPY_AGAIN)
+                refuse(part.path, f"{alias!r} is tied to {name!r}, which no rank's file holds.", COPY_AGAIN)
             tensor = tensors[canonical_name(name)]
             named[canonical_name(alias)] = replace(tensor, name=canonical_name(alias))
     return named

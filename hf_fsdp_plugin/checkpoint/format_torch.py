@@ -15,6 +15,7 @@ from hf_fsdp_plugin.checkpoint.nested import optimizer_parts
 from hf_fsdp_plugin.checkpoint.pickles import Distributed, PickledTensor
 from hf_fsdp_plugin.checkpoint.rank_parts import parts_of
 from hf_fsdp_plugin.checkpoint.stored import (
+    COPY_AGAIN,
     ModelIndex,
     OptimizerIndex,
     StoredPiece,
@@ -28,7 +29,6 @@ from hf_fsdp_plugin.checkpoint.stored import (
 from hf_fsdp_plugin.checkpoint.torch_zip import TorchZip
 from hf_fsdp_plugin.problems import CheckpointError
 
-_COPY_AGAIN = "Use another checkpoint, or copy this one again, whole."
 FLAT_PARAMETER = "flat_param"
 """The end of the names that only FSDP1's own state dict has."""
 
@@ -126,18 +126,18 @@ def _read(root: Path, names: list[str]) -> dict[Any, Any]:
             zipped = TorchZip(descriptor, 0, os.fstat(descriptor).st_size, path)
             value = zipped.value()
             if not isinstance(value, dict):
-                refuse(path, f"it holds a {type(value).__name__} where a state dict is expected.", _COPY_AGAIN)
+                refuse(path, f"it holds a {type(value).__name__} where a state dict is expected.", COPY_AGAIN)
             if any(str(key).endswith(FLAT_PARAMETER) for key in value):
                 _refuse_flat(path)
             found.append((_File(path, name, zipped), value))
         try:
             return _merged("", found)
-        except (AttributeError, KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError, ArithmeticError, RecursionError) as error:
             if isinstance(error, CheckpointError):
                 raise
             refuse(
                 root / names[0],
-                f"not what torch 2.11 or later writes of a state dict ({type(error).__name__}: {error}).",
+                f"not what torch 2.13 writes of a state dict ({type(error).__name__}: {error}).",
                 "Save it again with fsdp_state_dict_type: SHARDED_STATE_DICT and use_dcp=True.",
             )
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint.bytes import SIZES
 from hf_fsdp_plugin.checkpoint.pickle_scan import largest_memo
-from hf_fsdp_plugin.checkpoint.stored import refuse
+from hf_fsdp_plugin.checkpoint.stored import COPY_AGAIN, refuse
 
 
 class PickledStorage(NamedTuple):
@@ -275,7 +275,7 @@ def read_pickle(data: bytes, place: Path | str) -> Any:
         refuse(
             place,
             "the pickle in it would remember more objects than it has bytes.",
-            "Use another checkpoint, or another copy of this one.",
+            COPY_AGAIN,
         )
     try:
         return _Reader(io.BytesIO(data)).load()
@@ -290,5 +290,5 @@ def read_pickle(data: bytes, place: Path | str) -> Any:
         refuse(
             place,
             f"damaged: its pickle cannot be read ({type(error).__name__}: {error}).",
-            "Use another checkpoint, or another copy of this one.",
+            COPY_AGAIN,
         )

@@ -7,13 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hf_fsdp_plugin.checkpoint.boxes import Box, within
-from hf_fsdp_plugin.checkpoint.pickles import (
-    Distributed,
-    PickledTensor,
-    Replicate,
-    Shard,
-    StridedShard,
-)
+from hf_fsdp_plugin.checkpoint.pickles import Distributed, PickledTensor, Replicate, Shard, StridedShard
 
 
 def parts_of(value: Distributed) -> tuple[tuple[int, ...], list[tuple[Box, PickledTensor]]]:
@@ -21,7 +15,7 @@ def parts_of(value: Distributed) -> tuple[tuple[int, ...], list[tuple[Box, Pickl
 
     Raises:
         ValueError: a placement that does not cut boxes, or sizes that contradict each other.
-        AttributeError, KeyError, TypeError: the pickle has another form than torch 2.11 to 2.13 write.
+        AttributeError, KeyError, TypeError: the pickle has another form than torch 2.13 writes.
     """
     return _of_dtensor(value.state) if value.kind == "DTensor" else _of_sharded_tensor(value.state)
 

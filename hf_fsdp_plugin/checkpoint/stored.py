@@ -18,6 +18,9 @@ WRAPPER_PARTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wra
 """Parts of a name that a wrapper module put there: ``torch.compile``, FSDP1, activation checkpointing."""
 
 
+COPY_AGAIN = "Use another checkpoint, or copy this one again, whole."
+"""The remedy for damage."""
+
 MAX_PATH = 4096
 """Characters of a file's name that Linux opens."""
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from hf_fsdp_plugin.checkpoint.bytes import dtype_size
 from hf_fsdp_plugin.checkpoint.pickles import PickledTensor, read_pickle
-from hf_fsdp_plugin.checkpoint.stored import refuse
+from hf_fsdp_plugin.checkpoint.stored import COPY_AGAIN, refuse
 
 _END = struct.Struct("<4s4H2LH")
 _END64_LOCATOR = struct.Struct("<4sLQL")
@@ -123,7 +123,7 @@ class TorchZip:
             refuse(
                 self._place,
                 "written in torch's format of before 1.6, without a zip." if legacy else "truncated, or no zip at all.",
-                "Load it with torch and save it again." if legacy else "Use another checkpoint or copy of this one.",
+                "Load it with torch and save it again." if legacy else COPY_AGAIN,
             )
         count, size, begin = end[4:7]
         if count == _MAX16 or _MAX32 in (size, begin):
@@ -156,7 +156,7 @@ class TorchZip:
         return os.pread(self._descriptor, size, self._start + at)
 
     def _damaged(self, how: str) -> NoReturn:
-        refuse(self._place, f"damaged: {how}.", "Use another checkpoint, or another copy of this one.")
+        refuse(self._place, f"damaged: {how}.", COPY_AGAIN)
 
 
 class TensorZips:
