@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from cases_trainer import gathered, make_trainer
 from torch.distributed.checkpoint import FileSystemReader
@@ -33,4 +34,41 @@ def train_and_save(output_dir: str, **arguments: Any) -> dict[str, Any]:
         "weights": gathered(trainer),
         "optimizer": optimizer if dist.get_rank() == 0 else {},
         "asynchronous": outcome is not None and outcome.asynchronous,
+    }
+
+
+def train_mixture(output_dir: str, **arguments: Any) -> dict[str, Any]:
+    """A mixture of experts, whose experts Transformers computes with in one tensor and stores one by one."""
+    import cases_trainer
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    def tiny_mixtral() -> torch.nn.Module:
+        torch.manual_seed(0)
+        config = MixtralConfig(
+            vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, num_local_experts=4, max_position_embeddings=64, use_cache=False,
+        )  # fmt: skip
+        return MixtralForCausalLM(config)
+
+    cases_trainer.MODELS["mixtral"] = tiny_mixtral
+    trainer = make_trainer(output_dir, "mixtral", save_strategy="steps", save_steps=3, max_steps=3, **arguments)
+    trainer.train()
+    trainer.save_model(str(Path(output_dir) / "final"))
+    dist.barrier()
+    return gathered(trainer)
+
+
+def train_with_only_models(output_dir: str, **arguments: Any) -> dict[str, Any]:
+    """``save_only_model`` with the best model at the end, which the stock Trainer refuses."""
+    trainer = make_trainer(
+        output_dir, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2, max_steps=4,
+        save_only_model=True, load_best_model_at_end=True, metric_for_best_model="eval_loss", save_total_limit=1,
+        **arguments,
+    )  # fmt: skip
+    trainer.train()
+    return {
+        "best": trainer.state.best_metric,
+        "again": trainer.evaluate()["eval_loss"],
+        "best_checkpoint": trainer.state.best_model_checkpoint,
+        "weights": gathered(trainer),
     }

@@ -66,3 +66,25 @@ def test_a_checkpoint_is_whole(two_ranks: Ranks, tmp_path: Path, name: str, kind
     } <= names  # fmt: skip
     assert not list(tmp_path.glob(".*"))
     assert verify(tmp_path / "checkpoint-3").problems == ()
+
+
+@pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
+def test_fused_experts_are_read_by_transformers(two_ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    expected = two_ranks.run(cases.train_mixture, str(tmp_path), **arguments("fsdp2", kind))[0]
+    folders = [tmp_path / "final", *([tmp_path / "checkpoint-3"] if kind == "FULL" else [])]
+    for folder in folders:
+        assert_same(dict(AutoModelForCausalLM.from_pretrained(folder).state_dict()), expected)
+    stored = load_file(tmp_path / "final" / "model.safetensors")
+    assert any("experts.0." in name for name in stored), "as Transformers stores them"
+
+
+@pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
+def test_checkpoints_of_the_model_alone(two_ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    run = two_ranks.run(cases.train_with_only_models, str(tmp_path), **arguments("fsdp2-async", kind))[0]
+    assert run["again"] == pytest.approx(run["best"], rel=1e-6)
+    best = Path(run["best_checkpoint"])
+    assert best.parent == tmp_path and best.name in ("checkpoint-2", "checkpoint-4")
+    names = {path.name for path in best.iterdir()}
+    assert "config.json" in names and not any(name.startswith(("optimizer", "rng_state")) for name in names)
