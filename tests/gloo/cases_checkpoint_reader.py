@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,14 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from hf_fsdp_plugin.checkpoint.host_format import save_model, save_optimizer
 from hf_fsdp_plugin.checkpoint.reader import load_model, load_optimizer
+from hf_fsdp_plugin.checkpoint.shards import Held, optimizer_shards
 from hf_fsdp_plugin.host.checkpoints import PATCHED
 from hf_fsdp_plugin.problems import SpecError
 
 WEIGHT_DECAY = 0.1
 LEARNING_RATE = 1e-2
+
+NO_PART = Held("", torch.float32, (), ())
 
 Layout = tuple[int, str, bool]
 """Version of FSDP, strategy, use_orig_params."""
@@ -202,6 +206,36 @@ def read_in_bf16(folder: str, layout: Layout) -> dict[str, torch.Tensor]:
     model = accelerator.prepare(tiny_llama(layers=2).to(torch.bfloat16))
     load_model(model, Path(folder))
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
+
+def write_uneven_state(folder: str, layout: Layout) -> None:
+    """The final norm has no state, as if it had never had a gradient; the head has been stepped once less."""
+    run = Run(layout)
+    run.train(range(3))
+    named = dict(run.model.named_parameters())
+    del run.inner.state[named["model.norm.weight"]]
+    run.inner.state[named["lm_head.weight"]]["step"] -= 1
+    save_optimizer(run.model, run.inner, Path(folder), "local")
+
+
+def read_uneven_state(folder: str, layout: Layout) -> dict[str, Any]:
+    """The step of every parameter that has one here, what was told, and the norm's greatest moment."""
+    run = Run(layout)
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hf_fsdp_plugin").addHandler(handler)
+    try:
+        load_optimizer(run.model, run.inner, Path(folder))
+    finally:
+        logging.getLogger("hf_fsdp_plugin").removeHandler(handler)
+    shards = optimizer_shards(run.model, run.inner)
+    moments = [piece.tensor for piece in shards.state.get("model.norm.weight", {}).get("exp_avg", NO_PART).pieces]
+    return {
+        "steps": {name: entry["step"].pieces[0].tensor.item() for name, entry in shards.state.items()},
+        "told": told,
+        "norm": max((part.abs().max().item() for part in moments), default=0.0),
+    }
 
 
 def write_and_read_adapters(folder: str, layout: Layout, other: Layout, kind: str) -> dict[str, Any]:
