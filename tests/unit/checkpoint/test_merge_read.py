@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import numpy
@@ -77,6 +79,37 @@ def test_more_files_than_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         read_run(files, tensor, 0, 210, memoryview(out))
         assert len(files._open) == 2
     assert numpy.frombuffer(out, "<i4").tolist() == list(range(210))
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("direct", ["taken", "refused"])
+def test_large_reads_past_the_page_cache_are_the_same_bytes(
+    cached: bool, direct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merge_read, "_LARGE", 1)
+    monkeypatch.setattr(merge_read, "MAX_SPAN", 3 * 4096)  # several blocks a read
+    data = os.urandom(50_000)
+    with open(tmp_path / "f", "wb") as file:
+        file.write(data)
+        os.fsync(file.fileno())
+        if not cached:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    plain_open = os.open
+
+    def refusing(path: Path, flags: int, *mode: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return plain_open(path, flags, *mode)
+
+    if direct == "refused":
+        monkeypatch.setattr(os, "open", refusing)
+    with InputFiles(tmp_path) as files:
+        for start, stop in [(0, 50_000), (4095, 4097), (49_999, 50_000), (4096, 8192), (1, 40_000)]:
+            out = bytearray(stop - start)
+            files.read("f", start, memoryview(out))
+            assert out == data[start:stop]
+        with pytest.raises(CheckpointError, match="ends at byte 50,000; 50,001 bytes"):
+            files.read("f", 0, memoryview(bytearray(50_001)))
 
 
 def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
