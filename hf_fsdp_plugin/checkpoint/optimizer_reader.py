@@ -153,20 +153,22 @@ def _state_of(plan: _Reading, parameter: torch.Tensor, key: str, saved: _Saved) 
     sample = present[0][1]
     if not isinstance(sample, StoredTensor):
         return _only(key, [(cut.name, value) for cut, value in present])
-    if key == "step" or sample.shape != present[0][0].shape:
+    if _is_scalar(sample) and (key == "step" or sample.shape != present[0][0].shape):
         return _only_tensor(plan, key, present)
-    local, wrap = _laid_out_like(parameter, getattr(torch, sample.dtype))
+    flat = present[0][0].start is not None
+    local, wrap = _laid_out_like(parameter, getattr(torch, sample.dtype), padded=flat)
     for cut, stored in present:
         plan.part(stored, cut, local)
     return wrap(local)
 
 
 def _laid_out_like(
-    parameter: torch.Tensor, dtype: torch.dtype
+    parameter: torch.Tensor, dtype: torch.dtype, *, padded: bool
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """Memory like this rank's shard, and what makes a state tensor of it."""
+    """Memory like this rank's shard, zero where it has padding, and what makes a state tensor of it."""
+    fresh = torch.zeros_like if padded else torch.empty_like
     if not isinstance(parameter, DTensor):
-        return torch.zeros_like(parameter.detach(), dtype=dtype), lambda local: local
+        return fresh(parameter.detach(), dtype=dtype), lambda local: local
 
     def wrap(local: torch.Tensor) -> torch.Tensor:
         return DTensor.from_local(
@@ -178,19 +180,18 @@ def _laid_out_like(
             stride=parameter.stride(),
         )
 
-    return torch.zeros_like(parameter.to_local().detach(), dtype=dtype), wrap
+    return fresh(parameter.to_local().detach(), dtype=dtype), wrap
 
 
 def _only_tensor(plan: _Reading, key: str, present: list[tuple[Cut, StoredTensor]]) -> torch.Tensor:
-    """One number for all parameters in a flat one: read now, as they have to be compared."""
-    first = plan.whole(present[0][1])
-    if len(present) > 1:
-        numbers = _Reading(plan.root)
-        tensors = [(cut.name, numbers.whole(stored)) for cut, stored in present]
-        fill(plan.root, numbers.work)
-        values = [(name, tensor.item()) for name, tensor in tensors]
-        first = tensors[[value for _, value in values].index(_only(key, values))][1]
-    return first
+    """One number; where it is one for all parameters in a flat one, they are read now, to be compared."""
+    if len(present) == 1:
+        return plan.whole(present[0][1])
+    numbers = _Reading(plan.root)
+    tensors = [(cut.name, numbers.whole(stored)) for cut, stored in present]
+    fill(plan.root, numbers.work)
+    chosen = _only(key, [(name, tensor.item()) for name, tensor in tensors])
+    return next(tensor for _, tensor in tensors if tensor.item() == chosen)
 
 
 def _only(key: str, values: list[tuple[str, Any]]) -> Any:
