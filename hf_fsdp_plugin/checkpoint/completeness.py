@@ -10,10 +10,10 @@ import json
 import os
 import re
 import stat
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from hf_fsdp_plugin.checkpoint.checksums import NotAnArchive, is_archive, stored_entries
 from hf_fsdp_plugin.checkpoint.index import model_index, optimizer_index
 from hf_fsdp_plugin.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from hf_fsdp_plugin.checkpoint.stored import ModelIndex, OptimizerIndex, StoredTensor, problem
@@ -152,15 +152,19 @@ def _in_folder(found: Problem, folder: Path) -> str:
 
 
 def _cut_archives(folder: Path) -> list[Problem]:
-    """Empty files, and zip archives without an end, among what ``torch.save`` wrote beside the model."""
+    """Empty files, and archives that are not whole, among what ``torch.save`` wrote beside the model."""
     problems = []
     for path in sorted(path for pattern in _ARCHIVES for path in folder.glob(pattern) if path.is_file()):
-        with path.open("rb") as file:
-            start = file.read(4)
-            if not start:
+        try:
+            if path.stat().st_size == 0:
                 problems.append(_problem(path, "is empty."))
-            elif start.startswith(b"PK") and not zipfile.is_zipfile(file):
-                problems.append(_problem(path, "is cut short: a zip archive without its end."))
+            elif is_archive(path):
+                for _ in stored_entries(path):
+                    pass
+        except NotAnArchive as error:
+            problems.append(_problem(path, f"{error}: it was cut short or damaged."))
+        except OSError as error:
+            problems.append(_problem(path, f"cannot be read: {error.strerror}."))
     return problems
 
 

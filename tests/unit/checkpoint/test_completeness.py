@@ -112,6 +112,12 @@ def test_a_stock_checkpoint_with_a_file_cut_short_is_not_complete(stock, file, k
     assert file.rpartition("/")[2] in (why_incomplete(stock) or "")
 
 
+def test_an_archive_whose_end_is_garbled_is_not_complete(stock):
+    path = stock / "rng_state_1.pth"
+    saved.flip(path, path.stat().st_size - 22)  # the signature of the end's record
+    assert "rng_state_1.pth: the bytes before" in (why_incomplete(stock) or "")
+
+
 def test_a_checkpoint_without_an_optimizer_may_be_complete(stock):
     shutil.rmtree(stock / "optimizer_0")
     assert why_incomplete(stock) is None
