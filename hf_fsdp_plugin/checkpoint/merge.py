@@ -7,18 +7,15 @@ or not at all; a merge that was killed goes on where it stopped.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_plugin.checkpoint.bytes import dtype_size
-from hf_fsdp_plugin.checkpoint.completeness import checkpoint_of, listed, why_incomplete
+from hf_fsdp_plugin.checkpoint.completeness import checkpoint_of, listed
 from hf_fsdp_plugin.checkpoint.index import model_index
 from hf_fsdp_plugin.checkpoint.manifest import Manifest, read_manifest
-from hf_fsdp_plugin.checkpoint.merge_cast import cast
 from hf_fsdp_plugin.checkpoint.merge_check import (
     byte_problems,
     damaged_input,
@@ -28,19 +25,14 @@ from hf_fsdp_plugin.checkpoint.merge_check import (
 )
 from hf_fsdp_plugin.checkpoint.merge_config import companions, copy_companions, find_config_folder, read_config
 from hf_fsdp_plugin.checkpoint.merge_config_check import ConfigCheck
-from hf_fsdp_plugin.checkpoint.merge_plan import MergePlan, is_wrapped_by_peft, likely_ties, plan_merge
-from hf_fsdp_plugin.checkpoint.merge_read import InputFiles, read_run
-from hf_fsdp_plugin.checkpoint.merge_staging import Staging, fingerprint, replaced_path, restore_replaced, staging_path
+from hf_fsdp_plugin.checkpoint.merge_copy import Progress, copy_file
+from hf_fsdp_plugin.checkpoint.merge_places import check_places, check_space
+from hf_fsdp_plugin.checkpoint.merge_plan import is_wrapped_by_peft, likely_ties, plan_merge
+from hf_fsdp_plugin.checkpoint.merge_read import InputFiles
+from hf_fsdp_plugin.checkpoint.merge_staging import Staging, fingerprint, restore_replaced
 from hf_fsdp_plugin.checkpoint.merge_write import FileWriter, sync
-from hf_fsdp_plugin.checkpoint.safetensors_layout import SafetensorsFile, index_text
-from hf_fsdp_plugin.checkpoint.stored import problem, refuse
+from hf_fsdp_plugin.checkpoint.safetensors_layout import index_text
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, Severity, has_errors
-
-CAST_BLOCK = 1 << 20
-"""Elements that are converted at once."""
-
-Progress = Callable[[str, int, int], None]
-"""Told what is being done (``merge``, ``verify``), the bytes done since the last call, and those in all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,9 +118,9 @@ def merge(checkpoint: Path, out: Path, options: MergeOptions, progress: Progress
     """
     out = Path(os.path.realpath(out))  # a link to a folder is replaced in the folder's place
     restore_replaced(out)
-    _check_places(checkpoint, out, options)
+    check_places(checkpoint, out, force=options.force)
     job = _Job(checkpoint, out, options, progress or (lambda *_: None))
-    _check_space(out, job.plan)
+    check_space(out, job.plan.num_bytes)
     with Staging(out) as staging, job.config_check() as check:
         try:
             return job.run(staging, check)
@@ -196,40 +188,11 @@ class _Job:
                     self.progress("merge", file.size, self.plan.num_bytes)
                     continue
                 with FileWriter(staging.part(file)) as writer:
-                    infinite = self._copy_file(source, file, writer)
+                    infinite = copy_file(source, self.plan, file, writer, self.progress)
                 staging.finish_file(file, infinite)
         for name, count in staging.infinite.items():
             message = f"{count:,} values of '{name}' are too large for {self.plan.dtypes[name]} and became infinite."
             self._tell("warning", message, "Merge with --dtype bf16, or without --dtype.")
-
-    def _copy_file(self, source: InputFiles, file: SafetensorsFile, writer: FileWriter) -> dict[str, int]:
-        """Write one file. Returns the number of values that became infinite, by the tensor's name."""
-        infinite = {}
-        writer.write(file.header)
-        self.progress("merge", len(file.header), self.plan.num_bytes)
-        stored = memoryview(b"")
-        for name in file.offsets:
-            tensor, dtype = self.plan.tensors[name], self.plan.dtypes[name]
-            size, converted = dtype_size(dtype), tensor.dtype != dtype
-            if converted and not stored:
-                stored = memoryview(bytearray(CAST_BLOCK * 8))
-            start, numel, lost = 0, math.prod(tensor.shape), 0
-            while start < numel:
-                room = writer.room()
-                count = min(len(room) // size, numel - start, CAST_BLOCK if converted else numel)
-                target = room[: count * size]
-                if converted:
-                    read = stored[: count * dtype_size(tensor.dtype)]
-                    read_run(source, tensor, start, start + count, read)
-                    lost += cast(read, tensor.dtype, dtype, target)
-                else:
-                    read_run(source, tensor, start, start + count, target)
-                writer.advance(len(target))
-                self.progress("merge", len(target), self.plan.num_bytes)
-                start += count
-            if lost:
-                infinite[name] = lost
-        return infinite
 
     def _complete(self, staging: Staging) -> None:
         """Everything beside the weights."""
@@ -334,42 +297,3 @@ class _Job:
     def _tell(self, severity: Severity, message: str, fix: str = "") -> None:
         origin = Origin(source=str(self.checkpoint))
         self.notes.append(Problem(severity=severity, message=message, fix=fix, origin=origin))
-
-
-def _check_places(checkpoint: Path, out: Path, options: MergeOptions) -> None:
-    """Everything that can be said before a file is opened; all of it at once."""
-    problems = []
-    here = Path(os.path.realpath(checkpoint))
-    if not checkpoint.is_dir():
-        fix = "Give the folder of a checkpoint, such as output_dir/checkpoint-100."
-        problems.append(
-            problem(checkpoint, "is no folder." if checkpoint.exists() else "there is no such folder.", fix)
-        )
-    if out.is_relative_to(here) or here.is_relative_to(out):
-        within = "lies in the checkpoint" if out.is_relative_to(here) else "holds the checkpoint"
-        reason = "is the checkpoint itself" if out == here else within
-        problems.append(problem(out, f"{reason}.", "Give an output folder of its own, beside the checkpoint."))
-    elif out.exists() and not out.is_dir():
-        problems.append(problem(out, "is a file.", "Give a folder."))
-    elif out.is_dir() and any(out.iterdir()) and not options.force:
-        problems.append(problem(out, "is not empty.", "Give another folder, or replace this one with --force."))
-    if replaced_path(out).exists():
-        message = "is what a killed merge had moved aside, and its replacement is in place."
-        problems.append(problem(replaced_path(out), message, "Look at both, and delete it."))
-    incomplete = why_incomplete(checkpoint_of(checkpoint)) if checkpoint.is_dir() else None
-    if incomplete is not None:
-        problems.append(problem(checkpoint, f"no complete checkpoint: {incomplete}", "Merge another one."))
-    if problems:
-        raise CheckpointError(problems)
-
-
-def _check_space(out: Path, plan: MergePlan) -> None:
-    """What an earlier attempt left will be used or removed, so its bytes count as free."""
-    above = next(folder for folder in out.parents if folder.is_dir())
-    status = os.statvfs(above)
-    staged = staging_path(out)
-    left = sum(path.stat().st_size for path in staged.iterdir() if path.is_file()) if staged.is_dir() else 0
-    free = status.f_bavail * status.f_frsize
-    if plan.num_bytes > free + left:
-        message = f"{(plan.num_bytes - left) / 1e9:.3f} GB are needed, and {free / 1e9:.3f} GB are free."
-        refuse(above, message, "Free some space, or give an output folder on another disk.")

@@ -15,7 +15,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from hf_fsdp_plugin.checkpoint import merge as merging
+from hf_fsdp_plugin.checkpoint import merge_copy
 from hf_fsdp_plugin.checkpoint.manifest import MANIFEST_NAME, Manifest, record_file, to_text
 from hf_fsdp_plugin.checkpoint.merge import Merged, MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.merge_staging import Staging, replaced_path, staging_path
@@ -445,14 +445,14 @@ def test_no_more_than_a_buffer_is_read_at_once(tmp_path: Path, out: Path, monkey
     large = {"weight": numpy.arange(90 * 101, dtype="<f4").reshape(90, 101)}
     folder = save(tmp_path / "ck", large)
     asked = []
-    read_run = merging.read_run
+    read_run = merge_copy.read_run
 
     def watched(files: Any, tensor: Any, start: int, stop: int, target: memoryview) -> None:
         asked.append(len(target))
         read_run(files, tensor, start, stop, target)
 
     monkeypatch.setattr("hf_fsdp_plugin.checkpoint.merge_write.BUFFER", 8192)
-    monkeypatch.setattr(merging, "read_run", watched)
+    monkeypatch.setattr(merge_copy, "read_run", watched)
     merge(folder, out, MergeOptions())
     assert_same(read(out), large)
     assert max(asked) <= 8192
