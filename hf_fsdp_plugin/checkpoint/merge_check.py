@@ -9,7 +9,7 @@ from hf_fsdp_plugin.checkpoint.boxes import row_major, whole
 from hf_fsdp_plugin.checkpoint.bytes import dtype_size
 from hf_fsdp_plugin.checkpoint.manifest import Manifest, hash_bytes, hash_file
 from hf_fsdp_plugin.checkpoint.merge_cast import cast
-from hf_fsdp_plugin.checkpoint.merge_plan import MergePlan
+from hf_fsdp_plugin.checkpoint.merge_plan import MergePlan, is_adapter
 from hf_fsdp_plugin.checkpoint.merge_read import InputFiles, read_run
 from hf_fsdp_plugin.checkpoint.safetensors_layout import DTYPES
 from hf_fsdp_plugin.checkpoint.stored import ModelIndex, StoredPiece, StoredTensor, problem
@@ -23,11 +23,17 @@ _OTHER_CHECKPOINT = "Take another checkpoint, or fetch this one again from where
 
 
 def manifest_problems(index: ModelIndex, manifest: Manifest, place: Path) -> list[Problem]:
-    """Where the files say another thing than the manifest, which was told by the live model."""
+    """Where the files say another thing than the manifest, which was told by the live model.
+
+    An adapter's checkpoint leaves out the model that the adapter sits on; the manifest does not.
+    """
     problems = []
+    adapter = is_adapter(index.tensors)
     same = {name: group for group in manifest.ties for name in group}
     for name, (dtype, shape) in manifest.parameters.items():
         found = next((index.tensors[tied] for tied in same.get(name, (name,)) if tied in index.tensors), None)
+        if found is None and adapter:
+            continue
         if found is None:
             problems.append(problem(place, f"'{name}' of the manifest is in no file.", _OTHER_CHECKPOINT))
         elif (found.dtype, found.shape) != (dtype, tuple(shape)):

@@ -227,6 +227,8 @@ def test_an_adapter_keeps_its_names_and_gets_pefts_file(tmp_path: Path, out: Pat
     adapter = {f"base_model.model.q_proj.lora_{part}.weight": numpy.ones((2, 3), "<f4") for part in "AB"}
     folder = save(tmp_path / "ck", adapter)
     (folder / "adapter_config.json").write_text("{}")
+    base = {"base_model.model.q_proj.base_layer.weight": ("float32", (3, 3))}  # of which the checkpoint has nothing
+    write_manifest(folder, {**base, **{name: ("float32", whole.shape) for name, whole in adapter.items()}})
     merged = merge(folder, out, MergeOptions(max_shard_size=1))
     assert merged.files == ["adapter_model.safetensors"]
     assert "these are an adapter's weights, under the names that they have" in messages(merged)
