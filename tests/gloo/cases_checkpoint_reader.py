@@ -102,9 +102,9 @@ def write(folder: str, layout: Layout, kind: str, *, tied: bool = False) -> dict
         dcp.save(state, storage_writer=dcp.FileSystemWriter(Path(folder) / "pytorch_model_fsdp_0"))
         state = {"optimizer": get_optimizer_state_dict(run.model, run.inner)}
         dcp.save(state, storage_writer=dcp.FileSystemWriter(Path(folder) / "optimizer_0"))
-    elif kind == "local":
-        save_model(run.model, Path(folder), "local")
-        save_optimizer(run.model, run.inner, Path(folder), "local")
+    elif kind in ("full", "sharded", "local"):  # ours
+        save_model(run.model, Path(folder), kind)
+        save_optimizer(run.model, run.inner, Path(folder), kind)
     else:
         _save_as_accelerate_does(run, folder, kind)
     dist.barrier()

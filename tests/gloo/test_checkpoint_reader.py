@@ -63,6 +63,10 @@ def assert_same(read: dict[str, Any], written: dict[str, Any]) -> None:
         (FSDP2, "local", [FSDP2, FLAT, HYBRID1]),
         (FSDP1, "local", [FSDP2, HYBRID_FLAT]),
         (FLAT, "local", [FSDP2, FSDP1]),
+        (FSDP2, "full", [FSDP1]),
+        (FLAT, "full", [FSDP2]),
+        (FSDP2, "sharded", [FLAT]),
+        (FSDP1, "sharded", [HYBRID2]),
     ],
     ids=name,
 )
@@ -105,7 +109,7 @@ def test_one_and_three_ranks_read_it_too(one_rank: Ranks, two_ranks: Ranks, thre
         assert_same({**three, "losses": written["losses"]}, written)
 
 
-@pytest.mark.parametrize("kind", ["dcp", "bin"])
+@pytest.mark.parametrize("kind", ["dcp", "bin", "full"])
 @pytest.mark.parametrize("layout", [FSDP2, FSDP1, FLAT], ids=name)
 def test_tied_weights_come_back_under_either_name(
     two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path, layout: Layout, kind: str
