@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.problems import CheckpointError, Problem, SpecError
 
 # On an exception that all ranks raise, so that nobody asks the others about it again.
 _AGREED = "_hf_fsdp_agreed"
@@ -51,20 +51,25 @@ def on_all_ranks(doing: str) -> Iterator[None]:
         if failure is not None:
             raise failure
         return
-    texts: list[tuple[str, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, None if failure is None else (type(failure).__name__, str(failure)))
-    failed = {rank: text for rank, text in enumerate(texts) if text is not None}
+    failures: list[tuple[str, str, tuple[Problem, ...]] | None] = [None] * dist.get_world_size()
+    mine = None if failure is None else (type(failure).__name__, str(failure), getattr(failure, "problems", ()))
+    dist.all_gather_object(failures, mine)
+    failed = {rank: theirs for rank, theirs in enumerate(failures) if theirs is not None}
     if not failed:
         return
-    if failure is not None and len(set(texts)) == 1:
+    if failure is not None and len(set(failures)) == 1:
         setattr(failure, _AGREED, True)
         raise failure
-    problems = [
-        Problem(severity="error", rank=rank, message=f"{kind} while {doing}: {text}")
-        for rank, (kind, text) in failed.items()
-    ]
-    if isinstance(failure, SpecError):
-        problems = [replace(problem, rank=dist.get_rank()) for problem in failure.problems]
-    agreed = SpecError(problems)
+    problems = [problem for rank, theirs in failed.items() for problem in _problems(rank, theirs, doing)]
+    about_a_checkpoint = any(kind == CheckpointError.__name__ for kind, _, _ in failed.values())
+    agreed = (CheckpointError if about_a_checkpoint else SpecError)(problems)
     setattr(agreed, _AGREED, True)
     raise agreed from failure
+
+
+def _problems(rank: int, failure: tuple[str, str, tuple[Problem, ...]], doing: str) -> list[Problem]:
+    """What one rank complains of, in the words that all ranks use."""
+    kind, text, problems = failure
+    if problems:
+        return [problem if problem.rank is not None else replace(problem, rank=rank) for problem in problems]
+    return [Problem(severity="error", rank=rank, message=f"{kind} while {doing}: {text}")]

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -24,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.checkpoint.buffers import Arena, give_way
 from hf_fsdp_plugin.checkpoint.dcp_writer import DcpPart
+from hf_fsdp_plugin.checkpoint.failures import in_words
 from hf_fsdp_plugin.checkpoint.images import FileImage, on_accelerator
 from hf_fsdp_plugin.checkpoint.manifest import FileRecord, Manifest
 from hf_fsdp_plugin.checkpoint.staging import RankPart, Staging
@@ -34,6 +36,8 @@ _LOOK_AGAIN = 0.02
 """Seconds between two looks for the other ranks' parts."""
 _LAST_WAIT = 20.0
 """Seconds that a process which has to end gives a save to finish: batch systems send SIGKILL after 30."""
+_LAST_PATIENCE = 60.0
+"""Seconds without a byte from other ranks after which a process that ends gives up a save."""
 _WRITING, _DONE, _FAILED = 0, 1, 2
 
 _open_saves: dict[Path, Save] = {}
@@ -66,6 +70,8 @@ class Save:
         self.staging = Staging(final, into=into)
         self.asynchronous = asynchronous
         self.models: set[int] = set()  # numbers of those whose state is in it
+        # Asked for here: a save may outlive the process group.
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._began = time.monotonic()
         self._records: list[FileRecord] = []
         self._dcp: list[DcpPart] = []
@@ -73,6 +79,7 @@ class Save:
         self._manifest: Manifest | None = None
         self._after: Callable[[], None] | None = None
         self._thread: threading.Thread | None = None
+        self._part_done = False
         self._given_up = threading.Event()
         self._state = _WRITING
         self._error: Exception | None = None
@@ -85,7 +92,7 @@ class Save:
     def write(self, images: Sequence[FileImage], dcp: Sequence[DcpPart] = ()) -> None:
         """Write this rank's images, or copy them out of the model to be written later."""
         images = list(images)
-        with on_all_ranks(f"writing {self.staging.final}"):
+        with on_all_ranks(f"writing {self.staging.final}"), in_words(self.staging.final):
             self._dcp += dcp
             if self.asynchronous:
                 self._staged.append((images, self._copy(images)))
@@ -114,17 +121,29 @@ class Save:
             self._thread = threading.Thread(target=self._run, name="hf-fsdp-save", daemon=True)
             self._thread.start()
         else:
-            with on_all_ranks(f"writing {self.staging.final}"):
-                self.staging.put_part(dist.get_rank(), RankPart(tuple(self._records), tuple(self._dcp)))
-            with on_all_ranks(f"finishing {self.staging.final}"):
-                if dist.get_rank() == 0:
-                    self._commit()
+            self._finish_here()
         self._note()
+
+    def _finish_here(self) -> None:
+        final = self.staging.final
+        try:
+            with on_all_ranks(f"writing {final}"), in_words(final):
+                self._put_part()
+            with on_all_ranks(f"finishing {final}"), in_words(final):
+                if self._rank == 0:
+                    self._commit()
+        except Exception:
+            self.abandon()
+            raise
+
+    def _put_part(self) -> None:
+        self.staging.put_part(self._rank, RankPart(tuple(self._records), tuple(self._dcp)))
+        self._part_done = True
 
     def abandon(self) -> None:
         """An error has been raised on all ranks: leave nothing behind."""
         _open_saves.pop(self.folder, None)
-        if dist.get_rank() == 0:
+        if self._rank == 0:
             self.staging.discard()
 
     def _note(self) -> None:
@@ -135,21 +154,23 @@ class Save:
         """In the background: no collective, and no tensor of the model."""
         give_way()
         try:
-            for images, memory in self._staged:
-                self._records += write_staged(self.folder, images, memory)
-            self.staging.put_part(dist.get_rank(), RankPart(tuple(self._records), tuple(self._dcp)))
-            if dist.get_rank() == 0:
-                self._commit()
+            with in_words(self.staging.final):
+                for images, memory in self._staged:
+                    self._records += write_staged(self.folder, images, memory)
+                self._put_part()
+                if self._rank == 0:
+                    self._commit()
             self._state = _DONE
         except Exception as error:
+            with suppress(OSError):
+                self.staging.put_failure(self._rank, str(error))
             self._error, self._state = error, _FAILED
 
     def _commit(self) -> None:
-        parts = self.staging.parts(dist.get_world_size())
-        while parts is None:
-            if self._given_up.wait(_LOOK_AGAIN):
-                raise CheckpointError([_other_rank_failed(self.staging.final)])
-            parts = self.staging.parts(dist.get_world_size())
+        while (parts := self.staging.parts(self._world_size)) is None:
+            failures = self.staging.failures()
+            if failures or self._given_up.wait(_LOOK_AGAIN):
+                raise CheckpointError([_other_rank_failed(self.staging.final, failures)])
         assert self._manifest is not None
         self.staging.commit(parts, self._manifest)
         if self._after is not None:
@@ -170,7 +191,7 @@ class Save:
                         raise self._error
             finally:
                 self._retire()
-                if dist.get_rank() == 0:
+                if self._rank == 0:
                     self.staging.discard()
         if not seen[1]:
             self._retire()
@@ -187,6 +208,21 @@ class Save:
         """This rank alone, when the process has to end: until its part is done, but not longer than that."""
         if self._thread is not None:
             self._thread.join(seconds)
+
+    def wait_while_written(self) -> None:
+        """This rank alone, when the process ends in its own time: as long as any rank gets on. Raises what it knows."""
+        assert self._thread is not None
+        seen, since = -1, time.monotonic()
+        while self._thread.is_alive():
+            self._thread.join(_LOOK_AGAIN)
+            if (newest := self.staging.newest()) != seen or not self._part_done:
+                seen, since = newest, time.monotonic()
+            elif time.monotonic() - since > _LAST_PATIENCE:
+                raise CheckpointError([_other_rank_failed(self.staging.final, self.staging.failures())])
+        if self._error is not None:
+            if self._rank == 0:
+                self.staging.discard()
+            raise self._error
 
 
 def begin(final: Path, *, asynchronous: bool, into: bool = False) -> Save:
@@ -230,8 +266,10 @@ def _cpu_group() -> dist.ProcessGroup | None:
     return _group
 
 
-def _other_rank_failed(final: Path) -> Problem:
-    return Problem(severity="error", message=f"{final} was given up, as another rank could not write its part.")
+def _other_rank_failed(final: Path, failures: dict[int, str]) -> Problem:
+    who = ", ".join(f"rank {rank}" for rank in failures) or "another rank"
+    why = "".join(f" rank {rank}: {text}" for rank, text in failures.items())
+    return Problem(severity="error", message=f"{final} was given up, as {who} could not write its part.{why}")
 
 
 def _is_consequence(error: Exception) -> bool:
@@ -270,8 +308,9 @@ def _look() -> None:
 
 
 def _at_exit() -> None:
+    """Nobody has waited for the last save. Without a collective: the other ranks may be gone, or in another one."""
     if _in_flight is not None:
-        _in_flight.wait_here(_LAST_WAIT)
+        _in_flight.wait_while_written()
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:

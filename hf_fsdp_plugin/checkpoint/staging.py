@@ -4,6 +4,7 @@
 
     run/.checkpoint-20.saving/checkpoint-20/      what the ranks and the host write
     run/.checkpoint-20.saving/parts/rank0.json    what rank 0 has written, there when all of it is synced
+    run/.checkpoint-20.saving/parts/rank0.failed  instead of it, why there is none
     run/checkpoint-20/                            after the rename
     run/.checkpoint-20.replaced/                  for an instant, the folder that stood there before
 
@@ -16,6 +17,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.checkpoint.dcp_writer import Chunk, DcpPart, Small, last_files
+from hf_fsdp_plugin.checkpoint.failures import in_words
 from hf_fsdp_plugin.checkpoint.manifest import (
     MANIFEST_NAME,
     FileRange,
@@ -71,7 +74,15 @@ class Staging:
 
     def open(self) -> None:
         """Collective: an empty folder, seen by all ranks."""
-        with on_all_ranks(f"preparing {self.root}"):
+        try:
+            self._make()
+        except CheckpointError:
+            if dist.get_rank() == 0:
+                self.discard()
+            raise
+
+    def _make(self) -> None:
+        with on_all_ranks(f"preparing {self.root}"), in_words(self.final):
             if dist.get_rank() == 0:
                 settle(self.final)
                 shutil.rmtree(self.root, ignore_errors=True)
@@ -85,8 +96,26 @@ class Staging:
         """By rank 0, when no rank writes any more."""
         shutil.rmtree(self.root, ignore_errors=True)
 
+    def newest(self) -> int:
+        """When a file was last written to, in nanoseconds; 0 where there is none. By any rank."""
+        times = [0]
+        with suppress(OSError):  # it may be renamed under our eyes
+            times += [path.stat().st_mtime_ns for path in self.root.rglob("*")]
+        return max(times)
+
     def put_part(self, rank: int, part: RankPart) -> None:
         write_text(self._parts / f"rank{rank}.json", json.dumps(asdict(part), default=_bytes_to_text))
+
+    def put_failure(self, rank: int, text: str) -> None:
+        """So that rank 0 does not wait for the part; if there is no room even for this, it has to."""
+        write_text(self._parts / f"rank{rank}.failed", text)
+
+    def failures(self) -> dict[int, str]:
+        """What went wrong, by rank."""
+        return {
+            int(path.stem.removeprefix("rank")): path.read_text(encoding="utf-8")
+            for path in sorted(self._parts.glob("*.failed"))
+        }
 
     def parts(self, world_size: int) -> list[RankPart] | None:
         """All ranks' parts, in rank order; ``None`` as long as one is missing."""
@@ -121,11 +150,11 @@ class Staging:
 
 
 def settle(final: Path) -> None:
-    """Undo a replacement that was cut off between its two renames."""
-    before = final.parent / f".{final.name}{REPLACED}"
+    """Undo a replacement that was cut off between its two renames, or end one that was cut off behind them."""
+    before = _replaced(final)
     if before.is_dir():
         if final.exists():
-            shutil.rmtree(before, ignore_errors=True)
+            _clear_away(before, final)
         else:
             before.rename(final)
 
@@ -150,20 +179,39 @@ def joined(written: Sequence[FileRecord]) -> dict[str, FileRecord]:
     }
 
 
+def _replaced(final: Path) -> Path:
+    """Where the folder goes that stands in the place of a new checkpoint."""
+    return final.parent / f".{final.name}{REPLACED}"
+
+
 def _put_in_place(folder: Path, final: Path) -> None:
     if not final.exists():
         folder.rename(final)
         return
-    before = final.parent / f".{final.name}{REPLACED}"
-    kept = _not_the_checkpoint(final)
+    before = _replaced(final)
     final.rename(before)
-    folder.rename(final)
-    for relative in kept:
+    try:
+        folder.rename(final)
+    except OSError:
+        before.rename(final)
+        raise
+    _clear_away(before, final)
+
+
+def _clear_away(before: Path, final: Path) -> None:
+    """Of a folder that was replaced, the user's files go to ``final``, and the rest goes.
+
+    It gets the name of a staging folder for its last moments: cut off in them, it is not searched for files again.
+    """
+    for relative in _not_the_checkpoint(before):
         target = final / relative
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             (before / relative).rename(target)
-    shutil.rmtree(before, ignore_errors=True)
+    remains = before.with_name(f"{before.name}{SAVING}")
+    shutil.rmtree(remains, ignore_errors=True)
+    before.rename(remains)
+    shutil.rmtree(remains, ignore_errors=True)
 
 
 def _not_the_checkpoint(folder: Path) -> list[Path]:

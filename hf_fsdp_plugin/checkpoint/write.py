@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -97,30 +99,46 @@ class _Target:
     def __enter__(self) -> _Target:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # Another rank may have made a shared file already; whoever comes first gives it its size.
-        self._plain = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o666)
-        os.ftruncate(self._plain, self._image.size)
+        self._plain, self._direct = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o666), -1
         try:
-            self._direct = os.open(self._path, os.O_WRONLY | _DIRECT) if _DIRECT else -1
+            with _naming(self._path):
+                os.ftruncate(self._plain, self._image.size)
+            self._open_direct()
+        except OSError:
+            self._close()
+            raise
+        return self
+
+    def _open_direct(self) -> None:
+        if not _DIRECT:
+            return
+        try:
+            self._direct = os.open(self._path, os.O_WRONLY | _DIRECT)
         except OSError as error:
             if error.errno not in _REFUSED:
-                os.close(self._plain)
                 raise
-            self._direct = -1
-        return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         try:
             if kind is None:
-                if not self._image.shared:  # the last page was written whole
-                    os.ftruncate(self._plain, self._image.size)
-                os.fsync(self._plain)
+                with _naming(self._path):
+                    if not self._image.shared:  # the last page was written whole
+                        os.ftruncate(self._plain, self._image.size)
+                    os.fsync(self._plain)
         finally:
-            os.close(self._plain)
-            if self._direct >= 0:
-                os.close(self._direct)
+            self._close()
+
+    def _close(self) -> None:
+        os.close(self._plain)
+        if self._direct >= 0:
+            os.close(self._direct)
 
     def write(self, memory: torch.Tensor, start: int, stop: int) -> None:
         """File bytes ``[start, stop)``; the page that ``start`` lies in begins at the first byte of ``memory``."""
+        with _naming(self._path):
+            self._write(memory, start, stop)
+
+    def _write(self, memory: torch.Tensor, start: int, stop: int) -> None:
         origin = start // PAGE * PAGE
         view = memoryview(memory.numpy().data)
         self._ranges.update(view[start - origin : stop - origin], start)
@@ -174,6 +192,17 @@ class _Ranges:
     def finished(self) -> tuple[FileRange, ...]:
         assert len(self._done) == len(self._bounds), "every item was written"
         return tuple(self._done)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """The system does not say of what file it complains where it knows only a descriptor."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def _write_all(descriptor: int, view: memoryview, offset: int) -> None:

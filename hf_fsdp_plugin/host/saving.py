@@ -17,6 +17,7 @@ from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.checkpoint import save as saves
 from hf_fsdp_plugin.checkpoint.dcp_writer import dtype_name
+from hf_fsdp_plugin.checkpoint.failures import in_words
 from hf_fsdp_plugin.checkpoint.host_format import model_files, optimizer_files
 from hf_fsdp_plugin.checkpoint.images import on_accelerator
 from hf_fsdp_plugin.checkpoint.manifest import Manifest
@@ -33,7 +34,7 @@ def saving(final: Path, *, asynchronous: bool = False, into: bool = False) -> It
     """
     save = saves.begin(final.absolute(), asynchronous=asynchronous, into=into)
     try:
-        with on_all_ranks(f"writing {final}"):
+        with on_all_ranks(f"writing {final}"), in_words(save.staging.final):
             yield save
     except Exception:
         save.abandon()
