@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.shard import plan_of
+from hf_fsdp_plugin.checkpoint.boxes import slices, whole
 from hf_fsdp_plugin.checkpoint.dcp_writer import DcpPart, Path_, dcp_file, last_files, plain_value, scalar
 from hf_fsdp_plugin.checkpoint.hf_writer import MAX_SHARD_SIZE, full_files, local_model_file, local_optimizer_file
 from hf_fsdp_plugin.checkpoint.images import FileImage
@@ -175,6 +176,28 @@ def full_model_state(model: nn.Module) -> dict[str, Any]:
     options = StateDictOptions(full_state_dict=True, cpu_offload=not on_cpu)
     state = _tied(model, get_model_state_dict(model, options=options))
     return state if dist.get_rank() == 0 else {}
+
+
+def trainable_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What is trained, whole and by canonical names, on the CPU of rank 0; empty elsewhere. Collective.
+
+    For adapters: their frozen base, which may be many times their size, is not gathered.
+    """
+    mine = [
+        (held.name, held.shape, piece.box, piece.tensor.detach().cpu().contiguous())
+        for held in owned(model_shards(model).tensors)
+        if not held.frozen
+        for piece in held.pieces
+    ]
+    rank = dist.get_rank()
+    gathered: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
+    dist.gather_object(mine, gathered)
+    state: dict[str, torch.Tensor] = {}
+    for name, shape, box, tensor in (piece for pieces in gathered or () for piece in pieces):
+        if name not in state:
+            state[name] = torch.empty(shape, dtype=tensor.dtype)
+        state[name][slices(box, whole(shape))] = tensor
+    return state
 
 
 def _tied(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:

@@ -49,6 +49,7 @@ def model_index(checkpoint: Path, number: int = 0) -> ModelIndex:
         ),
         f"{MODEL}_{number}_rank*.bin": lambda: read_rank_models(checkpoint, f"{MODEL}_{number}"),
         f"{MODEL}{suffix}_rank*.bin": lambda: read_rank_models(checkpoint, f"{MODEL}{suffix}"),
+        "adapter_model.safetensors": lambda: read_full_model(checkpoint, "adapter_model.safetensors"),
     }
     for read in candidates.values():
         index = read()

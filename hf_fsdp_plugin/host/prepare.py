@@ -54,7 +54,8 @@ def prepare_objects(accelerator: Any, objects: Sequence[Any]) -> Any:
         _check_optimizers([obj.optimizer for obj in prepared if hasattr(obj, "optimizer")], accelerator._models)
     begin(accelerator)
     plugin = planned_plugin(accelerator)
-    if plugin is not None and plugin.spec.checkpoint.asynchronous and any(hasattr(obj, "optimizer") for obj in prepared):
+    with_optimizer = any(hasattr(obj, "optimizer") for obj in prepared)
+    if plugin is not None and plugin.spec.checkpoint.asynchronous and with_optimizer:
         prepare_memory_after_first_step(accelerator, plugin.state_dict_kind)
     for obj in prepared:
         if any(

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
@@ -25,7 +24,7 @@ from hf_fsdp_plugin.checkpoint.staging import settle, settle_all
 from hf_fsdp_plugin.host.prepare import planned_plugin
 from hf_fsdp_plugin.host.saving import manifest, saving
 from hf_fsdp_plugin.host.tell import tell
-from hf_fsdp_plugin.plan.names import unwrapped
+from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 
 PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"
@@ -109,8 +108,10 @@ def save_model(
     folder = Path(output_dir if output_dir is not None else trainer.args.output_dir)
     if saves.open_save(folder) is not None:
         _write_companions(trainer, folder)
-        adapters = _is_peft(trainer)
-        host_format.save_model(trainer.model, folder, plugin.state_dict_kind, adapter_only=adapters)
+        adapters, kind = _is_peft(trainer), plugin.state_dict_kind
+        if adapters and kind == "full":
+            kind = "sharded"  # whole they are there already, in PEFT's file, and a model.safetensors would mislead
+        host_format.save_model(trainer.model, folder, kind, adapter_only=adapters)
         return None
     _export(original, trainer, folder)
     if trainer.args.push_to_hub and not _internal_call:
@@ -142,20 +143,38 @@ def _write_companions(trainer: Any, folder: Path) -> None:
 
     Adapters are small, and written whole: PEFT's format is what they are used by. Collective.
     """
-    adapters = _adapter_state(trainer) if _is_peft(trainer) else None
+    adapters = host_format.trainable_state(trainer.model) if _is_peft(trainer) else None
     with on_all_ranks(f"writing {folder}"):
         if not trainer.args.should_save:
             return
-        trainer._save(str(folder), state_dict=adapters or {})
-        if adapters is None:
+        if adapters is not None:
+            trainer._save(str(folder), state_dict=_under_live_names(adapters, unwrapped(trainer.model)))
+            _clean_names(folder)
+        else:
+            trainer._save(str(folder), state_dict={})
             # What the methods of Transformers make of no weights.
             (folder / "model.safetensors").unlink(missing_ok=True)
 
 
-def _adapter_state(trainer: Any) -> dict[str, Any]:
-    on_cpu = all(parameter.device.type == "cpu" for parameter in trainer.model.parameters())
-    options = StateDictOptions(full_state_dict=True, cpu_offload=not on_cpu, ignore_frozen_params=True)
-    return get_model_state_dict(trainer.model, options=options)
+def _under_live_names(state: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
+    """PEFT looks for its layers' parameters under the names that its modules have now, FSDP1's wrappers included."""
+    live = {canonical_name(name): name for name, _ in model.named_modules()}
+    named = {}
+    for name, tensor in state.items():
+        module, _, parameter = name.rpartition(".")
+        named[f"{live[module]}.{parameter}" if live.get(module) else name] = tensor
+    return named
+
+
+def _clean_names(folder: Path) -> None:
+    """Without wrappers in any name, as whoever loads an adapter expects them."""
+    from safetensors.torch import load_file, save_file
+
+    for path in folder.rglob("adapter_model.safetensors"):
+        state = load_file(path)
+        clean = {canonical_name(name): tensor for name, tensor in state.items()}
+        if clean.keys() != state.keys():
+            save_file(clean, path, metadata={"format": "pt"})
 
 
 def _is_peft(trainer: Any) -> bool:

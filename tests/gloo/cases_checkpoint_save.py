@@ -72,3 +72,35 @@ def train_with_only_models(output_dir: str, **arguments: Any) -> dict[str, Any]:
         "best_checkpoint": trainer.state.best_model_checkpoint,
         "weights": gathered(trainer),
     }
+
+
+def train_adapters(output_dir: str, **arguments: Any) -> dict[str, Any]:
+    """LoRA on a frozen Llama: three steps in one go, then the last of them again from a checkpoint, and an export."""
+    import cases_trainer
+    from cases_models import lora_config
+    from peft import PeftModel, get_peft_model
+    from tiny import tiny_llama
+
+    def adapted() -> Any:
+        torch.manual_seed(1)
+        return get_peft_model(tiny_llama(), lora_config())
+
+    cases_trainer.MODELS["lora"] = adapted
+    schedule = {"save_strategy": "steps", "save_steps": 2, "max_steps": 3, "fp16": False, **arguments}
+    whole = make_trainer(output_dir, "lora", **schedule)
+    whole.train()
+    resumed = make_trainer(output_dir, "lora", **schedule)
+    resumed.train(resume_from_checkpoint=str(Path(output_dir) / "checkpoint-2"))
+    resumed.save_model(str(Path(output_dir) / "final"))
+    dist.barrier()
+    logits = {}
+    tokens = torch.arange(8)[None]
+    for name in ("final", "checkpoint-3"):
+        loaded = PeftModel.from_pretrained(tiny_llama(), str(Path(output_dir) / name))
+        logits[name] = loaded(input_ids=tokens).logits.detach()
+    return {
+        "losses": (cases_trainer.losses(whole), cases_trainer.losses(resumed)),
+        "live": resumed.model(input_ids=tokens).logits.detach().clone(),
+        "loaded": logits,
+        "bytes": sum(path.stat().st_size for path in (Path(output_dir) / "checkpoint-3").rglob("*") if path.is_file()),
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +89,14 @@ def test_checkpoints_of_the_model_alone(two_ranks: Ranks, tmp_path: Path, kind: 
     assert best.parent == tmp_path and best.name in ("checkpoint-2", "checkpoint-4")
     names = {path.name for path in best.iterdir()}
     assert "config.json" in names and not any(name.startswith(("optimizer", "rng_state")) for name in names)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+@pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
+@pytest.mark.parametrize("name", ["fsdp1", "fsdp2"])
+def test_adapters_are_saved_alone_and_read_by_peft(two_ranks: Ranks, tmp_path: Path, name: str, kind: str) -> None:
+    run = two_ranks.run(cases.train_adapters, str(tmp_path), **arguments(name, kind))[0]
+    whole, resumed = run["losses"]
+    assert resumed[-1] == pytest.approx(whole[-1], rel=1e-6)
+    for logits in run["loaded"].values():
+        assert torch.allclose(logits, run["live"], atol=1e-5)
