@@ -21,9 +21,10 @@ VERBS: Mapping[str, str] = MappingProxyType(
         "check": "judge a config: every setting, where it was said, and every problem",
         "schema": "print a JSON Schema of the YAML, for editors",
         "launch": "check a config, then run a script on every rank with it",
-        "merge": "write any checkpoint as a Hugging Face folder, for from_pretrained",
         "inspect": "tell what a checkpoint is, or all those of a run, from metadata alone",
         "verify": "check every byte of a checkpoint, and its names and shapes",
+        "merge": "write any checkpoint as a Hugging Face folder, for from_pretrained",
+        "export": "merge a run's newest complete checkpoint, or its best one",
     }
 )
 """Verb -> what it does. Each is the module of that name, imported when it is called."""

@@ -22,6 +22,11 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a checkpoint's folder, or its model's")
+    add_options(parser)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Everything but what to merge; for other verbs that write a merged folder."""
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write; it appears when it is complete")
     parser.add_argument("--dtype", choices=DTYPES, help="convert floating-point tensors; otherwise they are copied")
     parser.add_argument(
