@@ -1,7 +1,8 @@
 """The matrix of strategies, versions and precisions on one GPU. Started by gpu_check.sh.
 
 Each case is a process of its own (a CUDA error would spoil the ones after it), trains a small Llama for some steps, and
-passes if the loss fell, stayed finite, and the sharded model carries what the config asked for. A case that the plugin
+passes if the loss fell, stayed finite, the sharded model carries what the config asked for, and checkpoints of every
+kind, written beside the training, are whole and bring it back. A case that the plugin
 refuses counts as ``refused`` and keeps the refusal's text: that is an answer too, silence is not.
 """
 
@@ -9,10 +10,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -58,6 +62,7 @@ def config(case: Case) -> Case:
             "fsdp_sharding_strategy": case["strategy"].upper(),
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "fsdp_offload_params": case["offload"],
+            "fsdp_async_save": True,
         },
         **({"parallelism_config": {"dp_replicate_size": 1, "dp_shard_size": case["ranks"]}} if hybrid else {}),
     }
@@ -92,14 +97,16 @@ def train(case: Case) -> Case:
     )
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     ids = torch.randint(0, 1024, (4, 64), generator=torch.Generator().manual_seed(1)).to(accelerator.device)
-    losses = []
-    for _ in range(NUM_STEPS):
+
+    def step() -> float:
         loss = model(input_ids=ids, labels=ids).loss
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        return float(loss.item())
+
+    losses = [step() for _ in range(NUM_STEPS)]
     if not all(torch.isfinite(torch.tensor(losses))) or losses[-1] >= losses[0]:
         raise RuntimeError(f"the loss did not fall: {losses}")
     plan = plan_of(model)
@@ -109,12 +116,40 @@ def train(case: Case) -> Case:
     devices = {parameter.device.type for parameter in model.parameters()}
     if devices != {"cpu" if case["offload"] else "cuda"}:
         raise RuntimeError(f"parameters rest on {sorted(devices)}")
+    for kind in ("sharded", "full", "local"):
+        check_checkpoint(accelerator, kind, step)
     return {
         "first_loss": round(losses[0], 4),
         "last_loss": round(losses[-1], 4),
         "grad_scaler": accelerator.scaler is not None,
         "peak_bytes": torch.cuda.max_memory_allocated(),
     }
+
+
+def check_checkpoint(accelerator: Any, kind: str, step: Callable[[], float]) -> None:
+    """A checkpoint written beside a step, then the steps after it once more from what was written."""
+    import torch.distributed as dist
+
+    from hf_fsdp_plugin.checkpoint import save as saves
+    from hf_fsdp_plugin.checkpoint.verify import verify
+
+    folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folders)
+    folder = Path(str(folders[0])) / kind
+    accelerator.state.fsdp_plugin.set_state_dict_type(kind)
+    accelerator.save_state(str(folder))
+    before = [step() for _ in range(3)]
+    saves.wait()
+    problems = verify(folder).problems
+    if problems:
+        raise RuntimeError(f"{kind} checkpoint: {problems[0]}")
+    accelerator.load_state(str(folder))
+    after = [step() for _ in range(3)]
+    if any(abs(a - b) > 1e-3 * abs(b) for a, b in zip(after, before, strict=True)):
+        raise RuntimeError(f"{kind} checkpoint: losses {before} and, from the checkpoint, {after}")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder.parent)
 
 
 def run_rank(case: Case) -> int:
