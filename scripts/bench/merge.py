@@ -3,9 +3,9 @@
 Two gloo ranks write a Llama's shards (fp32, 0.52 B parameters) as the stock stack does. Then whole processes are timed
 from start to end, in turns whose order flips from pair to pair. Before each the checkpoint is read once and what others
 have left to write is written, so that the page cache is the same for all; the last output is removed. Memory is the
-largest process' peak resident set. ``ours`` does the same work as stock: bytes to bytes. ``ours_and_model`` finds a
-config beside the checkpoint, and so also builds the model on the meta device (which costs the import of torch and
-Transformers) and compares names and shapes; a checkpoint of the plugin has a manifest, and is compared without that.
+largest process' peak resident set. ``ours`` merges a checkpoint as the plugin leaves it, with config and manifest, and
+compares the result with that. ``ours_and_model`` merges the same as the stock stack leaves it, and gets a config: it also
+builds the model on the meta device (which costs the import of torch and Transformers) to compare names and shapes.
 
     python scripts/bench/merge.py              (six minutes on 2 cores, 15 GB of disk; writes docs/results/merge.json)
 """
@@ -86,7 +86,38 @@ def write_checkpoint(folder: Path, layers: int) -> None:
     dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder / MODEL)
     if dist.get_rank() == 0:
         config(layers).save_pretrained(folder.with_name("config"))
+        (folder.with_name("stock") / MODEL).mkdir(parents=True)
+        for path in (folder / MODEL).iterdir():
+            os.link(path, folder.with_name("stock") / MODEL / path.name)
+        config(layers).save_pretrained(folder)
+        parameters = {
+            name: (str(p.dtype).removeprefix("torch."), tuple(p.shape)) for name, p in model.named_parameters()
+        }
+        write_manifest(folder, parameters)
     dist.destroy_process_group()
+
+
+def write_manifest(folder: Path, parameters: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+    from hf_fsdp_plugin.checkpoint.manifest import MANIFEST_NAME, Manifest, record_file, to_text
+
+    files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+    manifest = Manifest(
+        kind="sharded",
+        backend="fsdp2",
+        world_size=2,
+        mesh={"replicate": 1, "shard": 2},
+        strategy="full_shard",
+        step=None,
+        asynchronous=False,
+        created="2026-01-01T00:00:00+00:00",
+        versions={},
+        settings={},
+        parameters=parameters,
+        ties=(),
+        files=tuple(record_file(folder, path) for path in files),
+        batch={},
+    )
+    (folder / MANIFEST_NAME).write_text(to_text(manifest))
 
 
 def build(folder: Path, layers: int) -> None:
@@ -104,8 +135,8 @@ def commands(folder: Path, out: Path) -> dict[str, list[str]]:
     ours = [sys.executable, "-m", "hf_fsdp_plugin.cli.main", "merge"]
     stock = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "merge-weights"]
     return {
-        OURS: [*ours, str(folder / MODEL), str(out)],
-        OURS_AND_MODEL: [*ours, str(folder / MODEL), str(out), "--config", str(folder.with_name("config"))],
+        OURS: [*ours, str(folder), str(out)],
+        OURS_AND_MODEL: [*ours, str(folder.with_name("stock")), str(out), "--config", str(folder.with_name("config"))],
         STOCK: [*stock, str(folder / MODEL), str(out)],
         CP: ["cp", "-r", str(folder / MODEL), str(out)],
     }

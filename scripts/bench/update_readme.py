@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,53 @@ def step_overhead(result: Result) -> list[str]:
     ]
 
 
+def checkpoint_save(result: Result) -> list[str]:
+    stalls, ratios, grew = result["stall_seconds"], result["ratios"], result["rank0_growth_bytes"]
+
+    def row(name: str, what: str, stock: str, ratio: str) -> str:
+        theirs, ours = statistics.median(stalls[stock]), statistics.median(stalls[what])
+        return f"| {name} | {theirs:.2f} s | {ours:.2f} s | {ratios[ratio]:.2f} |"
+
+    first, *later = stalls["sharded ours, asynchronous"]
+    sharded = statistics.median(stalls["sharded stock"])
+    return [
+        "| training stands still | stock | here | ratio |",
+        "|---|---|---|---|",
+        f"| sharded, asynchronous: the first | {sharded:.2f} s | {first:.2f} s | {ratios['asynchronous_first']:.2f} |",
+        f"| sharded, asynchronous: from the second on | {sharded:.2f} s | {statistics.median(later):.2f} s | "
+        f"{ratios['asynchronous_later']:.2f} |",
+        row("sharded, synchronous", "sharded ours", "sharded stock", "synchronous_sharded"),
+        row("full, synchronous", "full ours", "full stock", "full"),
+        "",
+        f"A full save makes rank 0 grow by {grew['full stock'] / 1e9:.2f} GB in the stock stack and by "
+        f"{grew['full ours'] / 1e9:.2f} GB here (the weights are {result['weights_bytes'] / 1e9:.2f} GB). A step takes "
+        f"{ratios['step_while_writing']:.3f} of its usual time while a checkpoint is written beside it.",
+        "",
+        f"{result['model']}; {result['ranks']} CPU ranks, one thread each; the Trainer's own `_save_checkpoint` on "
+        "the same live model.",
+    ]
+
+
+def merge(result: Result) -> list[str]:
+    names = {"ours": "here", "ours_and_model": "here, stock checkpoint, compared with the model", "cp": "`cp`"}
+    faster, peak = result["times_as_fast_as_stock"], result["peak_mb"]
+    seconds = {name: statistics.median(found) for name, found in result["seconds"].items()}
+    lines = ["| 2 GB | time | times as fast | peak memory at 1, 2, 4 GB |", "|---|---|---|---|"]
+    stock = " / ".join(str(value) for value in peak["stock"].values())
+    lines.append(f"| `accelerate merge-weights` | {seconds['stock']:.1f} s | 1 | {stock} MB |")
+    for name, shown in names.items():
+        memory = f"{' / '.join(str(value) for value in peak[name].values())} MB" if name in peak else ""
+        lines.append(f"| {shown} | {seconds[name]:.1f} s | {faster[name]:.1f} | {memory} |")
+    return [*lines, "", f"{result['model']}; medians of {result['pairs']} alternating pairs."]
+
+
+def resume_parity(result: Result) -> list[str]:
+    rows = [
+        f"| {row['case']} | {row['largest_relative_difference']:.1e} | {row['limit']:.0e} |" for row in result["cases"]
+    ]
+    return ["| the run goes on as | largest relative difference of ten losses | limit |", "|---|---|---|", *rows]
+
+
 def gpu_check(result: Result) -> list[str]:
     """One row a strategy and version, one column a precision; what was refused or failed is told below the table."""
     lines = ["| strategy | fp32 | bf16 | fp16 |", "|---|---|---|---|"]
@@ -61,7 +109,13 @@ def plain(result: Result) -> list[str]:
     return ["| | |", "|---|---|", *rows]
 
 
-TABLES: dict[str, Callable[[Result], list[str]]] = {"step_overhead": step_overhead, "gpu_check": gpu_check}
+TABLES: dict[str, Callable[[Result], list[str]]] = {
+    "step_overhead": step_overhead,
+    "checkpoint_save": checkpoint_save,
+    "merge": merge,
+    "resume_parity": resume_parity,
+    "gpu_check": gpu_check,
+}
 
 
 def source(result: Result) -> str:
