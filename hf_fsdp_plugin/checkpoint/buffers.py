@@ -24,13 +24,21 @@ def round_up(size: int, unit: int = PAGE) -> int:
 
 
 def aligned_bytes(size: int, *, pinned: bool = False) -> torch.Tensor:
-    """``size`` bytes of page-aligned host memory as a uint8 tensor; pinned where copies come from an accelerator."""
-    if pinned:
-        return torch.empty(round_up(max(size, 1)), dtype=torch.uint8, pin_memory=True)
+    """``size`` bytes of page-aligned host memory as a uint8 tensor; pinned where copies come from a GPU."""
     memory = mmap.mmap(-1, round_up(max(size, 1)))
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     _advise(tensor.data_ptr(), tensor.numel(), _MADV_HUGEPAGE)
+    if pinned and torch.cuda.is_available():
+        # Registered, not allocated: torch's pool of pinned memory rounds up to powers of two. Memory that cannot be
+        # registered is copied to all the same, more slowly.
+        torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0)
     return tensor
+
+
+def release(memory: torch.Tensor) -> None:
+    """Before the last reference to :func:`aligned_bytes` goes: memory must not be unmapped while it is registered."""
+    if torch.cuda.is_available() and memory.is_pinned():
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def touch(memory: torch.Tensor) -> None:
@@ -70,9 +78,8 @@ class Arena:
         def work() -> None:
             give_way()
             memory = aligned_bytes(size, pinned=pinned)
-            if not pinned:
-                touch(memory)
-            self._memory = memory
+            touch(memory)
+            self._replace(memory)
 
         self._preparing = threading.Thread(target=work, name="hf-fsdp-arena", daemon=True)
         self._preparing.start()
@@ -87,6 +94,12 @@ class Arena:
             self._preparing.join()
             self._preparing = None
         if self._memory is None or self._memory.numel() < size:
-            self._memory = None  # before the next is made, not after
-            self._memory = aligned_bytes(size, pinned=pinned)
+            self._replace(None)  # before the next is made, not after
+            self._replace(aligned_bytes(size, pinned=pinned))
+        assert self._memory is not None
         return self._memory
+
+    def _replace(self, memory: torch.Tensor | None) -> None:
+        if self._memory is not None:
+            release(self._memory)
+        self._memory = memory
