@@ -13,6 +13,7 @@ The parts are files, not messages: a save that goes on in the background must no
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -65,7 +66,8 @@ class Staging:
 
     def __init__(self, final: Path, *, into: bool = False) -> None:
         """``into``: the files are moved into ``final``, beside what is there, instead of replacing it."""
-        self.final = final
+        # What a link stands for is replaced, not the link.
+        self.final = final = final.resolve() if final.is_symlink() else final
         self._into = into
         # A folder that files are moved into exists, and may be the only place where we may write.
         self.root = final / SAVING if into else final.parent / f".{final.name}{SAVING}"
@@ -84,6 +86,8 @@ class Staging:
     def _make(self) -> None:
         with on_all_ranks(f"preparing {self.root}"), in_words(self.final):
             if dist.get_rank() == 0:
+                if self.final.exists() and not self.final.is_dir():
+                    raise NotADirectoryError(errno.ENOTDIR, "there is a file of that name")
                 settle(self.final)
                 shutil.rmtree(self.root, ignore_errors=True)
                 self.folder.mkdir(parents=True)

@@ -1,0 +1,497 @@
+"""Kills ranks while they save, fills their disk, flips bytes of what they saved: is there always a whole checkpoint?
+
+In a trial two gloo ranks train a small Llama with a Trainer that saves every two steps, and are killed (one or both,
+with SIGKILL or SIGTERM) at a random moment; fresh ranks then resume with ``resume_from_checkpoint=True``. It counts as
+lost when
+
+- the step that they resume from is not that of the newest checkpoint that was in its place before the kill, or later;
+- more than one save interval lies between it and the last save that had begun; or, of synchronous saves, between it
+  and the last step that was taken;
+- a write that had gone to the background on all ranks was not finished after a SIGTERM to all of them;
+- `verify` complains of it, its next loss is not the uninterrupted run's, or anything but checkpoints is left.
+
+A tenth as many trials fill a small tmpfs. The ranks are forked from one process, as importing takes them seconds.
+
+    python scripts/bench/survival.py               (eight minutes on 2 cores; writes docs/results/survival.json)
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from forked_ranks import WORLD_SIZE, RanksFailed, World, preload
+from machine import describe
+
+RESULT = Path(__file__).parents[2] / "docs" / "results" / "survival.json"
+INTERVAL, LAST_STEP = 2, 40
+UNSHARED = "HF_FSDP_SURVIVAL_UNSHARED"
+# The moments of a save, in order; the staging folder tells which it is.
+PHASES = ("between saves", "nothing written", "writing", "one part finished", "all parts finished", "manifest written",
+          "renamed")  # fmt: skip
+KILLS = (("SIGKILL", "one"), ("SIGKILL", "all"), ("SIGTERM", "one"), ("SIGTERM", "all"))
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a trial saves."""
+
+    version: int
+    kind: str
+    asynchronous: bool
+
+    def __str__(self) -> str:
+        return f"FSDP{self.version} {self.kind.lower()} {'asynchronous' if self.asynchronous else 'synchronous'}"
+
+
+SETTINGS = [
+    Setting(version, kind, asynchronous)
+    for version, kind, asynchronous in itertools.product((1, 2), ("SHARDED", "FULL", "LOCAL"), (False, True))
+]
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=100, help="kills; a tenth as many disks are filled")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-disk-full", action="store_true", help="where no tmpfs can be mounted")
+    parser.add_argument("--folder", type=Path, help="where the runs go")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    return parser.parse_args()
+
+
+# What runs on the ranks.
+
+
+def make_dataset() -> Any:
+    import torch
+
+    class Tokens(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 10_000
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            ids = torch.randint(0, 8192, (16,), generator=torch.Generator().manual_seed(index))
+            return {"input_ids": ids, "labels": ids}
+
+    return Tokens()
+
+
+def make_model() -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=8192, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def make_trainer(model: Any, run: Path, setting: Setting, callback: Any, **arguments: Any) -> Any:
+    import hf_fsdp_plugin as hfp
+
+    args = hfp.FsdpTrainingArguments(
+        output_dir=str(run), max_steps=LAST_STEP, per_device_train_batch_size=1, learning_rate=1e-3, logging_steps=1,
+        report_to="none", disable_tqdm=True, use_cpu=True, seed=3, save_strategy="steps", save_steps=INTERVAL,
+        fsdp="full_shard auto_wrap",
+        fsdp_config={
+            "fsdp_version": setting.version, "state_dict_type": setting.kind, "async_save": setting.asynchronous,
+        },
+        **arguments,
+    )  # fmt: skip
+    return hfp.FsdpTrainer(model=model, args=args, train_dataset=make_dataset(), callbacks=[callback])
+
+
+def train(rank: int, say: Callable[..., None], model: Any, run: Path, setting: Setting, **arguments: Any) -> None:
+    """Train until killed, and say what happens: steps, and the begin, hand-over and end of every save."""
+    from transformers import TrainerCallback
+
+    from hf_fsdp_plugin.checkpoint.save import Save
+    from hf_fsdp_plugin.checkpoint.staging import Staging
+
+    def step_of(path: Path) -> int:
+        return int(path.name.rpartition("-")[2])
+
+    def telling(event: str, method: Callable[..., Any], final: Callable[[Any], Path], *, before: bool) -> Any:
+        def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if before:
+                say(event, step_of(final(self)))
+            result = method(self, *args, **kwargs)
+            if not before:
+                say(event, step_of(final(self)))
+            return result
+
+        return told
+
+    Staging.open = telling("began", Staging.open, lambda staging: staging.final, before=True)  # type: ignore[method-assign]
+    Staging.commit = telling("done", Staging.commit, lambda staging: staging.final, before=False)  # type: ignore[method-assign]
+    Save.finish = telling("handed over", Save.finish, lambda save: save.staging.final, before=False)  # type: ignore[method-assign]
+
+    class Tell(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            say("step", state.global_step)
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if "loss" in (logs or {}):
+                say("loss", [state.global_step, logs["loss"]])
+
+    make_trainer(model, run, setting, Tell(), **arguments).train()
+
+
+def resume(rank: int, say: Callable[..., None], model: Any, run: Path, setting: Setting) -> None:
+    """One step from the newest complete checkpoint; then look at it, and at what else is there."""
+    import torch.distributed as dist
+    from transformers import TrainerCallback
+
+    from hf_fsdp_plugin.checkpoint.verify import verify
+
+    class OneStep(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.start = state.global_step
+            say("resumed", state.global_step)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = True
+            control.should_save = False
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if "loss" in (logs or {}):
+                say("loss", [state.global_step, logs["loss"]])
+
+    one_step = OneStep()
+    make_trainer(model, run, setting, one_step).train(resume_from_checkpoint=True)
+    dist.barrier()
+    if rank == 0:
+        verdict = verify(run / f"checkpoint-{one_step.start}")
+        left = [path.name for path in run.iterdir() if path.name.startswith(".")]
+        say("verdict", {"problems": [str(problem) for problem in verdict.problems], "left": sorted(left)})
+
+
+# The trials.
+
+
+class Lost(RanksFailed):
+    """What must not happen."""
+
+
+@dataclass(slots=True)
+class Trial:
+    """What was done to a run, and what became of it."""
+
+    setting: Setting
+    done_to_it: str
+    phase: str = ""
+    resumed: int = -1
+    steps_lost: int = -1
+    saves_lost_steps: int = -1
+    lost: str = ""
+
+
+def phase_of(run: Path, step: int) -> str:
+    root = run / f".checkpoint-{step}.saving"
+    folder = root / f"checkpoint-{step}"
+    if not root.exists():
+        return "between saves"
+    if (run / f"checkpoint-{step}").exists():
+        return "renamed"
+    if (folder / "fsdp_manifest.json").exists():
+        return "manifest written"
+    num_parts = len(list((root / "parts").glob("rank*.json")))
+    if num_parts:
+        return "all parts finished" if num_parts == WORLD_SIZE else "one part finished"
+    return "writing" if any(path.is_file() for path in folder.rglob("*")) else "nothing written"
+
+
+def wait_for_moment(world: World, run: Path, source: random.Random) -> str:
+    """Until the moment at which to kill: at a random time, or as soon as a late phase, which is short, is reached.
+
+    The time is drawn from one of the later saves, or from one save to the next, as long as those before have taken.
+    """
+    step = INTERVAL * source.choice((3, 4))
+    way = source.choices(("in a save", "in an interval", "in a phase"), weights=(5, 1, 4))[0]
+    world.until(lambda: world.time_of("began", step))
+    began, before, before_done = (
+        world.time_of("began", step), world.time_of("began", step - INTERVAL), world.time_of("done", step - INTERVAL)
+    )  # fmt: skip
+    assert began is not None
+    assert before is not None
+    assert before_done is not None
+    if way == "in a phase":
+        wanted = PHASES.index(source.choice(PHASES[3:]))
+        while PHASES.index(phase_of(run, step)) < wanted and world.time_of("done", step) is None:
+            world.listen(0)
+    else:
+        moment = began + source.random() * ((before_done if way == "in a save" else began) - before)
+        time.sleep(max(moment - time.monotonic(), 0))
+    world.listen(0)
+    return phase_of(run, world.last("began"))
+
+
+def kill_trial(
+    model: Any, folder: Path, setting: Setting, kill: tuple[str, str], source: random.Random, losses: list[float]
+) -> Trial:
+    run, log = folder / "run", folder / "log"
+    name, whom = kill
+    trial = Trial(setting, f"{name} {whom}")
+    limit = source.choice((None, 1, 2))
+    world = World.fork(train, log, model, run, setting, save_total_limit=limit)
+    try:
+        trial.phase = wait_for_moment(world, run, source)
+        ranks = list(range(WORLD_SIZE)) if whom == "all" else [source.randrange(WORLD_SIZE)]
+        in_background = min(world.last("handed over", rank) or 0 for rank in range(WORLD_SIZE))
+        done, began, step = (world.last(event) or 0 for event in ("done", "began", "step"))
+        world.signal(signal.Signals[name], ranks)
+        world.end(patience=25.0 if kill == ("SIGTERM", "all") else 1.0)
+    finally:
+        world.close()
+    if kill == ("SIGTERM", "all") and setting.asynchronous:
+        done = max(done, in_background)
+    _resume(trial, model, folder, losses)
+    trial.saves_lost_steps, trial.steps_lost = began - trial.resumed, step - trial.resumed
+    if trial.resumed < done:
+        raise Lost(f"resumed from step {trial.resumed}, and the checkpoint of step {done} had been in its place")
+    if trial.saves_lost_steps > INTERVAL:
+        raise Lost(f"resumed from step {trial.resumed}, and the save of step {began} had begun")
+    if trial.steps_lost > INTERVAL and not setting.asynchronous:
+        raise Lost(f"resumed from step {trial.resumed}, and step {step} had been taken")
+    return trial
+
+
+def _resume(trial: Trial, model: Any, folder: Path, losses: list[float]) -> None:
+    world = World.fork(resume, folder / "log", model, folder / "run", trial.setting)
+    try:
+        world.until(lambda: world.last("verdict") is not None)
+        resumed, verdict, (step, loss) = (world.last(event) for event in ("resumed", "verdict", "loss"))
+    finally:
+        world.close()
+    trial.resumed = resumed
+    if verdict["problems"] or verdict["left"]:
+        raise Lost(f"after the resume from step {resumed}: {verdict}")
+    if step != resumed + 1 or not math.isclose(loss, losses[step], rel_tol=1e-6):
+        raise Lost(f"step {step} after the resume has loss {loss}, the uninterrupted run {losses[step]}")
+
+
+def disk_full_trial(
+    model: Any, folder: Path, setting: Setting, size: int, source: random.Random, losses: list[float]
+) -> Trial:
+    """The first checkpoint fits on the disk, the second does not; training goes on until somebody hears of it."""
+    share = source.uniform(0.02, 0.98)
+    trial = Trial(setting, "disk full", f"{share:.0%} of the save on the disk")
+    run = folder / "run"
+    run.mkdir()
+    space = int(size * (1 + share))
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={space}", "tmpfs", run], check=True)
+    try:
+        world = World.fork(train, folder / "log", model, run, setting)
+        try:
+            world.until(lambda: all(world.last("error", rank) is not None for rank in range(WORLD_SIZE)))
+            errors = [world.last("error", rank) for rank in range(WORLD_SIZE)]
+        finally:
+            world.close()
+        for rank, error in enumerate(errors):
+            if "No space left on device" not in error or f"checkpoint-{2 * INTERVAL}" not in error:
+                raise Lost(f"rank {rank} raised, of a full disk: {error}")
+        left = sorted(path.name for path in run.iterdir())
+        if left != [f"checkpoint-{INTERVAL}"]:
+            raise Lost(f"after the error the folder holds {left}")
+        _resume(trial, model, folder, losses)
+    finally:
+        subprocess.run(["umount", "--lazy", run], check=True)
+    trial.steps_lost = trial.saves_lost_steps = 2 * INTERVAL - trial.resumed
+    return trial
+
+
+def flip_trial(checkpoint: Path, source: random.Random) -> tuple[int, list[str]]:
+    """Number of files, and those in which `verify` did not find the byte that was flipped. They end as they were."""
+    from hf_fsdp_plugin.checkpoint.verify import verify
+
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    overlooked = []
+    for path in files:
+        at, flip = source.randrange(path.stat().st_size), source.randrange(1, 256)
+        with flipped(path, at, flip):
+            problems = verify(checkpoint).problems
+        if not any(path.name in str(problem) for problem in problems):
+            overlooked.append(f"{path.relative_to(checkpoint)} byte {at} ^ {flip:#x}")
+    if problems := verify(checkpoint).problems:
+        raise Lost(f"{checkpoint} is not as it was: {problems}")
+    return len(files), overlooked
+
+
+@contextlib.contextmanager
+def flipped(path: Path, at: int, flip: int) -> Iterator[None]:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ flip]))
+    try:
+        yield
+    finally:
+        with path.open("r+b") as file:
+            file.seek(at)
+            file.write(byte)
+
+
+def undisturbed(model: Any, folder: Path, setting: Setting) -> list[float]:
+    """The losses of a run that nobody kills, by step (nothing at 0), until no killed run can have gone that far."""
+    last = 8 * INTERVAL
+    world = World.fork(train, folder / "log", model, folder / "run", setting)
+    try:
+        world.until(lambda: (world.last("loss") or [0])[0] >= last and world.last("done"))
+        losses = dict(value for _, event, value in world.events[0] if event == "loss")
+    finally:
+        world.close()
+    return [math.nan, *(losses[step] for step in range(1, last + 1))]
+
+
+# All of it.
+
+
+def measure(args: argparse.Namespace) -> int:
+    source = random.Random(args.seed)
+    preload()
+    model = make_model()
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=args.folder, prefix="survival_") as name:
+        root = Path(name)
+        losses, flips, size = references(model, root, source)
+        trials = list(run_trials(args, model, root, source, losses, size))
+    result = summary(args, trials, flips, time.monotonic() - start)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    print_table(result)
+    print(f"Written: {args.out}")
+    return 1 if result["lost"] or any(found["found"] < found["files"] for found in result["flipped_bytes"]) else 0
+
+
+def references(
+    model: Any, root: Path, source: random.Random
+) -> tuple[dict[int, list[float]], list[dict[str, Any]], dict[str, int]]:
+    """Per version the losses of an undisturbed run; per kind the flips that were found and a checkpoint's bytes."""
+    losses, flips, size = {}, [], {}
+    for version, kind in ((1, "SHARDED"), (2, "FULL"), (2, "LOCAL")):
+        setting = Setting(version, kind, asynchronous=False)
+        folder = root / "reference"
+        folder.mkdir()
+        losses[version] = undisturbed(model, folder, setting)
+        checkpoint = folder / "run" / f"checkpoint-{INTERVAL}"
+        size[kind] = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+        num_files, overlooked = flip_trial(checkpoint, source)
+        flips.append({
+            "checkpoint": str(setting), "files": num_files, "found": num_files - len(overlooked),
+            "overlooked": overlooked,
+        })  # fmt: skip
+        print(
+            f"{setting}: a byte flipped in each of {num_files} files, {num_files - len(overlooked)} found", flush=True
+        )
+        shutil.rmtree(folder)
+    return losses, flips, size
+
+
+def run_trials(
+    args: argparse.Namespace, model: Any, root: Path, source: random.Random, losses: dict[int, list[float]],
+    size: dict[str, int],
+) -> Iterator[Trial]:  # fmt: skip
+    """All settings come up alike often, with every way to be killed."""
+    cases = list(itertools.product(SETTINGS, KILLS))
+    source.shuffle(cases)
+    plan: list[tuple[Setting, tuple[str, str] | None]] = [cases[i % len(cases)] for i in range(args.trials)]
+    if not args.no_disk_full:
+        plan += [(SETTINGS[i % len(SETTINGS)], None) for i in range(math.ceil(args.trials / 10))]
+    for number, (setting, kill) in enumerate(plan, 1):
+        folder = root / f"trial{number}"
+        folder.mkdir()
+        began = time.monotonic()
+        try:
+            if kill is not None:
+                trial = kill_trial(model, folder, setting, kill, source, losses[setting.version])
+            else:
+                trial = disk_full_trial(model, folder, setting, size[setting.kind], source, losses[setting.version])
+        except RanksFailed as error:
+            trial = Trial(setting, " ".join(kill) if kill is not None else "disk full", lost=str(error))
+        what = f"LOST: {trial.lost}" if trial.lost else f"resumed from {trial.resumed}, steps lost {trial.steps_lost}"
+        print(
+            f"[{number:3}/{len(plan)}] {setting!s:28} {trial.done_to_it:12} {trial.phase:32} {what} "
+            f"({time.monotonic() - began:.1f} s)",
+            flush=True,
+        )
+        shutil.rmtree(folder)
+        yield trial
+
+
+def summary(
+    args: argparse.Namespace, trials: list[Trial], flips: list[dict[str, Any]], seconds: float
+) -> dict[str, Any]:
+    kills = [trial for trial in trials if trial.done_to_it != "disk full"]
+    phases = Counter(trial.phase for trial in kills)
+    return {
+        **describe(),
+        "command": f"python scripts/bench/survival.py --trials {args.trials} --seed {args.seed}",
+        "model": "Llama, 4 layers, hidden 256, fp32, AdamW, 2 gloo ranks",
+        "seconds": round(seconds),
+        "steps_between_saves": INTERVAL,
+        "kills": len(kills),
+        "kills_by_way": dict(sorted(Counter(trial.done_to_it for trial in kills).items())),
+        "kills_by_setting": dict(sorted(Counter(str(trial.setting) for trial in kills).items())),
+        "kills_by_phase": {phase: phases[phase] for phase in PHASES},
+        "full_disks": len(trials) - len(kills),
+        "lost": [f"{trial.setting}, {trial.done_to_it}, {trial.phase}: {trial.lost}" for trial in trials if trial.lost],
+        "most_steps_lost": {
+            name: max((t.steps_lost for t in kills if t.setting.asynchronous == asynchronous), default=None)
+            for name, asynchronous in (("synchronous", False), ("asynchronous", True))
+        },
+        "most_steps_lost_since_the_last_save_began": max((t.saves_lost_steps for t in kills), default=None),
+        "flipped_bytes": flips,
+    }
+
+
+def print_table(result: dict[str, Any]) -> None:
+    print()
+    for key in ("kills_by_way", "kills_by_phase", "most_steps_lost"):
+        print(f"{key.replace('_', ' ')}:")
+        for name, number in result[key].items():
+            print(f"    {name:20} {number!s:>5}")
+    for found in result["flipped_bytes"]:
+        print(f"flipped bytes found, {found['checkpoint']}: {found['found']} of {found['files']}")
+    for lost in result["lost"]:
+        print(f"LOST: {lost}")
+    print(
+        f"{result['kills']} kills, {result['full_disks']} full disks, {len(result['lost'])} lost, in "
+        f"{result['seconds']} s."
+    )
+
+
+def main() -> int:
+    args = parse_args()
+    if args.no_disk_full or UNSHARED in os.environ:
+        return measure(args)
+    if subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], check=False).returncode != 0:
+        raise SystemExit("no tmpfs can be mounted here, so no disk can be filled: run as root, or with --no-disk-full.")
+    # Its mounts end with it, however it ends.
+    command = ["unshare", "-rm", sys.executable, __file__, *sys.argv[1:]]
+    return subprocess.run(command, env={**os.environ, UNSHARED: "1"}, check=False).returncode
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,312 @@
+"""Saves that fail, and processes that end while they save: what was there stays, and everybody hears of it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cases_checkpoint_failures as cases
+import pytest
+from ranks import Ranks
+
+from hf_fsdp_plugin.checkpoint.completeness import why_incomplete
+from hf_fsdp_plugin.checkpoint.verify import verify
+
+SURVIVAL = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "survival.py"
+IN_BOTH_WAYS = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+
+
+def settings(*, asynchronous: bool, version: int = 2, kind: str = "SHARDED") -> dict[str, Any]:
+    config = {"fsdp_version": version, "state_dict_type": kind, "async_save": asynchronous}
+    return {"fsdp": "full_shard auto_wrap", "fsdp_config": config}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("only root can mount a small disk")
+    yield disk
+    subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+class Nursery:
+    """A process that forks ranks which may end as they like."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=cases.serve, args=(theirs,), daemon=True)
+        self._process.start()
+
+    def run(self, case: Any, *args: Any) -> Any:
+        self._pipe.send((case.__name__, args))
+        assert self._pipe.poll(120), "the case hangs"
+        ok, result = self._pipe.recv()
+        assert ok, result
+        return result
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    yield nursery
+    nursery.stop()
+
+
+def assert_only(run: Path, *names: str) -> None:
+    """These complete checkpoints, and nothing else that a save has left."""
+    left = {path.name for path in run.iterdir() if path.name != "fsdp_report.json"}
+    assert left == set(names)
+    for name in names:
+        assert verify(run / name).problems == ()
+
+
+def assert_refused(outcomes: list[dict[str, Any]], run: Path, *words: str) -> None:
+    """All ranks have raised one error that holds the words, and the checkpoint before it is what there is."""
+    errors = {outcome["error"] for outcome in outcomes}
+    assert len(errors) == 1
+    for word in (str(run / "checkpoint-4"), *words):
+        assert word in next(iter(errors))
+    assert all(outcome["left"] == ["checkpoint-2"] for outcome in outcomes)
+    assert_only(run, "checkpoint-2")
+
+
+def test_killed_ranks_and_full_disks_lose_no_checkpoint(tmp_path: Path) -> None:
+    result = tmp_path / "survival.json"
+    command = [sys.executable, str(SURVIVAL), "--trials", "6", "--seed", "11", "--out", str(result)]
+    command += ["--folder", str(tmp_path)] + ([] if os.geteuid() == 0 else ["--no-disk-full"])
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    told = json.loads(result.read_text())
+    assert told["lost"] == []
+    assert told["kills"] == 6
+    assert all(found["found"] == found["files"] > 10 for found in told["flipped_bytes"])
+
+
+@pytest.mark.parametrize("kind", ["SHARDED", "FULL", "LOCAL"])
+@IN_BOTH_WAYS
+def test_a_full_disk_is_an_error_on_all_ranks(
+    two_ranks: Ranks, small_disk: Path, asynchronous: bool, kind: str
+) -> None:
+    run = small_disk / "run"
+    arguments = settings(asynchronous=asynchronous, kind=kind)
+    outcomes = two_ranks.run(cases.full_disk, str(run), **arguments)
+    assert_refused(outcomes, run, "CheckpointError", "No space left on device", "Free space")
+    # In the background it fails beside the fifth step, which is where all ranks hear of it.
+    assert [outcome["step"] for outcome in outcomes] == [4, 4]
+
+
+def test_the_last_save_of_a_training_that_fails_in_the_background_fails_the_training(
+    two_ranks: Ranks, small_disk: Path
+) -> None:
+    run = small_disk / "run"
+    outcomes = two_ranks.run(cases.full_disk, str(run), max_steps=4, **settings(asynchronous=True))
+    assert_refused(outcomes, run, "No space left on device")
+
+
+@IN_BOTH_WAYS
+def test_a_read_only_disk_is_an_error_on_all_ranks(two_ranks: Ranks, small_disk: Path, asynchronous: bool) -> None:
+    run = small_disk / "run"
+    outcomes = two_ranks.run(cases.read_only, str(run), **settings(asynchronous=asynchronous))
+    assert_refused(outcomes, run, "rank 0: ", "Read-only file system", "Save to a folder that can be written to.")
+
+
+@IN_BOTH_WAYS
+def test_a_checkpoint_under_a_file_is_an_error_on_all_ranks(
+    two_ranks: Ranks, tmp_path: Path, asynchronous: bool
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    errors = two_ranks.run(cases.save_state, str(tmp_path / "file" / "checkpoint"), asynchronous)
+    assert errors[0] == errors[1]
+    assert "Not a directory" in errors[0]
+    assert str(tmp_path / "file") in errors[0]
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@IN_BOTH_WAYS
+def test_a_file_in_a_checkpoints_place_is_not_replaced(two_ranks: Ranks, tmp_path: Path, asynchronous: bool) -> None:
+    (tmp_path / "checkpoint").write_text("mine")
+    errors = two_ranks.run(cases.save_state, str(tmp_path / "checkpoint"), asynchronous)
+    assert errors[0] == errors[1]
+    assert "there is a file of that name" in errors[0]
+    assert (tmp_path / "checkpoint").read_text() == "mine"
+    assert cases.listing(tmp_path) == ["checkpoint"]
+
+
+@IN_BOTH_WAYS
+def test_a_link_in_a_checkpoints_place_stays_and_leads_to_the_checkpoint(
+    two_ranks: Ranks, tmp_path: Path, asynchronous: bool
+) -> None:
+    disk, link = tmp_path / "other disk" / "data", tmp_path / "checkpoint"
+    disk.mkdir(parents=True)
+    (disk / "notes.txt").write_text("mine")
+    link.symlink_to(disk)
+    assert two_ranks.run(cases.save_state, str(link), asynchronous) == ["", ""]
+    assert link.readlink() == disk
+    assert why_incomplete(disk) is None
+    assert (disk / "notes.txt").read_text() == "mine"
+    assert cases.listing(tmp_path) == ["checkpoint", "other disk"]
+    assert cases.listing(disk.parent) == ["data"]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@IN_BOTH_WAYS
+def test_what_one_rank_cannot_write_is_an_error_on_all_ranks(
+    two_ranks: Ranks, tmp_path: Path, asynchronous: bool, version: int
+) -> None:
+    run = tmp_path / "run"
+    arguments = settings(asynchronous=asynchronous, version=version)
+    outcomes = two_ranks.run(cases.one_rank_cannot_write, str(run), **arguments)
+    assert_refused(outcomes, run, "rank 1: ", "File too large", "__1_0.distcp")
+    assert "rank 0" not in outcomes[0]["error"]
+
+
+@pytest.mark.parametrize(("owner", "rank"), [("scheduler", 0), ("random state", 1)])
+@IN_BOTH_WAYS
+def test_what_one_rank_cannot_say_of_its_state_is_an_error_on_all_ranks(
+    two_ranks: Ranks, tmp_path: Path, asynchronous: bool, owner: str, rank: int
+) -> None:
+    run = tmp_path / "run"
+    arguments = settings(asynchronous=asynchronous)
+    outcomes = two_ranks.run(cases.small_file_fails, str(run), owner, rank, **arguments)
+    assert_refused(outcomes, run, f"rank {rank}: ", "no state today")
+
+
+def test_after_a_save_that_failed_the_next_one_works(two_ranks: Ranks, tmp_path: Path) -> None:
+    outcomes = two_ranks.run(cases.fails_and_goes_on, str(tmp_path), **settings(asynchronous=False))
+    assert [len(outcome["errors"]) for outcome in outcomes] == [1, 1]
+    assert_only(tmp_path, "checkpoint-4")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@IN_BOTH_WAYS
+def test_the_next_save_tells_of_the_last_ones_failure(
+    two_ranks: Ranks, tmp_path: Path, asynchronous: bool, version: int
+) -> None:
+    told = two_ranks.run(cases.accelerate_saves, str(tmp_path), asynchronous, version)
+    assert told[0] == told[1]
+    assert len(told[0]) == 1
+    assert told[0][0].startswith("second: " if asynchronous else "first: ")
+    assert str(tmp_path / "first") in told[0][0]
+    assert_only(tmp_path, *([] if asynchronous else ["second"]))
+
+
+@IN_BOTH_WAYS
+def test_an_old_checkpoint_goes_when_the_new_one_is_in_its_place(
+    two_ranks: Ranks, tmp_path: Path, asynchronous: bool
+) -> None:
+    seen = two_ranks.run(cases.watch_rotation, str(tmp_path), **settings(asynchronous=asynchronous))[0]
+    two, four, six = (f"checkpoint-{step}" for step in (2, 4, 6))
+    assert seen == [([two], [two]), ([two, four], [four]), ([four, six], [six])]
+
+
+@IN_BOTH_WAYS
+def test_saving_again_keeps_the_users_files(two_ranks: Ranks, tmp_path: Path, asynchronous: bool) -> None:
+    arguments = settings(asynchronous=asynchronous)
+    two_ranks.run(cases.train, str(tmp_path), max_steps=2, **arguments)
+    folder = tmp_path / "checkpoint-2"
+    before = (folder / "optimizer_0" / ".metadata").stat().st_ino
+    (folder / "plots").mkdir()
+    (folder / "plots" / "loss.svg").write_text("<svg/>")
+    (folder / "notes.txt").write_text("good one")
+    left = two_ranks.run(cases.train, str(tmp_path), max_steps=2, **arguments)[0]
+    assert (folder / "optimizer_0" / ".metadata").stat().st_ino != before
+    assert (folder / "notes.txt").read_text() == "good one"
+    assert (folder / "plots" / "loss.svg").read_text() == "<svg/>"
+    assert [name for name in left if name.startswith(".")] == []
+    assert why_incomplete(folder) is None
+
+
+@pytest.mark.parametrize("renames", [1, 2])
+def test_a_replacement_that_was_cut_off_is_settled_before_resuming(
+    two_ranks: Ranks, tmp_path: Path, renames: int
+) -> None:
+    arguments = settings(asynchronous=False)
+    two_ranks.run(cases.train, str(tmp_path), **arguments)
+    old, away = tmp_path / "checkpoint-4", tmp_path / ".checkpoint-4.replaced"
+    old.rename(away)
+    if renames == 2:
+        # The new one is in its place, and the user's files are not.
+        two_ranks.run(cases.train, str(tmp_path / "again"), **arguments)
+        (tmp_path / "again" / "checkpoint-4").rename(old)
+    (away / "notes.txt").write_text("good one")
+    (tmp_path / ".checkpoint-6.saving" / "checkpoint-6").mkdir(parents=True)
+    assert two_ranks.run(cases.start_of_resume, str(tmp_path), **arguments) == [4, 4]
+    assert (old / "notes.txt").read_text() == "good one"
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_checkpoint_that_cannot_be_replaced_stays(two_ranks: Ranks, tmp_path: Path) -> None:
+    arguments = settings(asynchronous=False)
+    two_ranks.run(cases.train, str(tmp_path), max_steps=2, **arguments)
+    inode = (tmp_path / "checkpoint-2").stat().st_ino
+    errors = two_ranks.run(cases.second_rename_fails, str(tmp_path), **arguments)
+    assert errors[0] == errors[1]
+    assert "Input/output error" in errors[0]
+    assert (tmp_path / "checkpoint-2").stat().st_ino == inode
+    assert_only(tmp_path, "checkpoint-2")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_terminated_process_finishes_what_it_writes(nursery: Nursery, tmp_path: Path, version: int) -> None:
+    run = tmp_path / "run"
+    arguments = settings(asynchronous=True, version=version)
+    end = nursery.run(cases.terminated_while_saving, str(run), False, arguments)
+    assert "checkpoint-4" not in end["before"]
+    assert end["in time"]
+    assert end["codes"] == [-signal.SIGTERM, -signal.SIGTERM]
+    assert_only(run, "checkpoint-4")
+
+
+def test_a_handler_of_the_users_own_is_called_when_the_checkpoint_is_there(nursery: Nursery, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    end = nursery.run(cases.terminated_while_saving, str(run), True, settings(asynchronous=True))
+    assert end["codes"] == [7, 7]
+    assert end["handler"][0] == ["checkpoint-4"]
+    assert end["handler"][1] is not None
+    assert_only(run, "checkpoint-4")
+
+
+def test_training_ends_when_its_last_save_is_written(two_ranks: Ranks, tmp_path: Path) -> None:
+    left = two_ranks.run(cases.train, str(tmp_path), **settings(asynchronous=True))[0]
+    assert left == ["checkpoint-2", "checkpoint-4", "fsdp_report.json"]
+    assert_only(tmp_path, "checkpoint-2", "checkpoint-4")
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("end_training", 0), ("without a word", 0), ("without the group", 0), ("after an exception", 1)],
+)
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_loop_may_end_while_its_last_save_is_written(
+    nursery: Nursery, tmp_path: Path, end: str, code: int, version: int
+) -> None:
+    found = nursery.run(cases.loop_ends_after_saving, str(tmp_path), end, version)
+    assert found["early"] == [False, False], found["log"]
+    assert found["in time"]
+    assert found["codes"] == [code, code], found["log"]
+    assert verify(tmp_path / "last").problems == ()
+
+
+def test_a_loops_last_save_that_fails_is_told_of(nursery: Nursery, tmp_path: Path) -> None:
+    found = nursery.run(cases.loop_ends_after_saving, str(tmp_path), "with an error in the save", 2)
+    assert found["in time"]
+    assert f"{tmp_path / 'last'} was given up, as rank 1 could not write its part." in found["log"]
+    assert f"{tmp_path / 'last'} could not be written: File too large" in found["log"]
+    assert not (tmp_path / "last").exists()
+    assert not list(tmp_path.glob(".*"))
