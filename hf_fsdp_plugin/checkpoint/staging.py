@@ -7,6 +7,7 @@
     run/.checkpoint-20.saving/parts/rank0.failed  instead of it, why there is none
     run/checkpoint-20/                            after the rename
     run/.checkpoint-20.replaced/                  for an instant, the folder that stood there before
+    run/.checkpoint-10.removed.saving/            for an instant, one that is being removed
 
 The parts are files, not messages: a save that goes on in the background must not mix with training's collectives.
 """
@@ -171,6 +172,14 @@ def settle_all(run: Path, prefix: str) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def remove(checkpoint: Path) -> None:
+    """A checkpoint goes as it has come, at once: while its files go, it has the name of a staging folder."""
+    remains = checkpoint.with_name(f".{checkpoint.name.removeprefix('.')}.removed{SAVING}")
+    shutil.rmtree(remains, ignore_errors=True)
+    checkpoint.rename(remains)
+    shutil.rmtree(remains, ignore_errors=True)
+
+
 def joined(written: Sequence[FileRecord]) -> dict[str, FileRecord]:
     """One record a file, for files that several ranks have written parts of."""
     ranges: dict[str, list[FileRange]] = {}
@@ -203,19 +212,13 @@ def _put_in_place(folder: Path, final: Path) -> None:
 
 
 def _clear_away(before: Path, final: Path) -> None:
-    """Of a folder that was replaced, the user's files go to ``final``, and the rest goes.
-
-    It gets the name of a staging folder for its last moments: cut off in them, it is not searched for files again.
-    """
+    """Of a folder that was replaced, the user's files go to ``final``, and the rest goes."""
     for relative in _not_the_checkpoint(before):
         target = final / relative
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             (before / relative).rename(target)
-    remains = before.with_name(f"{before.name}{SAVING}")
-    shutil.rmtree(remains, ignore_errors=True)
-    before.rename(remains)
-    shutil.rmtree(remains, ignore_errors=True)
+    remove(before)
 
 
 def _not_the_checkpoint(folder: Path) -> list[Path]:

@@ -5,7 +5,6 @@ Functions around Accelerate's own methods; read against accelerate 1.15.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.checkpoint import host_format
 from hf_fsdp_plugin.checkpoint import save as saves
 from hf_fsdp_plugin.checkpoint.completeness import newest_complete, why_incomplete
-from hf_fsdp_plugin.checkpoint.staging import settle, settle_all
+from hf_fsdp_plugin.checkpoint.staging import remove, settle, settle_all
 from hf_fsdp_plugin.host.plugin import PlannedFsdpPlugin
 from hf_fsdp_plugin.host.saving import manifest, saving
 from hf_fsdp_plugin.host.tell import tell
@@ -92,7 +91,7 @@ def _rotate(run: Path, limit: int | None) -> None:
         if path.name.removeprefix(PREFIX).isdigit()
     ]
     for _, path in sorted(numbered)[: -limit if limit else 0]:
-        shutil.rmtree(path, ignore_errors=True)
+        remove(path)
 
 
 def load_state(original: Callable[..., Any], accelerator: Any, input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ from hf_fsdp_plugin.checkpoint import save as saves
 from hf_fsdp_plugin.checkpoint.completeness import newest_complete, why_incomplete
 from hf_fsdp_plugin.checkpoint.manifest import read_manifest
 from hf_fsdp_plugin.checkpoint.shards import model_shards
-from hf_fsdp_plugin.checkpoint.staging import settle, settle_all
+from hf_fsdp_plugin.checkpoint.staging import remove, settle, settle_all
 from hf_fsdp_plugin.host.prepare import planned_plugin
 from hf_fsdp_plugin.host.saving import manifest, saving
 from hf_fsdp_plugin.host.tell import tell
@@ -52,7 +52,7 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
         asynchronous=asynchronous,
         batch=_batch(trainer),
     )
-    save.finish(facts, after=lambda: _rotate(trainer, run))
+    save.finish(facts, after=lambda: _rotate(trainer, run, final))
 
 
 @contextmanager
@@ -74,15 +74,22 @@ def _name_best(trainer: Any, *, staged: Path, final: Path) -> None:
             state.save_to_json(str(staged / "trainer_state.json"))
 
 
-def _rotate(trainer: Any, run: Path) -> None:
-    from transformers.trainer_utils import rotate_checkpoints
+def _rotate(trainer: Any, run: Path, newest: Path) -> None:
+    """As the Trainer does it, but that a checkpoint is never there in part.
 
-    rotate_checkpoints(
-        output_dir=str(run),
-        save_total_limit=trainer.args.save_total_limit,
-        best_model_checkpoint=trainer.state.best_model_checkpoint,
-        use_mtime=True,
-    )
+    A removal that was cut off would leave a folder with a recent date, which outlives a whole checkpoint.
+    """
+    from transformers.trainer_utils import sort_checkpoints
+
+    limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
+    if limit is None or limit <= 0:
+        return
+    protected = {newest} | ({Path(best)} if best is not None else set())
+    # By date: a run that begins anew in an old one's folder has lower numbers.
+    checkpoints = [Path(path) for path in sort_checkpoints(str(run), use_mtime=True)]
+    num_to_remove = max(len(checkpoints) - max(limit, len(protected)), 0)
+    for path in [path for path in checkpoints if path not in protected][:num_to_remove]:
+        remove(path)
 
 
 def _batch(trainer: Any) -> dict[str, Any]:

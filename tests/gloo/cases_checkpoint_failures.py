@@ -22,6 +22,7 @@ from transformers import TrainerCallback
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.checkpoint import save as saves
 from hf_fsdp_plugin.checkpoint.completeness import why_incomplete
+from hf_fsdp_plugin.host import accelerate_checkpoints, trainer_checkpoints
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
 
@@ -172,30 +173,44 @@ def fails_and_goes_on(output_dir: str, **arguments: Any) -> dict[str, Any]:
     return {"errors": errors, "left": listing(Path(output_dir))}
 
 
-def watch_rotation(output_dir: str, **arguments: Any) -> list[tuple[list[str], list[str]]]:
-    """The complete checkpoints before and after each removal of old ones, as rank 0 sees them."""
-    from transformers import trainer_utils
-
-    original, seen = trainer_utils.rotate_checkpoints, []
-
-    def complete() -> list[str]:
-        return [path.name for path in sorted(Path(output_dir).glob("checkpoint-*")) if why_incomplete(path) is None]
-
-    def rotate(*args: Any, **kwargs: Any) -> None:
-        if Path(kwargs["output_dir"]) != Path(output_dir):  # the Trainer's own, of a staging folder
-            return original(*args, **kwargs)
-        before = complete()
-        original(*args, **kwargs)
-        seen.append((before, complete()))
-
-    trainer_utils.rotate_checkpoints = rotate
-    try:
+def watch_removals(output_dir: str, **arguments: Any) -> list[tuple[list[str], list[str]]]:
+    """The checkpoints that are complete before and after each removal of an old one, as rank 0 sees them."""
+    with _watched(trainer_checkpoints, Path(output_dir)) as seen:
         make_trainer(
             output_dir, save_strategy="steps", save_steps=2, max_steps=6, save_total_limit=1, **arguments
         ).train()
-    finally:
-        trainer_utils.rotate_checkpoints = original
     return seen
+
+
+def watch_accelerates_removals(folder: str, asynchronous: bool) -> list[tuple[list[str], list[str]]]:
+    """The same of the checkpoints that Accelerate names and counts."""
+    accelerator = accelerate_loop(asynchronous, 2)
+    project = accelerator.project_configuration
+    project.project_dir, project.automatic_checkpoint_naming, project.total_limit = folder, True, 1
+    with _watched(accelerate_checkpoints, Path(folder) / "checkpoints") as seen:
+        for _ in range(3):
+            accelerator.save_state()
+        saves.wait()
+    return seen
+
+
+@contextlib.contextmanager
+def _watched(module: Any, run: Path) -> Iterator[list[tuple[list[str], list[str]]]]:
+    original, seen = module.remove, []
+
+    def complete() -> list[str]:
+        return [path.name for path in sorted(run.glob("checkpoint*")) if why_incomplete(path) is None]
+
+    def remove(path: Path) -> None:
+        before = complete()
+        original(path)
+        seen.append((before, complete()))
+
+    module.remove = remove
+    try:
+        yield seen
+    finally:
+        module.remove = original
 
 
 def train(output_dir: str, **arguments: Any) -> list[str]:

@@ -210,9 +210,30 @@ def test_the_next_save_tells_of_the_last_ones_failure(
 def test_an_old_checkpoint_goes_when_the_new_one_is_in_its_place(
     two_ranks: Ranks, tmp_path: Path, asynchronous: bool
 ) -> None:
-    seen = two_ranks.run(cases.watch_rotation, str(tmp_path), **settings(asynchronous=asynchronous))[0]
+    seen = two_ranks.run(cases.watch_removals, str(tmp_path), **settings(asynchronous=asynchronous))[0]
     two, four, six = (f"checkpoint-{step}" for step in (2, 4, 6))
-    assert seen == [([two], [two]), ([two, four], [four]), ([four, six], [six])]
+    assert seen == [([two, four], [four]), ([four, six], [six])]
+    assert_only(tmp_path, six)
+
+
+@IN_BOTH_WAYS
+def test_an_old_checkpoint_of_accelerates_goes_when_the_new_one_is_in_its_place(
+    two_ranks: Ranks, tmp_path: Path, asynchronous: bool
+) -> None:
+    seen = two_ranks.run(cases.watch_accelerates_removals, str(tmp_path), asynchronous)[0]
+    zero, one, two = (f"checkpoint_{number}" for number in (0, 1, 2))
+    assert seen == [([zero, one], [one]), ([one, two], [two])]
+    assert_only(tmp_path / "checkpoints", two)
+
+
+def test_what_is_left_of_a_removal_is_no_checkpoint(two_ranks: Ranks, tmp_path: Path) -> None:
+    arguments = settings(asynchronous=False)
+    two_ranks.run(cases.train, str(tmp_path), **arguments)
+    remains = tmp_path / ".checkpoint-4.removed.saving"
+    (tmp_path / "checkpoint-4").rename(remains)
+    (remains / "fsdp_manifest.json").unlink()
+    assert two_ranks.run(cases.start_of_resume, str(tmp_path), **arguments) == [2, 2]
+    assert not remains.exists()
 
 
 @IN_BOTH_WAYS
