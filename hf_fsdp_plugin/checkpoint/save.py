@@ -63,6 +63,10 @@ class SaveOutcome:
 last_outcome: SaveOutcome | None = None
 
 
+class _GivenUp(CheckpointError):
+    """The consequence of an error on another rank, which is the one to tell."""
+
+
 class Save:
     """Made by :func:`begin`. What ranks add goes through :meth:`write`; :meth:`finish` puts the checkpoint in place."""
 
@@ -102,7 +106,6 @@ class Save:
     def _copy(self, images: list[FileImage]) -> torch.Tensor:
         memory = _arena(len(self._staged)).take(sum(image.span for image in images), pinned=on_accelerator(images))
         stage(images, memory)
-        # The model's tensors are not needed any more, and must not be held.
         return memory
 
     def finish(self, manifest: Manifest, after: Callable[[], None] | None = None) -> None:
@@ -170,7 +173,7 @@ class Save:
         while (parts := self.staging.parts(self._world_size)) is None:
             failures = self.staging.failures()
             if failures or self._given_up.wait(_LOOK_AGAIN):
-                raise CheckpointError([_other_rank_failed(self.staging.final, failures)])
+                raise _GivenUp([_other_rank_failed(self.staging.final, failures)])
         assert self._manifest is not None
         self.staging.commit(parts, self._manifest)
         if self._after is not None:
@@ -187,7 +190,7 @@ class Save:
             self._thread.join()
             try:
                 with on_all_ranks(f"writing {self.staging.final} in the background"):
-                    if self._error is not None and not _is_consequence(self._error):
+                    if self._error is not None and not isinstance(self._error, _GivenUp):
                         raise self._error
             finally:
                 self._retire()
@@ -218,7 +221,7 @@ class Save:
             if (newest := self.staging.newest()) != seen or not self._part_done:
                 seen, since = newest, time.monotonic()
             elif time.monotonic() - since > _LAST_PATIENCE:
-                raise CheckpointError([_other_rank_failed(self.staging.final, self.staging.failures())])
+                raise _GivenUp([_other_rank_failed(self.staging.final, self.staging.failures())])
         if self._error is not None:
             if self._rank == 0:
                 self.staging.discard()
@@ -270,10 +273,6 @@ def _other_rank_failed(final: Path, failures: dict[int, str]) -> Problem:
     who = ", ".join(f"rank {rank}" for rank in failures) or "another rank"
     why = "".join(f" rank {rank}: {text}" for rank, text in failures.items())
     return Problem(severity="error", message=f"{final} was given up, as {who} could not write its part.{why}")
-
-
-def _is_consequence(error: Exception) -> bool:
-    return isinstance(error, CheckpointError) and "was given up" in str(error)
 
 
 # While a save is in flight: a look at every optimizer step, and manners for the end of the process.
