@@ -96,4 +96,4 @@ class SpecError(ValueError):
 
 
 class CheckpointError(SpecError):
-    """All problems of a checkpoint at once: a damaged, incomplete, foreign or unreadable one, or one that is no such."""
+    """All problems of a checkpoint at once: it is damaged, incomplete, foreign, unreadable, or none at all."""

@@ -22,6 +22,7 @@ from hf_fsdp_plugin.checkpoint.host_format import model_files, optimizer_files
 from hf_fsdp_plugin.checkpoint.images import on_accelerator
 from hf_fsdp_plugin.checkpoint.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.shards import model_shards, optimizer_shards
+from hf_fsdp_plugin.observe.settings import planned_value
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.spec.model import StateDictKind
 
@@ -72,7 +73,8 @@ def manifest(
 
 
 def _settings(plan: FsdpPlan) -> dict[str, Any]:
-    return {name: value for name, value, _ in plan.spec.settings() if not name.startswith("launch.")}
+    names = [name for name, _, _ in plan.spec.settings() if not name.startswith("launch.")]
+    return {name: planned_value(plan, name) for name in names}
 
 
 def prepare_memory_after_first_step(accelerator: Any, kind: StateDictKind) -> None:

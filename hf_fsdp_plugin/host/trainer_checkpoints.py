@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.checkpoint import host_format
@@ -158,9 +159,22 @@ def _write_companions(trainer: Any, folder: Path) -> None:
             trainer._save(str(folder), state_dict=_under_live_names(adapters, unwrapped(trainer.model)))
             _clean_names(folder)
         else:
-            trainer._save(str(folder), state_dict={})
+            with _without_progress_bar():
+                trainer._save(str(folder), state_dict={})
             # What the methods of Transformers make of no weights.
             (folder / "model.safetensors").unlink(missing_ok=True)
+
+
+@contextmanager
+def _without_progress_bar() -> Iterator[None]:
+    """Transformers would show one of no weights."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _under_live_names(state: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:

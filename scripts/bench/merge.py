@@ -4,8 +4,8 @@ Two gloo ranks write a Llama's shards (fp32, 0.52 B parameters) as the stock sta
 from start to end, in turns whose order flips from pair to pair. Before each the checkpoint is read once and what others
 have left to write is written, so that the page cache is the same for all; the last output is removed. Memory is the
 largest process' peak resident set. ``ours`` merges a checkpoint as the plugin leaves it, with config and manifest, and
-compares the result with that. ``ours_and_model`` merges the same as the stock stack leaves it, and gets a config: it also
-builds the model on the meta device (which costs the import of torch and Transformers) to compare names and shapes.
+compares the result with that. ``ours_and_model`` merges the same as the stock stack leaves it, and gets a config: it
+also builds the model on the meta device (which costs the import of torch and Transformers) to compare names and shapes.
 
     python scripts/bench/merge.py              (six minutes on 2 cores, 15 GB of disk; writes docs/results/merge.json)
 """
