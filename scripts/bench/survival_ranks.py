@@ -1,0 +1,129 @@
+"""What the ranks of ``survival.py`` do: train until they are killed, and resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+INTERVAL, LAST_STEP = 2, 40
+"""Steps from save to save, and in all; nobody gets that far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a trial saves."""
+
+    version: int
+    kind: str
+    asynchronous: bool
+
+    def __str__(self) -> str:
+        return f"FSDP{self.version} {self.kind.lower()} {'asynchronous' if self.asynchronous else 'synchronous'}"
+
+
+def make_dataset() -> Any:
+    import torch
+
+    class Tokens(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 10_000
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            ids = torch.randint(0, 8192, (16,), generator=torch.Generator().manual_seed(index))
+            return {"input_ids": ids, "labels": ids}
+
+    return Tokens()
+
+
+def make_model() -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=8192, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def make_trainer(model: Any, run: Path, setting: Setting, callback: Any, **arguments: Any) -> Any:
+    import hf_fsdp_plugin as hfp
+
+    args = hfp.FsdpTrainingArguments(
+        output_dir=str(run), max_steps=LAST_STEP, per_device_train_batch_size=1, learning_rate=1e-3, logging_steps=1,
+        report_to="none", disable_tqdm=True, use_cpu=True, seed=3, save_strategy="steps", save_steps=INTERVAL,
+        fsdp="full_shard auto_wrap",
+        fsdp_config={
+            "fsdp_version": setting.version, "state_dict_type": setting.kind, "async_save": setting.asynchronous,
+        },
+        **arguments,
+    )  # fmt: skip
+    return hfp.FsdpTrainer(model=model, args=args, train_dataset=make_dataset(), callbacks=[callback])
+
+
+def train(rank: int, say: Callable[..., None], model: Any, run: Path, setting: Setting, **arguments: Any) -> None:
+    """Train until killed, and say what happens: steps, and the begin, hand-over and end of every save."""
+    from transformers import TrainerCallback
+
+    from hf_fsdp_plugin.checkpoint.save import Save
+    from hf_fsdp_plugin.checkpoint.staging import Staging
+
+    def step_of(path: Path) -> int:
+        return int(path.name.rpartition("-")[2])
+
+    def telling(event: str, method: Callable[..., Any], final: Callable[[Any], Path], *, before: bool) -> Any:
+        def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if before:
+                say(event, step_of(final(self)))
+            result = method(self, *args, **kwargs)
+            if not before:
+                say(event, step_of(final(self)))
+            return result
+
+        return told
+
+    Staging.open = telling("began", Staging.open, lambda staging: staging.final, before=True)  # type: ignore[method-assign]
+    Staging.commit = telling("done", Staging.commit, lambda staging: staging.final, before=False)  # type: ignore[method-assign]
+    Save.finish = telling("handed over", Save.finish, lambda save: save.staging.final, before=False)  # type: ignore[method-assign]
+
+    class Tell(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            say("step", state.global_step)
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if "loss" in (logs or {}):
+                say("loss", [state.global_step, logs["loss"]])
+
+    make_trainer(model, run, setting, Tell(), **arguments).train()
+
+
+def resume(rank: int, say: Callable[..., None], model: Any, run: Path, setting: Setting) -> None:
+    """One step from the newest complete checkpoint; then look at it, and at what else is there."""
+    import torch.distributed as dist
+    from transformers import TrainerCallback
+
+    from hf_fsdp_plugin.checkpoint.verify import verify
+
+    class OneStep(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.start = state.global_step
+            say("resumed", state.global_step)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = True
+            control.should_save = False
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if "loss" in (logs or {}):
+                say("loss", [state.global_step, logs["loss"]])
+
+    one_step = OneStep()
+    make_trainer(model, run, setting, one_step).train(resume_from_checkpoint=True)
+    dist.barrier()
+    if rank == 0:
+        verdict = verify(run / f"checkpoint-{one_step.start}")
+        left = [path.name for path in run.iterdir() if path.name.startswith(".")]
+        say("verdict", {"problems": [str(problem) for problem in verdict.problems], "left": sorted(left)})
