@@ -130,8 +130,8 @@ def check_checkpoint(accelerator: Any, kind: str, step: Callable[[], float]) -> 
     """A checkpoint written beside a step, then the steps after it once more from what was written."""
     import torch.distributed as dist
 
-    from hf_fsdp_plugin.checkpoint import save as saves
-    from hf_fsdp_plugin.checkpoint.verify import verify
+    from hf_fsdp_plugin.checkpoint.checking.verify import verify
+    from hf_fsdp_plugin.checkpoint.writing import save as saves
 
     folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folders)

@@ -1,1 +1,1 @@
-"""What a run leaves behind: model and optimizer state on disk, and back."""
+"""What a run leaves behind: written whole or not at all, read in any world, verified, merged."""

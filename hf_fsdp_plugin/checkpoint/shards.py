@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from hf_fsdp_plugin.backends.fsdp2 import reshard
-from hf_fsdp_plugin.checkpoint.boxes import Box, flat_range, whole
+from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, whole
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 

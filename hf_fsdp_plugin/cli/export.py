@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from hf_fsdp_plugin.checkpoint.completeness import newest_complete
+from hf_fsdp_plugin.checkpoint.checking.completeness import newest_complete
 from hf_fsdp_plugin.cli import merge
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem
 

@@ -7,11 +7,11 @@ import json
 import sys
 from pathlib import Path
 
-from hf_fsdp_plugin.checkpoint.index import model_index
-from hf_fsdp_plugin.checkpoint.inspection import checkpoints_of_run
-from hf_fsdp_plugin.checkpoint.manifest import MANIFEST_NAME
-from hf_fsdp_plugin.checkpoint.stretches import Progress
-from hf_fsdp_plugin.checkpoint.verify import Verdict, verify
+from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoints_of_run
+from hf_fsdp_plugin.checkpoint.checking.stretches import Progress
+from hf_fsdp_plugin.checkpoint.checking.verify import Verdict, verify
+from hf_fsdp_plugin.checkpoint.formats.index import model_index
+from hf_fsdp_plugin.checkpoint.formats.manifest import MANIFEST_NAME
 from hf_fsdp_plugin.problems import CheckpointError
 
 HELP = "Check every byte of a checkpoint against its manifest, and every name and shape against its config."

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.shard import plan_of
-from hf_fsdp_plugin.checkpoint import host_format
-from hf_fsdp_plugin.checkpoint import save as saves
-from hf_fsdp_plugin.checkpoint.completeness import newest_complete, why_incomplete
-from hf_fsdp_plugin.checkpoint.staging import remove, settle, settle_all
+from hf_fsdp_plugin.checkpoint.checking.completeness import newest_complete, why_incomplete
+from hf_fsdp_plugin.checkpoint.writing import save as saves
+from hf_fsdp_plugin.checkpoint.writing import state_files
+from hf_fsdp_plugin.checkpoint.writing.staging import remove, settle, settle_all
 from hf_fsdp_plugin.host.plugin import PlannedFsdpPlugin
 from hf_fsdp_plugin.host.saving import manifest, saving
 from hf_fsdp_plugin.host.tell import tell
@@ -142,5 +142,5 @@ def save_model(
         with on_all_ranks(f"writing {save_directory}"):
             if dist.get_rank() == 0:
                 write_model_config(model, save.folder)
-        host_format.save_model(model, save.folder, "full", max_shard_size=size)
+        state_files.save_model(model, save.folder, "full", max_shard_size=size)
     save.finish(manifest(model, "full", step=accelerator.step or None, batch={}))

@@ -33,8 +33,10 @@ def _checkpoint_function(name: str, original: Callable[..., Any]) -> Callable[..
 
     @functools.wraps(original)
     def function(fsdp_plugin: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-        from hf_fsdp_plugin.checkpoint import host_format, reader
-        from hf_fsdp_plugin.checkpoint.save import open_save
+        from hf_fsdp_plugin.checkpoint.reading.model import load_model
+        from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer
+        from hf_fsdp_plugin.checkpoint.writing import state_files
+        from hf_fsdp_plugin.checkpoint.writing.save import open_save
         from hf_fsdp_plugin.host.plugin import PlannedFsdpPlugin
 
         if not isinstance(fsdp_plugin, PlannedFsdpPlugin):
@@ -48,14 +50,14 @@ def _checkpoint_function(name: str, original: Callable[..., Any]) -> Callable[..
             optimizer = getattr(given["optimizer"], "optimizer", given["optimizer"])
             number = given["optimizer_index"]
             if name.startswith("save"):
-                return host_format.save_optimizer(given["model"], optimizer, folder, kind, number)
-            return reader.load_optimizer(given["model"], optimizer, folder, number)
+                return state_files.save_optimizer(given["model"], optimizer, folder, kind, number)
+            return load_optimizer(given["model"], optimizer, folder, number)
         number, adapters = given["model_index"], _adapter_only(given)
         if name.startswith("load"):
-            return reader.load_model(given["model"], folder, number, adapter_only=adapters)
+            return load_model(given["model"], folder, number, adapter_only=adapters)
         save = open_save(folder)
         if save is None or number not in save.models:  # the Trainer's model is saved with its config
-            host_format.save_model(given["model"], folder, kind, number, adapter_only=adapters)
+            state_files.save_model(given["model"], folder, kind, number, adapter_only=adapters)
         return None
 
     setattr(function, PATCHED, original)

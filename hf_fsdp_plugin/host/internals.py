@@ -245,7 +245,7 @@ def _hook_accelerator(module: ModuleType) -> None:
 
     def get_state_dict(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         from hf_fsdp_plugin.backends.shard import plan_of
-        from hf_fsdp_plugin.checkpoint.host_format import full_model_state
+        from hf_fsdp_plugin.checkpoint.writing.state_files import full_model_state
 
         return original(model, *args, **kwargs) if plan_of(model) is None else full_model_state(model)
 

@@ -12,7 +12,7 @@ from weakref import WeakSet
 import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.shard import plan_of
-from hf_fsdp_plugin.checkpoint import save as saves
+from hf_fsdp_plugin.checkpoint.writing import save as saves
 from hf_fsdp_plugin.host import session
 from hf_fsdp_plugin.host.tell import tell
 from hf_fsdp_plugin.observe.optimizer import optimizer_of, trained_pair

@@ -15,13 +15,13 @@ from torch import nn
 from hf_fsdp_plugin import __version__
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.shard import plan_of
-from hf_fsdp_plugin.checkpoint import save as saves
-from hf_fsdp_plugin.checkpoint.dcp_writer import dtype_name
-from hf_fsdp_plugin.checkpoint.failures import in_words
-from hf_fsdp_plugin.checkpoint.host_format import model_files, optimizer_files
-from hf_fsdp_plugin.checkpoint.images import on_accelerator
-from hf_fsdp_plugin.checkpoint.manifest import Manifest
+from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.shards import model_shards, optimizer_shards
+from hf_fsdp_plugin.checkpoint.writing import save as saves
+from hf_fsdp_plugin.checkpoint.writing.dcp import dtype_name
+from hf_fsdp_plugin.checkpoint.writing.failures import in_words
+from hf_fsdp_plugin.checkpoint.writing.images import on_accelerator
+from hf_fsdp_plugin.checkpoint.writing.state_files import model_files, optimizer_files
 from hf_fsdp_plugin.observe.settings import planned_value
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.spec.model import StateDictKind

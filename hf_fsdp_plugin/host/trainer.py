@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.utils import find_labels
 
 from hf_fsdp_plugin.backends.fsdp2 import reshard
-from hf_fsdp_plugin.checkpoint import save as saves
+from hf_fsdp_plugin.checkpoint.writing import save as saves
 from hf_fsdp_plugin.host import session
 from hf_fsdp_plugin.host.arguments import follow_launcher, process_fsdp_args
 from hf_fsdp_plugin.host.internals import hook_accelerate, hook_trainer_checkpoints

@@ -16,12 +16,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
-from hf_fsdp_plugin.checkpoint import host_format
-from hf_fsdp_plugin.checkpoint import save as saves
-from hf_fsdp_plugin.checkpoint.completeness import newest_complete, why_incomplete
-from hf_fsdp_plugin.checkpoint.manifest import read_manifest
+from hf_fsdp_plugin.checkpoint.checking.completeness import newest_complete, why_incomplete
+from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
 from hf_fsdp_plugin.checkpoint.shards import model_shards
-from hf_fsdp_plugin.checkpoint.staging import remove, settle, settle_all
+from hf_fsdp_plugin.checkpoint.writing import save as saves
+from hf_fsdp_plugin.checkpoint.writing import state_files
+from hf_fsdp_plugin.checkpoint.writing.staging import remove, settle, settle_all
 from hf_fsdp_plugin.host.prepare import planned_plugin
 from hf_fsdp_plugin.host.saving import manifest, saving
 from hf_fsdp_plugin.host.tell import tell
@@ -119,7 +119,7 @@ def save_model(
         adapters, kind = _is_peft(trainer), plugin.state_dict_kind
         if adapters and kind == "full":
             kind = "sharded"  # whole they are there already, in PEFT's file, and a model.safetensors would mislead
-        host_format.save_model(trainer.model, folder, kind, adapter_only=adapters)
+        state_files.save_model(trainer.model, folder, kind, adapter_only=adapters)
         return None
     _export(original, trainer, folder)
     if trainer.args.push_to_hub and not _internal_call:
@@ -142,7 +142,7 @@ def _export(original: Callable[..., Any], trainer: Any, folder: Path) -> None:
     with saving(folder, into=True) as save:
         _write_companions(trainer, save.folder)
         if not _is_peft(trainer):
-            host_format.save_model(trainer.model, save.folder, "full")
+            state_files.save_model(trainer.model, save.folder, "full")
     save.finish(manifest(trainer.model, "full", step=trainer.state.global_step, batch=_batch(trainer)))
 
 
@@ -151,7 +151,7 @@ def _write_companions(trainer: Any, folder: Path) -> None:
 
     Adapters are small, and written whole: PEFT's format is what they are used by. Collective.
     """
-    adapters = host_format.trainable_state(trainer.model) if _is_peft(trainer) else None
+    adapters = state_files.trainable_state(trainer.model) if _is_peft(trainer) else None
     with on_all_ranks(f"writing {folder}"):
         if not trainer.args.should_save:
             return

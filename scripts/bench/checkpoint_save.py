@@ -140,7 +140,7 @@ def measured_callback(args: argparse.Namespace, folder: Path, results: dict[str,
     import torch.distributed as dist
     from transformers import Trainer, TrainerCallback
 
-    from hf_fsdp_plugin.checkpoint import save as saves
+    from hf_fsdp_plugin.checkpoint.writing import save as saves
 
     plan = schedule(args)
 

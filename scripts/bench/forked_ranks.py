@@ -45,8 +45,8 @@ def preload() -> None:
     import torch.distributed.checkpoint.state_dict
     import torch.distributed.fsdp
 
-    import hf_fsdp_plugin.checkpoint.reader
-    import hf_fsdp_plugin.checkpoint.verify
+    import hf_fsdp_plugin.checkpoint.checking.verify
+    import hf_fsdp_plugin.checkpoint.reading.model
     import hf_fsdp_plugin.host.trainer  # noqa: F401
 
 

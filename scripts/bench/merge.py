@@ -98,7 +98,7 @@ def write_checkpoint(folder: Path, layers: int) -> None:
 
 
 def write_manifest(folder: Path, parameters: dict[str, tuple[str, tuple[int, ...]]]) -> None:
-    from hf_fsdp_plugin.checkpoint.manifest import MANIFEST_NAME, Manifest, record_file, to_text
+    from hf_fsdp_plugin.checkpoint.formats.manifest import MANIFEST_NAME, Manifest, record_file, to_text
 
     files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
     manifest = Manifest(
@@ -162,9 +162,9 @@ def measure(command: list[str], folder: Path, out: Path) -> Run:
 def check_equal(ours: Path, stock: Path) -> None:
     """Times of different results say nothing."""
     sys.path.insert(0, str(ROOT))
-    from hf_fsdp_plugin.checkpoint.index import model_index
-    from hf_fsdp_plugin.checkpoint.merge_check import same_elements
-    from hf_fsdp_plugin.checkpoint.merge_read import InputFiles
+    from hf_fsdp_plugin.checkpoint.formats.index import model_index
+    from hf_fsdp_plugin.checkpoint.merging.check import same_elements
+    from hf_fsdp_plugin.checkpoint.merging.read import InputFiles
 
     mine, theirs = model_index(ours).tensors, model_index(stock).tensors
     if mine.keys() != theirs.keys():

@@ -197,7 +197,7 @@ def disk_full_trial(
 
 def flip_trial(checkpoint: Path, source: random.Random) -> tuple[int, list[str]]:
     """Number of files, and those in which `verify` did not find the byte that was flipped. They end as they were."""
-    from hf_fsdp_plugin.checkpoint.verify import verify
+    from hf_fsdp_plugin.checkpoint.checking.verify import verify
 
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
     overlooked = []

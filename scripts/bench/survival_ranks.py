@@ -68,8 +68,8 @@ def train(rank: int, say: Callable[..., None], model: Any, run: Path, setting: S
     """Train until killed, and say what happens: steps, and the begin, hand-over and end of every save."""
     from transformers import TrainerCallback
 
-    from hf_fsdp_plugin.checkpoint.save import Save
-    from hf_fsdp_plugin.checkpoint.staging import Staging
+    from hf_fsdp_plugin.checkpoint.writing.save import Save
+    from hf_fsdp_plugin.checkpoint.writing.staging import Staging
 
     def step_of(path: Path) -> int:
         return int(path.name.rpartition("-")[2])
@@ -105,7 +105,7 @@ def resume(rank: int, say: Callable[..., None], model: Any, run: Path, setting: 
     import torch.distributed as dist
     from transformers import TrainerCallback
 
-    from hf_fsdp_plugin.checkpoint.verify import verify
+    from hf_fsdp_plugin.checkpoint.checking.verify import verify
 
     class OneStep(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

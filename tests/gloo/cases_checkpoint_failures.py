@@ -20,8 +20,8 @@ from tiny import global_batch, my_part, parallel_config, tiny_llama
 from transformers import TrainerCallback
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.checkpoint import save as saves
-from hf_fsdp_plugin.checkpoint.completeness import why_incomplete
+from hf_fsdp_plugin.checkpoint.checking.completeness import why_incomplete
+from hf_fsdp_plugin.checkpoint.writing import save as saves
 from hf_fsdp_plugin.host import accelerate_checkpoints, trainer_checkpoints
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))

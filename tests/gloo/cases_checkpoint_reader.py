@@ -16,9 +16,9 @@ from tiny import global_batch, my_part, parallel_config, tiny_llama
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
-from hf_fsdp_plugin.checkpoint.host_format import save_model, save_optimizer
-from hf_fsdp_plugin.checkpoint.reader import load_model, load_optimizer
+from hf_fsdp_plugin.checkpoint.reading.model import load_model, load_optimizer
 from hf_fsdp_plugin.checkpoint.shards import Held, optimizer_shards
+from hf_fsdp_plugin.checkpoint.writing.state_files import save_model, save_optimizer
 from hf_fsdp_plugin.host.checkpoints import PATCHED
 from hf_fsdp_plugin.problems import SpecError
 

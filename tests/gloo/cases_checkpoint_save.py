@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from hf_fsdp_plugin.checkpoint import save as saves
+from hf_fsdp_plugin.checkpoint.writing import save as saves
 
 
 def read_dcp(folder: Path) -> dict[str, Any]:

@@ -16,8 +16,8 @@ import cases_checkpoint_failures as cases
 import pytest
 from ranks import Ranks
 
-from hf_fsdp_plugin.checkpoint.completeness import why_incomplete
-from hf_fsdp_plugin.checkpoint.verify import verify
+from hf_fsdp_plugin.checkpoint.checking.completeness import why_incomplete
+from hf_fsdp_plugin.checkpoint.checking.verify import verify
 
 SURVIVAL = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "survival.py"
 IN_BOTH_WAYS = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])

@@ -10,9 +10,9 @@ import pytest
 from cases_checkpoint_formats import save_with_stock_accelerate
 from ranks import Ranks
 
-from hf_fsdp_plugin.checkpoint.boxes import slices, whole
-from hf_fsdp_plugin.checkpoint.bytes import numpy_dtype
-from hf_fsdp_plugin.checkpoint.index import StoredTensor, model_index, optimizer_index
+from hf_fsdp_plugin.checkpoint.formats.boxes import slices, whole
+from hf_fsdp_plugin.checkpoint.formats.bytes import numpy_dtype
+from hf_fsdp_plugin.checkpoint.formats.index import StoredTensor, model_index, optimizer_index
 from hf_fsdp_plugin.problems import CheckpointError
 
 SHARDED, FULL, LOCAL = "SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT"

@@ -57,7 +57,7 @@ def test_full_checkpoints_are_hugging_face_folders(two_ranks: Ranks, tmp_path: P
 @pytest.mark.parametrize("kind", ["SHARDED", "FULL", "LOCAL"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_checkpoint_is_whole(two_ranks: Ranks, tmp_path: Path, name: str, kind: str) -> None:
-    from hf_fsdp_plugin.checkpoint.verify import verify
+    from hf_fsdp_plugin.checkpoint.checking.verify import verify
 
     two_ranks.run(cases.train_and_save, str(tmp_path), **arguments(name, kind))
     names = {path.name for path in (tmp_path / "checkpoint-3").iterdir()}

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_plugin.checkpoint.manifest import (
+from hf_fsdp_plugin.checkpoint.formats.manifest import (
     MANIFEST_NAME,
     FileRange,
     FileRecord,

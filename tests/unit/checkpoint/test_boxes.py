@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from hf_fsdp_plugin.checkpoint.boxes import (
+from hf_fsdp_plugin.checkpoint.formats.boxes import (
     Box,
     flat_range,
     flat_start,

@@ -8,8 +8,7 @@ import pytest
 import saved
 import torch
 
-from hf_fsdp_plugin.checkpoint import staging
-from hf_fsdp_plugin.checkpoint.completeness import (
+from hf_fsdp_plugin.checkpoint.checking.completeness import (
     SAVING,
     checkpoint_of,
     newest_complete,
@@ -17,7 +16,8 @@ from hf_fsdp_plugin.checkpoint.completeness import (
     own_files,
     why_incomplete,
 )
-from hf_fsdp_plugin.checkpoint.manifest import MANIFEST_NAME
+from hf_fsdp_plugin.checkpoint.formats.manifest import MANIFEST_NAME
+from hf_fsdp_plugin.checkpoint.writing import staging
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
-from hf_fsdp_plugin.checkpoint.bytes import numpy_dtype
-from hf_fsdp_plugin.checkpoint.index import StoredTensor, model_index, optimizer_index
+from hf_fsdp_plugin.checkpoint.formats.bytes import numpy_dtype
+from hf_fsdp_plugin.checkpoint.formats.index import StoredTensor, model_index, optimizer_index
 from hf_fsdp_plugin.problems import CheckpointError
 
 WEIGHTS = {

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from hf_fsdp_plugin.checkpoint.boxes import Box
-from hf_fsdp_plugin.checkpoint.format_safetensors import LOCAL_KEY, read_header
-from hf_fsdp_plugin.checkpoint.index import model_index, optimizer_index
+from hf_fsdp_plugin.checkpoint.formats.boxes import Box
+from hf_fsdp_plugin.checkpoint.formats.index import model_index, optimizer_index
+from hf_fsdp_plugin.checkpoint.formats.safetensors_files import LOCAL_KEY, read_header
 from hf_fsdp_plugin.problems import CheckpointError
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.checkpoint.bytes import SIZES, numpy_dtype
-from hf_fsdp_plugin.checkpoint.index import StoredTensor, model_index, optimizer_index
+from hf_fsdp_plugin.checkpoint.formats.bytes import SIZES, numpy_dtype
+from hf_fsdp_plugin.checkpoint.formats.index import StoredTensor, model_index, optimizer_index
 from hf_fsdp_plugin.problems import CheckpointError
 
 

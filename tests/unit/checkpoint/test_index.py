@@ -13,8 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from hf_fsdp_plugin.checkpoint.index import model_index, optimizer_index
-from hf_fsdp_plugin.checkpoint.stored import canonical_name
+from hf_fsdp_plugin.checkpoint.formats.index import model_index, optimizer_index
+from hf_fsdp_plugin.checkpoint.formats.stored import canonical_name
 from hf_fsdp_plugin.plan import names
 from hf_fsdp_plugin.problems import CheckpointError
 
@@ -105,7 +105,7 @@ def test_1800_pieces_are_found_in_less_than_half_a_second(tmp_path: Path) -> Non
 def test_reading_an_index_loads_no_heavy_library(tmp_path: Path) -> None:
     write_all(tmp_path)
     program = (
-        "import sys; from pathlib import Path; from hf_fsdp_plugin.checkpoint.index import model_index\n"
+        "import sys; from pathlib import Path; from hf_fsdp_plugin.checkpoint.formats.index import model_index\n"
         f"for form in ('dcp', 'bin', 'full'): model_index(Path({str(tmp_path)!r}) / form)\n"
         "loaded = sorted({'torch', 'transformers', 'accelerate', 'numpy'} & set(sys.modules))\n"
         "sys.exit(f'loaded {loaded}' if loaded else 0)"

@@ -11,8 +11,8 @@ import pytest
 import saved
 import torch
 
-from hf_fsdp_plugin.checkpoint.inspection import summarize
-from hf_fsdp_plugin.checkpoint.manifest import MANIFEST_NAME
+from hf_fsdp_plugin.checkpoint.checking.inspection import summarize
+from hf_fsdp_plugin.checkpoint.formats.manifest import MANIFEST_NAME
 from hf_fsdp_plugin.cli.main import main
 
 

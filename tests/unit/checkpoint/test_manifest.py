@@ -10,7 +10,7 @@ import pytest
 import saved
 import xxhash
 
-from hf_fsdp_plugin.checkpoint.manifest import (
+from hf_fsdp_plugin.checkpoint.formats.manifest import (
     MANIFEST_NAME,
     VERSION,
     FileRange,

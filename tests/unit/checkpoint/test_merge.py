@@ -15,10 +15,10 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from hf_fsdp_plugin.checkpoint import merge_copy
-from hf_fsdp_plugin.checkpoint.manifest import MANIFEST_NAME, Manifest, record_file, to_text
-from hf_fsdp_plugin.checkpoint.merge import Merged, MergeOptions, merge
-from hf_fsdp_plugin.checkpoint.merge_staging import Staging, replaced_path, staging_path
+from hf_fsdp_plugin.checkpoint.formats.manifest import MANIFEST_NAME, Manifest, record_file, to_text
+from hf_fsdp_plugin.checkpoint.merging import copying as merge_copy
+from hf_fsdp_plugin.checkpoint.merging.merge import Merged, MergeOptions, merge
+from hf_fsdp_plugin.checkpoint.merging.staging import Staging, replaced_path, staging_path
 from hf_fsdp_plugin.cli.main import main
 from hf_fsdp_plugin.problems import CheckpointError
 
@@ -453,7 +453,7 @@ def test_no_more_than_a_buffer_is_read_at_once(tmp_path: Path, out: Path, monkey
         asked.append(len(target))
         read_run(files, tensor, start, stop, target)
 
-    monkeypatch.setattr("hf_fsdp_plugin.checkpoint.merge_write.BUFFER", 8192)
+    monkeypatch.setattr("hf_fsdp_plugin.checkpoint.merging.write.BUFFER", 8192)
     monkeypatch.setattr(merge_copy, "read_run", watched)
     merge(folder, out, MergeOptions())
     assert_same(read(out), large)

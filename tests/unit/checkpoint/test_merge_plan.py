@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint.boxes import row_major, whole
-from hf_fsdp_plugin.checkpoint.merge_plan import is_adapter, likely_ties, plan_merge
-from hf_fsdp_plugin.checkpoint.stored import ModelIndex, StoredPiece, StoredTensor
+from hf_fsdp_plugin.checkpoint.formats.boxes import row_major, whole
+from hf_fsdp_plugin.checkpoint.formats.stored import ModelIndex, StoredPiece, StoredTensor
+from hf_fsdp_plugin.checkpoint.merging.plan import is_adapter, likely_ties, plan_merge
 from hf_fsdp_plugin.problems import CheckpointError
 
 GB = 10**9

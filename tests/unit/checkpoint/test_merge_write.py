@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint import merge_write
-from hf_fsdp_plugin.checkpoint.merge_write import FileWriter
+from hf_fsdp_plugin.checkpoint.merging import write as merge_write
+from hf_fsdp_plugin.checkpoint.merging.write import FileWriter
 
 BUFFER = 8192
 

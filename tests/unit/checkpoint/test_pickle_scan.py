@@ -7,8 +7,8 @@ import pickletools
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint.pickle_scan import largest_memo
-from hf_fsdp_plugin.checkpoint.pickles import read_pickle
+from hf_fsdp_plugin.checkpoint.formats.pickle_scan import largest_memo
+from hf_fsdp_plugin.checkpoint.formats.pickles import read_pickle
 from hf_fsdp_plugin.problems import CheckpointError
 
 

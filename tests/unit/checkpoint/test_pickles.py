@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint.pickles import read_pickle
+from hf_fsdp_plugin.checkpoint.formats.pickles import read_pickle
 from hf_fsdp_plugin.problems import CheckpointError
 
 

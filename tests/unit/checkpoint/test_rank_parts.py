@@ -11,8 +11,8 @@ import pytest
 from torch.distributed.tensor import placement_types
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-from hf_fsdp_plugin.checkpoint.boxes import row_major
-from hf_fsdp_plugin.checkpoint.pickles import (
+from hf_fsdp_plugin.checkpoint.formats.boxes import row_major
+from hf_fsdp_plugin.checkpoint.formats.pickles import (
     Distributed,
     Partial,
     PickledStorage,
@@ -21,7 +21,7 @@ from hf_fsdp_plugin.checkpoint.pickles import (
     Shard,
     StridedShard,
 )
-from hf_fsdp_plugin.checkpoint.rank_parts import parts_of
+from hf_fsdp_plugin.checkpoint.formats.rank_parts import parts_of
 
 SHAPES = [(7, 5), (1, 3), (2, 2), (8, 6), (3, 1)]
 MESHES = [(2,), (3,), (4,), (2, 2), (3, 2)]

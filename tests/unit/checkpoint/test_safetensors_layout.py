@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from hf_fsdp_plugin.checkpoint.safetensors_layout import DTYPES, SafetensorsFile, index_text, num_bytes, plan_files
+from hf_fsdp_plugin.checkpoint.formats.safetensors_layout import (
+    DTYPES,
+    SafetensorsFile,
+    index_text,
+    num_bytes,
+    plan_files,
+)
 from hf_fsdp_plugin.problems import CheckpointError
 
 GB = 10**9

@@ -1,0 +1,245 @@
+"""What a checkpoint is, from its metadata alone: no tensor is read, and torch is not imported."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_fsdp_plugin.checkpoint.checking.completeness import (
+    PREFIXES,
+    SAVING,
+    TRAINER_STATE,
+    checkpoint_of,
+    numbered,
+    own_files,
+    tensors_of,
+    why_incomplete,
+)
+from hf_fsdp_plugin.checkpoint.formats.bytes import dtype_size
+from hf_fsdp_plugin.checkpoint.formats.index import model_index, optimizer_index
+from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest
+from hf_fsdp_plugin.checkpoint.formats.stored import OptimizerIndex, StoredTensor
+from hf_fsdp_plugin.checkpoint.merging.plan import shared_places
+from hf_fsdp_plugin.problems import CheckpointError
+
+KINDS = {"dcp": "sharded", "per_rank": "sharded", "local": "local", "full": "full", "bin": "full"}
+"""Format -> the kind of state dict in it."""
+_RANK_IN_NAME = re.compile(r"(?:rng_state_|random_states_|__|_rank)(\d+)(?:_\d+\.distcp|\.\w+)")
+
+Kind = tuple[str, tuple[int, ...]]
+"""Dtype and shape."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """What is known about a checkpoint; None or empty where nobody wrote it down.
+
+    Attributes:
+        incomplete: why it cannot be used; None where it is complete.
+        step: optimizer steps done.
+        world_size: ranks that wrote it, from the manifest or the names of files.
+        parameters: name -> dtype and shape, buffers included; all names of tied ones.
+        ties: names that share one tensor.
+        state: parameter -> key -> dtype and shape, or a plain value, of the optimizer.
+        groups: the optimizer's parameter groups.
+        files: path below the checkpoint -> bytes.
+        manifest: None for the host's own checkpoints.
+    """
+
+    path: Path
+    format: str
+    incomplete: str | None
+    step: int | None
+    world_size: int | None
+    parameters: Mapping[str, Kind]
+    ties: tuple[tuple[str, ...], ...]
+    state: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    groups: tuple[Mapping[str, Any], ...] = ()
+    files: Mapping[str, int]
+    versions: Mapping[str, str]
+    manifest: Manifest | None = None
+
+    @property
+    def kind(self) -> str:
+        """``sharded``, ``full`` or ``local``."""
+        return self.manifest.kind if self.manifest is not None else KINDS[self.format]
+
+    @property
+    def distinct(self) -> dict[str, Kind]:
+        """The parameters, of tied ones only the first."""
+        again = {name for tie in self.ties for name in [name for name in tie if name in self.parameters][1:]}
+        return {name: kind for name, kind in self.parameters.items() if name not in again}
+
+    @property
+    def num_elements(self) -> int:
+        return sum(math.prod(shape) for _, shape in self.distinct.values())
+
+    @property
+    def dtypes(self) -> dict[str, int]:
+        """Dtype -> elements, the most frequent first."""
+        counts: dict[str, int] = {}
+        for dtype, shape in self.distinct.values():
+            counts[dtype] = counts.get(dtype, 0) + math.prod(shape)
+        return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+    @property
+    def model_bytes(self) -> int:
+        return _num_bytes(self.distinct.values())
+
+    @property
+    def optimizer_bytes(self) -> int:
+        return _num_bytes(kind for entry in self.state.values() for kind in entry.values() if _is_kind(kind))
+
+    def to_json(self, *, parameters: bool = False, optimizer: bool = False) -> dict[str, Any]:
+        """The object that ``inspect --json`` prints, with the tables that were asked for."""
+        told = self.manifest
+        return {
+            "checkpoint": str(self.path),
+            "complete": self.incomplete is None,
+            "incomplete": self.incomplete,
+            "format": self.format,
+            "kind": self.kind,
+            "manifest": told is not None,
+            "step": self.step,
+            "world_size": self.world_size,
+            "backend": told.backend if told else None,
+            "mesh": told.mesh if told else None,
+            "strategy": told.strategy if told else None,
+            "asynchronous": told.asynchronous if told else None,
+            "created": told.created if told else None,
+            "num_parameters": len(self.distinct),
+            "num_elements": self.num_elements,
+            "dtypes": self.dtypes,
+            "model_bytes": self.model_bytes,
+            "optimizer_bytes": self.optimizer_bytes,
+            "ties": [list(tie) for tie in self.ties],
+            "files": dict(self.files),
+            "settings": told.settings if told else None,
+            "batch": told.batch if told else None,
+            "versions": dict(self.versions),
+            **({"parameters": _kinds_json(self.parameters)} if parameters else {}),
+            **({"optimizer": {"groups": list(self.groups), "state": _state_json(self.state)}} if optimizer else {}),
+        }
+
+
+def summarize(path: Path) -> Summary:
+    """The summary of a checkpoint, of the one that a part belongs to, or of a Hugging Face folder.
+
+    Raises:
+        CheckpointError: there is neither a manifest nor a model that could be read.
+    """
+    folder = checkpoint_of(path)
+    incomplete = why_incomplete(folder)
+    manifest = _manifest(folder)
+    try:
+        model = model_index(folder)
+    except CheckpointError:
+        if manifest is None:
+            raise
+        model = None
+    optimizer = _optimizer(folder)
+    files = {file.relative_to(folder).as_posix(): file.stat().st_size for file in sorted(own_files(folder))}
+    parameters = {name: (tensor.dtype, tensor.shape) for name, tensor in model.tensors.items()} if model else {}
+    return Summary(
+        path=folder,
+        format=model.format if model else _format_of(manifest),
+        incomplete=incomplete,
+        step=manifest.step if manifest else _trainer_step(folder),
+        world_size=manifest.world_size if manifest else _ranks(files),
+        parameters=manifest.parameters if manifest else parameters,
+        ties=manifest.ties if manifest else tuple(shared_places(model)) if model else (),
+        state=_state(optimizer) if optimizer else {},
+        groups=tuple(optimizer.groups) if optimizer else (),
+        files=files,
+        versions=manifest.versions if manifest else _config_versions(folder),
+        manifest=manifest,
+    )
+
+
+def checkpoints_of_run(folder: Path) -> list[Path]:
+    """The checkpoints that a run has left in its folder, or that Accelerate has in ``checkpoints/``; newest first.
+
+    What saves that were cut off have left comes last.
+    """
+    places = (folder, folder / "checkpoints")
+    found = [path for place in places for prefix in PREFIXES for path in numbered(place, prefix)]
+    return found + [path for place in places for path in sorted(place.glob(f".checkpoint*{SAVING}"))]
+
+
+def _manifest(folder: Path) -> Manifest | None:
+    try:
+        return read_manifest(folder)
+    except CheckpointError:  # said already by why_incomplete
+        return None
+
+
+def _optimizer(folder: Path) -> OptimizerIndex | None:
+    try:
+        return optimizer_index(folder)
+    except CheckpointError:  # said already by why_incomplete, unless the manifest knows nothing of it
+        return None
+
+
+def _format_of(manifest: Manifest | None) -> str:
+    kind = manifest.kind if manifest is not None else "full"
+    return next(format for format, held in KINDS.items() if held == kind and format not in ("per_rank", "bin"))
+
+
+def _trainer_step(folder: Path) -> int | None:
+    step = _json(folder / TRAINER_STATE).get("global_step")
+    return step if isinstance(step, int) else None
+
+
+def _config_versions(folder: Path) -> dict[str, str]:
+    version = _json(folder / "config.json").get("transformers_version")
+    return {"transformers": version} if isinstance(version, str) else {}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def _ranks(files: Iterable[str]) -> int | None:
+    """One more than the highest rank in a file's name: each rank saves a file of its own, if only its RNG's state."""
+    ranks = [int(match[1]) for file in files if (match := _RANK_IN_NAME.search(file.rpartition("/")[2]))]
+    if not ranks and "rng_state.pth" in files:
+        return 1
+    return max(ranks) + 1 if ranks else None
+
+
+def _state(optimizer: OptimizerIndex) -> dict[str, dict[str, Any]]:
+    state: dict[str, dict[str, Any]] = {
+        name: {key: value for key, value in entry.items() if not isinstance(value, StoredTensor)}
+        for name, entry in optimizer.state.items()
+    }
+    for label, tensor in tensors_of(optimizer):
+        state[tensor.name][label.removesuffix(f" of {tensor.name}")] = (tensor.dtype, tensor.shape)
+    return state
+
+
+def _is_kind(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], tuple)
+
+
+def _num_bytes(kinds: Iterable[Kind]) -> int:
+    return sum(math.prod(shape) * dtype_size(dtype) for dtype, shape in kinds)
+
+
+def _kinds_json(entries: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: {"dtype": value[0], "shape": list(value[1])} if _is_kind(value) else value
+        for name, value in entries.items()
+    }
+
+
+def _state_json(state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: _kinds_json(entry) for name, entry in state.items()}

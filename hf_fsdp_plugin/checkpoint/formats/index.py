@@ -1,0 +1,109 @@
+"""Where every tensor of a checkpoint lies, for every format that this package, Accelerate or the Trainer writes.
+
+An index is read from headers and metadata alone: no tensor's bytes, no torch, and nothing that a pickle names is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from hf_fsdp_plugin.checkpoint.formats.dcp import METADATA, read_dcp_model, read_dcp_optimizer
+from hf_fsdp_plugin.checkpoint.formats.safetensors_files import read_full_model, read_local_model, read_local_optimizer
+from hf_fsdp_plugin.checkpoint.formats.stored import ModelIndex, OptimizerIndex, StoredPiece, StoredTensor, refuse
+from hf_fsdp_plugin.checkpoint.formats.torch_saves import (
+    read_bin_model,
+    read_bin_optimizer,
+    read_rank_models,
+    read_rank_optimizers,
+)
+
+__all__ = ["ModelIndex", "OptimizerIndex", "StoredPiece", "StoredTensor", "model_index", "optimizer_index"]
+
+MODEL = "pytorch_model_fsdp"
+OPTIMIZER = "optimizer"
+
+
+def model_index(checkpoint: Path, number: int = 0) -> ModelIndex:
+    """The model of a checkpoint, in the first format found.
+
+    Args:
+        checkpoint: a checkpoint's folder, its ``pytorch_model_fsdp_{number}``, or a Hugging Face folder.
+        number: which of the models that one run trains.
+
+    Raises:
+        CheckpointError: there is no model, or it is incomplete, damaged or hostile.
+    """
+    _check_folder(checkpoint)
+    # The number of the first model is left out of all names but DCP's and the per-rank ones.
+    suffix = f"_{number}" if number else ""
+    candidates: dict[str, Callable[[], ModelIndex | None]] = {
+        f"{MODEL}_{number}/{METADATA}": lambda: _dcp_model(checkpoint, number),
+        f"{MODEL}_local/{number}_rank*.safetensors": lambda: read_local_model(checkpoint, number),
+        f"model{suffix}.safetensors (or its .index.json)": lambda: read_full_model(
+            checkpoint, f"model{suffix}.safetensors"
+        ),
+        f"{MODEL}{suffix}.bin": lambda: read_bin_model(checkpoint, f"{MODEL}{suffix}.bin"),
+        f"pytorch_model{suffix}.bin (or its .index.json)": lambda: read_bin_model(
+            checkpoint, f"pytorch_model{suffix}.bin"
+        ),
+        f"{MODEL}_{number}_rank*.bin": lambda: read_rank_models(checkpoint, f"{MODEL}_{number}"),
+        f"{MODEL}{suffix}_rank*.bin": lambda: read_rank_models(checkpoint, f"{MODEL}{suffix}"),
+        "adapter_model.safetensors": lambda: read_full_model(checkpoint, "adapter_model.safetensors"),
+    }
+    for read in candidates.values():
+        index = read()
+        if index is not None:
+            return index
+    refuse(
+        checkpoint,
+        f"no model's weights in it; looked for {', '.join(candidates)}.",
+        "Name a checkpoint's folder, or the folder of a saved model.",
+    )
+
+
+def optimizer_index(checkpoint: Path, number: int = 0) -> OptimizerIndex | None:
+    """The optimizer of a checkpoint (or of its ``optimizer_{number}``), or ``None`` where it has none.
+
+    Raises:
+        CheckpointError: the folder is none, or the optimizer is incomplete, damaged or hostile.
+    """
+    _check_folder(checkpoint)
+    suffix = f"_{number}" if number else ""
+    return (
+        _dcp_optimizer(checkpoint, number)
+        or read_local_optimizer(checkpoint, number)
+        or read_bin_optimizer(checkpoint, f"{OPTIMIZER}{suffix}.bin")
+        or read_rank_optimizers(checkpoint, f"{OPTIMIZER}_{number}")
+    )
+
+
+def _dcp_model(checkpoint: Path, number: int) -> ModelIndex | None:
+    folder = _dcp_folder(checkpoint, f"{MODEL}_{number}")
+    return read_dcp_model(checkpoint, folder) if folder is not None else None
+
+
+def _dcp_optimizer(checkpoint: Path, number: int) -> OptimizerIndex | None:
+    folder = _dcp_folder(checkpoint, f"{OPTIMIZER}_{number}")
+    return read_dcp_optimizer(checkpoint, folder) if folder is not None else None
+
+
+def _dcp_folder(checkpoint: Path, name: str) -> Path | None:
+    """``checkpoint`` itself or the folder ``name`` in it, whichever holds ``.metadata``."""
+    for folder in (checkpoint, checkpoint / name):
+        if (folder / METADATA).is_file():
+            return folder
+        if folder.is_dir() and any(folder.glob("*.distcp")):
+            refuse(
+                folder,
+                f"it has no {METADATA}: its writing was broken off, or it was copied without hidden files.",
+                "Use an earlier checkpoint, or copy this one again, whole.",
+            )
+    return None
+
+
+def _check_folder(checkpoint: Path) -> None:
+    if not checkpoint.exists():
+        refuse(checkpoint, "there is no such folder.", "Name a checkpoint's folder.")
+    if not checkpoint.is_dir():
+        refuse(checkpoint, "a file, where a checkpoint's folder is expected.", f"Name its folder, {checkpoint.parent}.")

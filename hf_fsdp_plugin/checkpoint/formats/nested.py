@@ -1,0 +1,80 @@
+"""A state dict put together again from its flattened entries, and an optimizer's taken apart by parameter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hf_fsdp_plugin.checkpoint.formats.boxes import whole
+from hf_fsdp_plugin.checkpoint.formats.bytes import dtype_size, numpy_dtype
+from hf_fsdp_plugin.checkpoint.formats.stored import StoredTensor, canonical_name, refuse
+
+
+def nested_value(entries: Mapping[tuple[Any, ...], Any]) -> Any:
+    """``{("a", 0, "b"): 1}`` -> ``{"a": [{"b": 1}]}``: numbers in a path are places in a list."""
+    if () in entries:
+        return entries[()]
+    branches: dict[Any, dict[tuple[Any, ...], Any]] = {}
+    for path, value in entries.items():
+        branches.setdefault(path[0], {})[path[1:]] = value
+    if branches and all(isinstance(key, int) for key in branches):
+        return [nested_value(branches[key]) for key in sorted(branches)]
+    return {key: nested_value(branch) for key, branch in branches.items()}
+
+
+def optimizer_parts(
+    value: Any, root: Path, place: Path
+) -> tuple[dict[str, dict[str, StoredTensor | Any]], list[dict[str, Any]]]:
+    """State by parameter, and groups, of a state dict of torch's form with stored tensors in it.
+
+    An optimizer that FSDP never saw numbers its parameters; their names are the numbers then.
+
+    Raises:
+        CheckpointError: it has another form.
+    """
+    groups = value.get("param_groups", []) if isinstance(value, dict) else None
+    entries = value.get("state", {}) if isinstance(value, dict) else None
+    if not isinstance(groups, list) or not isinstance(entries, dict):
+        _not_an_optimizer(place)
+    state: dict[str, dict[str, StoredTensor | Any]] = {}
+    for parameter, entry in entries.items():
+        if not isinstance(entry, dict):
+            _not_an_optimizer(place)
+        name = canonical_name(str(parameter))
+        state[name] = {
+            key: replace(item, name=name) if isinstance(item, StoredTensor) else item for key, item in entry.items()
+        }
+    return state, [_group(group, root, place) for group in groups]
+
+
+def _group(group: Any, root: Path, place: Path) -> dict[str, Any]:
+    if not isinstance(group, dict) or not isinstance(group.get("params", []), (list, tuple)):
+        _not_an_optimizer(place)
+    plain = {key: _number(item, root) if isinstance(item, StoredTensor) else item for key, item in group.items()}
+    return {**plain, "params": [canonical_name(str(name)) for name in group.get("params", [])]}
+
+
+def _number(tensor: StoredTensor, root: Path) -> Any:
+    """A learning rate that was kept in a tensor; a larger one stays where it is."""
+    if whole(tensor.shape).numel != 1 or tensor.dtype != str(numpy_dtype(tensor.dtype)):
+        return tensor
+    import numpy
+
+    piece = tensor.pieces[0]
+    descriptor = os.open(root / piece.file, os.O_RDONLY)
+    try:
+        data = os.pread(descriptor, dtype_size(tensor.dtype), piece.offset)
+    finally:
+        os.close(descriptor)
+    return numpy.frombuffer(data, numpy_dtype(tensor.dtype))[0].item()
+
+
+def _not_an_optimizer(place: Path) -> NoReturn:
+    refuse(
+        place,
+        "not an optimizer's state dict: it needs 'state' by parameter and a list of 'param_groups'.",
+        "Name a checkpoint that Accelerate, the Trainer or this package wrote.",
+    )

@@ -1,0 +1,55 @@
+"""The comparison with the config's model in a process of its own: only that one pays for importing torch.
+
+python -m hf_fsdp_plugin.checkpoint.merging.config_check CHECKPOINT NUMBER CONFIG_FOLDER   (prints a JSON list)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from hf_fsdp_plugin.problems import Origin, Problem
+
+
+class ConfigCheck:
+    """Compares a checkpoint's names and shapes with the model of ``config``'s config, while the caller goes on."""
+
+    def __init__(self, checkpoint: Path, number: int, config: Path) -> None:
+        self._config = config
+        command = [sys.executable, "-m", __name__, str(checkpoint), str(number), str(config)]
+        environ = {"OMP_NUM_THREADS": "1", **os.environ, "HF_HUB_OFFLINE": "1"}
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environ)
+
+    def __enter__(self) -> ConfigCheck:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def problems(self) -> list[Problem]:
+        """What was found, when it has been; a note where there was nothing to compare with."""
+        printed, complaints = self._process.communicate()
+        if self._process.returncode == 0:
+            return [Problem(**{**said, "origin": Origin(source=said["origin"])}) for said in json.loads(printed)]
+        reason = (complaints.strip().splitlines() or [f"exit code {self._process.returncode}"])[-1]
+        message = f"names and shapes were not compared with a model: {reason}"
+        return [Problem(severity="note", message=message, origin=Origin(source=str(self._config)))]
+
+
+def _answer(checkpoint: str, number: str, config: str) -> str:
+    from hf_fsdp_plugin.checkpoint.checking.against_config import config_problems
+    from hf_fsdp_plugin.checkpoint.formats.index import model_index
+
+    found = config_problems(model_index(Path(checkpoint), int(number)), Path(config))
+    return json.dumps([problem.to_json() for problem in found])
+
+
+if __name__ == "__main__":
+    standard_output = sys.stdout
+    sys.stdout = sys.stderr  # what libraries print is no answer
+    print(_answer(*sys.argv[1:]), file=standard_output)

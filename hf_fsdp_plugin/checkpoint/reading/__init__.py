@@ -1,0 +1,1 @@
+"""A checkpoint of any format -> a live model and its optimizer, in any world."""

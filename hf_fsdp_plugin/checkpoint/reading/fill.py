@@ -1,0 +1,96 @@
+"""Stored bytes into tensors: what each box needs of the files, straight to the memory that it belongs in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hf_fsdp_plugin.checkpoint.formats.boxes import intersect, row_major, slices
+from hf_fsdp_plugin.checkpoint.formats.stored import StoredTensor
+from hf_fsdp_plugin.checkpoint.merging.read import MAX_SPAN, InputFiles
+from hf_fsdp_plugin.checkpoint.shards import Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A box of elements in a file, and where they go.
+
+    Attributes:
+        offset: the byte of the file at which the first element lies.
+        strides: elements between neighbours in each dim, within the file.
+        dtype: of the elements in the file; they are cast to that of ``into``.
+        into: shaped as the box, on any device.
+    """
+
+    file: str
+    offset: int
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    into: torch.Tensor
+
+
+def transfers(stored: StoredTensor, pieces: Iterable[Piece]) -> Iterator[Transfer]:
+    """What of ``stored`` belongs in ``pieces``, however either was cut."""
+    dtype = getattr(torch, stored.dtype)
+    for piece in pieces:
+        for source in stored.pieces:
+            common = intersect(piece.box, source.box)
+            if common is None:
+                continue
+            starts = (part.start for part in slices(common, source.box))
+            first = sum(start * stride for start, stride in zip(starts, source.strides, strict=True))
+            into = piece.tensor[slices(common, piece.box)]
+            yield Transfer(source.file, source.offset + first * dtype.itemsize, source.strides, dtype, into)
+
+
+@torch.no_grad()
+def fill(root: Path, work: Iterable[Transfer]) -> None:
+    """Do all transfers, in the order in which their bytes lie in the files.
+
+    Contiguous CPU memory is read into as it is. Everything else goes through a buffer of ``MAX_SPAN`` bytes at most.
+
+    Raises:
+        CheckpointError: a file ends too early.
+    """
+    ordered = sorted(work, key=lambda transfer: (transfer.file, transfer.offset))
+    with InputFiles(root) as files:
+        for transfer in ordered:
+            _copy(files, transfer.file, transfer.offset, transfer.strides, transfer.dtype, transfer.into)
+
+
+def _copy(
+    files: InputFiles, file: str, offset: int, strides: tuple[int, ...], dtype: torch.dtype, into: torch.Tensor
+) -> None:
+    if into.dtype == dtype and into.device.type == "cpu" and into.is_contiguous() and _is_one_run(strides, into.shape):
+        files.read(file, offset, _memory(into))
+        return
+    span = _span(strides, into.shape) * dtype.itemsize
+    if span <= MAX_SPAN:
+        buffer = torch.empty(span, dtype=torch.uint8)
+        files.read(file, offset, _memory(buffer))
+        into.copy_(buffer.view(dtype).as_strided(into.shape, strides))
+        return
+    dim = max((dim for dim, size in enumerate(into.shape) if size > 1), key=lambda dim: strides[dim])
+    step = max(1, min(MAX_SPAN // (strides[dim] * dtype.itemsize), into.shape[dim] // 2))
+    for start in range(0, into.shape[dim], step):
+        part = into.narrow(dim, start, min(step, into.shape[dim] - start))
+        _copy(files, file, offset + start * strides[dim] * dtype.itemsize, strides, dtype, part)
+
+
+def _is_one_run(strides: Iterable[int], shape: torch.Size) -> bool:
+    """Whether elements of this shape and strides lie side by side, in row-major order."""
+    return all(
+        size == 1 or stride == dense for stride, dense, size in zip(strides, row_major(shape), shape, strict=True)
+    )
+
+
+def _span(strides: Iterable[int], shape: Iterable[int]) -> int:
+    """Elements from the first to the last one."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,1 @@
+"""Shards in memory -> a checkpoint in its place."""
