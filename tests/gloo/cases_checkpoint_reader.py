@@ -16,7 +16,8 @@ from tiny import global_batch, my_part, parallel_config, tiny_llama
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
-from hf_fsdp_plugin.checkpoint.reading.model import load_model, load_optimizer
+from hf_fsdp_plugin.checkpoint.reading.model import load_model
+from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer
 from hf_fsdp_plugin.checkpoint.shards import Held, optimizer_shards
 from hf_fsdp_plugin.checkpoint.writing.state_files import save_model, save_optimizer
 from hf_fsdp_plugin.host.checkpoints import PATCHED

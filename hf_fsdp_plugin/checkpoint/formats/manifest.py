@@ -99,11 +99,12 @@ def to_text(m: Manifest) -> str:
     """The manifest as JSON, hashed over itself. Numbers that JSON does not have (inf, nan) become text."""
     tree = _plain({field.name: getattr(m, field.name) for field in fields(m) if field.name != "files"})
     tree |= {"format": FORMAT, "version": VERSION, "hash": HASH, "files": [_file_tree(record) for record in m.files]}
-    tree["manifest_hash"] = _tree_hash(tree)
+    tree["manifest_hash"] = ""
     first = ("format", "version", "hash")
     last = ("parameters", "files", "manifest_hash")
     order = [*first, *(key for key in tree if key not in first + last), *last]
-    return "{\n" + ",\n".join(f"  {json.dumps(key)}: {_by_line(key, tree[key])}" for key in order) + "\n}\n"
+    text = "{\n" + ",\n".join(f"  {json.dumps(key)}: {_by_line(key, tree[key])}" for key in order) + "\n}\n"
+    return text.replace(_hash_entry(""), _hash_entry(hash_bytes(text.encode())))
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -189,9 +190,13 @@ def _file_tree(record: FileRecord) -> dict[str, Any]:
     return {"path": record.path, "size": record.size, "ranges": ranges}
 
 
-def _tree_hash(tree: Mapping[str, Any]) -> str:
-    kept = {key: value for key, value in tree.items() if key != "manifest_hash"}
-    return hash_bytes(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode())
+def _hash_entry(digest: str) -> str:
+    return f'"manifest_hash": "{digest}"'
+
+
+def _is_undamaged(data: bytes, digest: Any) -> bool:
+    """Whether ``data`` had this hash when the place of the hash was empty: every byte counts, blanks too."""
+    return hash_bytes(data.replace(_hash_entry(str(digest)).encode(), _hash_entry("").encode())) == digest
 
 
 def _by_line(key: str, value: Any) -> str:
@@ -213,7 +218,6 @@ def _checked_tree(path: Path, data: bytes) -> dict[str, Any]:
     """The JSON of a manifest that is one, of a version we know, and undamaged."""
     try:
         tree = json.loads(data)
-        digest = _tree_hash(tree) if isinstance(tree, dict) else ""
     except (ValueError, RecursionError) as error:
         raise CheckpointError([_problem(path, f"is no JSON: {error}.")]) from error
     if not isinstance(tree, dict) or tree.get("format") != FORMAT:
@@ -224,7 +228,7 @@ def _checked_tree(path: Path, data: bytes) -> dict[str, Any]:
     if isinstance(version, int) and not isinstance(version, bool) and version > VERSION:
         message = f"has version {version}; this hf_fsdp_plugin reads up to {VERSION}."
         raise CheckpointError([_problem(path, message, "Use the hf_fsdp_plugin that wrote it, or a later one.")])
-    if digest != tree.get("manifest_hash"):
+    if not _is_undamaged(data, tree.get("manifest_hash")):
         raise CheckpointError([_problem(path, "is damaged: its hash is not that of what it says.")])
     if version != VERSION or tree.get("hash") != HASH:
         message = f"has version {_shown(version)} and hash {_shown(tree.get('hash'))}; {VERSION} and '{HASH}' expected."

@@ -19,12 +19,9 @@ from hf_fsdp_plugin.checkpoint.formats.index import model_index
 from hf_fsdp_plugin.checkpoint.formats.stored import ModelIndex, StoredTensor
 from hf_fsdp_plugin.checkpoint.reading import mismatch
 from hf_fsdp_plugin.checkpoint.reading.fill import fill, transfers
-from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer
 from hf_fsdp_plugin.checkpoint.shards import Held, ModelShards, model_shards, persistent_buffers
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import CheckpointError, Problem
-
-__all__ = ["load_model", "load_optimizer"]
 
 
 def load_model(model: nn.Module, checkpoint: Path, number: int = 0, *, adapter_only: bool = False) -> _IncompatibleKeys:

@@ -35,11 +35,11 @@ def tree() -> dict:
 
 def write(folder: Path, tree: dict, *, hashed: bool = True) -> None:
     """``hashed``: with the hash that belongs to it, as a hostile writer would."""
+    text = json.dumps({**tree, "manifest_hash": ""} if hashed else tree)
     if hashed:
-        kept = {key: value for key, value in tree.items() if key != "manifest_hash"}
-        text = json.dumps(kept, sort_keys=True, separators=(",", ":"))
-        tree = {**kept, "manifest_hash": xxhash.xxh3_128_hexdigest(text.encode())}
-    (folder / MANIFEST_NAME).write_text(json.dumps(tree))
+        digest = xxhash.xxh3_128_hexdigest(text.encode())
+        text = text.replace('"manifest_hash": ""', f'"manifest_hash": "{digest}"')
+    (folder / MANIFEST_NAME).write_text(text)
 
 
 def test_a_manifest_comes_back_as_it_was_written(tmp_path):
@@ -279,3 +279,10 @@ def test_a_record_is_one_range_and_none_for_an_empty_file(tmp_path):
 def test_a_changed_field_changes_the_manifest_s_hash():
     first = saved.manifest()
     assert json.loads(to_text(first))["manifest_hash"] != json.loads(to_text(replace(first, step=21)))["manifest_hash"]
+
+
+def test_a_blank_that_became_another_is_damage(tmp_path):
+    text = to_text(saved.manifest())
+    (tmp_path / MANIFEST_NAME).write_text(text.replace("\n  ", "\n\t ", 1))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        read_manifest(tmp_path)
