@@ -86,6 +86,22 @@ def resume_parity(result: Result) -> list[str]:
     return ["| the run goes on as | largest relative difference of ten losses | limit |", "|---|---|---|", *rows]
 
 
+def survival(result: Result) -> list[str]:
+    lines = ["| | |", "|---|---|"]
+    lines += [f"| killed while: {phase} | {count} |" for phase, count in result["kills_by_phase"].items()]
+    flipped = result["flipped_bytes"]
+    lines += [
+        f"| disks filled | {result['full_disks']} |",
+        f"| lost: no complete checkpoint found, or an older one than should be there | {len(result['lost'])} |",
+        f"| most steps lost, of {result['steps_between_saves']} between two saves: from the last save that began | "
+        f"{result['most_steps_lost_since_the_last_save_began']} |",
+        f"| files with a flipped byte, and found by `verify` | {sum(row['files'] for row in flipped)}, "
+        f"{sum(row['found'] for row in flipped)} |",
+    ]
+    ways = ", ".join(f"{count} {way}" for way, count in result["kills_by_way"].items())
+    return [*lines, "", f"{result['kills']} kills ({ways}), both versions, all kinds; {result['model']}."]
+
+
 def gpu_check(result: Result) -> list[str]:
     """One row a strategy and version, one column a precision; what was refused or failed is told below the table."""
     lines = ["| strategy | fp32 | bf16 | fp16 |", "|---|---|---|---|"]
@@ -114,6 +130,7 @@ TABLES: dict[str, Callable[[Result], list[str]]] = {
     "checkpoint_save": checkpoint_save,
     "merge": merge,
     "resume_parity": resume_parity,
+    "survival": survival,
     "gpu_check": gpu_check,
 }
 
