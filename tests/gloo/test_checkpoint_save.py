@@ -21,6 +21,11 @@ SETTINGS = {
 }
 
 
+def slow(name: str) -> Any:
+    """The rest of a matrix, for those who have the time."""
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
 def arguments(name: str, kind: str, fsdp: str = "full_shard auto_wrap", **more: Any) -> dict[str, Any]:
     return {"fsdp": fsdp, "fsdp_config": {**SETTINGS[name], "state_dict_type": kind}, **more}
 
@@ -55,7 +60,7 @@ def test_full_checkpoints_are_hugging_face_folders(two_ranks: Ranks, tmp_path: P
 
 
 @pytest.mark.parametrize("kind", ["SHARDED", "FULL", "LOCAL"])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", [slow("fsdp2"), "fsdp1", slow("fsdp1-flat"), "fsdp2-async", slow("fsdp1-async")])
 def test_a_checkpoint_is_whole(two_ranks: Ranks, tmp_path: Path, name: str, kind: str) -> None:
     from hf_fsdp_plugin.checkpoint.checking.verify import verify
 

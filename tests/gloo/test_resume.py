@@ -53,8 +53,24 @@ def test_between_versions_strategies_and_kinds(
     assert_goes_on(resumed, whole, 4, tolerance)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["held", "beside"])
-@pytest.mark.parametrize(("version", "kind"), [(2, "SHARDED"), (1, "SHARDED"), (2, "LOCAL"), (1, "FULL")])
+@pytest.mark.parametrize(
+    ("version", "kind", "asynchronous"),
+    [
+        (2, "SHARDED", False),
+        (1, "FULL", True),
+        (2, "LOCAL", True),
+        *(
+            pytest.param(version, kind, asynchronous, marks=pytest.mark.slow)
+            for version, kind, asynchronous in [
+                (1, "SHARDED", False),
+                (2, "LOCAL", False),
+                (1, "FULL", False),
+                (2, "SHARDED", True),
+                (1, "SHARDED", True),
+            ]
+        ),
+    ],
+)
 def test_through_worlds_of_two_four_one_and_three(
     one_rank: Ranks,
     two_ranks: Ranks,
