@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 from pathlib import Path
@@ -110,7 +111,7 @@ def test_one_and_three_ranks_read_it_too(one_rank: Ranks, two_ranks: Ranks, thre
 
 
 @pytest.mark.parametrize("kind", ["dcp", "bin", "full"])
-@pytest.mark.parametrize("layout", [FSDP2, FSDP1, FLAT], ids=name)
+@pytest.mark.parametrize("layout", [FSDP2, pytest.param(FSDP1, marks=pytest.mark.slow), FLAT], ids=name)
 def test_tied_weights_come_back_under_either_name(
     two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path, layout: Layout, kind: str
 ) -> None:
@@ -210,6 +211,7 @@ def test_a_file_that_is_gone_or_cut_short_is_told_before_a_weight_changes(
     assert said[0]["untouched"]
 
 
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 @pytest.mark.parametrize("other", [FSDP2, FSDP1], ids=name)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_adapters_alone_are_read_under_the_names_that_peft_gives_them(

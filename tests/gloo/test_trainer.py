@@ -38,8 +38,8 @@ def test_a_resumed_training_is_the_uninterrupted_one(two_ranks: Ranks, tmp_path:
 @pytest.mark.parametrize(
     ("fsdp", "version"),
     [
-        ("shard_grad_op auto_wrap", 1),
-        ("no_shard auto_wrap", 1),
+        pytest.param("shard_grad_op auto_wrap", 1, marks=pytest.mark.slow),
+        pytest.param("no_shard auto_wrap", 1, marks=pytest.mark.slow),
         ("no_shard auto_wrap", 2),
         ("SHARD_GRAD_OP,auto_wrap", 2),
     ],
