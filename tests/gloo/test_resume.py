@@ -90,7 +90,7 @@ def test_through_worlds_of_two_four_one_and_three(
     assert_goes_on(run, whole, 4, REORDERED)
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_between_meshes(four_ranks: Ranks, tmp_path: Path, whole: dict[str, Any], version: int) -> None:
     for until, strategy, resume in [
         (2, "full_shard", False), (3, "hybrid_shard", True), (4, "no_shard", True),
