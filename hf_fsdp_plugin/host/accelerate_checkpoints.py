@@ -13,16 +13,14 @@ import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.shard import plan_of
-from hf_fsdp_plugin.checkpoint.checking.completeness import newest_complete, why_incomplete
+from hf_fsdp_plugin.checkpoint.checking.completeness import newest_complete, numbered
 from hf_fsdp_plugin.checkpoint.writing import save as saves
 from hf_fsdp_plugin.checkpoint.writing import state_files
 from hf_fsdp_plugin.checkpoint.writing.staging import remove, settle, settle_all
 from hf_fsdp_plugin.host.plugin import PlannedFsdpPlugin
+from hf_fsdp_plugin.host.resuming import check_complete, tell_differences, tell_passed_over
 from hf_fsdp_plugin.host.saving import manifest, saving
-from hf_fsdp_plugin.host.tell import tell
-from hf_fsdp_plugin.host.trainer_checkpoints import tell_differences
 from hf_fsdp_plugin.plan.names import unwrapped
-from hf_fsdp_plugin.problems import CheckpointError, Problem
 
 PREFIX = "checkpoint_"
 
@@ -85,12 +83,7 @@ def write_model_config(model: Any, folder: Path) -> None:
 
 
 def _rotate(run: Path, limit: int | None) -> None:
-    numbered = [
-        (int(path.name.removeprefix(PREFIX)), path)
-        for path in run.glob(f"{PREFIX}*")
-        if path.name.removeprefix(PREFIX).isdigit()
-    ]
-    for _, path in sorted(numbered)[: -limit if limit else 0]:
+    for path in numbered(run, PREFIX)[limit:] if limit else ():
         remove(path)
 
 
@@ -108,19 +101,11 @@ def load_state(original: Callable[..., Any], accelerator: Any, input_dir: Any = 
     with on_all_ranks("looking for a checkpoint"):
         if path is None and accelerator.project_configuration.automatic_checkpoint_naming and run is not None:
             path, passed_over = newest_complete(run, PREFIX)
-            for other, why in passed_over:
-                tell(f"{other} is passed over: {why}")
+            tell_passed_over(passed_over)
         if path is not None and path.is_dir():
-            _check_complete(path)
+            check_complete(path, "loaded", "Load a complete checkpoint.")
             tell_differences(path, {})
     return original(str(path) if path is not None else None, *args, **kwargs)
-
-
-def _check_complete(path: Path) -> None:
-    why = why_incomplete(path)
-    if why is not None:
-        fix = "Load a complete checkpoint."
-        raise CheckpointError([Problem(severity="error", message=f"{path} cannot be loaded: {why}", fix=fix)])
 
 
 def save_model(

@@ -45,7 +45,7 @@ def saving(final: Path, *, asynchronous: bool = False, into: bool = False) -> It
 def manifest(
     model: nn.Module, kind: StateDictKind, *, step: int | None, asynchronous: bool = False, batch: dict[str, Any]
 ) -> Manifest:
-    """Everything about a checkpoint of ``model`` but its files. Collective only under a hybrid mesh's first use."""
+    """Everything about a checkpoint of ``model`` but its files. No communication."""
     plan = plan_of(model)
     assert plan is not None, "only planned models are saved by us"
     shards = model_shards(model)

@@ -16,19 +16,20 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
-from hf_fsdp_plugin.checkpoint.checking.completeness import newest_complete, why_incomplete
-from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
+from hf_fsdp_plugin.checkpoint.checking.completeness import newest_complete
 from hf_fsdp_plugin.checkpoint.shards import model_shards
 from hf_fsdp_plugin.checkpoint.writing import save as saves
 from hf_fsdp_plugin.checkpoint.writing import state_files
 from hf_fsdp_plugin.checkpoint.writing.staging import remove, settle, settle_all
 from hf_fsdp_plugin.host.prepare import planned_plugin
+from hf_fsdp_plugin.host.resuming import check_complete, tell_differences, tell_passed_over
 from hf_fsdp_plugin.host.saving import manifest, saving
 from hf_fsdp_plugin.host.tell import tell
 from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 
 PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"
+_NAME_ANOTHER = "Name a complete checkpoint, or pass resume_from_checkpoint=True for the newest one."
 
 
 def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, trial: Any = None) -> None:
@@ -252,24 +253,16 @@ def checkpoint_to_resume(trainer: Any, asked: Any) -> Any:
                 settle(Path(asked))
     with on_all_ranks("looking for a checkpoint"):
         if asked is not True:
-            _check_complete(Path(asked))
+            check_complete(Path(asked), "resumed from", _NAME_ANOTHER)
             return asked
         found, passed_over = newest_complete(run, PREFIX)
-        for path, why in passed_over:
-            tell(f"{path} is passed over: {why}")
+        tell_passed_over(passed_over)
         if found is None:
             if passed_over:
                 raise CheckpointError([_none_complete(run, len(passed_over))])
             return True  # for the Trainer's own words
         tell(f"resuming from {found}, the newest complete checkpoint.")
         return str(found)
-
-
-def _check_complete(path: Path) -> None:
-    why = why_incomplete(path) if path.is_dir() else "there is no such folder"
-    if why is not None:
-        fix = "Name a complete checkpoint, or pass resume_from_checkpoint=True for the newest one."
-        raise CheckpointError([Problem(severity="error", message=f"{path} cannot be resumed from: {why}", fix=fix)])
 
 
 def _none_complete(run: Path, number: int) -> Problem:
@@ -306,24 +299,3 @@ def _load_rng(trainer: Any, path: Path) -> None:
     if "cuda" in state and torch.cuda.is_available():
         first = state["cuda"][0] if isinstance(state["cuda"], list) else state["cuda"]
         torch.cuda.random.set_rng_state(first)
-
-
-def tell_differences(checkpoint: Path, now: dict[str, Any]) -> None:
-    """What another world size or batch changes, as far as the manifest knows."""
-    found = read_manifest(checkpoint)
-    if found is None:
-        return
-    world_size = dist.get_world_size()
-    if found.world_size != world_size:
-        without = f"; ranks {found.world_size} to {world_size - 1} have none" if world_size > found.world_size else ""
-        tell(
-            f"{checkpoint} holds the random state of {found.world_size} ranks, and {world_size} go on{without}: "
-            "dropout and the like will not repeat what the uninterrupted run would have drawn."
-        )
-    before, after = found.batch.get("samples_per_step"), now.get("samples_per_step")
-    if before is not None and after is not None and before != after:
-        tell(
-            f"{checkpoint} was written at {before} samples a step, and this run takes {after}: the data are skipped "
-            f"by steps, so it goes on at another sample. Set batch size x accumulation x ranks to {before} to go on "
-            "where it stopped."
-        )

@@ -29,13 +29,13 @@ from hf_fsdp_plugin.checkpoint.formats.stored import (
     OptimizerIndex,
     StoredPiece,
     StoredTensor,
-    canonical_name,
     file_inside,
     refuse,
     uncovered_problems,
     unreplicated,
 )
 from hf_fsdp_plugin.checkpoint.formats.torch_zip import TensorZips
+from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 
 METADATA = ".metadata"

@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole
 from hf_fsdp_plugin.checkpoint.formats.bytes import dtype_size, numpy_dtype
-from hf_fsdp_plugin.checkpoint.formats.stored import StoredTensor, canonical_name, refuse
+from hf_fsdp_plugin.checkpoint.formats.stored import StoredTensor, refuse
+from hf_fsdp_plugin.plan.names import canonical_name
 
 
 def nested_value(entries: Mapping[tuple[Any, ...], Any]) -> Any:

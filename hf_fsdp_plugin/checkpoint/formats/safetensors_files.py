@@ -19,13 +19,13 @@ from hf_fsdp_plugin.checkpoint.formats.stored import (
     OptimizerIndex,
     StoredPiece,
     StoredTensor,
-    canonical_name,
     file_inside,
     problem,
     refuse,
     uncovered_problems,
     unreplicated,
 )
+from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 
 LOCAL_KEY = "fsdp_local"

@@ -14,10 +14,6 @@ from typing import Any, NoReturn
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, uncovered
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem
 
-WRAPPER_PARTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Parts of a name that a wrapper module put there: ``torch.compile``, FSDP1, activation checkpointing."""
-
-
 COPY_AGAIN = "Use another checkpoint, or copy this one again, whole."
 """The remedy for damage."""
 
@@ -91,11 +87,6 @@ class OptimizerIndex:
     format: str
     state: dict[str, dict[str, StoredTensor | Any]]
     groups: list[dict[str, Any]]
-
-
-def canonical_name(name: str) -> str:
-    """``model._orig_mod.layers.0._fsdp_wrapped_module.mlp`` -> ``model.layers.0.mlp``."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
 
 
 def unreplicated(pieces: Iterable[StoredPiece]) -> tuple[StoredPiece, ...]:

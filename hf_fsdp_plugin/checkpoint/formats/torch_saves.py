@@ -20,13 +20,13 @@ from hf_fsdp_plugin.checkpoint.formats.stored import (
     OptimizerIndex,
     StoredPiece,
     StoredTensor,
-    canonical_name,
     problem,
     refuse,
     uncovered_problems,
     unreplicated,
 )
 from hf_fsdp_plugin.checkpoint.formats.torch_zip import TorchZip
+from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import CheckpointError
 
 FLAT_PARAMETER = "flat_param"

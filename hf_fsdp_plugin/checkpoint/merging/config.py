@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hf_fsdp_plugin.checkpoint.disk import sync
 from hf_fsdp_plugin.checkpoint.formats.stored import refuse
-from hf_fsdp_plugin.checkpoint.merging.write import sync
 
 MODEL_CONFIGS = ("config.json", "adapter_config.json")
 _PATTERNS = (

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.checkpoint.checking.completeness import checkpoint_of, listed
+from hf_fsdp_plugin.checkpoint.disk import sync
 from hf_fsdp_plugin.checkpoint.formats.index import model_index
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest
 from hf_fsdp_plugin.checkpoint.formats.safetensors_layout import index_text
@@ -31,7 +32,7 @@ from hf_fsdp_plugin.checkpoint.merging.places import check_places, check_space
 from hf_fsdp_plugin.checkpoint.merging.plan import is_wrapped_by_peft, likely_ties, plan_merge
 from hf_fsdp_plugin.checkpoint.merging.read import InputFiles
 from hf_fsdp_plugin.checkpoint.merging.staging import Staging, fingerprint, restore_replaced
-from hf_fsdp_plugin.checkpoint.merging.write import FileWriter, sync
+from hf_fsdp_plugin.checkpoint.merging.write import FileWriter
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, Severity, has_errors
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 from collections import OrderedDict
@@ -10,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_fsdp_plugin.checkpoint.disk import DIRECT, PAGE, REFUSED
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, flat_start, intersect, row_major, slices
 from hf_fsdp_plugin.checkpoint.formats.bytes import dtype_size
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredPiece, StoredTensor, refuse
@@ -21,12 +21,9 @@ MAX_SPAN = 16 << 20
 """Bytes of a file that are read at once where the wanted elements do not lie side by side."""
 _WORTH_SPLITTING = 64 << 10
 _MAX_OPEN = 64
-_PAGE = 4096
 _LARGE = 1 << 20
 """Bytes from which on a read may pass the page cache: smaller ones gain from what the cache reads ahead."""
-_DIRECT = getattr(os, "O_DIRECT", 0)
 _ONLY_CACHED = getattr(os, "RWF_NOWAIT", 0)
-_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 
 
 class InputFiles:
@@ -74,7 +71,7 @@ class _InputFile:
     def __init__(self, path: Path, block: memoryview) -> None:
         self._path, self._block = path, block
         self._plain = os.open(path, os.O_RDONLY)
-        self._direct: int | None = None if _DIRECT and _ONLY_CACHED else -1
+        self._direct: int | None = None if DIRECT and _ONLY_CACHED else -1
 
     def close(self) -> None:
         os.close(self._plain)
@@ -90,7 +87,7 @@ class _InputFile:
             except BlockingIOError:  # the next page is not in the cache
                 continue
             except OSError as error:
-                if error.errno not in _REFUSED:
+                if error.errno not in REFUSED:
                     raise
                 self._close_direct()
                 break
@@ -110,9 +107,9 @@ class _InputFile:
     def _read_directly(self, offset: int, out: memoryview) -> int:
         """Whole pages to aligned memory, and from there what is wanted of them."""
         if self._direct is None:
-            self._direct = os.open(self._path, os.O_RDONLY | _DIRECT)
-        skipped = offset % _PAGE
-        wanted = -(-(skipped + len(out)) // _PAGE) * _PAGE
+            self._direct = os.open(self._path, os.O_RDONLY | DIRECT)
+        skipped = offset % PAGE
+        wanted = -(-(skipped + len(out)) // PAGE) * PAGE
         count = os.preadv(self._direct, [self._block[:wanted]], offset - skipped) - skipped
         count = min(max(count, 0), len(out))
         out[:count] = self._block[skipped : skipped + count]

@@ -9,11 +9,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from hf_fsdp_plugin.checkpoint.disk import sync
 from hf_fsdp_plugin.checkpoint.formats.manifest import hash_bytes
 from hf_fsdp_plugin.checkpoint.formats.safetensors_layout import SafetensorsFile
 from hf_fsdp_plugin.checkpoint.formats.stored import ModelIndex, refuse
 from hf_fsdp_plugin.checkpoint.merging.plan import MergePlan
-from hf_fsdp_plugin.checkpoint.merging.write import sync
 
 PLAN_NAME = "merge_plan.json"
 

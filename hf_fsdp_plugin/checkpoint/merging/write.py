@@ -8,17 +8,15 @@ pushes out what others had there.
 from __future__ import annotations
 
 import contextlib
-import errno
 import mmap
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from hf_fsdp_plugin.checkpoint.disk import DIRECT, PAGE, REFUSED
+
 BUFFER = 16 << 20
 """Bytes of each of the two buffers: one is filled while the other is written."""
-_PAGE = 4096
-_DIRECT = getattr(os, "O_DIRECT", 0)
-_REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 
 
 class FileWriter:
@@ -69,7 +67,7 @@ class FileWriter:
 
     def _flush(self) -> None:
         self._wait()
-        whole = -(-self._filled // _PAGE) * _PAGE
+        whole = -(-self._filled // PAGE) * PAGE
         self._pending = self._worker.submit(self._write, self._buffers[0][:whole], self._position)
         self._position += self._filled
         self._filled = 0
@@ -84,7 +82,7 @@ class FileWriter:
             try:
                 count = os.pwrite(self._descriptor, view, offset)
             except OSError as error:
-                if error.errno not in _REFUSED or not _through_the_cache(self._descriptor):
+                if error.errno not in REFUSED or not _through_the_cache(self._descriptor):
                     raise
                 continue
             view, offset = view[count:], offset + count
@@ -101,9 +99,9 @@ def _aligned() -> memoryview:
 def _open(path: Path) -> int:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     try:
-        return os.open(path, flags | _DIRECT, 0o666)
+        return os.open(path, flags | DIRECT, 0o666)
     except OSError as error:
-        if error.errno not in _REFUSED:
+        if error.errno not in REFUSED:
             raise
         return os.open(path, flags, 0o666)
 
@@ -113,16 +111,7 @@ def _through_the_cache(descriptor: int) -> bool:
     import fcntl
 
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    if not flags & _DIRECT:
+    if not flags & DIRECT:
         return False
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~DIRECT)
     return True
-
-
-def sync(path: Path) -> None:
-    """Make a file's bytes, or a folder's names, last."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

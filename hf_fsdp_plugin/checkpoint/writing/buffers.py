@@ -14,7 +14,8 @@ import threading
 
 import torch
 
-PAGE = 4096
+from hf_fsdp_plugin.checkpoint.disk import PAGE
+
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23  # Linux 2.6.38 and 5.14; elsewhere madvise fails and pages are touched
 _STEP = 64 << 20
 

@@ -35,7 +35,7 @@ from torch.serialization import skip_data
 from hf_fsdp_plugin.checkpoint.shards import Held
 from hf_fsdp_plugin.checkpoint.writing.images import FileImage, Item, bytes_of, own_file
 
-Path_ = tuple[str | int, ...]
+StatePath = tuple[str | int, ...]
 """Where an entry stands in the nested state dict: ``("optimizer", "state", "lm_head.weight", "exp_avg")``."""
 _ENTRY_ALIGNMENT = 64
 _LOCAL_HEADER = struct.Struct("<26xHH")
@@ -46,7 +46,7 @@ _LOCAL_HEADER = struct.Struct("<26xHH")
 class Chunk:
     """One entry of a file: a box of a tensor."""
 
-    path: Path_
+    path: StatePath
     dtype: str
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -60,7 +60,7 @@ class Chunk:
 class Small:
     """A scalar tensor (``dtype`` and ``shape`` set, ``data`` its bytes) or any other object (``data`` as saved)."""
 
-    path: Path_
+    path: StatePath
     data: bytes
     dtype: str | None = None
     shape: tuple[int, ...] = ()
@@ -78,10 +78,10 @@ class DcpPart:
     folder: str
     chunks: list[Chunk] = field(default_factory=list)
     smalls: list[Small] = field(default_factory=list)
-    aliases: list[tuple[Path_, Path_]] = field(default_factory=list)
+    aliases: list[tuple[StatePath, StatePath]] = field(default_factory=list)
 
 
-def dcp_file(folder: str, rank: int, tensors: Iterable[tuple[Path_, Held]]) -> tuple[FileImage, DcpPart]:
+def dcp_file(folder: str, rank: int, tensors: Iterable[tuple[StatePath, Held]]) -> tuple[FileImage, DcpPart]:
     """The rank's file in ``folder`` and the list of what is in it."""
     part = DcpPart(folder)
     file = f"__{rank}_0.distcp"
@@ -99,12 +99,12 @@ def dcp_file(folder: str, rank: int, tensors: Iterable[tuple[Path_, Held]]) -> t
     return own_file(f"{folder}/{file}", items), part
 
 
-def scalar(path: Path_, tensor: torch.Tensor) -> Small:
+def scalar(path: StatePath, tensor: torch.Tensor) -> Small:
     data = bytes_of(tensor.detach().cpu()).numpy().tobytes()
     return Small(path, data, dtype_name(tensor.dtype), tuple(tensor.shape))
 
 
-def plain_value(path: Path_, value: Any) -> Small:
+def plain_value(path: StatePath, value: Any) -> Small:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return Small(path, buffer.getvalue())
@@ -115,7 +115,7 @@ def last_files(folder: str, parts: Sequence[DcpPart]) -> list[FileImage]:
 
     Small entries that several ranks bring are the same on all of them; the first rank's is taken.
     """
-    smalls: dict[Path_, Small] = {}
+    smalls: dict[StatePath, Small] = {}
     for part in parts:
         for small in part.smalls:
             smalls.setdefault(small.path, small)
@@ -126,7 +126,7 @@ def last_files(folder: str, parts: Sequence[DcpPart]) -> list[FileImage]:
     return [own_file(f"{folder}/{file}", items), *images] if items else images
 
 
-def _small_items(smalls: Iterable[Small], file: str) -> tuple[list[Item], dict[Path_, _StorageInfo]]:
+def _small_items(smalls: Iterable[Small], file: str) -> tuple[list[Item], dict[StatePath, _StorageInfo]]:
     items, stored, at = [], {}, 0
     for small in smalls:
         contents: tuple[bytes, ...] = (small.data,)
@@ -140,10 +140,10 @@ def _small_items(smalls: Iterable[Small], file: str) -> tuple[list[Item], dict[P
     return items, stored
 
 
-def _metadata(parts: Sequence[DcpPart], smalls: Iterable[Small], stored: Mapping[Path_, _StorageInfo]) -> Metadata:
+def _metadata(parts: Sequence[DcpPart], smalls: Iterable[Small], stored: Mapping[StatePath, _StorageInfo]) -> Metadata:
     entries: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
-    paths: dict[str, Path_] = {}
+    paths: dict[str, StatePath] = {}
     for part in parts:
         for chunk in part.chunks:
             name = _flat_name(chunk.path)
@@ -208,11 +208,11 @@ def _frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
             return head, file.read()
 
 
-def _flat_name(path: Path_) -> str:
+def _flat_name(path: StatePath) -> str:
     return ".".join(map(str, path))
 
 
-def _tensor_name(path: Path_) -> str:
+def _tensor_name(path: StatePath) -> str:
     """Without the key that a state dict is saved under: ``lm_head.weight``, ``state.lm_head.weight.exp_avg``."""
     return _flat_name(path[1:])
 

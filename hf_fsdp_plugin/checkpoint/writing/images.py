@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_fsdp_plugin.checkpoint.writing.buffers import PAGE, round_up
+from hf_fsdp_plugin.checkpoint.disk import PAGE
+from hf_fsdp_plugin.checkpoint.writing.buffers import round_up
 
 Content = bytes | torch.Tensor
 

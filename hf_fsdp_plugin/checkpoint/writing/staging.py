@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,6 +26,8 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
+from hf_fsdp_plugin.checkpoint.checking.completeness import SAVING
+from hf_fsdp_plugin.checkpoint.disk import sync
 from hf_fsdp_plugin.checkpoint.formats.manifest import (
     MANIFEST_NAME,
     FileRange,
@@ -38,10 +39,10 @@ from hf_fsdp_plugin.checkpoint.formats.manifest import (
 )
 from hf_fsdp_plugin.checkpoint.writing.dcp import Chunk, DcpPart, Small, last_files
 from hf_fsdp_plugin.checkpoint.writing.failures import in_words
-from hf_fsdp_plugin.checkpoint.writing.write import sync_folder, write_live, write_text
+from hf_fsdp_plugin.checkpoint.writing.write import write_live, write_text
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 
-SAVING, REPLACED = ".saving", ".replaced"
+REPLACED = ".replaced"
 # What a checkpoint of any make consists of; of a folder that is replaced, everything else is the user's, and kept.
 _CHECKPOINT_NAMES = (
     "pytorch_model", "optimizer", "model", "rng_state", "random_states", "scheduler", "scaler", "sampler",
@@ -143,14 +144,14 @@ class Staging:
         for path in sorted(self.folder.rglob("*")):
             relative = path.relative_to(self.folder).as_posix()
             if path.is_file() and relative not in records:
-                _sync_file(path)
+                sync(path)
                 records[relative] = record_file(self.folder, relative)
         manifest = replace(manifest, files=tuple(records[path] for path in sorted(records)))
         write_text(self.folder / MANIFEST_NAME, to_text(manifest))
         for folder_path in (self.folder, *(path for path in self.folder.rglob("*") if path.is_dir())):
-            sync_folder(folder_path)
+            sync(folder_path)
         _move_into(self.folder, self.final) if self._into else _put_in_place(self.folder, self.final)
-        sync_folder(self.final.parent)
+        sync(self.final.parent)
         self.discard()
 
 
@@ -249,15 +250,7 @@ def _move_into(folder: Path, final: Path) -> None:
     for record in before.files if before is not None else ():
         if Path(record.path) not in new:
             (final / record.path).unlink(missing_ok=True)
-    sync_folder(final)
-
-
-def _sync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(final)
 
 
 def _read_part(path: Path) -> RankPart:

@@ -32,7 +32,7 @@ from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.checkpoint.formats.boxes import slices, whole
 from hf_fsdp_plugin.checkpoint.shards import Held, ModelShards, OptimizerShards, model_shards, optimizer_shards, owned
-from hf_fsdp_plugin.checkpoint.writing.dcp import DcpPart, Path_, dcp_file, last_files, plain_value, scalar
+from hf_fsdp_plugin.checkpoint.writing.dcp import DcpPart, StatePath, dcp_file, last_files, plain_value, scalar
 from hf_fsdp_plugin.checkpoint.writing.images import FileImage
 from hf_fsdp_plugin.checkpoint.writing.safetensors_files import (
     MAX_SHARD_SIZE,
@@ -74,7 +74,9 @@ def model_files(
         path = f"{MODEL_NAME}_local/{index}_rank{rank}.safetensors"
         return StateFiles([local_model_file(path, shards.tensors, shards.aliases, rank, dist.get_world_size())])
     scalars = [held for held in shards.tensors if not held.shape]
-    tensors: list[tuple[Path_, Held]] = [(("model", held.name), held) for held in owned(shards.tensors) if held.shape]
+    tensors: list[tuple[StatePath, Held]] = [
+        (("model", held.name), held) for held in owned(shards.tensors) if held.shape
+    ]
     image, part = dcp_file(f"{MODEL_NAME}_{index}", rank, tensors)
     part.smalls += [scalar(("model", held.name), held.pieces[0].tensor) for held in scalars]
     part.aliases += [(("model", alias), ("model", name)) for alias, name in shards.aliases.items()]
@@ -87,11 +89,11 @@ def optimizer_files(shards: OptimizerShards, kind: StateDictKind, index: int = 0
     if kind == "local":
         path = f"{OPTIMIZER_NAME}_local/{index}_rank{rank}.safetensors"
         return StateFiles([local_optimizer_file(path, shards, rank, dist.get_world_size())])
-    cut: dict[str, tuple[Path_, Held]] = {}
+    cut: dict[str, tuple[StatePath, Held]] = {}
     smalls = []
     for name, state in shards.state.items():
         for key, value in state.items():
-            path_in_state: Path_ = ("optimizer", "state", name, key)
+            path_in_state: StatePath = ("optimizer", "state", name, key)
             if not isinstance(value, Held):
                 smalls.append(plain_value(path_in_state, value))
             elif not value.shape:

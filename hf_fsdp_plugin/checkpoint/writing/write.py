@@ -1,12 +1,11 @@
 """Bytes to disk: past the page cache where the file system lets us, hashed on the way, synced at the end.
 
-A write through the page cache costs a core for as long as it lasts; an ``O_DIRECT`` write of the same bytes costs next
+A write through the page cache costs a core for as long as it lasts; an ``ODIRECT`` write of the same bytes costs next
 to nothing, and leaves the cache to the training data.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,14 +14,13 @@ from pathlib import Path
 import torch
 import xxhash
 
+from hf_fsdp_plugin.checkpoint.disk import DIRECT, PAGE, REFUSED
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord
-from hf_fsdp_plugin.checkpoint.writing.buffers import PAGE, aligned_bytes, round_up
+from hf_fsdp_plugin.checkpoint.writing.buffers import aligned_bytes, round_up
 from hf_fsdp_plugin.checkpoint.writing.images import Extent, FileImage, fill, on_accelerator, wait_for_copies
 
 WINDOW = 32 << 20
 """Bytes written at a time."""
-_DIRECT = getattr(os, "O_DIRECT", 0)
-_REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 _windows: dict[bool, torch.Tensor] = {}
 
 
@@ -110,12 +108,12 @@ class _Target:
         return self
 
     def _open_direct(self) -> None:
-        if not _DIRECT:
+        if not DIRECT:
             return
         try:
-            self._direct = os.open(self._path, os.O_WRONLY | _DIRECT)
+            self._direct = os.open(self._path, os.O_WRONLY | DIRECT)
         except OSError as error:
-            if error.errno not in _REFUSED:
+            if error.errno not in REFUSED:
                 raise
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -152,7 +150,7 @@ class _Target:
         try:
             _write_all(self._direct, view[low - origin : high - origin], low)
         except OSError as error:
-            if error.errno not in _REFUSED:
+            if error.errno not in REFUSED:
                 raise
             os.close(self._direct)
             self._direct = -1
@@ -209,15 +207,6 @@ def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
     while view:
         written = os.pwrite(descriptor, view, offset)
         view, offset = view[written:], offset + written
-
-
-def sync_folder(folder: Path) -> None:
-    """Make names in ``folder`` last: a file's own sync does not cover them."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_text(path: Path, text: str) -> None:
