@@ -13,14 +13,14 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "FsdpPlan": "hf_fsdp_plugin.plan.model",
     "FsdpSpec": "hf_fsdp_plugin.spec.model",
-    "FsdpTrainer": "hf_fsdp_plugin.host.trainer",
-    "FsdpTrainerMixin": "hf_fsdp_plugin.host.trainer",
-    "FsdpTrainingArguments": "hf_fsdp_plugin.host.trainer",
+    "FsdpTrainer": "hf_fsdp_plugin.integrations.transformers.trainer",
+    "FsdpTrainerMixin": "hf_fsdp_plugin.integrations.transformers.trainer",
+    "FsdpTrainingArguments": "hf_fsdp_plugin.integrations.transformers.trainer",
     "Origin": "hf_fsdp_plugin.problems",
     "Problem": "hf_fsdp_plugin.problems",
     "SpecError": "hf_fsdp_plugin.problems",
-    "accelerator": "hf_fsdp_plugin.host.accelerator",
-    "install": "hf_fsdp_plugin.host.install",
+    "accelerator": "hf_fsdp_plugin.integrations.accelerate.accelerator",
+    "install": "hf_fsdp_plugin.integrations.install",
     "load_spec": "hf_fsdp_plugin.spec.load",
     "report": "hf_fsdp_plugin.observe.report",
     "resolve": "hf_fsdp_plugin.plan.resolve",
@@ -44,9 +44,9 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from hf_fsdp_plugin.host.accelerator import accelerator
-    from hf_fsdp_plugin.host.install import install
-    from hf_fsdp_plugin.host.trainer import FsdpTrainer, FsdpTrainerMixin, FsdpTrainingArguments
+    from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator
+    from hf_fsdp_plugin.integrations.install import install
+    from hf_fsdp_plugin.integrations.transformers.trainer import FsdpTrainer, FsdpTrainerMixin, FsdpTrainingArguments
     from hf_fsdp_plugin.observe.report import report
     from hf_fsdp_plugin.plan.model import FsdpPlan
     from hf_fsdp_plugin.plan.resolve import resolve

@@ -40,8 +40,8 @@ def main() -> int:
     # Heavy from here on: torch and the libraries that are hooked.
     import hf_fsdp_plugin
     from hf_fsdp_plugin.cli.run_script import is_failure, run
-    from hf_fsdp_plugin.host.run_report import abandon
-    from hf_fsdp_plugin.host.tell import tell_error
+    from hf_fsdp_plugin.integrations.messages import tell_error
+    from hf_fsdp_plugin.integrations.run_report import abandon
 
     try:
         hf_fsdp_plugin.install(

@@ -52,7 +52,9 @@ def main() -> None:
         run(script, args, module=module)
     except BaseException as error:
         if is_failure(error):
-            from hf_fsdp_plugin.host.run_report import abandon  # not at the top: the launcher reads this file's names
+            from hf_fsdp_plugin.integrations.run_report import (
+                abandon,  # not at the top: the launcher reads this file's names
+            )
 
             abandon()
         if not failure_file:

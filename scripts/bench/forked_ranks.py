@@ -47,7 +47,7 @@ def preload() -> None:
 
     import hf_fsdp_plugin.checkpoint.checking.verify
     import hf_fsdp_plugin.checkpoint.reading.model
-    import hf_fsdp_plugin.host.trainer  # noqa: F401
+    import hf_fsdp_plugin.integrations.transformers.trainer  # noqa: F401
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from tiny import MODELS, global_batch, my_part, parallel_config, tiny_llama
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.backends.shard import PLAN_ATTRIBUTE
 from hf_fsdp_plugin.checkpoint.writing import save as saves
-from hf_fsdp_plugin.host.checkpoints import PATCHED
+from hf_fsdp_plugin.integrations.accelerate.fsdp_utils import PATCHED
 
 
 class Loop:

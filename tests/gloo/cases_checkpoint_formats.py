@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-from hf_fsdp_plugin.host.checkpoints import PATCHED
+from hf_fsdp_plugin.integrations.accelerate.fsdp_utils import PATCHED
 
 
 def save_with_stock_accelerate(

@@ -20,7 +20,7 @@ from hf_fsdp_plugin.checkpoint.reading.model import load_model
 from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer
 from hf_fsdp_plugin.checkpoint.shards import Held, optimizer_shards
 from hf_fsdp_plugin.checkpoint.writing.state_files import save_model, save_optimizer
-from hf_fsdp_plugin.host.checkpoints import PATCHED
+from hf_fsdp_plugin.integrations.accelerate.fsdp_utils import PATCHED
 from hf_fsdp_plugin.problems import SpecError
 
 WEIGHT_DECAY = 0.1

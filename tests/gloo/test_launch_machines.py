@@ -116,7 +116,7 @@ fsdp_config:
 TELL = r"""
     import os
     from accelerate import PartialState
-    from hf_fsdp_plugin.host.session import current_spec
+    from hf_fsdp_plugin.integrations.session import current_spec
     spec = current_spec()
     place = spec.origin("prefetch.backward").place
     os.write(1, f"seen {spec.prefetch.backward} {place} {PartialState().num_processes}\n".encode())

@@ -6,12 +6,12 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from hf_fsdp_plugin.host import session
-from hf_fsdp_plugin.host.arguments import set_loading_environment
-from hf_fsdp_plugin.host.internals import hook_accelerate, hook_transformers
-from hf_fsdp_plugin.host.run_report import report_at_exit
-from hf_fsdp_plugin.host.session import Session
-from hf_fsdp_plugin.host.tell import be_quiet, errors_without_tracebacks, tell_warnings
+from hf_fsdp_plugin.integrations import session
+from hf_fsdp_plugin.integrations.hooks import hook_accelerate, hook_transformers
+from hf_fsdp_plugin.integrations.messages import be_quiet, errors_without_tracebacks, tell_warnings
+from hf_fsdp_plugin.integrations.run_report import report_at_exit
+from hf_fsdp_plugin.integrations.session import Session
+from hf_fsdp_plugin.integrations.transformers.arguments import set_loading_environment
 from hf_fsdp_plugin.sources.accelerate_yaml import ConfigFile
 from hf_fsdp_plugin.sources.handover import LaunchHandover, absolute
 from hf_fsdp_plugin.spec.model import FsdpSpec

@@ -33,7 +33,7 @@ somebody asks for FSDP.
 ``TrainingArguments._process_fsdp_args``
     It drops and refuses settings. As long as there is ``install``.
 ``Trainer.…``
-    See :mod:`hf_fsdp_plugin.host.trainer`.
+    See :mod:`hf_fsdp_plugin.integrations.transformers.trainer`.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-from hf_fsdp_plugin.host import session
-from hf_fsdp_plugin.host.arguments import set_loading_environment
-from hf_fsdp_plugin.host.checkpoints import PATCHED, replace_checkpoint_functions
-from hf_fsdp_plugin.host.imports import when_imported
-from hf_fsdp_plugin.host.tell import tell, tell_warnings
+from hf_fsdp_plugin.integrations import session
+from hf_fsdp_plugin.integrations.accelerate.fsdp_utils import PATCHED, replace_checkpoint_functions
+from hf_fsdp_plugin.integrations.import_hooks import when_imported
+from hf_fsdp_plugin.integrations.messages import tell, tell_warnings
+from hf_fsdp_plugin.integrations.transformers.arguments import set_loading_environment
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.spec.model import FsdpSpec
 
@@ -96,7 +96,7 @@ def _hook_states(state: ModuleType) -> None:
         original(*args, **kwargs)
 
     def init_state(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-        from hf_fsdp_plugin.host.plugin import PlannedFsdpPlugin
+        from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin
 
         kinds = state.DistributedType
         plugin = kwargs.get("fsdp_plugin")
@@ -180,7 +180,7 @@ _given_to_plugin: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
 
 def _spec_of_plugin(plugin: Any) -> FsdpSpec | None:
     """The spec of a stock plugin and the sources around the script; ``None`` for our own plugin, or without install."""
-    from hf_fsdp_plugin.host.plugin import PlannedFsdpPlugin
+    from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin
 
     if isinstance(plugin, PlannedFsdpPlugin) or not session.is_installed():
         return None
@@ -207,7 +207,7 @@ def _hook_accelerator(module: ModuleType) -> None:
     signature = inspect.signature(cls.__init__)
 
     def init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-        from hf_fsdp_plugin.host.plugin import PlannedFsdpPlugin, dynamo_plugin
+        from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, dynamo_plugin
 
         arguments = signature.bind(self, *args, **kwargs).arguments
         arguments.pop("self")
@@ -231,12 +231,12 @@ def _hook_accelerator(module: ModuleType) -> None:
             )
 
     def prepare(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-        from hf_fsdp_plugin.host.prepare import planned_plugin, prepare_objects
+        from hf_fsdp_plugin.integrations.accelerate.prepare import planned_plugin, prepare_objects
 
         return prepare_objects(self, args) if planned_plugin(self) else original(*args, **kwargs)
 
     def prepare_model(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        from hf_fsdp_plugin.host import prepare as planned
+        from hf_fsdp_plugin.integrations.accelerate import prepare as planned
 
         evaluation_mode = kwargs.get("evaluation_mode", args[1] if len(args) > 1 else False)
         if planned.planned_plugin(self) is None or evaluation_mode:
@@ -253,7 +253,7 @@ def _hook_accelerator(module: ModuleType) -> None:
         original: Callable[..., Any], self: Any, parameters: Any, max_norm: Any, norm_type: Any = 2
     ) -> Any:
         from hf_fsdp_plugin.backends.clipping import clip_grad_norm as clip
-        from hf_fsdp_plugin.host.prepare import planned_plugin
+        from hf_fsdp_plugin.integrations.accelerate.prepare import planned_plugin
 
         if planned_plugin(self) is None:
             return original(parameters, max_norm, norm_type)
@@ -271,7 +271,7 @@ def _hook_accelerator(module: ModuleType) -> None:
         return _with_planned_models(original, self, "save_model", *args, **kwargs)
 
     def end_training(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-        from hf_fsdp_plugin.host.run_report import finish
+        from hf_fsdp_plugin.integrations.run_report import finish
 
         finish(self)
         return original(*args, **kwargs)
@@ -291,8 +291,8 @@ def _hook_accelerator(module: ModuleType) -> None:
 def _with_planned_models(original: Callable[..., Any], accelerator: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     """Our way of saving and loading, for an accelerator that has a model sharded as planned."""
     from hf_fsdp_plugin.backends.shard import plan_of
-    from hf_fsdp_plugin.host import accelerate_checkpoints
-    from hf_fsdp_plugin.host.prepare import planned_plugin
+    from hf_fsdp_plugin.integrations.accelerate import checkpoints as accelerate_checkpoints
+    from hf_fsdp_plugin.integrations.accelerate.prepare import planned_plugin
 
     if planned_plugin(accelerator) is None or not any(plan_of(model) is not None for model in accelerator._models):
         return original(*args, **kwargs)
@@ -324,12 +324,12 @@ def _with_mixed_precision(spec: Any, said: Any) -> Any:
 
 def _hook_training_arguments(module: ModuleType) -> None:
     def process(original: Callable[..., Any], self: Any) -> Any:
-        from hf_fsdp_plugin.host.arguments import process_fsdp_args
+        from hf_fsdp_plugin.integrations.transformers.arguments import process_fsdp_args
 
         return process_fsdp_args(original, self)
 
     def validate(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-        from hf_fsdp_plugin.host.arguments import follow_launcher
+        from hf_fsdp_plugin.integrations.transformers.arguments import follow_launcher
 
         follow_launcher(self)
         original(*args, **kwargs)
@@ -339,7 +339,7 @@ def _hook_training_arguments(module: ModuleType) -> None:
 
 
 def _hook_trainer(module: ModuleType) -> None:
-    from hf_fsdp_plugin.host import trainer
+    from hf_fsdp_plugin.integrations.transformers import trainer
 
     replace_checkpoint_functions(module)
     for name, around in trainer.AROUND.items():

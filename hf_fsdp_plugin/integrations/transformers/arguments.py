@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hf_fsdp_plugin.host import session
-from hf_fsdp_plugin.host.loading import hook_loading
-from hf_fsdp_plugin.host.tell import tell_warnings
+from hf_fsdp_plugin.integrations import session
+from hf_fsdp_plugin.integrations.messages import tell_warnings
+from hf_fsdp_plugin.integrations.transformers.loading import hook_loading
 from hf_fsdp_plugin.spec.model import FsdpSpec
 
 # The fields that say something about FSDP. Precision and checkpointing count only where they are switched on:

@@ -37,7 +37,7 @@ def _checkpoint_function(name: str, original: Callable[..., Any]) -> Callable[..
         from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer
         from hf_fsdp_plugin.checkpoint.writing import state_files
         from hf_fsdp_plugin.checkpoint.writing.save import open_save
-        from hf_fsdp_plugin.host.plugin import PlannedFsdpPlugin
+        from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin
 
         if not isinstance(fsdp_plugin, PlannedFsdpPlugin):
             return original(fsdp_plugin, accelerator, *args, **kwargs)

@@ -16,10 +16,10 @@ from torch import nn
 from hf_fsdp_plugin.backends.agreement import on_all_ranks, same_on_all_ranks
 from hf_fsdp_plugin.backends.optimizer import foreign_parameters
 from hf_fsdp_plugin.backends.shard import plan_of, rebind, shard
-from hf_fsdp_plugin.host.plugin import PlannedFsdpPlugin
-from hf_fsdp_plugin.host.run_report import begin
-from hf_fsdp_plugin.host.saving import prepare_memory_after_first_step
-from hf_fsdp_plugin.host.tell import tell_warnings
+from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin
+from hf_fsdp_plugin.integrations.messages import tell_warnings
+from hf_fsdp_plugin.integrations.run_report import begin
+from hf_fsdp_plugin.integrations.saving import prepare_memory_after_first_step
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.plan.render import to_json
 from hf_fsdp_plugin.plan.resolve import resolve

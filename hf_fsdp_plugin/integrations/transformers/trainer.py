@@ -15,12 +15,12 @@ from transformers.utils import find_labels
 
 from hf_fsdp_plugin.backends.fsdp2 import reshard
 from hf_fsdp_plugin.checkpoint.writing import save as saves
-from hf_fsdp_plugin.host import session
-from hf_fsdp_plugin.host.arguments import follow_launcher, process_fsdp_args
-from hf_fsdp_plugin.host.internals import hook_accelerate, hook_trainer_checkpoints
-from hf_fsdp_plugin.host.prepare import planned_plugin
-from hf_fsdp_plugin.host.run_report import finish
-from hf_fsdp_plugin.host.trainer_checkpoints import (
+from hf_fsdp_plugin.integrations import session
+from hf_fsdp_plugin.integrations.accelerate.prepare import planned_plugin
+from hf_fsdp_plugin.integrations.hooks import hook_accelerate, hook_trainer_checkpoints
+from hf_fsdp_plugin.integrations.run_report import finish
+from hf_fsdp_plugin.integrations.transformers.arguments import follow_launcher, process_fsdp_args
+from hf_fsdp_plugin.integrations.transformers.checkpoints import (
     checkpoint_to_resume,
     finalize_training,
     load_best_model,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hf_fsdp_plugin.checkpoint.checking.completeness import why_incomplete
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
-from hf_fsdp_plugin.host.tell import tell
+from hf_fsdp_plugin.integrations.messages import tell
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-from hf_fsdp_plugin.host.imports import when_imported
+from hf_fsdp_plugin.integrations.import_hooks import when_imported
 
 logger = logging.getLogger(__name__)
 _METHOD = "_load_pretrained_model"

@@ -17,9 +17,9 @@ from hf_fsdp_plugin.checkpoint.checking.completeness import newest_complete, num
 from hf_fsdp_plugin.checkpoint.writing import save as saves
 from hf_fsdp_plugin.checkpoint.writing import state_files
 from hf_fsdp_plugin.checkpoint.writing.staging import remove, settle, settle_all
-from hf_fsdp_plugin.host.plugin import PlannedFsdpPlugin
-from hf_fsdp_plugin.host.resuming import check_complete, tell_differences, tell_passed_over
-from hf_fsdp_plugin.host.saving import manifest, saving
+from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin
+from hf_fsdp_plugin.integrations.resuming import check_complete, tell_differences, tell_passed_over
+from hf_fsdp_plugin.integrations.saving import manifest, saving
 from hf_fsdp_plugin.plan.names import unwrapped
 
 PREFIX = "checkpoint_"

@@ -1,6 +1,6 @@
 """The Trainer's checkpoints: staged, complete, and resumed wherever they came from.
 
-Functions around the Trainer's own methods, as in :mod:`hf_fsdp_plugin.host.trainer`.
+Functions around the Trainer's own methods, as in :mod:`hf_fsdp_plugin.integrations.transformers.trainer`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from hf_fsdp_plugin.checkpoint.shards import model_shards
 from hf_fsdp_plugin.checkpoint.writing import save as saves
 from hf_fsdp_plugin.checkpoint.writing import state_files
 from hf_fsdp_plugin.checkpoint.writing.staging import remove, settle, settle_all
-from hf_fsdp_plugin.host.prepare import planned_plugin
-from hf_fsdp_plugin.host.resuming import check_complete, tell_differences, tell_passed_over
-from hf_fsdp_plugin.host.saving import manifest, saving
-from hf_fsdp_plugin.host.tell import tell
+from hf_fsdp_plugin.integrations.accelerate.prepare import planned_plugin
+from hf_fsdp_plugin.integrations.messages import tell
+from hf_fsdp_plugin.integrations.resuming import check_complete, tell_differences, tell_passed_over
+from hf_fsdp_plugin.integrations.saving import manifest, saving
 from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_plugin.host.arguments import set_loading_environment
-from hf_fsdp_plugin.host.internals import hook_accelerate
+from hf_fsdp_plugin.integrations.hooks import hook_accelerate
+from hf_fsdp_plugin.integrations.transformers.arguments import set_loading_environment
 from hf_fsdp_plugin.spec.model import FsdpSpec
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def accelerator(spec: FsdpSpec, **kwargs: Any) -> Accelerator:
     Raises:
         SpecError: there is no process group to be had (no launcher started this process).
     """
-    from hf_fsdp_plugin.host.plugin import PlannedFsdpPlugin
+    from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin
 
     hook_accelerate()
     set_loading_environment(spec)

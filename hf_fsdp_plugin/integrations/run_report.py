@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.checkpoint.writing import save as saves
-from hf_fsdp_plugin.host import session
-from hf_fsdp_plugin.host.tell import tell
+from hf_fsdp_plugin.integrations import session
+from hf_fsdp_plugin.integrations.messages import tell
 from hf_fsdp_plugin.observe.optimizer import optimizer_of, trained_pair
 from hf_fsdp_plugin.observe.report import BatchShape, observe
 from hf_fsdp_plugin.observe.watch import watch
