@@ -1,12 +1,36 @@
-"""The one shape of every complaint in the house: where, what was given, what was expected, what to do."""
+"""The type of every error, warning and note: where it is, what was given, what was expected, what to do.
+
+Every problem has a stable code, such as ``FSDP-E201``: the letter is the severity (E, W, N), the first digit the area,
+and the number is unique across severities. The pages in ``problem_pages/`` describe each code; ``hf-fsdp explain CODE``
+prints one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Final, Literal
 
 Severity = Literal["error", "warning", "note"]
+
+AREAS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "0": "sources",
+        "1": "spec",
+        "2": "plan",
+        "3": "backends",
+        "4": "checkpoint",
+        "5": "observe",
+        "6": "integrations",
+        "7": "cli",
+    }
+)
+"""First digit of a code -> the package that reports it, and the name of its page in ``problem_pages/``."""
+
+CODE: Final = re.compile(r"FSDP-([EWN])([0-7])\d\d")
+_SEVERITIES: Final[Mapping[str, Severity]] = MappingProxyType({"E": "error", "W": "warning", "N": "note"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,27 +64,34 @@ DEFAULT_ORIGIN = Origin(source="default")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """One complaint.
+    """One error, warning or note.
 
     Attributes:
-        severity: ``error`` stops the run; ``warning`` and ``note`` are shown and carried into the report.
+        code: stable identifier, such as ``FSDP-E201``; described in ``problem_pages/``.
         message: what was given and what was expected.
         fix: what to do about it, as one imperative sentence; may be empty for notes.
-        setting: canonical name (``wrap.classes``), where the complaint is about one.
+        setting: canonical name (``wrap.classes``), where the problem is about one setting.
         origin: where the offending value was written.
         rank: the rank that raised it, where only some did.
     """
 
-    severity: Severity
     message: str
+    code: str = ""
+    severity: Severity = "error"  # transitional: derived from the code once every problem has one
     fix: str = ""
     setting: str | None = None
     origin: Origin | None = None
     rank: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.code:
+            assert CODE.fullmatch(self.code), f"{self.code!r} is not a problem code"
+            object.__setattr__(self, "severity", _SEVERITIES[self.code[len("FSDP-")]])
+
     def to_json(self) -> dict[str, Any]:
         """The object that ``check --json`` and ``fsdp_report.json`` print."""
         return {
+            "code": self.code,
             "severity": self.severity,
             "setting": self.setting,
             "origin": self.origin.place if self.origin is not None else None,
@@ -75,7 +106,8 @@ class Problem:
         rank = f"rank {self.rank}: " if self.rank is not None else ""
         setting = f"{self.setting}: " if self.setting else ""
         fix = f" {self.fix}" if self.fix else ""
-        return f"{place}{label}{rank}{setting}{self.message}{fix}"
+        code = f" [{self.code}]" if self.code else ""
+        return f"{place}{label}{rank}{setting}{self.message}{fix}{code}"
 
 
 def has_errors(problems: Iterable[Problem]) -> bool:

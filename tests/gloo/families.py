@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "meta"))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import transformers as hf
-from plan_zoo import _TEXT, _VISION, FAMILIES
+from model_families import _TEXT, _VISION, FAMILIES
 
 Batch = dict[str, torch.Tensor]
 NUM_ROWS = 4

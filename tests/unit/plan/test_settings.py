@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from plan_zoo import on_meta
+from model_families import on_meta
 from torch import nn
 
 from hf_fsdp_plugin.plan.model import FsdpPlan, PrecisionPlan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from plan_zoo import FAMILIES, on_meta, wrapping
+from model_families import FAMILIES, on_meta, wrapping
 from torch import nn
 
 from hf_fsdp_plugin.plan.model import FsdpPlan

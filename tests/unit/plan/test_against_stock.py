@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from plan_zoo import FAMILIES, wrapping
+from model_families import FAMILIES, wrapping
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from plan_zoo import on_meta, wrapping
+from model_families import on_meta, wrapping
 from torch import nn
 
 from hf_fsdp_plugin.plan.model import FsdpPlan

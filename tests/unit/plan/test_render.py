@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from plan_zoo import on_meta, wrapping
+from model_families import on_meta, wrapping
 
 from hf_fsdp_plugin.plan.render import count_text, to_json, to_text
 from hf_fsdp_plugin.plan.resolve import resolve
