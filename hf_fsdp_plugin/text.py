@@ -1,0 +1,81 @@
+"""Formatting of counts, sizes, lists of names and tables for messages and command output.
+
+Torch-free and free of imports from this package, so that every package can use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+
+def format_bytes(num_bytes: int, *, binary: bool = False) -> str:
+    """Format a number of bytes.
+
+    Args:
+        binary: powers of 1024 with one decimal (``513.3 MiB``), as is usual for memory; otherwise powers of 1000
+            with three significant digits (``2.03 GB``), as is usual for files.
+    """
+    base, units = (1024, ("KiB", "MiB", "GiB", "TiB")) if binary else (1000, ("kB", "MB", "GB", "TB", "PB"))
+    if num_bytes < base:
+        return f"{num_bytes} B"
+    size = float(num_bytes)
+    for unit in units:
+        size /= base
+        if size < base - 0.5 or unit == units[-1]:
+            break
+    return f"{size:.1f} {unit}" if binary else _three_digits(size, unit)
+
+
+def format_count(count: int) -> str:
+    """Format a number of parameters with three significant digits: ``3.54 M``."""
+    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if count >= size:
+            return _three_digits(count / size, unit)
+    return str(count)
+
+
+def format_names(names: Collection[object], limit: int = 4) -> str:
+    """Join the first `limit` names: ``a, b, c, d and 3 more``."""
+    shown = [str(name) for name in names][:limit]
+    rest = f" and {len(names) - limit:,} more" if len(names) > limit else ""
+    return ", ".join(shown) + rest
+
+
+def format_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
+    """Align the columns of a table.
+
+    Args:
+        rows: cells of each row, all rows equally long.
+        right: indices of the columns that are aligned to the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def plural(count: int, noun: str, nouns: str = "") -> str:
+    """Return the count with its noun: ``1 rank``, ``1,024 ranks``.
+
+    Args:
+        nouns: the plural where it is not ``noun + "s"``.
+    """
+    return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"
+
+
+def shorten(text: str, width: int) -> str:
+    """Replace the middle of a text that is longer than `width` by ``…``."""
+    return text if len(text) <= width else f"{text[: width // 2 - 1]}…{text[-(width - width // 2) :]}"
+
+
+def truncate_lines(lines: Iterable[str], limit: int, indent: str = "  ") -> list[str]:
+    """Return the first `limit` lines, and ``… and N more`` where there are more."""
+    lines = list(lines)
+    rest = [f"{indent}… and {len(lines) - limit:,} more"] if len(lines) > limit else []
+    return lines[:limit] + rest
+
+
+def _three_digits(value: float, unit: str) -> str:
+    return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
