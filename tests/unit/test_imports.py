@@ -50,7 +50,7 @@ def test_the_front_of_the_house_imports_no_heavy_library(part: str):
         assert not {name.partition(".")[0] for name in imported(path)} & HEAVY, path
 
 
-@pytest.mark.parametrize("part", ["plan", "backends", "observe", "checkpoint", "host"])
+@pytest.mark.parametrize("part", ["plan", "backends", "observe", "checkpoint", "integrations"])
 def test_nothing_below_the_command_line_imports_it(part: str):
     for path in files_of(part):
         assert "cli" not in parts_imported(path), path
