@@ -11,7 +11,6 @@ from hf_fsdp_plugin.spec.model import BackwardPrefetch, Checkpointing, FsdpSpec,
 
 Backend = Literal["fsdp1", "fsdp2"]
 PlannedDtype = Literal["fp32", "bf16", "fp16", "unchanged"]
-DeviceType = Literal["cpu", "cuda", "xpu", "npu", "mlu", "musa", "hpu"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +101,7 @@ class FsdpPlan:
     backend: Backend
     model_class: str
     world_size: int
-    device_type: DeviceType
+    device_type: str
     strategy: Strategy
     mesh: MeshPlan
     units: tuple[UnitPlan, ...]

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
 
 from torch import nn
 
+from hf_fsdp_plugin.devices import DEVICES, unsupported_device
 from hf_fsdp_plugin.plan.complaints import Complaints
 from hf_fsdp_plugin.plan.mesh import resolve_mesh
 from hf_fsdp_plugin.plan.model import (
     ActivationPlan,
     Backend,
-    DeviceType,
     FsdpPlan,
     PrecisionPlan,
     PrefetchPlan,
@@ -33,7 +32,7 @@ def resolve(
     model: nn.Module,
     *,
     world_size: int,
-    device_type: DeviceType = "cpu",
+    device_type: str = "cpu",
     local_world_size: int | None = None,
 ) -> FsdpPlan:
     """Decide everything that FSDP will do with ``model`` on ``world_size`` ranks.
@@ -60,15 +59,11 @@ def try_resolve(
     model: nn.Module,
     *,
     world_size: int,
-    device_type: DeviceType = "cpu",
+    device_type: str = "cpu",
     local_world_size: int | None = None,
 ) -> tuple[FsdpPlan | None, tuple[Problem, ...]]:
     """As :func:`resolve`, but errors are returned beside ``None``. The problems include those of the spec."""
     complaints = Complaints(spec)
-    if device_type not in get_args(DeviceType):
-        complaints.error(
-            None, f"unknown device type {device_type!r}.", f"Give one of {', '.join(get_args(DeviceType))}."
-        )
     mesh, strategy = resolve_mesh(spec, world_size, local_world_size, complaints)
     precision = resolve_precision(spec, model, device_type, complaints)
     parts = _sharded_by_author(spec, model, complaints) or _to_shard(spec, model, strategy, precision, complaints)
@@ -76,7 +71,8 @@ def try_resolve(
     judge_devices(spec, version, device_type, complaints)
     judge_mapping(spec, version, complaints)
     judge_activation(spec, model, parts.pre_sharded, complaints)
-    problems = (*spec.problems, *complaints.problems)
+    device_problems = () if device_type in DEVICES else (unsupported_device(device_type),)
+    problems = (*spec.problems, *device_problems, *complaints.problems)
     if has_errors(problems):
         return None, problems
     plan = FsdpPlan(

@@ -66,9 +66,10 @@ def test_a_bf16_model_without_mixed_precision_is_warned_about() -> None:
     assert planned(model, precision=PrecisionSection(param="bf16")).problems == ()
 
 
-def test_an_unknown_device_is_an_error() -> None:
-    with pytest.raises(SpecError, match="unknown device type 'gpu'"):
+def test_plan_refuses_unsupported_device() -> None:
+    with pytest.raises(SpecError) as refusal:
         planned(device_type="gpu")
+    assert [problem.code for problem in refusal.value.problems] == ["FSDP-E301"]
 
 
 def test_memory_is_pinned_for_an_accelerator_only() -> None:

@@ -1,0 +1,204 @@
+"""What differs between device types: one row of :data:`DEVICES` per supported type.
+
+To support another device type, add a row: an :class:`Accelerator` if ``torch.<type>`` has the functions used here, a
+subclass of it otherwise. torch is imported by the methods, not by this file: the launcher reads the table and starts
+ranks without loading torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+from hf_fsdp_plugin.problems import Problem, SpecError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """One device type, and the base class for accelerators. As it is, it describes the CPU.
+
+    Attributes:
+        type: torch's name, such as ``cuda``.
+        collectives: torch's name for the library that communicates this device's tensors.
+        visible_variable: environment variable that limits a process to some devices; empty where there is none.
+        peak_source: what :meth:`peak_memory` measures.
+    """
+
+    type: str
+    collectives: str
+    visible_variable: str = ""
+    peak_source: str = "process resident set"
+
+    @property
+    def process_group_backend(self) -> str:
+        """Backend for ``init_process_group`` that communicates this device's tensors and CPU tensors."""
+        return self.collectives
+
+    def is_initialized(self) -> bool:
+        """Whether this process has used the device."""
+        return True
+
+    def count(self) -> int:
+        """Number of devices that this process sees; 0 for the CPU."""
+        return 0
+
+    def current_index(self) -> int:
+        """Index of the calling thread's current device."""
+        return 0
+
+    def set_current(self, index: int) -> None:
+        """Make ``index`` the calling thread's current device. A new thread starts on device 0."""
+
+    def synchronize(self) -> None:
+        """Wait for all kernels and copies on the current device."""
+
+    def pin(self, memory: torch.Tensor) -> bool:
+        """Page-lock existing CPU memory. Returns ``False`` where that is not possible: copies are slower, and work."""
+        return False
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        """Undo :meth:`pin`. Required before the memory is unmapped."""
+
+    def peak_memory(self) -> int:
+        """Largest number of bytes in use so far, as measured by ``peak_source``."""
+        import resource  # does not exist on Windows, which FSDP does not support either
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        # Linux reports KiB, macOS bytes (getrusage(2) of each).
+        return peak if sys.platform == "darwin" else peak * 1024
+
+    def reset_peak_memory(self) -> None:
+        """Start a new measurement of :meth:`peak_memory`. Has no effect on the CPU: no process can reset ru_maxrss."""
+
+    def get_rng_state(self) -> torch.Tensor:
+        """State of the random number generator of the current device."""
+        import torch
+
+        return torch.random.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Restore what :meth:`get_rng_state` returned."""
+        import torch
+
+        torch.random.set_rng_state(state)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Accelerator(Device):
+    """A device type whose module in torch (``torch.xpu``) has the functions of ``torch.cuda``."""
+
+    @property
+    def _module(self) -> Any:
+        import torch
+
+        return torch.get_device_module(self.type)
+
+    @property
+    def process_group_backend(self) -> str:
+        return f"cpu:gloo,{self.type}:{self.collectives}"
+
+    def is_initialized(self) -> bool:
+        return self._module.is_available() and self._module.is_initialized()
+
+    def count(self) -> int:
+        return self._module.device_count()
+
+    def current_index(self) -> int:
+        return self._module.current_device()
+
+    def set_current(self, index: int) -> None:
+        self._module.set_device(index)
+
+    def synchronize(self) -> None:
+        self._module.synchronize()
+
+    def peak_memory(self) -> int:
+        return self._module.max_memory_allocated()
+
+    def reset_peak_memory(self) -> None:
+        self._module.reset_peak_memory_stats()
+
+    def get_rng_state(self) -> torch.Tensor:
+        return self._module.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        self._module.set_rng_state(state)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cuda(Accelerator):
+    """NVIDIA and AMD. Only ``torch.cuda`` can page-lock memory that it has not allocated (read from torch 2.13)."""
+
+    def pin(self, memory: torch.Tensor) -> bool:
+        return int(self._module.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        self._module.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+DEVICES: Final[Mapping[str, Device]] = MappingProxyType(
+    {
+        device.type: device
+        for device in (
+            Device(type="cpu", collectives="gloo"),
+            Cuda(
+                type="cuda",
+                collectives="nccl",
+                visible_variable="CUDA_VISIBLE_DEVICES",
+                peak_source="cuda allocator",
+            ),
+            Accelerator(
+                type="xpu",
+                collectives="xccl",
+                visible_variable="ZE_AFFINITY_MASK",
+                peak_source="xpu allocator",
+            ),
+        )
+    }
+)
+"""Every supported device type, by torch's name for it."""
+
+
+def accelerator_type() -> str:
+    """torch's name for the accelerator of this process, supported or not; ``cpu`` where there is none.
+
+    Apple's GPU (``mps``) counts as none: it serves one process, and torch has no collectives for it.
+    """
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if found is None or found.type == "mps" else found.type
+
+
+def current_device() -> Device:
+    """The device type that this process computes on.
+
+    Raises:
+        SpecError: the accelerator of this process is not supported.
+    """
+    return get_device(accelerator_type())
+
+
+def get_device(device_type: str) -> Device:
+    """The row of a device type.
+
+    Raises:
+        SpecError: the device type is not supported.
+    """
+    if device_type not in DEVICES:
+        raise SpecError([unsupported_device(device_type)])
+    return DEVICES[device_type]
+
+
+def unsupported_device(device_type: str) -> Problem:
+    return Problem(
+        code="FSDP-E301",
+        message=f"device type {device_type!r} is not supported. Supported: {', '.join(DEVICES)}.",
+        fix="Run on one of these; use_cpu: true (--cpu) runs on the CPU.",
+    )
