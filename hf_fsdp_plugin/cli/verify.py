@@ -7,11 +7,11 @@ import json
 import sys
 from pathlib import Path
 
+from hf_fsdp_plugin.checkpoint.checking.byte_ranges import Progress
 from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoints_of_run
-from hf_fsdp_plugin.checkpoint.checking.stretches import Progress
 from hf_fsdp_plugin.checkpoint.checking.verify import Verdict, verify
-from hf_fsdp_plugin.checkpoint.formats.index import model_index
 from hf_fsdp_plugin.checkpoint.formats.manifest import MANIFEST_NAME
+from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model
 from hf_fsdp_plugin.problems import CheckpointError
 
 HELP = "Check every byte of a checkpoint against its manifest, and every name and shape against its config."
@@ -50,7 +50,7 @@ def _newest_of_run(folder: Path) -> Path | None:
     if not paths or (folder / MANIFEST_NAME).exists():
         return None
     try:
-        model_index(folder)
+        read_stored_model(folder)
     except CheckpointError:
         return paths[0]
     return None

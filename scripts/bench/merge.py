@@ -162,11 +162,11 @@ def measure(command: list[str], folder: Path, out: Path) -> Run:
 def check_equal(ours: Path, stock: Path) -> None:
     """Times of different results say nothing."""
     sys.path.insert(0, str(ROOT))
-    from hf_fsdp_plugin.checkpoint.formats.index import model_index
-    from hf_fsdp_plugin.checkpoint.merging.check import same_elements
-    from hf_fsdp_plugin.checkpoint.merging.read import InputFiles
+    from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model
+    from hf_fsdp_plugin.checkpoint.formats.tensor_reader import InputFiles
+    from hf_fsdp_plugin.checkpoint.merging.output_checks import same_elements
 
-    mine, theirs = model_index(ours).tensors, model_index(stock).tensors
+    mine, theirs = read_stored_model(ours).tensors, read_stored_model(stock).tensors
     if mine.keys() != theirs.keys():
         raise SystemExit(f"the names differ: {sorted(mine.keys() ^ theirs.keys())[:5]}")
     with InputFiles(ours) as files, InputFiles(stock) as others:

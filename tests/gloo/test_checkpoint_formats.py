@@ -11,8 +11,9 @@ from cases_checkpoint_formats import save_with_stock_accelerate
 from ranks import Ranks
 
 from hf_fsdp_plugin.checkpoint.formats.boxes import slices, whole
-from hf_fsdp_plugin.checkpoint.formats.bytes import numpy_dtype
-from hf_fsdp_plugin.checkpoint.formats.index import StoredTensor, model_index, optimizer_index
+from hf_fsdp_plugin.checkpoint.formats.element_types import numpy_dtype
+from hf_fsdp_plugin.checkpoint.formats.stored import StoredTensor
+from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.problems import CheckpointError
 
 SHARDED, FULL, LOCAL = "SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT"
@@ -30,7 +31,7 @@ def assembled(root: Path, tensor: StoredTensor) -> np.ndarray:
 
 
 def assert_model_is(checkpoint: Path, truth: dict[str, np.ndarray], form: str, number: int = 0) -> None:
-    index = model_index(checkpoint, number)
+    index = read_stored_model(checkpoint, number)
     assert index.format == form
     assert index.tensors.keys() == truth.keys()
     for name, expected in truth.items():
@@ -38,7 +39,7 @@ def assert_model_is(checkpoint: Path, truth: dict[str, np.ndarray], form: str, n
 
 
 def assert_optimizer_is(checkpoint: Path, truth: dict[str, Any], form: str, number: int = 0) -> None:
-    index = optimizer_index(checkpoint, number)
+    index = read_stored_optimizer(checkpoint, number)
     assert index is not None
     assert index.format == form
     assert index.groups == truth["groups"]
@@ -79,14 +80,14 @@ def test_the_parts_of_a_missing_rank_are_missed(two_ranks: Ranks, tmp_path: Path
     two_ranks.run(save_with_stock_accelerate, str(tmp_path), 2, SHARDED, use_dcp=False)
     (tmp_path / "pytorch_model_fsdp_0_rank1.bin").unlink()
     with pytest.raises(CheckpointError, match=r"elements of \d+ tensors are in none of its files.*Found are .*rank0"):
-        model_index(tmp_path)
+        read_stored_model(tmp_path)
     (tmp_path / "optimizer_0_rank0.bin").unlink()
     with pytest.raises(CheckpointError, match=r"optimizer_0_rank0\.bin: missing"):
-        optimizer_index(tmp_path)
+        read_stored_optimizer(tmp_path)
 
 
 def test_flat_parameters_of_fsdp1_are_refused_with_the_way_out(two_ranks: Ranks, tmp_path: Path) -> None:
     truth = two_ranks.run(save_with_stock_accelerate, str(tmp_path), 1, LOCAL, on_mesh=False)[0]
     with pytest.raises(CheckpointError, match=r"flat parameters.*SHARDED_STATE_DICT"):
-        model_index(tmp_path)
+        read_stored_model(tmp_path)
     assert_optimizer_is(tmp_path, truth, "dcp")

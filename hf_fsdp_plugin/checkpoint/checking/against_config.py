@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.checkpoint.checking.completeness import listed
-from hf_fsdp_plugin.checkpoint.formats.stored import ModelIndex
+from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel
 from hf_fsdp_plugin.problems import Origin, Problem, Severity
 
 _NOT_COMPARED = "names and shapes were not compared with a model"
@@ -21,7 +21,7 @@ _OTHER = "Use the config.json of this checkpoint's own model, or the checkpoint 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def config_problems(index: ModelIndex, folder: Path) -> list[Problem]:
+def config_problems(index: StoredModel, folder: Path) -> list[Problem]:
     """Missing and unexpected names and differing shapes as errors; a note where there is no model to compare with."""
     path = folder / "config.json"
     config = _config(path)
@@ -53,7 +53,7 @@ def _config(path: Path) -> dict[str, Any] | Problem:
     return config
 
 
-def _compared(index: ModelIndex, model: Any, path: Path) -> list[Problem]:
+def _compared(index: StoredModel, model: Any, path: Path) -> list[Problem]:
     state = model.state_dict(keep_vars=True)
     expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
     names, merged = _loaded_names(index, model)
@@ -81,7 +81,7 @@ def _compared(index: ModelIndex, model: Any, path: Path) -> list[Problem]:
     return [_problem(path.parent, f"{text}: {listed(found)}.") for found, text in said if found]
 
 
-def _loaded_names(index: ModelIndex, model: Any) -> tuple[dict[str, str], set[str]]:
+def _loaded_names(index: StoredModel, model: Any) -> tuple[dict[str, str], set[str]]:
     """Stored name -> the name it is loaded under, and those of them that loading puts together from several.
 
     Hugging Face folders keep the names of the architecture's first release; everything else has the model's own.

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+from hf_fsdp_plugin.checkpoint.checking.byte_ranges import REPLACE_FILE, Progress, Stretch, check, damage
 from hf_fsdp_plugin.checkpoint.checking.checksums import NotAnArchive, crc_file, is_archive, stored_entries
 from hf_fsdp_plugin.checkpoint.checking.completeness import listed, tensors_of
-from hf_fsdp_plugin.checkpoint.checking.stretches import REPLACE_FILE, Progress, Stretch, check, damage
-from hf_fsdp_plugin.checkpoint.formats.index import model_index, optimizer_index
 from hf_fsdp_plugin.checkpoint.formats.stored import problem
+from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 
 _Places = list[tuple[int, str]]
@@ -51,7 +51,7 @@ def _stretches(path: Path, places: _Places) -> list[Stretch]:
 def _places(folder: Path) -> dict[Path, _Places]:
     """What begins where in each file; nothing of what cannot be read."""
     found: dict[Path, _Places] = {}
-    for read in (model_index, optimizer_index):
+    for read in (read_stored_model, read_stored_optimizer):
         try:
             index = read(folder)
         except CheckpointError:

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hf_fsdp_plugin.checkpoint.checking.checksums import NotAnArchive, is_archive, stored_entries
-from hf_fsdp_plugin.checkpoint.formats.index import model_index, optimizer_index
 from hf_fsdp_plugin.checkpoint.formats.manifest import MANIFEST_NAME, Manifest, read_manifest
-from hf_fsdp_plugin.checkpoint.formats.stored import ModelIndex, OptimizerIndex, StoredTensor, problem
+from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredOptimizer, StoredTensor, problem
+from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 
 TRAINER_STATE = "trainer_state.json"
@@ -110,14 +110,14 @@ def stock_problems(folder: Path) -> list[Problem]:
     if unfinished:
         return unfinished
     # The readers follow every reference, and refuse those that lead behind the end of a file.
-    model_index(folder)
-    optimizer_index(folder)
+    read_stored_model(folder)
+    read_stored_optimizer(folder)
     return _cut_archives(folder) + _unfinished(folder)
 
 
-def tensors_of(index: ModelIndex | OptimizerIndex) -> Iterator[tuple[str, StoredTensor]]:
+def tensors_of(index: StoredModel | StoredOptimizer) -> Iterator[tuple[str, StoredTensor]]:
     """Every tensor, by a name for messages: ``model.norm.weight``, or ``exp_avg of model.norm.weight``."""
-    if isinstance(index, ModelIndex):
+    if isinstance(index, StoredModel):
         yield from index.tensors.items()
         return
     for name, entry in index.state.items():

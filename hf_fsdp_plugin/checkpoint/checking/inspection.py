@@ -20,11 +20,10 @@ from hf_fsdp_plugin.checkpoint.checking.completeness import (
     tensors_of,
     why_incomplete,
 )
-from hf_fsdp_plugin.checkpoint.formats.bytes import dtype_size
-from hf_fsdp_plugin.checkpoint.formats.index import model_index, optimizer_index
+from hf_fsdp_plugin.checkpoint.formats.element_types import dtype_size
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest
-from hf_fsdp_plugin.checkpoint.formats.stored import OptimizerIndex, StoredTensor
-from hf_fsdp_plugin.checkpoint.merging.plan import shared_places
+from hf_fsdp_plugin.checkpoint.formats.stored import StoredOptimizer, StoredTensor, shared_tensors
+from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.problems import CheckpointError
 
 KINDS = {"dcp": "sharded", "per_rank": "sharded", "local": "local", "full": "full", "bin": "full"}
@@ -137,7 +136,7 @@ def summarize(path: Path) -> Summary:
     incomplete = why_incomplete(folder)
     manifest = _manifest(folder)
     try:
-        model = model_index(folder)
+        model = read_stored_model(folder)
     except CheckpointError:
         if manifest is None:
             raise
@@ -152,7 +151,7 @@ def summarize(path: Path) -> Summary:
         step=manifest.step if manifest else _trainer_step(folder),
         world_size=manifest.world_size if manifest else _ranks(files),
         parameters=manifest.parameters if manifest else parameters,
-        ties=manifest.ties if manifest else tuple(shared_places(model)) if model else (),
+        ties=manifest.ties if manifest else tuple(shared_tensors(model)) if model else (),
         state=_state(optimizer) if optimizer else {},
         groups=tuple(optimizer.groups) if optimizer else (),
         files=files,
@@ -178,9 +177,9 @@ def _manifest(folder: Path) -> Manifest | None:
         return None
 
 
-def _optimizer(folder: Path) -> OptimizerIndex | None:
+def _optimizer(folder: Path) -> StoredOptimizer | None:
     try:
-        return optimizer_index(folder)
+        return read_stored_optimizer(folder)
     except CheckpointError:  # said already by why_incomplete, unless the manifest knows nothing of it
         return None
 
@@ -216,7 +215,7 @@ def _ranks(files: Iterable[str]) -> int | None:
     return max(ranks) + 1 if ranks else None
 
 
-def _state(optimizer: OptimizerIndex) -> dict[str, dict[str, Any]]:
+def _state(optimizer: StoredOptimizer) -> dict[str, dict[str, Any]]:
     state: dict[str, dict[str, Any]] = {
         name: {key: value for key, value in entry.items() if not isinstance(value, StoredTensor)}
         for name, entry in optimizer.state.items()

@@ -15,6 +15,7 @@ from typing import Any
 
 from hf_fsdp_plugin.checkpoint.checking.against_config import config_problems
 from hf_fsdp_plugin.checkpoint.checking.against_crc import crc_problems
+from hf_fsdp_plugin.checkpoint.checking.byte_ranges import REPLACE_FILE, Progress, Stretch, check, damage
 from hf_fsdp_plugin.checkpoint.checking.completeness import (
     checkpoint_of,
     file_problems,
@@ -23,10 +24,9 @@ from hf_fsdp_plugin.checkpoint.checking.completeness import (
     stock_problems,
     tensors_of,
 )
-from hf_fsdp_plugin.checkpoint.checking.stretches import REPLACE_FILE, Progress, Stretch, check, damage
-from hf_fsdp_plugin.checkpoint.formats.index import model_index, optimizer_index
 from hf_fsdp_plugin.checkpoint.formats.manifest import MANIFEST_NAME, FileRecord, Manifest, hash_file, read_manifest
-from hf_fsdp_plugin.checkpoint.formats.stored import ModelIndex, OptimizerIndex
+from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredOptimizer
+from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, Severity, has_errors
 
 _SAME_SHAPE = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
@@ -136,9 +136,9 @@ def _index_problems(folder: Path, manifest: Manifest | None, *, config_check: bo
     """Names, shapes, dtypes and completeness of what is stored, against the manifest and the model of the config."""
     problems: list[Problem] = []
     try:
-        model, optimizer = model_index(folder), optimizer_index(folder)
+        model, optimizer = read_stored_model(folder), read_stored_optimizer(folder)
         for number in _further_optimizers(folder):
-            optimizer_index(folder, number)  # to read it is to check that it is all there
+            read_stored_optimizer(folder, number)  # to read it is to check that it is all there
     except CheckpointError as error:
         return [] if damaged else list(error.problems)
     if manifest is not None:
@@ -155,7 +155,7 @@ def _further_optimizers(folder: Path) -> list[int]:
     return sorted(found)
 
 
-def _against_manifest(model: ModelIndex, optimizer: OptimizerIndex | None, manifest: Manifest) -> list[Problem]:
+def _against_manifest(model: StoredModel, optimizer: StoredOptimizer | None, manifest: Manifest) -> list[Problem]:
     group_of = {name: tie for tie in manifest.ties for name in tie}
     # One name of those that share a tensor is enough, in the files as in the manifest.
     stored = {other for name in model.tensors for other in group_of.get(name, (name,))}

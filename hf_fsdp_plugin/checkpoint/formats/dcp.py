@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, whole, within
-from hf_fsdp_plugin.checkpoint.formats.bytes import SIZES
+from hf_fsdp_plugin.checkpoint.formats.element_types import SIZES
 from hf_fsdp_plugin.checkpoint.formats.nested import nested_value, optimizer_parts
 from hf_fsdp_plugin.checkpoint.formats.pickles import (
     BytesMetadata,
@@ -25,8 +25,8 @@ from hf_fsdp_plugin.checkpoint.formats.pickles import (
 )
 from hf_fsdp_plugin.checkpoint.formats.stored import (
     COPY_AGAIN,
-    ModelIndex,
-    OptimizerIndex,
+    StoredModel,
+    StoredOptimizer,
     StoredPiece,
     StoredTensor,
     file_inside,
@@ -41,7 +41,7 @@ from hf_fsdp_plugin.problems import CheckpointError, Problem
 METADATA = ".metadata"
 
 
-def read_dcp_model(root: Path, folder: Path) -> ModelIndex:
+def read_dcp_model(root: Path, folder: Path) -> StoredModel:
     """The model in a DCP folder: what stands under ``model``, or all of it where nothing does."""
     entries = _read(root, folder)
     if entries and all(path[0] == "optimizer" for path in entries):
@@ -56,16 +56,16 @@ def read_dcp_model(root: Path, folder: Path) -> ModelIndex:
             tensors[name] = replace(value, name=name)
         else:
             objects[name] = value
-    return ModelIndex(root, "dcp", tensors, objects)
+    return StoredModel(root, "dcp", tensors, objects)
 
 
-def read_dcp_optimizer(root: Path, folder: Path) -> OptimizerIndex | None:
+def read_dcp_optimizer(root: Path, folder: Path) -> StoredOptimizer | None:
     """The optimizer in a DCP folder, or ``None`` where it holds none."""
     entries = {path[1:]: value for path, value in _read(root, folder).items() if path[0] == "optimizer"}
     if not entries:
         return None
     state, groups = optimizer_parts(nested_value(entries), root, folder)
-    return OptimizerIndex(root, "dcp", state, groups)
+    return StoredOptimizer(root, "dcp", state, groups)
 
 
 _Path = tuple[Any, ...]

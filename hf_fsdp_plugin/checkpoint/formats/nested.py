@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole
-from hf_fsdp_plugin.checkpoint.formats.bytes import dtype_size, numpy_dtype
+from hf_fsdp_plugin.checkpoint.formats.element_types import dtype_size, numpy_dtype
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredTensor, refuse
 from hf_fsdp_plugin.plan.names import canonical_name
 

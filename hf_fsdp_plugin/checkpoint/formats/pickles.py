@@ -12,7 +12,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_fsdp_plugin.checkpoint.formats.bytes import SIZES
+from hf_fsdp_plugin.checkpoint.formats.element_types import SIZES
 from hf_fsdp_plugin.checkpoint.formats.pickle_scan import largest_memo
 from hf_fsdp_plugin.checkpoint.formats.stored import COPY_AGAIN, refuse
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, row_major, whole, within
-from hf_fsdp_plugin.checkpoint.formats.bytes import dtype_size
+from hf_fsdp_plugin.checkpoint.formats.element_types import dtype_size
 from hf_fsdp_plugin.checkpoint.formats.stored import (
     COPY_AGAIN,
-    ModelIndex,
-    OptimizerIndex,
+    StoredModel,
+    StoredOptimizer,
     StoredPiece,
     StoredTensor,
     file_inside,
@@ -115,7 +115,7 @@ def _range(entry: Mapping[str, Any]) -> tuple[int, int]:
     return start, stop
 
 
-def read_full_model(root: Path, name: str) -> ModelIndex | None:
+def read_full_model(root: Path, name: str) -> StoredModel | None:
     """The model in ``name``, or in the shards that its index lists; ``None`` without them."""
     listed = root / f"{name}.index.json"
     shards: Mapping[str, Set[str] | None]
@@ -146,7 +146,7 @@ def read_full_model(root: Path, name: str) -> ModelIndex | None:
             tensors[plain] = StoredTensor(plain, entry.dtype, entry.shape, unreplicated([piece]))
     if problems:
         raise CheckpointError(problems)
-    return ModelIndex(root, "full", tensors)
+    return StoredModel(root, "full", tensors)
 
 
 def shards_of(root: Path, listed: Path) -> dict[str, set[str]]:
@@ -179,17 +179,17 @@ class _Part(NamedTuple):
     said: dict[str, Any]
 
 
-def read_local_model(root: Path, number: int) -> ModelIndex | None:
+def read_local_model(root: Path, number: int) -> StoredModel | None:
     """The model of a ``local`` checkpoint from the files of all ranks, or ``None`` where there is none."""
     parts = _parts(root / "pytorch_model_fsdp_local", number)
     if not parts:
         return None
     found = _assembled(root, parts)
     tensors = {name: tensor for (name, _), tensor in found.items()}
-    return ModelIndex(root, "local", {**tensors, **_aliases(parts, tensors)})
+    return StoredModel(root, "local", {**tensors, **_aliases(parts, tensors)})
 
 
-def read_local_optimizer(root: Path, number: int) -> OptimizerIndex | None:
+def read_local_optimizer(root: Path, number: int) -> StoredOptimizer | None:
     """The optimizer of a ``local`` checkpoint from the files of all ranks, or ``None`` where there is none."""
     parts = _parts(root / "optimizer_local", number)
     if not parts:
@@ -200,7 +200,7 @@ def read_local_optimizer(root: Path, number: int) -> OptimizerIndex | None:
     for part in parts:
         for name, values in part.said.get("values", {}).items():
             state.setdefault(canonical_name(name), {}).update(values)
-    return OptimizerIndex(root, "local", state, parts[0].said.get("groups", []))
+    return StoredOptimizer(root, "local", state, parts[0].said.get("groups", []))
 
 
 def _parts(folder: Path, number: int) -> list[_Part]:

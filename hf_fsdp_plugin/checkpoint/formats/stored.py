@@ -6,6 +6,7 @@ stand here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -56,7 +57,7 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelIndex:
+class StoredModel:
     """Every entry of a model's state dict.
 
     Attributes:
@@ -73,12 +74,12 @@ class ModelIndex:
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerIndex:
+class StoredOptimizer:
     """An optimizer's state, keyed by the names of parameters.
 
     Attributes:
         root: the folder that the pieces' files are relative to.
-        format: as in :class:`ModelIndex`.
+        format: as in :class:`StoredModel`.
         state: parameter -> key (``exp_avg``, ``step``) -> tensor, or a plain value.
         groups: one dict a parameter group: ``params`` is a list of names, the rest are hyperparameters.
     """
@@ -96,6 +97,14 @@ def unreplicated(pieces: Iterable[StoredPiece]) -> tuple[StoredPiece, ...]:
         if piece.box.numel:
             by_box.setdefault(piece.box, piece)
     return tuple(by_box.values())
+
+
+def shared_tensors(model: StoredModel) -> list[tuple[str, ...]]:
+    """Names whose tensors are the same bytes of the same files."""
+    by_place: dict[tuple[str, tuple[int, ...], frozenset[StoredPiece]], list[str]] = {}
+    for name, tensor in model.tensors.items():
+        by_place.setdefault((tensor.dtype, tensor.shape, frozenset(tensor.pieces)), []).append(name)
+    return [tuple(names) for key, names in by_place.items() if len(names) > 1 and math.prod(key[1]) > 0]
 
 
 def file_inside(root: Path, relative: str, place: Path | str) -> Path:

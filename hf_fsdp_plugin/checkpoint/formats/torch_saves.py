@@ -16,8 +16,8 @@ from hf_fsdp_plugin.checkpoint.formats.rank_parts import parts_of
 from hf_fsdp_plugin.checkpoint.formats.safetensors_files import MAX_SHOWN, shards_of
 from hf_fsdp_plugin.checkpoint.formats.stored import (
     COPY_AGAIN,
-    ModelIndex,
-    OptimizerIndex,
+    StoredModel,
+    StoredOptimizer,
     StoredPiece,
     StoredTensor,
     problem,
@@ -35,7 +35,7 @@ FLAT_PARAMETER = "flat_param"
 _ALL_RANKS = "Copy the files of all ranks, which may lie on other machines, into one folder."
 
 
-def read_bin_model(root: Path, name: str) -> ModelIndex | None:
+def read_bin_model(root: Path, name: str) -> StoredModel | None:
     """The model in the file ``name``, or in the shards that its index lists; ``None`` without them."""
     listed = root / f"{name}.index.json"
     if (root / name).is_file():
@@ -45,18 +45,18 @@ def read_bin_model(root: Path, name: str) -> ModelIndex | None:
     else:
         return None
     tensors, objects = _model_entries(_read(root, names))
-    return ModelIndex(root, "bin", tensors, objects)
+    return StoredModel(root, "bin", tensors, objects)
 
 
-def read_bin_optimizer(root: Path, name: str) -> OptimizerIndex | None:
+def read_bin_optimizer(root: Path, name: str) -> StoredOptimizer | None:
     """The optimizer in the file ``name``, or ``None`` without it."""
     if not (root / name).is_file():
         return None
     state, groups = optimizer_parts(_read(root, [name]), root, root / name)
-    return OptimizerIndex(root, "bin", state, groups)
+    return StoredOptimizer(root, "bin", state, groups)
 
 
-def read_rank_models(root: Path, prefix: str) -> ModelIndex | None:
+def read_rank_models(root: Path, prefix: str) -> StoredModel | None:
     """The model in ``{prefix}_rank{R}.bin`` of all ranks, or ``None`` without such files."""
     names = _rank_files(root, prefix)
     if not names:
@@ -64,10 +64,10 @@ def read_rank_models(root: Path, prefix: str) -> ModelIndex | None:
     state = _read(root, names)
     tensors, objects = _model_entries(state)
     _covered(root / f"{prefix}_rank*.bin", names, tensors.values())
-    return ModelIndex(root, "per_rank", tensors, objects)
+    return StoredModel(root, "per_rank", tensors, objects)
 
 
-def read_rank_optimizers(root: Path, prefix: str) -> OptimizerIndex | None:
+def read_rank_optimizers(root: Path, prefix: str) -> StoredOptimizer | None:
     """The optimizer in ``{prefix}_rank{R}.bin`` of all ranks, or ``None`` without such files."""
     names = _rank_files(root, prefix)
     if not names:
@@ -75,7 +75,7 @@ def read_rank_optimizers(root: Path, prefix: str) -> OptimizerIndex | None:
     state, groups = optimizer_parts(_read(root, names), root, root / names[0])
     found = (value for entry in state.values() for value in entry.values() if isinstance(value, StoredTensor))
     _covered(root / f"{prefix}_rank*.bin", names, found)
-    return OptimizerIndex(root, "per_rank", state, groups)
+    return StoredOptimizer(root, "per_rank", state, groups)
 
 
 def _covered(place: Path, names: list[str], tensors: Iterable[StoredTensor]) -> None:

@@ -11,7 +11,7 @@ import struct
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from hf_fsdp_plugin.checkpoint.formats.bytes import dtype_size
+from hf_fsdp_plugin.checkpoint.formats.element_types import dtype_size
 from hf_fsdp_plugin.checkpoint.formats.pickles import PickledTensor, read_pickle
 from hf_fsdp_plugin.checkpoint.formats.stored import COPY_AGAIN, refuse
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_plugin.checkpoint.formats.bytes import numpy_dtype
+from hf_fsdp_plugin.checkpoint.formats.element_types import numpy_dtype
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -43,9 +43,9 @@ class ConfigCheck:
 
 def _answer(checkpoint: str, number: str, config: str) -> str:
     from hf_fsdp_plugin.checkpoint.checking.against_config import config_problems
-    from hf_fsdp_plugin.checkpoint.formats.index import model_index
+    from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model
 
-    found = config_problems(model_index(Path(checkpoint), int(number)), Path(config))
+    found = config_problems(read_stored_model(Path(checkpoint), int(number)), Path(config))
     return json.dumps([problem.to_json() for problem in found])
 
 

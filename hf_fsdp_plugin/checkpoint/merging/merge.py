@@ -15,22 +15,22 @@ from typing import Any
 
 from hf_fsdp_plugin.checkpoint.checking.completeness import checkpoint_of, listed
 from hf_fsdp_plugin.checkpoint.disk import sync
-from hf_fsdp_plugin.checkpoint.formats.index import model_index
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest
 from hf_fsdp_plugin.checkpoint.formats.safetensors_layout import index_text
-from hf_fsdp_plugin.checkpoint.merging.check import (
+from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model
+from hf_fsdp_plugin.checkpoint.formats.tensor_reader import InputFiles
+from hf_fsdp_plugin.checkpoint.merging.companions import companions, copy_companions, find_config_folder, read_config
+from hf_fsdp_plugin.checkpoint.merging.config_check import ConfigCheck
+from hf_fsdp_plugin.checkpoint.merging.copy_tensors import Progress, copy_file
+from hf_fsdp_plugin.checkpoint.merging.output_checks import (
     byte_problems,
     damaged_input,
     header_problems,
     manifest_problems,
     same_elements,
 )
-from hf_fsdp_plugin.checkpoint.merging.config import companions, copy_companions, find_config_folder, read_config
-from hf_fsdp_plugin.checkpoint.merging.config_check import ConfigCheck
-from hf_fsdp_plugin.checkpoint.merging.copying import Progress, copy_file
-from hf_fsdp_plugin.checkpoint.merging.places import check_places, check_space
 from hf_fsdp_plugin.checkpoint.merging.plan import is_wrapped_by_peft, likely_ties, plan_merge
-from hf_fsdp_plugin.checkpoint.merging.read import InputFiles
+from hf_fsdp_plugin.checkpoint.merging.preconditions import check_places, check_space
 from hf_fsdp_plugin.checkpoint.merging.staging import Staging, fingerprint, restore_replaced
 from hf_fsdp_plugin.checkpoint.merging.write import FileWriter
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, Severity, has_errors
@@ -138,7 +138,7 @@ class _Job:
         self.folder = checkpoint_of(checkpoint)
         self.notes: list[Problem] = []
         self.config_folder = find_config_folder(checkpoint, options.config)
-        self.index = model_index(checkpoint, options.number)
+        self.index = read_stored_model(checkpoint, options.number)
         self.manifest = read_manifest(self.folder)
         if self._manifest_applies() and (found := manifest_problems(self.index, self._manifest(), checkpoint)):
             raise CheckpointError(found)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from hf_fsdp_plugin.checkpoint.formats.safetensors_layout import SafetensorsFile, plan_files
-from hf_fsdp_plugin.checkpoint.formats.stored import ModelIndex, StoredPiece, StoredTensor, refuse
+from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredTensor, refuse, shared_tensors
 from hf_fsdp_plugin.checkpoint.merging.cast import FLOATS
 
 OUTPUT_LAYERS = ("lm_head", "embed_out", "output_layer", "decoder", "output_projection")
@@ -39,7 +38,7 @@ class MergePlan:
 
 
 def plan_merge(
-    index: ModelIndex, ties: Iterable[tuple[str, ...]], *, dtype: str | None, max_shard_size: int
+    index: StoredModel, ties: Iterable[tuple[str, ...]], *, dtype: str | None, max_shard_size: int
 ) -> MergePlan:
     """The plan for all tensors of a checkpoint.
 
@@ -53,7 +52,7 @@ def plan_merge(
     """
     if not index.tensors:
         refuse(index.root, "holds no tensors.", "Give the folder of a checkpoint with a model in it.")
-    aliases = _aliases(index, [*ties, *shared_places(index)])
+    aliases = _aliases(index, [*ties, *shared_tensors(index)])
     tensors = {name: tensor for name, tensor in index.tensors.items() if name not in aliases}
     dtypes = {
         name: dtype if dtype is not None and tensor.dtype in FLOATS else tensor.dtype
@@ -81,15 +80,7 @@ def is_wrapped_by_peft(names: Iterable[str]) -> bool:
     return any(".base_layer." in name for name in names)
 
 
-def shared_places(index: ModelIndex) -> list[tuple[str, ...]]:
-    """Names whose tensors are the same bytes of the same files."""
-    by_place: dict[tuple[str, tuple[int, ...], frozenset[StoredPiece]], list[str]] = {}
-    for name, tensor in index.tensors.items():
-        by_place.setdefault((tensor.dtype, tensor.shape, frozenset(tensor.pieces)), []).append(name)
-    return [tuple(names) for key, names in by_place.items() if len(names) > 1 and math.prod(key[1]) > 0]
-
-
-def likely_ties(index: ModelIndex) -> list[tuple[str, str]]:
+def likely_ties(index: StoredModel) -> list[tuple[str, str]]:
     """Pairs (embedding, output layer) that can be one tensor; whether they are, only their bytes tell."""
     return [
         (name, other)
@@ -104,7 +95,7 @@ def is_output_layer(name: str) -> bool:
     return name.rpartition(".")[0].rpartition(".")[2] in OUTPUT_LAYERS
 
 
-def _aliases(index: ModelIndex, ties: Iterable[tuple[str, ...]]) -> dict[str, str]:
+def _aliases(index: StoredModel, ties: Iterable[tuple[str, ...]]) -> dict[str, str]:
     """Of each group the first name stays, in the checkpoint's order, but an output layer's only if all are such."""
     aliases: dict[str, str] = {}
     order = {name: place for place, name in enumerate(index.tensors)}

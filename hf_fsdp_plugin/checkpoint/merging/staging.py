@@ -12,7 +12,7 @@ from typing import Any
 from hf_fsdp_plugin.checkpoint.disk import sync
 from hf_fsdp_plugin.checkpoint.formats.manifest import hash_bytes
 from hf_fsdp_plugin.checkpoint.formats.safetensors_layout import SafetensorsFile
-from hf_fsdp_plugin.checkpoint.formats.stored import ModelIndex, refuse
+from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, refuse
 from hf_fsdp_plugin.checkpoint.merging.plan import MergePlan
 
 PLAN_NAME = "merge_plan.json"
@@ -110,7 +110,7 @@ def restore_replaced(out: Path) -> None:
         aside.rename(out)
 
 
-def fingerprint(index: ModelIndex, plan: MergePlan) -> str:
+def fingerprint(index: StoredModel, plan: MergePlan) -> str:
     """Changes with the input's files (names, sizes, times of change), and with what the output is to hold."""
     files = sorted({piece.file for tensor in index.tensors.values() for piece in tensor.pieces})
     state: list[Any] = [str(index.root.resolve())]

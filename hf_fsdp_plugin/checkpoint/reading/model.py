@@ -1,6 +1,6 @@
 """A checkpoint of any format back into a live model: every rank reads what it holds, and nothing else.
 
-Where tensors lie is told by an index (:mod:`hf_fsdp_plugin.checkpoint.formats.index`), what a rank holds by its shards
+Where tensors lie is told by an index (:mod:`hf_fsdp_plugin.checkpoint.formats.table`), what a rank holds by its shards
 (:mod:`hf_fsdp_plugin.checkpoint.shards`). Both are boxes of whole tensors, so that any world, mesh and version of FSDP
 reads what any other wrote. The ranks speak to each other only to agree that all went well.
 """
@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
-from hf_fsdp_plugin.checkpoint.formats.index import model_index
-from hf_fsdp_plugin.checkpoint.formats.stored import ModelIndex, StoredTensor
+from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredTensor
+from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model
 from hf_fsdp_plugin.checkpoint.reading import mismatch
 from hf_fsdp_plugin.checkpoint.reading.fill import fill, transfers
 from hf_fsdp_plugin.checkpoint.shards import Held, ModelShards, model_shards, persistent_buffers
@@ -41,7 +41,7 @@ def load_model(model: nn.Module, checkpoint: Path, number: int = 0, *, adapter_o
             ``SpecError`` that names them.
     """
     with on_all_ranks(f"comparing {checkpoint} with the model"):
-        index = model_index(checkpoint, number)
+        index = read_stored_model(checkpoint, number)
         shards = model_shards(model)
         pairs, missing = _pair(model, shards, index, adapter_only)
         problems = list(_problems(model, shards, index, pairs, missing, checkpoint, adapter_only))
@@ -53,7 +53,7 @@ def load_model(model: nn.Module, checkpoint: Path, number: int = 0, *, adapter_o
 
 
 def _pair(
-    model: nn.Module, shards: ModelShards, index: ModelIndex, adapter_only: bool
+    model: nn.Module, shards: ModelShards, index: StoredModel, adapter_only: bool
 ) -> tuple[list[tuple[Held, StoredTensor]], list[str]]:
     """Each tensor with what is stored of it; and the names of those that nothing is stored of."""
     names = _names(model, shards, adapter_only)
@@ -87,7 +87,7 @@ def _without_adapter(name: str, adapter: str) -> str:
 def _problems(
     model: nn.Module,
     shards: ModelShards,
-    index: ModelIndex,
+    index: StoredModel,
     pairs: list[tuple[Held, StoredTensor]],
     missing: list[str],
     checkpoint: Path,

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole
-from hf_fsdp_plugin.checkpoint.formats.index import optimizer_index
-from hf_fsdp_plugin.checkpoint.formats.stored import OptimizerIndex, StoredTensor
+from hf_fsdp_plugin.checkpoint.formats.stored import StoredOptimizer, StoredTensor
+from hf_fsdp_plugin.checkpoint.formats.table import read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.reading import mismatch
 from hf_fsdp_plugin.checkpoint.reading.fill import Transfer, fill, transfers
 from hf_fsdp_plugin.checkpoint.shards import Cut, Cuts, Piece, find_cuts
@@ -43,7 +43,7 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoin
             that are not there or cut short, holes, other parameter groups, state that is cut like no parameter.
     """
     with on_all_ranks(f"comparing {checkpoint} with the optimizer"):
-        index = optimizer_index(checkpoint, number)
+        index = read_stored_optimizer(checkpoint, number)
         if index is None:
             raise CheckpointError([mismatch.no_optimizer(checkpoint)])
         cuts = find_cuts(model)
@@ -76,7 +76,7 @@ class _Reading:
         self.work += transfers(stored, cut.hold(cut.name, local).pieces)
 
 
-def _under_own_names(index: OptimizerIndex, cuts: Cuts) -> OptimizerIndex:
+def _under_own_names(index: StoredOptimizer, cuts: Cuts) -> StoredOptimizer:
     """Tied parameters may have been saved under another of their names."""
 
     def own(name: str) -> str:
@@ -84,11 +84,11 @@ def _under_own_names(index: OptimizerIndex, cuts: Cuts) -> OptimizerIndex:
 
     state = {own(name): entry for name, entry in index.state.items()}
     groups = [{**group, "params": [own(name) for name in group["params"]]} for group in index.groups]
-    return OptimizerIndex(index.root, index.format, state, groups)
+    return StoredOptimizer(index.root, index.format, state, groups)
 
 
 def _pair_groups(
-    checkpoint: Path, optimizer: torch.optim.Optimizer, cuts: Cuts, index: OptimizerIndex
+    checkpoint: Path, optimizer: torch.optim.Optimizer, cuts: Cuts, index: StoredOptimizer
 ) -> list[int | None]:
     """For each group of the optimizer, the number of the saved one with the same parameters.
 
@@ -107,7 +107,7 @@ def _pair_groups(
     return [left[group].pop(0) if left.get(group) else None for group in own]
 
 
-def _check_state(checkpoint: Path, cuts: Cuts, index: OptimizerIndex) -> None:
+def _check_state(checkpoint: Path, cuts: Cuts, index: StoredOptimizer) -> None:
     foreign: dict[str, mismatch.Shapes] = {}
     for name, entry in index.state.items():
         for key, value in entry.items():
@@ -126,7 +126,7 @@ def _is_scalar(value: StoredTensor) -> bool:
 
 
 def _read_state(
-    plan: _Reading, optimizer: torch.optim.Optimizer, cuts: Cuts, index: OptimizerIndex
+    plan: _Reading, optimizer: torch.optim.Optimizer, cuts: Cuts, index: StoredOptimizer
 ) -> dict[int, dict[str, Any]]:
     """State by the number of the parameter, as ``load_state_dict`` takes it."""
     state: dict[int, dict[str, Any]] = {}
@@ -211,7 +211,7 @@ def _only(key: str, values: list[tuple[str, Any]]) -> Any:
 
 
 def _groups(
-    plan: _Reading, optimizer: torch.optim.Optimizer, index: OptimizerIndex, places: list[int | None]
+    plan: _Reading, optimizer: torch.optim.Optimizer, index: StoredOptimizer, places: list[int | None]
 ) -> list[dict[str, Any]]:
     """The saved hyperparameters, over those that only this optimizer has; parameters by number."""
     groups = []

@@ -14,8 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
-from hf_fsdp_plugin.checkpoint.formats.bytes import numpy_dtype
-from hf_fsdp_plugin.checkpoint.formats.index import StoredTensor, model_index, optimizer_index
+from hf_fsdp_plugin.checkpoint.formats.element_types import numpy_dtype
+from hf_fsdp_plugin.checkpoint.formats.stored import StoredTensor
+from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.problems import CheckpointError
 
 WEIGHTS = {
@@ -66,7 +67,7 @@ def move(metadata: Metadata, file: str) -> None:
 
 
 def test_every_entry_is_found_under_its_clean_name(saved: Path) -> None:
-    index = model_index(saved)
+    index = read_stored_model(saved)
     assert (index.format, index.root) == ("dcp", saved)
     assert list(index.tensors) == CANONICAL
     assert index.objects == {"extra.seen": [1, 2]}
@@ -78,7 +79,7 @@ def test_every_entry_is_found_under_its_clean_name(saved: Path) -> None:
 
 
 def test_an_optimizer_is_found_by_parameter_with_plain_hyperparameters(saved: Path) -> None:
-    index = optimizer_index(saved)
+    index = read_stored_optimizer(saved)
     assert index is not None
     assert index.state.keys() == {"w"}
     assert index.state["w"]["rounds"] == 3
@@ -90,17 +91,17 @@ def test_an_optimizer_is_found_by_parameter_with_plain_hyperparameters(saved: Pa
 
 def test_the_folders_themselves_may_be_named(saved: Path) -> None:
     folder = saved / "pytorch_model_fsdp_0"
-    assert list(model_index(folder).tensors) == CANONICAL
-    assert model_index(folder).tensors["scale"].pieces[0].file == "__0_0.distcp"
-    assert optimizer_index(folder) is None
-    assert optimizer_index(saved / "optimizer_0") is not None
+    assert list(read_stored_model(folder).tensors) == CANONICAL
+    assert read_stored_model(folder).tensors["scale"].pieces[0].file == "__0_0.distcp"
+    assert read_stored_optimizer(folder) is None
+    assert read_stored_optimizer(saved / "optimizer_0") is not None
     with pytest.raises(CheckpointError, match="it holds an optimizer and no model"):
-        model_index(saved / "optimizer_0")
+        read_stored_model(saved / "optimizer_0")
 
 
 def test_a_model_saved_without_a_top_key_is_all_of_the_folder(tmp_path: Path) -> None:
     save({"model.embed.weight": torch.ones(2), "lm_head.weight": torch.ones(2)}, tmp_path)
-    assert list(model_index(tmp_path).tensors) == ["model.embed.weight", "lm_head.weight"]
+    assert list(read_stored_model(tmp_path).tensors) == ["model.embed.weight", "lm_head.weight"]
 
 
 def test_names_tied_to_one_region_have_pieces_at_one_place(saved: Path) -> None:
@@ -112,7 +113,7 @@ def test_names_tied_to_one_region_have_pieces_at_one_place(saved: Path) -> None:
         metadata.storage_data[type(place)("model.tied", place.offset)] = metadata.storage_data[place]
 
     change(saved / "pytorch_model_fsdp_0", tie)
-    tensors = model_index(saved).tensors
+    tensors = read_stored_model(saved).tensors
     assert tensors["tied"].pieces == tensors["scale"].pieces
 
 
@@ -121,25 +122,25 @@ def test_a_file_outside_the_folder_is_refused(saved: Path, file: str) -> None:
     shutil.copy(saved / "pytorch_model_fsdp_0" / "__0_0.distcp", saved / "outside")
     change(saved / "pytorch_model_fsdp_0", lambda metadata: move(metadata, file))
     with pytest.raises(CheckpointError, match=r"\.metadata: it names the file .*(outside its folder|no file can be)"):
-        model_index(saved)
+        read_stored_model(saved)
 
 
 def test_a_link_out_of_the_folder_is_refused_and_one_within_is_not(saved: Path) -> None:
     folder = saved / "pytorch_model_fsdp_0"
     (folder / "__0_0.distcp").rename(folder / "real.distcp")
     (folder / "__0_0.distcp").symlink_to("real.distcp")
-    assert list(model_index(saved).tensors) == CANONICAL
+    assert list(read_stored_model(saved).tensors) == CANONICAL
     (folder / "real.distcp").rename(saved / "real")
     (folder / "__0_0.distcp").unlink()
     (folder / "__0_0.distcp").symlink_to("../real")
     with pytest.raises(CheckpointError, match=r"'__0_0\.distcp', which is a link to .*real, outside"):
-        model_index(saved)
+        read_stored_model(saved)
 
 
 def test_a_missing_file_is_named(saved: Path) -> None:
     (saved / "optimizer_0" / "__0_0.distcp").unlink()
     with pytest.raises(CheckpointError, match=r"optimizer_0/\.metadata: .*'__0_0\.distcp', which is not there"):
-        optimizer_index(saved)
+        read_stored_optimizer(saved)
 
 
 def test_a_file_shorter_than_the_metadata_says_is_named_with_its_size(saved: Path) -> None:
@@ -147,7 +148,7 @@ def test_a_file_shorter_than_the_metadata_says_is_named_with_its_size(saved: Pat
     path.write_bytes(path.read_bytes()[:-1])
     size = path.stat().st_size
     with pytest.raises(CheckpointError, match=rf"__0_0\.distcp: {size} bytes long, where .metadata places bytes"):
-        model_index(saved)
+        read_stored_model(saved)
 
 
 def test_a_file_of_another_checkpoint_is_noticed(saved: Path) -> None:
@@ -160,7 +161,7 @@ def test_a_file_of_another_checkpoint_is_noticed(saved: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"holds int64 \(\) where .metadata promises float64 \(\) of 'model.scale'"
     ):
-        model_index(saved)
+        read_stored_model(saved)
 
 
 def test_a_broken_off_save_is_told_from_a_folder_without_a_model(saved: Path) -> None:
@@ -168,7 +169,7 @@ def test_a_broken_off_save_is_told_from_a_folder_without_a_model(saved: Path) ->
     with pytest.raises(
         CheckpointError, match=r"pytorch_model_fsdp_0: it has no \.metadata: its writing was broken off"
     ):
-        model_index(saved)
+        read_stored_model(saved)
 
 
 def drop_chunk(metadata: Metadata) -> None:
@@ -209,10 +210,10 @@ def transformed(metadata: Metadata) -> None:
 def test_metadata_that_contradicts_itself_is_refused(saved: Path, edit: Any, message: str) -> None:
     change(saved / "pytorch_model_fsdp_0", edit)
     with pytest.raises(CheckpointError, match=message):
-        model_index(saved)
+        read_stored_model(saved)
 
 
 def test_another_pickle_in_its_place_is_refused(saved: Path) -> None:
     (saved / "pytorch_model_fsdp_0" / ".metadata").write_bytes(pickle.dumps({"a": 1}))
     with pytest.raises(CheckpointError, match="a dict instead of Metadata"):
-        model_index(saved)
+        read_stored_model(saved)

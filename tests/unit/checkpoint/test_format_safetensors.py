@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box
-from hf_fsdp_plugin.checkpoint.formats.index import model_index, optimizer_index
 from hf_fsdp_plugin.checkpoint.formats.safetensors_files import LOCAL_KEY, read_header
+from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.problems import CheckpointError
 
 
@@ -49,7 +49,7 @@ def test_a_single_file_and_shards_are_found(tmp_path: Path) -> None:
     save_file({"b": b, "unlisted": b}, tmp_path / "two" / "y.safetensors")
     shard(tmp_path / "two", {"_orig_mod.a": "x.safetensors", "b": "y.safetensors"})
     for folder in (tmp_path / "one", tmp_path / "two"):
-        index = model_index(folder)
+        index = read_stored_model(folder)
         assert index.format == "full"
         assert index.tensors.keys() == {"a", "b"}
         for name, expected in (("a", a), ("b", b)):
@@ -57,13 +57,13 @@ def test_a_single_file_and_shards_are_found(tmp_path: Path) -> None:
             (piece,) = tensor.pieces
             data = (folder / piece.file).read_bytes()[piece.offset :][: expected.nbytes]
             assert (data, tensor.shape, tensor.dtype) == (expected.tobytes(), expected.shape, str(expected.dtype))
-        assert optimizer_index(folder) is None
+        assert read_stored_optimizer(folder) is None
 
 
 def test_a_further_model_of_the_run_has_its_number_in_the_name(tmp_path: Path) -> None:
     save_file({"a": np.zeros(2)}, tmp_path / "model.safetensors")
     save_file({"b": np.zeros(2)}, tmp_path / "model_1.safetensors")
-    assert list(model_index(tmp_path, 1).tensors) == ["b"]
+    assert list(read_stored_model(tmp_path, 1).tensors) == ["b"]
 
 
 @pytest.mark.parametrize("file", ["../x.safetensors", "/etc/hostname", "link.safetensors"])
@@ -74,7 +74,7 @@ def test_an_index_names_no_file_outside_its_folder(tmp_path: Path, file: str) ->
     (folder / "link.safetensors").symlink_to("../x.safetensors")
     shard(folder, {"a": file})
     with pytest.raises(CheckpointError, match=r"index\.json: it names the file .*outside its folder"):
-        model_index(folder)
+        read_stored_model(folder)
 
 
 def test_a_snapshot_of_the_cache_links_to_its_blobs(tmp_path: Path) -> None:
@@ -84,25 +84,25 @@ def test_a_snapshot_of_the_cache_links_to_its_blobs(tmp_path: Path) -> None:
     save_file({"a": np.zeros(2)}, tmp_path / "blobs" / "0123")
     (snapshot / "x.safetensors").symlink_to("../../blobs/0123")
     shard(snapshot, {"a": "x.safetensors"})
-    assert list(model_index(snapshot).tensors) == ["a"]
+    assert list(read_stored_model(snapshot).tensors) == ["a"]
 
 
 def test_all_that_an_index_promises_in_vain_is_named_at_once(tmp_path: Path) -> None:
     shard(tmp_path, {"a": "x.safetensors", "b": "y.safetensors"})
     with pytest.raises(CheckpointError) as raised:
-        model_index(tmp_path)
+        read_stored_model(tmp_path)
     assert len(raised.value.problems) == 2
     save_file({"c": np.zeros(2)}, tmp_path / "x.safetensors")
     save_file({"b": np.zeros(2)}, tmp_path / "y.safetensors")
     with pytest.raises(CheckpointError, match=r"it places 1 tensors in x\.safetensors, which lacks them; .* 'a'"):
-        model_index(tmp_path)
+        read_stored_model(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'])
 def test_an_index_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(CheckpointError, match="not an index of weights"):
-        model_index(tmp_path)
+        read_stored_model(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_local_checkpoint_is_the_boxes_of_all_ranks(tmp_path: Path) -> None:
         local_part(tmp_path / "pytorch_model_fsdp_local", rank)
         values = {"values": {"w": {"rounds": rank}}, "groups": [{"params": ["w"], "lr": 0.1}]}
         local_part(tmp_path / "optimizer_local", rank, piece={"key": "exp_avg"}, **values)
-    index = model_index(tmp_path)
+    index = read_stored_model(tmp_path)
     assert index.format == "local"
     assert index.tensors.keys() == {"w", "tied"}
     tensor = index.tensors["w"]
@@ -156,7 +156,7 @@ def test_a_local_checkpoint_is_the_boxes_of_all_ranks(tmp_path: Path) -> None:
         assert piece.file == f"pytorch_model_fsdp_local/0_rank{rank}.safetensors"
         data = np.fromfile(tmp_path / piece.file, "<f4", count=6, offset=piece.offset)
         assert (data == rank).all()
-    optimizer = optimizer_index(tmp_path)
+    optimizer = read_stored_optimizer(tmp_path)
     assert optimizer is not None
     assert optimizer.state["w"]["exp_avg"].shape == (4, 3)
     assert optimizer.state["w"]["rounds"] in (0, 1)
@@ -166,7 +166,7 @@ def test_a_local_checkpoint_is_the_boxes_of_all_ranks(tmp_path: Path) -> None:
 def test_every_missing_ranks_file_is_named(tmp_path: Path) -> None:
     local_part(tmp_path / "pytorch_model_fsdp_local", 1, num_ranks=3)
     with pytest.raises(CheckpointError, match=r"(?s)0_rank0\.safetensors: missing.*0_rank2\.safetensors: missing"):
-        model_index(tmp_path)
+        read_stored_model(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -187,4 +187,4 @@ def test_ranks_files_that_contradict_each_other_are_refused(tmp_path: Path, said
     local_part(folder, 0)
     local_part(folder, 1, **said)
     with pytest.raises(CheckpointError, match=message):
-        model_index(tmp_path)
+        read_stored_model(tmp_path)

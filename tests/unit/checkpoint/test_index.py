@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from hf_fsdp_plugin.checkpoint.formats.index import model_index, optimizer_index
+from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.plan import names
 from hf_fsdp_plugin.problems import CheckpointError
 
@@ -21,34 +21,34 @@ from hf_fsdp_plugin.problems import CheckpointError
 def test_a_folder_that_is_no_checkpoint_is_told_what_was_looked_for(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError) as raised:
-        model_index(tmp_path, 1)
+        read_stored_model(tmp_path, 1)
     for sought in (
         "pytorch_model_fsdp_1/.metadata", "pytorch_model_fsdp_local/1_rank*.safetensors", "model_1.safetensors",
         "pytorch_model_fsdp_1.bin", "pytorch_model_fsdp_1_rank*.bin",
     ):  # fmt: skip
         assert sought in str(raised.value)
     assert len(raised.value.problems) == 1
-    assert optimizer_index(tmp_path) is None
+    assert read_stored_optimizer(tmp_path) is None
 
 
 def test_a_path_that_is_no_folder_is_told_so(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no such folder"):
-        model_index(tmp_path / "absent")
+        read_stored_model(tmp_path / "absent")
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(CheckpointError, match=rf"a file, .* Name its folder, {tmp_path}\."):
-        optimizer_index(tmp_path / "model.safetensors")
+        read_stored_optimizer(tmp_path / "model.safetensors")
 
 
 def test_the_formats_are_preferred_in_their_order(tmp_path: Path) -> None:
     weights = {"a": torch.zeros(2)}
     torch.save(weights, tmp_path / "pytorch_model_fsdp_0_rank0.bin")
-    assert model_index(tmp_path).format == "per_rank"
+    assert read_stored_model(tmp_path).format == "per_rank"
     torch.save(weights, tmp_path / "pytorch_model_fsdp.bin")
-    assert model_index(tmp_path).format == "bin"
+    assert read_stored_model(tmp_path).format == "bin"
     save_file(weights, tmp_path / "model.safetensors")
-    assert model_index(tmp_path).format == "full"
+    assert read_stored_model(tmp_path).format == "full"
     dcp.save({"model": weights}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
-    assert model_index(tmp_path).format == "dcp"
+    assert read_stored_model(tmp_path).format == "dcp"
 
 
 def test_names_are_cleaned_of_the_same_wrappers_as_a_models() -> None:
@@ -81,7 +81,7 @@ def test_wrong_bytes_anywhere_are_read_or_refused_and_never_crash(tmp_path: Path
         path.write_bytes(damaged[: draw.choice((len(whole), len(whole), draw.randrange(len(whole))))])
         root = tmp_path / path.relative_to(tmp_path).parts[0]
         try:
-            index = model_index(root)
+            index = read_stored_model(root)
         except CheckpointError as error:
             assert str(root) in str(error)
         else:
@@ -96,7 +96,7 @@ def test_1800_pieces_are_found_in_less_than_half_a_second(tmp_path: Path) -> Non
     taken = []
     for _ in range(3):
         start = time.perf_counter()
-        index = model_index(tmp_path)
+        index = read_stored_model(tmp_path)
         taken.append(time.perf_counter() - start)
     assert len(index.tensors) == 1800
     assert min(taken) < 0.5
@@ -105,8 +105,8 @@ def test_1800_pieces_are_found_in_less_than_half_a_second(tmp_path: Path) -> Non
 def test_reading_an_index_loads_no_heavy_library(tmp_path: Path) -> None:
     write_all(tmp_path)
     program = (
-        "import sys; from pathlib import Path; from hf_fsdp_plugin.checkpoint.formats.index import model_index\n"
-        f"for form in ('dcp', 'bin', 'full'): model_index(Path({str(tmp_path)!r}) / form)\n"
+        "import sys; from pathlib import Path; from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model\n"
+        f"for form in ('dcp', 'bin', 'full'): read_stored_model(Path({str(tmp_path)!r}) / form)\n"
         "loaded = sorted({'torch', 'transformers', 'accelerate', 'numpy'} & set(sys.modules))\n"
         "sys.exit(f'loaded {loaded}' if loaded else 0)"
     )

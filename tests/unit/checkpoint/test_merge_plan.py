@@ -7,21 +7,21 @@ from pathlib import Path
 import pytest
 
 from hf_fsdp_plugin.checkpoint.formats.boxes import row_major, whole
-from hf_fsdp_plugin.checkpoint.formats.stored import ModelIndex, StoredPiece, StoredTensor
+from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredPiece, StoredTensor
 from hf_fsdp_plugin.checkpoint.merging.plan import is_adapter, likely_ties, plan_merge
 from hf_fsdp_plugin.problems import CheckpointError
 
 GB = 10**9
 
 
-def index_of(**tensors: tuple[str, tuple[int, ...], int]) -> ModelIndex:
+def index_of(**tensors: tuple[str, tuple[int, ...], int]) -> StoredModel:
     """Name (with ``__`` for the dot), dtype, shape and the byte of the one file at which it begins."""
     found = {}
     for key, (dtype, shape, offset) in tensors.items():
         name = key.replace("__", ".")
         piece = StoredPiece(whole(shape), "f", offset, row_major(shape))
         found[name] = StoredTensor(name, dtype, shape, (piece,))
-    return ModelIndex(Path("run"), "dcp", found)
+    return StoredModel(Path("run"), "dcp", found)
 
 
 def test_names_of_the_same_bytes_are_written_once_under_the_embeddings_name() -> None:
@@ -51,7 +51,7 @@ def test_only_floating_point_is_converted() -> None:
 
 def test_a_checkpoint_without_tensors_is_an_error() -> None:
     with pytest.raises(CheckpointError, match="holds no tensors"):
-        plan_merge(ModelIndex(Path("run"), "dcp", {}), [], dtype=None, max_shard_size=GB)
+        plan_merge(StoredModel(Path("run"), "dcp", {}), [], dtype=None, max_shard_size=GB)
 
 
 def test_an_output_layer_of_the_embeddings_shape_may_be_tied() -> None:

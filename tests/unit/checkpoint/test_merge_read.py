@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy
 import pytest
 
+from hf_fsdp_plugin.checkpoint.formats import tensor_reader as merge_read
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, row_major, whole
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredPiece, StoredTensor
-from hf_fsdp_plugin.checkpoint.merging import read as merge_read
-from hf_fsdp_plugin.checkpoint.merging.read import InputFiles, read_run
+from hf_fsdp_plugin.checkpoint.formats.tensor_reader import InputFiles, read_run
 from hf_fsdp_plugin.problems import CheckpointError
 
 SHAPE = (7, 6, 5)

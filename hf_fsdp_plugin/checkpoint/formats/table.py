@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hf_fsdp_plugin.checkpoint.formats.dcp import METADATA, read_dcp_model, read_dcp_optimizer
 from hf_fsdp_plugin.checkpoint.formats.safetensors_files import read_full_model, read_local_model, read_local_optimizer
-from hf_fsdp_plugin.checkpoint.formats.stored import ModelIndex, OptimizerIndex, StoredPiece, StoredTensor, refuse
+from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredOptimizer, refuse
 from hf_fsdp_plugin.checkpoint.formats.torch_saves import (
     read_bin_model,
     read_bin_optimizer,
@@ -18,13 +18,11 @@ from hf_fsdp_plugin.checkpoint.formats.torch_saves import (
     read_rank_optimizers,
 )
 
-__all__ = ["ModelIndex", "OptimizerIndex", "StoredPiece", "StoredTensor", "model_index", "optimizer_index"]
-
 MODEL = "pytorch_model_fsdp"
 OPTIMIZER = "optimizer"
 
 
-def model_index(checkpoint: Path, number: int = 0) -> ModelIndex:
+def read_stored_model(checkpoint: Path, number: int = 0) -> StoredModel:
     """The model of a checkpoint, in the first format found.
 
     Args:
@@ -37,7 +35,7 @@ def model_index(checkpoint: Path, number: int = 0) -> ModelIndex:
     _check_folder(checkpoint)
     # The number of the first model is left out of all names but DCP's and the per-rank ones.
     suffix = f"_{number}" if number else ""
-    candidates: dict[str, Callable[[], ModelIndex | None]] = {
+    candidates: dict[str, Callable[[], StoredModel | None]] = {
         f"{MODEL}_{number}/{METADATA}": lambda: _dcp_model(checkpoint, number),
         f"{MODEL}_local/{number}_rank*.safetensors": lambda: read_local_model(checkpoint, number),
         f"model{suffix}.safetensors (or its .index.json)": lambda: read_full_model(
@@ -62,7 +60,7 @@ def model_index(checkpoint: Path, number: int = 0) -> ModelIndex:
     )
 
 
-def optimizer_index(checkpoint: Path, number: int = 0) -> OptimizerIndex | None:
+def read_stored_optimizer(checkpoint: Path, number: int = 0) -> StoredOptimizer | None:
     """The optimizer of a checkpoint (or of its ``optimizer_{number}``), or ``None`` where it has none.
 
     Raises:
@@ -78,12 +76,12 @@ def optimizer_index(checkpoint: Path, number: int = 0) -> OptimizerIndex | None:
     )
 
 
-def _dcp_model(checkpoint: Path, number: int) -> ModelIndex | None:
+def _dcp_model(checkpoint: Path, number: int) -> StoredModel | None:
     folder = _dcp_folder(checkpoint, f"{MODEL}_{number}")
     return read_dcp_model(checkpoint, folder) if folder is not None else None
 
 
-def _dcp_optimizer(checkpoint: Path, number: int) -> OptimizerIndex | None:
+def _dcp_optimizer(checkpoint: Path, number: int) -> StoredOptimizer | None:
     folder = _dcp_folder(checkpoint, f"{OPTIMIZER}_{number}")
     return read_dcp_optimizer(checkpoint, folder) if folder is not None else None
 

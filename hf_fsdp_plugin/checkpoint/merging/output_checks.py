@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from hf_fsdp_plugin.checkpoint.checking.stretches import Stretch, check, damage
+from hf_fsdp_plugin.checkpoint.checking.byte_ranges import Stretch, check, damage
 from hf_fsdp_plugin.checkpoint.formats.boxes import row_major, whole
-from hf_fsdp_plugin.checkpoint.formats.bytes import dtype_size
+from hf_fsdp_plugin.checkpoint.formats.element_types import dtype_size
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, hash_bytes, hash_file
 from hf_fsdp_plugin.checkpoint.formats.safetensors_layout import DTYPES
-from hf_fsdp_plugin.checkpoint.formats.stored import ModelIndex, StoredPiece, StoredTensor, problem
+from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredPiece, StoredTensor, problem
+from hf_fsdp_plugin.checkpoint.formats.tensor_reader import InputFiles, read_run
 from hf_fsdp_plugin.checkpoint.merging.cast import cast
 from hf_fsdp_plugin.checkpoint.merging.plan import MergePlan, is_adapter
-from hf_fsdp_plugin.checkpoint.merging.read import InputFiles, read_run
 from hf_fsdp_plugin.problems import Problem
 
 BLOCK = 4 << 20
@@ -22,7 +22,7 @@ _AGAIN = "Merge again; if it happens again, the disk is not to be trusted."
 _OTHER_CHECKPOINT = "Take another checkpoint, or fetch this one again from where it came."
 
 
-def manifest_problems(index: ModelIndex, manifest: Manifest, place: Path) -> list[Problem]:
+def manifest_problems(index: StoredModel, manifest: Manifest, place: Path) -> list[Problem]:
     """Where the files say another thing than the manifest, which was told by the live model.
 
     An adapter's checkpoint leaves out the model that the adapter sits on; the manifest does not.
@@ -42,7 +42,7 @@ def manifest_problems(index: ModelIndex, manifest: Manifest, place: Path) -> lis
     return problems
 
 
-def damaged_input(index: ModelIndex, manifest: Manifest, folder: Path) -> list[Problem]:
+def damaged_input(index: StoredModel, manifest: Manifest, folder: Path) -> list[Problem]:
     """The ranges of the model's files whose bytes are not those that were saved."""
     used = {(index.root / piece.file).resolve() for tensor in index.tensors.values() for piece in tensor.pieces}
     records = {folder / record.path: record for record in manifest.files if (folder / record.path).resolve() in used}
@@ -75,7 +75,7 @@ def header_problems(folder: Path, plan: MergePlan) -> list[Problem]:
     return problems
 
 
-def byte_problems(index: ModelIndex, plan: MergePlan, folder: Path, progress: Callable[[int], None]) -> list[Problem]:
+def byte_problems(index: StoredModel, plan: MergePlan, folder: Path, progress: Callable[[int], None]) -> list[Problem]:
     """The tensors whose written bytes differ from those read once more from the checkpoint; ``progress`` gets bytes."""
     problems = []
     with InputFiles(index.root) as source, InputFiles(folder) as written:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_plugin.checkpoint.disk import DIRECT, PAGE, REFUSED
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, flat_start, intersect, row_major, slices
-from hf_fsdp_plugin.checkpoint.formats.bytes import dtype_size
+from hf_fsdp_plugin.checkpoint.formats.element_types import dtype_size
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredPiece, StoredTensor, refuse
 
 if TYPE_CHECKING:
