@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from hf_fsdp_plugin.problems import Severity
+from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
 
 Scope = Literal["fsdp", "parallelism", "dynamo", "precision", "launch", "training"]
 """Where a key may stand: in ``fsdp_config``, ``parallelism_config``, ``dynamo_config`` or the precision policy, at the
@@ -67,14 +68,8 @@ class Row:
         return PREFIXES[self.scope] + self.spellings[0]
 
 
-STRATEGIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {  # the numbers are those of torch's ShardingStrategy
-        "full_shard": ("1",),
-        "shard_grad_op": ("2",),
-        "no_shard": ("3",),
-        "hybrid_shard": ("4",),
-        "hybrid_shard_zero2": ("5",),
-    }
+STRATEGY_CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {row.name: (str(row.number), *row.spellings) for row in STRATEGIES.values()}
 )
 DTYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -104,12 +99,13 @@ _DISTRIBUTED["NO"] = ("no", "false", "none")
 _FSDP_ROWS = (
     Row(name="fsdp.version", kind="choice", spellings=("version",), choices={"1": ("fsdp1",), "2": ("fsdp2",)},
         about="1 for FullyShardedDataParallel, 2 for fully_shard."),
-    Row(name="sharding.strategy", kind="choice", choices=STRATEGIES, spellings=("sharding_strategy", "strategy"),
-        about="What is sharded: parameters, gradients and optimizer state (full_shard), all but the parameters during "
-              "a step (shard_grad_op), nothing (no_shard), or one of the first two inside replicated groups (hybrid)."),
+    Row(name="sharding.strategy", kind="choice", choices=STRATEGY_CHOICES, spellings=("sharding_strategy", "strategy"),
+        about="What is sharded between forward and backward. "
+              + "; ".join(row.about for row in STRATEGIES.values()) + "."),
     Row(name="sharding.reshard", kind="reshard", internal=True, spellings=("reshard_after_forward",),
-        about="Whether gathered parameters are freed after forward: true is full_shard, false is shard_grad_op; or a "
-              "strategy by name."),
+        about="Whether gathered parameters are freed after forward: true is "
+              + " and false is ".join(strategy_of(sharded=True, hybrid=False, reshard=flag).name
+                                      for flag in (True, False)) + "; or the name of a strategy."),
     Row(name="mesh.shard", kind="size", scope="fsdp", minimum=1, spellings=("size", "dp_shard_size"),
         about="Ranks over which one copy of the model is sharded, or auto."),
     Row(name="mesh.replicate", kind="size", scope="fsdp", minimum=1, spellings=("dp_replicate_size",),

@@ -21,9 +21,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from hf_fsdp_plugin.strategies import STRATEGIES
+
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "docs" / "results" / "gpu_check.json"
-STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 NUM_STEPS = 10
 CASE_TIMEOUT_S = 240
 ANSWER = "gpu_check answer: "

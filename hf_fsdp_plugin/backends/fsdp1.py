@@ -18,14 +18,8 @@ from hf_fsdp_plugin.backends.precision import torch_dtype
 from hf_fsdp_plugin.backends.synchronize import BROADCAST_ATTRIBUTE, BroadcastRecord, broadcast_buffers
 from hf_fsdp_plugin.backends.units import prepare_ignored, prepare_unit
 from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.strategies import STRATEGIES
 
-_STRATEGIES = {
-    "full_shard": ShardingStrategy.FULL_SHARD,
-    "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
-    "no_shard": ShardingStrategy.NO_SHARD,
-    "hybrid_shard": ShardingStrategy.HYBRID_SHARD,
-    "hybrid_shard_zero2": ShardingStrategy._HYBRID_SHARD_ZERO2,
-}
 _BACKWARD_PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
 
 
@@ -62,9 +56,10 @@ def _constructor_arguments(plan: FsdpPlan, device: torch.device) -> dict[str, An
     """One unit's arguments; ``device_id`` has no index on CPU, FSDP1 takes ``cpu`` and ``cpu:0`` for different
     devices.
     """
+    strategy = STRATEGIES[plan.strategy]
     return {
-        "sharding_strategy": _STRATEGIES[plan.strategy],
-        "device_mesh": None if plan.strategy == "no_shard" else device_mesh(plan),
+        "sharding_strategy": ShardingStrategy[strategy.torch_name],
+        "device_mesh": device_mesh(plan) if strategy.is_sharded else None,
         # On CPU ranks the shards are in host memory as they are, and FSDP1 would try to pin it.
         "cpu_offload": CPUOffload(offload_params=plan.offload_params and device.type != "cpu"),
         "mixed_precision": _mixed_precision(plan),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.strategies import STRATEGIES
 
 # Accelerate's names for these axes, so that its code and ours mean the same by them.
 REPLICATE_AXIS = "dp_replicate"
@@ -16,7 +17,8 @@ def device_mesh(plan: FsdpPlan) -> DeviceMesh:
 
     Neighbouring ranks share a shard group: the frequent all-gathers then stay inside a machine.
     """
-    if plan.mesh.replicate == 1 and plan.strategy in ("full_shard", "shard_grad_op"):
+    strategy = STRATEGIES[plan.strategy]
+    if plan.mesh.replicate == 1 and strategy.is_sharded and not strategy.hybrid:
         return init_device_mesh(plan.device_type, (plan.mesh.shard,), mesh_dim_names=(SHARD_AXIS,))
     shape = (plan.mesh.replicate, plan.mesh.shard)
     return init_device_mesh(plan.device_type, shape, mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS))

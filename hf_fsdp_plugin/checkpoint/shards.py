@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FlatParameter, ShardingStrategy
+from torch.distributed.fsdp import FlatParameter
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.tensor import DTensor, Replicate
@@ -24,6 +24,7 @@ from hf_fsdp_plugin.backends.fsdp2 import reshard
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, whole
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import CheckpointError, Problem
+from hf_fsdp_plugin.strategies import BY_TORCH_NAME
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,9 +273,10 @@ def _flat_cuts(cuts: Cuts, unit: Any, flat: Any, module_names: Mapping[int, str]
 
 
 def _fsdp1_replica(unit: Any) -> tuple[int, int]:
-    if unit.sharding_strategy == ShardingStrategy.NO_SHARD:
+    strategy = BY_TORCH_NAME[unit.sharding_strategy.name]
+    if not strategy.is_sharded:
         return unit.process_group.rank(), unit.process_group.size()
-    if unit.sharding_strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
+    if strategy.hybrid:
         return unit._inter_node_pg.rank(), unit._inter_node_pg.size()
     return 0, 1
 

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from hf_fsdp_plugin.vocabulary import PREFIXES, ROWS, STRATEGIES, Row, Scope
+from hf_fsdp_plugin.vocabulary import PREFIXES, ROWS, STRATEGY_CHOICES, Row, Scope
 
 HELP = "Print a JSON Schema (draft 2020-12) of the YAML, for editors and other checkers."
 BOOL_WORDS = ("true", "false", "yes", "no", "on", "off")
@@ -85,7 +85,7 @@ def _values(row: Row) -> dict[str, Any]:
     if row.kind in ("choice", "mode"):
         return {"enum": _forms(row.choices.items())}
     if row.kind == "reshard":
-        return {"enum": [True, False, *_forms(STRATEGIES.items())]}
+        return {"enum": [True, False, *_forms(STRATEGY_CHOICES.items())]}
     if row.kind == "names":
         return {"type": ["string", "array", "null"], "items": {"type": "string"}}
     if row.kind == "text":

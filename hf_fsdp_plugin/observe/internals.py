@@ -12,19 +12,14 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, ShardingStrategy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from hf_fsdp_plugin.strategies import BY_TORCH_NAME
 
 # Put on a unit by the FSDP2 backend when its own hooks start the next all-gather after backward, or nobody does.
 BACKWARD_PREFETCH_MARK = "_hf_fsdp_backward_prefetch"
 
-_STRATEGY_NAMES = {
-    ShardingStrategy.FULL_SHARD: "full_shard",
-    ShardingStrategy.SHARD_GRAD_OP: "shard_grad_op",
-    ShardingStrategy.NO_SHARD: "no_shard",
-    ShardingStrategy.HYBRID_SHARD: "hybrid_shard",
-    ShardingStrategy._HYBRID_SHARD_ZERO2: "hybrid_shard_zero2",
-}
 _BACKWARD_PREFETCH_NAMES = {"BACKWARD_PRE": "pre", "BACKWARD_POST": "post"}
 
 
@@ -108,17 +103,15 @@ def live_units(model: nn.Module) -> Iterator[LiveUnit]:
 
 
 def _fsdp1_unit(module: Any, *, is_root: bool) -> LiveUnit:
-    strategy = module.sharding_strategy
+    strategy = BY_TORCH_NAME[module.sharding_strategy.name]
     group_size = module.process_group.size()
-    hybrid = strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
-    sharded = strategy != ShardingStrategy.NO_SHARD
-    reshards = strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+    hybrid, sharded, reshards = strategy.hybrid, strategy.is_sharded, strategy.reshards_after_forward
     facts: dict[str, Any] = {
         "version": 1,
         "modules": (module,),
         "is_root": is_root,
         "device": module.compute_device,
-        "strategy": _STRATEGY_NAMES[strategy],
+        "strategy": strategy.name,
         "shard_size": group_size if sharded else 1,
         "shard_rank": module.process_group.rank() if sharded else 0,
         "replicate_size": module._inter_node_pg.size() if hybrid else (1 if sharded else group_size),

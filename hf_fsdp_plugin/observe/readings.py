@@ -24,6 +24,7 @@ from hf_fsdp_plugin.observe.readings_run import (
 from hf_fsdp_plugin.observe.scene import Reading, Scene, uniform, unobservable
 from hf_fsdp_plugin.observe.units import UnitObservation, checkpoints_natively, dtype_name
 from hf_fsdp_plugin.plan.names import canonical_name
+from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
 
 
 def read_version(scene: Scene) -> Reading:
@@ -36,27 +37,26 @@ def read_strategy(scene: Scene) -> Reading:
     value = uniform(unit.live.strategy or _strategy_of_mesh(unit) for unit in layers)
     if scene.world_size == 1:
         return Reading(value=value, reason="one process holds everything, whatever the strategy", matches=True)
-    if all(unit.is_root for unit in layers) and {value, scene.plan.strategy} in _ALIKE_FOR_A_ROOT:
+    if all(unit.is_root for unit in layers) and _differs_in_reshard_only(value, scene.plan.strategy):
         # torch keeps a root's parameters until backward under both versions and every strategy.
         return Reading(
             value=scene.plan.strategy, reason="with the root as the only unit, both are the same", matches=True
         )
-    if value == "no_shard" and scene.plan.mesh.shard == 1:
+    if value in STRATEGIES and not STRATEGIES[value].is_sharded and scene.plan.mesh.shard == 1:
         return Reading(value=value, reason="shard groups of one rank cut nothing", matches=True)
     return Reading(value=value)
 
 
-_ALIKE_FOR_A_ROOT = ({"full_shard", "shard_grad_op"}, {"hybrid_shard", "hybrid_shard_zero2"})
+def _differs_in_reshard_only(value: str, planned: str) -> bool:
+    if value == planned or value not in STRATEGIES:
+        return False
+    return STRATEGIES[value].counterpart(reshard=STRATEGIES[planned].reshards_after_forward) is STRATEGIES[planned]
 
 
 def _strategy_of_mesh(unit: UnitObservation) -> str:
-    if unit.live.shard_size == 1:
-        return "no_shard"
     # None: left to FSDP2, which means "reshard", and makes an exception for the root only.
-    reshards = unit.live.reshard_asked is None or unit.live.reshard_asked
-    if unit.live.hybrid:
-        return "hybrid_shard" if reshards else "hybrid_shard_zero2"
-    return "full_shard" if reshards else "shard_grad_op"
+    reshard = unit.live.reshard_asked is None or unit.live.reshard_asked
+    return strategy_of(sharded=unit.live.shard_size > 1, hybrid=unit.live.hybrid, reshard=reshard).name
 
 
 def read_mesh_shard(scene: Scene) -> Reading:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from hf_fsdp_plugin.plan.complaints import Complaints
 from hf_fsdp_plugin.plan.model import MeshPlan
-from hf_fsdp_plugin.spec.model import FsdpSpec, Strategy
-
-_HYBRID_OF: dict[Strategy, Strategy] = {"full_shard": "hybrid_shard", "shard_grad_op": "hybrid_shard_zero2"}
-_PLAIN_OF: dict[Strategy, Strategy] = {"hybrid_shard": "full_shard", "hybrid_shard_zero2": "shard_grad_op"}
+from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.strategies import STRATEGIES
 
 
 def resolve_mesh(
     spec: FsdpSpec, world_size: int, local_world_size: int | None, complaints: Complaints
-) -> tuple[MeshPlan, Strategy]:
+) -> tuple[MeshPlan, str]:
     """The mesh, and the strategy that it makes of the one asked for.
 
     ``full_shard`` on a mesh with replicas is what everybody calls ``hybrid_shard``, so it is planned under that name.
@@ -26,24 +24,26 @@ def resolve_mesh(
     if world_size < 1:
         complaints.error(None, f"a world of {world_size} ranks was given.", "Give a world size of 1 or more.")
         return MeshPlan(replicate=1, shard=1), strategy
-    if strategy == "no_shard":
+    row = STRATEGIES[strategy]
+    hybrid, plain = row.counterpart(hybrid=True), row.counterpart(hybrid=False)
+    if not row.is_sharded:
         return _replicas_only(spec, world_size, complaints), strategy
     shard, replicate = _given(spec.mesh.shard), _given(spec.mesh.replicate)
     if shard is None and replicate is None:
-        shard = _ranks_of_a_machine(spec, world_size, local_world_size) if strategy in _PLAIN_OF else world_size
+        shard = _ranks_of_a_machine(spec, world_size, local_world_size) if row.hybrid else world_size
     mesh = _complete(spec, world_size, shard, replicate, complaints)
     if mesh is None:
         return MeshPlan(replicate=1, shard=world_size), strategy
-    if mesh.replicate > 1 and strategy in _HYBRID_OF:
-        hybrid = _HYBRID_OF[strategy]
+    if mesh.replicate > 1 and hybrid is not None and not row.hybrid:
         complaints.note(
-            "sharding.strategy", f"{strategy} on a mesh of {mesh.replicate} replicas is {hybrid}, and planned as that."
+            "sharding.strategy",
+            f"{strategy} on a mesh of {mesh.replicate} replicas is {hybrid.name}, and planned as that.",
         )
-        strategy = hybrid
-    elif mesh.replicate == 1 and strategy in _PLAIN_OF and world_size > 1:
+        strategy = hybrid.name
+    elif mesh.replicate == 1 and plain is not None and row.hybrid and world_size > 1:
         complaints.warning(
             "sharding.strategy",
-            f"{strategy} with one replica of {world_size} shards does what {_PLAIN_OF[strategy]} does: all ranks are "
+            f"{strategy} with one replica of {world_size} shards does what {plain.name} does: all ranks are "
             "on one machine, and parameters are sharded over the ranks of a machine.",
             "Set mesh.shard (parallelism_config.dp_shard_size) below the world size for several replicas.",
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.spec.model import BackwardPrefetch, Checkpointing, FsdpSpec, StateDictKind, Strategy
+from hf_fsdp_plugin.spec.model import BackwardPrefetch, Checkpointing, FsdpSpec, StateDictKind
 
 Backend = Literal["fsdp1", "fsdp2"]
 PlannedDtype = Literal["fp32", "bf16", "fp16", "unchanged"]
@@ -102,7 +102,7 @@ class FsdpPlan:
     model_class: str
     world_size: int
     device_type: str
-    strategy: Strategy
+    strategy: str
     mesh: MeshPlan
     units: tuple[UnitPlan, ...]
     ties: tuple[tuple[str, ...], ...]

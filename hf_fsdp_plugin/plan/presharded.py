@@ -12,6 +12,7 @@ from torch import nn
 from hf_fsdp_plugin.plan.model import Backend, UnitPlan
 from hf_fsdp_plugin.plan.modules import parent_of
 from hf_fsdp_plugin.plan.names import canonical_name
+from hf_fsdp_plugin.strategies import BY_TORCH_NAME
 
 
 def author_backend(model: nn.Module) -> Backend | None:
@@ -85,7 +86,7 @@ def _reshards(state: Any, *, is_root: bool) -> bool:
 
 
 def _flat_units(model: nn.Module) -> tuple[UnitPlan, ...]:
-    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
     units = []
     for name, module in model.named_modules():
@@ -102,7 +103,7 @@ def _flat_units(model: nn.Module) -> tuple[UnitPlan, ...]:
                 (canonical_name(prefix + fqn), shape.numel(), str(flat.dtype), requires_grad)
                 for fqn, shape, requires_grad in zip(flat._fqns, flat._shapes, trains, strict=True)
             ]
-        reshard = module.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+        reshard = BY_TORCH_NAME[module.sharding_strategy.name].reshards_after_forward
         units.append(_unit([name], [model_class_name(module)], rows, reshard=reshard and bool(name)))
     return tuple(reversed(units))
 

@@ -24,7 +24,7 @@ from hf_fsdp_plugin.plan.presharded import author_backend, author_units, model_c
 from hf_fsdp_plugin.plan.settings import judge_activation, judge_devices, judge_mapping, resolve_precision
 from hf_fsdp_plugin.plan.wrap import wrap_units
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
-from hf_fsdp_plugin.spec.model import FsdpSpec, Strategy, Version
+from hf_fsdp_plugin.spec.model import FsdpSpec, Version
 
 
 def resolve(
@@ -147,7 +147,7 @@ def _sharded_by_author(spec: FsdpSpec, model: nn.Module, complaints: Complaints)
 
 
 def _to_shard(
-    spec: FsdpSpec, model: nn.Module, strategy: Strategy, precision: PrecisionPlan, complaints: Complaints
+    spec: FsdpSpec, model: nn.Module, strategy: str, precision: PrecisionPlan, complaints: Complaints
 ) -> _Parts:
     version = spec.fsdp.version
     ignored = ignored_modules(spec, model, complaints)

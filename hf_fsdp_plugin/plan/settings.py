@@ -11,6 +11,7 @@ from hf_fsdp_plugin.plan.complaints import Complaints
 from hf_fsdp_plugin.plan.model import PlannedDtype, PrecisionPlan
 from hf_fsdp_plugin.spec.model import DtypeName, FsdpSpec, Version
 from hf_fsdp_plugin.spec.rules import fsdp2_has_no_such_switch
+from hf_fsdp_plugin.strategies import STRATEGIES
 
 _LOW: tuple[DtypeName, ...] = ("bf16", "fp16")
 
@@ -62,7 +63,7 @@ def judge_devices(spec: FsdpSpec, version: Version, device_type: str, complaints
     """CPU offload against the backend and the device."""
     if not spec.offload.params:
         return
-    if version == 1 and spec.sharding.strategy == "no_shard" and not spec.params.use_orig:
+    if version == 1 and not STRATEGIES[spec.sharding.strategy].is_sharded and not spec.params.use_orig:
         # torch's _validate_unshard_params_args; with original parameters state_dict() needs no unsharding.
         complaints.error(
             "offload.params",

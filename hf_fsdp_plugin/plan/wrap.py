@@ -14,9 +14,8 @@ from hf_fsdp_plugin.plan.model import UnitPlan
 from hf_fsdp_plugin.plan.modules import ModelIndex, ParameterEntry, common_path, is_inside, parent_of
 from hf_fsdp_plugin.plan.policy import policy_modules, post_order
 from hf_fsdp_plugin.problems import has_errors
-from hf_fsdp_plugin.spec.model import FsdpSpec, Strategy, Version
-
-_RESHARDING: tuple[Strategy, ...] = ("full_shard", "hybrid_shard")
+from hf_fsdp_plugin.spec.model import FsdpSpec, Version
+from hf_fsdp_plugin.strategies import STRATEGIES
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,7 +28,7 @@ class Draft:
 
 
 def wrap_units(
-    spec: FsdpSpec, index: ModelIndex, strategy: Strategy, version: Version, complaints: Complaints
+    spec: FsdpSpec, index: ModelIndex, strategy: str, version: Version, complaints: Complaints
 ) -> tuple[UnitPlan, ...]:
     """The units, bottom-up, the root last.
 
@@ -38,7 +37,7 @@ def wrap_units(
     are the layers and the root. Where one parameter would be seen by two units, the inner ones give way to the module
     that holds all its users: FSDP2 refuses such a model, and FSDP1 would untie the weights without a word.
     """
-    reshard = strategy in _RESHARDING
+    reshard = STRATEGIES[strategy].reshards_after_forward
     found = len(complaints.problems)
     picked = policy_modules(spec, index, complaints)
     if has_errors(complaints.problems[found:]):

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.settings import Dialect, Level, Reading, Setting
 from hf_fsdp_plugin.sources.tree import Entries, Entry, Node, from_python, shorten
-from hf_fsdp_plugin.vocabulary import FOREIGN, STRATEGIES, Row, Scope, find, plain_key, suggest
+from hf_fsdp_plugin.strategies import STRATEGIES
+from hf_fsdp_plugin.vocabulary import FOREIGN, Row, Scope, find, plain_key, suggest
 
 TRUE_WORDS = frozenset({"true", "yes", "on", "1"})
 FALSE_WORDS = frozenset({"false", "no", "off", "0"})

@@ -8,6 +8,7 @@ from typing import Final
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.complaints import Rule, error, note, warning
 from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.strategies import STRATEGIES
 
 OTHER_ENGINES = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM"}
 XLA_TYPES = ("XLA", "TPU")
@@ -124,14 +125,15 @@ def mesh_fits_world(spec: FsdpSpec) -> Iterator[Problem]:
 
 def mesh_fits_strategy(spec: FsdpSpec) -> Iterator[Problem]:
     strategy, shard, replicate = spec.sharding.strategy, spec.mesh.shard, spec.mesh.replicate
-    if strategy == "no_shard" and shard not in ("auto", 1):
+    sharded = STRATEGIES[strategy].is_sharded
+    if not sharded and shard not in ("auto", 1):
         yield error(
             spec,
             "mesh.shard",
-            f"no_shard keeps whole copies, and {shard} ranks are to share one.",
+            f"{strategy} keeps whole copies, and {shard} ranks are to share one.",
             "Drop the shard size, or choose full_shard.",
         )
-    elif strategy != "no_shard" and shard == 1 and replicate not in ("auto", 1) and spec.asked("sharding.strategy"):
+    elif sharded and shard == 1 and replicate not in ("auto", 1) and spec.asked("sharding.strategy"):
         yield error(
             spec, "mesh.shard", f"{strategy} over 1 rank shards nothing.", "Write no_shard, or a larger shard size."
         )

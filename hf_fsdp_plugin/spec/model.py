@@ -12,9 +12,9 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Origin, Problem
+from hf_fsdp_plugin.strategies import DEFAULT
 
 Version = Literal[1, 2]
-Strategy = Literal["full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"]
 WrapPolicy = Literal["transformer", "size", "none"]
 DtypeName = Literal["fp32", "bf16", "fp16", "auto"]
 BackwardPrefetch = Literal["pre", "post", "none"]
@@ -29,7 +29,9 @@ class FsdpSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardingSection:
-    strategy: Strategy = "full_shard"
+    """``strategy`` is a name of :data:`hf_fsdp_plugin.strategies.STRATEGIES`."""
+
+    strategy: str = DEFAULT.name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

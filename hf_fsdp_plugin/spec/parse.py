@@ -13,12 +13,10 @@ from hf_fsdp_plugin.sources.precedence import is_stronger, lost
 from hf_fsdp_plugin.sources.settings import Dialect, Reading, Setting
 from hf_fsdp_plugin.spec import model
 from hf_fsdp_plugin.spec.values import NotSaid, ValueProblem, shown, typed
+from hf_fsdp_plugin.strategies import DEFAULT, STRATEGIES, Strategy, strategy_of
 from hf_fsdp_plugin.vocabulary import BY_NAME, canonical
 
 Settings = dict[str, Setting]
-_OTHERWISE = {"full_shard": "shard_grad_op", "shard_grad_op": "full_shard", "hybrid_shard_zero2": "hybrid_shard"}
-"""A strategy -> the one that it becomes when parameters are freed after forward where it keeps them, and vice versa."""
-
 _FIELDS = frozenset(
     f"{section}.{f.name}" for section in model.SECTIONS for f in fields(getattr(model.FsdpSpec(), section))
 )
@@ -167,9 +165,7 @@ def _fold_strategy(settings: Settings, defaults: dict[str, Any], problems: list[
     reshard = settings.pop("sharding.reshard", None)
     strategy = settings.get("sharding.strategy")
     if reshard is not None and strategy is None:
-        settings["sharding.strategy"] = replace(
-            reshard, name="sharding.strategy", value="full_shard" if reshard.value else "shard_grad_op"
-        )
+        settings["sharding.strategy"] = replace(reshard, name="sharding.strategy", value=_with_reshard(reshard).name)
     elif reshard is not None and strategy is not None:
         _reconcile(settings, strategy, reshard, defaults, problems)
     _promote(settings, defaults, problems)
@@ -178,34 +174,37 @@ def _fold_strategy(settings: Settings, defaults: dict[str, Any], problems: list[
 def _reconcile(
     settings: Settings, strategy: Setting, reshard: Setting, defaults: dict[str, Any], problems: list[Problem]
 ) -> None:
-    frees = strategy.value in ("full_shard", "hybrid_shard")
-    if strategy.value == "no_shard" or frees == reshard.value:
+    row, means = STRATEGIES[strategy.value], _with_reshard(reshard)
+    other = _with_reshard(reshard, row)
+    if not row.is_sharded or row.reshards_after_forward == reshard.value:
         problems.append(_note(reshard, f"{reshard.said} changes nothing beside {strategy.origin}."))
-    elif strategy.value == "hybrid_shard":
-        settings["sharding.strategy"] = strategy.with_value("hybrid_shard_zero2")
-        problems.append(_note(reshard, f"{reshard.said} makes {strategy.origin} a hybrid_shard_zero2."))
+    elif row.hybrid and row.reshards_after_forward:
+        settings["sharding.strategy"] = strategy.with_value(other.name)
+        problems.append(_note(reshard, f"{reshard.said} makes {strategy.origin} a {other.name}."))
     elif reshard.origin.source == strategy.origin.source == "environment":
         # accelerate launch writes both variables whatever was asked; each version of FSDP reads one of them
         if defaults["fsdp.version"] == 2:
-            value = "full_shard" if reshard.value else "shard_grad_op"
-            settings["sharding.strategy"] = replace(reshard, name="sharding.strategy", value=value)
+            settings["sharding.strategy"] = replace(reshard, name="sharding.strategy", value=means.name)
         problems.append(
             _note(reshard, f"{strategy.said} and {reshard.said}: the one that this FSDP version reads is taken.")
         )
     elif is_stronger(strategy, reshard):
         problems.append(lost(reshard, strategy))
     elif is_stronger(reshard, strategy):
-        settings["sharding.strategy"] = replace(reshard, name="sharding.strategy", value=_OTHERWISE[strategy.value])
+        settings["sharding.strategy"] = replace(reshard, name="sharding.strategy", value=other.name)
         problems.append(lost(strategy, reshard))
     else:
-        means = "full_shard" if reshard.value else "shard_grad_op"
         problems.append(
             _error(
                 strategy,
-                f"{strategy.said} contradicts {reshard.origin}, which means {means}.",
+                f"{strategy.said} contradicts {reshard.origin}, which means {means.name}.",
                 f"Drop {reshard.origin.spelling}.",
             )
         )
+
+
+def _with_reshard(reshard: Setting, row: Strategy = DEFAULT) -> Strategy:
+    return strategy_of(sharded=True, hybrid=row.hybrid, reshard=reshard.value)
 
 
 def _promote(settings: Settings, defaults: dict[str, Any], problems: list[Problem]) -> None:
@@ -215,14 +214,15 @@ def _promote(settings: Settings, defaults: dict[str, Any], problems: list[Proble
     strategy = settings.get("sharding.strategy")
     if shard is not None and shard.value == 1:
         if strategy is None:
-            settings["sharding.strategy"] = replace(replicate, name="sharding.strategy", value="no_shard")
+            unsharded = strategy_of(sharded=False, hybrid=False, reshard=False)
+            settings["sharding.strategy"] = replace(replicate, name="sharding.strategy", value=unsharded.name)
         return
-    hybrid = {"full_shard": "hybrid_shard", "shard_grad_op": "hybrid_shard_zero2"}
-    plain = strategy.value if strategy is not None else "full_shard"
-    if plain in hybrid:
-        settings["sharding.strategy"] = replace(strategy or replicate, name="sharding.strategy", value=hybrid[plain])
+    plain = STRATEGIES[strategy.value] if strategy is not None else DEFAULT
+    hybrid = plain.counterpart(hybrid=True)
+    if hybrid not in (None, plain):
+        settings["sharding.strategy"] = replace(strategy or replicate, name="sharding.strategy", value=hybrid.name)
         problems.append(
-            _note(replicate, f"{replicate.said} makes {plain} a {hybrid[plain]}: shards inside, replicas outside.")
+            _note(replicate, f"{replicate.said} makes {plain.name} a {hybrid.name}: shards inside, replicas outside.")
         )
 
 

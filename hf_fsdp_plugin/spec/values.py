@@ -10,7 +10,8 @@ from typing import Any
 
 from hf_fsdp_plugin.sources.keys import FALSE_WORDS, TRUE_WORDS
 from hf_fsdp_plugin.sources.tree import shorten
-from hf_fsdp_plugin.vocabulary import STRATEGIES, Kind, Row
+from hf_fsdp_plugin.strategies import STRATEGIES
+from hf_fsdp_plugin.vocabulary import STRATEGY_CHOICES, Kind, Row
 
 MAX_INTEGER = 2**63 - 1
 _INTEGER = re.compile(r"([+-]?)(\d[\d_,]*(?:\.\d*)?(?:e[+-]?\d{1,3})?)([kmbgt]?)", re.IGNORECASE)
@@ -110,8 +111,8 @@ def _choice(row: Row, raw: Any) -> Any:
     word = _word(raw)
     _refuse_nothing(word)
     forms = [value for value in row.choices if value != "auto"]
-    if row.choices is STRATEGIES:
-        raise ValueProblem(f"{', '.join(forms)} or 1 to 5", _did_you_mean(_value_key(raw), forms))
+    if row.choices is STRATEGY_CHOICES:
+        raise ValueProblem(f"{', '.join(forms)} or 1 to {len(forms)}", _did_you_mean(_value_key(raw), forms))
     raise ValueProblem(_or(forms), _did_you_mean(_value_key(raw), _spelt(row.choices)))
 
 
@@ -132,7 +133,7 @@ def _reshard(row: Row, raw: Any) -> bool | str:
         return True
     if word in FALSE_WORDS or word == "no_reshard":
         return False
-    if found := look_up(STRATEGIES, raw):
+    if found := look_up(STRATEGY_CHOICES, raw):
         return found
     _refuse_nothing(word)
     forms = ("true", "false", *STRATEGIES)

@@ -11,7 +11,7 @@ import hf_fsdp_plugin
 
 PACKAGE = Path(hf_fsdp_plugin.__file__).parent
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "numpy"}
-ORDER = ("problems", "vocabulary", "text", "sources", "spec")
+ORDER = ("problems", "strategies", "vocabulary", "text", "sources", "spec")
 """Leftmost first; each may import itself and what stands left of it."""
 
 

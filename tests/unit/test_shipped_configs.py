@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from hf_fsdp_plugin import load_spec
+from hf_fsdp_plugin.strategies import STRATEGIES
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 NAMES = sorted(path.name for path in CONFIGS.glob("*.yaml"))
-STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 
 # What the rest of a name promises, as settings.
 PROMISES: dict[str, dict[str, object]] = {

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
 )
 
 from hf_fsdp_plugin.spec.model import FsdpSpec, StateDictKind
+from hf_fsdp_plugin.strategies import STRATEGIES
 
 _STATE_DICT_TYPES: dict[StateDictKind, StateDictType] = {
     "full": StateDictType.FULL_STATE_DICT,
@@ -45,11 +46,12 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
     """
 
     def __init__(self, spec: FsdpSpec) -> None:
+        strategy = STRATEGIES[spec.sharding.strategy]
         version2 = spec.fsdp.version == 2
         self.spec = spec
         self.fsdp_version = spec.fsdp.version
-        self.sharding_strategy = _sharding_strategy(spec)
-        self.reshard_after_forward = spec.sharding.strategy in ("full_shard", "hybrid_shard") if version2 else None
+        self.sharding_strategy = ShardingStrategy[strategy.torch_name]
+        self.reshard_after_forward = strategy.reshards_after_forward if version2 else None
         self.backward_prefetch = (
             None if spec.prefetch.backward == "none" else BackwardPrefetch[f"BACKWARD_{spec.prefetch.backward.upper()}"]
         )
@@ -100,11 +102,6 @@ def dynamo_plugin(spec: FsdpSpec) -> TorchDynamoPlugin | None:
         dynamic=said.get("use_dynamic"),
         use_regional_compilation=said.get("use_regional_compilation"),
     )
-
-
-def _sharding_strategy(spec: FsdpSpec) -> ShardingStrategy:
-    name = spec.sharding.strategy.upper()
-    return ShardingStrategy["_HYBRID_SHARD_ZERO2" if name == "HYBRID_SHARD_ZERO2" else name]
 
 
 def _cpu_offload(spec: FsdpSpec) -> CPUOffload | OffloadPolicy:
