@@ -1,0 +1,107 @@
+"""What a test must leave as it found it: environment variables, threads, child processes, process groups and files."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+_WATCHED_FOLDERS = (ROOT, ROOT / "configs", ROOT / "docs", ROOT / "hf_fsdp_plugin", ROOT / "scripts", ROOT / "tests")
+_TEMPORARY_PREFIX = "hf_fsdp"
+_CACHES = frozenset({"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", "outputs"})
+# Set by the libraries at their first import or by pytest for every test.
+_LIBRARY_VARIABLES = ("PYTEST_", "TORCH", "TRITON_", "KMP_", "KINETO_", "CUDA_MODULE_LOADING", "TF_")
+_LIBRARY_THREADS = ("tqdm", "pytest_timeout", "pin_memory")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessState:
+    """The state of this process that a test may not change."""
+
+    environ: dict[str, str]
+    threads: frozenset[str]
+    children: frozenset[int]
+    process_group: bool
+    files: frozenset[Path]
+
+    @classmethod
+    def read(cls) -> ProcessState:
+        distributed = sys.modules.get("torch.distributed")
+        return cls(
+            environ={name: value for name, value in os.environ.items() if not name.startswith(_LIBRARY_VARIABLES)},
+            threads=frozenset(_threads()),
+            children=frozenset(_children()),
+            process_group=distributed is not None and distributed.is_initialized(),
+            files=frozenset(_files()),
+        )
+
+    def restore_environment(self) -> None:
+        """Undo changes of the environment, so that one leak fails one test."""
+        for name in os.environ.keys() - self.environ.keys():
+            if not name.startswith(_LIBRARY_VARIABLES):
+                del os.environ[name]
+        os.environ.update(self.environ)
+
+
+def differences(before: ProcessState, after: ProcessState) -> list[str]:
+    """One line for each leak of ``after`` against ``before``; empty where there is none."""
+    changed = sorted(
+        name
+        for name in before.environ.keys() | after.environ.keys()
+        if before.environ.get(name) != after.environ.get(name)
+    )
+    lines = [f"environment variable {name}={after.environ.get(name)!r}" for name in changed]
+    lines += [f"thread {name}" for name in sorted(after.threads - before.threads)]
+    lines += [f"child process {pid}: {_command(pid)}" for pid in sorted(after.children - before.children)]
+    lines += [f"file {path}" for path in sorted(after.files - before.files)]
+    if after.process_group and not before.process_group:
+        lines.append("an initialized process group")
+    return lines
+
+
+def open_files_below(folder: Path) -> list[str]:
+    """One line for each file below ``folder`` that this process still has open."""
+    return [f"open file {path}" for path in _open_paths() if path.is_relative_to(folder)]
+
+
+def _threads() -> Iterator[str]:
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.name.startswith(_LIBRARY_THREADS):
+            yield f"{thread.name} ({thread.ident})"
+
+
+def _children() -> Iterator[int]:
+    """Direct children; none where the system has no ``/proc``."""
+    for listing in Path("/proc/self/task").glob("*/children"):
+        try:
+            pids = [int(word) for word in listing.read_text().split()]
+        except OSError:  # the thread has ended
+            continue
+        yield from (pid for pid in pids if "resource_tracker" not in _command(pid))
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return "ended"
+
+
+def _files() -> Iterator[Path]:
+    for folder in _WATCHED_FOLDERS:
+        yield from (Path(entry.path) for entry in os.scandir(folder) if entry.name not in _CACHES)
+    temporary = tempfile.gettempdir()
+    yield from (Path(entry.path) for entry in os.scandir(temporary) if entry.name.startswith(_TEMPORARY_PREFIX))
+
+
+def _open_paths() -> Iterator[Path]:
+    for descriptor in Path("/proc/self/fd").glob("*"):
+        try:
+            yield Path(os.readlink(descriptor))
+        except OSError:  # closed since it was listed
+            continue
