@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,19 @@ from leaks import ProcessState, differences, open_files_below
 
 _GRACE_SECONDS = 2.0
 """Threads and child processes that have been told to stop get this long."""
+
+
+@pytest.fixture(autouse=True, scope="session")
+def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A temporary folder of this session alone, for this process and its children: what is left in it is a leak."""
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.mktemp("tmp"))
+    yield
+    tempfile.tempdir = None
+    if before is None:
+        del os.environ["TMPDIR"]
+    else:
+        os.environ["TMPDIR"] = before
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 _WATCHED_FOLDERS = (ROOT, ROOT / "configs", ROOT / "docs", ROOT / "hf_fsdp_plugin", ROOT / "scripts", ROOT / "tests")
-_TEMPORARY_PREFIX = "hf_fsdp"
 _CACHES = frozenset({"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", "outputs"})
 # Set by the libraries at their first import or by pytest for every test.
 _LIBRARY_VARIABLES = ("PYTEST_", "TORCH", "TRITON_", "KMP_", "KINETO_", "CUDA_MODULE_LOADING", "TF_")
@@ -95,8 +94,7 @@ def _command(pid: int) -> str:
 def _files() -> Iterator[Path]:
     for folder in _WATCHED_FOLDERS:
         yield from (Path(entry.path) for entry in os.scandir(folder) if entry.name not in _CACHES)
-    temporary = tempfile.gettempdir()
-    yield from (Path(entry.path) for entry in os.scandir(temporary) if entry.name.startswith(_TEMPORARY_PREFIX))
+    yield from (Path(entry.path) for entry in os.scandir(tempfile.gettempdir()))
 
 
 def _open_paths() -> Iterator[Path]:

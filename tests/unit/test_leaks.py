@@ -34,7 +34,9 @@ def _child(stack: ExitStack) -> None:
 
 
 def _file(stack: ExitStack) -> None:
-    stack.enter_context(tempfile.NamedTemporaryFile(prefix="hf_fsdp_leak"))
+    path = Path(tempfile.gettempdir()) / "leaked"
+    path.touch()
+    stack.callback(path.unlink)
 
 
 def _process_group(stack: ExitStack) -> None:
