@@ -14,6 +14,10 @@ from hf_fsdp_plugin.spec.load import Assessment, assess
 from hf_fsdp_plugin.spec.model import FsdpSpec
 
 HELP = "Judge an FSDP config: what every setting is, who said so, and what is wrong."
+EXAMPLES = (
+    "hf-fsdp check fsdp.yaml --world-size 8",
+    'hf-fsdp check --fsdp "full_shard auto_wrap" --json',
+)
 MAX_WORLD_SIZE = 1 << 20
 
 

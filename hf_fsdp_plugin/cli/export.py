@@ -15,6 +15,10 @@ HELP = (
     "Write the newest complete checkpoint of a run, or its best one, as a Hugging Face folder. (A running Trainer does "
     "so itself: trainer.save_model.)"
 )
+EXAMPLES = (
+    "hf-fsdp export out model",
+    "hf-fsdp export out model --best --max-shard-size 2GB",
+)
 _PREFIXES = ("checkpoint-", "checkpoint_")
 _STATE = "trainer_state.json"
 

@@ -15,6 +15,10 @@ from hf_fsdp_plugin.checkpoint.checking.inspection import Summary, checkpoints_o
 from hf_fsdp_plugin.problems import CheckpointError
 
 HELP = "Tell what a checkpoint is, or all those of a run: format, step, parameters, settings; from metadata alone."
+EXAMPLES = (
+    "hf-fsdp inspect out/checkpoint-500",
+    "hf-fsdp inspect out --json",
+)
 _FILES_SHOWN = 20
 _WIDTH = 100
 

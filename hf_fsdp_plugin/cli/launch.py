@@ -22,6 +22,10 @@ from hf_fsdp_plugin.sources.handover import LaunchHandover, absolute, user_varia
 from hf_fsdp_plugin.spec.model import FsdpSpec, LaunchSection
 
 HELP = "check a config, then run an unmodified script on every rank with the plugin installed"
+EXAMPLES = (
+    "hf-fsdp launch --config_file fsdp.yaml train.py --epochs 3",
+    "hf-fsdp launch --num_processes 4 --cpu --dry_run -m package.train",
+)
 DEFAULT_GRACE = 30.0
 
 _VISIBLE = {  # what limits a process to some devices, as each vendor calls it
@@ -39,20 +43,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_help(parser)
 
 
-def parse_argv(argv: Sequence[str]) -> argparse.Namespace:
-    """The words after ``launch``, untouched by argparse."""
-    return argparse.Namespace(words=list(argv))
-
-
-def run(args: argparse.Namespace) -> int:
-    """Exit code: the script's; 1 for a config with errors, 2 for wrong usage."""
-    if args.words[:1] in (["-h"], ["--help"]):
-        parser = argparse.ArgumentParser(prog="hf-fsdp launch", description=HELP)
-        add_help(parser)
-        parser.print_help()
-        return 0
+def parse_argv(argv: Sequence[str]) -> LaunchWords:
+    """The arguments after ``launch``; ``SystemExit`` for wrong usage."""
     try:
-        words = read_words(args.words)
+        return read_words(argv)
+    except UsageError as error:
+        print(f"hf-fsdp launch: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def run(words: LaunchWords) -> int:
+    """Exit code: the script's; 1 for a config with errors, 2 for wrong usage."""
+    try:
         _check_usage(words)
     except UsageError as error:
         print(f"hf-fsdp launch: {error}", file=sys.stderr)

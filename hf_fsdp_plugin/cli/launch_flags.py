@@ -202,5 +202,4 @@ def help_lines() -> list[str]:
 def add_help(parser: argparse.ArgumentParser) -> None:
     """Puts the table into a parser's help; the words themselves are read by :func:`read_words`."""
     parser.usage = "hf-fsdp launch [FLAGS] SCRIPT [ARGS ...]"
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "flags, with hyphens or underscores:\n" + "\n".join(help_lines())

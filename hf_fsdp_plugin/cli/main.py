@@ -1,8 +1,8 @@
-"""``hf-fsdp VERB``: finds the verb's file and runs it.
+"""``hf-fsdp VERB``: imports the verb's module and runs it.
 
-A verb is a module of this package with ``HELP``, ``add_arguments(parser)`` and ``run(args) -> int``; one that takes
-another program's arguments too has ``parse_argv(argv)``, which returns what ``run`` takes. Exit codes are those of a
-linter: 0 clean, 1 problems found, 2 wrong usage.
+A verb is a module of this package with ``HELP``, two ``EXAMPLES``, ``add_arguments(parser)`` and ``run(args) -> int``.
+A verb that also accepts the arguments of another program has ``parse_argv(argv)``, which replaces argparse and returns
+the argument of ``run``. Exit codes: 0 without problems, 1 with problems, 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -11,61 +11,74 @@ import argparse
 import importlib
 import os
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
+from typing import Any
 
 import hf_fsdp_plugin
 
 VERBS: Mapping[str, str] = MappingProxyType(
     {
-        "check": "judge a config: every setting, where it was said, and every problem",
-        "schema": "print a JSON Schema of the YAML, for editors",
+        "check": "check a config: show every setting, its origin, and every problem",
+        "schema": "print a JSON Schema of the YAML config, for editors",
         "launch": "check a config, then run a script on every rank with it",
-        "inspect": "tell what a checkpoint is, or all those of a run, from metadata alone",
+        "inspect": "describe a checkpoint, or all checkpoints of a run, from metadata alone",
         "verify": "check every byte of a checkpoint, and its names and shapes",
         "merge": "write any checkpoint as a Hugging Face folder, for from_pretrained",
-        "export": "merge a run's newest complete checkpoint, or its best one",
+        "export": "merge the newest complete checkpoint of a run, or its best one",
+        "explain": "print the documentation of a problem code",
     }
 )
-"""Verb -> what it does. Each is the module of that name, imported when it is called."""
+"""Verb -> what it does. Each verb is the module of that name, imported when it is called."""
 
 OK, PROBLEMS, USAGE = 0, 1, 2
 PROG = "hf-fsdp"
+_HELP_FLAGS = ("-h", "--help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one verb and returns its exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
+    """Run one verb and return its exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in _HELP_FLAGS:
         print(_usage())
-        return OK if words else USAGE
-    if words[0] == "--version":
+        return OK if argv else USAGE
+    if argv[0] == "--version":
         print(f"{PROG} {hf_fsdp_plugin.__version__}")
         return OK
-    if words[0] not in VERBS:
-        print(f"{PROG}: there is no verb '{words[0]}'; the verbs are {', '.join(VERBS)}.", file=sys.stderr)
+    if argv[0] not in VERBS:
+        print(f"{PROG}: unknown verb '{argv[0]}'. The verbs are {', '.join(VERBS)}.", file=sys.stderr)
         return USAGE
-    return _run(words[0], words[1:])
+    return _run(argv[0], argv[1:])
+
+
+def parse_arguments(verb: str, module: ModuleType, argv: Sequence[str]) -> Any:
+    """Parse the arguments of a verb. Raises ``SystemExit`` for wrong usage and after ``--help``."""
+    if hasattr(module, "parse_argv") and not (argv and argv[0] in _HELP_FLAGS):
+        return module.parse_argv(argv)
+    parser = argparse.ArgumentParser(
+        prog=f"{PROG} {verb}",
+        description=textwrap.fill(module.HELP, 100),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    examples = "\n".join(["examples:", *(f"  {example}" for example in module.EXAMPLES)])
+    parser.epilog = f"{parser.epilog}\n\n{examples}" if parser.epilog else examples
+    return parser.parse_args(argv)
 
 
 def _run(verb: str, argv: Sequence[str]) -> int:
     module = importlib.import_module(f"hf_fsdp_plugin.cli.{verb}")
     try:
-        if hasattr(module, "parse_argv"):
-            args = module.parse_argv(argv)
-        else:
-            parser = argparse.ArgumentParser(prog=f"{PROG} {verb}", description=module.HELP)
-            module.add_arguments(parser)
-            args = parser.parse_args(argv)
-        code = module.run(args)
+        code = module.run(parse_arguments(verb, module, argv))
         sys.stdout.flush()
         return int(code)
-    except SystemExit as stop:  # argparse has said what was wrong
+    except SystemExit as stop:  # argparse has printed the reason
         return stop.code if isinstance(stop.code, int) else USAGE
-    except BrokenPipeError:  # the reader (head, less) has gone; nothing is left to say
+    except BrokenPipeError:  # the reader of stdout (head, less) has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PROBLEMS
-    except OSError as error:  # a full disk under stdout, say
+    except OSError as error:  # stdout cannot be written, for example because the disk is full
         print(f"{PROG} {verb}: {error.strerror or error}", file=sys.stderr)
         return PROBLEMS
     except KeyboardInterrupt:
@@ -75,14 +88,9 @@ def _run(verb: str, argv: Sequence[str]) -> int:
 def _usage() -> str:
     lines = [f"usage: {PROG} VERB [ARGUMENTS]", "", "verbs:"]
     lines += [f"  {verb:<8} {about}" for verb, about in VERBS.items()]
-    lines += ["", f"{PROG} VERB --help tells more; {PROG} --version names the version."]
+    lines += ["", f"{PROG} VERB --help describes a verb, with examples. {PROG} --version prints the version."]
     return "\n".join(lines)
 
 
-def entry_point() -> None:
-    """The console script."""
-    sys.exit(main())
-
-
 if __name__ == "__main__":
-    entry_point()
+    sys.exit(main())

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 HELP = "Write any checkpoint's model as a Hugging Face folder, block by block, without loading it."
+EXAMPLES = (
+    "hf-fsdp merge out/checkpoint-500 merged",
+    "hf-fsdp merge out/checkpoint-500 merged --dtype bf16 --verify",
+)
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 

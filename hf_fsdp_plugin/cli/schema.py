@@ -9,6 +9,10 @@ from typing import Any
 from hf_fsdp_plugin.vocabulary import PREFIXES, ROWS, STRATEGY_CHOICES, Row, Scope
 
 HELP = "Print a JSON Schema (draft 2020-12) of the YAML, for editors and other checkers."
+EXAMPLES = (
+    "hf-fsdp schema > fsdp.schema.json",
+    "hf-fsdp schema | jq .properties",
+)
 BOOL_WORDS = ("true", "false", "yes", "no", "on", "off")
 TITLE = "Accelerate config with FSDP, as hf-fsdp reads it"
 

@@ -15,6 +15,10 @@ from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model
 from hf_fsdp_plugin.problems import CheckpointError
 
 HELP = "Check every byte of a checkpoint against its manifest, and every name and shape against its config."
+EXAMPLES = (
+    "hf-fsdp verify out/checkpoint-500",
+    "hf-fsdp verify out/checkpoint-500 --no-config-check --json",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

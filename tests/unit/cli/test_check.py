@@ -133,7 +133,7 @@ def test_wrong_usage_exits_2_and_writes_nothing_to_stdout_but_help(capsys, argv)
 
 def test_an_unknown_verb_is_told_which_there_are(capsys):
     assert main(["frobnicate"]) == 2
-    assert "there is no verb 'frobnicate'; the verbs are check, schema, launch" in capsys.readouterr().err
+    assert "unknown verb 'frobnicate'. The verbs are check, schema, launch" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["--version"], ["check", "--help"], ["schema", "--help"]])

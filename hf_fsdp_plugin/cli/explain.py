@@ -1,0 +1,102 @@
+"""``hf-fsdp explain``: the documentation of a problem code."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+import sys
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+
+from hf_fsdp_plugin.problems import AREAS, CODE
+from hf_fsdp_plugin.text import format_table
+
+HELP = "Print what a problem code means, with an example and the remedy. Without a code, list all codes."
+EXAMPLES = ("hf-fsdp explain FSDP-E701", "hf-fsdp explain w711 --json")
+_HEADING = re.compile(rf"## ({CODE.pattern}): (\S.*)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """The documentation of one problem code.
+
+    Attributes:
+        area: the package that reports the problem; also the name of the page.
+        text: Markdown with the meaning, an example and the remedy, without the heading.
+    """
+
+    code: str
+    title: str
+    area: str
+    text: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("code", nargs="?", help="a code in any case, with or without FSDP-; all codes if left out")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print one entry or the list of codes. Returns 0, or 2 for an unknown code."""
+    entries = read_entries()
+    if args.code is None:
+        listed = [{"code": entry.code, "title": entry.title} for entry in entries.values()]
+        rows = [tuple(row.values()) for row in listed]
+        print(json.dumps({"codes": listed}, indent=2, ensure_ascii=False) if args.json else format_table(rows))
+        return 0
+    entry = find_entry(args.code, entries)
+    if entry is None:
+        near = nearest_codes(args.code, entries)
+        hint = f"Did you mean {' or '.join(near)}?" if near else "`hf-fsdp explain` lists all codes."
+        print(f"hf-fsdp explain: unknown problem code '{args.code}'. {hint}", file=sys.stderr)
+        return 2
+    text = f"{entry.code}: {entry.title}\n\n{entry.text}"
+    print(json.dumps(asdict(entry), indent=2, ensure_ascii=False) if args.json else text)
+    return 0
+
+
+def read_entries() -> dict[str, Entry]:
+    """Read the entries of all pages in ``problem_pages/``, by code, ordered by number."""
+    entries = []
+    for area in AREAS.values():
+        page = files("hf_fsdp_plugin") / "problem_pages" / f"{area}.md"
+        if page.is_file():
+            entries += parse_page(page.read_text(encoding="utf-8"), area)
+    return {entry.code: entry for entry in sorted(entries, key=lambda entry: _number(entry.code))}
+
+
+def parse_page(text: str, area: str) -> list[Entry]:
+    """Split a page into its entries. Headings inside fenced blocks do not count."""
+    entries: list[tuple[str, str, list[str]]] = []
+    fenced = False
+    for line in text.splitlines():
+        fenced ^= line.startswith("```")
+        if not fenced and (heading := _HEADING.fullmatch(line)):
+            entries.append((heading[1], heading[heading.lastindex or 0], []))
+        elif entries and not (line.startswith("# ") and not fenced):
+            entries[-1][2].append(line)
+    return [Entry(code=code, title=title, area=area, text="\n".join(lines).strip()) for code, title, lines in entries]
+
+
+def find_entry(written: str, entries: dict[str, Entry]) -> Entry | None:
+    """Return the entry of a code written as ``FSDP-E201``, ``e201`` or ``201``."""
+    short = _short(written)
+    return next((entry for code, entry in entries.items() if short in (_short(code), _number(code))), None)
+
+
+def nearest_codes(written: str, entries: dict[str, Entry]) -> list[str]:
+    """Return up to three codes that resemble what was written."""
+    short = _short(written)
+    same_number = [code for code in entries if short[1:] == _number(code)]
+    near = difflib.get_close_matches(short, [_short(code) for code in entries], n=3, cutoff=0.7)
+    return same_number or [f"FSDP-{code}" for code in near]
+
+
+def _short(code: str) -> str:
+    return re.sub(r"[^A-Z0-9]", "", code.upper()).removeprefix("FSDP")
+
+
+def _number(code: str) -> str:
+    return code[-3:]
