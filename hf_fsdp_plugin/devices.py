@@ -176,13 +176,12 @@ def accelerator_type() -> str:
     return "cpu" if found is None or found.type == "mps" else found.type
 
 
-def current_device() -> Device:
-    """The device type that this process computes on.
+def available_device() -> Device:
+    """The row of this process's accelerator; the CPU's where it has none, or none that is supported.
 
-    Raises:
-        SpecError: the accelerator of this process is not supported.
+    Plans and the launcher refuse unsupported device types (:func:`get_device`), and CPU ranks run on any machine.
     """
-    return get_device(accelerator_type())
+    return DEVICES.get(accelerator_type(), DEVICES["cpu"])
 
 
 def get_device(device_type: str) -> Device:

@@ -17,6 +17,7 @@ from hf_fsdp_plugin.cli.rendezvous import Rendezvous, RendezvousError, describe,
 from hf_fsdp_plugin.cli.run_script import FAILURE_VARIABLE, LAUNCHER_VARIABLE
 from hf_fsdp_plugin.cli.scripts import check_script
 from hf_fsdp_plugin.cli.world import World, find_accelerators, num_threads, resolve_world
+from hf_fsdp_plugin.devices import DEVICES
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.sources.handover import LaunchHandover, absolute, user_variables
 from hf_fsdp_plugin.spec.model import FsdpSpec, LaunchSection
@@ -27,15 +28,6 @@ EXAMPLES = (
     "hf-fsdp launch --num_processes 4 --cpu --dry_run -m package.train",
 )
 DEFAULT_GRACE = 30.0
-
-_VISIBLE = {  # what limits a process to some devices, as each vendor calls it
-    "cuda": "CUDA_VISIBLE_DEVICES",
-    "xpu": "ZE_AFFINITY_MASK",
-    "npu": "ASCEND_RT_VISIBLE_DEVICES",
-    "mlu": "MLU_VISIBLE_DEVICES",
-    "musa": "MUSA_VISIBLE_DEVICES",
-    "hpu": "HABANA_VISIBLE_MODULES",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -211,7 +203,7 @@ def _settings_env(spec: FsdpSpec, world: World, words: LaunchWords) -> dict[str,
     if spec.loading.ram_efficient:  # from_pretrained looks at both
         env |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
     if world.gpu_ids:
-        env[_VISIBLE.get(world.device, "CUDA_VISIBLE_DEVICES")] = world.gpu_ids
+        env[DEVICES[world.device].visible_variable] = world.gpu_ids
     if world.device == "cuda" and "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ:
         env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # as torchrun
     return env | _passed_on(launch)

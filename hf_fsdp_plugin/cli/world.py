@@ -13,6 +13,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 
+from hf_fsdp_plugin.devices import DEVICES, get_device
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spec.launch_rules import mesh_fits_world
 from hf_fsdp_plugin.spec.model import FsdpSpec
@@ -54,7 +55,7 @@ class World:
     """The ranks of a run.
 
     Attributes:
-        device: ``cpu``, ``cuda``, ``xpu``, …
+        device: a key of ``devices.DEVICES``.
         num_local: ranks on this machine, the same number on every machine.
         gpu_ids: for ``CUDA_VISIBLE_DEVICES`` or its like; empty leaves it as it is.
         notices: what the user should know, one line each.
@@ -74,9 +75,7 @@ class World:
     @property
     def backend(self) -> str:
         """The name of the collective library, for the user's eyes."""
-        return {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl"}.get(
-            self.device, self.device
-        )
+        return DEVICES[self.device].collectives
 
 
 def find_accelerators() -> Accelerators:
@@ -97,47 +96,30 @@ def resolve_world(spec: FsdpSpec, found: Accelerators) -> World:
         SpecError: more ranks than accelerators, a mesh of another size, a missing address.
     """
     launch = spec.launch
-    notices: list[str] = []
     use_cpu = launch.use_cpu or found.count == 0
-    ids = "" if launch.gpu_ids.strip().lower() in ("", "all") else launch.gpu_ids.replace(" ", "")
-    num_devices = found.count
-    if ids and not use_cpu:
-        num_ids = len([word for word in ids.split(",") if word])
-        if num_ids > found.count:
-            raise _error(
-                spec, "launch.gpu_ids", f"{ids} names {num_ids} GPUs; this machine has {found.count}.", "Name fewer."
-            )
-        num_devices = num_ids
+    device = get_device("cpu" if use_cpu else found.kind)
+    ids = "" if use_cpu else _gpu_ids(spec, found)
+    num_devices = len(_words(ids)) if ids else found.count
     if launch.num_processes == "auto":
         num_local = _num_cpu_ranks(spec) if use_cpu else num_devices
     else:
         num_local, rest = divmod(launch.num_processes, launch.num_machines)
         assert not rest, "a rule of the spec holds that ranks divide over machines"
-    if use_cpu and not launch.use_cpu:
-        notices.append(f"no accelerator that torch can use on this machine: {num_local} CPU ranks with gloo instead")
-    if not use_cpu and num_local > num_devices:
-        here = f"{num_devices} GPU{'s' if num_devices != 1 else ''}" + (f" ({ids} of gpu_ids)" if ids else "")
-        raise _error(
-            spec,
-            "launch.num_processes",
-            f"{num_local} ranks on this machine, which has {here}.",
-            f"Pass --num_processes {num_devices * launch.num_machines}, or --cpu for {num_local} CPU ranks.",
-        )
-    if use_cpu and num_local > (most := max(MIN_CPU_LIMIT, CPU_RANKS_PER_CORE * num_cores())):
-        raise _error(
-            spec,
-            "launch.num_processes",
-            f"{num_local} CPU ranks on this machine, which has {num_cores()} cores.",
-            f"Pass --num_processes {num_cores() * launch.num_machines}, or at most {most * launch.num_machines}.",
-        )
+    if use_cpu:
+        _check_cores(spec, num_local)
+    else:
+        _check_devices(spec, num_local, num_devices, ids)
     _check_machines(spec)
     _check_mesh(spec, num_local * launch.num_machines)
+    notices = []
+    if use_cpu and not launch.use_cpu:
+        notices.append(f"no accelerator that torch can use on this machine: {num_local} CPU ranks with gloo instead")
     return World(
-        device="cpu" if use_cpu else found.kind,
+        device=device.type,
         num_machines=launch.num_machines,
         machine_rank=launch.machine_rank,
         num_local=num_local,
-        gpu_ids="" if use_cpu else ids,
+        gpu_ids=ids,
         notices=tuple(notices),
     )
 
@@ -150,6 +132,44 @@ def num_threads(num_local: int) -> int:
 def num_cores() -> int:
     """Those that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _words(ids: str) -> list[str]:
+    return [word for word in ids.split(",") if word]
+
+
+def _gpu_ids(spec: FsdpSpec, found: Accelerators) -> str:
+    """``launch.gpu_ids`` without blanks; empty for all devices."""
+    ids = spec.launch.gpu_ids.replace(" ", "")
+    if ids.lower() in ("", "all"):
+        return ""
+    if len(_words(ids)) > found.count:
+        message = f"{ids} names {len(_words(ids))} GPUs; this machine has {found.count}."
+        raise _error(spec, "launch.gpu_ids", message, "Name fewer.")
+    return ids
+
+
+def _check_devices(spec: FsdpSpec, num_local: int, num_devices: int, ids: str) -> None:
+    if num_local <= num_devices:
+        return
+    here = f"{num_devices} GPU{'s' if num_devices != 1 else ''}" + (f" ({ids} of gpu_ids)" if ids else "")
+    raise _error(
+        spec,
+        "launch.num_processes",
+        f"{num_local} ranks on this machine, which has {here}.",
+        f"Pass --num_processes {num_devices * spec.launch.num_machines}, or --cpu for {num_local} CPU ranks.",
+    )
+
+
+def _check_cores(spec: FsdpSpec, num_local: int) -> None:
+    num_machines, most = spec.launch.num_machines, max(MIN_CPU_LIMIT, CPU_RANKS_PER_CORE * num_cores())
+    if num_local > most:
+        raise _error(
+            spec,
+            "launch.num_processes",
+            f"{num_local} CPU ranks on this machine, which has {num_cores()} cores.",
+            f"Pass --num_processes {num_cores() * num_machines}, or at most {most * num_machines}.",
+        )
 
 
 def _num_cpu_ranks(spec: FsdpSpec) -> int:

@@ -48,6 +48,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
+from hf_fsdp_plugin.devices import DEVICES, accelerator_type, available_device
 from hf_fsdp_plugin.integrations import session
 from hf_fsdp_plugin.integrations.accelerate.fsdp_utils import PATCHED, replace_checkpoint_functions
 from hf_fsdp_plugin.integrations.import_hooks import when_imported
@@ -126,10 +127,9 @@ def _is_cpu_rank(spec: FsdpSpec) -> bool:
     Accelerate takes such a rank for a process of its own unless told that the CPU is meant, and its own launcher tells
     a single one neither its rank nor where to meet: that one gets both here.
     """
-    import torch
     import torch.distributed as dist
 
-    if torch.accelerator.is_available() and not spec.launch.use_cpu:
+    if accelerator_type() != "cpu" and not spec.launch.use_cpu:
         return False
     if "RANK" not in os.environ:
         if spec.launch.num_processes != 1 or "ACCELERATE_USE_CPU" not in os.environ:
@@ -137,22 +137,21 @@ def _is_cpu_rank(spec: FsdpSpec) -> bool:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     if os.environ.get("WORLD_SIZE") == "1" and not dist.is_initialized():
         os.environ.setdefault("LOCAL_RANK", "0")
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(DEVICES["cpu"].process_group_backend, store=dist.HashStore(), rank=0, world_size=1)
     return True
 
 
 def _start_both_backends(kwargs: dict[str, Any]) -> None:
-    """On CUDA ranks, a process group for tensors of both kinds, as offloaded gradients and saved states are on the
-    CPU.
+    """Start a process group for the accelerator's tensors and for CPU tensors: offloaded gradients and saved states
+    are on the CPU.
     """
-    import torch
     import torch.distributed as dist
 
     local_rank = int(os.environ.get("LOCAL_RANK", -1))
-    if local_rank < 0 or dist.is_initialized() or not torch.cuda.is_available():
+    if local_rank < 0 or dist.is_initialized() or (device := available_device()).type == "cpu":
         return
-    torch.cuda.set_device(local_rank % torch.cuda.device_count())
-    dist.init_process_group("cpu:gloo,cuda:nccl", **kwargs)
+    device.set_current(local_rank % device.count())
+    dist.init_process_group(device.process_group_backend, **kwargs)
 
 
 def _hook_plugin(module: ModuleType) -> None:

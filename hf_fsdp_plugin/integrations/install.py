@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from hf_fsdp_plugin.devices import accelerator_type
 from hf_fsdp_plugin.integrations import session
 from hf_fsdp_plugin.integrations.hooks import hook_accelerate, hook_transformers
 from hf_fsdp_plugin.integrations.messages import be_quiet, errors_without_tracebacks, tell_warnings
@@ -91,11 +92,7 @@ def _launched_session(handover: LaunchHandover | None) -> Session:
 
 def _choose_cpu_ranks(spec: FsdpSpec) -> None:
     """Accelerate makes no process group on CPU ranks of a stock launcher unless a variable says that they are meant."""
-    if "RANK" not in os.environ:
-        return
-    import torch
-
-    if spec.launch.use_cpu or not torch.accelerator.is_available():
+    if "RANK" in os.environ and (spec.launch.use_cpu or accelerator_type() == "cpu"):
         os.environ["ACCELERATE_USE_CPU"] = "true"
 
 
@@ -103,8 +100,7 @@ def _start_process_group(spec: FsdpSpec) -> None:
     """``from_pretrained`` loads on rank 0 alone only where a process group is up; scripts load before they make one."""
     if "RANK" not in os.environ:
         return
-    import torch
     from accelerate import PartialState
 
     # Without a GPU, Accelerate makes no process group unless told that the CPU is meant.
-    PartialState(cpu=spec.launch.use_cpu or not torch.accelerator.is_available())
+    PartialState(cpu=spec.launch.use_cpu or accelerator_type() == "cpu")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_plugin.devices import DEVICES, available_device
 from hf_fsdp_plugin.observe.units import UnitObservation
 
 
@@ -27,7 +27,8 @@ class MemoryObservation:
         peak_bytes: the most that was held at a time; see ``peak_source``.
         grads_source: ``alive`` now, ``optimizer step`` as noted before a step, or ``trainable shards``: none is
             alive, and this is what a backward leaves.
-        peak_source: ``cuda allocator`` (tensors on the device), or ``process resident set`` (libraries too).
+        peak_source: ``cuda allocator`` or its like (tensors on the device), or ``process resident set`` (libraries
+            too).
         ddp_params_bytes, ddp_grads_bytes, ddp_optimizer_bytes: the same tensors whole, in the same dtypes, as every
             rank of plain data parallel has them.
     """
@@ -125,13 +126,10 @@ def storage_bytes(tensors: Iterable[torch.Tensor], *, apart_from: Iterable[torch
 
 def peak_memory() -> tuple[int, str]:
     """The peak so far in bytes, and what it is the peak of."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return int(torch.cuda.max_memory_allocated()), "cuda allocator"
-    import resource  # not on Windows, where FSDP does not run either
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Linux counts in KiB, macOS in bytes (getrusage(2) of each).
-    return (peak if sys.platform == "darwin" else peak * 1024), "process resident set"
+    device = available_device()
+    if not device.is_initialized():
+        device = DEVICES["cpu"]
+    return device.peak_memory(), device.peak_source
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper, CheckpointWrapper
 
+from hf_fsdp_plugin.devices import accelerator_type
 from hf_fsdp_plugin.observe.internals import is_compiled
 from hf_fsdp_plugin.observe.scene import Reading, Scene, uniform, unobservable
 from hf_fsdp_plugin.observe.units import checkpoints_natively
@@ -103,7 +103,7 @@ def read_mixed_precision(scene: Scene) -> Reading:
 def read_use_cpu(scene: Scene) -> Reading:
     if scene.device_type == "cpu" and not scene.plan.spec.launch.use_cpu:
         return Reading(
-            value=True, reason="there is no accelerator on this machine", matches=not torch.cuda.is_available()
+            value=True, reason="there is no accelerator on this machine", matches=accelerator_type() == "cpu"
         )
     return Reading(value=scene.device_type == "cpu")
 

@@ -110,8 +110,7 @@ def test_accelerator_type_is_that_of_torch(found: str | None, expected: str, mon
     accelerator = None if found is None else SimpleNamespace(type=found)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: accelerator)
     assert devices.accelerator_type() == expected
-    if expected in DEVICES:
-        assert devices.current_device() is DEVICES[expected]
+    assert devices.available_device() is DEVICES.get(expected, DEVICES["cpu"])
 
 
 def test_unsupported_device_is_refused():

@@ -15,6 +15,7 @@ import threading
 import torch
 
 from hf_fsdp_plugin.checkpoint.disk import PAGE
+from hf_fsdp_plugin.devices import available_device
 
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23  # Linux 2.6.38 and 5.14; elsewhere madvise fails and pages are touched
 _STEP = 64 << 20
@@ -29,17 +30,16 @@ def aligned_bytes(size: int, *, pinned: bool = False) -> torch.Tensor:
     memory = mmap.mmap(-1, round_up(max(size, 1)))
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     _advise(tensor.data_ptr(), tensor.numel(), _MADV_HUGEPAGE)
-    if pinned and torch.cuda.is_available():
-        # Registered, not allocated: torch's pool of pinned memory rounds up to powers of two. Memory that cannot be
-        # registered is copied to all the same, more slowly.
-        torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0)
+    if pinned:
+        # Not allocated as pinned memory: torch's pool rounds sizes up to powers of two.
+        available_device().pin(tensor)
     return tensor
 
 
 def release(memory: torch.Tensor) -> None:
     """Before the last reference to :func:`aligned_bytes` goes: memory must not be unmapped while it is registered."""
-    if torch.cuda.is_available() and memory.is_pinned():
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+    if memory.is_pinned():
+        available_device().unpin(memory)
 
 
 def touch(memory: torch.Tensor) -> None:
@@ -76,8 +76,13 @@ class Arena:
         if self._preparing is not None or (self._memory is not None and self._memory.numel() >= size):
             return
 
+        device = available_device()
+        index = device.current_index() if pinned else 0
+
         def work() -> None:
             give_way()
+            if pinned:  # A new thread starts on device 0, and pinning would create a context there.
+                device.set_current(index)
             memory = aligned_bytes(size, pinned=pinned)
             touch(memory)
             self._replace(memory)

@@ -13,6 +13,7 @@ import torch
 
 from hf_fsdp_plugin.checkpoint.disk import PAGE
 from hf_fsdp_plugin.checkpoint.writing.buffers import round_up
+from hf_fsdp_plugin.devices import available_device
 
 Content = bytes | torch.Tensor
 
@@ -145,5 +146,6 @@ def on_accelerator(images: Iterable[FileImage]) -> bool:
 
 def wait_for_copies() -> None:
     """Until copies that :func:`fill` started are done."""
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
+    device = available_device()
+    if device.is_initialized():
+        device.synchronize()

@@ -21,6 +21,7 @@ from hf_fsdp_plugin.checkpoint.shards import model_shards
 from hf_fsdp_plugin.checkpoint.writing import save as saves
 from hf_fsdp_plugin.checkpoint.writing import state_files
 from hf_fsdp_plugin.checkpoint.writing.staging import remove, settle, settle_all
+from hf_fsdp_plugin.devices import available_device
 from hf_fsdp_plugin.integrations.accelerate.prepare import planned_plugin
 from hf_fsdp_plugin.integrations.messages import tell
 from hf_fsdp_plugin.integrations.resuming import check_complete, tell_differences, tell_passed_over
@@ -296,6 +297,7 @@ def _load_rng(trainer: Any, path: Path) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.random.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        first = state["cuda"][0] if isinstance(state["cuda"], list) else state["cuda"]
-        torch.cuda.random.set_rng_state(first)
+    device = available_device()
+    if device.type != "cpu" and device.type in state:
+        saved = state[device.type]
+        device.set_rng_state(saved[0] if isinstance(saved, list) else saved)
