@@ -98,7 +98,8 @@ def write_checkpoint(folder: Path, layers: int) -> None:
 
 
 def write_manifest(folder: Path, parameters: dict[str, tuple[str, tuple[int, ...]]]) -> None:
-    from hf_fsdp_plugin.checkpoint.formats.manifest import MANIFEST_NAME, Manifest, record_file, to_text
+    from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, record_file, to_text
+    from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 
     files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
     manifest = Manifest(
@@ -163,7 +164,7 @@ def check_equal(ours: Path, stock: Path) -> None:
     """Times of different results say nothing."""
     sys.path.insert(0, str(ROOT))
     from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model
-    from hf_fsdp_plugin.checkpoint.formats.tensor_reader import InputFiles
+    from hf_fsdp_plugin.checkpoint.io import InputFiles
     from hf_fsdp_plugin.checkpoint.merging.output_checks import same_elements
 
     mine, theirs = read_stored_model(ours).tensors, read_stored_model(stock).tensors

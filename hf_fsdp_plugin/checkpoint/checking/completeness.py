@@ -14,21 +14,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hf_fsdp_plugin.checkpoint.checking.checksums import NotAnArchive, is_archive, stored_entries
-from hf_fsdp_plugin.checkpoint.formats.manifest import MANIFEST_NAME, Manifest, read_manifest
+from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredOptimizer, StoredTensor, problem
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
+from hf_fsdp_plugin.checkpoint.names import (
+    ACCELERATE_PREFIX,
+    FSDP_MODEL,
+    MANIFEST_NAME,
+    OPTIMIZER,
+    SAVING,
+    TRAINER_PREFIX,
+    TRAINER_STATE,
+    accelerate_rng_file,
+    local_folder,
+)
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 
-TRAINER_STATE = "trainer_state.json"
-PREFIXES = ("checkpoint-", "checkpoint_")
-"""How the Trainer and Accelerate name the checkpoints of a run, before their number."""
-
-SAVING = ".saving"
-"""How the names of folders end in which our checkpoints come to be."""
-
-_OURS = ("pytorch_model_fsdp_local", "optimizer_local")
+_OURS = (local_folder(FSDP_MODEL), local_folder(OPTIMIZER))
 """Folders that nobody else writes, and we never without a manifest."""
-_PART = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+|local)")
+_PART = re.compile(rf"({FSDP_MODEL}|{OPTIMIZER})_(\d+|local)")
 _ARCHIVES = ("*.pt", "*.pth", "*.bin", "*.pkl")
 _RESUME_EARLIER = "Resume from an earlier checkpoint."
 
@@ -47,7 +51,7 @@ def why_incomplete(folder: Path) -> str | None:
     return _in_folder(errors[0], folder) + more
 
 
-def newest_complete(run_folder: Path, prefix: str = "checkpoint-") -> tuple[Path | None, list[tuple[Path, str]]]:
+def newest_complete(run_folder: Path, prefix: str = TRAINER_PREFIX) -> tuple[Path | None, list[tuple[Path, str]]]:
     """The complete checkpoint of the highest number, and the newer ones that are not, each with the reason."""
     passed_over: list[tuple[Path, str]] = []
     for folder in numbered(run_folder, prefix):
@@ -171,13 +175,13 @@ def _cut_archives(folder: Path) -> list[Problem]:
 def _unfinished(folder: Path) -> list[Problem]:
     """The host writes these last, so their absence says that it did not get there."""
     name = folder.resolve().name
-    if re.fullmatch(r"checkpoint-\d+", name):
+    if re.fullmatch(rf"{TRAINER_PREFIX}\d+", name):
         try:
             json.loads((folder / TRAINER_STATE).read_bytes())
         except FileNotFoundError:
             return [_problem(folder, f"has no {TRAINER_STATE}: the save was not finished.")]
         except (OSError, ValueError) as error:
             return [_problem(folder / TRAINER_STATE, f"cannot be read: {error}.")]
-    elif re.fullmatch(r"checkpoint_\d+", name) and not (folder / "random_states_0.pkl").is_file():
-        return [_problem(folder, "has no random_states_0.pkl: the save was not finished.")]
+    elif re.fullmatch(rf"{ACCELERATE_PREFIX}\d+", name) and not (folder / accelerate_rng_file(0)).is_file():
+        return [_problem(folder, f"has no {accelerate_rng_file(0)}: the save was not finished.")]
     return []

@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.checkpoint.checking.completeness import (
-    PREFIXES,
-    SAVING,
-    TRAINER_STATE,
     checkpoint_of,
     numbered,
     own_files,
@@ -24,11 +21,21 @@ from hf_fsdp_plugin.checkpoint.formats.element_types import dtype_size
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredOptimizer, StoredTensor, shared_tensors
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
+from hf_fsdp_plugin.checkpoint.names import (
+    ACCELERATE_RNG,
+    ACCELERATE_RUN,
+    DCP_SUFFIX,
+    PREFIXES,
+    SAVING,
+    TRAINER_RNG,
+    TRAINER_STATE,
+    trainer_rng_file,
+)
 from hf_fsdp_plugin.problems import CheckpointError
 
 KINDS = {"dcp": "sharded", "per_rank": "sharded", "local": "local", "full": "full", "bin": "full"}
 """Format -> the kind of state dict in it."""
-_RANK_IN_NAME = re.compile(r"(?:rng_state_|random_states_|__|_rank)(\d+)(?:_\d+\.distcp|\.\w+)")
+_RANK_IN_NAME = re.compile(rf"(?:{TRAINER_RNG}_|{ACCELERATE_RNG}_|__|_rank)(\d+)(?:_\d+\{DCP_SUFFIX}|\.\w+)")
 
 Kind = tuple[str, tuple[int, ...]]
 """Dtype and shape."""
@@ -165,7 +172,7 @@ def checkpoints_of_run(folder: Path) -> list[Path]:
 
     What saves that were cut off have left comes last.
     """
-    places = (folder, folder / "checkpoints")
+    places = (folder, folder / ACCELERATE_RUN)
     found = [path for place in places for prefix in PREFIXES for path in numbered(place, prefix)]
     return found + [path for place in places for path in sorted(place.glob(f".checkpoint*{SAVING}"))]
 
@@ -210,7 +217,7 @@ def _json(path: Path) -> dict[str, Any]:
 def _ranks(files: Iterable[str]) -> int | None:
     """One more than the highest rank in a file's name: each rank saves a file of its own, if only its RNG's state."""
     ranks = [int(match[1]) for file in files if (match := _RANK_IN_NAME.search(file.rpartition("/")[2]))]
-    if not ranks and "rng_state.pth" in files:
+    if not ranks and trainer_rng_file(None) in files:
         return 1
     return max(ranks) + 1 if ranks else None
 

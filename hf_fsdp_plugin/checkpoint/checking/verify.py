@@ -24,9 +24,10 @@ from hf_fsdp_plugin.checkpoint.checking.completeness import (
     stock_problems,
     tensors_of,
 )
-from hf_fsdp_plugin.checkpoint.formats.manifest import MANIFEST_NAME, FileRecord, Manifest, hash_file, read_manifest
+from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, Manifest, hash_file, read_manifest
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredOptimizer
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
+from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, Severity, has_errors
 
 _SAME_SHAPE = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})

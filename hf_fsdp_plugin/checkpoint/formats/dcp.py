@@ -35,10 +35,9 @@ from hf_fsdp_plugin.checkpoint.formats.stored import (
     unreplicated,
 )
 from hf_fsdp_plugin.checkpoint.formats.torch_zip import TensorZips
+from hf_fsdp_plugin.checkpoint.names import DCP_METADATA
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import CheckpointError, Problem
-
-METADATA = ".metadata"
 
 
 def read_dcp_model(root: Path, folder: Path) -> StoredModel:
@@ -73,7 +72,7 @@ _Path = tuple[Any, ...]
 
 def _read(root: Path, folder: Path) -> dict[_Path, Any]:
     """Path within the state dict -> tensor (with its path as name), or value."""
-    place = folder / METADATA
+    place = folder / DCP_METADATA
     metadata = read_pickle(place.read_bytes(), place)
     try:
         entries, paths = _entries(metadata)
@@ -178,7 +177,7 @@ def _open(root: Path, folder: Path, names: set[str], stack: ExitStack) -> dict[s
     files: dict[str, _File] = {}
     for name in sorted(names):
         try:
-            path = file_inside(folder, name, folder / METADATA)
+            path = file_inside(folder, name, folder / DCP_METADATA)
         except CheckpointError as error:
             problems += error.problems
             continue

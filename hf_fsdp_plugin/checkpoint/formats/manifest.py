@@ -22,10 +22,10 @@ from typing import Any, get_args
 
 import xxhash
 
+from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem
 from hf_fsdp_plugin.spec.model import StateDictKind
 
-MANIFEST_NAME = "fsdp_manifest.json"
 FORMAT = "hf_fsdp_plugin checkpoint"
 VERSION = 1
 HASH = "xxh3_128"

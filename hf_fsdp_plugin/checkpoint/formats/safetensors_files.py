@@ -25,6 +25,7 @@ from hf_fsdp_plugin.checkpoint.formats.stored import (
     uncovered_problems,
     unreplicated,
 )
+from hf_fsdp_plugin.checkpoint.names import FSDP_MODEL, OPTIMIZER, local_file, local_folder
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 
@@ -181,7 +182,7 @@ class _Part(NamedTuple):
 
 def read_local_model(root: Path, number: int) -> StoredModel | None:
     """The model of a ``local`` checkpoint from the files of all ranks, or ``None`` where there is none."""
-    parts = _parts(root / "pytorch_model_fsdp_local", number)
+    parts = _parts(root / local_folder(FSDP_MODEL), number)
     if not parts:
         return None
     found = _assembled(root, parts)
@@ -191,7 +192,7 @@ def read_local_model(root: Path, number: int) -> StoredModel | None:
 
 def read_local_optimizer(root: Path, number: int) -> StoredOptimizer | None:
     """The optimizer of a ``local`` checkpoint from the files of all ranks, or ``None`` where there is none."""
-    parts = _parts(root / "optimizer_local", number)
+    parts = _parts(root / local_folder(OPTIMIZER), number)
     if not parts:
         return None
     state: dict[str, dict[str, Any]] = {}
@@ -221,7 +222,7 @@ def _parts(folder: Path, number: int) -> list[_Part]:
     if missing:
         raise CheckpointError(
             problem(
-                folder / f"{number}_rank{rank}.safetensors",
+                folder / local_file(number, rank),
                 f"missing: of the files of {num_ranks} ranks {len(missing)} are not there.",
                 "Copy the files of all ranks, which may lie on other machines, into one folder.",
             )

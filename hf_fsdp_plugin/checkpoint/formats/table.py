@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from hf_fsdp_plugin.checkpoint.formats.dcp import METADATA, read_dcp_model, read_dcp_optimizer
+from hf_fsdp_plugin.checkpoint.formats.dcp import read_dcp_model, read_dcp_optimizer
 from hf_fsdp_plugin.checkpoint.formats.safetensors_files import read_full_model, read_local_model, read_local_optimizer
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredOptimizer, refuse
 from hf_fsdp_plugin.checkpoint.formats.torch_saves import (
@@ -17,9 +17,19 @@ from hf_fsdp_plugin.checkpoint.formats.torch_saves import (
     read_rank_models,
     read_rank_optimizers,
 )
-
-MODEL = "pytorch_model_fsdp"
-OPTIMIZER = "optimizer"
+from hf_fsdp_plugin.checkpoint.names import (
+    ADAPTER,
+    DCP_METADATA,
+    DCP_SUFFIX,
+    FSDP_MODEL,
+    HF_MODEL,
+    HF_MODEL_BIN,
+    OPTIMIZER,
+    local_folder,
+    numbered,
+    numbered_from_one,
+    safetensors_file,
+)
 
 
 def read_stored_model(checkpoint: Path, number: int = 0) -> StoredModel:
@@ -33,21 +43,18 @@ def read_stored_model(checkpoint: Path, number: int = 0) -> StoredModel:
         CheckpointError: there is no model, or it is incomplete, damaged or hostile.
     """
     _check_folder(checkpoint)
-    # The number of the first model is left out of all names but DCP's and the per-rank ones.
-    suffix = f"_{number}" if number else ""
+    dcp_folder, model = numbered(FSDP_MODEL, number), numbered_from_one(FSDP_MODEL, number)
+    safetensors = safetensors_file(numbered_from_one(HF_MODEL, number))
+    bins, adapter = f"{numbered_from_one(HF_MODEL_BIN, number)}.bin", safetensors_file(ADAPTER)
     candidates: dict[str, Callable[[], StoredModel | None]] = {
-        f"{MODEL}_{number}/{METADATA}": lambda: _dcp_model(checkpoint, number),
-        f"{MODEL}_local/{number}_rank*.safetensors": lambda: read_local_model(checkpoint, number),
-        f"model{suffix}.safetensors (or its .index.json)": lambda: read_full_model(
-            checkpoint, f"model{suffix}.safetensors"
-        ),
-        f"{MODEL}{suffix}.bin": lambda: read_bin_model(checkpoint, f"{MODEL}{suffix}.bin"),
-        f"pytorch_model{suffix}.bin (or its .index.json)": lambda: read_bin_model(
-            checkpoint, f"pytorch_model{suffix}.bin"
-        ),
-        f"{MODEL}_{number}_rank*.bin": lambda: read_rank_models(checkpoint, f"{MODEL}_{number}"),
-        f"{MODEL}{suffix}_rank*.bin": lambda: read_rank_models(checkpoint, f"{MODEL}{suffix}"),
-        "adapter_model.safetensors": lambda: read_full_model(checkpoint, "adapter_model.safetensors"),
+        f"{dcp_folder}/{DCP_METADATA}": lambda: _dcp_model(checkpoint, number),
+        f"{local_folder(FSDP_MODEL)}/{number}_rank*.safetensors": lambda: read_local_model(checkpoint, number),
+        f"{safetensors} (or its .index.json)": lambda: read_full_model(checkpoint, safetensors),
+        f"{model}.bin": lambda: read_bin_model(checkpoint, f"{model}.bin"),
+        f"{bins} (or its .index.json)": lambda: read_bin_model(checkpoint, bins),
+        f"{dcp_folder}_rank*.bin": lambda: read_rank_models(checkpoint, dcp_folder),
+        f"{model}_rank*.bin": lambda: read_rank_models(checkpoint, model),
+        adapter: lambda: read_full_model(checkpoint, adapter),
     }
     for read in candidates.values():
         index = read()
@@ -67,34 +74,33 @@ def read_stored_optimizer(checkpoint: Path, number: int = 0) -> StoredOptimizer 
         CheckpointError: the folder is none, or the optimizer is incomplete, damaged or hostile.
     """
     _check_folder(checkpoint)
-    suffix = f"_{number}" if number else ""
     return (
         _dcp_optimizer(checkpoint, number)
         or read_local_optimizer(checkpoint, number)
-        or read_bin_optimizer(checkpoint, f"{OPTIMIZER}{suffix}.bin")
-        or read_rank_optimizers(checkpoint, f"{OPTIMIZER}_{number}")
+        or read_bin_optimizer(checkpoint, f"{numbered_from_one(OPTIMIZER, number)}.bin")
+        or read_rank_optimizers(checkpoint, numbered(OPTIMIZER, number))
     )
 
 
 def _dcp_model(checkpoint: Path, number: int) -> StoredModel | None:
-    folder = _dcp_folder(checkpoint, f"{MODEL}_{number}")
+    folder = _dcp_folder(checkpoint, numbered(FSDP_MODEL, number))
     return read_dcp_model(checkpoint, folder) if folder is not None else None
 
 
 def _dcp_optimizer(checkpoint: Path, number: int) -> StoredOptimizer | None:
-    folder = _dcp_folder(checkpoint, f"{OPTIMIZER}_{number}")
+    folder = _dcp_folder(checkpoint, numbered(OPTIMIZER, number))
     return read_dcp_optimizer(checkpoint, folder) if folder is not None else None
 
 
 def _dcp_folder(checkpoint: Path, name: str) -> Path | None:
     """``checkpoint`` itself or the folder ``name`` in it, whichever holds ``.metadata``."""
     for folder in (checkpoint, checkpoint / name):
-        if (folder / METADATA).is_file():
+        if (folder / DCP_METADATA).is_file():
             return folder
-        if folder.is_dir() and any(folder.glob("*.distcp")):
+        if folder.is_dir() and any(folder.glob(f"*{DCP_SUFFIX}")):
             refuse(
                 folder,
-                f"it has no {METADATA}: its writing was broken off, or it was copied without hidden files.",
+                f"it has no {DCP_METADATA}: its writing was broken off, or it was copied without hidden files.",
                 "Use an earlier checkpoint, or copy this one again, whole.",
             )
     return None

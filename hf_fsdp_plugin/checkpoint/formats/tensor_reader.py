@@ -2,118 +2,18 @@
 
 from __future__ import annotations
 
-import mmap
-import os
-from collections import OrderedDict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_plugin.checkpoint.disk import DIRECT, PAGE, REFUSED
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, flat_start, intersect, row_major, slices
 from hf_fsdp_plugin.checkpoint.formats.element_types import dtype_size
-from hf_fsdp_plugin.checkpoint.formats.stored import StoredPiece, StoredTensor, refuse
+from hf_fsdp_plugin.checkpoint.formats.stored import StoredPiece, StoredTensor
+from hf_fsdp_plugin.checkpoint.io import MAX_SPAN, InputFiles
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-MAX_SPAN = 16 << 20
-"""Bytes of a file that are read at once where the wanted elements do not lie side by side."""
 _WORTH_SPLITTING = 64 << 10
-_MAX_OPEN = 64
-_LARGE = 1 << 20
-"""Bytes from which on a read may pass the page cache: smaller ones gain from what the cache reads ahead."""
-_ONLY_CACHED = getattr(os, "RWF_NOWAIT", 0)
-
-
-class InputFiles:
-    """The files below ``root``, opened when first read; a few stay open, however many ranks wrote the checkpoint."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._open: OrderedDict[str, _InputFile] = OrderedDict()
-        self._block = memoryview(mmap.mmap(-1, MAX_SPAN))  # costs nothing until it is used
-
-    def __enter__(self) -> InputFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._open.values():
-            file.close()
-        self._open.clear()
-
-    def read(self, file: str, offset: int, out: memoryview) -> None:
-        """Fill ``out`` from byte ``offset`` on. Raises ``CheckpointError`` where the file ends before."""
-        opened, position = self._opened(file), offset
-        while out:
-            count = opened.read(position, out)
-            if count == 0:
-                message = f"ends at byte {position:,}; {position + len(out):,} bytes were expected."
-                refuse(self._root / file, message, "It was cut short: fetch it again, or take another checkpoint.")
-            out, position = out[count:], position + count
-
-    def _opened(self, file: str) -> _InputFile:
-        if file in self._open:
-            self._open.move_to_end(file)
-        else:
-            if len(self._open) == _MAX_OPEN:
-                self._open.popitem(last=False)[1].close()
-            self._open[file] = _InputFile(self._root / file, self._block)
-        return self._open[file]
-
-
-class _InputFile:
-    """An open file. What the page cache does not hold is read past it, if it is much.
-
-    Pages that the cache has to find for bytes that are needed once cost more than the disk does.
-    """
-
-    def __init__(self, path: Path, block: memoryview) -> None:
-        self._path, self._block = path, block
-        self._plain = os.open(path, os.O_RDONLY)
-        self._direct: int | None = None if DIRECT and _ONLY_CACHED else -1
-
-    def close(self) -> None:
-        os.close(self._plain)
-        self._close_direct()
-
-    def read(self, offset: int, out: memoryview) -> int:
-        """Read some bytes into ``out``, and return their number: 0 at the end of the file only."""
-        if len(out) < _LARGE or self._direct == -1:
-            return os.preadv(self._plain, [out], offset)
-        for attempt in (self._read_cached, self._read_directly):
-            try:
-                count = attempt(offset, out)
-            except BlockingIOError:  # the next page is not in the cache
-                continue
-            except OSError as error:
-                if error.errno not in REFUSED:
-                    raise
-                self._close_direct()
-                break
-            if count:
-                return count
-        return os.preadv(self._plain, [out], offset)
-
-    def _read_cached(self, offset: int, out: memoryview) -> int:
-        return os.preadv(self._plain, [out], offset, _ONLY_CACHED)
-
-    def _close_direct(self) -> None:
-        """Read through the cache from now on: the file system takes no direct reads."""
-        if self._direct is not None and self._direct >= 0:
-            os.close(self._direct)
-        self._direct = -1
-
-    def _read_directly(self, offset: int, out: memoryview) -> int:
-        """Whole pages to aligned memory, and from there what is wanted of them."""
-        if self._direct is None:
-            self._direct = os.open(self._path, os.O_RDONLY | DIRECT)
-        skipped = offset % PAGE
-        wanted = -(-(skipped + len(out)) // PAGE) * PAGE
-        count = os.preadv(self._direct, [self._block[:wanted]], offset - skipped) - skipped
-        count = min(max(count, 0), len(out))
-        out[:count] = self._block[skipped : skipped + count]
-        return count
 
 
 def read_run(files: InputFiles, tensor: StoredTensor, start: int, stop: int, out: memoryview) -> None:

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_plugin.checkpoint.disk import sync
 from hf_fsdp_plugin.checkpoint.formats.stored import refuse
+from hf_fsdp_plugin.checkpoint.io import sync
+from hf_fsdp_plugin.checkpoint.names import FSDP_MODEL
 
 MODEL_CONFIGS = ("config.json", "adapter_config.json")
 _PATTERNS = (
@@ -40,7 +41,7 @@ def find_config_folder(checkpoint: Path, config: Path | None) -> Path | None:
             refuse(config, f"has no {MODEL_CONFIGS[0]}.", "Give the folder that the model was loaded from.")
         return folder
     here = checkpoint.resolve()
-    above = (here.parent, here.parent.parent) if here.name.startswith("pytorch_model_fsdp") else (here.parent,)
+    above = (here.parent, here.parent.parent) if here.name.startswith(FSDP_MODEL) else (here.parent,)
     return next((folder for folder in (checkpoint, *above) if _has_config(folder)), None)
 
 

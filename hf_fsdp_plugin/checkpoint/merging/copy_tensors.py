@@ -8,7 +8,8 @@ from collections.abc import Callable
 from hf_fsdp_plugin.checkpoint.formats.element_types import dtype_size
 from hf_fsdp_plugin.checkpoint.formats.safetensors_layout import SafetensorsFile
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredTensor
-from hf_fsdp_plugin.checkpoint.formats.tensor_reader import InputFiles, read_run
+from hf_fsdp_plugin.checkpoint.formats.tensor_reader import read_run
+from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.checkpoint.merging.cast import cast
 from hf_fsdp_plugin.checkpoint.merging.plan import MergePlan
 from hf_fsdp_plugin.checkpoint.merging.write import FileWriter

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.checkpoint.checking.completeness import checkpoint_of, listed
-from hf_fsdp_plugin.checkpoint.disk import sync
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest
 from hf_fsdp_plugin.checkpoint.formats.safetensors_layout import index_text
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model
-from hf_fsdp_plugin.checkpoint.formats.tensor_reader import InputFiles
+from hf_fsdp_plugin.checkpoint.io import InputFiles, sync
 from hf_fsdp_plugin.checkpoint.merging.companions import companions, copy_companions, find_config_folder, read_config
 from hf_fsdp_plugin.checkpoint.merging.config_check import ConfigCheck
 from hf_fsdp_plugin.checkpoint.merging.copy_tensors import Progress, copy_file
@@ -33,6 +32,7 @@ from hf_fsdp_plugin.checkpoint.merging.plan import is_wrapped_by_peft, likely_ti
 from hf_fsdp_plugin.checkpoint.merging.preconditions import check_places, check_space
 from hf_fsdp_plugin.checkpoint.merging.staging import Staging, fingerprint, restore_replaced
 from hf_fsdp_plugin.checkpoint.merging.write import FileWriter
+from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, HF_MODEL, HF_MODEL_BIN, index_file, safetensors_file
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, Severity, has_errors
 
 
@@ -199,7 +199,7 @@ class _Job:
         """Everything beside the weights."""
         text = index_text(self.plan.files)
         if text is not None:
-            path = staging.folder / "model.safetensors.index.json"
+            path = staging.folder / index_file(safetensors_file(HF_MODEL))
             path.write_text(text, encoding="utf-8")
             sync(path)
         if self.config_folder is not None:
@@ -244,7 +244,7 @@ class _Job:
         for path in files:
             path.unlink()
         for folder in {path.parent for path in files}:
-            for name in (".metadata", "model.safetensors.index.json", "pytorch_model.bin.index.json"):
+            for name in (DCP_METADATA, index_file(safetensors_file(HF_MODEL)), index_file(f"{HF_MODEL_BIN}.bin")):
                 (folder / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # other things are in it
                 folder.rmdir()

@@ -11,7 +11,8 @@ from hf_fsdp_plugin.checkpoint.formats.element_types import dtype_size
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, hash_bytes, hash_file
 from hf_fsdp_plugin.checkpoint.formats.safetensors_layout import DTYPES
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredPiece, StoredTensor, problem
-from hf_fsdp_plugin.checkpoint.formats.tensor_reader import InputFiles, read_run
+from hf_fsdp_plugin.checkpoint.formats.tensor_reader import read_run
+from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.checkpoint.merging.cast import cast
 from hf_fsdp_plugin.checkpoint.merging.plan import MergePlan, is_adapter
 from hf_fsdp_plugin.problems import Problem

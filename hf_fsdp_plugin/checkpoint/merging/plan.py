@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hf_fsdp_plugin.checkpoint.formats.safetensors_layout import SafetensorsFile, plan_files
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredTensor, refuse, shared_tensors
 from hf_fsdp_plugin.checkpoint.merging.cast import FLOATS
+from hf_fsdp_plugin.checkpoint.names import ADAPTER, HF_MODEL
 
 OUTPUT_LAYERS = ("lm_head", "embed_out", "output_layer", "decoder", "output_projection")
 """Modules that take their weight from the embedding where weights are tied: Hugging Face files leave their name out."""
@@ -62,7 +63,7 @@ def plan_merge(
     files = plan_files(
         [(name, dtypes[name], tensor.shape) for name, tensor in tensors.items()],
         sys.maxsize if adapter else max_shard_size,
-        stem="adapter_model" if adapter else "model",
+        stem=ADAPTER if adapter else HF_MODEL,
     )
     return MergePlan(tensors=tensors, dtypes=dtypes, aliases=aliases, files=tuple(files), adapter=adapter)
 

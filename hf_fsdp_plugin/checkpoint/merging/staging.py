@@ -9,21 +9,22 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_plugin.checkpoint.disk import sync
 from hf_fsdp_plugin.checkpoint.formats.manifest import hash_bytes
 from hf_fsdp_plugin.checkpoint.formats.safetensors_layout import SafetensorsFile
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, refuse
+from hf_fsdp_plugin.checkpoint.io import sync
 from hf_fsdp_plugin.checkpoint.merging.plan import MergePlan
+from hf_fsdp_plugin.checkpoint.names import MERGING, REPLACED, hidden
 
 PLAN_NAME = "merge_plan.json"
 
 
 def staging_path(out: Path) -> Path:
-    return out.with_name(f".{out.name}.merging")
+    return hidden(out, MERGING)
 
 
 def replaced_path(out: Path) -> Path:
-    return out.with_name(f".{out.name}.replaced")
+    return hidden(out, REPLACED)
 
 
 class Staging:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from hf_fsdp_plugin.checkpoint.disk import DIRECT, PAGE, REFUSED
+from hf_fsdp_plugin.checkpoint.io import OutputFile, round_up
 
 BUFFER = 16 << 20
 """Bytes of each of the two buffers: one is filled while the other is written."""
@@ -31,7 +30,7 @@ class FileWriter:
 
     def __enter__(self) -> FileWriter:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="hf-fsdp-write")
-        self._descriptor = _open(self._path)
+        self._file = OutputFile(self._path, truncate=True)
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -40,11 +39,11 @@ class FileWriter:
                 size = self._position + self._filled
                 self._flush()
                 self._wait()
-                os.ftruncate(self._descriptor, size)  # the last page was written whole
-                os.fsync(self._descriptor)
+                self._file.resize(size)  # the last page was written whole
+                self._file.sync()
         finally:
             self._worker.shutdown()
-            os.close(self._descriptor)
+            self._file.close()
 
     def room(self) -> memoryview:
         """Where the next bytes go; never empty."""
@@ -67,8 +66,8 @@ class FileWriter:
 
     def _flush(self) -> None:
         self._wait()
-        whole = -(-self._filled // PAGE) * PAGE
-        self._pending = self._worker.submit(self._write, self._buffers[0][:whole], self._position)
+        whole = self._buffers[0][: round_up(self._filled)]
+        self._pending = self._worker.submit(self._file.write, whole, self._position)
         self._position += self._filled
         self._filled = 0
         self._buffers.reverse()
@@ -77,16 +76,6 @@ class FileWriter:
         if self._pending is not None:
             self._pending.result()
 
-    def _write(self, view: memoryview, offset: int) -> None:
-        while view:
-            try:
-                count = os.pwrite(self._descriptor, view, offset)
-            except OSError as error:
-                if error.errno not in REFUSED or not _through_the_cache(self._descriptor):
-                    raise
-                continue
-            view, offset = view[count:], offset + count
-
 
 def _aligned() -> memoryview:
     memory = mmap.mmap(-1, BUFFER)
@@ -94,24 +83,3 @@ def _aligned() -> memoryview:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)
-
-
-def _open(path: Path) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    try:
-        return os.open(path, flags | DIRECT, 0o666)
-    except OSError as error:
-        if error.errno not in REFUSED:
-            raise
-        return os.open(path, flags, 0o666)
-
-
-def _through_the_cache(descriptor: int) -> bool:
-    """Give up direct writes of a file; False where they were given up before."""
-    import fcntl
-
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    if not flags & DIRECT:
-        return False
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~DIRECT)
-    return True

@@ -10,7 +10,7 @@ import torch
 
 from hf_fsdp_plugin.checkpoint.formats.boxes import intersect, row_major, slices
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredTensor
-from hf_fsdp_plugin.checkpoint.formats.tensor_reader import MAX_SPAN, InputFiles
+from hf_fsdp_plugin.checkpoint.io import MAX_SPAN, InputFiles
 from hf_fsdp_plugin.checkpoint.shards import Piece
 
 

@@ -14,15 +14,11 @@ import threading
 
 import torch
 
-from hf_fsdp_plugin.checkpoint.disk import PAGE
+from hf_fsdp_plugin.checkpoint.io import PAGE, round_up
 from hf_fsdp_plugin.devices import available_device
 
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23  # Linux 2.6.38 and 5.14; elsewhere madvise fails and pages are touched
 _STEP = 64 << 20
-
-
-def round_up(size: int, unit: int = PAGE) -> int:
-    return -(-size // unit) * unit
 
 
 def aligned_bytes(size: int, *, pinned: bool = False) -> torch.Tensor:

@@ -32,6 +32,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.serialization import skip_data
 
+from hf_fsdp_plugin.checkpoint.names import DCP_METADATA
+from hf_fsdp_plugin.checkpoint.names import dcp_file as dcp_file_name
 from hf_fsdp_plugin.checkpoint.shards import Held
 from hf_fsdp_plugin.checkpoint.writing.images import FileImage, Item, bytes_of, own_file
 
@@ -84,7 +86,7 @@ class DcpPart:
 def dcp_file(folder: str, rank: int, tensors: Iterable[tuple[StatePath, Held]]) -> tuple[FileImage, DcpPart]:
     """The rank's file in ``folder`` and the list of what is in it."""
     part = DcpPart(folder)
-    file = f"__{rank}_0.distcp"
+    file = dcp_file_name(rank)
     items: list[Item] = []
     at = 0
     for path, held in tensors:
@@ -119,10 +121,10 @@ def last_files(folder: str, parts: Sequence[DcpPart]) -> list[FileImage]:
     for part in parts:
         for small in part.smalls:
             smalls.setdefault(small.path, small)
-    file = f"__{len(parts)}_0.distcp"
+    file = dcp_file_name(len(parts))
     items, stored = _small_items(smalls.values(), file)
     metadata = _metadata(parts, smalls.values(), stored)
-    images = [own_file(f"{folder}/.metadata", [Item(0, (pickle.dumps(metadata),))])]
+    images = [own_file(f"{folder}/{DCP_METADATA}", [Item(0, (pickle.dumps(metadata),))])]
     return [own_file(f"{folder}/{file}", items), *images] if items else images
 
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_fsdp_plugin.checkpoint.disk import PAGE
-from hf_fsdp_plugin.checkpoint.writing.buffers import round_up
+from hf_fsdp_plugin.checkpoint.io import PAGE, round_up
 from hf_fsdp_plugin.devices import available_device
 
 Content = bytes | torch.Tensor

@@ -15,6 +15,7 @@ import torch
 
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, row_major
 from hf_fsdp_plugin.checkpoint.formats.safetensors_layout import SafetensorsFile, index_text, plan_files
+from hf_fsdp_plugin.checkpoint.names import HF_MODEL
 from hf_fsdp_plugin.checkpoint.shards import Held, OptimizerShards, owned
 from hf_fsdp_plugin.checkpoint.writing.dcp import dtype_name
 from hf_fsdp_plugin.checkpoint.writing.images import FileImage, Item, own_file, shared_file
@@ -25,7 +26,7 @@ _ONE_FILE = 2**63
 
 
 def full_files(
-    tensors: Sequence[Held], rank: int, *, stem: str = "model", max_shard_size: int = MAX_SHARD_SIZE
+    tensors: Sequence[Held], rank: int, *, stem: str = HF_MODEL, max_shard_size: int = MAX_SHARD_SIZE
 ) -> tuple[list[FileImage], str | None]:
     """This rank's parts of the Hugging Face files for whole ``tensors``, and the text of their index, if they need one.
 

@@ -26,10 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
-from hf_fsdp_plugin.checkpoint.checking.completeness import SAVING
-from hf_fsdp_plugin.checkpoint.disk import sync
 from hf_fsdp_plugin.checkpoint.formats.manifest import (
-    MANIFEST_NAME,
     FileRange,
     FileRecord,
     Manifest,
@@ -37,17 +34,12 @@ from hf_fsdp_plugin.checkpoint.formats.manifest import (
     record_file,
     to_text,
 )
+from hf_fsdp_plugin.checkpoint.io import sync, write_text
+from hf_fsdp_plugin.checkpoint.names import CHECKPOINT_STEMS, MANIFEST_NAME, REPLACED, SAVING, hidden
 from hf_fsdp_plugin.checkpoint.writing.dcp import Chunk, DcpPart, Small, last_files
 from hf_fsdp_plugin.checkpoint.writing.failures import in_words
-from hf_fsdp_plugin.checkpoint.writing.write import write_live, write_text
+from hf_fsdp_plugin.checkpoint.writing.write import write_live
 from hf_fsdp_plugin.problems import CheckpointError, Problem
-
-REPLACED = ".replaced"
-# What a checkpoint of any make consists of; of a folder that is replaced, everything else is the user's, and kept.
-_CHECKPOINT_NAMES = (
-    "pytorch_model", "optimizer", "model", "rng_state", "random_states", "scheduler", "scaler", "sampler",
-    "trainer_state.json", "training_args.bin", "adapter_model", MANIFEST_NAME,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +64,7 @@ class Staging:
         self.final = final = final.resolve() if final.is_symlink() else final
         self._into = into
         # A folder that files are moved into exists, and may be the only place where we may write.
-        self.root = final / SAVING if into else final.parent / f".{final.name}{SAVING}"
+        self.root = final / SAVING if into else hidden(final, SAVING)
         self.folder = self.root / final.name
         self._parts = self.root / "parts"
 
@@ -195,7 +187,7 @@ def joined(written: Sequence[FileRecord]) -> dict[str, FileRecord]:
 
 def _replaced(final: Path) -> Path:
     """Where the folder goes that stands in the place of a new checkpoint."""
-    return final.parent / f".{final.name}{REPLACED}"
+    return hidden(final, REPLACED)
 
 
 def _put_in_place(folder: Path, final: Path) -> None:
@@ -232,7 +224,7 @@ def _not_the_checkpoint(folder: Path) -> list[Path]:
     if manifest is not None:
         listed = {record.path for record in manifest.files} | {MANIFEST_NAME}
         return [path for path in files if path.as_posix() not in listed]
-    return [path for path in files if not path.parts[0].startswith(_CHECKPOINT_NAMES)]
+    return [path for path in files if not path.parts[0].startswith(CHECKPOINT_STEMS)]
 
 
 def _move_into(folder: Path, final: Path) -> None:

@@ -31,6 +31,18 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.checkpoint.formats.boxes import slices, whole
+from hf_fsdp_plugin.checkpoint.io import write_text
+from hf_fsdp_plugin.checkpoint.names import (
+    FSDP_MODEL,
+    HF_MODEL,
+    OPTIMIZER,
+    index_file,
+    local_file,
+    local_folder,
+    numbered,
+    numbered_from_one,
+    safetensors_file,
+)
 from hf_fsdp_plugin.checkpoint.shards import Held, ModelShards, OptimizerShards, model_shards, optimizer_shards, owned
 from hf_fsdp_plugin.checkpoint.writing.dcp import DcpPart, StatePath, dcp_file, last_files, plain_value, scalar
 from hf_fsdp_plugin.checkpoint.writing.images import FileImage
@@ -41,11 +53,8 @@ from hf_fsdp_plugin.checkpoint.writing.safetensors_files import (
     local_optimizer_file,
 )
 from hf_fsdp_plugin.checkpoint.writing.save import open_save
-from hf_fsdp_plugin.checkpoint.writing.write import write_live, write_text
+from hf_fsdp_plugin.checkpoint.writing.write import write_live
 from hf_fsdp_plugin.spec.model import StateDictKind
-
-MODEL_NAME = "pytorch_model_fsdp"
-OPTIMIZER_NAME = "optimizer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +76,17 @@ def model_files(
     """Where this rank's part of a model goes. No communication."""
     rank = dist.get_rank()
     if kind == "full":
-        stem = "model" if index == 0 else f"model_{index}"
+        stem = numbered_from_one(HF_MODEL, index)
         images, index_text = full_files(shards.tensors, rank, stem=stem, max_shard_size=max_shard_size)
-        return StateFiles(images, texts=((f"{stem}.safetensors.index.json", index_text),) if index_text else ())
+        return StateFiles(images, texts=((index_file(safetensors_file(stem)), index_text),) if index_text else ())
     if kind == "local":
-        path = f"{MODEL_NAME}_local/{index}_rank{rank}.safetensors"
+        path = f"{local_folder(FSDP_MODEL)}/{local_file(index, rank)}"
         return StateFiles([local_model_file(path, shards.tensors, shards.aliases, rank, dist.get_world_size())])
     scalars = [held for held in shards.tensors if not held.shape]
     tensors: list[tuple[StatePath, Held]] = [
         (("model", held.name), held) for held in owned(shards.tensors) if held.shape
     ]
-    image, part = dcp_file(f"{MODEL_NAME}_{index}", rank, tensors)
+    image, part = dcp_file(numbered(FSDP_MODEL, index), rank, tensors)
     part.smalls += [scalar(("model", held.name), held.pieces[0].tensor) for held in scalars]
     part.aliases += [(("model", alias), ("model", name)) for alias, name in shards.aliases.items()]
     return StateFiles([image], (part,))
@@ -87,7 +96,7 @@ def optimizer_files(shards: OptimizerShards, kind: StateDictKind, index: int = 0
     """Where this rank's part of an optimizer goes. No communication."""
     rank = dist.get_rank()
     if kind == "local":
-        path = f"{OPTIMIZER_NAME}_local/{index}_rank{rank}.safetensors"
+        path = f"{local_folder(OPTIMIZER)}/{local_file(index, rank)}"
         return StateFiles([local_optimizer_file(path, shards, rank, dist.get_world_size())])
     cut: dict[str, tuple[StatePath, Held]] = {}
     smalls = []
@@ -101,7 +110,7 @@ def optimizer_files(shards: OptimizerShards, kind: StateDictKind, index: int = 0
             else:
                 cut[value.name] = (path_in_state, value)
     image, part = dcp_file(
-        f"{OPTIMIZER_NAME}_{index}", rank, [cut[held.name] for held in owned(value for _, value in cut.values())]
+        numbered(OPTIMIZER, index), rank, [cut[held.name] for held in owned(value for _, value in cut.values())]
     )
     part.smalls += smalls
     if rank == 0:

@@ -6,17 +6,14 @@ to nothing, and leaves the cache to the training data.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import xxhash
 
-from hf_fsdp_plugin.checkpoint.disk import DIRECT, PAGE, REFUSED
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord
-from hf_fsdp_plugin.checkpoint.writing.buffers import aligned_bytes, round_up
+from hf_fsdp_plugin.checkpoint.io import PAGE, OutputFile, round_up
+from hf_fsdp_plugin.checkpoint.writing.buffers import aligned_bytes
 from hf_fsdp_plugin.checkpoint.writing.images import Extent, FileImage, fill, on_accelerator, wait_for_copies
 
 WINDOW = 32 << 20
@@ -96,69 +93,38 @@ class _Target:
 
     def __enter__(self) -> _Target:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # Another rank may have made a shared file already; whoever comes first gives it its size.
-        self._plain, self._direct = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o666), -1
+        # Another rank may have created a shared file already; the first one gives it its size.
+        self._file = OutputFile(self._path)
         try:
-            with _naming(self._path):
-                os.ftruncate(self._plain, self._image.size)
-            self._open_direct()
+            self._file.resize(self._image.size)
         except OSError:
-            self._close()
+            self._file.close()
             raise
         return self
-
-    def _open_direct(self) -> None:
-        if not DIRECT:
-            return
-        try:
-            self._direct = os.open(self._path, os.O_WRONLY | DIRECT)
-        except OSError as error:
-            if error.errno not in REFUSED:
-                raise
 
     def __exit__(self, kind: object, *_: object) -> None:
         try:
             if kind is None:
-                with _naming(self._path):
-                    if not self._image.shared:  # the last page was written whole
-                        os.ftruncate(self._plain, self._image.size)
-                    os.fsync(self._plain)
+                if not self._image.shared:  # the last page was written whole
+                    self._file.resize(self._image.size)
+                self._file.sync()
         finally:
-            self._close()
-
-    def _close(self) -> None:
-        os.close(self._plain)
-        if self._direct >= 0:
-            os.close(self._direct)
+            self._file.close()
 
     def write(self, memory: torch.Tensor, start: int, stop: int) -> None:
-        """File bytes ``[start, stop)``; the page that ``start`` lies in begins at the first byte of ``memory``."""
-        with _naming(self._path):
-            self._write(memory, start, stop)
-
-    def _write(self, memory: torch.Tensor, start: int, stop: int) -> None:
+        """Write file bytes ``[start, stop)``; the page of ``start`` begins at the first byte of ``memory``."""
         origin = start // PAGE * PAGE
         view = memoryview(memory.numpy().data)
         self._ranges.update(view[start - origin : stop - origin], start)
         low, high = round_up(start), stop // PAGE * PAGE
         if not self._image.shared:
-            # Nobody else has bytes in these pages, and what is too much is cut off at the end.
+            # No other rank writes to these pages, and the file is cut to its size at the end.
             low, high = origin, round_up(stop)
-        if self._direct < 0 or low >= high:
-            _write_all(self._plain, view[start - origin : stop - origin], start)
-            return
-        try:
-            _write_all(self._direct, view[low - origin : high - origin], low)
-        except OSError as error:
-            if error.errno not in REFUSED:
-                raise
-            os.close(self._direct)
-            self._direct = -1
-            _write_all(self._plain, view[low - origin : high - origin], low)
-        if start < low:
-            _write_all(self._plain, view[start - origin : low - origin], start)
-        if high < stop:
-            _write_all(self._plain, view[high - origin : stop - origin], high)
+        if low >= high:
+            low = high = stop
+        for first, last in ((min(start, low), low), (low, high), (high, stop)):
+            if first < last:
+                self._file.write(view[first - origin : last - origin], first)
 
     @property
     def record(self) -> FileRecord:
@@ -190,30 +156,3 @@ class _Ranges:
     def finished(self) -> tuple[FileRange, ...]:
         assert len(self._done) == len(self._bounds), "every item was written"
         return tuple(self._done)
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """The system does not say of what file it complains where it knows only a descriptor."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
-        raise
-
-
-def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
-    while view:
-        written = os.pwrite(descriptor, view, offset)
-        view, offset = view[written:], offset + written
-
-
-def write_text(path: Path, text: str) -> None:
-    """Text to ``path``, synced, there whole or not at all."""
-    temporary = path.with_name(f"{path.name}.part")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

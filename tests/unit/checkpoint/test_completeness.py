@@ -16,7 +16,7 @@ from hf_fsdp_plugin.checkpoint.checking.completeness import (
     own_files,
     why_incomplete,
 )
-from hf_fsdp_plugin.checkpoint.formats.manifest import MANIFEST_NAME
+from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.checkpoint.writing import staging
 
 

@@ -12,7 +12,7 @@ import saved
 import torch
 
 from hf_fsdp_plugin.checkpoint.checking.inspection import summarize
-from hf_fsdp_plugin.checkpoint.formats.manifest import MANIFEST_NAME
+from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.cli.main import main
 
 

@@ -15,10 +15,11 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from hf_fsdp_plugin.checkpoint.formats.manifest import MANIFEST_NAME, Manifest, record_file, to_text
+from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, record_file, to_text
 from hf_fsdp_plugin.checkpoint.merging import copy_tensors as merge_copy
 from hf_fsdp_plugin.checkpoint.merging.merge import Merged, MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.merging.staging import Staging, replaced_path, staging_path
+from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.cli.main import main
 from hf_fsdp_plugin.problems import CheckpointError
 

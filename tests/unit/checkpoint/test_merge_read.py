@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy
 import pytest
 
+from hf_fsdp_plugin.checkpoint import io
 from hf_fsdp_plugin.checkpoint.formats import tensor_reader as merge_read
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, row_major, whole
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredPiece, StoredTensor
-from hf_fsdp_plugin.checkpoint.formats.tensor_reader import InputFiles, read_run
+from hf_fsdp_plugin.checkpoint.formats.tensor_reader import read_run
+from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.problems import CheckpointError
 
 SHAPE = (7, 6, 5)
@@ -71,7 +73,7 @@ def test_a_scalar(tmp_path: Path) -> None:
 
 
 def test_more_files_than_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge_read, "_MAX_OPEN", 2)
+    monkeypatch.setattr(io, "_MAX_OPEN", 2)
     tensor = stored(tmp_path, [Box((row, 0, 0), (1, 6, 5)) for row in range(7)])
     out = bytearray(4 * 210)
     with InputFiles(tmp_path) as files:
@@ -86,8 +88,8 @@ def test_more_files_than_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_large_reads_past_the_page_cache_are_the_same_bytes(
     cached: bool, direct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(merge_read, "_LARGE", 1)
-    monkeypatch.setattr(merge_read, "MAX_SPAN", 3 * 4096)  # several blocks a read
+    monkeypatch.setattr(io, "_LARGE", 1)
+    monkeypatch.setattr(io, "MAX_SPAN", 3 * 4096)  # several blocks a read
     data = os.urandom(50_000)
     with open(tmp_path / "f", "wb") as file:
         file.write(data)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_fsdp_plugin.checkpoint import io
 from hf_fsdp_plugin.checkpoint.merging import write as merge_write
 from hf_fsdp_plugin.checkpoint.merging.write import FileWriter
 
@@ -22,7 +23,7 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("size", [0, 1, 4096, BUFFER - 1, BUFFER, BUFFER + 1, 5 * BUFFER + 4097])
 def test_the_bytes_are_those_written(size: int, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not direct:
-        monkeypatch.setattr(merge_write, "DIRECT", 0)
+        monkeypatch.setattr(io, "DIRECT", 0)
     data = os.urandom(size)
     with FileWriter(tmp_path / "f") as writer:
         writer.write(data[: size // 3])

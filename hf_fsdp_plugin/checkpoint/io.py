@@ -1,0 +1,200 @@
+"""File I/O for checkpoints: writes and reads that bypass the page cache, and syncs. No torch.
+
+A write through the page cache keeps a core busy as long as it lasts, three to eight times as long as a direct write of
+the same bytes takes, and evicts what others have in the cache.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem
+
+PAGE = 4096
+"""Direct reads and writes start and end at multiples of it, in the file and in memory."""
+DIRECT = getattr(os, "O_DIRECT", 0)
+UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EPERM)
+"""Error numbers of file systems without direct I/O."""
+MAX_SPAN = 16 << 20
+"""Bytes of a file that are read at once where the wanted elements are not contiguous."""
+_MAX_OPEN = 64
+_LARGE = 1 << 20
+"""Bytes from which on a read may bypass the page cache: smaller ones profit from the cache's readahead."""
+_ONLY_CACHED = getattr(os, "RWF_NOWAIT", 0)
+
+
+def round_up(size: int, unit: int = PAGE) -> int:
+    return -(-size // unit) * unit
+
+
+def sync(path: Path) -> None:
+    """Sync a file's bytes, or a folder's entries: syncing a file does not make its name durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` atomically: to a temporary file, which is synced and renamed."""
+    temporary = path.with_name(f"{path.name}.part")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+class OutputFile:
+    """A file that is open for writing; whole pages bypass the page cache where the file system supports that.
+
+    Errors of the operating system name the file.
+    """
+
+    def __init__(self, path: Path, *, truncate: bool = False) -> None:
+        self._path = path
+        self._cached = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if truncate else 0), 0o666)
+        self._direct = -1
+        try:
+            if DIRECT:
+                self._direct = os.open(path, os.O_WRONLY | DIRECT)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                os.close(self._cached)
+                raise
+
+    def close(self) -> None:
+        os.close(self._cached)
+        self._close_direct()
+
+    def resize(self, size: int) -> None:
+        with self._named_errors():
+            os.ftruncate(self._cached, size)
+
+    def sync(self) -> None:
+        with self._named_errors():
+            os.fsync(self._cached)
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Write ``view`` at byte ``offset``. Direct where both are whole pages; the memory has to be aligned then."""
+        while view:
+            direct = self._direct >= 0 and offset % PAGE == 0 and len(view) % PAGE == 0
+            try:
+                with self._named_errors():
+                    count = os.pwrite(self._direct if direct else self._cached, view, offset)
+            except OSError as error:
+                if not direct or error.errno not in UNSUPPORTED:
+                    raise
+                self._close_direct()
+                continue
+            view, offset = view[count:], offset + count
+
+    def _close_direct(self) -> None:
+        if self._direct >= 0:
+            os.close(self._direct)
+        self._direct = -1
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Errors of calls that take a descriptor carry no file name."""
+        try:
+            yield
+        except OSError as error:
+            if error.filename is None:
+                error.filename = str(self._path)
+            raise
+
+
+class InputFiles:
+    """The files below ``root``, opened when first read; at most 64 stay open, however many ranks wrote them."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._open: OrderedDict[str, _InputFile] = OrderedDict()
+        self._block = memoryview(mmap.mmap(-1, MAX_SPAN))  # takes no memory until it is used
+
+    def __enter__(self) -> InputFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._open.values():
+            file.close()
+        self._open.clear()
+
+    def read(self, file: str, offset: int, out: memoryview) -> None:
+        """Fill ``out`` from byte ``offset`` on. Raises ``CheckpointError`` if the file ends earlier."""
+        opened, position = self._opened(file), offset
+        while out:
+            count = opened.read(position, out)
+            if count == 0:
+                message = f"ends at byte {position:,}; {position + len(out):,} bytes were expected."
+                fix = "It was cut short: fetch it again, or take another checkpoint."
+                raise CheckpointError([Problem(message=message, fix=fix, origin=Origin(source=str(self._root / file)))])
+            out, position = out[count:], position + count
+
+    def _opened(self, file: str) -> _InputFile:
+        if file in self._open:
+            self._open.move_to_end(file)
+        else:
+            if len(self._open) == _MAX_OPEN:
+                self._open.popitem(last=False)[1].close()
+            self._open[file] = _InputFile(self._root / file, self._block)
+        return self._open[file]
+
+
+class _InputFile:
+    """An open file. Large reads of bytes that are not in the page cache bypass it: they are needed only once."""
+
+    def __init__(self, path: Path, block: memoryview) -> None:
+        self._path, self._block = path, block
+        self._cached = os.open(path, os.O_RDONLY)
+        self._direct: int | None = None if DIRECT and _ONLY_CACHED else -1
+
+    def close(self) -> None:
+        os.close(self._cached)
+        self._close_direct()
+
+    def read(self, offset: int, out: memoryview) -> int:
+        """Read some bytes into ``out`` and return their number, which is 0 at the end of the file only."""
+        if len(out) < _LARGE or self._direct == -1:
+            return os.preadv(self._cached, [out], offset)
+        for attempt in (self._read_cached, self._read_directly):
+            try:
+                count = attempt(offset, out)
+            except BlockingIOError:  # the next page is not in the cache
+                continue
+            except OSError as error:
+                if error.errno not in UNSUPPORTED:
+                    raise
+                self._close_direct()
+                break
+            if count:
+                return count
+        return os.preadv(self._cached, [out], offset)
+
+    def _read_cached(self, offset: int, out: memoryview) -> int:
+        return os.preadv(self._cached, [out], offset, _ONLY_CACHED)
+
+    def _close_direct(self) -> None:
+        """Use the page cache from now on: the file system does not support direct reads."""
+        if self._direct is not None and self._direct >= 0:
+            os.close(self._direct)
+        self._direct = -1
+
+    def _read_directly(self, offset: int, out: memoryview) -> int:
+        """Read whole pages into aligned memory, and copy the wanted bytes from there."""
+        if self._direct is None:
+            self._direct = os.open(self._path, os.O_RDONLY | DIRECT)
+        skipped = offset % PAGE
+        wanted = round_up(skipped + len(out))
+        count = os.preadv(self._direct, [self._block[:wanted]], offset - skipped) - skipped
+        count = min(max(count, 0), len(out))
+        out[:count] = self._block[skipped : skipped + count]
+        return count

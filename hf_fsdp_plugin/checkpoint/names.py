@@ -1,0 +1,87 @@
+"""Names of the files and folders of a checkpoint: Accelerate's, Transformers', PEFT's, torch's, and our own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+TRAINER_PREFIX: Final = "checkpoint-"
+ACCELERATE_PREFIX: Final = "checkpoint_"
+PREFIXES: Final = (TRAINER_PREFIX, ACCELERATE_PREFIX)
+"""Names of the checkpoints of one run, before the step (Trainer) or the iteration (Accelerate)."""
+ACCELERATE_RUN: Final = "checkpoints"
+"""The folder, below the project folder, of checkpoints that Accelerate names itself."""
+
+MANIFEST_NAME: Final = "fsdp_manifest.json"
+TRAINER_STATE: Final = "trainer_state.json"
+
+# Stems: a number, a rank or a suffix follows.
+FSDP_MODEL: Final = "pytorch_model_fsdp"
+OPTIMIZER: Final = "optimizer"
+HF_MODEL: Final = "model"
+HF_MODEL_BIN: Final = "pytorch_model"
+ADAPTER: Final = "adapter_model"
+TRAINER_RNG: Final = "rng_state"
+ACCELERATE_RNG: Final = "random_states"
+
+DCP_METADATA: Final = ".metadata"
+DCP_SUFFIX: Final = ".distcp"
+CHECKPOINT_STEMS: Final = (
+    FSDP_MODEL, HF_MODEL_BIN, HF_MODEL, OPTIMIZER, ADAPTER, TRAINER_RNG, ACCELERATE_RNG, "scheduler", "scaler",
+    "sampler", TRAINER_STATE, "training_args.bin", MANIFEST_NAME,
+)  # fmt: skip
+"""How the names of files that a save writes begin; other files in a checkpoint's folder are the user's."""
+
+SAVING: Final = ".saving"
+"""Suffix of the staging folders of saves."""
+REPLACED: Final = ".replaced"
+"""Suffix of a folder that a commit has renamed, until the new folder is in its place."""
+MERGING: Final = ".merging"
+"""Suffix of the staging folders of merges."""
+
+
+def hidden(path: Path, suffix: str) -> Path:
+    """``.NAME.SUFFIX`` in the same folder as ``path``."""
+    return path.with_name(f".{path.name}{suffix}")
+
+
+def numbered(stem: str, number: int) -> str:
+    """The name of one of several models or optimizers, where the first one has its number too."""
+    return f"{stem}_{number}"
+
+
+def numbered_from_one(stem: str, number: int) -> str:
+    """The name of one of several models or optimizers, where the first one has no number."""
+    return numbered(stem, number) if number else stem
+
+
+def safetensors_file(stem: str) -> str:
+    return f"{stem}.safetensors"
+
+
+def index_file(name: str) -> str:
+    """The index of a model file that was split."""
+    return f"{name}.index.json"
+
+
+def local_folder(stem: str) -> str:
+    """The folder that holds a file of every rank, for the state dict type ``local``."""
+    return f"{stem}_local"
+
+
+def local_file(number: int, rank: int) -> str:
+    return f"{number}_rank{rank}.safetensors"
+
+
+def dcp_file(rank: int) -> str:
+    """The file of one rank in a ``torch.distributed.checkpoint`` folder."""
+    return f"__{rank}_0{DCP_SUFFIX}"
+
+
+def trainer_rng_file(rank: int | None) -> str:
+    """The Trainer's random state of a rank; ``None`` for the only rank of a run."""
+    return f"{TRAINER_RNG}.pth" if rank is None else f"{TRAINER_RNG}_{rank}.pth"
+
+
+def accelerate_rng_file(rank: int) -> str:
+    return f"{ACCELERATE_RNG}_{rank}.pkl"
