@@ -59,7 +59,7 @@ def manifest(
         strategy=plan.strategy,
         step=step,
         asynchronous=asynchronous,
-        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         versions={
             "hf_fsdp_plugin": __version__,
             **{name: version(name) for name in ("torch", "transformers", "accelerate")},

@@ -13,7 +13,7 @@ from typing import Any
 def describe() -> dict[str, Any]:
     """JSON-ready. The processor's name comes from /proc/cpuinfo where there is one."""
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "machine": f"{_processor()}, {os.cpu_count()} cores",
         "versions": {
             "python": platform.python_version(),
