@@ -6,7 +6,7 @@ import json
 import pytest
 
 
-class FsdpOption(str, enum.Enum):
+class FsdpOption(str, enum.Enum):  # noqa: UP042 (Transformers declares it so)
     FULL_SHARD = "full_shard"
     AUTO_WRAP = "auto_wrap"
 
