@@ -1,1 +1,46 @@
-"""What a run leaves behind: written whole or not at all, read in any world, verified, merged."""
+"""Checkpoints: written completely or not at all, read in any world, verified byte by byte, merged.
+
+Other packages import from here alone, and file names from :mod:`hf_fsdp_plugin.checkpoint.names`. The names are loaded
+on first use: importing the package does not import torch, which ``hf-fsdp inspect``, ``verify`` and ``merge`` start
+without.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_EXPORTS = {
+    "checking.byte_ranges": ("Progress",),
+    "checking.completeness": ("newest_complete", "why_incomplete"),
+    "checking.inspection": ("Summary", "checkpoints_of_run", "summarize"),
+    "checking.verify": ("Verdict", "verify"),
+    "formats.table": ("read_stored_model",),
+    "merging.merge": ("MergeOptions", "Merged", "merge"),
+}
+"""Module below this package -> the names that it provides."""
+
+if TYPE_CHECKING:
+    from hf_fsdp_plugin.checkpoint.checking.byte_ranges import Progress as Progress
+    from hf_fsdp_plugin.checkpoint.checking.completeness import newest_complete as newest_complete
+    from hf_fsdp_plugin.checkpoint.checking.completeness import why_incomplete as why_incomplete
+    from hf_fsdp_plugin.checkpoint.checking.inspection import Summary as Summary
+    from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoints_of_run as checkpoints_of_run
+    from hf_fsdp_plugin.checkpoint.checking.inspection import summarize as summarize
+    from hf_fsdp_plugin.checkpoint.checking.verify import Verdict as Verdict
+    from hf_fsdp_plugin.checkpoint.checking.verify import verify as verify
+    from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model as read_stored_model
+    from hf_fsdp_plugin.checkpoint.merging.merge import Merged as Merged
+    from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions as MergeOptions
+    from hf_fsdp_plugin.checkpoint.merging.merge import merge as merge
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _EXPORTS.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(name for names in _EXPORTS.values() for name in names)

@@ -7,7 +7,8 @@ import json
 import sys
 from pathlib import Path
 
-from hf_fsdp_plugin.checkpoint.checking.completeness import newest_complete
+from hf_fsdp_plugin.checkpoint import newest_complete
+from hf_fsdp_plugin.checkpoint.names import PREFIXES, TRAINER_STATE
 from hf_fsdp_plugin.cli import merge
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem
 
@@ -19,8 +20,6 @@ EXAMPLES = (
     "hf-fsdp export out model",
     "hf-fsdp export out model --best --max-shard-size 2GB",
 )
-_PREFIXES = ("checkpoint-", "checkpoint_")
-_STATE = "trainer_state.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +48,7 @@ def find_checkpoint(folder: Path, *, best: bool = False) -> Path:
         CheckpointError: there is none.
     """
     passed_over: list[tuple[Path, str]] = []
-    for prefix in _PREFIXES:
+    for prefix in PREFIXES:
         found, others = newest_complete(folder, prefix) if folder.is_dir() else (None, [])
         passed_over += others
         if found is not None:
@@ -67,12 +66,12 @@ def find_checkpoint(folder: Path, *, best: bool = False) -> Path:
 def _best(newest: Path) -> Path:
     """The newest checkpoint knows which one was best when it was written."""
     try:
-        recorded = json.loads((newest / _STATE).read_text(encoding="utf-8")).get("best_model_checkpoint")
+        recorded = json.loads((newest / TRAINER_STATE).read_text(encoding="utf-8")).get("best_model_checkpoint")
     except (OSError, ValueError):
         recorded = None
     if not recorded:
         fix = "Train with metric_for_best_model and load_best_model_at_end, or leave --best out."
-        raise CheckpointError([_problem(newest / _STATE, "it names no best checkpoint.", fix)])
+        raise CheckpointError([_problem(newest / TRAINER_STATE, "it names no best checkpoint.", fix)])
     # By its name only: the run may have been moved since.
     best = newest.parent / Path(recorded).name
     if not best.is_dir():

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_plugin.checkpoint.checking.completeness import why_incomplete
-from hf_fsdp_plugin.checkpoint.checking.inspection import Summary, checkpoints_of_run, summarize
+from hf_fsdp_plugin.checkpoint import Summary, checkpoints_of_run, summarize, why_incomplete
 from hf_fsdp_plugin.problems import CheckpointError
 
 HELP = "Tell what a checkpoint is, or all those of a run: format, step, parameters, settings; from metadata alone."

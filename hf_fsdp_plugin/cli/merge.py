@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_plugin.checkpoint.merging.merge import Merged, MergeOptions, merge
+from hf_fsdp_plugin.checkpoint import Merged, MergeOptions, merge
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, has_errors
 
 if TYPE_CHECKING:

@@ -7,11 +7,8 @@ import json
 import sys
 from pathlib import Path
 
-from hf_fsdp_plugin.checkpoint.checking.byte_ranges import Progress
-from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoints_of_run
-from hf_fsdp_plugin.checkpoint.checking.verify import Verdict, verify
-from hf_fsdp_plugin.checkpoint.formats.manifest import MANIFEST_NAME
-from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model
+from hf_fsdp_plugin.checkpoint import Progress, Verdict, checkpoints_of_run, read_stored_model, verify
+from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.problems import CheckpointError
 
 HELP = "Check every byte of a checkpoint against its manifest, and every name and shape against its config."
