@@ -8,7 +8,8 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.precision import cast_to_master
 from hf_fsdp_plugin.backends.synchronize import BroadcastRecord, broadcast_parameters, materialize
-from hf_fsdp_plugin.plan.model import FsdpPlan, UnitPlan
+from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.units import UnitPlan
 
 
 def unit_parameters(unit: UnitPlan, model: nn.Module) -> list[nn.Parameter]:

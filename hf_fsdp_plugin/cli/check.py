@@ -79,7 +79,6 @@ def _assess(args: argparse.Namespace) -> Assessment:
 def _plan(spec: FsdpSpec, model: str, world_size: int | None) -> tuple[Mapping[str, Any] | None, tuple[Problem, ...]]:
     """The plan for a model, as JSON. Only here is torch imported."""
     from hf_fsdp_plugin.plan.load_model import meta_model
-    from hf_fsdp_plugin.plan.render import to_json, to_text
     from hf_fsdp_plugin.plan.resolve import resolve
 
     world = world_size if world_size is not None else _world_of(spec)
@@ -95,7 +94,7 @@ def _plan(spec: FsdpSpec, model: str, world_size: int | None) -> tuple[Mapping[s
             origin=Origin(source="--model", spelling="--model", text=model),
         )
         return None, (problem,)
-    return {**to_json(plan), "text": to_text(plan)}, plan.problems
+    return {**plan.to_json(), "text": str(plan)}, plan.problems
 
 
 def _world_of(spec: FsdpSpec) -> int:

@@ -22,8 +22,6 @@ from hf_fsdp_plugin.checkpoint.writing.dcp import dtype_name
 from hf_fsdp_plugin.checkpoint.writing.failures import in_words
 from hf_fsdp_plugin.checkpoint.writing.images import on_accelerator
 from hf_fsdp_plugin.checkpoint.writing.state_files import model_files, optimizer_files
-from hf_fsdp_plugin.observe.settings import planned_value
-from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.spec.model import StateDictKind
 
 
@@ -64,17 +62,12 @@ def manifest(
             "hf_fsdp_plugin": __version__,
             **{name: version(name) for name in ("torch", "transformers", "accelerate")},
         },
-        settings=_settings(plan),
+        settings={name: value for name, value in plan.settings() if not name.startswith("launch.")},
         parameters=parameters,
         ties=shards.ties,
         files=(),
         batch=batch,
     )
-
-
-def _settings(plan: FsdpPlan) -> dict[str, Any]:
-    names = [name for name, _, _ in plan.spec.settings() if not name.startswith("launch.")]
-    return {name: planned_value(plan, name) for name in names}
 
 
 def prepare_memory_after_first_step(accelerator: Any, kind: StateDictKind) -> None:

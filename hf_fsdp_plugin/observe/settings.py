@@ -77,7 +77,7 @@ def _names(plan: FsdpPlan) -> Iterator[str]:
 
 def _observe(name: str, scene: Scene) -> SettingObservation:
     plan = scene.plan
-    planned = planned_value(plan, name)
+    planned = plan.get(name)
     asked = plan.spec.get(name) if plan.spec.asked(name) else planned
     # What was written down decides; what was left open is what the plan made of it.
     wanted = planned if asked == "auto" else asked
@@ -113,34 +113,6 @@ def _read(name: str, scene: Scene) -> Reading:
         off = not scene.plan.spec.get(name)
         return Reading(value=scene.plan.spec.get(name) if off else False, reason="no XLA device", matches=off)
     return Reading(reason="nothing on the live model shows it", unobservable=True)
-
-
-def planned_value(plan: FsdpPlan, name: str) -> Any:
-    """The decided value of a canonical name; the spec's own for what the plan does not hold."""
-    decided = {
-        "fsdp.version": 1 if plan.backend == "fsdp1" else 2,
-        "sharding.strategy": plan.strategy,
-        "mesh.shard": plan.mesh.shard,
-        "mesh.replicate": plan.mesh.replicate,
-        "offload.params": plan.offload_params,
-        "offload.pin_memory": plan.pin_memory,
-        "precision.param": plan.precision.param,
-        "precision.reduce": plan.precision.reduce,
-        "precision.output": plan.precision.output,
-        "precision.buffer": plan.precision.buffer,
-        "prefetch.backward": plan.prefetch.backward,
-        "prefetch.forward": plan.prefetch.forward,
-        "prefetch.limit_all_gathers": plan.prefetch.limit_all_gathers,
-        "checkpoint.state_dict": plan.state_dict,
-        "activation.checkpointing": plan.activation.checkpointing,
-        "activation.native": plan.activation.native,
-        "activation.offload": plan.activation.offload,
-        "loading.ram_efficient": plan.ram_efficient,
-        "loading.sync_module_states": plan.sync_module_states,
-        "params.use_orig": plan.use_orig,
-        "launch.num_processes": plan.world_size,
-    }
-    return decided[name] if name in decided else plan.spec.get(name)
 
 
 def setting_problems(settings: tuple[SettingObservation, ...], plan: FsdpPlan) -> list[Problem]:

@@ -1,21 +1,43 @@
-"""What will be done: an FSDP spec decided for one model and one world. No ``auto`` and no ``None`` is left here."""
+"""The plan: a spec resolved for one model and one world size. It contains neither ``auto`` nor ``None``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+from typing import Any, Final, Literal
 
+from hf_fsdp_plugin.plan.render import names_text, settings_text, units_text
+from hf_fsdp_plugin.plan.units import UnitPlan
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.spec.model import BackwardPrefetch, Checkpointing, FsdpSpec, StateDictKind
+from hf_fsdp_plugin.spec.model import BackwardPrefetch, Checkpointing, FsdpSpec, StateDictKind, Version
+from hf_fsdp_plugin.text import format_count, plural
 
 Backend = Literal["fsdp1", "fsdp2"]
 PlannedDtype = Literal["fp32", "bf16", "fp16", "unchanged"]
 
+_SECTIONS: Final = ("mesh", "precision", "prefetch", "activation")
+"""Sections of the vocabulary that are an attribute of the plan with the same fields."""
+
+_ATTRIBUTES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "fsdp.version": "version",
+        "sharding.strategy": "strategy",
+        "offload.params": "offload_params",
+        "offload.pin_memory": "pin_memory",
+        "checkpoint.state_dict": "state_dict",
+        "loading.ram_efficient": "ram_efficient",
+        "loading.sync_module_states": "sync_module_states",
+        "params.use_orig": "use_orig",
+        "launch.num_processes": "world_size",
+    }
+)
+"""Canonical name -> attribute of the plan, for the other settings that the plan decides."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshPlan:
-    """Axis sizes; their product is the world size."""
+    """Sizes of the mesh's axes; their product is the world size."""
 
     replicate: int
     shard: int
@@ -23,7 +45,7 @@ class MeshPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionPlan:
-    """``unchanged``: no cast. ``master`` is the dtype in which trainable parameters are kept and updated."""
+    """``unchanged`` means no cast. ``master`` is the dtype in which trainable parameters are stored and updated."""
 
     param: PlannedDtype
     reduce: PlannedDtype
@@ -41,7 +63,7 @@ class PrefetchPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationPlan:
-    """``native``: Transformers' own checkpointing does it; otherwise each unit of the wrap policy is checkpointed."""
+    """``native``: Transformers checkpoints the activations. Otherwise each unit of the wrap policy is checkpointed."""
 
     checkpointing: Checkpointing
     offload: bool
@@ -49,53 +71,19 @@ class ActivationPlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UnitPlan:
-    """A group of modules whose parameters are gathered and freed together.
-
-    Attributes:
-        modules: names of the modules in the group (``named_modules`` names, in forward order); ``("",)`` is the root.
-        class_names: their classes, in the same order.
-        parameters: names of the parameters that the unit owns (not owned by a unit inside it); ties are counted once.
-        num_params: elements in ``parameters``.
-        dtypes: dtype -> elements, as the model has them before any cast.
-        frozen: those of ``parameters`` that need no gradient.
-        reshard_after_forward: whether the gathered parameters are freed between forward and backward.
-        from_policy: whether the wrap policy chose it (a layer), as against an embedding, norm, head or root unit. Only
-            these are checkpointed; a layer within a layer is not one of them, as the outer one covers it.
-    """
-
-    modules: tuple[str, ...]
-    class_names: tuple[str, ...]
-    parameters: tuple[str, ...]
-    num_params: int
-    dtypes: Mapping[str, int]
-    frozen: tuple[str, ...]
-    reshard_after_forward: bool
-    from_policy: bool
-
-    @property
-    def name(self) -> str:
-        """``model.layers.0``, ``model.norm + lm_head``, or the empty string for the root."""
-        return " + ".join(self.modules)
-
-    @property
-    def class_name(self) -> str:
-        return " + ".join(self.class_names)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class FsdpPlan:
-    """Everything a backend needs, decided.
+    """Everything that a backend needs to shard a model.
 
     Attributes:
-        units: bottom-up and otherwise in forward order, the order in which they are wrapped; the root is last.
-        ties: groups of names of one and the same parameter, each group inside one unit.
-        ignored_modules: names of modules whose parameters stay whole on every rank.
-        ignored_parameters: names of the parameters that stay whole on every rank: those of the ignored modules, and
-            scalars, which have no axis to be cut along. Their gradients are averaged over all ranks.
-        pre_sharded: the author wrapped the model by hand; the units are the author's, and nothing is wrapped again.
-        spec: what was asked, for the report's "asked" column.
-        problems: the spec's warnings and notes, and those of the decision.
+        units: children before parents and otherwise in forward order, the order in which they are wrapped; the root is
+            last.
+        ties: groups of names of the same parameter, each group inside one unit.
+        ignored_modules: names of modules whose parameters are not sharded.
+        ignored_parameters: names of the parameters that are not sharded: those of the ignored modules, and scalars,
+            which have no dimension to shard. Their gradients are averaged over all ranks.
+        pre_sharded: the model was sharded before it reached the plugin; its units are kept as they are.
+        spec: the requested settings.
+        problems: warnings and notes of the spec and of the plan.
     """
 
     backend: Backend
@@ -121,7 +109,87 @@ class FsdpPlan:
     spec: FsdpSpec
     problems: tuple[Problem, ...]
 
-    def __str__(self) -> str:
-        from hf_fsdp_plugin.plan.render import to_text
+    @property
+    def version(self) -> Version:
+        return 1 if self.backend == "fsdp1" else 2
 
-        return to_text(self)
+    @property
+    def num_params(self) -> int:
+        """Number of elements in all units, before sharding."""
+        return sum(unit.num_params for unit in self.units)
+
+    def get(self, name: str) -> Any:
+        """The resolved value of a setting, or the spec's value where there is nothing to resolve.
+
+        Args:
+            name: canonical name, such as ``prefetch.backward``.
+
+        Raises:
+            KeyError: the name is not a setting of the vocabulary.
+        """
+        requested = self.spec.get(name)
+        section, _, field = name.partition(".")
+        if section in _SECTIONS:
+            return getattr(getattr(self, section), field)
+        return getattr(self, _ATTRIBUTES[name]) if name in _ATTRIBUTES else requested
+
+    def settings(self) -> Iterator[tuple[str, Any]]:
+        """Every setting of the vocabulary as (canonical name, resolved value), in the order of the spec's sections."""
+        for name, _, _ in self.spec.settings():
+            yield name, self.get(name)
+
+    def to_json(self) -> dict[str, Any]:
+        """The ``plan`` object of ``check --json``. Counts are of whole parameters, not of shards."""
+        return {
+            "backend": self.backend,
+            "model_class": self.model_class,
+            "world_size": self.world_size,
+            "device": self.device_type,
+            "strategy": self.strategy,
+            "mesh": asdict(self.mesh),
+            "num_params": self.num_params,
+            "units": [
+                {
+                    "name": unit.name,
+                    "class": unit.class_name,
+                    "num_params": unit.num_params,
+                    "dtypes": dict(unit.dtypes),
+                    "num_frozen": len(unit.frozen),
+                    "reshard_after_forward": unit.reshard_after_forward,
+                    "from_policy": unit.from_policy,
+                }
+                for unit in self.units
+            ],
+            "ties": [list(names) for names in self.ties],
+            "ignored_modules": list(self.ignored_modules),
+            "pre_sharded": self.pre_sharded,
+            "offload_params": self.offload_params,
+            "pin_memory": self.pin_memory,
+            "precision": asdict(self.precision),
+            "prefetch": asdict(self.prefetch),
+            "activation": asdict(self.activation),
+            "state_dict": self.state_dict,
+            "ram_efficient": self.ram_efficient,
+            "sync_module_states": self.sync_module_states,
+            "use_orig": self.use_orig,
+        }
+
+    def __str__(self) -> str:
+        settings = [(name, value) for name, value in self.settings() if not name.startswith(("launch.", "xla."))]
+        master = self.precision.master
+        frozen = [name for unit in self.units for name in unit.frozen]
+        lines = [
+            f"{self.model_class} · {format_count(self.num_params)} parameters · {self.backend.upper()} on "
+            f"{plural(self.world_size, f'{self.device_type} rank')}"
+            + (f" · master weights {master}" if master != "unchanged" else "")
+            + (" · sharded by the model's author" if self.pre_sharded else ""),
+            *settings_text(settings),
+            "",
+            units_text(self.units),
+            *names_text("tied parameters", [" = ".join(names) for names in self.ties]),
+            *names_text(f"frozen parameters: {len(frozen)}", frozen),
+            *names_text(f"ignored modules: {len(self.ignored_modules)}", self.ignored_modules),
+            *(["", "problems"] if self.problems else []),
+            *(f"  {problem}" for problem in self.problems),
+        ]
+        return "\n".join(lines)

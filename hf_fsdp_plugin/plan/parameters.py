@@ -7,8 +7,9 @@ from collections import defaultdict
 import torch
 
 from hf_fsdp_plugin.plan.complaints import Complaints, shortened
-from hf_fsdp_plugin.plan.model import PrecisionPlan, UnitPlan
+from hf_fsdp_plugin.plan.model import PrecisionPlan
 from hf_fsdp_plugin.plan.modules import ModelIndex, ParameterEntry
+from hf_fsdp_plugin.plan.units import UnitPlan
 from hf_fsdp_plugin.spec.model import Version
 
 _MASTERS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -46,10 +47,6 @@ def planned_dtype(entry: ParameterEntry, precision: PrecisionPlan) -> torch.dtyp
     return _MASTERS[precision.master]
 
 
-def _label(unit: UnitPlan) -> str:
-    return f"{unit.name} ({unit.class_name})" if unit.name else f"the root unit ({unit.class_name})"
-
-
 def _judge_kinds(index: ModelIndex, complaints: Complaints) -> None:
     kept = [entry for entry in index.parameters if not entry.ignored]
     integers = [entry for entry in kept if not (entry.parameter.is_floating_point() or entry.parameter.is_complex())]
@@ -80,13 +77,13 @@ def _judge_dtypes(
     if version == 1:
         complaints.error(
             "fsdp.version",
-            f"FSDP1 flattens a unit and needs uniform dtype, but {_label(unit)} is {main} except for {offenders}.",
+            f"FSDP1 flattens a unit and needs uniform dtype, but {unit.label} is {main} except for {offenders}.",
             f"Set fsdp_version: 2, cast them to {main} before training, or name finer classes to wrap.",
         )
     else:
         complaints.error(
             "precision.param",
-            f"FSDP2 needs one dtype for the trainable parameters of a unit (uniform dtype), but {_label(unit)} is "
+            f"FSDP2 needs one dtype for the trainable parameters of a unit (uniform dtype), but {unit.label} is "
             f"{main} except for {offenders}.",
             f"Set mixed_precision: bf16 (trainable parameters are then kept in float32), or cast them to {main}.",
         )
@@ -98,7 +95,7 @@ def _judge_requires_grad(unit: UnitPlan, entries: list[ParameterEntry], complain
     if frozen and trainable:
         complaints.error(
             "params.use_orig",
-            f"FSDP1 without original parameters needs uniform requires_grad in a unit, but in {_label(unit)} "
+            f"FSDP1 without original parameters needs uniform requires_grad in a unit, but in {unit.label} "
             f"{len(frozen)} parameters are frozen ({shortened(frozen, 3)}) and {len(trainable)} train "
             f"({shortened(trainable, 3)}).",
             "Set fsdp_use_orig_params: true, or fsdp_version: 2.",

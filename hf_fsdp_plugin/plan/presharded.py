@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
-from hf_fsdp_plugin.plan.model import Backend, UnitPlan
+from hf_fsdp_plugin.plan.model import Backend
 from hf_fsdp_plugin.plan.modules import parent_of
 from hf_fsdp_plugin.plan.names import canonical_name
+from hf_fsdp_plugin.plan.units import ParameterRow, UnitPlan, unit_plan
 from hf_fsdp_plugin.strategies import BY_TORCH_NAME
 
 
@@ -67,11 +65,12 @@ def _grouped_units(model: nn.Module) -> tuple[UnitPlan, ...]:
     for state, names in groups.items():
         parameters = owned.get(state, [])
         units.append(
-            _unit(
+            unit_plan(
                 names,
                 [model_class_name(modules[name]) for name in names],
-                [(name, p.numel(), str(p.dtype), p.requires_grad) for name, p in parameters],
+                [(name, p.numel(), p.dtype, p.requires_grad) for name, p in parameters],
                 reshard=_reshards(state, is_root="" in names),
+                from_policy=names != [""],
             )
         )
     return tuple(reversed(units))
@@ -93,35 +92,17 @@ def _flat_units(model: nn.Module) -> tuple[UnitPlan, ...]:
         if not isinstance(module, FullyShardedDataParallel):
             continue
         handle = module._handle
-        rows: list[tuple[str, int, str, bool]] = []
+        rows: list[ParameterRow] = []
         name = canonical_name(name)
         if handle is not None:
             flat = handle.flat_param
             prefix = f"{name}." if name else ""
             trains = [p.requires_grad for p in flat._params or [flat] * len(flat._fqns)]
             rows = [
-                (canonical_name(prefix + fqn), shape.numel(), str(flat.dtype), requires_grad)
+                (canonical_name(prefix + fqn), shape.numel(), flat.dtype, requires_grad)
                 for fqn, shape, requires_grad in zip(flat._fqns, flat._shapes, trains, strict=True)
             ]
         reshard = BY_TORCH_NAME[module.sharding_strategy.name].reshards_after_forward
-        units.append(_unit([name], [model_class_name(module)], rows, reshard=reshard and bool(name)))
+        reshard = reshard and bool(name)
+        units.append(unit_plan([name], [model_class_name(module)], rows, reshard=reshard, from_policy=bool(name)))
     return tuple(reversed(units))
-
-
-def _unit(
-    names: Iterable[str], classes: Iterable[str], rows: list[tuple[str, int, str, bool]], *, reshard: bool
-) -> UnitPlan:
-    dtypes: Counter[str] = Counter()
-    for _, count, dtype, _ in rows:
-        dtypes[dtype.removeprefix("torch.")] += count
-    modules = tuple(names)
-    return UnitPlan(
-        modules=modules,
-        class_names=tuple(classes),
-        parameters=tuple(name for name, *_ in rows),
-        num_params=sum(count for _, count, *_ in rows),
-        dtypes=MappingProxyType(dict(dtypes)),
-        frozen=tuple(name for name, _, _, trains in rows if not trains),
-        reshard_after_forward=reshard,
-        from_policy=modules != ("",),
-    )

@@ -15,13 +15,13 @@ from hf_fsdp_plugin.plan.model import (
     FsdpPlan,
     PrecisionPlan,
     PrefetchPlan,
-    UnitPlan,
 )
 from hf_fsdp_plugin.plan.modules import ModelIndex
 from hf_fsdp_plugin.plan.parameters import judge_parameters
 from hf_fsdp_plugin.plan.policy import ignored_modules
 from hf_fsdp_plugin.plan.presharded import author_backend, author_units, model_class_name
 from hf_fsdp_plugin.plan.settings import judge_activation, judge_devices, judge_mapping, resolve_precision
+from hf_fsdp_plugin.plan.units import UnitPlan
 from hf_fsdp_plugin.plan.wrap import wrap_units
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
 from hf_fsdp_plugin.spec.model import FsdpSpec, Version

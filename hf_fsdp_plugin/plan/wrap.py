@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from torch import nn
 
 from hf_fsdp_plugin.plan.complaints import Complaints, shortened
-from hf_fsdp_plugin.plan.model import UnitPlan
 from hf_fsdp_plugin.plan.modules import ModelIndex, ParameterEntry, common_path, is_inside, parent_of
 from hf_fsdp_plugin.plan.policy import policy_modules, post_order
+from hf_fsdp_plugin.plan.units import UnitPlan, unit_plan
 from hf_fsdp_plugin.problems import has_errors
 from hf_fsdp_plugin.spec.model import FsdpSpec, Version
 from hf_fsdp_plugin.strategies import STRATEGIES
@@ -55,11 +53,21 @@ def wrap_units(
             used = {member for entry in entries for member in _members_over(index, draft, entry)}
             draft.members = [member for member in draft.members if member in used]
         if draft.members:
-            units.append(unit_plan(index, draft.members, entries, reshard=draft.reshard, from_policy=draft.from_policy))
+            units.append(_unit(index, draft, entries))
     layers = {name for unit in units if unit.from_policy for name in unit.modules}
     units = [replace(unit, from_policy=unit.from_policy and not _within(unit, layers)) for unit in units]
     _judge(spec, index, picked, units, dissolved, complaints)
     return tuple(units)
+
+
+def _unit(index: ModelIndex, draft: Draft, entries: Iterable[ParameterEntry]) -> UnitPlan:
+    return unit_plan(
+        draft.members,
+        [type(index.modules[name]).__name__ for name in draft.members],
+        [(e.name, e.parameter.numel(), e.parameter.dtype, e.parameter.requires_grad) for e in entries],
+        reshard=draft.reshard,
+        from_policy=draft.from_policy,
+    )
 
 
 def _within(unit: UnitPlan, layers: set[str]) -> bool:
@@ -68,26 +76,6 @@ def _within(unit: UnitPlan, layers: set[str]) -> bool:
     while path and path not in layers:
         path = parent_of(path)
     return bool(path)
-
-
-def unit_plan(
-    index: ModelIndex, members: Iterable[str], entries: Iterable[ParameterEntry], *, reshard: bool, from_policy: bool
-) -> UnitPlan:
-    """A unit with the table of what it owns."""
-    modules, owned = tuple(members), tuple(entries)
-    dtypes: Counter[str] = Counter()
-    for entry in owned:
-        dtypes[str(entry.parameter.dtype).removeprefix("torch.")] += entry.parameter.numel()
-    return UnitPlan(
-        modules=modules,
-        class_names=tuple(type(index.modules[name]).__name__ for name in modules),
-        parameters=tuple(entry.name for entry in owned),
-        num_params=sum(entry.parameter.numel() for entry in owned),
-        dtypes=MappingProxyType(dict(dtypes)),
-        frozen=tuple(entry.name for entry in owned if not entry.parameter.requires_grad),
-        reshard_after_forward=reshard,
-        from_policy=from_policy,
-    )
 
 
 def _with_embedding_and_head(index: ModelIndex, drafts: list[Draft], reshard: bool) -> list[Draft]:

@@ -21,7 +21,6 @@ from hf_fsdp_plugin.integrations.messages import tell_warnings
 from hf_fsdp_plugin.integrations.run_report import begin
 from hf_fsdp_plugin.integrations.saving import prepare_memory_after_first_step
 from hf_fsdp_plugin.plan.model import FsdpPlan
-from hf_fsdp_plugin.plan.render import to_json
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import Problem, SpecError
 
@@ -76,7 +75,7 @@ def prepare_model(accelerator: Any, model: nn.Module, optimizers: Sequence[torch
     compiled, model = _without_compilation(model)
     with on_all_ranks("planning"):
         plan = make_plan(accelerator, plugin, model)
-    same_on_all_ranks("the plan", json.dumps(to_json(plan), sort_keys=True))
+    same_on_all_ranks("the plan", json.dumps(plan.to_json(), sort_keys=True))
     tell_warnings(plan.problems)
     if accelerator.is_main_process:
         logger.info("%s", plan)

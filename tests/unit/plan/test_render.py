@@ -1,4 +1,4 @@
-"""A plan as text that reads well and stays the same, and as the JSON of ``check --json``."""
+"""The text of a plan, its JSON, and its values by canonical name."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ import json
 import pytest
 from model_families import on_meta, wrapping
 
-from hf_fsdp_plugin.plan.render import count_text, to_json, to_text
 from hf_fsdp_plugin.plan.resolve import resolve
+from hf_fsdp_plugin.spec.model import ActivationSection, FsdpSpec, MeshSection, PrecisionSection, ShardingSection
+from hf_fsdp_plugin.vocabulary import BY_NAME
 
 
-def test_the_text_folds_layers_and_is_the_same_every_time() -> None:
+def test_text_has_settings_units_and_ties() -> None:
     plan = resolve(wrapping("LlamaDecoderLayer"), on_meta("llama-tied"), world_size=4)
     assert (
-        to_text(plan)
-        == str(plan)
+        str(plan)
         == """\
 LlamaForCausalLM · 23.7 k parameters · FSDP2 on 4 cpu ranks
-  strategy             full_shard
-  mesh                 1 × 4 (replicate × shard)
-  precision            param unchanged · reduce fp32 · output unchanged · buffer unchanged · master unchanged
-  offload              none
-  prefetch             backward none · forward no · limit all-gathers yes
-  checkpointing        none
-  loading              RAM-efficient no · sync module states yes
-  state dict           sharded
-  original parameters  yes
+  fsdp        version 2
+  sharding    strategy full_shard
+  mesh        shard 4 · replicate 1
+  wrap        policy transformer · classes LlamaDecoderLayer · min_num_params 0 · ignored_modules –
+  offload     params no · pin_memory no
+  precision   param unchanged · reduce fp32 · output unchanged · buffer unchanged
+  prefetch    backward none · forward no · limit_all_gathers yes
+  checkpoint  state_dict sharded · asynchronous no
+  activation  checkpointing none · offload no · native no
+  loading     ram_efficient no · sync_module_states yes
+  params      use_orig yes
 
 unit                                       class                              parameters   dtype    after forward
 model.embed_tokens + model.norm + lm_head  Embedding + LlamaRMSNorm + Linear  3.1 k        float32  kept
@@ -38,29 +40,24 @@ tied parameters
     )
 
 
-def test_runs_with_gaps_and_nested_layers_are_folded_too() -> None:
-    text = to_text(resolve(wrapping(), on_meta("mamba"), world_size=2))
-    assert "backbone.layers.0–1.mixer " in text
+def test_units_share_a_row_unless_they_differ() -> None:
+    assert "backbone.layers.0–1.mixer " in str(resolve(wrapping(), on_meta("mamba"), world_size=2))
     model = on_meta("llama")
     model.model.layers[0].requires_grad_(False)
-    text = to_text(resolve(wrapping(), model, world_size=2))
+    text = str(resolve(wrapping(), model, world_size=2))
     assert "model.layers.0 " in text
     assert "model.layers.1 " in text
     assert "frozen parameters: 9" in text
 
 
-def test_remarks_and_ignored_modules_are_listed() -> None:
-    text = to_text(resolve(wrapping(ignored_modules="lm_head"), on_meta("llama"), world_size=2))
-    assert "ignored modules: 1\n  lm_head" in text
-    assert (
-        "remarks\n  note: wrap.ignored_modules: 1 trainable parameters stay whole on every rank (lm_head.weight)"
-        in text
-    )
+def test_text_lists_problems_and_ignored_modules() -> None:
+    text = str(resolve(wrapping(ignored_modules="lm_head"), on_meta("llama"), world_size=2))
+    assert "ignored modules: 1\n  lm_head\n\nproblems\n  note: wrap.ignored_modules: " in text
 
 
-def test_the_json_has_the_documented_keys() -> None:
+def test_json_has_documented_keys() -> None:
     plan = resolve(wrapping("LlamaDecoderLayer"), on_meta("llama"), world_size=4)
-    found = json.loads(json.dumps(to_json(plan)))
+    found = json.loads(json.dumps(plan.to_json()))
     assert found["backend"] == "fsdp2"
     assert found["mesh"] == {"replicate": 1, "shard": 4}
     assert [(unit["name"], unit["class"]) for unit in found["units"]] == [
@@ -73,17 +70,25 @@ def test_the_json_has_the_documented_keys() -> None:
     assert sum(unit["num_params"] for unit in found["units"]) == found["num_params"]
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0"),
-        (999, "999"),
-        (1_000, "1 k"),
-        (3_540_000, "3.54 M"),
-        (999_400, "999 k"),
-        (999_900, "1000 k"),
-        (7e9, "7 B"),
-    ],
-)
-def test_counts_show_the_digits_that_matter(count: int, text: str) -> None:
-    assert count_text(int(count)) == text
+def test_get_returns_resolved_values_by_canonical_name() -> None:
+    spec = FsdpSpec(
+        sharding=ShardingSection(strategy="full_shard"),
+        mesh=MeshSection(replicate=2),
+        precision=PrecisionSection(param="bf16"),
+        activation=ActivationSection(native=True),
+    )
+    plan = resolve(spec, on_meta("llama"), world_size=4)
+    settings = dict(plan.settings())
+    resolved = {"sharding.strategy": "hybrid_shard", "mesh.shard": 2, "precision.output": "unchanged"}
+    assert {name: settings[name] for name in resolved} == resolved
+    assert (plan.get("activation.native"), plan.get("launch.num_processes")) == (True, 4)
+    assert settings == {name: plan.get(name) for name in settings}
+    assert "auto" not in settings.values()
+    assert {row.name for row in BY_NAME.values() if not row.internal} <= settings.keys()
+
+
+@pytest.mark.parametrize("name", ["precision.master", "sharding.reshard", "units", "strategy", ""])
+def test_get_refuses_other_names(name: str) -> None:
+    plan = resolve(FsdpSpec(), on_meta("llama"), world_size=1)
+    with pytest.raises(KeyError):
+        plan.get(name)
