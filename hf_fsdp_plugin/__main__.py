@@ -1,11 +1,11 @@
-"""``python -m hf_fsdp_plugin``: a rank of a stock launcher, with the plugin in it.
+"""``python -m hf_fsdp_plugin``: runs a script with the plugin installed, in a rank of a stock launcher.
 
 ::
 
     accelerate launch --config_file fsdp.yaml -m hf_fsdp_plugin train.py ARGS…
     torchrun --nproc_per_node 4 -m hf_fsdp_plugin --config_file fsdp.yaml train.py ARGS…
 
-Before the script: ``--config_file``, ``--set NAME=VALUE``, ``--report PATH``, ``--fsdp…`` flags; ``-m`` for a module.
+Flags before the script: ``--config_file``, ``--set NAME=VALUE``, ``--report PATH``, ``--fsdp…``, ``-m`` for a module.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from __future__ import annotations
 import os
 import sys
 
-from hf_fsdp_plugin.cli.launch_flags import LaunchWords, UsageError, read_words
-from hf_fsdp_plugin.cli.scripts import check_script
+from hf_fsdp_plugin.cli.launch_flags import LaunchArguments, UsageError, parse_launch_arguments
+from hf_fsdp_plugin.cli.script_path import check_script
 from hf_fsdp_plugin.problems import SpecError
 
-_HOW = """\
-this runs inside the ranks of a launcher. Use one of
+_USAGE = """\
+this module runs inside the ranks of a launcher. Use one of
   hf-fsdp launch --config_file CONFIG SCRIPT
   accelerate launch --config_file CONFIG -m hf_fsdp_plugin SCRIPT
   torchrun --nproc_per_node N -m hf_fsdp_plugin --config_file CONFIG SCRIPT"""
-_OURS = frozenset({"config_file", "set", "report", "module"})
-_SETTINGS = ("--fsdp", "--parallelism_config_", "--mixed_precision")
+_OPTIONS = frozenset({"config_file", "set", "report", "module"})
+_SETTING_FLAGS = ("--fsdp", "--parallelism_config_", "--mixed_precision")
 
 
 def main() -> int:
-    """Exit code 2 for wrong usage, 1 for a config with errors; else the script ends the process as it likes."""
+    """Run the script. Returns 2 for wrong usage, 1 for a config with errors, otherwise 0."""
     try:
-        words = _words(sys.argv[1:])
+        arguments = _parse_arguments(sys.argv[1:])
     except UsageError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"python -m hf_fsdp_plugin: {error}", file=sys.stderr)
         return 2
     if os.environ["RANK"] != "0":
-        # Before anything imports tqdm: a progress bar of every rank is a bar for each, on top of each other.
+        # tqdm reads this when it is imported. Only rank 0 shows progress bars.
         os.environ.setdefault("TQDM_DISABLE", "1")
-    # Heavy from here on: torch and the libraries that are hooked.
+    # These imports load torch and the libraries that are patched.
     import hf_fsdp_plugin
     from hf_fsdp_plugin.cli.run_script import is_failure, run
     from hf_fsdp_plugin.integrations.messages import tell_error
@@ -45,12 +45,12 @@ def main() -> int:
 
     try:
         hf_fsdp_plugin.install(
-            words.ours.get("config_file"),
-            command_line=words.command_line,
-            overrides=words.overrides,
-            report=words.ours.get("report"),
+            arguments.options.get("config_file"),
+            command_line=arguments.command_line,
+            overrides=arguments.overrides,
+            report=arguments.options.get("report"),
         )
-        run(words.script, words.script_args, module="module" in words.ours)
+        run(arguments.script, arguments.script_args, module="module" in arguments.options)
     except SpecError as error:
         tell_error(error)
         return 1
@@ -61,27 +61,27 @@ def main() -> int:
     return 0
 
 
-def _words(argv: list[str]) -> LaunchWords:
-    words = read_words(argv)
-    others = [f"--{name}" for name in words.ours if name not in _OURS]
-    others += [word.partition("=")[0] for word in words.command_line if not word.startswith(_SETTINGS)]
+def _parse_arguments(argv: list[str]) -> LaunchArguments:
+    arguments = parse_launch_arguments(argv)
     if "RANK" not in os.environ:
         raise UsageError(_no_rank())
+    others = [f"--{name}" for name in arguments.options if name not in _OPTIONS]
+    others += [flag.partition("=")[0] for flag in arguments.command_line if not flag.startswith(_SETTING_FLAGS)]
     if others:
-        raise UsageError(f"{', '.join(others)}: for the launcher, which has started this rank already.")
-    if not words.script:
-        raise UsageError(f"no script is named; {_HOW}")
-    check_script(words)
-    return words
+        raise UsageError(f"{', '.join(others)}: pass these flags to the launcher, which has already started this rank.")
+    if not arguments.script:
+        raise UsageError(f"no script; {_USAGE}")
+    check_script(arguments)
+    return arguments
 
 
 def _no_rank() -> str:
-    if "ACCELERATE_MIXED_PRECISION" in os.environ:  # the one variable that every way of `accelerate launch` sets
+    if "ACCELERATE_MIXED_PRECISION" in os.environ:  # the only variable that `accelerate launch` sets in every mode
         return (
-            "accelerate launch has started a plain process, not ranks, as it does for --cpu and for configs without "
-            "FSDP. Use `hf-fsdp launch --config_file CONFIG SCRIPT`, which starts CPU ranks too."
+            "accelerate launch has started a plain process instead of ranks. It does so for --cpu and for configs "
+            "without FSDP. Use `hf-fsdp launch --config_file CONFIG SCRIPT`, which also starts CPU ranks."
         )
-    return _HOW
+    return _USAGE
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``hf-fsdp launch``: checks the config, starts one process a rank with the plugin in it, and tells how they ended."""
+"""``hf-fsdp launch``: checks the config, then starts one process per rank with the plugin installed."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hf_fsdp_plugin.cli.account import exit_code, first_failure, summary, tell
-from hf_fsdp_plugin.cli.launch_flags import LaunchWords, UsageError, add_help, read_words
-from hf_fsdp_plugin.cli.ranks import Outcome, Ranks
-from hf_fsdp_plugin.cli.rendezvous import Rendezvous, RendezvousError, describe, meet_locally, meet_machines, place
-from hf_fsdp_plugin.cli.run_script import FAILURE_VARIABLE, LAUNCHER_VARIABLE
-from hf_fsdp_plugin.cli.scripts import check_script
-from hf_fsdp_plugin.cli.world import World, find_accelerators, num_threads, resolve_world
-from hf_fsdp_plugin.devices import DEVICES
-from hf_fsdp_plugin.problems import SpecError
+from hf_fsdp_plugin.cli.failure_summary import exit_code, first_failure, format_failures, summarize
+from hf_fsdp_plugin.cli.launch_flags import LaunchArguments, UsageError, add_help, parse_launch_arguments
+from hf_fsdp_plugin.cli.rank_env import rank_env, settings_env
+from hf_fsdp_plugin.cli.ranks import Ranks, RunResult
+from hf_fsdp_plugin.cli.rendezvous import Rendezvous, describe, endpoint, meet_locally, meet_machines
+from hf_fsdp_plugin.cli.run_script import FAILURE_VARIABLE
+from hf_fsdp_plugin.cli.script_path import check_script
+from hf_fsdp_plugin.cli.world import World, find_accelerators, resolve_world
+from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.sources.handover import LaunchHandover, absolute, user_variables
-from hf_fsdp_plugin.spec.model import FsdpSpec, LaunchSection
+from hf_fsdp_plugin.spec.model import FsdpSpec
 
-HELP = "check a config, then run an unmodified script on every rank with the plugin installed"
+HELP = "Check a config, then run an unmodified script on every rank with the plugin installed."
 EXAMPLES = (
     "hf-fsdp launch --config_file fsdp.yaml train.py --epochs 3",
     "hf-fsdp launch --num_processes 4 --cpu --dry_run -m package.train",
@@ -31,149 +31,150 @@ DEFAULT_GRACE = 30.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Only the help: what follows SCRIPT is the script's, so the words are read by :func:`parse_argv`."""
+    """Add the help only. :func:`parse_argv` parses the arguments, because those after SCRIPT belong to the script."""
     add_help(parser)
 
 
-def parse_argv(argv: Sequence[str]) -> LaunchWords:
-    """The arguments after ``launch``; ``SystemExit`` for wrong usage."""
+def parse_argv(argv: Sequence[str]) -> LaunchArguments:
+    """Parse the arguments after ``launch``. Raises ``SystemExit`` for wrong usage."""
     try:
-        return read_words(argv)
+        return parse_launch_arguments(argv)
     except UsageError as error:
         print(f"hf-fsdp launch: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
-def run(words: LaunchWords) -> int:
-    """Exit code: the script's; 1 for a config with errors, 2 for wrong usage."""
+def run(arguments: LaunchArguments) -> int:
+    """Run the script. Returns its exit code, 1 for a config with errors, or 2 for wrong usage."""
     try:
-        _check_usage(words)
+        _check_usage(arguments)
     except UsageError as error:
         print(f"hf-fsdp launch: {error}", file=sys.stderr)
         return 2
     try:
-        return _launch(words)
+        return _launch(arguments)
     except SpecError as error:
         print(error, file=sys.stderr)
         return 1
-    except RendezvousError as error:
-        print(f"hf-fsdp: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:  # before or after the ranks; while they run, signals are passed on
+    except KeyboardInterrupt:  # before or after the ranks run; while they run, signals are forwarded to them
         return 130
 
 
-def _launch(words: LaunchWords) -> int:
-    handover = _handover(words)
-    spec = _check(handover)
-    _say(words, *(str(problem) for problem in spec.problems if problem.severity == "warning"))
+def _launch(arguments: LaunchArguments) -> int:
+    handover = _handover(arguments)
+    spec = _load_spec(handover)
+    _print_notices(arguments, *(problem for problem in spec.problems if problem.severity == "warning"))
     world = resolve_world(spec, find_accelerators())
-    _say(words, *world.notices)
+    _print_notices(arguments, *world.problems)
     if handover.config is None and not handover.command_line and not handover.overrides:
-        _say(words, "no config: FSDP runs only where the script's own TrainingArguments or Accelerator asks for it")
-    if "dry_run" in words.ours:
+        message = "no config: FSDP runs only if the script's own TrainingArguments or Accelerator enables it."
+        _print_notices(arguments, Problem(code="FSDP-N713", message=message))
+    if "dry_run" in arguments.options:
         print(describe(world, spec.launch))
-        print(f"a rank runs: {shlex.join(_command(words))}")
+        print(f"command of a rank: {shlex.join(_command(arguments))}")
         return 0
     if world.num_machines > 1:
-        _say(words, f"waiting for {world.num_machines} machines at {place(spec.launch)}")
-        met = meet_machines(spec.launch, world, rdzv_conf=words.ours.get("rdzv_conf", ""))
+        _print_notices(arguments, f"waiting for {world.num_machines} machines at {endpoint(spec.launch)}")
+        rendezvous = meet_machines(spec.launch, world, rdzv_conf=arguments.options.get("rdzv_conf", ""))
     else:
-        met, notice = meet_locally(spec.launch)
-        _say(words, *([notice] if notice else []))
+        rendezvous, problems = meet_locally(spec.launch)
+        _print_notices(arguments, *problems)
     try:
-        _say(words, describe(world, spec.launch, met=met))
-        return _run_ranks(words, spec, world, met, handover)
+        _print_notices(arguments, describe(world, spec.launch, rendezvous=rendezvous))
+        return _run_ranks(arguments, spec, world, rendezvous, handover)
     finally:
-        met.close()
+        rendezvous.close()
 
 
-def _run_ranks(words: LaunchWords, spec: FsdpSpec, world: World, met: Rendezvous, handover: LaunchHandover) -> int:
-    log_dir = Path(words.ours["log_dir"]) if "log_dir" in words.ours else None
-    show_all = words.ours.get("show_ranks") == "all" or words.ours.get("tee", "0") != "0"
-    base = {**os.environ, **_settings_env(spec, world, words), **handover.to_env()}
+def _run_ranks(
+    arguments: LaunchArguments, spec: FsdpSpec, world: World, rendezvous: Rendezvous, handover: LaunchHandover
+) -> int:
+    options = arguments.options
+    log_dir = Path(options["log_dir"]) if "log_dir" in options else None
+    show_all = options.get("show_ranks") == "all" or options.get("tee", "0") != "0"
+    base = {**os.environ, **settings_env(spec, world, arguments), **handover.to_env()}
     with tempfile.TemporaryDirectory(prefix="hf_fsdp_") as scratch:
         ranks = Ranks(show_all=show_all, log_dir=log_dir, scratch=Path(scratch))
         try:
             for local_rank in range(world.num_local):
-                env = {**base, **_rank_env(world, met, local_rank, role=words.ours.get("role", "default"))}
-                ranks.start(met.first_rank + local_rank, _command(words), env, failure_variable=FAILURE_VARIABLE)
-            outcome = ranks.watch(grace=float(words.ours.get("grace", DEFAULT_GRACE)), peers=met.peers)
+                env = {**base, **rank_env(world, rendezvous, local_rank, role=options.get("role", "default"))}
+                rank = rendezvous.first_rank + local_rank
+                ranks.start(rank, _command(arguments), env, failure_variable=FAILURE_VARIABLE)
+            result = ranks.watch(grace=float(options.get("grace", DEFAULT_GRACE)), peers=rendezvous.peers)
         finally:
             ranks.kill()
-        if first := first_failure(outcome.ends):
-            met.peers.announce(f"rank {first.rank}: {summary(first)}")
-        met.peers.leave()
-    return _report(outcome, words, show_all=show_all, first_rank=met.first_rank, debug=spec.launch.debug)
+        if first := first_failure(result.exits):
+            rendezvous.peers.announce(f"rank {first.rank}: {summarize(first)}")
+        rendezvous.peers.leave()
+    live = [rank.rank for rank in result.exits] if show_all else [rendezvous.first_rank]
+    _print_failures(result, log_dir=log_dir, live=live, debug=spec.launch.debug)
+    return exit_code(result)
 
 
-def _report(outcome: Outcome, words: LaunchWords, *, show_all: bool, first_rank: int, debug: bool) -> int:
-    live = [end.rank for end in outcome.ends] if show_all else [first_rank]
+def _print_failures(result: RunResult, *, log_dir: Path | None, live: Sequence[int], debug: bool) -> None:
     sys.stdout.flush()
-    if text := tell(outcome, debug=debug, shown_live=live):
+    if text := format_failures(result, debug=debug, shown_live=live):
         print(text, file=sys.stderr)
-        failed = first_failure(outcome.ends)
-        if "log_dir" in words.ours and failed is not None:
-            print(f"hf-fsdp: all output is in {words.ours['log_dir']}/rank_*.log", file=sys.stderr)
-    return exit_code(outcome)
+        if log_dir is not None and first_failure(result.exits) is not None:
+            print(f"hf-fsdp: all output is in {log_dir}/rank_*.log", file=sys.stderr)
 
 
-def _check_usage(words: LaunchWords) -> None:
-    ours = words.ours
-    if not words.script:
+def _check_usage(arguments: LaunchArguments) -> None:
+    options = arguments.options
+    if not arguments.script:
         raise UsageError("no script. Usage: hf-fsdp launch [FLAGS] SCRIPT [ARGS ...]")
-    check_script(words)
-    if ours.get("show_ranks", "main") not in ("main", "all"):
-        raise UsageError(f"--show_ranks {ours['show_ranks']}: write main or all.")
-    if ours.get("max_restarts", "0") != "0":
-        raise UsageError("--max_restarts: a failed run is not restarted; resume it from its last checkpoint.")
-    _check_places(ours)
+    check_script(arguments)
+    if options.get("show_ranks", "main") not in ("main", "all"):
+        raise UsageError(f"--show_ranks {options['show_ranks']}: write main or all.")
+    if options.get("max_restarts", "0") != "0":
+        raise UsageError("--max_restarts: a failed run is not restarted. Resume it from its last checkpoint.")
+    _check_writable(options)
     for name in ("grace", "num_cpu_threads_per_process"):
-        text = ours.get(name, "1")
+        text = options.get(name, "1")
         if not text.replace(".", "", 1).isdigit() or (name != "grace" and not text.isdigit()):
             raise UsageError(f"--{name} {text}: expected a number.")
 
 
-def _check_places(ours: Mapping[str, str]) -> None:
-    """Whether logs and the report can be written, while nothing has been spent yet."""
+def _check_writable(options: Mapping[str, str]) -> None:
+    """Check that logs and the report can be written, before any rank starts."""
     for name in ("log_dir", "report"):
-        if name not in ours:
+        if name not in options:
             continue
-        path = Path(ours[name])
+        path = Path(options[name])
         folder = path if name == "log_dir" or path.is_dir() else path.absolute().parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"--{name} {ours[name]}: {error.strerror or error}.") from None
+            raise UsageError(f"--{name} {options[name]}: {error.strerror or error}.") from None
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise UsageError(f"--{name} {ours[name]}: no permission to write there.")
+            raise UsageError(f"--{name} {options[name]}: permission denied.")
 
 
-def _handover(words: LaunchWords) -> LaunchHandover:
+def _handover(arguments: LaunchArguments) -> LaunchHandover:
     from hf_fsdp_plugin.sources.host_launcher import default_config_file
 
-    config = words.ours.get("config_file")
+    config = arguments.options.get("config_file")
     if config is None and (default := default_config_file(os.environ)) is not None:
         config = str(default)
-        _say(words, f"no --config_file: Accelerate's default file is read, {config}")
+        _print_notices(arguments, f"no --config_file: reading Accelerate's default config file {config}")
     return LaunchHandover(
         config=absolute(config),
         config_shown=config,
-        quiet="quiet" in words.ours,
-        command_line=tuple(_with_absolute_path(word) for word in words.command_line),
-        overrides=words.overrides,
-        report=absolute(words.ours.get("report")),
+        quiet="quiet" in arguments.options,
+        command_line=tuple(_with_absolute_path(flag) for flag in arguments.command_line),
+        overrides=arguments.overrides,
+        report=absolute(arguments.options.get("report")),
         environ=user_variables(os.environ),
     )
 
 
-def _with_absolute_path(word: str) -> str:
-    name, _, value = word.partition("=")
+def _with_absolute_path(flag: str) -> str:
+    name, _, value = flag.partition("=")
     is_path = name == "--fsdp_config" and "{" not in value and Path(value).exists()
-    return f"{name}={absolute(value)}" if is_path else word
+    return f"{name}={absolute(value)}" if is_path else flag
 
 
-def _check(handover: LaunchHandover) -> FsdpSpec:
+def _load_spec(handover: LaunchHandover) -> FsdpSpec:
     from hf_fsdp_plugin.spec.load import load_spec
 
     return load_spec(
@@ -184,69 +185,14 @@ def _check(handover: LaunchHandover) -> FsdpSpec:
     )
 
 
-def _command(words: LaunchWords) -> list[str]:
-    module = ["-m"] if "module" in words.ours else []
-    return [sys.executable, "-u", "-m", "hf_fsdp_plugin.cli.run_script", *module, words.script, *words.script_args]
+def _command(arguments: LaunchArguments) -> list[str]:
+    module = ["-m"] if "module" in arguments.options else []
+    program = [sys.executable, "-u", "-m", "hf_fsdp_plugin.cli.run_script"]
+    return [*program, *module, arguments.script, *arguments.script_args]
 
 
-def _settings_env(spec: FsdpSpec, world: World, words: LaunchWords) -> dict[str, str]:
-    """What must stand in the environment before a script imports Accelerate or Transformers."""
-    launch = spec.launch
-    env = {LAUNCHER_VARIABLE: str(os.getpid())}
-    threads = words.ours.get("num_cpu_threads_per_process")
-    if threads is not None or "OMP_NUM_THREADS" not in os.environ:
-        env["OMP_NUM_THREADS"] = threads or str(num_threads(world.num_local))
-    if world.device == "cpu":
-        env["ACCELERATE_USE_CPU"] = "true"
-    if spec.asked("launch.mixed_precision"):
-        env["ACCELERATE_MIXED_PRECISION"] = launch.mixed_precision
-    if spec.loading.ram_efficient:  # from_pretrained looks at both
-        env |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
-    if world.gpu_ids:
-        env[DEVICES[world.device].visible_variable] = world.gpu_ids
-    if world.device == "cuda" and "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ:
-        env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # as torchrun
-    return env | _passed_on(launch)
-
-
-def _passed_on(launch: LaunchSection) -> dict[str, str]:
-    env = {}
-    if launch.debug:
-        env["ACCELERATE_DEBUG_MODE"] = "true"
-    if launch.enable_cpu_affinity:
-        env["ACCELERATE_CPU_AFFINITY"] = "1"
-    if launch.downcast_bf16:
-        env["ACCELERATE_DOWNCAST_BF16"] = "true"
-    for key, value in launch.dynamo_config.items():
-        text = str(value).upper() if key == "backend" else str(value)
-        env[f"ACCELERATE_DYNAMO_{key.removeprefix('dynamo_').upper()}"] = text
-    return env
-
-
-def _rank_env(world: World, met: Rendezvous, local_rank: int, *, role: str) -> Mapping[str, str]:
-    """torchrun's variables, so that whatever runs under torchrun runs here."""
-    rank = met.first_rank + local_rank
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": str(world.size),
-        "LOCAL_WORLD_SIZE": str(world.num_local),
-        "GROUP_RANK": str(met.machine),
-        "GROUP_WORLD_SIZE": str(world.num_machines),
-        "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": str(world.size),
-        "ROLE_NAME": role,
-        "MASTER_ADDR": met.address,
-        "MASTER_PORT": str(met.port),
-        "TORCHELASTIC_RUN_ID": "hf_fsdp",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": str(met.hosted),
-    }
-
-
-def _say(words: LaunchWords, *lines: str) -> None:
-    """Notices go to stderr: stdout is the script's."""
-    if "quiet" not in words.ours:
+def _print_notices(arguments: LaunchArguments, *lines: object) -> None:
+    """Print notices to stderr, because stdout belongs to the script."""
+    if "quiet" not in arguments.options:
         for line in lines:
             print(f"hf-fsdp: {line}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""The flags of ``hf-fsdp launch``: our own and Accelerate's, as a table, and the reading of what stands before SCRIPT.
+"""The flags of ``hf-fsdp launch``, as a table, and the parser of the arguments before SCRIPT.
 
-argparse cannot do this: whatever follows SCRIPT belongs to the script, an unknown flag before it must be refused with a
-suggestion, and to find SCRIPT one must know which flags take a value.
+argparse cannot parse them: all arguments after SCRIPT belong to the script, an unknown flag before it must be an error
+with a suggestion, and finding SCRIPT requires knowing which flags take a value.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from hf_fsdp_plugin.sources.command_line import SWITCHES
 from hf_fsdp_plugin.vocabulary import Scope, find, suggest
 
-Kind = Literal["ours", "setting", "refused"]
+Kind = Literal["launcher", "setting", "ignored", "unsupported"]
 
 
 class UsageError(ValueError):
@@ -26,157 +27,156 @@ class Flag:
     """One flag.
 
     Attributes:
-        name: with underscores, without the leading dashes; hyphens are read too.
-        kind: ``ours`` is for the launcher, ``setting`` is part of the config and goes to ``load_spec``.
-        takes_value: whether the next word is its value.
-        help: one line; for a refused flag, why it is refused and what to do.
-        setting: the spelling that ``load_spec`` knows, where it is another (``--cpu`` is ``use_cpu``).
+        name: with underscores, without the leading dashes. Hyphens are accepted too.
+        kind: ``launcher`` is an option of the launcher, ``setting`` is passed to ``load_spec``, ``ignored`` has no
+            effect, ``unsupported`` is an error.
+        help: one line; for an unsupported flag, the reason and what to do.
+        setting: the spelling that ``load_spec`` knows, where it differs (``use_cpu`` for ``--cpu``).
     """
 
     name: str
     kind: Kind = "setting"
-    takes_value: bool = True
     help: str = ""
     setting: str = ""
 
+    @property
+    def takes_value(self) -> bool:
+        return self.name != "dry_run" and self.name not in SWITCHES
 
-def _refused(reason: str, *names: str, takes_value: bool = True) -> tuple[Flag, ...]:
-    return tuple(Flag(name=name, kind="refused", takes_value=takes_value, help=reason) for name in names)
+
+def _unsupported(reason: str, *names: str) -> tuple[Flag, ...]:
+    return tuple(Flag(name=name, kind="unsupported", help=reason) for name in names)
 
 
 _NOT_FSDP = "this launcher runs FSDP only. Use `accelerate launch` for other engines."
 
 FLAGS: tuple[Flag, ...] = (
-    Flag(name="config_file", kind="ours", help="Accelerate YAML or JSON with an fsdp_config"),
-    Flag(name="module", kind="ours", takes_value=False, help="SCRIPT is a module's name, as in python -m (also -m)"),
-    Flag(name="set", kind="ours", help="overrules one setting, strongest of all; repeatable"),
-    Flag(name="report", kind="ours", help="where the report of the run is written"),
-    Flag(name="dry_run", kind="ours", takes_value=False, help="say what would run, rendezvous included, and stop"),
-    Flag(name="show_ranks", kind="ours", help="main (default): rank 0's output; all: every rank's, with its rank"),
-    Flag(name="log_dir", kind="ours", help="also write each rank's output to DIR/rank_N.log"),
-    Flag(name="grace", kind="ours", help="seconds ranks have to end after SIGINT or SIGTERM (default 30)"),
-    Flag(name="num_cpu_threads_per_process", kind="ours", help="OMP_NUM_THREADS of a rank"),
-    Flag(name="rdzv_conf", kind="ours", help="several machines: KEY=VALUE,… for torchrun's rendezvous (timeout=600)"),
-    Flag(name="role", kind="ours", help="name of the ranks' role, as torchrun's"),
-    Flag(name="tee", kind="ours", help="0 (default), or as --show_ranks all; also -t"),
-    Flag(name="max_restarts", kind="ours", help="0 only: a failed run is resumed from a checkpoint, not restarted"),
-    Flag(name="monitor_interval", kind="ours", help="accepted; ranks are always watched"),
-    Flag(name="quiet", kind="ours", takes_value=False, help="no notices, only errors (also -q)"),
-    Flag(name="use_fsdp", takes_value=False, help="asks for FSDP with its defaults where nothing else does"),
-    Flag(name="use_parallelism_config", kind="ours", takes_value=False, help="accepted; read when given"),
-    Flag(name="fsdp", help='as TrainingArguments: "full_shard auto_wrap"'),
-    Flag(name="fsdp_config", help="as TrainingArguments: JSON, or the path of a JSON or YAML file"),
-    Flag(name="num_processes", help="ranks on all machines together; auto: one an accelerator, or 2 on CPU"),
+    Flag(name="config_file", kind="launcher", help="Accelerate YAML or JSON with an fsdp_config"),
+    Flag(name="module", kind="launcher", help="SCRIPT is a module name, as in python -m (also -m)"),
+    Flag(name="set", kind="launcher", help="override one setting, with the highest precedence; repeatable"),
+    Flag(name="report", kind="launcher", help="where to write the report of the run"),
+    Flag(name="dry_run", kind="launcher", help="print the rendezvous and the command of a rank, and stop"),
+    Flag(name="show_ranks", kind="launcher", help="main (default): rank 0's output; all: every rank's, with its rank"),
+    Flag(name="log_dir", kind="launcher", help="also write each rank's output to DIR/rank_N.log"),
+    Flag(name="grace", kind="launcher", help="seconds ranks have to exit after SIGINT or SIGTERM (default 30)"),
+    Flag(name="num_cpu_threads_per_process", kind="launcher", help="OMP_NUM_THREADS of a rank"),
+    Flag(name="rdzv_conf", kind="launcher", help="several machines: KEY=VALUE,… for the rendezvous (timeout=600)"),
+    Flag(name="role", kind="launcher", help="role name of the ranks, as in torchrun"),
+    Flag(name="tee", kind="launcher", help="0 (default); any other value is --show_ranks all (also -t)"),
+    Flag(name="max_restarts", kind="launcher", help="0 only: resume a failed run from a checkpoint instead"),
+    Flag(name="quiet", kind="launcher", help="print errors only, no notices (also -q)"),
+    Flag(name="monitor_interval", kind="ignored"),
+    Flag(name="use_parallelism_config", kind="ignored"),
+    Flag(name="use_fsdp", help="enable FSDP with its defaults if nothing else does"),
+    Flag(name="fsdp", help='as in TrainingArguments: "full_shard auto_wrap"'),
+    Flag(name="fsdp_config", help="as in TrainingArguments: JSON, or the path of a JSON or YAML file"),
+    Flag(name="num_processes", help="ranks on all machines; auto: one per accelerator, or 2 on CPU"),
     Flag(name="num_machines", help="machines in this run"),
-    Flag(name="machine_rank", help="this machine's number, from 0"),
+    Flag(name="machine_rank", help="number of this machine, from 0"),
     Flag(name="main_process_ip", help="address of machine 0"),
-    Flag(name="main_process_port", help="port on machine 0; 0: a free one (one machine only)"),
+    Flag(name="main_process_port", help="port on machine 0; 0 selects a free one (one machine only)"),
     Flag(name="rdzv_backend", help="static (default) or c10d, for several machines"),
-    Flag(name="same_network", takes_value=False, help="as in Accelerate"),
+    Flag(name="same_network", help="as in Accelerate"),
     Flag(name="mixed_precision", help="no, bf16 or fp16"),
-    Flag(name="cpu", takes_value=False, setting="use_cpu", help="CPU ranks with gloo, also where there are GPUs"),
-    Flag(name="gpu_ids", help="GPUs to use, comma list, or all"),
-    Flag(name="debug", takes_value=False, help="check collectives' shapes, and show full tracebacks"),
-    Flag(name="enable_cpu_affinity", takes_value=False, help="as in Accelerate"),
-    Flag(name="downcast_bf16", takes_value=False, help="as in Accelerate"),
+    Flag(name="cpu", setting="use_cpu", help="CPU ranks with gloo, even if there are GPUs"),
+    Flag(name="gpu_ids", help="GPUs to use: a comma-separated list, or all"),
+    Flag(name="debug", help="check the shapes of collectives, and print full tracebacks"),
+    Flag(name="enable_cpu_affinity", help="as in Accelerate"),
+    Flag(name="downcast_bf16", help="as in Accelerate"),
     Flag(name="main_training_function", help="as in Accelerate"),
-    Flag(name="dynamo_backend", help="torch.compile's backend"),
-    Flag(name="dynamo_mode", help="torch.compile's mode"),
-    Flag(name="dynamo_use_fullgraph", takes_value=False),
-    Flag(name="dynamo_use_dynamic", takes_value=False),
-    Flag(name="dynamo_use_regional_compilation", takes_value=False),
-    *_refused(_NOT_FSDP, "multi_gpu", "tpu", "use_deepspeed", "use_megatron_lm", takes_value=False),
-    *_refused(_NOT_FSDP, "tpu_cluster", "no_tpu_cluster", "tpu_use_sudo", takes_value=False),
-    *_refused(_NOT_FSDP, "vm", "env", "aws_access_key_id", "aws_secret_access_key", "zero_stage"),
-    *_refused(_NOT_FSDP, "deepspeed_config_file", "offload_optimizer_device", "offload_param_device"),
-    *_refused("a rank here is Python with the plugin in it. Leave the flag out.", "no_python", takes_value=False),
+    Flag(name="dynamo_backend", help="backend of torch.compile"),
+    Flag(name="dynamo_mode", help="mode of torch.compile"),
+    Flag(name="dynamo_use_fullgraph"),
+    Flag(name="dynamo_use_dynamic"),
+    Flag(name="dynamo_use_regional_compilation"),
+    *_unsupported(_NOT_FSDP, "multi_gpu", "tpu", "use_deepspeed", "use_megatron_lm"),
+    *_unsupported(_NOT_FSDP, "tpu_cluster", "no_tpu_cluster", "tpu_use_sudo"),
+    *_unsupported(_NOT_FSDP, "vm", "env", "aws_access_key_id", "aws_secret_access_key", "zero_stage"),
+    *_unsupported(_NOT_FSDP, "deepspeed_config_file", "offload_optimizer_device", "offload_param_device"),
+    *_unsupported("every rank runs Python with the plugin installed. Leave the flag out.", "no_python"),
 )
 
 _BY_NAME = {flag.name: flag for flag in FLAGS}
 _SHORT = {"-m": "module", "-q": "quiet", "-t": "tee"}
 _SCOPES: tuple[Scope, ...] = ("fsdp", "parallelism")
 _SETTING_PREFIXES = ("fsdp_", "parallelism_config_")
-_REFUSED_PREFIXES = ("deepspeed_", "megatron_lm_", "fp8_", "zero3_", "offload_optimizer_", "offload_param_")
+_UNSUPPORTED_PREFIXES = ("deepspeed_", "megatron_lm_", "fp8_", "zero3_", "offload_optimizer_", "offload_param_")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchWords:
-    """The words of ``hf-fsdp launch``, sorted.
+class LaunchArguments:
+    """The parsed arguments of ``hf-fsdp launch``.
 
     Attributes:
-        ours: flag name -> value; switches hold ``"true"``.
+        options: flag name -> value of the launcher's own flags; ``"true"`` for flags without a value.
         overrides: the values of ``--set``.
         command_line: the setting flags for ``load_spec``, always as ``--name=value``.
-        script: path, or a module's name where ``module`` is in `ours`; empty where none was given.
-        script_args: what follows SCRIPT, untouched.
+        script: path, or a module name if ``module`` is in `options`; empty if none was given.
+        script_args: the arguments after SCRIPT, unchanged.
     """
 
-    ours: dict[str, str] = field(default_factory=dict)
+    options: dict[str, str] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
     command_line: tuple[str, ...] = ()
     script: str = ""
     script_args: tuple[str, ...] = ()
 
 
-def read_words(argv: Sequence[str]) -> LaunchWords:
-    """Sorts the words after ``launch``.
+def parse_launch_arguments(argv: Sequence[str]) -> LaunchArguments:
+    """Parse the arguments after ``launch``.
 
     Raises:
-        UsageError: unknown or refused flag, a missing value, or ``-h`` (which is not read here).
+        UsageError: an unknown or unsupported flag (``-h`` included), or a missing value.
     """
-    words = list(argv)
-    ours: dict[str, str] = {}
+    rest = list(argv)
+    options: dict[str, str] = {}
     overrides: list[str] = []
     command_line: list[str] = []
-    while words and words[0].startswith("-"):
-        word = words.pop(0)
-        if word == "--":
+    while rest and rest[0].startswith("-"):
+        argument = rest.pop(0)
+        if argument == "--":
             break
-        written, equals, value = word.partition("=")
-        flag = _flag(written)
-        if flag.kind == "refused":
+        written, equals, value = argument.partition("=")
+        flag = _find_flag(written)
+        if flag.kind == "unsupported":
             raise UsageError(f"{written}: {flag.help}")
-        if flag.takes_value and not equals:
-            if not words:
-                raise UsageError(f"{written} needs a value")
-            value = words.pop(0)
-        if flag.takes_value and flag.kind == "ours" and not value:
+        is_missing = flag.takes_value and not equals and not rest
+        if not equals:
+            value = rest.pop(0) if flag.takes_value and rest else "true"
+        if is_missing or (flag.takes_value and flag.kind == "launcher" and not value):
             raise UsageError(f"{written} needs a value")
-        if not flag.takes_value:
-            value = value if equals else "true"
         if flag.kind == "setting":
             command_line.append(f"--{flag.setting or flag.name}={value}")
         elif flag.name == "set":
             overrides.append(value)
-        elif flag.takes_value or value.lower() not in ("false", "no", "0", "off"):
-            ours[flag.name] = value
+        elif flag.kind == "launcher" and (flag.takes_value or value.lower() not in ("false", "no", "0", "off")):
+            options[flag.name] = value
         if flag.name == "module":
-            break  # as python -m: the next word is the module, even where more flags are meant to follow
-    script = words.pop(0) if words else ""
-    return LaunchWords(
-        ours=ours,
+            break  # as in python -m, the next argument is the module
+    return LaunchArguments(
+        options=options,
         overrides=tuple(overrides),
         command_line=tuple(command_line),
-        script=script,
-        script_args=tuple(words),
+        script=rest[0] if rest else "",
+        script_args=tuple(rest[1:]),
     )
 
 
-def _flag(written: str) -> Flag:
+def _find_flag(written: str) -> Flag:
     if written in _SHORT:
         return _BY_NAME[_SHORT[written]]
     name = written.removeprefix("--").replace("-", "_").lower() if written.startswith("--") else ""
     if name in _BY_NAME:
         return _BY_NAME[name]
-    if name.startswith(_REFUSED_PREFIXES):
-        return Flag(name=name, kind="refused", help=_NOT_FSDP)
+    if name.startswith(_UNSUPPORTED_PREFIXES):
+        return Flag(name=name, kind="unsupported", help=_NOT_FSDP)
     if name.startswith(_SETTING_PREFIXES) and find(name, _SCOPES) is not None:
         return Flag(name=name)
-    own = [flag.name for flag in FLAGS if flag.kind != "refused"]
+    supported = [flag.name for flag in FLAGS if flag.kind != "unsupported"]
     near = suggest(name, _SCOPES) if name.startswith(_SETTING_PREFIXES) else ""
-    near = near or next(iter(difflib.get_close_matches(name, own, n=1, cutoff=0.6)), "")
-    remedy = f"Did you mean --{near}?" if near else "`hf-fsdp launch --help` lists them."
-    raise UsageError(f"unknown flag {written} before the script. {remedy} The script's own flags stand after it.")
+    near = near or next(iter(difflib.get_close_matches(name, supported, n=1, cutoff=0.6)), "")
+    remedy = f"Did you mean --{near}?" if near else "`hf-fsdp launch --help` lists the flags."
+    raise UsageError(f"unknown flag {written} before the script. {remedy} Flags of the script go after it.")
 
 
 _METAVARS = {
@@ -187,19 +187,13 @@ _METAVARS = {
 }  # fmt: skip
 
 
-def help_lines() -> list[str]:
-    """The flags for ``--help``, one or two lines each."""
-    lines = []
-    for flag in FLAGS:
-        if flag.kind == "refused" or not flag.help or flag.help.startswith("accepted"):
-            continue
-        value = f" {_METAVARS.get(flag.name, flag.name.upper().rsplit('_', 1)[-1])}" if flag.takes_value else ""
-        lines.append(f"  --{flag.name}{value}".ljust(38) + flag.help)
-    lines.append("  --fsdp_*, --parallelism_config_*".ljust(38) + "Accelerate's flags, all read")
-    return lines
-
-
 def add_help(parser: argparse.ArgumentParser) -> None:
-    """Puts the table into a parser's help; the words themselves are read by :func:`read_words`."""
+    """Add the table of flags to a parser's help. :func:`parse_launch_arguments` does the parsing."""
+    lines = ["flags, with hyphens or underscores:"]
+    for flag in FLAGS:
+        if flag.help and flag.kind != "unsupported":
+            value = f" {_METAVARS.get(flag.name, flag.name.upper().rsplit('_', 1)[-1])}" if flag.takes_value else ""
+            lines.append(f"  --{flag.name}{value}".ljust(38) + flag.help)
+    lines.append("  --fsdp_*, --parallelism_config_*".ljust(38) + "all of these flags of Accelerate")
     parser.usage = "hf-fsdp launch [FLAGS] SCRIPT [ARGS ...]"
-    parser.epilog = "flags, with hyphens or underscores:\n" + "\n".join(help_lines())
+    parser.epilog = "\n".join(lines)

@@ -1,8 +1,8 @@
-"""The ranks of one machine as processes: started, watched, stopped; none outlives the launcher.
+"""Starts, watches and stops the ranks of one machine as processes. No rank outlives the launcher.
 
-This is not torch's elastic agent, on purpose. The agent restarts worlds of changing size, which training from a
-checkpoint does not need, and it knows of a failed rank little but the exit code. Here a rank has a session of its own,
-so that a signal reaches it once and its children end with it, and the launcher knows which rank failed first and why.
+This replaces torch's elastic agent, which restarts worlds of changing size and reports little more than the exit code
+of a failed rank. Training that resumes from checkpoints does not need restarts. Here each rank has its own session, so
+that a signal reaches it once and its children end with it, and the launcher knows which rank failed first and why.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -24,45 +24,50 @@ from typing import IO, Any
 from hf_fsdp_plugin.cli.rendezvous import Peers
 
 NUM_TAIL_LINES = 15
-_POLL = 0.05
-_SETTLE = 2.0
-"""Seconds the other ranks have to fail by themselves, which tells how they hung together, before they are ended."""
-_TEARDOWN = 10.0
-"""Seconds a rank has to end after its exception."""
-_TERM_GRACE = 5.0
-"""Seconds from SIGTERM to SIGKILL, once a rank has failed."""
-_PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-_ENDING = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
+_POLL_SECONDS = 0.05
+_SETTLE_SECONDS = 2.0
+"""Time the other ranks have to fail by themselves, which shows how they depend on each other, before SIGTERM."""
+_TEARDOWN_SECONDS = 10.0
+"""Time a rank has to exit after its exception."""
+_TERM_SECONDS = 5.0
+"""Time from SIGTERM to SIGKILL, once a rank has failed."""
+_FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+_STOPPING = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankEnd:
-    """How a rank ended.
+class RankExit:
+    """How a rank exited.
 
     Attributes:
         code: exit code, or minus the number of the signal.
-        stopped: the launcher ended it.
-        when: seconds since the epoch, of its exception where it recorded one, else of its end.
-        failure: what the rank recorded (see ``run_script``); None where it could not.
-        tail: last lines of its stderr; empty where that went to the terminal.
+        stopped: whether the launcher stopped it.
+        time: seconds since the epoch; of its exception if it recorded one, otherwise of its exit.
+        failure: what the rank recorded (see ``run_script``); None if it recorded nothing.
+        tail: last lines of its stderr; empty if stderr went to the terminal.
     """
 
     rank: int
     pid: int
     code: int
     stopped: bool
-    when: float
+    time: float
     failure: Mapping[str, Any] | None
     tail: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """How the ranks of this machine ended; ``signal_number`` is what the launcher was told to stop with, or 0."""
+class RunResult:
+    """How the ranks of this machine exited.
 
-    ends: tuple[RankEnd, ...]
+    Attributes:
+        signal_number: the signal that stopped the launcher, or 0.
+        remote_failure: the failure of a rank on another machine, if any.
+    """
+
+    exits: tuple[RankExit, ...]
     signal_number: int = 0
-    elsewhere: str | None = None
+    remote_failure: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -71,19 +76,23 @@ class _Rank:
     process: subprocess.Popen[bytes]
     failure_file: Path
     tail: deque[str]
-    pumps: list[threading.Thread] = field(default_factory=list)
-    ended: float | None = None
+    readers: list[threading.Thread] = field(default_factory=list)
+    exit_time: float | None = None
     stopped: bool = False
     term_sent: float | None = None
 
     def poll(self) -> int | None:
         code = self.process.poll()
-        if code is not None and self.ended is None:
-            self.ended = time.time()
+        if code is not None and self.exit_time is None:
+            self.exit_time = time.time()
         return code
 
+    @property
+    def has_failed(self) -> bool:
+        return (self.poll() or 0) != 0 or self.failure_file.exists()
+
     def send(self, number: int) -> None:
-        """To the rank alone: its children are its own business as long as it lives."""
+        """Send a signal to the rank alone, which handles its own children."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number)
 
@@ -91,12 +100,20 @@ class _Rank:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
-    def failure(self) -> Mapping[str, Any] | None:
+    def result(self) -> RankExit:
         try:
-            content: Mapping[str, Any] = json.loads(self.failure_file.read_text())
-            return content
+            failure: Mapping[str, Any] | None = json.loads(self.failure_file.read_text())
         except (OSError, ValueError):
-            return None
+            failure = None
+        return RankExit(
+            rank=self.rank,
+            pid=self.process.pid,
+            code=self.process.returncode,
+            stopped=self.stopped,
+            time=failure["time"] if failure is not None else self.exit_time or time.time(),
+            failure=failure,
+            tail=tuple(_last_lines(self.tail)),
+        )
 
 
 class Ranks:
@@ -109,69 +126,65 @@ class Ranks:
         self._ranks: list[_Rank] = []
         self._signal = 0
         self._kill_at = float("inf")
-        self._grace = 0.0
         self._print_lock = threading.Lock()
 
     def start(self, rank: int, command: Sequence[str], env: Mapping[str, str], *, failure_variable: str) -> None:
-        """Starts one rank. Rank 0 of this machine keeps the terminal; of the others the end of stderr is kept."""
+        """Start one rank. The first one keeps the terminal; of the others, the end of stderr is kept."""
         failure_file = self._scratch / f"rank_{rank}.json"
-        first = not self._ranks
-        live = first and not self._show_all and self._log_dir is None
-        tapped = self._show_all or self._log_dir is not None
+        is_first = not self._ranks
+        is_live = is_first and not self._show_all and self._log_dir is None
+        is_captured = self._show_all or self._log_dir is not None
         process = subprocess.Popen(
             command,
             env={**env, failure_variable: str(failure_file)},
-            stdin=None if first else subprocess.DEVNULL,
-            stdout=None if live else subprocess.PIPE if tapped else subprocess.DEVNULL,
-            stderr=None if live else subprocess.PIPE,
+            stdin=None if is_first else subprocess.DEVNULL,
+            stdout=None if is_live else subprocess.PIPE if is_captured else subprocess.DEVNULL,
+            stderr=None if is_live else subprocess.PIPE,
             start_new_session=True,
         )
         started = _Rank(rank=rank, process=process, failure_file=failure_file, tail=deque(maxlen=4 * NUM_TAIL_LINES))
         self._ranks.append(started)
         log = (self._log_dir / f"rank_{rank}.log").open("wb", buffering=0) if self._log_dir is not None else None
-        shown = self._show_all or first
+        is_shown = self._show_all or is_first
         prefix = f"[rank {rank}] " if self._show_all else ""
         for pipe, stream, tail in ((process.stdout, sys.stdout, None), (process.stderr, sys.stderr, started.tail)):
             if pipe is not None:
-                target = self._pump
-                arguments = (pipe, stream if shown else None, prefix, tail, log)
-                started.pumps.append(threading.Thread(target=target, args=arguments, daemon=True))
-                started.pumps[-1].start()
+                arguments = (pipe, stream if is_shown else None, prefix, tail, log)
+                started.readers.append(threading.Thread(target=self._forward_output, args=arguments, daemon=True))
+                started.readers[-1].start()
 
-    def watch(self, *, grace: float, peers: Peers) -> Outcome:
-        """Waits for the ranks and passes signals on. A failed rank ends the others; so does one on another machine.
+    def watch(self, *, grace: float, peers: Peers) -> RunResult:
+        """Wait for the ranks and forward signals. If a rank fails, here or on another machine, stop all.
 
         Args:
-            grace: seconds ranks have to end after SIGINT or SIGTERM.
+            grace: seconds ranks have to exit after SIGINT or SIGTERM.
         """
-        self._grace = grace
-        elsewhere: str | None = None
+        remote_failure: str | None = None
         failed_at: float | None = None
-        with self._signals_passed_on():
+        with self._forwarded_signals(grace):
             while self._running():
                 now = time.monotonic()
                 if failed_at is None and not self._signal:
-                    elsewhere = peers.failure()
-                    if elsewhere or any(self._has_failed(rank) for rank in self._ranks):
+                    remote_failure = peers.failure()
+                    if remote_failure or any(rank.has_failed for rank in self._ranks):
                         failed_at = now
                 if failed_at is not None:
-                    self._end_after_failure(now - failed_at)
+                    self._stop_after_failure(now - failed_at)
                 if now > self._kill_at:
                     for rank in self._running():
                         rank.stopped = True
                         rank.kill_group()
-                time.sleep(_POLL)
-            if failed_at is not None or self._signal or any(self._has_failed(rank) for rank in self._ranks):
+                time.sleep(_POLL_SECONDS)
+            if failed_at is not None or self._signal or any(rank.has_failed for rank in self._ranks):
                 for rank in self._ranks:
                     rank.kill_group()
-        for pump in [pump for rank in self._ranks for pump in rank.pumps]:
-            pump.join(1.0)  # a grandchild may hold the pipe open
-        return Outcome(
-            ends=tuple(self._end(rank) for rank in self._ranks), signal_number=self._signal, elsewhere=elsewhere
-        )
+        for reader in [reader for rank in self._ranks for reader in rank.readers]:
+            reader.join(1.0)  # a grandchild may keep the pipe open
+        exits = tuple(rank.result() for rank in self._ranks)
+        return RunResult(exits=exits, signal_number=self._signal, remote_failure=remote_failure)
 
     def kill(self) -> None:
-        """Ends every rank at once."""
+        """Kill every rank that is still running."""
         for rank in self._running():
             rank.kill_group()
             rank.process.wait()
@@ -179,65 +192,52 @@ class Ranks:
     def _running(self) -> list[_Rank]:
         return [rank for rank in self._ranks if rank.poll() is None]
 
-    @staticmethod
-    def _has_failed(rank: _Rank) -> bool:
-        return (rank.poll() or 0) != 0 or rank.failure_file.exists()
-
-    def _end_after_failure(self, seconds: float) -> None:
+    def _stop_after_failure(self, seconds: float) -> None:
+        """Send SIGTERM, later SIGKILL, to the ranks that still run `seconds` after the failure."""
         for rank in self._running():
-            patience = _TEARDOWN if rank.failure_file.exists() else _SETTLE
-            if rank.term_sent is None and seconds > patience:
+            allowed = _TEARDOWN_SECONDS if rank.failure_file.exists() else _SETTLE_SECONDS
+            if rank.term_sent is None and seconds > allowed:
                 rank.term_sent = seconds
                 rank.stopped = True
                 rank.send(signal.SIGTERM)
-            elif rank.term_sent is not None and seconds > rank.term_sent + _TERM_GRACE:
+            elif rank.term_sent is not None and seconds > rank.term_sent + _TERM_SECONDS:
                 rank.kill_group()
 
     @contextlib.contextmanager
-    def _signals_passed_on(self) -> Any:
-        def pass_on(number: int, frame: Any) -> None:
+    def _forwarded_signals(self, grace: float) -> Iterator[None]:
+        def forward(number: int, frame: Any) -> None:
             del frame
-            again = self._signal in _ENDING and number in _ENDING
-            if number in _ENDING:
+            if number in _STOPPING:
+                is_second = self._signal in _STOPPING
                 self._signal = number
-                self._kill_at = min(self._kill_at, time.monotonic() + (0.0 if again else self._grace))
+                self._kill_at = min(self._kill_at, time.monotonic() + (0.0 if is_second else grace))
             for rank in self._running():
                 rank.send(number)
 
-        old = {}
-        for name in _PASSED_ON:
+        previous = {}
+        for name in _FORWARDED:
             number = getattr(signal, name, None)
-            # nohup and background shells ignore some signals; what is ignored stays so, here and in the ranks.
+            # nohup and background shells ignore some signals. An ignored signal stays ignored, here and in the ranks.
             if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
-                old[number] = signal.signal(number, pass_on)
+                previous[number] = signal.signal(number, forward)
         try:
             yield
         finally:
-            for number, handler in old.items():
+            for number, handler in previous.items():
                 signal.signal(number, handler)
 
-    def _end(self, rank: _Rank) -> RankEnd:
-        failure = rank.failure()
-        return RankEnd(
-            rank=rank.rank,
-            pid=rank.process.pid,
-            code=rank.process.returncode,
-            stopped=rank.stopped,
-            when=failure["time"] if failure is not None else rank.ended or time.time(),
-            failure=failure,
-            tail=tuple(_last_lines(rank.tail)),
-        )
-
-    def _pump(self, pipe: IO[bytes], shown: Any, prefix: str, tail: deque[str] | None, log: IO[bytes] | None) -> None:
+    def _forward_output(
+        self, pipe: IO[bytes], stream: Any, prefix: str, tail: deque[str] | None, log: IO[bytes] | None
+    ) -> None:
         read: Callable[[], bytes] = pipe.readline if prefix else lambda: pipe.read1(65536)  # type: ignore[attr-defined]
         rest = b""
         for block in iter(read, b""):
             if log is not None:
                 log.write(block)
-            if shown is not None:
+            if stream is not None:
                 with self._print_lock:
-                    shown.buffer.write(prefix.encode() + block)
-                    shown.buffer.flush()
+                    stream.buffer.write(prefix.encode() + block)
+                    stream.buffer.flush()
             if tail is not None:
                 *lines, rest = (rest + block).split(b"\n")
                 rest = rest[-4096:]
@@ -247,6 +247,6 @@ class Ranks:
 
 
 def _last_lines(tail: Sequence[str]) -> list[str]:
-    """The last lines that are not empty; of a progress bar, which rewrites its line, the last state."""
+    """The last lines that are not empty. Of a progress bar, which rewrites its line, only the last state is kept."""
     lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in tail]
     return [line for line in lines if line][-NUM_TAIL_LINES:]

@@ -1,8 +1,8 @@
-"""Where the ranks meet: an address that every rank gets, and the line that says so.
+"""The rendezvous: the address and port at which all ranks meet.
 
-On one machine the launcher needs no torch, and starts seconds earlier: rank 0 hosts the store on a port that the
-launcher keeps reserved for it. Over several machines this is torchrun's own rendezvous (``static`` or ``c10d``), which
-waits for all machines and hosts the store; the launchers also use it to check that they agree and to end together.
+On one machine the launcher imports no torch, which saves seconds: rank 0 hosts the store, on a port that the launcher
+reserves. On several machines this is torchrun's own rendezvous (``static`` or ``c10d``), which waits for all machines
+and hosts the store. The launchers also use that store to compare their worlds and to stop together.
 """
 
 from __future__ import annotations
@@ -18,33 +18,35 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hf_fsdp_plugin.cli.world import World
+from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spec.model import LaunchSection
+from hf_fsdp_plugin.text import plural
 
 DEFAULT_PORT = 29500
 _RUN_ID = "hf_fsdp"
-_WAIT_FOR_OTHERS = 300.0
-"""Seconds a launcher keeps the store up for machines whose ranks end later, as torchrun's exit barrier."""
+_EXIT_BARRIER_SECONDS = 300.0
+"""Time a launcher keeps the store for machines whose ranks exit later, as torchrun's exit barrier."""
 
 
-class RendezvousError(RuntimeError):
-    """The machines did not meet, or do not agree."""
+class RendezvousError(SpecError):
+    """The machines did not meet, or their worlds differ."""
 
 
 class Peers(Protocol):
     """The launchers of the other machines."""
 
     def failure(self) -> str | None:
-        """What another machine has announced, if anything."""
+        """Return the failure that another machine has announced, if any."""
 
     def announce(self, text: str) -> None:
-        """Tells the other machines that a rank failed here."""
+        """Announce to the other machines that a rank failed here."""
 
     def leave(self) -> None:
-        """This machine's ranks have ended; returns when the store is no longer needed."""
+        """Announce that the ranks of this machine have exited. Returns when the store is no longer needed."""
 
 
 class NoPeers:
-    """One machine: nobody to tell."""
+    """The peers of a run on one machine."""
 
     def failure(self) -> str | None:
         return None
@@ -61,9 +63,10 @@ class Rendezvous:
     """Where the ranks meet.
 
     Attributes:
+        machine: number of this machine.
         first_rank: the global rank of this machine's local rank 0.
-        hosted: True where the launcher of machine 0 hosts the store, False where rank 0 does.
-        reserved: the socket that keeps the port free until rank 0 takes it.
+        hosted: True if the launcher of machine 0 hosts the store, False if rank 0 does.
+        reserved: the socket that reserves the port until rank 0 listens on it.
     """
 
     address: str
@@ -80,103 +83,109 @@ class Rendezvous:
             self.reserved.close()
 
 
-def meet_locally(launch: LaunchSection) -> tuple[Rendezvous, str]:
-    """The rendezvous of one machine, and a notice where the port asked for is taken (else an empty text)."""
+def meet_locally(launch: LaunchSection) -> tuple[Rendezvous, tuple[Problem, ...]]:
+    """Return the rendezvous of one machine, and a warning if the requested port is in use."""
+    problems: tuple[Problem, ...] = ()
     reserved = _reserve(launch.main_process_port)
-    notice = ""
     if reserved is None:
-        notice = f"port {launch.main_process_port} is in use on this machine: a free one is taken instead"
+        message = f"port {launch.main_process_port} is in use on this machine. A free port is used instead."
+        problems = (Problem(code="FSDP-W711", setting="launch.main_process_port", message=message),)
         reserved = _reserve(0)
-        assert reserved is not None  # the kernel always has a free port, or raises
-    port = reserved.getsockname()[1]
-    met = Rendezvous(
-        address="127.0.0.1", port=port, backend="static", machine=0, first_rank=0, hosted=False, reserved=reserved
+        assert reserved is not None  # the kernel returns a free port, or raises
+    rendezvous = Rendezvous(
+        address="127.0.0.1",
+        port=reserved.getsockname()[1],
+        backend="static",
+        machine=0,
+        first_rank=0,
+        hosted=False,
+        reserved=reserved,
     )
-    return met, notice
+    return rendezvous, problems
 
 
-def describe(world: World, launch: LaunchSection, *, met: Rendezvous | None = None) -> str:
-    """The one line: ``1 machine, 2 ranks, 127.0.0.1:41234, static, gloo on cpu``."""
-    machines = f"{world.num_machines} machine{'s' if world.num_machines > 1 else ''}"
-    ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
+def describe(world: World, launch: LaunchSection, *, rendezvous: Rendezvous | None = None) -> str:
+    """Return one line: ``rendezvous: 1 machine, 2 ranks, 127.0.0.1:41234, static, gloo on cpu``."""
+    ranks = plural(world.size, "rank")
     if world.num_machines > 1:
-        first = met.first_rank if met is not None else launch.machine_rank * world.num_local
-        here = f"machine {met.machine if met is not None else launch.machine_rank}"
-        if met is not None or launch.rdzv_backend == "static":
-            here += f" runs {_span(first, world.num_local)}"
-        ranks += f", {here}"
-    if met is not None:
-        address = f"{met.address}:{met.port}"
+        first = rendezvous.first_rank if rendezvous is not None else launch.machine_rank * world.num_local
+        ranks += f", machine {rendezvous.machine if rendezvous is not None else launch.machine_rank}"
+        if rendezvous is not None or launch.rdzv_backend == "static":
+            last = first + world.num_local - 1
+            ranks += f" runs rank {first}" if first == last else f" runs ranks {first} to {last}"
+    if rendezvous is not None:
+        address = f"{rendezvous.address}:{rendezvous.port}"
     elif world.num_machines > 1:
-        address = place(launch)
+        address = endpoint(launch)
     else:
         address = f"127.0.0.1:{launch.main_process_port or 'a free port'}"
     backend = launch.rdzv_backend if world.num_machines > 1 else "static"
+    machines = plural(world.num_machines, "machine")
     return f"rendezvous: {machines}, {ranks}, {address}, {backend}, {world.backend} on {world.device}"
 
 
-def place(launch: LaunchSection) -> str:
-    """Where several machines meet: ``10.0.0.1:29500``."""
+def endpoint(launch: LaunchSection) -> str:
+    """Return where several machines meet: ``10.0.0.1:29500``."""
     return f"{launch.main_process_ip}:{launch.main_process_port or DEFAULT_PORT}"
 
 
 def meet_machines(launch: LaunchSection, world: World, *, rdzv_conf: str = "") -> Rendezvous:
-    """Waits for the other machines through torchrun's rendezvous; interruptible by signals.
+    """Wait for the other machines in torchrun's rendezvous. Signals interrupt the wait.
 
     Raises:
-        RendezvousError: not all machines came in time, or they start different numbers of ranks.
+        RendezvousError: not all machines arrived before the timeout, or they start different numbers of ranks.
     """
-    box: dict[str, Any] = {}
+    results: list[Rendezvous] = []
+    errors: list[Exception] = []
 
     def wait() -> None:
         try:
-            box["met"] = _meet(launch, world, rdzv_conf)
+            results.append(_meet(launch, world, rdzv_conf))
         except Exception as error:
-            box["error"] = error
+            errors.append(error)
 
-    # The store's constructor blocks without looking at signals, so the main thread stays out of it.
+    # The store's constructor blocks without handling signals, so it runs outside the main thread.
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     while thread.is_alive():
         thread.join(0.2)
-    if "error" in box:
-        error = box["error"]
-        if isinstance(error, RendezvousError):
-            raise error
-        lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        raise RendezvousError(
-            f"the {world.num_machines} machines did not meet at {place(launch)}: {lines[0]} "
-            f"Check that machine 0 is started, that its address and port are reachable from here, and that no two "
-            f"machines have the same --machine_rank."
-        ) from error
-    met: Rendezvous = box["met"]
-    return met
+    if not errors:
+        return results[0]
+    if isinstance(errors[0], RendezvousError):
+        raise errors[0]
+    lines = [line for line in str(errors[0]).splitlines() if line.strip()] or [type(errors[0]).__name__]
+    message = f"the {world.num_machines} machines did not meet at {endpoint(launch)}: {lines[0]}"
+    fix = (
+        "Check that machine 0 is started, that its address and port are reachable from here, and that no two machines "
+        "have the same --machine_rank."
+    )
+    raise RendezvousError([Problem(code="FSDP-E707", message=message, fix=fix)]) from errors[0]
 
 
 def _meet(launch: LaunchSection, world: World, rdzv_conf: str) -> Rendezvous:
-    with _quiet_torch():
+    with _torch_log_level():
         import torch.distributed.elastic.rendezvous.registry as registry
         from torch.distributed.elastic.rendezvous import RendezvousParameters
         from torch.distributed.launcher.api import LaunchConfig  # noqa: F401  (registers the handlers in every torch)
 
     conf = dict(pair.split("=", 1) for pair in rdzv_conf.split(",") if "=" in pair)
-    local = launch.main_process_ip in ("127.0.0.1", "localhost", "::1")
+    is_local = launch.main_process_ip in ("127.0.0.1", "localhost", "::1")
     if launch.rdzv_backend == "static":
         conf["rank"] = launch.machine_rank  # type: ignore[assignment]
     parameters = RendezvousParameters(
         backend=launch.rdzv_backend,
-        endpoint=place(launch),
+        endpoint=endpoint(launch),
         run_id=_RUN_ID,
         min_nodes=world.num_machines,
         max_nodes=world.num_machines,
-        local_addr=launch.main_process_ip if local else None,
+        local_addr=launch.main_process_ip if is_local else None,
         **conf,
     )
     handler = registry.get_rendezvous_handler(parameters)
     info = handler.next_rendezvous()
     bootstrap = info.bootstrap_store_info
     assert bootstrap is not None
-    _agree(info.store, info.rank, world)
+    check_worlds_agree(info.store, info.rank, world)
     return Rendezvous(
         address=bootstrap.master_addr,
         port=bootstrap.master_port,
@@ -189,61 +198,63 @@ def _meet(launch: LaunchSection, world: World, rdzv_conf: str) -> Rendezvous:
 
 
 @contextlib.contextmanager
-def _quiet_torch() -> Iterator[None]:
-    """A store that goes away when all is done makes torch print C++ stacks; what matters is raised as well.
+def _torch_log_level() -> Iterator[None]:
+    """Import torch with a log level at which a closed store prints no C++ stacks. Python raises these errors anyway.
 
-    Torch reads the level when it is loaded. The ranks' environment is left as it was.
+    Torch reads the variable when it is imported. The environment of the ranks is not changed.
     """
     name = "TORCH_CPP_LOG_LEVEL"
-    before = os.environ.get(name)
+    is_set = name in os.environ
     os.environ.setdefault(name, "ERROR")
     try:
         yield
     finally:
-        if before is None:
+        if not is_set:
             del os.environ[name]
 
 
-def _agree(store: Any, machine: int, world: World) -> None:
-    """All machines start the same number of ranks on the same kind of device, or none starts any."""
+def check_worlds_agree(store: Any, machine: int, world: World) -> None:
+    """Raise ``RendezvousError`` unless all machines start equally many ranks on the same device type."""
     mine = {"ranks": world.num_local, "device": world.device}
     store.set(f"world/{machine}", json.dumps(mine))
     for other in range(world.num_machines):
         theirs = json.loads(store.get(f"world/{other}"))
         if theirs != mine:
             store.set(f"left/{machine}", "1")
-            raise RendezvousError(
-                f"machine {other} starts {theirs['ranks']} ranks on {theirs['device']}, machine {machine} starts "
-                f"{mine['ranks']} on {mine['device']}. Give every machine the same config."
+            message = (
+                f"machine {other} starts {plural(theirs['ranks'], 'rank')} on {theirs['device']}, machine {machine} "
+                f"starts {plural(world.num_local, 'rank')} on {world.device}."
             )
+            fix = "Give every machine the same config."
+            raise RendezvousError([Problem(code="FSDP-E708", message=message, fix=fix)])
 
 
 class StorePeers:
-    """The other launchers, met in the rendezvous's store."""
+    """The other launchers, reached through the store of the rendezvous."""
 
     def __init__(self, *, handler: Any, store: Any, machine: int, num_machines: int) -> None:
-        self._handler = handler  # c10d hosts the store in it
+        self._handler = handler  # under c10d it hosts the store
         self._store = store
         self._machine = machine
-        # The store is machine 0's, and under c10d a second one is anybody's: nobody leaves before all have ended.
+        # Machine 0 hosts the store; under c10d another machine may host a second one. A host leaves last.
         self._waits = machine == 0 or handler.get_backend() != "static"
         self._num_machines = num_machines
-        self._next_look = 0.0
+        self._next_check = 0.0
 
     def failure(self) -> str | None:
-        if time.monotonic() < self._next_look:
+        if time.monotonic() < self._next_check:
             return None
-        self._next_look = time.monotonic() + 0.5
+        self._next_check = time.monotonic() + 0.5
         try:
             if self._store.check(["failed"]):
                 text: str = self._store.get("failed").decode()
                 return None if text.startswith(f"machine {self._machine}:") else text
-        except Exception:  # the store lives in another process, which may be gone in many ways
-            return "the launcher that hosts the rendezvous is gone"
+        except Exception:  # the process that hosts the store can fail in many ways
+            return "the launcher that hosts the rendezvous has exited"
         return None
 
     def announce(self, text: str) -> None:
-        # Where the store's host is gone already, the others know without being told.
+        # If the host of the store has exited, the other machines notice that by themselves.
         with contextlib.suppress(Exception):
             self._store.compare_set("failed", "", f"machine {self._machine}: {text}")
 
@@ -252,25 +263,24 @@ class StorePeers:
             self._store.set(f"left/{self._machine}", "1")
             if self._waits:
                 keys = [f"left/{other}" for other in range(self._num_machines)]
-                deadline = time.monotonic() + _WAIT_FOR_OTHERS
+                deadline = time.monotonic() + _EXIT_BARRIER_SECONDS
                 while time.monotonic() < deadline and not self._store.check(keys):
                     time.sleep(0.1)
             self._handler.shutdown()
 
 
 def _reserve(port: int) -> socket.socket | None:
-    """A bound socket that does not listen: nobody else is given the port; rank 0, reusing addresses, may listen."""
-    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    """Bind a socket that does not listen, so that no other process gets the port.
+
+    Rank 0 can still listen on the port, because its socket also has SO_REUSEADDR.
+    """
+    reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        held.bind(("127.0.0.1", port))
+        reserved.bind(("127.0.0.1", port))
     except OSError:
-        held.close()
+        reserved.close()
         if port == 0:
             raise
         return None
-    return held
-
-
-def _span(first: int, count: int) -> str:
-    return f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
+    return reserved

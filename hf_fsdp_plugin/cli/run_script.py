@@ -1,7 +1,7 @@
-"""What runs inside a rank: the plugin is installed, then the user's script runs as if Python had started it.
+"""Runs the user's script in a rank with the plugin installed: ``python -m … [-m] SCRIPT ARGS…``.
 
-``python -m hf_fsdp_plugin.cli.run_script [-m] SCRIPT ARGS…``, started by ``hf-fsdp launch``. How the script ended goes
-to the file that ``HF_FSDP_FAILURE_FILE`` names; the launcher tells it once for all ranks: no traceback is printed here.
+``hf-fsdp launch`` starts this module. It writes the failure of the script to the file ``HF_FSDP_FAILURE_FILE``, and
+prints no traceback: the launcher prints one summary for all ranks.
 """
 
 from __future__ import annotations
@@ -36,39 +36,36 @@ _MAX_FRAMES = 300
 
 
 def main() -> None:
-    """Entry of a rank. Ends with the script's own exit code."""
+    """Run the script given in ``sys.argv``. The process exits with the script's own exit code."""
     launcher = int(os.environ.pop(LAUNCHER_VARIABLE, "0"))
     failure_file = os.environ.pop(FAILURE_VARIABLE, "")
     if launcher:
-        _end_with(launcher)
-    # A crash in native code (a segmentation fault) then says where in Python it happened.
+        _exit_with_launcher(launcher)
+    # Print the Python stack at a crash in native code, such as a segmentation fault.
     with contextlib.suppress(ValueError, OSError, io.UnsupportedOperation):
         faulthandler.enable()
-    words = sys.argv[1:]
-    module = words[0] == "-m"
-    script, args = (words[1], words[2:]) if module else (words[0], words[1:])
+    module = sys.argv[1] == "-m"
+    script, *args = sys.argv[2 if module else 1 :]
     try:
         hf_fsdp_plugin.install()
         run(script, args, module=module)
     except BaseException as error:
         if is_failure(error):
-            from hf_fsdp_plugin.integrations.run_report import (
-                abandon,  # not at the top: the launcher reads this file's names
-            )
+            from hf_fsdp_plugin.integrations.run_report import abandon  # lazy: the launcher imports this module
 
             abandon()
         if not failure_file:
             raise
-        _record(error, Path(failure_file))
+        _record_failure(error, Path(failure_file))
         if isinstance(error, SpecError):
             raise SystemExit(1) from None
         if not isinstance(error, SystemExit):
-            sys.excepthook = _quietly(sys.excepthook)
+            sys.excepthook = _without_stderr(sys.excepthook)
         raise
 
 
 def run(script: str, args: Sequence[str], *, module: bool = False) -> None:
-    """Runs a script or a module as ``__main__``, with ``sys.argv`` and ``sys.path[0]`` as Python itself sets them."""
+    """Run a script or a module as ``__main__``, with ``sys.argv`` and ``sys.path[0]`` as Python sets them."""
     sys.argv = [script, *args]
     if module:
         sys.path[0] = os.getcwd()
@@ -79,8 +76,8 @@ def run(script: str, args: Sequence[str], *, module: bool = False) -> None:
         runpy.run_path(path, run_name="__main__")
         return
     sys.path[0] = os.path.dirname(os.path.realpath(path))
-    # Not runpy.run_path: it takes the module away again when the script's last line is done, while exit handlers,
-    # threads and pickles still look for their names in __main__.
+    # runpy.run_path removes the module after the script's last line, but exit handlers, threads and pickles still
+    # need its names in __main__.
     main_module = types.ModuleType("__main__")
     main_module.__dict__.update(
         __file__=path,
@@ -95,23 +92,23 @@ def run(script: str, args: Sequence[str], *, module: bool = False) -> None:
     exec(code, main_module.__dict__)
 
 
-def _end_with(launcher: int) -> None:
-    """The rank dies with a launcher that could not say goodbye (SIGKILL): no orphans. Linux only."""
+def _exit_with_launcher(launcher: int) -> None:
+    """Kill this process when the launcher is killed, so that no rank is orphaned. Linux only."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != launcher:  # it died before the line above
+        if os.getppid() != launcher:  # it exited before the line above
             os._exit(1)
 
 
 def is_failure(error: BaseException) -> bool:
-    """Of an exit code, the system keeps the last eight bits."""
+    """Return whether the process exits with a nonzero code. The system keeps the last eight bits of a code."""
     if not isinstance(error, SystemExit):
         return True
     return error.code % 256 != 0 if isinstance(error.code, int) else error.code is not None
 
 
-def _record(error: BaseException, file: Path) -> None:
-    """Writes how the script ended, for the launcher; nothing where it ended well."""
+def _record_failure(error: BaseException, file: Path) -> None:
+    """Write the failure for the launcher. Writes nothing for a successful exit."""
     if not is_failure(error):
         return
     content: dict[str, Any] = {"time": time.time(), "type": type(error).__name__, "frames": [], "traceback": ""}
@@ -120,25 +117,25 @@ def _record(error: BaseException, file: Path) -> None:
     elif isinstance(error, SystemExit):
         content |= {"kind": "exit", "message": "" if isinstance(error.code, int) else str(error.code)}
     else:
-        shown = traceback.TracebackException.from_exception(error, limit=-_MAX_FRAMES)
+        details = traceback.TracebackException.from_exception(error, limit=-_MAX_FRAMES)
         content |= {
             "kind": "interrupt" if isinstance(error, KeyboardInterrupt) else "exception",
-            "message": "".join(shown.format_exception_only()).strip(),
+            "message": "".join(details.format_exception_only()).strip(),
             "frames": [
                 {"file": f.filename, "line": f.lineno, "name": f.name, "code": f.line or "", "library": _is_library(f)}
-                for f in shown.stack
-                if not _is_ours(f.filename)
+                for f in details.stack
+                if not _is_own(f.filename)
             ],
-            "traceback": "".join(shown.format()),
+            "traceback": "".join(details.format()),
         }
-    waiting = file.with_suffix(".part")
+    partial = file.with_suffix(".part")
     with contextlib.suppress(OSError):
-        waiting.write_text(json.dumps(content))
-        waiting.replace(file)
+        partial.write_text(json.dumps(content))
+        partial.replace(file)
 
 
-def _quietly(hook: Callable[..., Any]) -> Callable[..., None]:
-    """Hooks of the user's libraries still see the exception; what they print is dropped, as the launcher tells it."""
+def _without_stderr(hook: Callable[..., Any]) -> Callable[..., None]:
+    """Call the exception hooks of other libraries, but drop what they print: the launcher prints the summary."""
 
     def call(*details: Any) -> None:
         with contextlib.redirect_stderr(io.StringIO()):
@@ -147,7 +144,7 @@ def _quietly(hook: Callable[..., Any]) -> Callable[..., None]:
     return call
 
 
-def _is_ours(filename: str) -> bool:
+def _is_own(filename: str) -> bool:
     return filename == __file__ or filename.startswith("<frozen ")
 
 

@@ -25,7 +25,7 @@ _RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
 def environment(folder: Path, **more: str) -> dict[str, str]:
     """This process's environment without a word about FSDP or ranks, and without the user's default config."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_SOURCES) and k not in _RANK}
-    return {**kept, "HF_HOME": str(folder / "hf_home"), "HF_HUB_OFFLINE": "1", **more}
+    return {**kept, "HF_HOME": str(folder / "hf_home"), "HF_HUB_OFFLINE": "1", "TMPDIR": str(folder), **more}
 
 
 def write(folder: Path, text: str, *, name: str = "train.py") -> Path:

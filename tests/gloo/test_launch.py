@@ -139,7 +139,7 @@ def test_an_exception_is_told_once_with_the_rank_and_the_users_lines(tmp_path: P
     assert done.stderr.count("ValueError: no such column: labels") == 1
     assert "train.py:4, in deep" in done.stderr
     assert "| reading data" in done.stderr
-    assert "rank 0 ended by the launcher" in done.stderr
+    assert "rank 0 stopped by the launcher" in done.stderr
     assert "Traceback" not in done.stderr
     assert "run_script" not in done.stderr
 
@@ -182,7 +182,7 @@ def test_a_rank_that_only_lost_its_partner_is_one_line(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "rank 1 failed" in done.stderr and "KeyError: 'the cause'" in done.stderr
     assert [
-        line for line in done.stderr.splitlines() if line.startswith("hf-fsdp: rank 0 lost the connection after it")
+        line for line in done.stderr.splitlines() if line.startswith("hf-fsdp: rank 0 lost the connection afterwards")
     ]
 
 
@@ -259,7 +259,7 @@ def test_ranks_that_do_not_handle_a_signal_end_with_it(tmp_path: Path, number: s
     process.send_signal(number)
     done = finish(process, timeout=30)
     assert done.returncode == 128 + number
-    assert f"stopped by {number.name}; ranks 0, 1 ended" in done.stderr
+    assert f"stopped by {number.name}; ranks 0, 1 exited" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -67,14 +67,14 @@ def test_a_machine_without_collectives_is_told_of_a_failure_elsewhere(tmp_path: 
     first, second = two_machines(tmp_path, "train.py")
     assert time.monotonic() - began < 100
     assert (first.returncode, second.returncode) == (1, 9)
-    assert "as another failed: machine 1: rank 3: exit code 9" in first.stderr
+    assert "because another failed: machine 1: rank 3: exit code 9" in first.stderr
 
 
 def test_machines_with_different_configs_start_nothing(tmp_path: Path) -> None:
     write(tmp_path, "open('started', 'w').write('x')")
     machines = two_machines(tmp_path, "train.py", last=("--num_processes", "2"))
     assert [done.returncode for done in machines] == [1, 1]
-    assert "machine 1 starts 1 ranks on cpu, machine 0 starts 2" in machines[0].stderr
+    assert "machine 1 starts 1 rank on cpu, machine 0 starts 2 ranks" in machines[0].stderr
     assert not (tmp_path / "started").exists()
 
 
@@ -169,4 +169,4 @@ def test_accelerates_plain_cpu_process_is_told_that_it_has_no_ranks(tmp_path: Pa
     write(tmp_path, "")
     program = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "-m", "hf_fsdp_plugin", "train.py"]
     done = run(tmp_path, program)
-    assert "accelerate launch has started a plain process, not ranks" in done.stderr
+    assert "accelerate launch has started a plain process instead of ranks" in done.stderr

@@ -131,40 +131,6 @@ def test_a_good_config_is_no_message_and_exit_code_0(
     assert said(capsys, monkeypatch, tmp_path, verb, "c.yaml") == (0, [])
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--num_processes", "100000", "train.py"], "100000 CPU ranks on this machine"),
-        (["--num_processes", "0", "train.py"], "expected a whole number from 1"),
-        (["--set", "foo=1", "train.py"], "unknown setting 'foo'"),
-        (["--config_file=", "train.py"], "--config_file needs a value"),
-        (["--log_dir", "train.py", "train.py"], "--log_dir train.py: "),
-        (["--report", "/proc/none/r.json", "train.py"], "--report /proc/none/r.json: "),
-        (["none.py"], "none.py: no such script"),
-        (["x" * 5000], "no such script"),
-        (["c.yaml"], "is a config, not a script"),
-        (["binary"], "is binary, not a Python script"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_a_launch_that_cannot_be_is_one_message_before_anything_starts(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    argv: list[str],
-    message: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "c.yaml").write_bytes(FSDP + b"  fsdp_version: 2\n")
-    (tmp_path / "train.py").write_text("open('started', 'w')")
-    (tmp_path / "binary").write_bytes(b"\x7fELF\x00\x00")
-    code = main(["launch", "--config_file", "c.yaml", *argv])
-    lines = capsys.readouterr().err.splitlines()
-    assert code in (1, 2)
-    assert len(lines) == 1 and message in lines[0], lines
-    assert not (tmp_path / "started").exists()
-
-
 def test_a_full_disk_under_stdout_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     class Full:
         def write(self, text: str) -> int:

@@ -1,0 +1,173 @@
+"""The summary of a failed run: the rank that failed first and its exception, then one line for each other outcome."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from hf_fsdp_plugin.cli.ranks import RankExit, RunResult
+from hf_fsdp_plugin.text import plural, truncate_lines
+
+_CONNECTION_LOST = re.compile(
+    r"connection (was )?(closed|reset|refused|lost)|broken pipe|remote process exited|timed? ?out|"
+    r"DistNetworkError|DistStoreError|ncclSystemError|ncclRemoteError|ncclInternalError|process group .*abort|"
+    r"recvValue|sendBytes|Gloo .*failed",
+    re.IGNORECASE,
+)
+"""Exceptions of a rank whose peer has exited."""
+
+_NUM_LAST_FRAMES = 2
+_MAX_LINE = 240
+_MAX_LINES = 30
+_HINTS = {
+    "SIGKILL": "If nobody sent it, the kernel's out-of-memory killer did: use fewer ranks or smaller batches.",
+    "SIGSEGV": "A crash in native code: the stderr of the rank contains the Python stack.",
+    "SIGBUS": "Often a full /dev/shm: give the container more shared memory, or DataLoader fewer workers.",
+}
+
+
+def exit_code(result: RunResult) -> int:
+    """Return the launcher's exit code: that of the first failed rank, or 128 plus the number of its signal."""
+    first = first_failure(result.exits)
+    if first is None:
+        return 1 if result.remote_failure else 0
+    if result.signal_number:
+        return 128 + result.signal_number
+    if result.remote_failure and first.failure is None:
+        return 1
+    if first.code > 0:
+        return first.code
+    if first.failure is not None:
+        return 1  # the rank recorded an exception before the launcher stopped it
+    return 128 - first.code
+
+
+def first_failure(exits: Iterable[RankExit]) -> RankExit | None:
+    """Return the rank whose failure caused the others.
+
+    Ranks that the launcher stopped, and ranks that only lost a connection, come last.
+    """
+    failed = [rank for rank in exits if rank.code != 0 or rank.failure is not None]
+    first = min(failed, key=lambda rank: (_only_stopped(rank), _lost_connection(rank), rank.time), default=None)
+    if first is None or first.failure is None:
+        return first
+    # If several ranks have the same failure, return the lowest rank: their order in time is random.
+    return next(rank for rank in failed if rank.failure is not None and summarize(rank) == summarize(first))
+
+
+def summarize(rank: RankExit) -> str:
+    """Return one line: the exception's message, the exit code, or the name of the signal."""
+    failure = rank.failure
+    if failure is not None and failure["kind"] in ("exception", "interrupt"):
+        return _first_line(failure)
+    if failure is not None and failure["kind"] == "spec":
+        return "the config has errors"
+    message = f": {failure['message']}" if failure is not None and failure["message"] else ""
+    return f"killed by {_signal_name(-rank.code)}" if rank.code < 0 else f"exit code {rank.code}{message}"
+
+
+def format_failures(result: RunResult, *, debug: bool = False, shown_live: Iterable[int] = ()) -> str:
+    """Format the whole summary; empty if every rank succeeded.
+
+    Args:
+        debug: include the full tracebacks of all ranks.
+        shown_live: ranks whose stderr went to the terminal, so that its last lines are not repeated.
+    """
+    first = first_failure(result.exits)
+    if result.signal_number and first is not None:
+        name = _signal_name(result.signal_number)
+        return f"hf-fsdp: stopped by {name}; {_ranks([rank.rank for rank in result.exits])} exited"
+    if result.remote_failure and (first is None or first.failure is None or _lost_connection(first)):
+        return f"hf-fsdp: the ranks of this machine were stopped because another failed: {result.remote_failure}"
+    if first is None:
+        return ""
+    failure = first.failure
+    if failure is not None and failure["kind"] == "spec":
+        return str(failure["message"])
+    lines = [f"hf-fsdp: rank {first.rank} failed (pid {first.pid} on {socket.gethostname()}): {summarize(first)}"]
+    if failure is not None and failure["kind"] == "exception":
+        rest = [f"  {line}" for line in str(failure["message"]).splitlines() if line != _first_line(failure)]
+        lines += truncate_lines(rest, _MAX_LINES)
+        lines += failure["traceback"].rstrip().splitlines() if debug else _format_frames(failure["frames"])
+    if first.code < 0 and not first.stopped and (hint := _HINTS.get(_signal_name(-first.code))):
+        lines.append(f"  {hint}")
+    if first.tail and first.rank not in set(shown_live):
+        lines += [f"  last lines of rank {first.rank}'s stderr:", *(f"  | {line}" for line in first.tail)]
+    lines += _format_others(first, result.exits, debug=debug)
+    return "\n".join(lines)
+
+
+def _format_others(first: RankExit, exits: Sequence[RankExit], *, debug: bool) -> list[str]:
+    """One line for each way in which the other ranks failed."""
+    groups: dict[str, list[int]] = {}
+    for rank in exits:
+        if rank is first or (rank.code == 0 and rank.failure is None):
+            continue
+        if _only_stopped(rank):
+            text = "stopped by the launcher"
+        elif summarize(rank) == summarize(first):
+            text = "failed the same way"
+        elif _lost_connection(rank):
+            text = f"lost the connection afterwards: {summarize(rank)}"
+        else:
+            text = f"failed afterwards: {summarize(rank)}"
+        groups.setdefault(text, []).append(rank.rank)
+    lines = [f"hf-fsdp: {_ranks(ranks)} {text}" for text, ranks in groups.items()]
+    if debug:
+        for rank in exits:
+            if rank is not first and rank.failure is not None and rank.failure["traceback"]:
+                lines += [f"hf-fsdp: traceback of rank {rank.rank}:", rank.failure["traceback"].rstrip()]
+    return lines
+
+
+def _first_line(failure: Mapping[str, Any]) -> str:
+    lines = str(failure["message"]).splitlines() or [""]
+    # Python puts the place of a syntax error before its message; other exceptions begin with the message.
+    line = next((line for line in lines if line.startswith(failure["type"])), lines[0])
+    return line if len(line) <= _MAX_LINE else line[: _MAX_LINE - 1] + "…"
+
+
+def _format_frames(frames: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The frames of user code and the last frames; library frames in between are counted."""
+    lines: list[str] = []
+    num_skipped = 0
+    for position, frame in enumerate(frames):
+        if frame["library"] and position < len(frames) - _NUM_LAST_FRAMES:
+            num_skipped += 1
+            continue
+        if num_skipped:
+            lines.append(f"  … {plural(num_skipped, 'frame')} in libraries (--debug shows them)")
+            num_skipped = 0
+        lines.append(f"  {_relative(frame['file'])}:{frame['line']}, in {frame['name']}")
+        if frame["code"]:
+            lines.append(f"    {frame['code']}")
+    return lines
+
+
+def _only_stopped(rank: RankExit) -> bool:
+    return rank.stopped and rank.failure is None
+
+
+def _lost_connection(rank: RankExit) -> bool:
+    is_exception = rank.failure is not None and rank.failure["kind"] == "exception"
+    return is_exception and bool(_CONNECTION_LOST.search(summarize(rank)))
+
+
+def _relative(path: str) -> str:
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,124 @@
+"""The arguments of ``hf-fsdp launch``: what is parsed, and what is an error before any rank starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hf_fsdp_plugin.cli.launch_flags import UsageError, parse_launch_arguments
+from hf_fsdp_plugin.cli.main import main
+from hf_fsdp_plugin.sources.handover import LAUNCH_VARIABLE, LaunchHandover
+
+CONFIG = "distributed_type: FSDP\nuse_cpu: true\nfsdp_config:\n  fsdp_version: 2\n"
+SCRIPT = "open('started', 'w').write('x')"
+UNKNOWN = "unknown flag --num_procs before the script. Did you mean --num_processes?"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "train").write_text(SCRIPT)
+    (tmp_path / "fsdp.yaml").write_text(CONFIG)
+    (tmp_path / "binary").write_bytes(b"\x7fELF\x00\x00")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def launch(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = main(["launch", "--config_file", "fsdp.yaml", *argv])
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--num_procs", "2", "train.py"], UNKNOWN),
+        (["--fsdp_offload_param", "true", "train.py"], "Did you mean --fsdp_offload_params?"),
+        (["--use_deepspeed", "train.py"], "--use_deepspeed: this launcher runs FSDP only"),
+        (["--max_restarts", "3", "train.py"], "--max_restarts"),
+        (["--show-ranks", "some", "train.py"], "--show_ranks some: write main or all"),
+        (["--grace", "soon", "train.py"], "--grace soon: expected a number"),
+        (["missing.py"], "missing.py: no such script"),
+        (["-m", "no_such_module_anywhere"], "no module named no_such_module_anywhere"),
+        (["."], "without a __main__.py"),
+        (["--report"], "--report needs a value"),
+        (["--config_file=", "train.py"], "--config_file needs a value"),
+        (["--log_dir", "train.py", "train.py"], "--log_dir train.py: "),
+        (["--report", "/proc/none/r.json", "train.py"], "--report /proc/none/r.json: "),
+        (["x" * 5000], "no such script"),
+        (["fsdp.yaml"], "is a config, not a script"),
+        (["binary"], "is binary, not a Python script"),
+        ([], "no script"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_wrong_usage_exits_2_with_one_line(
+    capsys: pytest.CaptureFixture[str], folder: Path, argv: list[str], message: str
+) -> None:
+    code, _, err = launch(capsys, *argv)
+    assert (code, err.count("\n")) == (2, 1) and message in err, err
+    assert not (folder / "started").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--num_processes", "100000"], ["FSDP-E702"]),
+        (["--num_processes", "0"], ["expected a whole number from 1"]),
+        (["--set", "foo=1"], ["'foo'"]),
+        (["--num_machines", "2"], ["FSDP-E704"]),
+        (["--num_machines", "2", "--num_processes", "3", "--main_process_ip", "h"], ["num_processes", "2 machines"]),
+        (["--fsdp_sharding_strategy", "9", "--set", "foo=1"], ["fsdp_sharding_strategy", "'foo'"]),
+    ],
+    ids=str,
+)
+def test_config_errors_exit_1_all_at_once(
+    capsys: pytest.CaptureFixture[str], folder: Path, argv: list[str], parts: list[str]
+) -> None:
+    code, _, err = launch(capsys, *argv, "train.py")
+    assert code == 1 and all(part in err for part in parts), err
+    assert not (folder / "started").exists()
+
+
+def test_dry_run_prints_command_and_rendezvous(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    code, out, _ = launch(capsys, "--dry-run", "--num_processes", "4", "--cpu", "train", "a b")
+    assert code == 0
+    assert "rendezvous: 1 machine, 4 ranks, 127.0.0.1:" in out
+    assert "hf_fsdp_plugin.cli.run_script train 'a b'" in out
+    assert not (folder / "started").exists()
+
+
+def test_launch_without_a_config_is_a_note(
+    capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(folder / "home"))
+    assert main(["launch", "--dry_run", "train.py"]) == 0
+    assert "[FSDP-N713]" in capsys.readouterr().err
+    assert main(["launch", "--dry_run", "--use_fsdp", "train.py"]) == 0
+    assert "[FSDP-N713]" not in capsys.readouterr().err
+
+
+def test_hyphens_equals_signs_and_scripts_without_suffix() -> None:
+    parsed = parse_launch_arguments(["--num-processes=1", "--mixed-precision=no", "--same_network", "--DEBUG", "train"])
+    assert parsed.command_line == ("--num_processes=1", "--mixed_precision=no", "--same_network=true", "--debug=true")
+    assert (parsed.script, parsed.options) == ("train", {})
+    parsed = parse_launch_arguments(["--quiet=false", "--monitor_interval", "5", "-t", "3", "--", "--odd.py"])
+    assert (parsed.script, parsed.options) == ("--odd.py", {"tee": "3"})
+
+
+def test_arguments_after_the_script_are_unchanged() -> None:
+    parsed = parse_launch_arguments(["--num_processes", "2", "train.py", "--num_processes", "3", "--", "-m"])
+    assert parsed.command_line == ("--num_processes=2",)
+    assert (parsed.script, parsed.script_args) == ("train.py", ("--num_processes", "3", "--", "-m"))
+    with pytest.raises(UsageError, match="unknown flag --learning_rate"):
+        parse_launch_arguments(["--learning_rate", "1", "train.py"])
+
+
+def test_handover_roundtrip_and_invalid_variable() -> None:
+    written = LaunchHandover(config="/a/b.yaml", command_line=("--cpu=true",), overrides=("a=b",), environ={"A": "ü"})
+    assert LaunchHandover.from_env(written.to_env()) == written
+    assert LaunchHandover.from_env({}) is None
+    with pytest.raises(ValueError, match=f"{LAUNCH_VARIABLE} in the environment does not"):
+        LaunchHandover.from_env({LAUNCH_VARIABLE: '{"config": null}'})
