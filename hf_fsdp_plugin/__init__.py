@@ -22,7 +22,7 @@ _PUBLIC = {
     "accelerator": "hf_fsdp_plugin.integrations.accelerate.accelerator",
     "install": "hf_fsdp_plugin.integrations.install",
     "load_spec": "hf_fsdp_plugin.spec.load",
-    "report": "hf_fsdp_plugin.observe.report",
+    "report": "hf_fsdp_plugin.integrations.report",
     "resolve": "hf_fsdp_plugin.plan.resolve",
 }
 
@@ -46,8 +46,8 @@ __all__ = [
 if TYPE_CHECKING:
     from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator
     from hf_fsdp_plugin.integrations.install import install
+    from hf_fsdp_plugin.integrations.report import report
     from hf_fsdp_plugin.integrations.transformers.trainer import FsdpTrainer, FsdpTrainerMixin, FsdpTrainingArguments
-    from hf_fsdp_plugin.observe.report import report
     from hf_fsdp_plugin.plan.model import FsdpPlan
     from hf_fsdp_plugin.plan.resolve import resolve
     from hf_fsdp_plugin.problems import Origin, Problem, SpecError

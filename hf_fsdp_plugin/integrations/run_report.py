@@ -1,4 +1,4 @@
-"""The end of a run: what the model became, written and shown."""
+"""The report at the end of a run: written to ``fsdp_report.json`` and printed."""
 
 from __future__ import annotations
 
@@ -15,25 +15,71 @@ from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.checkpoint.writing import save as saves
 from hf_fsdp_plugin.integrations import session
 from hf_fsdp_plugin.integrations.messages import tell
-from hf_fsdp_plugin.observe.optimizer import optimizer_of, trained_pair
-from hf_fsdp_plugin.observe.report import BatchShape, observe
-from hf_fsdp_plugin.observe.watch import watch
+from hf_fsdp_plugin.integrations.report import report_accelerator
+from hf_fsdp_plugin.observe.first_step import record_first_step
+from hf_fsdp_plugin.observe.optimizer import optimizer_of
+from hf_fsdp_plugin.observe.report import BatchShape, Report
 
 REPORT_NAME = "fsdp_report.json"
-# Accelerators that have prepared a model, and those of them whose run has been reported.
-_open: WeakSet[Any] = WeakSet()
-_reported: WeakSet[Any] = WeakSet()
-_anything_prepared = False
+
+
+class RunReporter:
+    """Reports runs that have not been reported when the interpreter exits, such as loops without ``end_training``."""
+
+    def __init__(self) -> None:
+        self._prepared: WeakSet[Any] = WeakSet()
+        self._reported: WeakSet[Any] = WeakSet()
+        self._has_prepared = False
+        atexit.register(self._at_exit)
+
+    def add_prepared(self, accelerator: Any) -> None:
+        """Remember an accelerator that has prepared a model."""
+        self._prepared.add(accelerator)
+        self._has_prepared = True
+
+    def add_reported(self, accelerator: Any) -> None:
+        """Remember an accelerator whose run has been reported."""
+        self._reported.add(accelerator)
+
+    def close(self) -> None:
+        """Report nothing at exit."""
+        atexit.unregister(self._at_exit)
+
+    def _at_exit(self) -> None:
+        # After an exception other ranks may have ended, and a collective would wait for them.
+        if getattr(sys, "last_type", None) is not None:
+            return
+        if dist.is_initialized():
+            for accelerator in self._prepared - self._reported:
+                finish(accelerator)
+        if session.ambient_spec() is not None and not self._has_prepared:
+            tell("nothing was sharded: the config asks for FSDP, but the script prepared no model.")
+
+
+_reporter: RunReporter | None = None
+
+
+def report_at_exit() -> None:
+    """Create the reporter of this process, unless it exists."""
+    global _reporter
+    _reporter = _reporter or RunReporter()
+
+
+def abandon() -> None:
+    """Close the reporter of this process, after a failure or to undo :func:`report_at_exit`."""
+    global _reporter
+    if _reporter is not None:
+        _reporter.close()
+    _reporter = None
 
 
 def begin(accelerator: Any) -> None:
-    """Watch the first step of the accelerator's models, and remember to report at the end; after each prepare."""
-    global _anything_prepared
-    _open.add(accelerator)
-    _anything_prepared = True
+    """Record the first step of the models of an accelerator, for its report. Call it after each ``prepare``."""
+    if _reporter is not None:
+        _reporter.add_prepared(accelerator)
     for model in accelerator._models:
         if plan_of(model) is not None:
-            watch(model, optimizer_of(model, accelerator._optimizers))
+            record_first_step(model, optimizer_of(model, accelerator._optimizers))
 
 
 def finish(
@@ -43,67 +89,44 @@ def finish(
     batch: BatchShape | None = None,
     checkpoint: Path | None = None,
 ) -> None:
-    """Observe the first planned model that is trained, write ``fsdp_report.json`` and print its table. Collective.
+    """Report the first prepared model that is trained: write ``fsdp_report.json`` and print the tables. Collective.
+
+    Does nothing for an accelerator without a prepared model. A report that cannot be written is a message, not an
+    error: the training is complete, and the script may still have to save its result.
 
     Args:
-        output_dir: the Trainer's; else the Accelerator's project folder, else the working directory.
-        checkpoint: a folder that this run saved, to tell from its files what kind of state it holds.
-        batch: what a step reads, where the caller knows; else it is taken from the prepared data loader.
+        output_dir: the Trainer's; by default the Accelerator's project folder or the working directory.
+        batch: the input of one step; by default that of the prepared data loader.
+        checkpoint: a checkpoint of this run, whose files show the state dict type.
     """
-    planned = [model for model in accelerator._models if plan_of(model) is not None]
-    if not planned:
+    if not any(plan_of(model) is not None for model in accelerator._models):
         return
     saves.wait()
-    model, optimizer = trained_pair(planned, accelerator._optimizers)
-    plan = plan_of(model)
-    assert plan is not None
-    report = observe(
-        model,
-        plan,
-        optimizer=optimizer,
-        accelerator=accelerator,
-        batch=batch or _loader_batch(accelerator),
+    outcome = saves.last_outcome
+    report = report_accelerator(
+        accelerator,
+        batch=batch,
         checkpoint=checkpoint,
-        saved_asynchronously=saves.last_outcome.asynchronous if saves.last_outcome is not None else None,
+        saved_asynchronously=outcome.asynchronous if outcome is not None else None,
     )
-    _reported.add(accelerator)
+    if _reporter is not None:
+        _reporter.add_reported(accelerator)
     path = Path(session.current_session().report or output_dir or accelerator.project_dir or ".")
     if path.is_dir() or not session.current_session().report:
         path /= REPORT_NAME
     try:
+        _publish(report, path)
+    finally:
+        # After it every rank may read the file. A rank that fails must not leave the others waiting.
+        dist.barrier()
+
+
+def _publish(report: Report, path: Path) -> None:
+    try:
         written = report.write(path)
-    except OSError as error:  # the training is done; what it made is still to be saved
-        tell(f"the report could not be written to {path}: {error.strerror or error}")
+    except OSError as error:
+        tell(f"cannot write the report to {path}: {error.strerror or error}. Pass a writable path as --report.")
         return
     if written is not None:
-        with contextlib.suppress(OSError):  # a reader of stdout (head, less) may have gone; the run has not failed
+        with contextlib.suppress(OSError):  # the reader of stdout (head, less) may have ended; the run has not failed
             print(f"\n{report}\n\nreport: {written}", flush=True)
-    # Whoever goes on may read the file, on any rank.
-    dist.barrier()
-
-
-def report_at_exit() -> None:
-    """Loops that never call ``end_training`` are reported when the interpreter ends."""
-    atexit.unregister(_finish_open)
-    atexit.register(_finish_open)
-
-
-def abandon() -> None:
-    """No report at exit: the script has failed; the other ranks may be gone, and a collective would wait for them."""
-    atexit.unregister(_finish_open)
-
-
-def _finish_open() -> None:
-    # After an exception the other ranks may be gone, and a collective would wait for them.
-    if getattr(sys, "last_type", None) is not None:
-        return
-    if dist.is_initialized():
-        for accelerator in _open - _reported:
-            finish(accelerator)
-    if session.ambient_spec() is not None and not _anything_prepared:
-        tell("the config asks for FSDP, and the script prepared no model with it: nothing was sharded.")
-
-
-def _loader_batch(accelerator: Any) -> BatchShape | None:
-    size = next((getattr(loader, "batch_size", None) for loader in accelerator._dataloaders), None)
-    return BatchShape(per_device=size, accumulation=accelerator.gradient_accumulation_steps) if size else None

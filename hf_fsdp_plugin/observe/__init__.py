@@ -1,1 +1,4 @@
-"""Sharded model -> what is; the plan against it -> report. All is read off live objects, never off a config."""
+"""Observation of a sharded model: what is on the live model, compared with the plan, as a report.
+
+Every value is read off live modules, parameters, meshes and files, never off the config.
+"""

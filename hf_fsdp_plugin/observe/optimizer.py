@@ -1,4 +1,4 @@
-"""Does the optimizer update the parameters that the model computes with?"""
+"""Checks that the optimizer updates the parameters of the sharded model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_fsdp_plugin.problems import Problem
 
 
 def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
-    """The torch optimizer inside Accelerate's ``AcceleratedOptimizer``."""
+    """Return the torch optimizer inside Accelerate's ``AcceleratedOptimizer``."""
     while optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = getattr(optimizer, "optimizer", None)
     inner = getattr(optimizer, "optimizer", None)
@@ -21,7 +21,7 @@ def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
 
 
 def optimizer_of(model: nn.Module, optimizers: Sequence[Any]) -> Any:
-    """The first optimizer that updates parameters of this model; a frozen teacher beside a student has none."""
+    """Return the first optimizer that updates parameters of this model; ``None`` if no one does (a frozen teacher)."""
     own = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
         if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
@@ -30,9 +30,9 @@ def optimizer_of(model: nn.Module, optimizers: Sequence[Any]) -> Any:
 
 
 def trained_pair(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> tuple[nn.Module, Any]:
-    """The first of the models that an optimizer updates, and that optimizer.
+    """Return the first model that an optimizer updates, and that optimizer.
 
-    Where there is none, the first of each: an optimizer that updates nothing of any model is what a report must show.
+    If no optimizer updates any of the models, return the first of each: the report has to show that mistake.
     """
     for model in models:
         if (optimizer := optimizer_of(model, optimizers)) is not None:
@@ -40,23 +40,27 @@ def trained_pair(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> tupl
     return models[0], optimizers[0] if optimizers else None
 
 
-def optimizer_problems(
+def check_optimizer(
     model: nn.Module, units: Sequence[UnitObservation], optimizer: torch.optim.Optimizer | None
 ) -> list[Problem]:
-    """An optimizer made before wrapping keeps updating the old, whole parameters, and the loss does not move."""
+    """Find parameters that the optimizer holds and the model does not, and the reverse.
+
+    An optimizer that was created before wrapping keeps updating the old, unsharded parameters, and the loss stays
+    constant.
+    """
     if optimizer is None:
         return []
     own = {id(parameter) for parameter in model.parameters()}.union(*(unit.live.parameter_ids for unit in units))
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     num_foreign = sum(id(parameter) not in own for parameter in held)
-    kind = type(optimizer).__name__
+    name = type(optimizer).__name__
     if num_foreign:
         return [
             Problem(
-                severity="error",
-                message=f"{kind} updates {num_foreign} of {len(held)} parameters that are not the sharded model's: "
-                "it was made before wrapping, and the loss does not move.",
-                fix="Make the optimizer after preparing the model, or prepare both in one call.",
+                code="FSDP-E504",
+                message=f"{num_foreign} of the {len(held)} parameters of {name} do not belong to the sharded model. "
+                "The optimizer was created before wrapping, so it updates parameters that the model does not use.",
+                fix="Create the optimizer after preparing the model, or pass both to one prepare() call.",
             )
         ]
     known = {id(parameter) for parameter in held}
@@ -65,7 +69,7 @@ def optimizer_problems(
         return []
     return [
         Problem(
-            severity="note",
-            message=f"{num_left_out} trainable parameters are in no parameter group of {kind}: they are not updated.",
+            code="FSDP-N505",
+            message=f"{num_left_out} trainable parameters are in no parameter group of {name}: they are not updated.",
         )
     ]

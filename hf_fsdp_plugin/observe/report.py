@@ -1,226 +1,164 @@
-"""The report of a run: what was asked beside what the live, sharded model is."""
+"""The report as a value, with its JSON, its file and its text."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
-import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from importlib.metadata import version
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from hf_fsdp_plugin.backends.agreement import on_all_ranks
-from hf_fsdp_plugin.observe.memory import observe_memory, unmanaged_parameters
-from hf_fsdp_plugin.observe.optimizer import optimizer_problems, unwrapped_optimizer
-from hf_fsdp_plugin.observe.readings_run import state_dict_kind
-from hf_fsdp_plugin.observe.record import BatchShape, RankObservation, Report, rank_here
-from hf_fsdp_plugin.observe.render import render
-from hf_fsdp_plugin.observe.scene import Scene
-from hf_fsdp_plugin.observe.settings import SettingObservation, observe_settings, setting_problems
-from hf_fsdp_plugin.observe.subject import subject_of
-from hf_fsdp_plugin.observe.units import UnitObservation, observe_units
-from hf_fsdp_plugin.observe.watch import watched
-from hf_fsdp_plugin.observe.weights import compare_weights
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.observe.memory import MemoryObservation
+from hf_fsdp_plugin.observe.ranks import current_rank
+from hf_fsdp_plugin.observe.settings import SettingObservation
+from hf_fsdp_plugin.observe.tables import memory_table, problem_lines, settings_table, units_table
+from hf_fsdp_plugin.observe.units import UnitObservation
 from hf_fsdp_plugin.problems import Problem
 
-__all__ = ["BatchShape", "RankObservation", "Report", "observe", "render", "report"]
 
-_PACKAGES = ("torch", "transformers", "accelerate")
+@dataclass(frozen=True, kw_only=True)
+class BatchShape:
+    """The input of one optimizer step on one rank.
 
-
-def observe(
-    model: nn.Module,
-    plan: FsdpPlan,
-    *,
-    optimizer: Any = None,
-    accelerator: Any = None,
-    batch: BatchShape | Mapping[str, int | None] | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
-    saved_asynchronously: bool | None = None,
-    output_dtype: torch.dtype | None = None,
-) -> Report:
-    """Read the live model and compare it with the plan. Collective: every rank of the process group must enter.
-
-    Args:
-        model: the sharded model, as its backend returned it.
-        optimizer: checked against the model's parameters, and counted; Accelerate's wrapper is looked through.
-        batch: what one rank reads a step, for the effective batch size; a mapping may have ``per_device_batch_size``,
-            ``accumulation_steps`` and ``seq_len``.
-        accelerator: tells the kind of state dict that it saves.
-        checkpoint: a folder that this run saved; what lies there comes before what the accelerator says.
-        saved_asynchronously: how this run's last checkpoint was written; ``None`` where there is none.
-        output_dtype: of an output or loss that was seen; otherwise what ``observe.watch.watch`` noted.
-
-    Raises:
-        SpecError: a rank could not be read; all ranks raise it, and it names the rank.
+    Attributes:
+        per_device: sequences of one forward.
+        accumulation: forwards of one optimizer step.
+        seq_len: tokens of one sequence, if known.
     """
-    optimizer = unwrapped_optimizer(optimizer)
-    shape = _batch_shape(batch)
-    with on_all_ranks("reading the live model"):
-        notes = watched(model)
-        units = observe_units(model)
-        memory = observe_memory(model, units, optimizer, noted_grads_bytes=notes.grads_bytes)
-        device = _device(model, units)
-        plain = sum(p.numel() for p in unmanaged_parameters(model, units))
-        mine = RankObservation(
-            rank=rank_here(),
-            host=socket.gethostname(),
-            device=str(device),
-            num_local_params=sum(unit.num_local_params for unit in units) + plain,
-            memory=memory,
-        )
-    ranks: tuple[RankObservation, ...] = tuple(_gather(mine))
-    loads = plan.ram_efficient or plan.sync_module_states
-    weights = compare_weights(model, units) if loads else None
-    with on_all_ranks("comparing the live model with the plan"):
-        scene = Scene(
-            model=model,
-            plan=plan,
-            units=units,
-            world_size=len(ranks),
-            device_type=device.type,
-            hosts=len({row.host for row in ranks}),
-            output_dtype=output_dtype or notes.output_dtype,
-            state_dict=_state_dict(accelerator, checkpoint),
-            saved_asynchronously=saved_asynchronously,
-            weights=weights,
-        )
-        settings = observe_settings(scene)
-        problems = [*_structure_problems(plan, units), *optimizer_problems(model, units, optimizer)]
-    settings, found = _agree(settings, problems)
-    mesh = _mesh(units, len(ranks))
-    # The mesh is what the data is split over; ranks of other axes (tensor parallel) read the same samples.
-    effective = shape.per_device * shape.accumulation * mesh["replicate"] * mesh["shard"] if shape else 0
-    return Report(
-        backend=_backend(model, units),
-        model_class=plan.model_class,
-        world_size=len(ranks),
-        mesh=mesh,
-        device=device.type,
-        units=units,
-        num_params=sum(unit.num_params for unit in units) + plain,
-        settings=settings,
-        memory=memory,
-        ranks=ranks,
-        problems=(*plan.problems, *setting_problems(settings, plan), *found),
-        batch=shape,
-        effective_batch_size=effective,
-        tokens=effective * (shape.seq_len or 0) if shape else 0,
-        versions={name: version(name) for name in _PACKAGES},
-    )
+
+    per_device: int
+    accumulation: int = 1
+    seq_len: int | None = None
 
 
-def report(subject: Any) -> Report:
-    """The report of a prepared model, an ``Accelerator`` or a ``Trainer``. Collective: every rank must call it.
+@dataclass(frozen=True, kw_only=True)
+class RankObservation:
+    """One rank: parameters in elements, memory in bytes."""
 
-    Raises:
-        SpecError: the plugin has sharded nothing there.
+    rank: int
+    host: str
+    device: str
+    num_local_params: int
+    memory: MemoryObservation
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "rank": self.rank,
+            "host": self.host,
+            "device": self.device,
+            "num_local_params": self.num_local_params,
+            **self.memory.to_json(),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The live model compared with the plan. It is the same on all ranks, except for ``units`` and ``memory``.
+
+    Attributes:
+        num_params: elements of the whole model.
+        ranks: one entry for each rank.
+        problems: the plan's warnings and notes, then the problems of the live model, with every setting that differs.
+        batch: the input of one step; ``None`` if unknown.
     """
-    found = subject_of(subject)
-    batch = BatchShape(per_device=found.per_device, accumulation=found.accumulation) if found.per_device else None
-    return observe(found.model, found.plan, optimizer=found.optimizer, accelerator=found.accelerator, batch=batch)
 
+    backend: str
+    model_class: str
+    world_size: int
+    mesh: dict[str, int]
+    device: str
+    units: tuple[UnitObservation, ...]
+    num_params: int
+    settings: tuple[SettingObservation, ...]
+    memory: MemoryObservation
+    ranks: tuple[RankObservation, ...]
+    problems: tuple[Problem, ...]
+    batch: BatchShape | None
+    versions: dict[str, str]
 
-def _batch_shape(batch: BatchShape | Mapping[str, int | None] | None) -> BatchShape | None:
-    """A mapping has Transformers' words: ``per_device_batch_size``, ``accumulation_steps``, ``seq_len``."""
-    if batch is None or isinstance(batch, BatchShape):
-        return batch
-    per_device = batch.get("per_device_batch_size")
-    if not per_device:
-        return None
-    accumulation = batch.get("accumulation_steps") or 1
-    return BatchShape(per_device=per_device, accumulation=accumulation, seq_len=batch.get("seq_len"))
+    @property
+    def differing(self) -> tuple[SettingObservation, ...]:
+        return tuple(row for row in self.settings if row.status == "differs")
 
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks that read different samples: those of the mesh, as tensor-parallel ranks read the same ones."""
+        return self.mesh["replicate"] * self.mesh["shard"]
 
-def _structure_problems(plan: FsdpPlan, units: Sequence[UnitObservation]) -> list[Problem]:
-    """What no single setting says: nothing sharded at all, master weights in a low precision."""
-    if not units:
-        return [
-            Problem(
-                severity="error",
-                message=f"nothing is sharded: no module of {plan.model_class} is an FSDP unit, each rank holds all.",
-                fix="Let the plugin prepare the model: install() before the Accelerator or Trainer is built.",
-            )
+    @property
+    def effective_batch_size(self) -> int:
+        """Sequences of one optimizer step; 0 if unknown."""
+        return self.batch.per_device * self.batch.accumulation * self.num_data_ranks if self.batch else 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one optimizer step; 0 if unknown."""
+        return self.effective_batch_size * (self.batch.seq_len or 0) if self.batch else 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of ``fsdp_report.json``."""
+        return {
+            "backend": self.backend,
+            "model_class": self.model_class,
+            "world_size": self.world_size,
+            "mesh": self.mesh,
+            "device": self.device,
+            "num_params": self.num_params,
+            "units": [unit.to_json() for unit in self.units],
+            "settings": [row.to_json() for row in self.settings],
+            "memory": self.memory.to_json(),
+            "ranks": [row.to_json() for row in self.ranks],
+            "effective_batch_size": self.effective_batch_size,
+            "tokens": self.tokens,
+            "versions": self.versions,
+            "problems": [problem.to_json() for problem in self.problems],
+        }
+
+    def write(self, path: str | os.PathLike[str]) -> Path | None:
+        """Write the JSON atomically on rank 0 and return its path; ``None`` on other ranks. Raises ``OSError``."""
+        if current_rank() != 0:
+            return None
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(self.to_json(), file, indent=2)
+                file.write("\n")
+            os.chmod(name, 0o644)  # mkstemp makes the file readable by its owner only
+            os.replace(name, target)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+            raise
+        return target
+
+    def __str__(self) -> str:
+        """Tables of at most 100 columns: similar units in one row, memory, and settings as asked and observed."""
+        parts = [
+            self._header(),
+            units_table(self.units),
+            memory_table([row.memory for row in self.ranks], self.memory),
+            settings_table(self.settings),
+            problem_lines(self.problems, {row.setting for row in self.differing}),
         ]
-    wrong = [
-        unit
-        for unit in units
-        if plan.precision.master != "unchanged"
-        and unit.num_frozen < unit.num_params
-        and unit.master_dtype != plan.precision.master
-    ]
-    if not wrong or plan.pre_sharded:
-        return []
-    return [
-        Problem(
-            severity="error",
-            setting="precision.param",
-            message=f"{len(wrong)} units keep and update their weights in {wrong[0].master_dtype} "
-            f"({wrong[0].name or 'the root'} for one), planned was {plan.precision.master}.",
-            fix=f"Load the model in {plan.precision.master}, or do not cast it after it was prepared.",
-        )
-    ]
+        return "\n\n".join(part for part in parts if part)
 
-
-def _agree(
-    settings: tuple[SettingObservation, ...], problems: list[Problem]
-) -> tuple[tuple[SettingObservation, ...], list[Problem]]:
-    """One verdict for all ranks: what differs on any rank differs; a problem of some names the first."""
-    everybody = _gather((settings, problems))
-    rows = []
-    for index, row in enumerate(everybody[0][0]):
-        rows.append(next((other[index] for other, _ in everybody if other[index].status == "differs"), row))
-    merged: dict[tuple[str, str], Problem] = {}
-    for rank, (_, found) in enumerate(everybody):
-        for problem in found:
-            everywhere = all(problem in others for _, others in everybody)
-            with_rank = problem if everywhere else replace(problem, rank=rank)
-            merged.setdefault((problem.severity, problem.message), with_rank)
-    return tuple(rows), list(merged.values())
-
-
-def _gather(mine: Any) -> list[Any]:
-    if not dist.is_initialized():
-        return [mine]
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, mine)
-    return everybody
-
-
-def _device(model: nn.Module, units: Sequence[UnitObservation]) -> torch.device:
-    """Where the model computes: the units' own device (offloaded shards lie elsewhere), or that of its parameters."""
-    computes = [unit.live.device for unit in units if unit.live.device is not None]
-    if computes:
-        return computes[0]
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-
-
-def _mesh(units: Sequence[UnitObservation], world_size: int) -> dict[str, int]:
-    owner = next((unit.live for unit in units if unit.num_params), None)
-    if owner is None:
-        return {"replicate": world_size, "shard": 1}
-    return {"replicate": owner.replicate_size, "shard": owner.shard_size}
-
-
-def _backend(model: nn.Module, units: Sequence[UnitObservation]) -> str:
-    versions = sorted({unit.version for unit in units})
-    if not versions:
-        return "ddp" if isinstance(model, nn.parallel.DistributedDataParallel) else "none"
-    return " and ".join(f"fsdp{number}" for number in versions)
-
-
-def _state_dict(accelerator: Any, checkpoint: str | os.PathLike[str] | None) -> str | None:
-    """``full``, ``sharded`` or ``local``: from the files, else from Accelerate's plugin, for the next save."""
-    if checkpoint is not None and (kind := state_dict_kind(Path(checkpoint))) is not None:
-        return kind
-    plugin = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
-    kind_asked = getattr(plugin, "state_dict_type", None)
-    if kind_asked is None:
-        return None
-    return str(getattr(kind_asked, "name", kind_asked)).upper().removesuffix("_STATE_DICT").lower()
+    def _header(self) -> str:
+        local = [row.num_local_params for row in self.ranks]
+        each = f"{min(local):,}" if min(local) == max(local) else f"{min(local):,} to {max(local):,}"
+        share = sum(local) / len(local) / self.num_params if self.num_params else 0.0
+        lines = [
+            f"FSDP report of the live model: {self.backend}, {self.world_size} × {self.device}, "
+            f"mesh: replicate {self.mesh['replicate']} × shard {self.mesh['shard']}",
+            f"{self.model_class}: {self.num_params:,} parameters, {each} on each rank ({share:.1%})",
+        ]
+        if self.batch is not None:
+            tokens = f", {self.tokens:,} tokens" if self.tokens else ""
+            lines.append(
+                f"effective batch size {self.effective_batch_size} = {self.batch.per_device} per device × "
+                f"{self.batch.accumulation} accumulated × {self.num_data_ranks} data-parallel ranks{tokens}"
+            )
+        return "\n".join(lines)

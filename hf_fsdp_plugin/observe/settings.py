@@ -1,4 +1,4 @@
-"""Each setting asked beside what was observed of it, and the verdict."""
+"""Comparison of each setting as it was asked with its value on the live model."""
 
 from __future__ import annotations
 
@@ -6,41 +6,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from hf_fsdp_plugin.observe.readings import READINGS
-from hf_fsdp_plugin.observe.scene import Reading, Scene
+from hf_fsdp_plugin.observe.live_run import LiveRun, ObservedValue
+from hf_fsdp_plugin.observe.readers import READERS, read_setting
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.problems import Problem
 
 Status = Literal["applied", "differs", "unobservable"]
 
-# Shown even where nobody asked: what decides a run's memory, speed and numbers.
-_ALWAYS = (
-    "fsdp.version",
-    "sharding.strategy",
-    "mesh.shard",
-    "mesh.replicate",
-    "wrap.policy",
-    "offload.params",
-    "precision.param",
-    "precision.reduce",
-    "prefetch.backward",
-    "prefetch.forward",
-    "activation.checkpointing",
-)
-# A difference here is a property of FSDP2 that the plan has warned of, not a failure.
-_FORETOLD = {"prefetch.limit_all_gathers", "params.use_orig"}
+# FSDP2 has one value only, and the plan has already given a warning.
+_NOT_SUPPORTED_BY_FSDP2 = {"prefetch.limit_all_gathers", "params.use_orig"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SettingObservation:
-    """One line of the report.
+    """One setting of the report.
 
     Attributes:
-        asked: the value as the spec has it, or the planned one where nobody asked.
-        planned: what ``asked`` came to for this model and world (``auto`` resolved).
-        observed: what the live model shows; ``None`` where ``unobservable``.
-        origin: where it was written; ``default`` where it was not.
-        reason: why it differs or cannot be seen, or what explains an applied value.
+        asked: the value of the spec, or the planned value if no source sets it.
+        planned: the value that the plan decided for this model and world (``auto`` resolved).
+        observed: the value on the live model; ``None`` if ``unobservable``.
+        origin: where the value was written, or ``default``.
+        reason: why the setting differs or is unobservable, or what explains an applied value.
     """
 
     setting: str
@@ -54,98 +40,89 @@ class SettingObservation:
     def to_json(self) -> dict[str, Any]:
         return {
             "setting": self.setting,
-            "asked": _plain(self.asked),
-            "planned": _plain(self.planned),
-            "observed": _plain(self.observed),
+            "asked": _json_value(self.asked),
+            "planned": _json_value(self.planned),
+            "observed": _json_value(self.observed),
             "status": self.status,
             "origin": self.origin,
             "reason": self.reason,
         }
 
 
-def observe_settings(scene: Scene) -> tuple[SettingObservation, ...]:
-    """Every setting that was asked, and those that matter where it was not, in the order of the spec's sections."""
-    return tuple(_observe(name, scene) for name in _names(scene.plan))
+def observe_settings(run: LiveRun) -> tuple[SettingObservation, ...]:
+    """Compare every setting that a source sets, and those that matter by default, in the order of the spec."""
+    return tuple(_observe_setting(name, run) for name in _shown_settings(run.plan))
 
 
-def _names(plan: FsdpPlan) -> Iterator[str]:
+def check_settings(settings: tuple[SettingObservation, ...], plan: FsdpPlan) -> list[Problem]:
+    """Return a problem for each setting that differs.
+
+    It is a warning if FSDP2 supports only the observed value, or if the script wrapped the model itself.
+    """
+    problems = []
+    for row in settings:
+        if row.status != "differs":
+            continue
+        expected = plan.pre_sharded or (row.setting in _NOT_SUPPORTED_BY_FSDP2 and plan.backend == "fsdp2")
+        reason = f" ({row.reason})" if row.reason else ""
+        problems.append(
+            Problem(
+                code="FSDP-W506" if expected else "FSDP-E503",
+                setting=row.setting,
+                origin=plan.spec.origin(row.setting),
+                message=f"{format_value(row.asked)} was asked, but the live model has "
+                f"{format_value(row.observed)}{reason}.",
+                fix="" if expected else "Do not change the model after prepare(); if nothing does, report a bug.",
+            )
+        )
+    return problems
+
+
+def _shown_settings(plan: FsdpPlan) -> Iterator[str]:
     for name, _, _ in plan.spec.settings():
-        decides = name in _ALWAYS or (name == "wrap.classes" and plan.spec.wrap.policy == "transformer")
-        if decides or plan.spec.asked(name):
+        by_default = name in READERS and READERS[name].default_shown
+        decides_units = name == "wrap.classes" and plan.spec.wrap.policy == "transformer"
+        if by_default or decides_units or plan.spec.asked(name):
             yield name
 
 
-def _observe(name: str, scene: Scene) -> SettingObservation:
-    plan = scene.plan
+def _observe_setting(name: str, run: LiveRun) -> SettingObservation:
+    plan = run.plan
     planned = plan.get(name)
     asked = plan.spec.get(name) if plan.spec.asked(name) else planned
-    # What was written down decides; what was left open is what the plan made of it.
-    wanted = planned if asked == "auto" else asked
-    if not scene.units and not name.startswith("launch."):
-        reading = Reading(value="not sharded", reason="no module of the live model is an FSDP unit", matches=False)
+    expected = planned if asked == "auto" else asked
+    if not run.units and not name.startswith("launch."):
+        found = ObservedValue(value="not sharded", reason="no module of the live model is an FSDP unit", matches=False)
     else:
-        reading = _read(name, scene)
-    if plan.pre_sharded and not plan.spec.asked(name) and not reading.unobservable:
-        reading = replace(reading, reason=reading.reason or "the author of the model set it", matches=True)
-    if reading.unobservable:
-        status: Status = "unobservable"
-    else:
-        matches = reading.matches if reading.matches is not None else _plain(reading.value) == _plain(wanted)
-        status = "applied" if matches else "differs"
+        found = read_setting(name, run)
+    if plan.pre_sharded and not plan.spec.asked(name) and not found.unobservable:
+        found = replace(found, reason=found.reason or "the script set it when it wrapped the model", matches=True)
+    matches = found.matches if found.matches is not None else _json_value(found.value) == _json_value(expected)
+    status: Status = "unobservable" if found.unobservable else "applied" if matches else "differs"
     return SettingObservation(
         setting=name,
-        # Plain, because rows travel between ranks by pickle, which a mapping proxy refuses.
-        asked=_plain(asked),
-        planned=_plain(planned),
-        observed=_plain(reading.value),
+        # JSON values, because ranks exchange rows by pickle, which does not support a mapping proxy.
+        asked=_json_value(asked),
+        planned=_json_value(planned),
+        observed=_json_value(found.value),
         status=status,
         origin=plan.spec.origin(name).place,
-        reason=reading.reason,
+        reason=found.reason,
     )
 
 
-def _read(name: str, scene: Scene) -> Reading:
-    if name in READINGS:
-        return READINGS[name](scene)
-    if name.startswith("launch."):
-        return Reading(reason="a matter of the launcher, of which the model keeps no trace", unobservable=True)
-    if name.startswith("xla."):
-        off = not scene.plan.spec.get(name)
-        return Reading(value=scene.plan.spec.get(name) if off else False, reason="no XLA device", matches=off)
-    return Reading(reason="nothing on the live model shows it", unobservable=True)
-
-
-def setting_problems(settings: tuple[SettingObservation, ...], plan: FsdpPlan) -> list[Problem]:
-    """A problem for each setting that differs; an error, unless the plan has warned that FSDP2 cannot have it, or
-    the author's own wrapping was respected."""
-    return [
-        Problem(
-            severity="warning"
-            if plan.pre_sharded or (row.setting in _FORETOLD and plan.backend == "fsdp2")
-            else "error",
-            setting=row.setting,
-            origin=plan.spec.origin(row.setting),
-            message=f"asked {show(row.asked)}, the live model has {show(row.observed)}"
-            + (f" ({row.reason})." if row.reason else "."),
-        )
-        for row in settings
-        if row.status == "differs"
-    ]
-
-
-def _plain(value: Any) -> Any:
-    """JSON's own types."""
-    if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
-    if hasattr(value, "items"):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return value if isinstance(value, (bool, int, float, str)) or value is None else str(value)
-
-
-def show(value: Any) -> str:
-    """A value as the table and the messages print it."""
+def format_value(value: Any) -> str:
+    """Format a value for tables and messages."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (tuple, list)):
         return ", ".join(map(str, value)) or "nothing"
     return "" if value is None else str(value)
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_json_value(item) for item in value]
+    if hasattr(value, "items"):
+        return {str(key): _json_value(item) for key, item in value.items()}
+    return value if isinstance(value, (bool, int, float, str)) or value is None else str(value)

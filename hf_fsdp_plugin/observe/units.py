@@ -1,4 +1,4 @@
-"""The units of a live model, under the names and classes that the user knows."""
+"""The units of a live model, with the names and classes of the unwrapped model."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "f
 
 @dataclass(frozen=True, kw_only=True)
 class UnitObservation:
-    """One unit as it is on this rank. Counts are elements, padding left out.
+    """One unit on this rank. Counts are in elements, without padding.
 
     Attributes:
-        name: ``model.layers.0``, ``model.norm + lm_head``, or empty for the root; free of wrappers' names.
-        class_name: the class of what was wrapped, joined like the name.
-        param_dtype: dtype of the gathered parameters, in which the unit computes; empty where it owns none.
-        reduce_dtype: dtype in which gradients are reduced; empty where nothing is trained.
+        name: ``model.layers.0``, ``model.norm + lm_head``, or empty for the root, without the names of wrappers.
+        class_name: the class of the wrapped module, joined like the name.
+        param_dtype: dtype of the gathered parameters, in which the unit computes; empty if it owns none.
+        reduce_dtype: dtype of gradient reduction; empty if no parameter is trained.
         master_dtype: dtype in which the shards are kept and updated.
-        reshard_after_forward: whether gathered parameters are freed between forward and backward; both versions keep
-            the root's.
-        live: the torch objects behind it; not part of the report.
+        reshard_after_forward: whether gathered parameters are freed between forward and backward; neither version
+            frees the root's.
+        live: the torch objects of the unit; not part of the report.
     """
 
     name: str
@@ -67,9 +67,9 @@ class UnitObservation:
 
 
 def observe_units(model: nn.Module) -> tuple[UnitObservation, ...]:
-    """Every FSDP unit in the module tree's order; the root, which holds what is left over, comes last.
+    """Return every FSDP unit in the order of the module tree; the root, which owns the remaining parameters, is last.
 
-    Works before and after the first forward, in which both versions finish their initialisation. No collectives.
+    Works before and after the first forward, in which both versions complete their initialization. No collectives.
     """
     names = {id(module): canonical_name(name) for name, module in model.named_modules()}
     checkpointed = _checkpointed_names(model)
@@ -79,7 +79,7 @@ def observe_units(model: nn.Module) -> tuple[UnitObservation, ...]:
 
 def _observe_unit(live: LiveUnit, names: dict[int, str], checkpointed: set[str]) -> UnitObservation:
     order = {name: position for position, name in enumerate(names.values())}
-    # torch keeps a group's modules in the order given; the module tree's order never changes.
+    # torch keeps the modules of a group in the order given; the order of the module tree never changes.
     modules = sorted(live.modules, key=lambda module: order[names[id(module)]])
     module_names = [names[id(module)] for module in modules]
     inner = [unwrapped(module) for module in modules]
@@ -102,23 +102,22 @@ def _observe_unit(live: LiveUnit, names: dict[int, str], checkpointed: set[str])
 
 
 def _checkpointed_names(model: nn.Module) -> set[str]:
-    """Names of the modules that recompute: wrapped by torch, or told to by Transformers."""
-    found = set()
-    for name, module in model.named_modules():
-        by_torch = isinstance(module, CheckpointWrapper)
-        if by_torch or checkpoints_natively(module):
-            found.add(canonical_name(name))
-    return found
+    """Return the names of modules whose activations are recomputed, through torch's wrapper or by Transformers."""
+    return {
+        canonical_name(name)
+        for name, module in model.named_modules()
+        if isinstance(module, CheckpointWrapper) or checkpoints_natively(module)
+    }
 
 
 def checkpoints_natively(module: nn.Module) -> bool:
-    """Whether Transformers' own gradient checkpointing is switched on here."""
-    own = vars(module)
-    return own.get("gradient_checkpointing") is True and "_gradient_checkpointing_func" in own
+    """Return whether Transformers' own gradient checkpointing is enabled on this module."""
+    attributes = vars(module)
+    return attributes.get("gradient_checkpointing") is True and "_gradient_checkpointing_func" in attributes
 
 
 def plain_class_name(module: nn.Module) -> str:
-    """The class as its author named it: ``fully_shard`` puts a class ``FSDP<Name>`` of its own before it."""
+    """Return the name of the module's own class; ``fully_shard`` replaces it by a subclass ``FSDP<Name>``."""
     cls = type(module)
     if cls.__name__.startswith("FSDP") and len(cls.__mro__) > 2 and cls.__name__ == f"FSDP{cls.__mro__[2].__name__}":
         return cls.__mro__[2].__name__
@@ -126,12 +125,12 @@ def plain_class_name(module: nn.Module) -> str:
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:
-    """``fp32``, ``bf16``, ``fp16``; torch's own word for others; empty for ``None``."""
+    """Return ``fp32``, ``bf16`` or ``fp16``; torch's name for other dtypes; the empty string for ``None``."""
     if dtype is None:
         return ""
     return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def owning(units: Iterable[UnitObservation]) -> list[UnitObservation]:
-    """The units that hold parameters; an empty root only orders the others' hooks."""
+def units_with_params(units: Iterable[UnitObservation]) -> list[UnitObservation]:
+    """Return the units that own parameters; a root without any only coordinates the others."""
     return [unit for unit in units if unit.num_params > 0]

@@ -1,4 +1,4 @@
-"""Run on ranks: one step under settings as people write them, and the report of what the model became."""
+"""Run on ranks: train one step with settings as users write them, and report the model."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import hf_fsdp_plugin as hfp
 
 
 def report_of_yaml(text: str, folder: str, model_name: str = "llama") -> dict[str, Any]:
-    """The report of an Accelerate loop under a YAML with this text."""
+    """Return the report of an Accelerate loop with a YAML of this text."""
     path = Path(folder) / f"rank{torch.distributed.get_rank()}.yaml"
     path.write_text(text)
     return report_of_file(str(path), model_name)
 
 
 def report_of_file(path: str, model_name: str = "llama") -> dict[str, Any]:
-    """The report of an Accelerate loop under a config file, whatever number of processes it names."""
+    """Return the report of an Accelerate loop with a config file; its number of processes is overridden."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -38,7 +38,7 @@ def report_of_file(path: str, model_name: str = "llama") -> dict[str, Any]:
 
 
 def report_of_arguments(output_dir: str, **arguments: Any) -> dict[str, Any]:
-    """The report of a Trainer whose TrainingArguments say this."""
+    """Return the report of a Trainer with these TrainingArguments."""
     trainer = make_trainer(output_dir, max_steps=1, **arguments)
     trainer.train()
     return {**hfp.report(trainer).to_json(), "losses": losses(trainer)}

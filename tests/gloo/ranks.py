@@ -27,12 +27,13 @@ class Ranks:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         context = multiprocessing.get_context("spawn")
-        rendezvous = tempfile.mktemp(prefix="hf_fsdp_rendezvous_")
+        # The ranks outlive the test that starts them, so their temporary files are not in its temporary folder.
+        self._folder = tempfile.TemporaryDirectory(prefix="hf_fsdp_ranks_", ignore_cleanup_errors=True)
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, rendezvous, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, world_size, self._folder.name, theirs), daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -60,20 +61,21 @@ class Ranks:
         for process in self._processes:
             process.kill()
             process.join()
+        self._folder.cleanup()
 
 
-def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size),
         ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false",
-        MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", TQDM_DISABLE="1",
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", TQDM_DISABLE="1", TMPDIR=folder,
     )  # fmt: skip
     sys.path.insert(0, str(TESTS))
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
     while True:
         try:
             module, name, args, kwargs = pipe.recv()

@@ -1,6 +1,6 @@
-"""What the stock stack loses, misreads or refuses as its users write it: applied here, or refused with the reason.
+"""Settings that Accelerate and Transformers ignore, misread or refuse: the plugin applies them or reports the reason.
 
-Each test is one such way of writing; the verdict is read off the live model on real ranks.
+Each test has one form of writing a setting; the result is read off the live model on real ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def row(report: dict[str, Any], setting: str) -> dict[str, Any]:
 
 
 def assert_applied(report: dict[str, Any], **expected: Any) -> None:
-    """``sharding__strategy="no_shard"``: asked, observed and applied; and nothing else differs."""
+    """``sharding__strategy="no_shard"``: that value was observed and applied, and no setting differs."""
     for name, value in expected.items():
         entry = row(report, name.replace("__", "."))
         assert (entry["status"], entry["observed"]) == ("applied", value), entry
@@ -41,9 +41,7 @@ def unit_classes(report: dict[str, Any]) -> set[str]:
 
 @pytest.mark.parametrize("strategy", ["shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"])
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_strategy_in_training_arguments_is_the_one_that_runs(
-    four_ranks: Ranks, tmp_path: Path, strategy: str, version: int
-) -> None:
+def test_training_arguments_strategy_is_applied(four_ranks: Ranks, tmp_path: Path, strategy: str, version: int) -> None:
     config: dict[str, Any] = {"version": version}
     if strategy.startswith("hybrid"):
         config["fsdp_size"] = 2
@@ -52,7 +50,7 @@ def test_a_strategy_in_training_arguments_is_the_one_that_runs(
     assert_applied(report, sharding__strategy=strategy, mesh__replicate=mesh[0], mesh__shard=mesh[1])
 
 
-def test_reshard_after_forward_names_a_strategy_under_version_1(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_reshard_after_forward_accepts_strategy_in_version_1(two_ranks: Ranks, tmp_path: Path) -> None:
     text = yaml_of(
         "fsdp_version: 1\nfsdp_reshard_after_forward: SHARD_GRAD_OP\nfsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
     )
@@ -63,7 +61,9 @@ def test_reshard_after_forward_names_a_strategy_under_version_1(two_ranks: Ranks
     ("written", "strategy"),
     [("2", "shard_grad_op"), ("3", "no_shard"), ("4", "hybrid_shard"), ("HYBRID_SHARD", "hybrid_shard")],
 )
-def test_a_strategy_is_followed_under_version_2(four_ranks: Ranks, tmp_path: Path, written: str, strategy: str) -> None:
+def test_sharding_strategy_is_applied_in_version_2(
+    four_ranks: Ranks, tmp_path: Path, written: str, strategy: str
+) -> None:
     body = f"fsdp_version: 2\nfsdp_sharding_strategy: {written}\nfsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
     if strategy == "hybrid_shard":
         body += "\nfsdp_size: 2"
@@ -73,7 +73,7 @@ def test_a_strategy_is_followed_under_version_2(four_ranks: Ranks, tmp_path: Pat
 
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("key", ["fsdp_offload_params", "offload_params", "cpu_offload", "fsdp_cpu_offload"])
-def test_offload_is_read_by_every_name_in_training_arguments(
+def test_every_offload_key_of_training_arguments_is_applied(
     two_ranks: Ranks, tmp_path: Path, key: str, version: int
 ) -> None:
     config = {"version": version, key: True}
@@ -82,11 +82,11 @@ def test_offload_is_read_by_every_name_in_training_arguments(
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_cpu_offload_is_read_in_a_yaml(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
+def test_cpu_offload_in_yaml_is_applied(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
     text = yaml_of(f"fsdp_version: {version}\nfsdp_cpu_offload: true\nfsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP")
     report = two_ranks.run(report_of_yaml, text, str(tmp_path))[0]
     assert_applied(report, offload__params=True)
-    if version == 2:  # FSDP1 gets no offload policy on CPU ranks: it would pin memory, and there is nothing to move
+    if version == 2:  # FSDP1 gets no offload policy on CPU ranks: it would pin memory without moving any
         assert all(unit["offloaded"] for unit in report["units"] if unit["num_params"])
 
 
@@ -94,7 +94,7 @@ def test_cpu_offload_is_read_in_a_yaml(two_ranks: Ranks, tmp_path: Path, version
 @pytest.mark.parametrize(
     ("written", "observed"), [("BACKWARD_PRE", "pre"), ("BACKWARD_POST", "post"), ("NO_PREFETCH", "none")]
 )
-def test_backward_prefetch_policy_is_followed(
+def test_backward_prefetch_policy_is_applied(
     two_ranks: Ranks, tmp_path: Path, version: int, written: str, observed: str
 ) -> None:
     body = (
@@ -104,9 +104,7 @@ def test_backward_prefetch_policy_is_followed(
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_guides_names_of_the_size_policy_wrap_more_than_the_root(
-    two_ranks: Ranks, tmp_path: Path, version: int
-) -> None:
+def test_size_policy_keys_of_the_guide_are_applied(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
     text = yaml_of(f"fsdp_version: {version}\nfsdp_wrap_policy: SIZE_BASED_WRAP\nmin_num_param: 2000")
     report = two_ranks.run(report_of_yaml, text, str(tmp_path))[0]
     assert_applied(report, wrap__policy="size")
@@ -115,7 +113,7 @@ def test_the_guides_names_of_the_size_policy_wrap_more_than_the_root(
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_auto_wrap_with_a_threshold_is_the_size_policy(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
+def test_auto_wrap_with_min_num_params_is_size_policy(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
     config = {"version": version, "min_num_params": 2000}
     report = two_ranks.run(report_of_arguments, str(tmp_path), fsdp="full_shard auto_wrap", fsdp_config=config)[0]
     assert_applied(report, wrap__policy="size")
@@ -127,7 +125,7 @@ def test_auto_wrap_with_a_threshold_is_the_size_policy(two_ranks: Ranks, tmp_pat
     "written", ["[LlamaMLP, LlamaAttention]", '"LlamaMLP, LlamaAttention"', "LlamaMLP,LlamaAttention"]
 )
 @pytest.mark.parametrize("version", [1, 2])
-def test_layer_classes_are_read_as_a_list_or_with_blanks(
+def test_layer_classes_as_list_or_with_blanks_are_applied(
     two_ranks: Ranks, tmp_path: Path, version: int, written: str
 ) -> None:
     body = f"fsdp_version: {version}\nfsdp_transformer_layer_cls_to_wrap: {written}"
@@ -140,28 +138,28 @@ def test_layer_classes_are_read_as_a_list_or_with_blanks(
     ("key", "meant"),
     [("fsdp_offload_param", "fsdp_offload_params"), ("reshard_after_foward", "reshard_after_forward")],
 )
-def test_a_misspelt_key_is_refused_with_the_right_one(two_ranks: Ranks, tmp_path: Path, key: str, meant: str) -> None:
+def test_misspelt_key_is_refused_with_suggestion(two_ranks: Ranks, tmp_path: Path, key: str, meant: str) -> None:
     with pytest.raises(RankError, match=f"unknown key '{key}'.*{meant}"):
         two_ranks.run(report_of_yaml, yaml_of(f"fsdp_version: 2\n{key}: true"), str(tmp_path))
 
 
-def test_limit_all_gathers_is_followed_under_version_1(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_limit_all_gathers_is_applied_in_version_1(two_ranks: Ranks, tmp_path: Path) -> None:
     body = "fsdp_version: 1\nfsdp_limit_all_gathers: false\nfsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
     assert_applied(two_ranks.run(report_of_yaml, yaml_of(body), str(tmp_path))[0], prefetch__limit_all_gathers=False)
 
 
-def test_limit_all_gathers_is_said_to_be_without_effect_under_version_2(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_limit_all_gathers_is_a_warning_in_version_2(two_ranks: Ranks, tmp_path: Path) -> None:
     body = "fsdp_version: 2\nfsdp_limit_all_gathers: false\nfsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
     report = two_ranks.run(report_of_yaml, yaml_of(body), str(tmp_path))[0]
     assert row(report, "prefetch.limit_all_gathers")["status"] == "differs"
     assert any(
-        problem["severity"] == "warning" and problem["setting"] == "prefetch.limit_all_gathers"
+        problem["code"] == "FSDP-W506" and problem["setting"] == "prefetch.limit_all_gathers"
         for problem in report["problems"]
     )
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_mixed_precision_policy_is_followed_field_by_field(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
+def test_mixed_precision_policy_fields_are_applied(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
     body = (
         f"fsdp_version: {version}\nfsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
         "fsdp_mixed_precision_policy: {param_dtype: bf16, reduce_dtype: fp32, output_dtype: fp32}"
@@ -170,13 +168,13 @@ def test_a_mixed_precision_policy_is_followed_field_by_field(two_ranks: Ranks, t
     assert_applied(report, precision__param="bf16", precision__reduce="fp32", precision__output="fp32")
 
 
-def test_xla_is_refused_with_the_reason(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_xla_is_refused(two_ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"xla\.enabled"):
         two_ranks.run(report_of_yaml, yaml_of("fsdp_version: 1\nxla: true"), str(tmp_path))
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_bf16_reduces_gradients_and_computes_the_loss_in_fp32(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
+def test_bf16_keeps_reduction_and_loss_in_fp32(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
     text = yaml_of(f"fsdp_version: {version}\nfsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP", mixed_precision="bf16")
     report = two_ranks.run(report_of_yaml, text, str(tmp_path))[0]
     assert_applied(report, precision__param="bf16", precision__reduce="fp32")
@@ -207,24 +205,24 @@ def test_cpu_ranks_are_sharded(two_ranks: Ranks, tmp_path: Path, version: int) -
     ],
     ids=str,
 )
-def test_every_form_of_fsdp_is_read(two_ranks: Ranks, tmp_path: Path, fsdp: Any, strategy: str) -> None:
+def test_every_form_of_fsdp_argument_is_applied(two_ranks: Ranks, tmp_path: Path, fsdp: Any, strategy: str) -> None:
     assert_applied(two_ranks.run(report_of_arguments, str(tmp_path), fsdp=fsdp)[0], sharding__strategy=strategy)
 
 
-def test_fsdp_config_may_be_a_yaml_file(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_fsdp_config_as_yaml_file_is_applied(two_ranks: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "fsdp.yaml"
     path.write_text("fsdp_version: 1\nfsdp_sharding_strategy: SHARD_GRAD_OP\nfsdp_state_dict_type: SHARDED\n")
     report = two_ranks.run(report_of_arguments, str(tmp_path), fsdp=True, fsdp_config=str(path))[0]
     assert_applied(report, fsdp__version=1, sharding__strategy="shard_grad_op", checkpoint__state_dict="sharded")
 
 
-def test_a_number_as_reshard_after_forward_is_a_strategy(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_numeric_reshard_after_forward_is_a_strategy(two_ranks: Ranks, tmp_path: Path) -> None:
     body = "fsdp_version: 2\nfsdp_reshard_after_forward: 2\nfsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
     assert_applied(two_ranks.run(report_of_yaml, yaml_of(body), str(tmp_path))[0], sharding__strategy="shard_grad_op")
 
 
 @pytest.mark.parametrize("written", ["SHARDED", "SHARDED_STATE_DICT", "sharded", "3"])
-def test_a_state_dict_type_is_read_with_and_without_its_suffix(two_ranks: Ranks, tmp_path: Path, written: str) -> None:
+def test_state_dict_type_suffix_is_optional(two_ranks: Ranks, tmp_path: Path, written: str) -> None:
     body = f"fsdp_version: 2\nfsdp_state_dict_type: {written}\nfsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
     assert_applied(two_ranks.run(report_of_yaml, yaml_of(body), str(tmp_path))[0], checkpoint__state_dict="sharded")
 

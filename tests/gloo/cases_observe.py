@@ -1,10 +1,10 @@
-"""Run on ranks: shard a tiny model, by the plan or by hand, take a step, and report what is there."""
+"""Run on ranks: shard a tiny model, by the plan or by hand, train one step and report it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,9 +14,12 @@ from torch import nn
 
 from hf_fsdp_plugin import load_spec, resolve
 from hf_fsdp_plugin.backends.shard import shard
-from hf_fsdp_plugin.observe.report import BatchShape, Report, observe, report
+from hf_fsdp_plugin.integrations.report import report
+from hf_fsdp_plugin.integrations.run_report import finish
+from hf_fsdp_plugin.observe.build import build_report
+from hf_fsdp_plugin.observe.first_step import record_first_step
+from hf_fsdp_plugin.observe.report import BatchShape, Report
 from hf_fsdp_plugin.observe.units import observe_units
-from hf_fsdp_plugin.observe.watch import watch
 from hf_fsdp_plugin.plan.model import FsdpPlan
 
 CPU = torch.device("cpu")
@@ -35,13 +38,13 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def planned(config: dict[str, Any], name: str = "llama", steps: int = 1) -> dict[str, Any]:
-    """Sharded by the plugin, trained for some steps, reported; the report of this rank, and its table."""
+    """Shard and train a model; return the report of this rank and its text."""
     model, plan = make(name, config)
     return _trained(shard(plan, model, CPU), plan, steps)
 
 
 def unlike_the_plan(config: dict[str, Any], ran: dict[str, Any]) -> dict[str, Any]:
-    """Sharded by one config, reported against another."""
+    """Shard a model by one config, and compare it with the plan of another."""
     _, plan = make("llama", config)
     other = MODELS["llama"]()
     really = resolve(load_spec(ran, environ={}), other, world_size=dist.get_world_size())
@@ -49,51 +52,51 @@ def unlike_the_plan(config: dict[str, Any], ran: dict[str, Any]) -> dict[str, An
 
 
 def not_sharded(config: dict[str, Any]) -> dict[str, Any]:
-    """What a stock run on CPU ranks gets: plain data parallel."""
+    """Train with plain data parallel, as Accelerate does on CPU ranks without the plugin."""
     model, plan = make("llama", config)
     return _trained(nn.parallel.DistributedDataParallel(model), plan, 1)
 
 
-def spoilt(config: dict[str, Any], how: str) -> dict[str, Any]:
-    """Sharded as planned, then changed behind the plan's back on the live model."""
+def changed_after_sharding(config: dict[str, Any], how: str) -> dict[str, Any]:
+    """Shard a model as planned, then change the live model."""
     model, plan = make("llama", config)
     sharded = shard(plan, model, CPU)
     if how == "half":
         sharded.to(torch.bfloat16)
     else:
         with torch.no_grad():
-            SPOILERS[how](sharded)
-    return _summary(observe(sharded, plan))
+            CHANGES[how](sharded)
+    return _summary(build_report(sharded, plan))
 
 
 def _keep_gathered(model: Any) -> None:
     model.model.layers[0].set_reshard_after_forward(False)
 
 
-def _unequal_buffer_on_the_last_rank(model: Any) -> None:
+def _change_buffer_on_last_rank(model: Any) -> None:
     if dist.get_rank() == dist.get_world_size() - 1:
         model.model.rotary_emb.inv_freq.add_(1.0)
 
 
-def _spoil_weights_on_the_last_rank(model: Any) -> None:
+def _change_weights_on_last_rank(model: Any) -> None:
     if dist.get_rank() == dist.get_world_size() - 1:
         next(model.parameters()).to_local().add_(1.0)
 
 
-SPOILERS: dict[str, Callable[[Any], None]] = {
+CHANGES: dict[str, Callable[[Any], None]] = {
     "reshard": _keep_gathered,
-    "buffer": _unequal_buffer_on_the_last_rank,
-    "weights": _spoil_weights_on_the_last_rank,
+    "buffer": _change_buffer_on_last_rank,
+    "weights": _change_weights_on_last_rank,
 }
 
 
-def optimizer_of_the_old_parameters(config: dict[str, Any]) -> dict[str, Any]:
+def optimizer_of_unsharded_parameters(config: dict[str, Any]) -> dict[str, Any]:
     model, plan = make("llama", config)
     optimizer = torch.optim.AdamW([nn.Parameter(p.detach().clone()) for p in model.parameters()])
-    return _summary(observe(shard(plan, model, CPU), plan, optimizer=optimizer))
+    return _summary(build_report(shard(plan, model, CPU), plan, optimizer=optimizer))
 
 
-def before_and_after_the_first_forward(config: dict[str, Any]) -> list[list[dict[str, Any]]]:
+def before_and_after_first_forward(config: dict[str, Any]) -> list[list[dict[str, Any]]]:
     model, plan = make("llama", config)
     sharded = shard(plan, model, CPU)
     before = [unit.to_json() for unit in observe_units(sharded)]
@@ -101,24 +104,24 @@ def before_and_after_the_first_forward(config: dict[str, Any]) -> list[list[dict
     return [before, [unit.to_json() for unit in observe_units(sharded)]]
 
 
-def alive_gradients(config: dict[str, Any]) -> list[tuple[int, str]]:
-    """Gradient bytes and their source: after a backward, after the optimizer cleared them, and with no watch."""
+def gradient_sources(config: dict[str, Any]) -> list[tuple[int, str]]:
+    """Return gradient bytes and their source: before any backward, after a backward, and after ``zero_grad``."""
     model, plan = make("llama", config)
     sharded = shard(plan, model, CPU)
     optimizer = torch.optim.AdamW(sharded.parameters())
-    seen = [observe(sharded, plan).memory]
-    watch(sharded, optimizer)
+    observed = [build_report(sharded, plan).memory]
+    record_first_step(sharded, optimizer)
     batch = my_part(global_batch(0), dist.get_rank(), dist.get_world_size())
     sharded(**batch).loss.backward()
-    seen.append(observe(sharded, plan).memory)
+    observed.append(build_report(sharded, plan).memory)
     optimizer.step()
     optimizer.zero_grad()
-    seen.append(observe(sharded, plan).memory)
-    return [(memory.grads_bytes, memory.grads_source) for memory in seen]
+    observed.append(build_report(sharded, plan).memory)
+    return [(memory.grads_bytes, memory.grads_source) for memory in observed]
 
 
 def wrapped_by_hand(version: int) -> list[dict[str, Any]]:
-    """Layers sharded with torch alone, no root: observation owes nothing to our backends."""
+    """Shard the layers with torch alone, without a root, as observation must not depend on our backends."""
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
 
     model = MODELS["llama"]()
@@ -142,28 +145,38 @@ def public_report(subject: str, config: dict[str, Any]) -> dict[str, Any]:
 
 def written(config: dict[str, Any], path: str) -> str | None:
     model, plan = make("llama", config)
-    file = observe(shard(plan, model, CPU), plan).write(Path(path))
+    file = build_report(shard(plan, model, CPU), plan).write(Path(path))
     return None if file is None else str(file)
 
 
-def one_rank_cannot_be_read(config: dict[str, Any]) -> str:
+def unreadable_on_one_rank(config: dict[str, Any]) -> str:
     model, plan = make("llama", config)
     sharded = shard(plan, model, CPU)
-    broken: Any = object() if dist.get_rank() == 1 else sharded
+    unreadable: Any = object() if dist.get_rank() == 1 else sharded
     try:
-        observe(broken, replace(plan))
+        build_report(unreadable, plan)
     except ValueError as error:
         return str(error)
     return "no error"
 
 
+def unwritable_report(config: dict[str, Any]) -> str:
+    """End a run whose report cannot be written, then take part in another collective."""
+    model, plan = make("llama", config)
+    sharded = shard(plan, model, CPU)
+    accelerator = SimpleNamespace(_models=[sharded], _optimizers=[], _dataloaders=[], state=None)
+    finish(accelerator, output_dir="/dev/null/no/folder")
+    dist.barrier()
+    return "done"
+
+
 def _trained(model: nn.Module, plan: FsdpPlan, steps: int) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters())
-    watch(model, optimizer)
+    record_first_step(model, optimizer)
     for _ in range(steps):
         step(model, optimizer)
     return _summary(
-        observe(model, plan, optimizer=optimizer, batch=BatchShape(per_device=4, accumulation=2, seq_len=12))
+        build_report(model, plan, optimizer=optimizer, batch=BatchShape(per_device=4, accumulation=2, seq_len=12))
     )
 
 

@@ -1,0 +1,78 @@
+"""The public ``report``: it takes a prepared model, an ``Accelerator`` or a ``Trainer`` apart for ``observe``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hf_fsdp_plugin.observe.build import build_report_of_trained
+from hf_fsdp_plugin.observe.readers_training import state_dict_kind
+from hf_fsdp_plugin.observe.report import BatchShape, Report
+
+
+def report(subject: Any) -> Report:
+    """Return the report of a prepared model, an ``Accelerator`` or a ``Trainer``. Collective: every rank must call it.
+
+    Raises:
+        SpecError: the plugin has prepared no model there.
+    """
+    if hasattr(subject, "model_wrapped") and hasattr(subject, "args"):
+        models = [model for model in (subject.model_wrapped, subject.model) if model is not None]
+        return build_report_of_trained(
+            models,
+            [subject.optimizer] if subject.optimizer is not None else [],
+            batch=_trainer_batch(subject),
+            state_dict=next_state_dict(subject.accelerator),
+        )
+    if hasattr(subject, "_models") and hasattr(subject, "state"):
+        return report_accelerator(subject)
+    return build_report_of_trained([subject])
+
+
+def report_accelerator(
+    accelerator: Any,
+    *,
+    batch: BatchShape | None = None,
+    checkpoint: Path | None = None,
+    saved_asynchronously: bool | None = None,
+) -> Report:
+    """Return the report of an ``Accelerator``. Collective.
+
+    Args:
+        batch: the input of one step; by default that of the first prepared data loader with a batch size.
+        checkpoint: a checkpoint of this run; its files take precedence over the state dict type of the accelerator.
+        saved_asynchronously: how the last checkpoint was written; ``None`` if there is none.
+
+    Raises:
+        SpecError: the plugin has prepared no model of this accelerator.
+    """
+    saved = state_dict_kind(checkpoint) if checkpoint is not None else None
+    return build_report_of_trained(
+        accelerator._models,
+        accelerator._optimizers,
+        batch=batch or _loader_batch(accelerator),
+        state_dict=saved or next_state_dict(accelerator),
+        saved_asynchronously=saved_asynchronously,
+    )
+
+
+def next_state_dict(accelerator: Any) -> str | None:
+    """Return the state dict type that the accelerator's next save will have: ``full``, ``sharded`` or ``local``."""
+    state_dict_type = getattr(getattr(accelerator.state, "fsdp_plugin", None), "state_dict_type", None)
+    if state_dict_type is None:
+        return None
+    return str(getattr(state_dict_type, "name", state_dict_type)).upper().removesuffix("_STATE_DICT").lower()
+
+
+def _trainer_batch(trainer: Any) -> BatchShape | None:
+    # The batch size in use; auto_find_batch_size may have lowered it.
+    per_device = getattr(trainer, "_train_batch_size", None) or trainer.args.per_device_train_batch_size
+    return BatchShape(per_device=per_device, accumulation=trainer.args.gradient_accumulation_steps)
+
+
+def _loader_batch(accelerator: Any) -> BatchShape | None:
+    sizes = (getattr(loader, "batch_size", None) for loader in accelerator._dataloaders)
+    per_device = next((size for size in sizes if size), None)
+    if per_device is None:
+        return None
+    return BatchShape(per_device=per_device, accumulation=accelerator.gradient_accumulation_steps)

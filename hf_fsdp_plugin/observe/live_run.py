@@ -1,0 +1,80 @@
+"""The input and the output of the functions that read one setting off the live model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_fsdp_plugin.observe.units import UnitObservation, units_with_params
+from hf_fsdp_plugin.observe.weights import WeightComparison
+from hf_fsdp_plugin.plan.model import FsdpPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservedValue:
+    """The value of one setting on the live model.
+
+    Attributes:
+        value: in the setting's canonical form; meaningless if ``unobservable``.
+        reason: why the setting is unobservable, or what explains the value.
+        unobservable: whether nothing on the live model shows this setting.
+        matches: whether the value is the one asked for; ``None`` compares the two for equality.
+    """
+
+    value: Any = None
+    reason: str = ""
+    unobservable: bool = False
+    matches: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveRun:
+    """The live objects and facts that settings are read off, and the plan that they are compared with.
+
+    Attributes:
+        num_hosts: distinct host names that the ranks report.
+        output_dtype: of the output or loss of a forward in training; ``None`` if none was observed.
+        state_dict: ``full``, ``sharded`` or ``local``, of the last or the next checkpoint; ``None`` if unknown.
+        saved_asynchronously: how the last checkpoint was written; ``None`` if none was.
+        weights: the comparison of weights across ranks; ``None`` if it was not made.
+    """
+
+    model: nn.Module
+    plan: FsdpPlan
+    units: Sequence[UnitObservation]
+    world_size: int
+    device_type: str
+    num_hosts: int = 1
+    output_dtype: torch.dtype | None = None
+    state_dict: str | None = None
+    saved_asynchronously: bool | None = None
+    weights: WeightComparison | None = None
+
+    @property
+    def units_with_params(self) -> list[UnitObservation]:
+        return units_with_params(self.units)
+
+    @property
+    def units_below_root(self) -> list[UnitObservation]:
+        return [unit for unit in self.units_with_params if not unit.is_root]
+
+    @property
+    def layers(self) -> list[UnitObservation]:
+        """The units that the wrap policy chose; if there are none, all units below the root, or the root."""
+        planned = {name for unit in self.plan.units if unit.from_policy for name in unit.modules}
+        chosen = [unit for unit in self.units_with_params if planned.intersection(unit.module_names)]
+        return chosen or self.units_below_root or self.units_with_params
+
+
+def unobservable(reason: str) -> ObservedValue:
+    return ObservedValue(reason=reason, unobservable=True)
+
+
+def common_value(values: Iterable[Any]) -> Any:
+    """Return the value that all have in common, or ``mixed: a, b``."""
+    distinct = list(dict.fromkeys(values))
+    return distinct[0] if len(distinct) == 1 else "mixed: " + ", ".join(sorted(map(str, distinct)))

@@ -1,0 +1,211 @@
+"""Functions that read one setting of sharding, wrapping, precision or prefetching off the live model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from hf_fsdp_plugin.observe.live_run import LiveRun, ObservedValue, common_value, unobservable
+from hf_fsdp_plugin.observe.memory import unmanaged_parameters
+from hf_fsdp_plugin.observe.units import UnitObservation, dtype_name
+from hf_fsdp_plugin.plan.names import canonical_name
+from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
+
+
+def read_version(run: LiveRun) -> ObservedValue:
+    return ObservedValue(value=common_value(unit.version for unit in run.units))
+
+
+def read_strategy(run: LiveRun) -> ObservedValue:
+    """FSDP1 keeps the strategy; under FSDP2 it follows from the mesh and the layers' reshard flag."""
+    value = common_value(unit.live.strategy or _strategy_of_mesh(unit) for unit in run.layers)
+    if run.world_size == 1:
+        return ObservedValue(value=value, reason="with one rank, all strategies are the same", matches=True)
+    if all(unit.is_root for unit in run.layers) and _differs_in_reshard_only(value, run.plan.strategy):
+        # torch keeps the root's parameters until backward under both versions and every strategy.
+        reason = f"if the root is the only unit, {value} is the same"
+        return ObservedValue(value=run.plan.strategy, reason=reason, matches=True)
+    if value in STRATEGIES and not STRATEGIES[value].is_sharded and run.plan.mesh.shard == 1:
+        return ObservedValue(value=value, reason="a shard group of one rank does not shard", matches=True)
+    return ObservedValue(value=value)
+
+
+def _differs_in_reshard_only(value: str, planned: str) -> bool:
+    if value == planned or value not in STRATEGIES:
+        return False
+    return STRATEGIES[value].counterpart(reshard=STRATEGIES[planned].reshards_after_forward) is STRATEGIES[planned]
+
+
+def _strategy_of_mesh(unit: UnitObservation) -> str:
+    # None leaves it to FSDP2, which reshards all units but the root.
+    reshard = unit.live.reshard_asked is None or unit.live.reshard_asked
+    return strategy_of(sharded=unit.live.shard_size > 1, hybrid=unit.live.hybrid, reshard=reshard).name
+
+
+def read_mesh_shard(run: LiveRun) -> ObservedValue:
+    return ObservedValue(value=common_value(unit.live.shard_size for unit in run.units_with_params))
+
+
+def read_mesh_replicate(run: LiveRun) -> ObservedValue:
+    return ObservedValue(value=common_value(unit.live.replicate_size for unit in run.units_with_params))
+
+
+def read_wrap_policy(run: LiveRun) -> ObservedValue:
+    """FSDP does not keep the policy, so this reads whether the modules that the policy chose became units."""
+    if run.plan.pre_sharded:
+        return ObservedValue(value="by hand", reason="the script wrapped the model itself")
+    wrapped = {name for unit in run.units for name in unit.module_names}
+    chosen = [name for unit in run.plan.units if unit.from_policy for name in unit.modules]
+    missing = [name for name in chosen if name not in wrapped]
+    has_units_below_root = any(not unit.is_root for unit in run.units)
+    if missing:
+        reason = f"{len(missing)} of {len(chosen)} planned units are missing, for example {missing[0]}"
+        return ObservedValue(value="other units" if has_units_below_root else "none", reason=reason)
+    if chosen:
+        reason = f"all {len(chosen)} modules that the policy chose are units"
+        return ObservedValue(value=run.plan.spec.wrap.policy, reason=reason, matches=True)
+    return ObservedValue(
+        value="none", reason="no policy chose the units below the root" if has_units_below_root else ""
+    )
+
+
+def read_wrap_classes(run: LiveRun) -> ObservedValue:
+    """Read which of the asked classes are units; the plan has already reported classes that the model lacks."""
+    asked = run.plan.spec.wrap.classes
+    found = {name for unit in run.units for name in unit.class_name.split(" + ")}
+    planned = {name for unit in run.plan.units if unit.from_policy for name in unit.class_names}
+    observed = tuple(name for name in asked if name in found) or tuple(sorted(found & planned))
+    missing = sorted(planned - found)
+    absent = sorted(set(asked) - found - planned)
+    reason = f"not wrapped: {', '.join(missing)}" if missing else ""
+    if absent and not missing:
+        reason = f"not in the model: {', '.join(absent)}"
+    # Without planned units, only the asked names can be compared.
+    return ObservedValue(value=observed, reason=reason, matches=not missing if planned else not absent)
+
+
+def read_min_num_params(run: LiveRun) -> ObservedValue:
+    planned = {name for unit in run.plan.units if unit.from_policy for name in unit.modules}
+    sizes = [unit.num_params for unit in run.units if planned.intersection(unit.module_names)]
+    if not sizes:
+        return unobservable("the size policy chose no unit")
+    reason = f"the smallest unit that the size policy chose has {min(sizes)} parameters"
+    return ObservedValue(value=min(sizes), reason=reason, matches=min(sizes) >= run.plan.spec.wrap.min_num_params)
+
+
+def read_ignored_modules(run: LiveRun) -> ObservedValue:
+    unmanaged = {id(parameter) for parameter in unmanaged_parameters(run.model, run.units)}
+    unsharded: list[str] = []
+    for name, module in run.model.named_modules():
+        parameters = list(module.parameters())
+        inside_another = any(name == outer or name.startswith(f"{outer}.") for outer in unsharded)
+        if parameters and not inside_another and all(id(parameter) in unmanaged for parameter in parameters):
+            unsharded.append(name)
+    found = [canonical_name(name) for name in unsharded]
+    sharded = [name for name in run.plan.ignored_modules if not _inside_any(name, found) and _owns(run.model, name)]
+    reason = f"sharded: {', '.join(sharded[:3])}" if sharded else f"not sharded: {', '.join(found) or 'nothing'}"
+    return ObservedValue(value=found, reason=reason, matches=not sharded)
+
+
+def _inside_any(name: str, outers: Iterable[str]) -> bool:
+    return any(name == outer or not outer or name.startswith(f"{outer}.") for outer in outers)
+
+
+def _owns(model: nn.Module, name: str) -> bool:
+    return any(
+        canonical_name(found) == name and any(True for _ in module.parameters())
+        for found, module in model.named_modules()
+    )
+
+
+def read_offload(run: LiveRun) -> ObservedValue:
+    offloaded = common_value(unit.offloaded for unit in run.units_with_params)
+    devices = {shard.device.type for unit in run.units_with_params for shard in unit.live.shards}
+    if offloaded is True and devices != {"cpu"}:
+        reason = f"the offload policy is set, but the shards are on {', '.join(sorted(devices))}"
+        return ObservedValue(value=False, reason=reason)
+    if run.plan.offload_params and run.device_type == "cpu" and devices == {"cpu"}:
+        return ObservedValue(value=True, reason="CPU ranks keep their shards in host memory", matches=True)
+    return ObservedValue(value=offloaded)
+
+
+def read_pin_memory(run: LiveRun) -> ObservedValue:
+    if not any(unit.offloaded for unit in run.units_with_params):
+        return unobservable("no parameters are offloaded")
+    if run.device_type == "cpu":
+        return unobservable("CPU ranks do not pin memory")
+    pinned = common_value(shard.is_pinned() for unit in run.units_with_params for shard in unit.live.shards)
+    return ObservedValue(value=pinned)
+
+
+def read_param_dtype(run: LiveRun) -> ObservedValue:
+    value = common_value(unit.param_dtype for unit in run.units_with_params)
+    if run.plan.precision.param == "unchanged":
+        casts = any(unit.live.casts for unit in run.units_with_params)
+        return ObservedValue(value=value, reason="the dtype of the parameters, without a cast", matches=not casts)
+    return ObservedValue(value=value)
+
+
+def read_reduce_dtype(run: LiveRun) -> ObservedValue:
+    dtypes = [unit.reduce_dtype for unit in run.units_with_params if unit.reduce_dtype]
+    if not dtypes:
+        return unobservable("no parameter is trained, so no gradient is reduced")
+    return ObservedValue(value=common_value(dtypes), matches=_true_if_unchanged(run.plan.precision.reduce))
+
+
+def read_output_dtype(run: LiveRun) -> ObservedValue:
+    """The dtype that a forward returned takes precedence over the root's policy."""
+    matches = _true_if_unchanged(run.plan.precision.output)
+    if run.output_dtype is not None:
+        return ObservedValue(value=dtype_name(run.output_dtype), reason="of an observed forward", matches=matches)
+    policies = [unit.live.output_dtype for unit in run.units if unit.is_root and unit.version == 2]
+    if policies:
+        value = dtype_name(policies[0]) or "unchanged"
+        return ObservedValue(value=value, reason="from the policy of the root", matches=matches)
+    return unobservable("FSDP1 keeps no output dtype, and no forward was observed")
+
+
+def read_buffer_dtype(run: LiveRun) -> ObservedValue:
+    dtypes = [dtype_name(buffer.dtype) for buffer in run.model.buffers() if buffer.is_floating_point()]
+    if not dtypes:
+        return unobservable("the model has no floating-point buffers")
+    if any(unit.version == 1 and unit.live.lazy for unit in run.units):
+        return unobservable("FSDP1 casts buffers in the first forward, which has not run")
+    return ObservedValue(value=common_value(dtypes), matches=_true_if_unchanged(run.plan.precision.buffer))
+
+
+def _true_if_unchanged(planned: str) -> bool | None:
+    return True if planned == "unchanged" else None
+
+
+_NO_PREFETCH = "fewer than two units below the root, so there is nothing to prefetch"
+
+
+def read_backward_prefetch(run: LiveRun) -> ObservedValue:
+    if len(run.units_below_root) < 2:
+        return unobservable(_NO_PREFETCH)
+    return ObservedValue(value=common_value(unit.live.backward_prefetch for unit in run.units_below_root))
+
+
+def read_forward_prefetch(run: LiveRun) -> ObservedValue:
+    num_units = len(run.units_below_root)
+    if num_units < 2:
+        return unobservable(_NO_PREFETCH)
+    num_prefetching = sum(unit.live.forward_prefetch for unit in run.units_below_root)
+    # Under FSDP2 the last unit has no unit to prefetch.
+    if num_prefetching in (0, num_units, num_units - 1):
+        return ObservedValue(value=num_prefetching > 0)
+    return ObservedValue(value=f"in {num_prefetching} of {num_units} units", matches=False)
+
+
+def read_limit_all_gathers(run: LiveRun) -> ObservedValue:
+    if any(unit.version == 2 for unit in run.units):
+        return ObservedValue(value=True, reason="FSDP2 always limits all-gathers; it has no option to turn it off")
+    return ObservedValue(value=common_value(unit.live.limit_all_gathers for unit in run.units))
+
+
+def read_use_orig(run: LiveRun) -> ObservedValue:
+    if any(unit.version == 2 for unit in run.units):
+        return ObservedValue(value=True, reason="FSDP2 always shards each parameter separately and never flattens")
+    return ObservedValue(value=common_value(unit.live.use_orig for unit in run.units))

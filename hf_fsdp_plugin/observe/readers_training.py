@@ -1,0 +1,135 @@
+"""Functions that read one setting of checkpoints, activations, loading or the launch off the live model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper, CheckpointWrapper
+
+from hf_fsdp_plugin.devices import accelerator_type
+from hf_fsdp_plugin.observe.internals import is_compiled
+from hf_fsdp_plugin.observe.live_run import LiveRun, ObservedValue, common_value, unobservable
+from hf_fsdp_plugin.observe.units import checkpoints_natively
+
+
+def read_state_dict(run: LiveRun) -> ObservedValue:
+    if run.state_dict is None:
+        return unobservable("no checkpoint was saved, and no Accelerator was given")
+    return ObservedValue(value=run.state_dict)
+
+
+def read_asynchronous(run: LiveRun) -> ObservedValue:
+    if run.saved_asynchronously is None:
+        return unobservable("no checkpoint was saved")
+    return ObservedValue(value=run.saved_asynchronously, reason="of the last checkpoint")
+
+
+def read_checkpointing(run: LiveRun) -> ObservedValue:
+    wrappers = [module for module in run.model.modules() if isinstance(module, CheckpointWrapper)]
+    native = read_native(run).value
+    if not wrappers and not native:
+        return ObservedValue(value="none")
+    if wrappers and native:
+        reason = "torch's and Transformers' checkpointing are both enabled, so activations are recomputed twice"
+        return ObservedValue(value="twice", reason=reason)
+    if native:
+        return ObservedValue(value="full", reason="Transformers' gradient checkpointing")
+    selective = ["context_fn" in getattr(module.checkpoint_fn, "keywords", {}) for module in wrappers]
+    kind = common_value("selective" if one else "full" for one in selective)
+    not_checkpointed = [unit.name for unit in run.layers if not unit.checkpointed]
+    if not_checkpointed and len(wrappers) < len(run.layers):
+        return ObservedValue(value=f"{kind} in {len(wrappers)} of {len(run.layers)} units", matches=False)
+    return ObservedValue(value=kind, reason=f"{len(wrappers)} modules")
+
+
+def read_native(run: LiveRun) -> ObservedValue:
+    return ObservedValue(value=any(map(checkpoints_natively, run.model.modules())))
+
+
+def read_activation_offload(run: LiveRun) -> ObservedValue:
+    wrappers = (module for module in run.model.modules() if isinstance(module, ActivationWrapper))
+    return ObservedValue(value=any(not isinstance(wrapper, CheckpointWrapper) for wrapper in wrappers))
+
+
+def read_sync_module_states(run: LiveRun) -> ObservedValue:
+    return _read_loading(run, planned=run.plan.sync_module_states)
+
+
+def read_ram_efficient(run: LiveRun) -> ObservedValue:
+    """After RAM-efficient loading, ranks other than 0 have received weights that they had not loaded."""
+    observed = _read_loading(run, planned=run.plan.ram_efficient)
+    weights = run.weights
+    if observed.matches and weights and weights.num_broadcast and not weights.num_filled and run.world_size > 1:
+        return unobservable("every rank had built or loaded all weights itself before it received rank 0's")
+    return observed
+
+
+def _read_loading(run: LiveRun, *, planned: bool) -> ObservedValue:
+    """Both settings have the same result: every rank has rank 0's weights, and no tensor is on the meta device."""
+    if not planned:
+        return unobservable("every rank loads its own weights, and the model does not record it")
+    weights = run.weights
+    if weights is None:
+        return unobservable("the weights were not compared between ranks")
+    if weights.num_on_meta:
+        reason = f"{weights.num_on_meta} tensors are on the meta device: they were not loaded"
+        return ObservedValue(value=False, reason=reason, matches=False)
+    if weights.differing:
+        reason = f"ranks differ in {', '.join(weights.differing[:3])}"
+        return ObservedValue(value=False, reason=reason, matches=False)
+    if weights.num_broadcast:
+        filled = f"; {weights.num_filled} of them were not loaded on other ranks" if weights.num_filled else ""
+        reason = f"all ranks received {weights.num_broadcast} bit-identical tensors from rank 0{filled}"
+        return ObservedValue(value=True, reason=reason, matches=True)
+    if weights.replicated:
+        return ObservedValue(value=True, reason="replicas and buffers are equal on all ranks", matches=True)
+    return unobservable("buffers are equal on all ranks and all weights are loaded, but no weight is on two ranks")
+
+
+def read_num_processes(run: LiveRun) -> ObservedValue:
+    return ObservedValue(value=run.world_size)
+
+
+def read_num_machines(run: LiveRun) -> ObservedValue:
+    if run.num_hosts == run.plan.spec.launch.num_machines:
+        return ObservedValue(value=run.num_hosts)
+    return unobservable(f"the ranks report {run.num_hosts} host names; containers may share a name or have several")
+
+
+def read_mixed_precision(run: LiveRun) -> ObservedValue:
+    asked, param = str(run.plan.spec.launch.mixed_precision).lower(), run.plan.spec.precision.param
+    if (asked in ("bf16", "fp16") or param in ("bf16", "fp16")) and param != asked:
+        return unobservable(f"overridden by precision.param={param}")
+    if not any(unit.live.casts for unit in run.units_with_params):
+        return ObservedValue(value="no")
+    value = common_value(unit.param_dtype for unit in run.units_with_params)
+    return ObservedValue(value="no" if value == "fp32" else value)
+
+
+def read_use_cpu(run: LiveRun) -> ObservedValue:
+    if run.device_type == "cpu" and not run.plan.spec.launch.use_cpu:
+        reason = "there is no accelerator on this machine"
+        return ObservedValue(value=True, reason=reason, matches=accelerator_type() == "cpu")
+    return ObservedValue(value=run.device_type == "cpu")
+
+
+def read_distributed_type(run: LiveRun) -> ObservedValue:
+    return ObservedValue(value="FSDP")
+
+
+def read_dynamo(run: LiveRun) -> ObservedValue:
+    asked = {str(key).removeprefix("dynamo_"): value for key, value in run.plan.spec.launch.dynamo_config.items()}
+    compiles = str(asked.get("backend", "NO")).upper() != "NO"
+    compiled = is_compiled(run.model)
+    return ObservedValue(value="compiled" if compiled else "not compiled", matches=compiled == compiles)
+
+
+def state_dict_kind(folder: Path) -> str | None:
+    """Return the kind of model state in a checkpoint: ``sharded``, ``local`` or ``full``; ``None`` if there is none."""
+    if any(path.parent.name.startswith("pytorch_model_fsdp") for path in folder.glob("*/.metadata")):
+        return "sharded"
+    local = ("pytorch_model_fsdp_local/*_rank*.safetensors", "pytorch_model_fsdp*_rank*.bin")
+    if any(path for pattern in local for path in folder.glob(pattern)):
+        return "local"
+    full = ("pytorch_model_fsdp*.bin", "model*.safetensors", "pytorch_model*.bin")
+    return "full" if any(path for pattern in full for path in folder.glob(pattern)) else None

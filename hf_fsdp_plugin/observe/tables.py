@@ -1,0 +1,130 @@
+"""The tables of the printed report, at most 100 columns wide."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Collection, Iterable, Sequence
+
+from hf_fsdp_plugin.observe.memory import MemoryObservation
+from hf_fsdp_plugin.observe.settings import SettingObservation, format_value
+from hf_fsdp_plugin.observe.units import UnitObservation
+from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.text import format_bytes, format_table, plural, shorten
+
+_WIDTH = 100
+
+
+def units_table(units: Sequence[UnitObservation]) -> str:
+    """Format the units; consecutive ones that differ only in the number in their name share a row."""
+    if not units:
+        return "units: none, the model is not sharded"
+    rows = [("unit", "class", "parameters", "compute", "reduce", "master", "reshard", "")]
+    for similar in _similar_units(units):
+        unit = similar[0]
+        notes = [name for name, holds in (("checkpointed", unit.checkpointed), ("offloaded", unit.offloaded)) if holds]
+        if unit.num_frozen:
+            notes.append("frozen" if unit.num_frozen == unit.num_params else f"{unit.num_frozen:,} frozen")
+        times = f" ×{len(similar)}" if len(similar) > 1 else ""
+        rows.append(
+            (
+                shorten(_common_name(similar) or "(root)", 30),
+                shorten(unit.class_name, 30 - len(times)) + times,
+                f"{unit.num_params:,}",
+                unit.param_dtype,
+                unit.reduce_dtype,
+                unit.master_dtype,
+                "yes" if unit.reshard_after_forward else "no",
+                ", ".join(notes),
+            )
+        )
+    return format_table(rows, right={2})
+
+
+def _similar_units(units: Sequence[UnitObservation]) -> Iterable[list[UnitObservation]]:
+    """Group consecutive units that differ only in the number in their name."""
+    group: list[UnitObservation] = []
+    for unit in units:
+        if group and _similarity_key(unit) != _similarity_key(group[-1]):
+            yield group
+            group = []
+        group.append(unit)
+    if group:
+        yield group
+
+
+def _similarity_key(unit: UnitObservation) -> tuple[object, ...]:
+    facts = {key: value for key, value in unit.to_json().items() if key not in ("name", "num_local_params")}
+    return re.sub(r"\d+", "#", unit.name), *facts.values()
+
+
+def _common_name(units: Sequence[UnitObservation]) -> str:
+    """Return ``model.layers.0–29``: the numbers that differ become a range."""
+    first, last = (re.split(r"(\d+)", unit.name) for unit in (units[0], units[-1]))
+    return "".join(a if a == b else f"{a}–{b}" for a, b in zip(first, last, strict=True))
+
+
+def memory_table(ranks: Sequence[MemoryObservation], own: MemoryObservation) -> str:
+    """Format the memory of all ranks and, from this rank, what plain data parallel would need."""
+    rows = [
+        ("memory per rank", "this run", "data parallel"),
+        ("  parameters", _range(m.params_bytes for m in ranks), _memory(own.ddp_params_bytes)),
+        ("  gradients", _range(m.grads_bytes for m in ranks), _memory(own.ddp_grads_bytes)),
+        ("  optimizer", _range(m.optimizer_bytes for m in ranks), _memory(own.ddp_optimizer_bytes)),
+        ("  total", _range(m.held_bytes for m in ranks), _memory(own.ddp_bytes)),
+        (f"  peak ({own.peak_source})", _range(m.peak_bytes for m in ranks), ""),
+    ]
+    return format_table(rows, right={1, 2})
+
+
+def settings_table(settings: Sequence[SettingObservation]) -> str:
+    """Format each setting as asked and as observed; unobservable launcher settings share one line below."""
+    rows = [("setting", "asked", "observed", "")]
+    reasons = {}
+    launcher = [row for row in settings if row.status == "unobservable" and row.setting.startswith("launch.")]
+    for row in settings:
+        if row in launcher:
+            continue
+        asked = f"{row.asked} → {format_value(row.planned)}" if row.asked == "auto" else format_value(row.asked)
+        observed = "?" if row.status == "unobservable" else format_value(row.observed)
+        status = "DIFFERS  <<<" if row.status == "differs" else row.status
+        rows.append((row.setting, shorten(asked, 30), shorten(observed, 28), status))
+        if row.status != "applied" and row.reason:
+            reasons[len(rows) - 1] = row.reason
+    lines = []
+    for index, line in enumerate(format_table(rows).split("\n")):
+        lines += [line, *_wrap(reasons.get(index, ""), first="    ", rest="    ")]
+    if launcher:
+        names = ", ".join(row.setting.removeprefix("launch.") for row in launcher)
+        lines += _wrap(f"used only by the launcher, not observable: {names}")
+    return "\n".join(lines)
+
+
+def problem_lines(problems: Sequence[Problem], differing: Collection[str]) -> str:
+    """Format the errors and the settings that differ; other warnings were shown at the start and are only counted."""
+    warnings = [problem for problem in problems if problem.severity == "warning"]
+    shown = [problem for problem in problems if problem.severity == "error"]
+    # The last warning of a setting is the one about the live model; earlier ones are the plan's.
+    shown += {problem.setting: problem for problem in warnings if problem.setting in differing}.values()
+    lines = [line for problem in shown for line in _wrap(str(problem))]
+    if differing:
+        verb = "setting differs" if len(differing) == 1 else "settings differ"
+        lines = ["!" * _WIDTH, f"{len(differing)} {verb} from what was asked:", *lines, "!" * _WIDTH]
+    num_others = sum(problem.setting not in differing for problem in warnings)
+    if num_others:
+        lines.append(f"{plural(num_others, 'other warning')} from before the run: see 'problems' in the report's JSON.")
+    return "\n".join(lines)
+
+
+def _wrap(text: str, *, first: str = "", rest: str = "  ") -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False)
+
+
+def _memory(num_bytes: int) -> str:
+    return format_bytes(num_bytes, binary=True)
+
+
+def _range(counts: Iterable[int]) -> str:
+    counts = list(counts)
+    low, high = _memory(min(counts)), _memory(max(counts))
+    return low if low == high else f"{low} to {high}"
