@@ -1,9 +1,10 @@
-"""Writes the figures of docs/results/*.json into the README, between ``results:begin NAME`` and ``results:end NAME``.
+"""Write the results in docs/results/*.json as tables into docs/results.md.
 
-    python scripts/bench/update_readme.py             writes
-    python scripts/bench/update_readme.py --check     changes nothing; exit code 1 if the README is out of date
+    python scripts/bench/update_results.py             write the tables
+    python scripts/bench/update_results.py --check     change nothing; exit code 1 if the document is out of date
 
-A NAME is the stem of a file in docs/results. A name with a table below gets it; any other gets its plain values.
+A table goes between ``results:begin NAME`` and ``results:end NAME``; NAME is the stem of a file in docs/results. A NAME
+without a function in ``TABLES`` gets a plain table of its values.
 """
 
 from __future__ import annotations
@@ -49,28 +50,33 @@ def checkpoint_save(result: Result) -> list[str]:
     first, *later = stalls["sharded ours, asynchronous"]
     sharded = statistics.median(stalls["sharded stock"])
     return [
-        "| training stands still | stock | here | ratio |",
+        "| training pauses | stock | plugin | ratio |",
         "|---|---|---|---|",
-        f"| sharded, asynchronous: the first | {sharded:.2f} s | {first:.2f} s | {ratios['asynchronous_first']:.2f} |",
-        f"| sharded, asynchronous: from the second on | {sharded:.2f} s | {statistics.median(later):.2f} s | "
+        f"| sharded, asynchronous, first save | {sharded:.2f} s | {first:.2f} s | {ratios['asynchronous_first']:.2f} |",
+        f"| sharded, asynchronous, later saves | {sharded:.2f} s | {statistics.median(later):.2f} s | "
         f"{ratios['asynchronous_later']:.2f} |",
         row("sharded, synchronous", "sharded ours", "sharded stock", "synchronous_sharded"),
         row("full, synchronous", "full ours", "full stock", "full"),
         "",
-        f"A full save makes rank 0 grow by {grew['full stock'] / 1e9:.2f} GB in the stock stack and by "
-        f"{grew['full ours'] / 1e9:.2f} GB here (the weights are {result['weights_bytes'] / 1e9:.2f} GB). A step takes "
-        f"{ratios['step_while_writing']:.3f} of its usual time while a checkpoint is written beside it.",
+        f"During a full save the memory of rank 0 grows by {grew['full stock'] / 1e9:.2f} GB in the stock stack and by "
+        f"{grew['full ours'] / 1e9:.2f} GB with the plugin (the weights are {result['weights_bytes'] / 1e9:.2f} GB). "
+        f"While a checkpoint is written in the background, a step takes {ratios['step_while_writing']:.3f} times its "
+        "usual time.",
         "",
-        f"{result['model']}; {result['ranks']} CPU ranks, one thread each; the Trainer's own `_save_checkpoint` on "
-        "the same live model.",
+        f"{result['model']}; {result['ranks']} CPU ranks, one thread each; `Trainer._save_checkpoint` on the same live "
+        "model.",
     ]
 
 
 def merge(result: Result) -> list[str]:
-    names = {"ours": "here", "ours_and_model": "here, stock checkpoint, compared with the model", "cp": "`cp`"}
+    names = {
+        "ours": "`hf-fsdp merge`",
+        "ours_and_model": "`hf-fsdp merge` of a stock checkpoint, compared with the model",
+        "cp": "`cp`",
+    }
     faster, peak = result["times_as_fast_as_stock"], result["peak_mb"]
     seconds = {name: statistics.median(found) for name, found in result["seconds"].items()}
-    lines = ["| 2 GB | time | times as fast | peak memory at 1, 2, 4 GB |", "|---|---|---|---|"]
+    lines = ["| 2 GB | time | speedup | peak memory at 1, 2, 4 GB |", "|---|---|---|---|"]
     stock = " / ".join(str(value) for value in peak["stock"].values())
     lines.append(f"| `accelerate merge-weights` | {seconds['stock']:.1f} s | 1 | {stock} MB |")
     for name, shown in names.items():
@@ -83,27 +89,31 @@ def resume_parity(result: Result) -> list[str]:
     rows = [
         f"| {row['case']} | {row['largest_relative_difference']:.1e} | {row['limit']:.0e} |" for row in result["cases"]
     ]
-    return ["| the run goes on as | largest relative difference of ten losses | limit |", "|---|---|---|", *rows]
+    return ["| resumed as | largest relative difference of ten losses | limit |", "|---|---|---|", *rows]
 
 
 def survival(result: Result) -> list[str]:
     lines = ["| | |", "|---|---|"]
-    lines += [f"| killed while: {phase} | {count} |" for phase, count in result["kills_by_phase"].items()]
+    lines += [f"| kills in phase: {phase} | {count} |" for phase, count in result["kills_by_phase"].items()]
     flipped = result["flipped_bytes"]
     lines += [
         f"| disks filled | {result['full_disks']} |",
-        f"| lost: no complete checkpoint found, or an older one than should be there | {len(result['lost'])} |",
-        f"| most steps lost, of {result['steps_between_saves']} between two saves: from the last save that began | "
+        f"| trials without a complete checkpoint, or with an older one than expected | {len(result['lost'])} |",
+        f"| most steps lost since the start of the last save (a save every {result['steps_between_saves']} steps) | "
         f"{result['most_steps_lost_since_the_last_save_began']} |",
-        f"| files with a flipped byte, and found by `verify` | {sum(row['files'] for row in flipped)}, "
-        f"{sum(row['found'] for row in flipped)} |",
+        f"| files with a flipped byte | {sum(row['files'] for row in flipped)} |",
+        f"| of these, found by `verify` | {sum(row['found'] for row in flipped)} |",
     ]
     ways = ", ".join(f"{count} {way}" for way, count in result["kills_by_way"].items())
-    return [*lines, "", f"{result['kills']} kills ({ways}), both versions, all kinds; {result['model']}."]
+    return [
+        *lines,
+        "",
+        f"{result['kills']} kills ({ways}), both FSDP versions, all state dict types; {result['model']}.",
+    ]
 
 
 def gpu_check(result: Result) -> list[str]:
-    """One row a strategy and version, one column a precision; what was refused or failed is told below the table."""
+    """One row per strategy and version, one column per precision; problems are listed below the table."""
     lines = ["| strategy | fp32 | bf16 | fp16 |", "|---|---|---|---|"]
     cells: dict[str, dict[str, str]] = {}
     notes = []
@@ -136,14 +146,14 @@ TABLES: dict[str, Callable[[Result], list[str]]] = {
 
 
 def source(result: Result) -> str:
-    """The line under a table: how to get the figures again, where and when they were got."""
+    """The line under a table: command, date, machine and versions."""
     where = ", ".join(str(result[key]) for key in ("device", "machine") if key in result)
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     return f"`{result['command']}`, {result['date']}, {where}; {versions}."
 
 
 def render(text: str, results: Path) -> str:
-    """``text`` with every block filled; a block without a results file says that it was not measured yet."""
+    """Return `text` with every block filled. A block without a file in `results` becomes ``Not measured yet.``"""
 
     def fill(block: re.Match[str]) -> str:
         path = results / f"{block['name']}.json"
@@ -159,19 +169,19 @@ def render(text: str, results: Path) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the README is out of date")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the document is out of date")
+    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "results.md")
     parser.add_argument("--results", type=Path, default=ROOT / "docs" / "results")
     args = parser.parse_args()
-    text = args.readme.read_text()
+    text = args.document.read_text()
     filled = render(text, args.results)
     if filled == text:
         return 0
     if args.check:
-        print(f"{args.readme} is out of date. Run: python scripts/bench/update_readme.py", file=sys.stderr)
+        print(f"{args.document} is out of date. Run: python scripts/bench/update_results.py", file=sys.stderr)
         return 1
-    args.readme.write_text(filled)
-    print(f"wrote {args.readme}")
+    args.document.write_text(filled)
+    print(f"wrote {args.document}")
     return 0
 
 

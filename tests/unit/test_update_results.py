@@ -1,0 +1,54 @@
+"""The tables in docs/results.md are generated from docs/results/*.json."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "bench" / "update_results.py"
+HEAD = {"date": "2026-01-01", "machine": "a machine", "versions": {"torch": "2.13.0"}, "command": "measure it"}
+
+
+def update(tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    paths = ["--document", str(tmp_path / "results.md"), "--results", str(tmp_path)]
+    return subprocess.run([sys.executable, str(SCRIPT), *paths, *flags], capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> Path:
+    path = tmp_path / "results.md"
+    path.write_text("before\n<!-- results:begin speed -->\nold\n<!-- results:end speed -->\nafter\n")
+    return path
+
+
+def test_block_is_filled_from_the_file_of_its_name(tmp_path: Path, document: Path) -> None:
+    (tmp_path / "speed.json").write_text(json.dumps({**HEAD, "step_seconds": 0.5}))
+    assert update(tmp_path).returncode == 0
+    assert "| step seconds | 0.5 |" in document.read_text()
+    assert "`measure it`, 2026-01-01, a machine; torch 2.13.0." in document.read_text()
+    assert document.read_text().startswith("before\n") and document.read_text().endswith("after\n")
+
+
+def test_block_without_a_file_is_not_measured_yet(tmp_path: Path, document: Path) -> None:
+    assert update(tmp_path).returncode == 0
+    assert "old" not in document.read_text()
+    assert "Not measured yet." in document.read_text()
+
+
+def test_check_detects_an_outdated_document(tmp_path: Path, document: Path) -> None:
+    outdated = update(tmp_path, "--check")
+    assert outdated.returncode == 1
+    assert "is out of date" in outdated.stderr
+    assert "old" in document.read_text()
+    update(tmp_path)
+    assert update(tmp_path, "--check").returncode == 0
+
+
+def test_project_results_are_up_to_date() -> None:
+    done = subprocess.run([sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
