@@ -9,19 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper, checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from hf_fsdp_plugin.backends.modules import replace_module
 from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.torch_private.functions import (
+    ATTENTION_OPS,
+    ActivationWrapper,
+    checkpoint_wrapper,
+    checkpointed_module,
+)
 
 _MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-_ALWAYS_SAVED = (
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-)
 
 
 class ActivationOffload(ActivationWrapper):
@@ -37,7 +36,7 @@ class ActivationOffload(ActivationWrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with save_on_cpu(pin_memory=self.pin_memory):
-            return self._checkpoint_wrapped_module(*args, **kwargs)
+            return checkpointed_module(self)(*args, **kwargs)
 
 
 def _save_every_other_matmul() -> Any:
@@ -48,7 +47,7 @@ def _save_every_other_matmul() -> Any:
     seen = {True: 0, False: 0}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in _ALWAYS_SAVED:
+        if op in ATTENTION_OPS:
             return CheckpointPolicy.MUST_SAVE
         if op in _MATMULS:
             # Forward and recompute count apart, so that both make the same choice for the same matmul.

@@ -12,6 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_plugin.torch_private import fsdp1
+from hf_fsdp_plugin.torch_private.functions import scale_tensors, tensor_norms
+
 # As in torch's clip_grads_with_norm_.
 _EPSILON = 1e-6
 
@@ -53,7 +56,7 @@ def clip_grad_norm(
     if math.isfinite(max_norm):
         factor = torch.clamp(max_norm / (total + _EPSILON), max=1.0)
         for device, gradients in _by_device(groups).items():
-            torch._foreach_mul_(gradients, factor.to(device))
+            scale_tensors(gradients, factor.to(device))
     return total
 
 
@@ -92,12 +95,9 @@ def _flat_shards(models: Sequence[nn.Module]) -> dict[int, tuple[tuple[dist.Proc
     found: dict[int, tuple[tuple[dist.ProcessGroup, ...], torch.device | None]] = {}
     for model in models:
         for unit in FullyShardedDataParallel.fsdp_modules(model):
-            handle = unit._handle
-            if handle is None or not handle.uses_sharded_strategy:
-                continue
-            place = ((handle.process_group,), unit.compute_device)
-            for parameter in (handle.flat_param, *(handle.flat_param._params or ())):
-                found[id(parameter)] = place
+            flat, group = fsdp1.flat_parameter(unit), fsdp1.shard_group(unit)
+            if flat is not None and group is not None:
+                found.update((id(p), ((group,), unit.compute_device)) for p in fsdp1.parameter_objects(flat))
     return found
 
 
@@ -106,7 +106,7 @@ def _norm(group: _Group, norm_type: float) -> torch.Tensor:
     device = group.device or (group.gradients[0].device if group.gradients else torch.device("cpu"))
     norm = torch.zeros((), dtype=torch.float32, device=device)
     if group.gradients:
-        norms = torch._foreach_norm(group.gradients, norm_type, dtype=torch.float32)
+        norms = tensor_norms(group.gradients, norm_type)
         norm = torch.linalg.vector_norm(torch.stack([one.to(device) for one in norms]), norm_type)
     for process_group in group.process_groups:
         if math.isinf(norm_type):

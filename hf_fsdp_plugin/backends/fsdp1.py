@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.utils._pytree import tree_map_only
 
 from hf_fsdp_plugin.backends.activations import apply_activation_checkpointing
 from hf_fsdp_plugin.backends.mesh import device_mesh
@@ -19,6 +18,7 @@ from hf_fsdp_plugin.backends.synchronize import BROADCAST_ATTRIBUTE, BroadcastRe
 from hf_fsdp_plugin.backends.units import prepare_ignored, prepare_unit
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.strategies import STRATEGIES
+from hf_fsdp_plugin.torch_private.functions import tree_map_only
 
 _BACKWARD_PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FlatParameter
 
 from hf_fsdp_plugin.plan.names import canonical_name, named_parameters
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.torch_private.fsdp1 import names_in
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,12 +77,7 @@ def _sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     found: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if isinstance(parameter, FlatParameter):
-            prefix = name.rpartition("_flat_param")[0]
-            shared = [
-                f"{path}.{attribute}" if path else attribute for attribute, _, path, *_ in parameter._shared_param_infos
-            ]
-            for fqn in [*parameter._fqns, *shared]:
-                found[canonical_name(prefix + fqn)] = parameter
+            found.update((canonical_name(inner), parameter) for inner in names_in(parameter, name))
         else:
             found[canonical_name(name)] = parameter
     return found

@@ -10,9 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from hf_fsdp_plugin.plan.model import FsdpPlan
-
-# Read by the report: what the hooks below cannot show of themselves.
-BACKWARD_PREFETCH_MARK = "_hf_fsdp_backward_prefetch"
+from hf_fsdp_plugin.torch_private.fsdp2 import mark_backward_prefetch
 
 
 def set_forward_prefetch(plan: FsdpPlan, model: nn.Module) -> None:
@@ -40,7 +38,7 @@ def set_backward_prefetch(plan: FsdpPlan, model: nn.Module) -> None:
     units = _units_in_order(plan, model)
     for unit in units:
         unit.set_modules_to_backward_prefetch([unit])
-        setattr(unit, BACKWARD_PREFETCH_MARK, plan.prefetch.backward)
+        mark_backward_prefetch(unit, plan.prefetch.backward)
     if plan.prefetch.backward == "post":
         for unit, predecessor in zip(units[1:], units, strict=False):
             _unshard_after_backward(unit, predecessor)

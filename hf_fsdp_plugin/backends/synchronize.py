@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_fsdp_plugin.plan.names import canonical_name
+from hf_fsdp_plugin.torch_private.modules import buffers, parameters
 
 # Where the record hangs on a model that was filled from rank 0; read by the report.
 BROADCAST_ATTRIBUTE = "_hf_fsdp_broadcast"
@@ -50,16 +51,16 @@ def materialize(model: nn.Module, names: Iterable[str], device: torch.device, re
     wanted = set(names)
     replaced: dict[int, nn.Parameter] = {}
     for module_name, module in model.named_modules():
-        for attribute, parameter in list(module._parameters.items()):
+        for attribute, parameter in list(parameters(module).items()):
             if parameter is None or not parameter.is_meta:
                 continue
             if id(parameter) in replaced:
-                module._parameters[attribute] = replaced[id(parameter)]
+                parameters(module)[attribute] = replaced[id(parameter)]
             elif canonical_name(f"{module_name}.{attribute}".lstrip(".")) in wanted:
                 empty = torch.empty_like(parameter, device=device)
                 replaced[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 record.num_filled += 1
-                module._parameters[attribute] = replaced[id(parameter)]
+                parameters(module)[attribute] = replaced[id(parameter)]
 
 
 def broadcast_parameters(parameters: Iterable[nn.Parameter], device: torch.device, record: BroadcastRecord) -> None:
@@ -78,11 +79,11 @@ def broadcast_buffers(model: nn.Module, device: torch.device, record: BroadcastR
     else would ever fill them, and the loss would be NaN or, worse, merely wrong.
     """
     for module in model.modules():
-        for name, buffer in module._buffers.items():
+        for name, buffer in buffers(module).items():
             if buffer is None:
                 continue
             record.num_filled += buffer.is_meta
             tensor = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device).contiguous()
             dist.broadcast(tensor, src=0)
             record.add(tensor)
-            module._buffers[name] = tensor
+            buffers(module)[name] = tensor

@@ -16,15 +16,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from hf_fsdp_plugin.backends.fsdp2 import reshard
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, whole
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import CheckpointError, Problem
-from hf_fsdp_plugin.strategies import BY_TORCH_NAME
+from hf_fsdp_plugin.torch_private import fsdp1
+from hf_fsdp_plugin.torch_private.functions import compute_local_shape_and_global_offset
+from hf_fsdp_plugin.torch_private.modules import buffers, non_persistent_buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,14 +199,16 @@ def _state_entry(cut: Cut, key: str, value: Any, parameter: torch.Tensor, proble
 def find_cuts(model: nn.Module) -> Cuts:
     """Where every parameter's shard lies on this rank. Parameters that are gathered are freed first."""
     reshard(model)
-    _reshard_fsdp1(model)
+    for module in model.modules():
+        if isinstance(module, FSDP):
+            fsdp1.free_gathered(module)
     cuts = Cuts()
     module_names = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
     in_flat: set[int] = set()
     for module in model.modules():
-        handle = getattr(module, "_handle", None) if isinstance(module, FSDP) else None
-        if handle is not None:
-            in_flat.update(_flat_cuts(cuts, module, handle.flat_param, module_names))
+        flat = fsdp1.flat_parameter(module) if isinstance(module, FSDP) else None
+        if flat is not None:
+            in_flat.update(_flat_cuts(cuts, module, flat, module_names))
     names: dict[int, str] = {}
     for raw_name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in in_flat or isinstance(parameter, FlatParameter):
@@ -221,64 +223,37 @@ def find_cuts(model: nn.Module) -> Cuts:
     return cuts
 
 
-def _reshard_fsdp1(model: nn.Module) -> None:
-    """An evaluation leaves gathered, or in low precision, what a backward was to use: what is loaded into the shards
-    would not be seen by the next forward, and parameters would not have the shapes of their state.
-    """
-    for module in model.modules():
-        handle = getattr(module, "_handle", None) if isinstance(module, FSDP) else None
-        if handle is None or not hasattr(handle.flat_param, "_local_shard"):  # before the first forward
-            continue
-        gathered = handle.uses_sharded_strategy and not handle.needs_unshard()
-        if gathered or handle.flat_param.data_ptr() != handle.flat_param._local_shard.data_ptr():
-            _reshard(module, handle, free_unsharded_flat_param=gathered)
-
-
-def _flat_cuts(cuts: Cuts, unit: Any, flat: Any, module_names: Mapping[int, str]) -> Iterator[int]:
+def _flat_cuts(cuts: Cuts, unit: nn.Module, flat: Any, module_names: Mapping[int, str]) -> Iterator[int]:
     """The parameters in one FSDP1 unit; yields the ids of the objects that stand for them in the module tree."""
-    shard = getattr(flat, "_local_shard", None)
-    shard = flat.data if shard is None else shard
-    replica, replicas = _fsdp1_replica(unit)
+    shard = fsdp1.local_shard(flat)
+    group = fsdp1.replicate_group(unit)
+    replica, replicas = (group.rank(), group.size()) if group is not None else (0, 1)
 
-    def full_name(info: Any, prefix: str = "") -> str:
-        module = getattr(info, f"{prefix}module")
-        return canonical_name(f"{module_names[id(module)]}.{getattr(info, f'{prefix}param_name')}".lstrip("."))
+    def full_name(module: nn.Module, attribute: str) -> str:
+        return canonical_name(f"{module_names[id(module)]}.{attribute}".lstrip("."))
 
     own: list[Cut] = []
-    for index, (info, shape, run) in enumerate(
-        zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True)
-    ):
-        boxes = flat_range(tuple(shape), run.intra_param_start_idx, run.intra_param_end_idx + 1) if run.in_shard else []
+    for member in fsdp1.members(flat):
         cut = Cut(
-            name=full_name(info),
-            shape=tuple(shape),
-            boxes=tuple(boxes),
+            name=full_name(member.module, member.attribute),
+            shape=tuple(member.shape),
+            boxes=tuple(flat_range(tuple(member.shape), member.start, member.stop)),
             replica=replica,
             replicas=replicas,
-            frozen=not (flat if flat._params is None else flat._params[index]).requires_grad,
-            start=run.offset_in_shard if run.in_shard else 0,
-            numel=run.numel_in_shard if run.in_shard else 0,
+            frozen=not member.requires_grad,
+            start=member.offset,
+            numel=member.stop - member.start,
         )
         own.append(cut)
         cuts.locals[cut.name] = (cut, shard)
-        if flat._params is not None:
+        if member.parameter is not None:
             # The original parameter is a view of its own run, so its state is laid out as that run alone.
-            alone = replace(cut, start=None, numel=0)
-            cuts.of[id(flat._params[index])] = (alone,)
-            yield id(flat._params[index])
+            cuts.of[id(member.parameter)] = (replace(cut, start=None, numel=0),)
     cuts.of[id(flat)] = tuple(own)
-    for info in flat._shared_param_infos:
-        cuts.aliases[full_name(info)] = full_name(info, "prim_")
-    yield from (id(shared) for shared in flat._shared_params or ())
-
-
-def _fsdp1_replica(unit: Any) -> tuple[int, int]:
-    strategy = BY_TORCH_NAME[unit.sharding_strategy.name]
-    if not strategy.is_sharded:
-        return unit.process_group.rank(), unit.process_group.size()
-    if strategy.hybrid:
-        return unit._inter_node_pg.rank(), unit._inter_node_pg.size()
-    return 0, 1
+    for shared in fsdp1.shared_members(flat):
+        alias = full_name(shared.module, shared.attribute)
+        cuts.aliases[alias] = full_name(shared.primary_module, shared.primary_attribute)
+    yield from map(id, fsdp1.parameter_objects(flat))
 
 
 def _dtensor_cut(name: str, parameter: DTensor) -> Cut:
@@ -308,8 +283,8 @@ def _whole_on_every_rank(name: str, tensor: torch.Tensor) -> Held:
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Canonical name and buffer, for those that belong to the state dict."""
     for name, module in model.named_modules():
-        for attribute, buffer in module._buffers.items():
-            if buffer is not None and attribute not in module._non_persistent_buffers_set:
+        for attribute, buffer in buffers(module).items():
+            if buffer is not None and attribute not in non_persistent_buffers(module):
                 yield canonical_name(f"{name}.{attribute}".lstrip(".")), buffer
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from hf_fsdp_plugin.torch_private.functions import tree_leaves
 from hf_fsdp_plugin.observe.memory import gradient_bytes
 from hf_fsdp_plugin.observe.optimizer import unwrapped_optimizer
 from hf_fsdp_plugin.observe.units import observe_units

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper, CheckpointWrapper
+from hf_fsdp_plugin.torch_private.functions import ActivationWrapper, CheckpointWrapper
 
 from hf_fsdp_plugin.devices import accelerator_type
-from hf_fsdp_plugin.observe.internals import is_compiled
+from hf_fsdp_plugin.torch_private.modules import is_compiled
 from hf_fsdp_plugin.observe.live_run import LiveRun, ObservedValue, common_value, unobservable
 from hf_fsdp_plugin.observe.units import checkpoints_natively
 

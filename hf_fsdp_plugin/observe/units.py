@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from hf_fsdp_plugin.observe.internals import LiveUnit, live_units
 from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
+from hf_fsdp_plugin.torch_private import fsdp1, fsdp2
+from hf_fsdp_plugin.torch_private.functions import CheckpointWrapper
+from hf_fsdp_plugin.torch_private.live_unit import LiveUnit
 
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -75,6 +78,27 @@ def observe_units(model: nn.Module) -> tuple[UnitObservation, ...]:
     checkpointed = _checkpointed_names(model)
     units = [_observe_unit(unit, names, checkpointed) for unit in live_units(model)]
     return tuple(sorted(units, key=lambda unit: unit.is_root))
+
+
+def live_units(model: nn.Module) -> Iterator[LiveUnit]:
+    """Every FSDP1 and FSDP2 unit in the module tree's order, the outermost first. Parameterless units are included."""
+    seen: set[int] = set()
+    inside: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, FSDP):
+            unit_modules: tuple[nn.Module, ...] = (module,)
+            units = [fsdp1.read_unit(module, is_root=id(module) not in inside)]
+        elif isinstance(module, FSDPModule):
+            state = fsdp2.state_of(module)
+            if id(state) in seen:
+                continue
+            seen.add(id(state))
+            unit_modules = fsdp2.modules_of(state)
+            units = list(fsdp2.read_units(state, is_root=all(id(m) not in inside for m in unit_modules)))
+        else:
+            continue
+        inside.update(id(inner) for outer in unit_modules for inner in outer.modules())
+        yield from units
 
 
 def _observe_unit(live: LiveUnit, names: dict[int, str], checkpointed: set[str]) -> UnitObservation:

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from hf_fsdp_plugin.backends.synchronize import BROADCAST_ATTRIBUTE
-from hf_fsdp_plugin.observe.internals import non_persistent_buffers
 from hf_fsdp_plugin.observe.memory import unmanaged_parameters
 from hf_fsdp_plugin.observe.ranks import gather_objects
 from hf_fsdp_plugin.observe.units import UnitObservation
 from hf_fsdp_plugin.plan.names import canonical_name
+from hf_fsdp_plugin.torch_private.modules import buffers, non_persistent_buffers
 
 _TOLERANCE = 1e-6
 _Checksum = tuple[float, float]
@@ -81,8 +81,10 @@ def _checksums(model: nn.Module, units: Sequence[UnitObservation]) -> dict[str, 
     for name, parameter in model.named_parameters():
         if id(parameter) in unmanaged:
             checksums[f"parameter {canonical_name(name)}"] = _checksum([parameter])
-    for name, buffer in non_persistent_buffers(model):
-        checksums[f"buffer {canonical_name(name)}"] = _checksum([buffer])
+    for name, module in model.named_modules():
+        for attribute in sorted(non_persistent_buffers(module)):
+            if (buffer := buffers(module).get(attribute)) is not None:
+                checksums[f"buffer {canonical_name(f'{name}.{attribute}'.lstrip('.'))}"] = _checksum([buffer])
     return checksums
 
 

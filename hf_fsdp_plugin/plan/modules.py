@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from hf_fsdp_plugin.torch_private.modules import children, parameters
+
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -98,7 +100,7 @@ class ModelIndex:
         found: dict[int, tuple[nn.Parameter, list[Occurrence]]] = {}
         ignored: set[int] = set()
         for path, module in self.modules.items():
-            for key, parameter in module._parameters.items():
+            for key, parameter in parameters(module).items():
                 if parameter is None:
                     continue
                 name = f"{path}.{key}" if path else key
@@ -116,7 +118,7 @@ def _walk(module: nn.Module, path: str, above: tuple[int, ...]) -> Iterator[tupl
     if id(module) in above:  # a module that contains itself would never end
         return
     yield path, module
-    for name, child in module._modules.items():
+    for name, child in children(module).items():
         if child is not None:
             yield from _walk(child, f"{path}.{name}" if path else name, (*above, id(module)))
 

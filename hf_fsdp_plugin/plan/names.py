@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from hf_fsdp_plugin.torch_private.modules import WRAPPER_ATTRIBUTES, wrapped_module
+
 if TYPE_CHECKING:  # readers of checkpoints need the names, and no torch
     from torch import nn
-
-# The attribute under which each wrapper keeps the wrapped module: FSDP1, activation checkpointing, torch.compile.
-WRAPPER_ATTRIBUTES = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
 def canonical_name(name: str) -> str:
@@ -19,11 +18,9 @@ def canonical_name(name: str) -> str:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The author's module inside any stack of wrappers."""
-    while True:
-        inner = next((m for a in WRAPPER_ATTRIBUTES if (m := module._modules.get(a)) is not None), None)
-        if inner is None:
-            return module
+    while (inner := wrapped_module(module)) is not None:
         module = inner
+    return module
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
 
 from torch import nn
 
@@ -10,7 +9,6 @@ from hf_fsdp_plugin.plan.model import Backend
 from hf_fsdp_plugin.plan.modules import parent_of
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.plan.units import ParameterRow, UnitPlan, unit_plan
-from hf_fsdp_plugin.strategies import BY_TORCH_NAME
 
 
 def author_backend(model: nn.Module) -> Backend | None:
@@ -46,12 +44,14 @@ def author_units(model: nn.Module, backend: Backend) -> tuple[UnitPlan, ...]:
 def _grouped_units(model: nn.Module) -> tuple[UnitPlan, ...]:
     from torch.distributed.fsdp import FSDPModule
 
+    from hf_fsdp_plugin.torch_private import fsdp2
+
     modules = dict(model.named_modules())
     owner: dict[str, object] = {}
     groups: dict[object, list[str]] = {}
     for name, module in modules.items():
         if isinstance(module, FSDPModule):
-            state: object = module._get_fsdp_state()
+            state: object = fsdp2.state_of(module)
             groups.setdefault(state, []).append(name)
             owner[name] = state
         else:
@@ -69,40 +69,31 @@ def _grouped_units(model: nn.Module) -> tuple[UnitPlan, ...]:
                 names,
                 [model_class_name(modules[name]) for name in names],
                 [(name, p.numel(), p.dtype, p.requires_grad) for name, p in parameters],
-                reshard=_reshards(state, is_root="" in names),
+                reshard=fsdp2.reshards_after_forward(state, is_root="" in names),
                 from_policy=names != [""],
             )
         )
     return tuple(reversed(units))
 
 
-def _reshards(state: Any, *, is_root: bool) -> bool:
-    """Whether a group is freed after forward; torch decides that for an unspecified root at its first step only."""
-    if is_root and getattr(state, "_auto_reshard_after_forward", False):
-        return False
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    return any(group is not None and group.post_forward_mesh_info is not None for group in groups)
-
-
 def _flat_units(model: nn.Module) -> tuple[UnitPlan, ...]:
     from torch.distributed.fsdp import FullyShardedDataParallel
+
+    from hf_fsdp_plugin.torch_private import fsdp1
 
     units = []
     for name, module in model.named_modules():
         if not isinstance(module, FullyShardedDataParallel):
             continue
-        handle = module._handle
+        flat = fsdp1.flat_parameter(module)
         rows: list[ParameterRow] = []
         name = canonical_name(name)
-        if handle is not None:
-            flat = handle.flat_param
+        if flat is not None:
             prefix = f"{name}." if name else ""
-            trains = [p.requires_grad for p in flat._params or [flat] * len(flat._fqns)]
             rows = [
-                (canonical_name(prefix + fqn), shape.numel(), flat.dtype, requires_grad)
-                for fqn, shape, requires_grad in zip(flat._fqns, flat._shapes, trains, strict=True)
+                (canonical_name(prefix + member.name), member.shape.numel(), flat.dtype, member.requires_grad)
+                for member in fsdp1.members(flat)
             ]
-        reshard = BY_TORCH_NAME[module.sharding_strategy.name].reshards_after_forward
-        reshard = reshard and bool(name)
+        reshard = fsdp1.strategy_of(module).reshards_after_forward and bool(name)
         units.append(unit_plan([name], [model_class_name(module)], rows, reshard=reshard, from_policy=bool(name)))
     return tuple(reversed(units))

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredTensor
@@ -22,9 +21,10 @@ from hf_fsdp_plugin.checkpoint.reading.fill import fill, transfers
 from hf_fsdp_plugin.checkpoint.shards import Held, ModelShards, model_shards, persistent_buffers
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import CheckpointError, Problem
+from hf_fsdp_plugin.torch_private.functions import IncompatibleKeys
 
 
-def load_model(model: nn.Module, checkpoint: Path, number: int = 0, *, adapter_only: bool = False) -> _IncompatibleKeys:
+def load_model(model: nn.Module, checkpoint: Path, number: int = 0, *, adapter_only: bool = False) -> IncompatibleKeys:
     """Fill the parameters and persistent buffers of a sharded model, in place. Collective.
 
     Args:
@@ -49,7 +49,7 @@ def load_model(model: nn.Module, checkpoint: Path, number: int = 0, *, adapter_o
             raise CheckpointError(problems)
     with on_all_ranks(f"reading {checkpoint}"):
         fill(index.root, (item for held, stored in pairs for item in transfers(stored, held.pieces)))
-    return _IncompatibleKeys(missing, [])
+    return IncompatibleKeys(missing, [])
 
 
 def _pair(

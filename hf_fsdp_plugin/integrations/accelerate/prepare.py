@@ -23,6 +23,7 @@ from hf_fsdp_plugin.integrations.saving import prepare_memory_after_first_step
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.torch_private.modules import compile_call, compiled_module
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ def prepare_model(accelerator: Any, model: nn.Module, optimizers: Sequence[torch
     sharded = shard(plan, model, accelerator.device, optimizers)
     if compiled is not None:
         # FSDP's hooks sit on the module, and torch.compile breaks its graphs at them: compiled again from outside.
-        sharded._compiled_call_impl = compiled(sharded._call_impl)
+        compile_call(sharded, compiled)
     sharded._is_accelerate_prepared = True  # type: ignore[assignment]
     accelerator._models.append(sharded)
     return sharded
@@ -119,7 +120,7 @@ def _compile_units(accelerator: Any, plan: FsdpPlan, model: nn.Module) -> None:
 
 def _without_compilation(model: nn.Module) -> tuple[Callable[..., Any] | None, nn.Module]:
     """The module inside a ``torch.compile`` wrapper, and the compiler as its author set it up."""
-    inner = model._modules.get("_orig_mod")
+    inner = compiled_module(model)
     if inner is None:
         return None, model
     return model.dynamo_ctx, inner  # type: ignore[return-value]

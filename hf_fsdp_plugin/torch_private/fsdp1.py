@@ -1,0 +1,196 @@
+"""FSDP1's flat parameters (``torch/distributed/fsdp/_flat_param.py``, ``_init_utils.py``, ``_runtime_utils.py``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp._runtime_utils import _reshard
+from torch.distributed.fsdp.fully_sharded_data_parallel import FLAT_PARAM
+
+from hf_fsdp_plugin.strategies import BY_TORCH_NAME, Strategy
+from hf_fsdp_plugin.torch_private.live_unit import LiveUnit
+
+_BACKWARD_PREFETCH_NAMES = {"BACKWARD_PRE": "pre", "BACKWARD_POST": "post"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """One original parameter inside a unit's flat parameter.
+
+    Attributes:
+        name: relative to the unit's module; it may contain wrappers' names.
+        module, attribute: where the parameter is registered.
+        shape: of the whole parameter.
+        requires_grad: without ``use_orig_params`` that of the flat parameter.
+        parameter: the object in the module tree; ``None`` without ``use_orig_params``.
+        start, stop: the elements of the flattened parameter that this rank's shard contains; equal if none.
+        offset: where they start in this rank's shard.
+    """
+
+    name: str
+    module: nn.Module
+    attribute: str
+    shape: torch.Size
+    requires_grad: bool
+    parameter: nn.Parameter | None
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedMember:
+    """A further place of a parameter that a flat parameter contains once (tied weights)."""
+
+    module: nn.Module
+    attribute: str
+    primary_module: nn.Module
+    primary_attribute: str
+
+
+def strategy_of(unit: Any) -> Strategy:
+    return BY_TORCH_NAME[unit.sharding_strategy.name]
+
+
+def flat_parameter(unit: Any) -> Any | None:
+    """The unit's flat parameter; ``None`` for a unit without parameters of its own."""
+    return unit._handle.flat_param if unit._handle is not None else None
+
+
+def members(flat: Any) -> list[Member]:
+    """The original parameters in a flat parameter, in its order."""
+    parameters = flat._params if flat._params is not None else [None] * len(flat._fqns)
+    found = []
+    for name, info, shape, run, parameter in zip(
+        flat._fqns, flat._param_infos, flat._shapes, flat._shard_param_infos, parameters, strict=True
+    ):
+        found.append(
+            Member(
+                name=name,
+                module=info.module,
+                attribute=info.param_name,
+                shape=shape,
+                requires_grad=bool((flat if parameter is None else parameter).requires_grad),
+                parameter=parameter,
+                start=run.intra_param_start_idx if run.in_shard else 0,
+                stop=run.intra_param_end_idx + 1 if run.in_shard else 0,
+                offset=run.offset_in_shard if run.in_shard else 0,
+            )
+        )
+    return found
+
+
+def shared_members(flat: Any) -> list[SharedMember]:
+    """The tied parameters of a flat parameter, each with the place under which it is a :class:`Member`."""
+    return [
+        SharedMember(
+            module=info.module,
+            attribute=info.param_name,
+            primary_module=info.prim_module,
+            primary_attribute=info.prim_param_name,
+        )
+        for info in flat._shared_param_infos
+    ]
+
+
+def names_in(flat: Any, name: str) -> list[str]:
+    """Names of the parameters in a flat parameter that ``named_parameters`` lists as ``name``, tied names included.
+    They may contain wrappers' names.
+    """
+    prefix = name.removesuffix(FLAT_PARAM)
+    shared = [f"{path}.{attribute}" if path else attribute for attribute, _, path, *_ in flat._shared_param_infos]
+    return [prefix + relative for relative in [*flat._fqns, *shared]]
+
+
+def parameter_objects(flat: Any) -> list[nn.Parameter]:
+    """Every object that can represent a part of a flat parameter in the module tree."""
+    return [flat, *(flat._params or ()), *(flat._shared_params or ())]
+
+
+def local_shard(flat: Any) -> torch.Tensor:
+    """This rank's shard. Before the first forward the flat parameter itself is the shard."""
+    shard = getattr(flat, "_local_shard", None)
+    return flat.data if shard is None else shard
+
+
+def shard_group(unit: Any) -> dist.ProcessGroup | None:
+    """The ranks over which the unit's parameters are sharded; ``None`` if each rank has all of them."""
+    return unit.process_group if strategy_of(unit).is_sharded else None
+
+
+def replicate_group(unit: Any) -> dist.ProcessGroup | None:
+    """The ranks that have the same shard; ``None`` if no other rank has it."""
+    strategy = strategy_of(unit)
+    if not strategy.is_sharded:
+        return unit.process_group
+    return unit._inter_node_pg if strategy.hybrid else None
+
+
+def free_gathered(unit: Any) -> None:
+    """Free parameters that an evaluation has left gathered or in low precision.
+
+    The next forward would not read what is loaded into the shards, and parameters would not have the shapes of their
+    optimizer state.
+    """
+    handle = unit._handle
+    if handle is None or not hasattr(handle.flat_param, "_local_shard"):  # before the first forward
+        return
+    gathered = handle.uses_sharded_strategy and not handle.needs_unshard()
+    if gathered or handle.flat_param.data_ptr() != handle.flat_param._local_shard.data_ptr():
+        _reshard(unit, handle, free_unsharded_flat_param=gathered)
+
+
+def read_unit(unit: Any, *, is_root: bool) -> LiveUnit:
+    """The unit that one ``FullyShardedDataParallel`` module forms."""
+    strategy = strategy_of(unit)
+    group, replicas = unit.process_group, replicate_group(unit)
+    facts: dict[str, Any] = {
+        "version": 1,
+        "modules": (unit,),
+        "is_root": is_root,
+        "device": unit.compute_device,
+        "strategy": strategy.name,
+        "shard_size": group.size() if strategy.is_sharded else 1,
+        "shard_rank": group.rank() if strategy.is_sharded else 0,
+        "replicate_size": replicas.size() if replicas is not None else 1,
+        "hybrid": strategy.hybrid,
+        "reshard_asked": strategy.reshards_after_forward,
+        # _post_forward keeps the root's parameters, whatever the strategy is.
+        "reshards": strategy.reshards_after_forward and not is_root,
+        "offloaded": bool(unit.cpu_offload.offload_params),
+        "backward_prefetch": _BACKWARD_PREFETCH_NAMES.get(getattr(unit.backward_prefetch, "name", ""), "none"),
+        "forward_prefetch": bool(unit.forward_prefetch),
+        "limit_all_gathers": bool(unit.limit_all_gathers),
+        "use_orig": bool(unit._use_orig_params),
+        # _lazy_init sets it in the first forward; until then torch has not decided which unit is the root.
+        "lazy": unit._is_root is None,
+    }
+    if unit._handle is None:
+        return LiveUnit(**facts)
+    return LiveUnit(**facts, **_flat_parameter_facts(unit._handle))
+
+
+def _flat_parameter_facts(handle: Any) -> dict[str, Any]:
+    flat = handle.flat_param
+    originals = members(flat)
+    gathered = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
+    gradients = [getattr(flat, name, None) for name in ("grad", "_saved_grad_shard", "_cpu_grad")]
+    gradients += [member.parameter.grad for member in originals if member.parameter is not None]
+    return {
+        "num_params": sum(member.shape.numel() for member in originals),
+        "num_local_params": sum(member.stop - member.start for member in originals),
+        "num_frozen": sum(member.shape.numel() for member in originals if not member.requires_grad),
+        "num_local_trainable": sum(member.stop - member.start for member in originals if member.requires_grad),
+        "master_dtypes": (handle._orig_param_dtype,),
+        "compute_dtype": handle._fwd_bwd_param_dtype,
+        "reduce_dtype": handle._reduce_dtype if any(member.requires_grad for member in originals) else None,
+        "casts": handle._low_prec_param_dtype_specified,
+        "shards": (local_shard(flat),),
+        "gathered": tuple(tensor for name in gathered if (tensor := getattr(flat, name, None)) is not None),
+        "gradients": tuple(tensor for tensor in gradients if tensor is not None),
+        "parameter_ids": frozenset(id(parameter) for parameter in parameter_objects(flat)),
+    }

@@ -1,0 +1,123 @@
+"""FSDP2's states and parameter groups (``torch/distributed/fsdp/_fully_shard/``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+from hf_fsdp_plugin.torch_private.live_unit import LiveUnit
+
+_BACKWARD_PREFETCH_MARK = "_hf_fsdp_backward_prefetch"
+
+
+def state_of(module: FSDPModule) -> Any:
+    """The object that the modules of one ``fully_shard`` call share."""
+    return module._get_fsdp_state()
+
+
+def modules_of(state: Any) -> tuple[nn.Module, ...]:
+    """The modules of one ``fully_shard`` call, in the order given."""
+    return tuple(state._modules)
+
+
+def mark_backward_prefetch(module: Any, kind: str) -> None:
+    """Record what replaces torch's implicit backward prefetch: hooks of ours leave no trace that could be read."""
+    setattr(module, _BACKWARD_PREFETCH_MARK, kind)
+
+
+def reshards_after_forward(state: Any, *, is_root: bool) -> bool:
+    """Whether any parameters are freed after forward. torch decides for an unspecified root at its first step."""
+    if is_root and getattr(state, "_auto_reshard_after_forward", False):
+        return False
+    return any(group.post_forward_mesh_info is not None for group in _parameter_groups(state))
+
+
+def read_units(state: Any, *, is_root: bool) -> Iterator[LiveUnit]:
+    """The units of one ``fully_shard`` call: one for each mesh, and one without parameters where there are none."""
+    modules = modules_of(state)
+    ahead = [other for other in state._states_to_backward_prefetch if other is not state]
+    backward = "pre"
+    if state._states_to_backward_prefetch and not ahead:
+        # A list that contains only the unit itself disables implicit prefetch; the mark names its replacement.
+        marks = (getattr(module, _BACKWARD_PREFETCH_MARK, None) for module in modules)
+        backward = next((mark for mark in marks if mark is not None), "none")
+    auto = state._auto_reshard_after_forward
+    common: dict[str, Any] = {
+        "version": 2,
+        "is_root": is_root,
+        "device": state._device,
+        "output_dtype": state._mp_policy.output_dtype,
+        "backward_prefetch": backward,
+        "forward_prefetch": any(other is not state for other in state._states_to_forward_prefetch),
+        "lazy": state._is_root is None,
+    }
+    groups = _parameter_groups(state)
+    if not groups:
+        yield LiveUnit(modules=modules, **common)
+    for group in groups:
+        reshards = group.post_forward_mesh_info is not None
+        yield LiveUnit(
+            modules=tuple(group.modules),
+            # An unspecified root keeps its parameters from the first forward on.
+            reshards=reshards and not (is_root and auto),
+            reshard_asked=None if auto else reshards,
+            **common,
+            **_parameter_group_facts(group),
+        )
+
+
+def _parameter_groups(state: Any) -> list[Any]:
+    """torch 2.13 has a list (one group for each mesh); 2.11 one group or ``None``."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return list(groups)
+    group = getattr(state, "_fsdp_param_group", None)
+    return [group] if group is not None else []
+
+
+def _parameter_group_facts(group: Any) -> dict[str, Any]:
+    mesh, policy, managed = group.mesh_info, group.mp_policy, list(group.fsdp_params)
+    parameters = [p.sharded_param for p in managed]
+    local = [p.to_local() for p in parameters]
+    trainable = [p for p in parameters if p.requires_grad]
+    master = sorted({p.dtype for p in (trainable or parameters)}, key=str)
+    compute = policy.param_dtype or master[0]
+    shards, gathered, gradients, ids = [], [], [], []
+    for item, parameter in zip(managed, parameters, strict=True):
+        ids.append(id(parameter))
+        shards.append(item._sharded_param_data)
+        gathered += item.all_gather_outputs
+        if getattr(item, "_sharded_post_forward_param_data", None) is not None:
+            gathered.append(item._sharded_post_forward_param_data)
+        if parameter.grad is not None:
+            gradients.append(parameter.grad)
+        if item.unsharded_accumulated_grad is not None:
+            gradients.append(item.unsharded_accumulated_grad)
+        whole = getattr(item, "_unsharded_param", None)
+        if whole is not None:
+            ids.append(id(whole))
+            if whole.grad is not None:
+                gradients.append(whole.grad)
+    return {
+        "num_params": sum(p.numel() for p in parameters),
+        "num_local_params": sum(t.numel() for t in local),
+        "num_frozen": sum(p.numel() for p in parameters if not p.requires_grad),
+        "num_local_trainable": sum(t.numel() for t, p in zip(local, parameters, strict=True) if p.requires_grad),
+        "master_dtypes": tuple(master),
+        "compute_dtype": compute,
+        # foreach_reduce takes the gradients' own dtype, the compute dtype, where no reduce dtype is set.
+        "reduce_dtype": (policy.reduce_dtype or compute) if trainable else None,
+        "casts": policy.param_dtype is not None,
+        "shard_size": getattr(mesh, "shard_mesh_size", 1),
+        "shard_rank": getattr(mesh, "shard_mesh_rank", 0),
+        "replicate_size": getattr(mesh, "replicate_mesh_size", 1),
+        "hybrid": hasattr(mesh, "shard_mesh_size") and hasattr(mesh, "replicate_mesh_size"),
+        "offloaded": isinstance(group.offload_policy, CPUOffloadPolicy),
+        "shards": tuple(shards),
+        "gathered": tuple(gathered),
+        "gradients": tuple(gradients),
+        "parameter_ids": frozenset(ids),
+    }

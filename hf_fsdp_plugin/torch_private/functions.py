@@ -1,0 +1,51 @@
+"""Functions and classes that torch offers only under private names."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    ActivationWrapper,
+    CheckpointWrapper,
+    checkpoint_wrapper,
+)
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = [
+    "ATTENTION_OPS",
+    "ActivationWrapper",
+    "CheckpointWrapper",
+    "IncompatibleKeys",
+    "checkpoint_wrapper",
+    "checkpointed_module",
+    "compute_local_shape_and_global_offset",
+    "scale_tensors",
+    "tensor_norms",
+    "tree_leaves",
+    "tree_map_only",
+]
+
+ATTENTION_OPS = (
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+)
+"""What ``scaled_dot_product_attention`` calls."""
+
+
+def checkpointed_module(wrapper: ActivationWrapper) -> nn.Module:
+    """The module inside a wrapper of activation checkpointing or offload."""
+    return wrapper._checkpoint_wrapped_module
+
+
+def scale_tensors(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply all tensors in place, in one kernel launch where possible."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def tensor_norms(tensors: list[torch.Tensor], norm_type: float) -> tuple[torch.Tensor, ...]:
+    """The norm of each tensor, computed in fp32."""
+    return torch._foreach_norm(tensors, norm_type, dtype=torch.float32)

@@ -1,0 +1,69 @@
+"""One FSDP unit as it is now on this rank: what :mod:`fsdp1` and :mod:`fsdp2` are read into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LiveUnit:
+    """One group of parameters that torch gathers and frees together.
+
+    Attributes:
+        modules: the wrapped modules, in torch's order; FSDP1 has exactly one, the wrapper itself.
+        device: where it computes; offloaded shards are elsewhere.
+        num_params: elements of the whole unit, padding excluded.
+        num_local_params: elements of this rank's shard, padding excluded.
+        num_frozen: those of ``num_params`` that need no gradient.
+        num_local_trainable: those of ``num_local_params`` that need a gradient.
+        master_dtypes: dtypes of the trainable shards (of all shards if none is trainable).
+        compute_dtype: dtype of the gathered parameters; ``None`` if the unit owns none.
+        reduce_dtype: dtype of the gradient reduction; ``None`` if nothing is reduced.
+        output_dtype: dtype to which FSDP2 casts outputs; ``None`` for no cast.
+        casts: whether a compute dtype was set explicitly.
+        strategy: FSDP1's strategy; ``None`` under FSDP2, which has a mesh and a reshard flag instead.
+        hybrid: whether the mesh has a replicate axis and a shard axis.
+        reshard_asked: the reshard flag as set; ``None`` if FSDP2 chose it.
+        backward_prefetch: ``pre``, ``post`` or ``none``.
+        forward_prefetch: whether it gathers another unit ahead in forward.
+        lazy: torch has not initialised the unit yet, which it does in the first forward.
+        shards: this rank's parameter memory.
+        gathered: whole parameters that are not freed.
+        gradients: the gradients that exist.
+        parameter_ids: ``id`` of every parameter object that can represent the unit in the module tree.
+    """
+
+    version: Literal[1, 2]
+    modules: tuple[nn.Module, ...]
+    is_root: bool
+    device: torch.device | None = None
+    num_params: int = 0
+    num_local_params: int = 0
+    num_frozen: int = 0
+    num_local_trainable: int = 0
+    master_dtypes: tuple[torch.dtype, ...] = ()
+    compute_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    casts: bool = False
+    strategy: str | None = None
+    shard_size: int = 1
+    shard_rank: int = 0
+    replicate_size: int = 1
+    hybrid: bool = False
+    reshard_asked: bool | None = None
+    reshards: bool = False
+    offloaded: bool = False
+    backward_prefetch: str = "pre"
+    forward_prefetch: bool = False
+    limit_all_gathers: bool = True
+    use_orig: bool = True
+    lazy: bool = False
+    shards: tuple[torch.Tensor, ...] = ()
+    gathered: tuple[torch.Tensor, ...] = ()
+    gradients: tuple[torch.Tensor, ...] = ()
+    parameter_ids: frozenset[int] = frozenset()

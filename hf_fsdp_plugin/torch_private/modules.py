@@ -1,0 +1,65 @@
+"""Private attributes of ``torch.nn.Module`` (``torch/nn/modules/module.py``). Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+_COMPILED: Final = "_orig_mod"
+WRAPPER_ATTRIBUTES: Final = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", _COMPILED)
+"""Names under which FSDP1, activation checkpointing and ``torch.compile`` keep the module that they wrap."""
+
+
+def children(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Attribute -> child, which may be assigned. ``named_children`` leaves out a module's second name."""
+    return module._modules
+
+
+def parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Attribute -> the module's own parameter, which may be assigned."""
+    return module._parameters
+
+
+def buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Attribute -> the module's own buffer, which may be assigned."""
+    return module._buffers
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Attributes of the module's own buffers that are not part of the state dict."""
+    return module._non_persistent_buffers_set
+
+
+def wrapped_module(module: nn.Module) -> nn.Module | None:
+    """The module that a wrapper of FSDP1, activation checkpointing or ``torch.compile`` contains."""
+    return next((inner for name in WRAPPER_ATTRIBUTES if (inner := module._modules.get(name)) is not None), None)
+
+
+def compiled_module(module: nn.Module) -> nn.Module | None:
+    """The module that ``torch.compile`` wrapped; ``None`` for any other module."""
+    return module._modules.get(_COMPILED)
+
+
+def compile_call(module: nn.Module, compiler: Callable[..., Any]) -> None:
+    """Compile the module's call including its hooks, as ``module.compile()`` does with a compiler of its own."""
+    module._compiled_call_impl = compiler(module._call_impl)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether any module is compiled, by ``torch.compile(module)`` or by ``module.compile()``."""
+    return any(
+        hasattr(module, _COMPILED) or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
+
+
+def mark_fsdp_managed(model: nn.Module) -> None:
+    """Mark every module as FSDP's. torch.compile reads the mark, and so does Transformers, before it skips a layer or
+    ends a generation on one rank alone.
+    """
+    for module in model.modules():
+        module._is_fsdp_managed_module = True  # type: ignore[assignment]

@@ -1,0 +1,82 @@
+"""Private APIs of torch, Accelerate and Transformers are used in one place each."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hf_fsdp_plugin
+
+PACKAGE = Path(hf_fsdp_plugin.__file__).parent
+PRIVATE = re.compile(r"_[a-zA-Z]\w*")
+HOMES = {
+    "torch": PACKAGE / "torch_private",
+    "accelerate": PACKAGE / "integrations" / "accelerate" / "private.py",
+    "transformers": PACKAGE / "integrations" / "transformers" / "private.py",
+}
+"""Library -> the file or folder that may use its private APIs."""
+
+
+def files_of(home: Path) -> list[Path]:
+    return sorted(home.rglob("*.py")) if home.is_dir() else [home] if home.exists() else []
+
+
+def private_imports(tree: ast.AST, library: str) -> Iterator[str]:
+    """Imports from private modules of a library, and of private names, as dotted names."""
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            first, *rest = name.split(".")
+            if first == library and any(PRIVATE.fullmatch(part) for part in rest):
+                yield name
+
+
+def private_names(tree: ast.AST) -> Iterator[str]:
+    """Private attributes of objects other than ``self``, and strings that could name one for ``getattr``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and PRIVATE.fullmatch(node.attr):
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and PRIVATE.fullmatch(node.value):
+            yield node.value
+
+
+def private_torch_functions(tree: ast.AST) -> Iterator[str]:
+    """``torch._foreach_norm``, ``torch.ops.aten._softmax``: private names reached from the name ``torch``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            first, *rest = ast.unparse(node).split(".")
+            if first in ("torch", "nn", "dist") and any(PRIVATE.fullmatch(part) for part in rest):
+                yield ".".join([first, *rest])
+
+
+@pytest.mark.parametrize("library", HOMES)
+def test_private_apis_are_used_in_one_place(library: str):
+    home = files_of(HOMES[library])
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
+    known = {name for path in home for name in private_names(trees[path]) if not name.startswith("_hf_fsdp")}
+    found = []
+    for path, tree in trees.items():
+        if path in home:
+            continue
+        uses = {*private_imports(tree, library), *known.intersection(private_names(tree))}
+        if library == "torch":
+            uses.update(private_torch_functions(tree))
+        found += [f"{path.relative_to(PACKAGE)}: {name}" for name in sorted(uses)]
+    assert found == []
+
+
+def test_private_uses_are_recognized():
+    tree = ast.parse(
+        "from torch.utils._pytree import tree_map\nimport torch.distributed\nfrom torch import nn\n"
+        "torch._foreach_norm(x)\nmodule._buffers\nself._own\ngetattr(flat, '_local_shard')\n'text with _name'\n"
+    )
+    assert set(private_imports(tree, "torch")) == {"torch.utils._pytree.tree_map"}
+    assert set(private_names(tree)) == {"_foreach_norm", "_buffers", "_local_shard"}
+    assert set(private_torch_functions(tree)) == {"torch._foreach_norm"}
