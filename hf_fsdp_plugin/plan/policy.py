@@ -11,6 +11,7 @@ from torch import nn
 from hf_fsdp_plugin.plan.complaints import Complaints, shortened
 from hf_fsdp_plugin.plan.modules import ModelIndex, parent_of
 from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.torch_private.modules import CHECKPOINTED_ATTRIBUTE
 
 # As torch's size_based_auto_wrap_policy has them: lists are never called, and attention reads its projections' weights.
 _NEVER_WRAPPED = (nn.ModuleList, nn.ModuleDict)
@@ -70,7 +71,7 @@ def _by_class(index: ModelIndex, classes: set[str]) -> tuple[str, ...]:
 def _checkpoint_wrapper(index: ModelIndex, name: str) -> str:
     """The wrapper that checkpoints this module, if its author put one round it: the unit is then the wrapper."""
     parent = parent_of(name)
-    wraps = name.rpartition(".")[2] == "_checkpoint_wrapped_module" and parent
+    wraps = name.rpartition(".")[2] == CHECKPOINTED_ATTRIBUTE and parent
     return index.first_names[id(index.modules[parent])] if wraps else name
 
 

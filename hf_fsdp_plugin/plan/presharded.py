@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from torch import nn
 
 from hf_fsdp_plugin.plan.model import Backend

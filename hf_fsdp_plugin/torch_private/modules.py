@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 _COMPILED: Final = "_orig_mod"
-WRAPPER_ATTRIBUTES: Final = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", _COMPILED)
+CHECKPOINTED_ATTRIBUTE: Final = "_checkpoint_wrapped_module"
+WRAPPER_ATTRIBUTES: Final = ("_fsdp_wrapped_module", CHECKPOINTED_ATTRIBUTE, _COMPILED)
 """Names under which FSDP1, activation checkpointing and ``torch.compile`` keep the module that they wrap."""
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -36,6 +36,7 @@ from hf_fsdp_plugin.checkpoint.names import DCP_METADATA
 from hf_fsdp_plugin.checkpoint.names import dcp_file as dcp_file_name
 from hf_fsdp_plugin.checkpoint.shards import Held
 from hf_fsdp_plugin.checkpoint.writing.images import FileImage, Item, bytes_of, own_file
+from hf_fsdp_plugin.torch_private.dcp import StorageInfo
 
 StatePath = tuple[str | int, ...]
 """Where an entry stands in the nested state dict: ``("optimizer", "state", "lm_head.weight", "exp_avg")``."""
@@ -128,7 +129,7 @@ def last_files(folder: str, parts: Sequence[DcpPart]) -> list[FileImage]:
     return [own_file(f"{folder}/{file}", items), *images] if items else images
 
 
-def _small_items(smalls: Iterable[Small], file: str) -> tuple[list[Item], dict[StatePath, _StorageInfo]]:
+def _small_items(smalls: Iterable[Small], file: str) -> tuple[list[Item], dict[StatePath, StorageInfo]]:
     items, stored, at = [], {}, 0
     for small in smalls:
         contents: tuple[bytes, ...] = (small.data,)
@@ -137,14 +138,14 @@ def _small_items(smalls: Iterable[Small], file: str) -> tuple[list[Item], dict[S
             contents = (head, small.data, tail)
         item = Item(at, contents, name=_tensor_name(small.path))
         items.append(item)
-        stored[small.path] = _StorageInfo(file, at, item.size)
+        stored[small.path] = StorageInfo(file, at, item.size)
         at = -(-item.stop // _ENTRY_ALIGNMENT) * _ENTRY_ALIGNMENT
     return items, stored
 
 
-def _metadata(parts: Sequence[DcpPart], smalls: Iterable[Small], stored: Mapping[StatePath, _StorageInfo]) -> Metadata:
+def _metadata(parts: Sequence[DcpPart], smalls: Iterable[Small], stored: Mapping[StatePath, StorageInfo]) -> Metadata:
     entries: dict[str, Any] = {}
-    storage: dict[MetadataIndex, _StorageInfo] = {}
+    storage: dict[MetadataIndex, StorageInfo] = {}
     paths: dict[str, StatePath] = {}
     for part in parts:
         for chunk in part.chunks:
@@ -181,9 +182,9 @@ def _tensor_entry(dtype: str, shape: tuple[int, ...]) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=getattr(torch, dtype)), torch.Size(shape), [])
 
 
-def _add_chunk(name: str, tensor: TensorStorageMetadata, storage: dict[MetadataIndex, _StorageInfo], c: Chunk) -> None:
+def _add_chunk(name: str, tensor: TensorStorageMetadata, storage: dict[MetadataIndex, StorageInfo], c: Chunk) -> None:
     offsets = torch.Size(c.offsets)
-    storage[MetadataIndex(name, offsets, len(tensor.chunks))] = _StorageInfo(c.file, c.offset, c.length)
+    storage[MetadataIndex(name, offsets, len(tensor.chunks))] = StorageInfo(c.file, c.offset, c.length)
     tensor.chunks.append(ChunkStorageMetadata(offsets, torch.Size(c.sizes)))
 
 
