@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.torch_private.functions import tree_leaves
 from hf_fsdp_plugin.observe.memory import gradient_bytes
 from hf_fsdp_plugin.observe.optimizer import unwrapped_optimizer
 from hf_fsdp_plugin.observe.units import observe_units
+from hf_fsdp_plugin.torch_private.functions import tree_leaves
 
 _ATTRIBUTE = "_hf_fsdp_first_step"
 

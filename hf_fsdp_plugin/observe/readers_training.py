@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hf_fsdp_plugin.torch_private.functions import ActivationWrapper, CheckpointWrapper
-
 from hf_fsdp_plugin.devices import accelerator_type
-from hf_fsdp_plugin.torch_private.modules import is_compiled
 from hf_fsdp_plugin.observe.live_run import LiveRun, ObservedValue, common_value, unobservable
 from hf_fsdp_plugin.observe.units import checkpoints_natively
+from hf_fsdp_plugin.torch_private.functions import ActivationWrapper, CheckpointWrapper
+from hf_fsdp_plugin.torch_private.modules import is_compiled
 
 
 def read_state_dict(run: LiveRun) -> ObservedValue:
