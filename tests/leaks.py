@@ -94,7 +94,8 @@ def _command(pid: int) -> str:
 def _files() -> Iterator[Path]:
     for folder in _WATCHED_FOLDERS:
         yield from (Path(entry.path) for entry in os.scandir(folder) if entry.name not in _CACHES)
-    yield from (Path(entry.path) for entry in os.scandir(tempfile.gettempdir()))
+    temporary = os.scandir(tempfile.gettempdir())
+    yield from (Path(entry.path) for entry in temporary if not entry.name.startswith("torchinductor_"))
 
 
 def _open_paths() -> Iterator[Path]:

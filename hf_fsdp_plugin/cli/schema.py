@@ -1,4 +1,4 @@
-"""``hf-fsdp schema``: a JSON Schema of Accelerate's YAML, made from the vocabulary, for editors to complete by."""
+"""``hf-fsdp schema``: prints a JSON Schema of Accelerate's YAML, generated from the vocabulary."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from hf_fsdp_plugin.vocabulary import PREFIXES, ROWS, STRATEGY_CHOICES, Row, Scope
 
-HELP = "Print a JSON Schema (draft 2020-12) of the YAML, for editors and other checkers."
+HELP = "Print a JSON Schema (draft 2020-12) of the YAML config, for completion and validation in editors."
 EXAMPLES = (
     "hf-fsdp schema > fsdp.schema.json",
     "hf-fsdp schema | jq .properties",
 )
 BOOL_WORDS = ("true", "false", "yes", "no", "on", "off")
-TITLE = "Accelerate config with FSDP, as hf-fsdp reads it"
+TITLE = "Accelerate config with FSDP, as read by hf-fsdp"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,10 +27,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def schema() -> dict[str, Any]:
-    """The schema of the whole file. Every spelling is a key; the recommended one of each setting carries its text."""
+    """Return the schema of the whole file. Every spelling is a key; all but the recommended ones are deprecated."""
     whole = _section("launch")
     for row in ROWS:
-        if row.scope == "dynamo":  # they stood at top level before there was a dynamo_config
+        if row.scope == "dynamo":  # top-level keys in older versions of Accelerate
             whole["properties"][row.key] = _property(row, deprecated=True)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -100,7 +100,7 @@ def _values(row: Row) -> dict[str, Any]:
 
 
 def _forms(choices: Any) -> list[Any]:
-    """Every written form of the values: names in both cases, numbers as numbers and text, a bare ``no`` as false."""
+    """Every spelling of the values: names in both cases, numbers as numbers and text, ``false`` as a bool."""
     forms: dict[tuple[type, Any], Any] = {}
     for value, others in choices:
         for form in (value, *others):

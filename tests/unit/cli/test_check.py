@@ -1,4 +1,4 @@
-"""``hf-fsdp check``: its exit code, its JSON and its table."""
+"""``hf-fsdp check``: exit code, JSON and table."""
 
 import json
 
@@ -30,89 +30,82 @@ def config(tmp_path):
     return path
 
 
-def verdict(capsys, *argv: str) -> tuple[int, dict]:
+def check(capsys, *argv: str) -> tuple[int, dict]:
     code = main(["check", "--json", *argv])
     out = capsys.readouterr().out
     return code, json.loads(out)
 
 
-def test_a_clean_config_exits_0_and_shows_every_setting_with_its_origin(capsys, config):
-    code, said = verdict(capsys, str(config))
-    assert code == 0 and said["ok"] is True
-    assert "plan" not in said
-    assert said["settings"]["sharding.strategy"] == {
+def test_clean_config_exits_0_with_every_setting(capsys, config):
+    code, result = check(capsys, str(config))
+    assert code == 0 and result["ok"] is True
+    assert "plan" not in result
+    assert result["settings"]["sharding.strategy"] == {
         "value": "shard_grad_op",
         "origin": f"{config}:4 fsdp_sharding_strategy=2",
     }
-    assert said["settings"]["wrap.classes"]["value"] == ["A"]
-    assert said["settings"]["prefetch.forward"] == {"value": False, "origin": "default"}
-    assert set(said["settings"]) == {name for name, _, _ in FsdpSpec().settings()}
+    assert result["settings"]["wrap.classes"]["value"] == ["A"]
+    assert result["settings"]["prefetch.forward"] == {"value": False, "origin": "default"}
+    assert set(result["settings"]) == {name for name, _, _ in FsdpSpec().settings()}
 
 
-def test_a_config_with_an_error_exits_1_and_says_what_to_do(capsys, config):
+def test_config_with_an_error_exits_1_with_a_fix(capsys, config):
     config.write_text(GOOD + "  fsdp_offload_param: true\n")
-    code, said = verdict(capsys, str(config))
-    assert code == 1 and said["ok"] is False
-    assert [{**problem, "code": ""} for problem in said["problems"]] == [
-        {
-            "code": "",
-            "severity": "error",
-            "setting": None,
-            "origin": f"{config}:6",
-            "message": "unknown key 'fsdp_offload_param'.",
-            "fix": "Did you mean fsdp_offload_params?",
-        }
-    ]
-    assert said["settings"]["sharding.strategy"]["value"] == "shard_grad_op"
+    code, result = check(capsys, str(config))
+    assert code == 1 and result["ok"] is False
+    (problem,) = result["problems"]
+    assert set(problem) == {"code", "severity", "setting", "origin", "message", "fix"}
+    assert (problem["severity"], problem["setting"], problem["origin"]) == ("error", None, f"{config}:6")
+    assert "'fsdp_offload_param'" in problem["message"] and "fsdp_offload_params" in problem["fix"]
+    assert result["settings"]["sharding.strategy"]["value"] == "shard_grad_op"
 
 
-def test_a_warning_alone_exits_0(capsys, config):
-    code, said = verdict(capsys, str(config), "--set", "fsdp.version=2", "--set", "params.use_orig=false")
-    assert code == 0 and said["problems"][0]["severity"] == "warning"
+def test_warnings_alone_exit_0(capsys, config):
+    code, result = check(capsys, str(config), "--set", "fsdp.version=2", "--set", "params.use_orig=false")
+    assert code == 0 and result["problems"][0]["severity"] == "warning"
 
 
-def test_without_json_the_table_is_on_stdout_and_complaints_are_on_stderr(capsys, config):
+def test_table_on_stdout_and_problems_on_stderr(capsys, config):
     assert main(["check", str(config), "--set", "nonsense=1"]) == 1
     shown = capsys.readouterr()
     assert f"sharding.strategy        shard_grad_op  {config}:4 fsdp_sharding_strategy=2" in shown.out
     assert "defaults: fsdp.version 1" in shown.out
-    assert shown.err == "--set: unknown setting 'nonsense'. See hf-fsdp check --json for the names.\n"
+    assert shown.err.startswith("--set: ") and "'nonsense'" in shown.err and shown.err.count("\n") == 1
 
 
-def test_the_error_format_is_place_message_and_remedy(capsys, config):
+def test_problem_text_has_place_setting_and_code(capsys, config):
     config.write_text(GOOD.replace(": A", ": A B"))
     main(["check", str(config)])
-    assert capsys.readouterr().err == (
-        f"{config}:5: wrap.classes: 'A B' has a blank inside. Put a comma between names: A, B.\n"
-    )
+    err = capsys.readouterr().err
+    assert err.startswith(f"{config}:5: wrap.classes: 'A B' ") and "A, B." in err and err.count("\n") == 1
 
 
-def test_words_and_overrides_are_taken(capsys, config):
-    code, said = verdict(capsys, "--fsdp", "full_shard auto_wrap", "--fsdp-config", '{"offload_params": true}')
+def test_fsdp_words_and_fsdp_config_flags(capsys, config):
+    code, result = check(capsys, "--fsdp", "full_shard auto_wrap", "--fsdp-config", '{"offload_params": true}')
     assert code == 0
-    assert said["settings"]["offload.params"] == {
+    assert result["settings"]["offload.params"] == {
         "value": True,
         "origin": "TrainingArguments fsdp_config:1 offload_params=true",
     }
-    assert said["settings"]["fsdp.version"]["value"] == 2
-    code, said = verdict(capsys, "--fsdp")
-    assert code == 0 and said["settings"]["launch.distributed_type"]["value"] == "FSDP"
+    assert result["settings"]["fsdp.version"]["value"] == 2
+    code, result = check(capsys, "--fsdp")
+    assert code == 0 and result["settings"]["launch.distributed_type"]["value"] == "FSDP"
 
 
-def test_a_world_size_is_held_against_the_mesh(capsys, config):
-    code, said = verdict(capsys, str(config), "--set", "mesh.shard=2", "--world-size", "3")
+def test_world_size_is_checked_against_the_mesh(capsys, config):
+    code, result = check(capsys, str(config), "--set", "mesh.shard=2", "--world-size", "3")
     assert code == 1
-    assert "2 does not divide num_processes, 3" in said["problems"][-1]["message"]
+    assert result["problems"][-1]["setting"] == "mesh.shard"
 
 
-def test_without_a_config_accelerates_default_file_is_read(capsys, tmp_path):
+def test_default_file_is_read_without_a_config(capsys, tmp_path):
     assert main(["check"]) == 1
-    assert "Accelerate has no default one in" in capsys.readouterr().err
+    assert str(tmp_path / "hf") in capsys.readouterr().err
     folder = tmp_path / "hf" / "accelerate"
     folder.mkdir(parents=True)
     (folder / "default_config.yaml").write_text(GOOD)
-    code, said = verdict(capsys)
-    assert code == 0 and said["settings"]["sharding.strategy"]["value"] == "shard_grad_op"
+    code, result = check(capsys)
+    assert code == 0 and result["settings"]["sharding.strategy"]["value"] == "shard_grad_op"
 
 
 @pytest.mark.parametrize(
@@ -126,12 +119,12 @@ def test_without_a_config_accelerates_default_file_is_read(capsys, tmp_path):
         ["check", "--set"],
     ],
 )
-def test_wrong_usage_exits_2_and_writes_nothing_to_stdout_but_help(capsys, argv):
+def test_wrong_usage_exits_2(capsys, argv):
     assert main(argv) == 2
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_an_unknown_verb_is_told_which_there_are(capsys):
+def test_unknown_verb_lists_the_verbs(capsys):
     assert main(["frobnicate"]) == 2
     assert "unknown verb 'frobnicate'. The verbs are check, schema, launch" in capsys.readouterr().err
 
@@ -158,13 +151,18 @@ def tiny_llama(tmp_path):
     return folder
 
 
+def test_unknown_model_is_an_error(capsys, config, tmp_path):
+    code, result = check(capsys, str(config), "--model", str(tmp_path / "none"))
+    assert (code, result["plan"], result["problems"][-1]["code"]) == (1, None, "FSDP-E709")
+
+
 @pytest.mark.slow
-def test_with_a_model_the_plan_is_shown_and_absent_classes_are_errors(capsys, config, tiny_llama):
+def test_model_adds_the_plan_or_its_errors(capsys, config, tiny_llama):
     config.write_text(GOOD.replace(": A", ": LlamaDecoderLayer"))
-    code, said = verdict(capsys, str(config), "--model", str(tiny_llama))
+    code, result = check(capsys, str(config), "--model", str(tiny_llama))
     assert code == 0
-    assert (said["plan"]["backend"], said["plan"]["mesh"]) == ("fsdp1", {"replicate": 1, "shard": 2})
+    assert (result["plan"]["backend"], result["plan"]["mesh"]) == ("fsdp1", {"replicate": 1, "shard": 2})
     config.write_text(GOOD.replace(": A", ": LamaDecoderLayer"))
-    code, said = verdict(capsys, str(config), "--model", str(tiny_llama))
-    assert (code, said["plan"], said["problems"][0]["setting"]) == (1, None, "wrap.classes")
-    assert said["problems"][0]["origin"] == f"{config}:5"
+    code, result = check(capsys, str(config), "--model", str(tiny_llama))
+    assert (code, result["plan"], result["problems"][0]["setting"]) == (1, None, "wrap.classes")
+    assert result["problems"][0]["origin"] == f"{config}:5"
