@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from hf_fsdp_plugin import load_spec, resolve
-from hf_fsdp_plugin.torch_private.live_unit import LiveUnit
 from hf_fsdp_plugin.observe.live_run import LiveRun
 from hf_fsdp_plugin.observe.units import UnitObservation
 from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.torch_private.live_unit import LiveUnit
 
 
 class Block(nn.Linear):
