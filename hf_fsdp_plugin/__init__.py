@@ -24,6 +24,7 @@ _PUBLIC = {
     "load_spec": "hf_fsdp_plugin.spec.load",
     "report": "hf_fsdp_plugin.integrations.report",
     "resolve": "hf_fsdp_plugin.plan.resolve",
+    "uninstall": "hf_fsdp_plugin.integrations.install",
 }
 
 __all__ = [
@@ -41,11 +42,12 @@ __all__ = [
     "load_spec",
     "report",
     "resolve",
+    "uninstall",
 ]
 
 if TYPE_CHECKING:
     from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator
-    from hf_fsdp_plugin.integrations.install import install
+    from hf_fsdp_plugin.integrations.install import install, uninstall
     from hf_fsdp_plugin.integrations.report import report
     from hf_fsdp_plugin.integrations.transformers.trainer import FsdpTrainer, FsdpTrainerMixin, FsdpTrainingArguments
     from hf_fsdp_plugin.plan.model import FsdpPlan

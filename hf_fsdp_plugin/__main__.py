@@ -40,7 +40,7 @@ def main() -> int:
     # These imports load torch and the libraries that are patched.
     import hf_fsdp_plugin
     from hf_fsdp_plugin.cli.run_script import is_failure, run
-    from hf_fsdp_plugin.integrations.messages import tell_error
+    from hf_fsdp_plugin.integrations.messages import print_error
     from hf_fsdp_plugin.integrations.run_report import abandon
 
     try:
@@ -52,7 +52,7 @@ def main() -> int:
         )
         run(arguments.script, arguments.script_args, module="module" in arguments.options)
     except SpecError as error:
-        tell_error(error)
+        print_error(error)
         return 1
     except BaseException as error:
         if is_failure(error):

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import hooks_table
 import settings_table
 
 from hf_fsdp_plugin.cli.explain import read_entries
@@ -44,7 +45,11 @@ The letter of a code is the severity: E for an error, W for a warning, N for a n
 `hf-fsdp explain CODE` prints an entry in the terminal.
 """
 
-DOCUMENTS: dict[str, Callable[[], str]] = {"settings.md": settings_table.render, "problems.md": problems}
+DOCUMENTS: dict[str, Callable[[], str]] = {
+    "settings.md": settings_table.render,
+    "hooks.md": hooks_table.render,
+    "problems.md": problems,
+}
 """File in docs/ -> the function that renders it."""
 
 

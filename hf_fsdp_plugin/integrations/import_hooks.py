@@ -1,7 +1,7 @@
 """Callbacks for modules that are not imported yet.
 
-A script that never touches the Trainer must not pay the seven seconds of importing it, and one that does must find it
-hooked.
+Importing the Trainer takes about seven seconds. A script that does not use the Trainer must not pay for it, and in a
+script that does, the Trainer must be hooked.
 """
 
 from __future__ import annotations
@@ -23,35 +23,48 @@ def when_imported(name: str, callback: Callback) -> None:
     if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
         callback(module)
         return
-    _finder().callbacks.setdefault(name, []).append(callback)
+    finder = next(iter(_finders()), None)
+    if finder is None:
+        finder = _Finder()
+        sys.meta_path.insert(0, finder)
+    finder.callbacks.setdefault(name, []).append(callback)
+
+
+def cancel_callbacks() -> None:
+    """Forget the callbacks of modules that are still not imported."""
+    for finder in _finders():
+        finder.callbacks.clear()
+        sys.meta_path.remove(finder)
+
+
+def _finders() -> list[_Finder]:
+    return [finder for finder in sys.meta_path if isinstance(finder, _Finder)]
 
 
 class _Finder(MetaPathFinder):
-    """Stands first on ``sys.meta_path``; finds nothing itself, but wraps the loader of the modules that are waited
-    for.
-    """
+    """Finds nothing itself. First in ``sys.meta_path``, it wraps the loaders of the modules with callbacks."""
 
     def __init__(self) -> None:
         self.callbacks: dict[str, list[Callback]] = {}
-        self._looking: set[str] = set()
+        self._searching: set[str] = set()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in self.callbacks or fullname in self._looking:
+        if fullname not in self.callbacks or fullname in self._searching:
             return None
-        self._looking.add(fullname)
+        self._searching.add(fullname)
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
-            self._looking.discard(fullname)
+            self._searching.discard(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self.callbacks.pop(fullname))
+            spec.loader = _Loader(spec.loader, self.callbacks)
         return spec
 
 
 class _Loader(Loader):
-    def __init__(self, loader: Loader, callbacks: list[Callback]) -> None:
+    def __init__(self, loader: Loader, callbacks: dict[str, list[Callback]]) -> None:
         self._loader = loader
         self._callbacks = callbacks
 
@@ -59,22 +72,13 @@ class _Loader(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # What inspects the module later (pickling, source lookup) should meet the real loader.
+        # Code that inspects the module later (pickling, source lookup) must find the real loader.
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
         self._loader.exec_module(module)
-        for callback in self._callbacks:
+        for callback in self._callbacks.pop(module.__name__, ()):
             callback(module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
-
-
-def _finder() -> _Finder:
-    for finder in sys.meta_path:
-        if isinstance(finder, _Finder):
-            return finder
-    finder = _Finder()
-    sys.meta_path.insert(0, finder)
-    return finder

@@ -8,11 +8,11 @@ from typing import Any
 
 from hf_fsdp_plugin.devices import accelerator_type
 from hf_fsdp_plugin.integrations import session
-from hf_fsdp_plugin.integrations.hooks import hook_accelerate, hook_transformers
-from hf_fsdp_plugin.integrations.messages import be_quiet, errors_without_tracebacks, tell_warnings
-from hf_fsdp_plugin.integrations.run_report import report_at_exit
+from hf_fsdp_plugin.integrations.environment import restore_variables, set_loading_variables, set_variables
+from hf_fsdp_plugin.integrations.messages import close_messages, install_excepthook, print_warnings, set_quiet
+from hf_fsdp_plugin.integrations.patching import install_hooks, remove_hooks
+from hf_fsdp_plugin.integrations.run_report import abandon, report_at_exit
 from hf_fsdp_plugin.integrations.session import Session
-from hf_fsdp_plugin.integrations.transformers.arguments import set_loading_environment
 from hf_fsdp_plugin.sources.accelerate_yaml import ConfigFile
 from hf_fsdp_plugin.sources.handover import LaunchHandover, absolute
 from hf_fsdp_plugin.spec.model import FsdpSpec
@@ -38,23 +38,34 @@ def install(
     Raises:
         SpecError: with all problems of all sources.
     """
-    errors_without_tracebacks()
+    install_excepthook()
     handover = LaunchHandover.from_env(os.environ)
     if handover is not None and handover.quiet:
-        be_quiet()
+        set_quiet()
     spec = session.begin(_make_session(handover, config, command_line, overrides, report))
-    tell_warnings(spec.problems, told_by_launcher=handover is not None)
-    hook_accelerate()
-    hook_transformers()
+    print_warnings(spec.problems, printed_by_launcher=handover is not None)
+    install_hooks("accelerate", "transformers")
     asked = session.asks_for_fsdp(spec)
     # After the session has read the environment: what is set here is no wish of the user's.
     _choose_cpu_ranks(spec)
     if asked:
-        set_loading_environment(spec)
+        set_loading_variables(spec)
         if spec.loading.ram_efficient:
             _start_process_group(spec)
     report_at_exit()
     return spec if asked else None
+
+
+def uninstall() -> None:
+    """Undo ``install``: hooks, import finder, ``sys.excepthook``, exit handler, environment variables and session.
+
+    Models, Accelerators and Trainers that exist already keep their plan; the process group stays.
+    """
+    abandon()
+    session.close()
+    remove_hooks()
+    restore_variables()
+    close_messages()
 
 
 def _make_session(
@@ -93,7 +104,7 @@ def _launched_session(handover: LaunchHandover | None) -> Session:
 def _choose_cpu_ranks(spec: FsdpSpec) -> None:
     """Accelerate makes no process group on CPU ranks of a stock launcher unless a variable says that they are meant."""
     if "RANK" in os.environ and (spec.launch.use_cpu or accelerator_type() == "cpu"):
-        os.environ["ACCELERATE_USE_CPU"] = "true"
+        set_variables(ACCELERATE_USE_CPU="true")
 
 
 def _start_process_group(spec: FsdpSpec) -> None:

@@ -1,4 +1,4 @@
-"""What a rank says on stderr: by the first rank, each thing once, however many models and configs repeat it."""
+"""Messages of a rank on stderr: printed by rank 0, each one once, even if several models or configs cause it."""
 
 from __future__ import annotations
 
@@ -10,51 +10,72 @@ from types import TracebackType
 
 from hf_fsdp_plugin.problems import Problem, SpecError
 
-_told: set[str] = set()
-_quiet = False
-_FIRST_WORD = 10.0
-"""Seconds that the first rank has to say what is wrong with a config, before the other ranks say it too. A launcher
-ends them sooner, so that it is said once; where only another rank has the problem, it is said all the same."""
+_RANK_0_LEAD = 10.0
+"""Seconds that local rank 0 has to print an error before the other ranks print it too.
+
+A launcher ends the other ranks sooner, so the error is printed once. It is still printed if only another rank has it.
+"""
 
 
-def be_quiet() -> None:
-    """Errors only, from here on."""
-    global _quiet
-    _quiet = True
+class MessagePrinter:
+    """Prints messages, and remembers which ones were printed.
 
+    Attributes:
+        quiet: print errors only.
+    """
 
-def tell_warnings(problems: Iterable[Problem], *, told_by_launcher: bool = False) -> None:
-    """The warnings among `problems`; with `told_by_launcher` they are taken for said."""
-    for problem in problems:
-        if problem.severity == "warning":
-            tell(str(problem), told_by_launcher=told_by_launcher)
+    def __init__(self) -> None:
+        self.quiet = False
+        self._printed: set[str] = set()
+        self._excepthook: Callable[..., object] | None = None
 
+    def print_once(self, message: object, *, printed_by_launcher: bool = False) -> None:
+        """Print ``hf-fsdp: MESSAGE`` unless this process, or the launcher, has printed it before."""
+        line = str(message)
+        is_first = line not in self._printed and not printed_by_launcher
+        self._printed.add(line)
+        if is_first and not self.quiet and os.environ.get("RANK", "0") == "0":
+            print(f"hf-fsdp: {line}", file=sys.stderr, flush=True)
 
-def tell(line: str, *, told_by_launcher: bool = False) -> None:
-    if line not in _told and not told_by_launcher and not _quiet and os.environ.get("RANK", "0") == "0":
-        print(f"hf-fsdp: {line}", file=sys.stderr, flush=True)
-    _told.add(line)
+    def print_warnings(self, problems: Iterable[Problem], *, printed_by_launcher: bool = False) -> None:
+        """Print the warnings among ``problems``, each one once."""
+        for problem in problems:
+            if problem.severity == "warning":
+                self.print_once(problem, printed_by_launcher=printed_by_launcher)
 
+    def set_quiet(self) -> None:
+        """Print errors only from now on."""
+        self.quiet = True
 
-def tell_error(error: SpecError) -> None:
-    """The problems as text, without a traceback: it is the config that is wrong, not a line of code."""
-    if int(os.environ.get("LOCAL_RANK") or "0") > 0:
-        time.sleep(_FIRST_WORD)
-    print(error, file=sys.stderr, flush=True)
+    def print_error(self, error: SpecError) -> None:
+        """Print the problems without a traceback: the config is wrong, not a line of code."""
+        if int(os.environ.get("LOCAL_RANK") or "0") > 0:
+            time.sleep(_RANK_0_LEAD)
+        print(error, file=sys.stderr, flush=True)
 
+    def install_excepthook(self) -> None:
+        """Show a ``SpecError`` that ends the script by :meth:`print_error`; other exceptions as before."""
+        if self._excepthook is None:
+            self._excepthook = sys.excepthook
+            sys.excepthook = self._handle_exception
 
-def errors_without_tracebacks() -> None:
-    """Let a ``SpecError`` that ends the script be shown by :func:`tell_error`; every other exception as before."""
-    if not getattr(sys.excepthook, "_hf_fsdp", False):
-        sys.excepthook = _hook(sys.excepthook)
-
-
-def _hook(before: Callable[..., object]) -> Callable[..., None]:
-    def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-        if isinstance(error, SpecError):
-            tell_error(error)
+    def _handle_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, SpecError) and self._excepthook is not None:
+            self.print_error(error)
         else:
-            before(kind, error, where)
+            (self._excepthook or sys.__excepthook__)(kind, error, trace)
 
-    hook._hf_fsdp = True  # type: ignore[attr-defined]
-    return hook
+    def close(self) -> None:
+        """Restore ``sys.excepthook`` and forget what was printed."""
+        if self._excepthook is not None and sys.excepthook == self._handle_exception:
+            sys.excepthook = self._excepthook
+        self.__init__()  # type: ignore[misc]
+
+
+_printer = MessagePrinter()
+close_messages = _printer.close
+install_excepthook = _printer.install_excepthook
+print_error = _printer.print_error
+print_once = _printer.print_once
+print_warnings = _printer.print_warnings
+set_quiet = _printer.set_quiet

@@ -5,6 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from hf_fsdp_plugin.integrations.accelerate.private import (
+    is_accelerator,
+    prepared_dataloaders,
+    prepared_models,
+    prepared_optimizers,
+)
+from hf_fsdp_plugin.integrations.transformers.private import train_batch_size
 from hf_fsdp_plugin.observe.build import build_report_of_trained
 from hf_fsdp_plugin.observe.readers_training import state_dict_kind
 from hf_fsdp_plugin.observe.report import BatchShape, Report
@@ -24,7 +31,7 @@ def report(subject: Any) -> Report:
             batch=_trainer_batch(subject),
             state_dict=next_state_dict(subject.accelerator),
         )
-    if hasattr(subject, "_models") and hasattr(subject, "state"):
+    if is_accelerator(subject):
         return report_accelerator(subject)
     return build_report_of_trained([subject])
 
@@ -48,8 +55,8 @@ def report_accelerator(
     """
     saved = state_dict_kind(checkpoint) if checkpoint is not None else None
     return build_report_of_trained(
-        accelerator._models,
-        accelerator._optimizers,
+        prepared_models(accelerator),
+        prepared_optimizers(accelerator),
         batch=batch or _loader_batch(accelerator),
         state_dict=saved or next_state_dict(accelerator),
         saved_asynchronously=saved_asynchronously,
@@ -65,13 +72,11 @@ def next_state_dict(accelerator: Any) -> str | None:
 
 
 def _trainer_batch(trainer: Any) -> BatchShape | None:
-    # The batch size in use; auto_find_batch_size may have lowered it.
-    per_device = getattr(trainer, "_train_batch_size", None) or trainer.args.per_device_train_batch_size
-    return BatchShape(per_device=per_device, accumulation=trainer.args.gradient_accumulation_steps)
+    return BatchShape(per_device=train_batch_size(trainer), accumulation=trainer.args.gradient_accumulation_steps)
 
 
 def _loader_batch(accelerator: Any) -> BatchShape | None:
-    sizes = (getattr(loader, "batch_size", None) for loader in accelerator._dataloaders)
+    sizes = (getattr(loader, "batch_size", None) for loader in prepared_dataloaders(accelerator))
     per_device = next((size for size in sizes if size), None)
     if per_device is None:
         return None

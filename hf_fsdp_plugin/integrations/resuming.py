@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hf_fsdp_plugin.checkpoint.checking.completeness import why_incomplete
 from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest
-from hf_fsdp_plugin.integrations.messages import tell
+from hf_fsdp_plugin.integrations.messages import print_once
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 
 
@@ -23,7 +23,7 @@ def check_complete(path: Path, done: str, fix: str) -> None:
 
 def tell_passed_over(checkpoints: Iterable[tuple[Path, str]]) -> None:
     for path, why in checkpoints:
-        tell(f"{path} is passed over: {why}")
+        print_once(f"{path} is passed over: {why}")
 
 
 def tell_differences(checkpoint: Path, now: dict[str, Any]) -> None:
@@ -34,13 +34,13 @@ def tell_differences(checkpoint: Path, now: dict[str, Any]) -> None:
     world_size = dist.get_world_size()
     if found.world_size != world_size:
         without = f"; ranks {found.world_size} to {world_size - 1} have none" if world_size > found.world_size else ""
-        tell(
+        print_once(
             f"{checkpoint} holds the random state of {found.world_size} ranks, and {world_size} go on{without}: "
             "dropout and the like will not repeat what the uninterrupted run would have drawn."
         )
     before, after = found.batch.get("samples_per_step"), now.get("samples_per_step")
     if before is not None and after is not None and before != after:
-        tell(
+        print_once(
             f"{checkpoint} was written at {before} samples a step, and this run takes {after}: the data are skipped "
             f"by steps, so it goes on at another sample. Set batch size x accumulation x ranks to {before} to go on "
             "where it stopped."

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.checkpoint.writing import save as saves
 from hf_fsdp_plugin.integrations import session
-from hf_fsdp_plugin.integrations.messages import tell
+from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_optimizers
+from hf_fsdp_plugin.integrations.messages import print_once
 from hf_fsdp_plugin.integrations.report import report_accelerator
 from hf_fsdp_plugin.observe.first_step import record_first_step
 from hf_fsdp_plugin.observe.optimizer import optimizer_of
@@ -53,7 +54,7 @@ class RunReporter:
             for accelerator in self._prepared - self._reported:
                 finish(accelerator)
         if session.ambient_spec() is not None and not self._has_prepared:
-            tell("nothing was sharded: the config asks for FSDP, but the script prepared no model.")
+            print_once("nothing was sharded: the config asks for FSDP, but the script prepared no model.")
 
 
 _reporter: RunReporter | None = None
@@ -77,9 +78,9 @@ def begin(accelerator: Any) -> None:
     """Record the first step of the models of an accelerator, for its report. Call it after each ``prepare``."""
     if _reporter is not None:
         _reporter.add_prepared(accelerator)
-    for model in accelerator._models:
+    for model in prepared_models(accelerator):
         if plan_of(model) is not None:
-            record_first_step(model, optimizer_of(model, accelerator._optimizers))
+            record_first_step(model, optimizer_of(model, prepared_optimizers(accelerator)))
 
 
 def finish(
@@ -99,7 +100,7 @@ def finish(
         batch: the input of one step; by default that of the prepared data loader.
         checkpoint: a checkpoint of this run, whose files show the state dict type.
     """
-    if not any(plan_of(model) is not None for model in accelerator._models):
+    if not any(plan_of(model) is not None for model in prepared_models(accelerator)):
         return
     saves.wait()
     outcome = saves.last_outcome
@@ -125,7 +126,7 @@ def _publish(report: Report, path: Path) -> None:
     try:
         written = report.write(path)
     except OSError as error:
-        tell(f"cannot write the report to {path}: {error.strerror or error}. Pass a writable path as --report.")
+        print_once(f"cannot write the report to {path}: {error.strerror or error}. Pass a writable path as --report.")
         return
     if written is not None:
         with contextlib.suppress(OSError):  # the reader of stdout (head, less) may have ended; the run has not failed

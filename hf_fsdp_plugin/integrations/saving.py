@@ -22,6 +22,7 @@ from hf_fsdp_plugin.checkpoint.writing.dcp import dtype_name
 from hf_fsdp_plugin.checkpoint.writing.failures import in_words
 from hf_fsdp_plugin.checkpoint.writing.images import on_accelerator
 from hf_fsdp_plugin.checkpoint.writing.state_files import model_files, optimizer_files
+from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_optimizers
 from hf_fsdp_plugin.spec.model import StateDictKind
 
 
@@ -75,16 +76,17 @@ def prepare_memory_after_first_step(accelerator: Any, kind: StateDictKind) -> No
 
     Before the first step an optimizer has no state, and nobody knows how much there will be.
     """
-    if not accelerator._optimizers:
+    if not prepared_optimizers(accelerator):
         return
 
     def prepare(*_: Any) -> None:
         hook.remove()
-        models = [model for model in accelerator._models if plan_of(model) is not None]
-        pairs = list(zip(accelerator._models, (wrapper.optimizer for wrapper in accelerator._optimizers), strict=False))
+        models = [model for model in prepared_models(accelerator) if plan_of(model) is not None]
+        optimizers = [wrapper.optimizer for wrapper in prepared_optimizers(accelerator)]
+        pairs = list(zip(prepared_models(accelerator), optimizers, strict=False))
         states = [model_files(model_shards(model), kind) for model in models]
         states += [optimizer_files(optimizer_shards(model, optimizer), kind) for model, optimizer in pairs]
         pinned = any(on_accelerator(state.images) for state in states)
         saves.prepare([sum(image.span for image in state.images) for state in states], pinned=pinned)
 
-    hook = accelerator._optimizers[-1].optimizer.register_step_post_hook(prepare)
+    hook = prepared_optimizers(accelerator)[-1].optimizer.register_step_post_hook(prepare)

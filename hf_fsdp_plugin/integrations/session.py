@@ -84,6 +84,12 @@ def begin(session: Session) -> FsdpSpec:
     return spec
 
 
+def close() -> None:
+    """End the process's session."""
+    global _session, _ambient
+    _session = _ambient = None
+
+
 def is_installed() -> bool:
     """Whether ``install`` was called in this process."""
     return _session is not None

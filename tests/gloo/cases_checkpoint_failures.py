@@ -23,7 +23,7 @@ import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.checkpoint.checking.completeness import why_incomplete
 from hf_fsdp_plugin.checkpoint.writing import save as saves
 from hf_fsdp_plugin.integrations.accelerate import checkpoints as accelerate_checkpoints
-from hf_fsdp_plugin.integrations.accelerate import trainer_checkpoints
+from hf_fsdp_plugin.integrations.transformers import checkpoints as trainer_checkpoints
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
 

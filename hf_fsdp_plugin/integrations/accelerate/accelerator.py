@@ -1,34 +1,129 @@
-"""A real ``accelerate.Accelerator`` from a spec, FSDP on CPU ranks included."""
+"""``accelerator(spec)``, and the replacements of the methods of ``Accelerator`` that prepare and train."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
-from hf_fsdp_plugin.integrations.hooks import hook_accelerate
-from hf_fsdp_plugin.integrations.transformers.arguments import set_loading_environment
+import torch
+from accelerate import Accelerator
+
+from hf_fsdp_plugin.backends.clipping import clip_grad_norm
+from hf_fsdp_plugin.backends.shard import plan_of
+from hf_fsdp_plugin.checkpoint.writing.state_files import full_model_state
+from hf_fsdp_plugin.integrations import run_report, session
+from hf_fsdp_plugin.integrations.accelerate import prepare as planned
+from hf_fsdp_plugin.integrations.accelerate import private
+from hf_fsdp_plugin.integrations.accelerate.plugin import (
+    PlannedFsdpPlugin,
+    dynamo_plugin,
+    if_planned,
+    spec_of_stock_plugin,
+)
+from hf_fsdp_plugin.integrations.environment import set_loading_variables
+from hf_fsdp_plugin.integrations.messages import print_once
+from hf_fsdp_plugin.integrations.patching import install_hooks
+from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.spec.model import FsdpSpec
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 
 def accelerator(spec: FsdpSpec, **kwargs: Any) -> Accelerator:
-    """An Accelerator whose ``prepare`` shards models as ``spec`` asks.
+    """Return an ``accelerate.Accelerator`` whose ``prepare`` shards models as ``spec`` asks, on CPU ranks too.
 
     Args:
         spec: from :func:`hf_fsdp_plugin.load_spec`.
-        kwargs: the other arguments of ``accelerate.Accelerator``; ``fsdp_plugin`` and ``mixed_precision`` come from
-        the spec.
+        kwargs: the other arguments of ``accelerate.Accelerator``. ``fsdp_plugin`` and ``mixed_precision`` come from
+            the spec.
 
     Raises:
-        SpecError: there is no process group to be had (no launcher started this process).
+        SpecError: the process is not a rank of a launcher, so there is no process group.
     """
-    from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin
-
-    hook_accelerate()
-    set_loading_environment(spec)
-    from accelerate import Accelerator
-
+    install_hooks("accelerate")
+    set_loading_variables(spec)
     if spec.launch.use_cpu:
         kwargs.setdefault("cpu", True)
     return Accelerator(fsdp_plugin=PlannedFsdpPlugin(spec), **kwargs)
+
+
+def init_accelerator(original: Callable[..., None], accelerator: Any, *args: Any, **kwargs: Any) -> None:
+    arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+    plugin = arguments.get("fsdp_plugin")
+    spec = session.current_spec() if plugin is None else spec_of_stock_plugin(plugin)
+    if spec is not None:
+        # The spec of a Trainer has the precision of its arguments already.
+        given = None if session.in_trainer() else arguments.get("mixed_precision")
+        plugin = PlannedFsdpPlugin(_with_mixed_precision(spec, given))
+    if isinstance(plugin, PlannedFsdpPlugin):
+        arguments["fsdp_plugin"] = plugin
+        if (dynamo := dynamo_plugin(plugin.spec)) and not arguments.keys() & {"dynamo_plugin", "dynamo_backend"}:
+            arguments["dynamo_plugin"] = dynamo
+        param = plugin.spec.precision.param
+        arguments["mixed_precision"] = param if param in ("bf16", "fp16") else "no"
+    original(**arguments)
+    if plugin is None and accelerator.num_processes > 1 and session.is_installed():
+        print_once(_no_fsdp(accelerator))
+
+
+def _with_mixed_precision(spec: FsdpSpec, given: Any) -> FsdpSpec:
+    """``Accelerator(mixed_precision=…)`` in a script overrides the precision of the spec."""
+    if given is None or (given == "no" and not spec.asked("precision.param")):
+        return spec
+    param: Any = given if given in ("bf16", "fp16") else "auto"
+    if param == spec.precision.param:
+        return spec
+    origin = Origin(source="Accelerator()", spelling="mixed_precision", text=str(given))
+    overridden = Problem(
+        code="FSDP-W602",
+        setting="precision.param",
+        origin=spec.origin("precision.param"),
+        message=f"{spec.precision.param} is overridden by Accelerator(mixed_precision={given!r}) in the script.",
+        fix="Set the precision in one place only.",
+    )
+    return replace(
+        spec,
+        precision=replace(spec.precision, param=param),
+        origins={**spec.origins, "precision.param": origin},
+        problems=(*spec.problems, overridden) if spec.asked("precision.param") else spec.problems,
+    )
+
+
+def _no_fsdp(accelerator: Any) -> Problem:
+    return Problem(
+        code="FSDP-W603",
+        message="neither the launcher, nor the environment, nor the script asks for FSDP: this Accelerator runs "
+        f"{accelerator.distributed_type.value} on {accelerator.num_processes} ranks.",
+        fix="Pass a config: --config_file CONFIG.",
+    )
+
+
+@if_planned
+def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    return planned.prepare_objects(accelerator, args)
+
+
+@if_planned
+def prepare_model(original: Callable[..., Any], accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("evaluation_mode", args[1] if len(args) > 1 else False):
+        return original(model, *args, **kwargs)
+    optimizers = [wrapper.optimizer for wrapper in private.prepared_optimizers(accelerator)]
+    return planned.prepare_model(accelerator, model, optimizers)
+
+
+def get_state_dict(original: Callable[..., Any], accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(model, *args, **kwargs) if plan_of(model) is None else full_model_state(model)
+
+
+@if_planned
+def clip_grad_norm_(
+    original: Callable[..., Any], accelerator: Any, parameters: Any, max_norm: Any, norm_type: Any = 2
+) -> torch.Tensor:
+    accelerator.unscale_gradients()
+    parameters = [parameters] if hasattr(parameters, "grad") else list(parameters)
+    return clip_grad_norm(private.prepared_models(accelerator), parameters, float(max_norm), float(norm_type))
+
+
+def end_training(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    run_report.finish(accelerator)
+    return original(*args, **kwargs)

@@ -1,6 +1,6 @@
-"""``Accelerator.save_state``, ``load_state`` and ``save_model``: staged, complete, written by all ranks.
+"""Replacements of ``Accelerator.save_state``, ``load_state`` and ``save_model``; read from accelerate 1.15.
 
-Functions around Accelerate's own methods; read against accelerate 1.15.
+Every rank writes its shards to a staging folder, which is renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from hf_fsdp_plugin.checkpoint.checking.completeness import newest_complete, num
 from hf_fsdp_plugin.checkpoint.writing import save as saves
 from hf_fsdp_plugin.checkpoint.writing import state_files
 from hf_fsdp_plugin.checkpoint.writing.staging import remove, settle, settle_all
-from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin
+from hf_fsdp_plugin.integrations.accelerate import private
+from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, if_sharded
 from hf_fsdp_plugin.integrations.resuming import check_complete, tell_differences, tell_passed_over
 from hf_fsdp_plugin.integrations.saving import manifest, saving
 from hf_fsdp_plugin.plan.names import unwrapped
@@ -25,10 +26,11 @@ from hf_fsdp_plugin.plan.names import unwrapped
 PREFIX = "checkpoint_"
 
 
+@if_sharded
 def save_state(
     original: Callable[..., Any], accelerator: Any, output_dir: Any = None, *args: Any, **kwargs: Any
 ) -> Path:
-    """Into a staging folder, renamed to ``output_dir`` when it is whole; older ones go after that, not before."""
+    """Write a checkpoint to a staging folder, rename it to ``output_dir``, then delete the oldest checkpoints."""
     plugin: PlannedFsdpPlugin = accelerator.state.fsdp_plugin
     project = accelerator.project_configuration
     named_by_us = project.automatic_checkpoint_naming
@@ -36,8 +38,8 @@ def save_state(
     final = Path(output_dir).expanduser() if run is None else run / f"{PREFIX}{accelerator.save_iteration}"
     if run is not None and final.exists():
         raise ValueError(
-            f"Checkpoint directory {final} ({accelerator.save_iteration}) already exists. Please manually override "
-            "`self.save_iteration` with what iteration to start with."
+            f"checkpoint {final} already exists. Set accelerator.project_configuration.iteration to the number of the "
+            "next checkpoint."
         )
     asynchronous = plugin.spec.checkpoint.asynchronous
     with saving(final, asynchronous=asynchronous) as save:
@@ -48,7 +50,7 @@ def save_state(
             project.automatic_checkpoint_naming = named_by_us
         _write_configs(accelerator, save.folder)
     facts = manifest(
-        _first_planned(accelerator),
+        _first_sharded(accelerator),
         plugin.state_dict_kind,
         step=accelerator.step or None,
         asynchronous=asynchronous,
@@ -58,24 +60,24 @@ def save_state(
     return final
 
 
-def _first_planned(accelerator: Any) -> Any:
-    return next(model for model in accelerator._models if plan_of(model) is not None)
+def _first_sharded(accelerator: Any) -> Any:
+    return next(model for model in private.prepared_models(accelerator) if plan_of(model) is not None)
 
 
 def _write_configs(accelerator: Any, folder: Path) -> None:
-    """The configs of the first model, without which nobody can use the weights."""
+    """Write the configs of the first sharded model, which are needed to load the weights."""
     with on_all_ranks(f"writing {folder}"):
         if dist.get_rank() == 0:
-            write_model_config(_first_planned(accelerator), folder)
+            write_model_config(_first_sharded(accelerator), folder)
 
 
 def write_model_config(model: Any, folder: Path) -> None:
-    """``config.json`` and ``generation_config.json``, of a model that has such; by one rank."""
+    """Write ``config.json`` and ``generation_config.json``, if the model has them. To be called on one rank."""
     inner: Any = unwrapped(model)
     config: Any = getattr(inner, "config", None)
     if not hasattr(config, "save_pretrained"):
         return
-    # As `save_pretrained` of the model has it; FSDP2 puts its name before the class's.
+    # As the model's `save_pretrained` does. FSDP2 adds a prefix to the class name.
     config.architectures = [type(inner).__name__.removeprefix("FSDP")]
     config.save_pretrained(str(folder))
     if getattr(inner, "generation_config", None) is not None and inner.can_generate():
@@ -87,8 +89,9 @@ def _rotate(run: Path, limit: int | None) -> None:
         remove(path)
 
 
+@if_sharded
 def load_state(original: Callable[..., Any], accelerator: Any, input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """From a complete checkpoint only; without a name, from the newest of those that Accelerate has named."""
+    """Load a complete checkpoint; without ``input_dir``, the newest one with Accelerate's automatic name."""
     saves.wait()
     with on_all_ranks("looking for a checkpoint"):
         path = Path(input_dir).expanduser() if input_dir is not None else None
@@ -108,6 +111,7 @@ def load_state(original: Callable[..., Any], accelerator: Any, input_dir: Any = 
     return original(str(path) if path is not None else None, *args, **kwargs)
 
 
+@if_sharded
 def save_model(
     original: Callable[..., Any],
     accelerator: Any,
@@ -116,13 +120,11 @@ def save_model(
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
 ) -> None:
-    """A folder for ``from_pretrained``, config included; all ranks write their shards, and nobody gathers them."""
+    """Write a folder for ``from_pretrained``. Every rank writes its shards; no rank gathers the model."""
     if plan_of(model) is None or not safe_serialization:
         original(model, save_directory, max_shard_size, safe_serialization)
         return
-    from huggingface_hub.serialization._base import parse_size_to_int
-
-    size = parse_size_to_int(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+    size = private.parse_size(max_shard_size)
     with saving(Path(save_directory), into=True) as save:
         with on_all_ranks(f"writing {save_directory}"):
             if dist.get_rank() == 0:

@@ -1,73 +1,74 @@
-"""Accelerate's four functions that read and write FSDP state, for our plugin by our own path.
+"""Replacements of Accelerate's four functions that read and write FSDP state, for a planned plugin.
 
-Accelerate and the Trainer import them by name, so they are replaced in each namespace; read against accelerate 1.15.
+Their signatures are those of accelerate 1.15 with the original as the first parameter.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-# Where the replacement of a host's function or method keeps the original.
-PATCHED = "_hf_fsdp_original"
+from accelerate.utils.modeling import is_peft_model
+
+from hf_fsdp_plugin.checkpoint.reading.model import load_model
+from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer
+from hf_fsdp_plugin.checkpoint.writing import state_files
+from hf_fsdp_plugin.checkpoint.writing.save import open_save
+from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin
 
 
-def replace_checkpoint_functions(module: ModuleType) -> None:
-    """In ``module``'s namespace, where Accelerate's functions were imported to by name."""
-    from accelerate.utils import fsdp_utils
+def _if_planned(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: call ``function(plugin, …)`` for a planned plugin, else the original with all arguments."""
 
-    for name in ("save_fsdp_model", "load_fsdp_model", "save_fsdp_optimizer", "load_fsdp_optimizer"):
-        if hasattr(module, name):
-            original = getattr(fsdp_utils, name)
-            setattr(module, name, _checkpoint_function(name, getattr(original, PATCHED, original)))
+    @functools.wraps(function)
+    def replacement(original: Callable[..., Any], fsdp_plugin: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(fsdp_plugin, PlannedFsdpPlugin):
+            return function(fsdp_plugin, *args, **kwargs)
+        return original(fsdp_plugin, accelerator, *args, **kwargs)
 
-
-def _checkpoint_function(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """``name`` with the host's signature (which Transformers inspects), for our plugin by our own path."""
-    of_optimizer = name.endswith("optimizer")
-
-    @functools.wraps(original)
-    def function(fsdp_plugin: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-        from hf_fsdp_plugin.checkpoint.reading.model import load_model
-        from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer
-        from hf_fsdp_plugin.checkpoint.writing import state_files
-        from hf_fsdp_plugin.checkpoint.writing.save import open_save
-        from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin
-
-        if not isinstance(fsdp_plugin, PlannedFsdpPlugin):
-            return original(fsdp_plugin, accelerator, *args, **kwargs)
-        bound = inspect.signature(original).bind(fsdp_plugin, accelerator, *args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
-        folder = Path(given.get("output_dir") or given["input_dir"])
-        kind = fsdp_plugin.state_dict_kind
-        if of_optimizer:
-            optimizer = getattr(given["optimizer"], "optimizer", given["optimizer"])
-            number = given["optimizer_index"]
-            if name.startswith("save"):
-                return state_files.save_optimizer(given["model"], optimizer, folder, kind, number)
-            return load_optimizer(given["model"], optimizer, folder, number)
-        number, adapters = given["model_index"], _adapter_only(given)
-        if name.startswith("load"):
-            return load_model(given["model"], folder, number, adapter_only=adapters)
-        save = open_save(folder)
-        if save is None or number not in save.models:  # the Trainer's model is saved with its config
-            state_files.save_model(given["model"], folder, kind, number, adapter_only=adapters)
-        return None
-
-    setattr(function, PATCHED, original)
-    return function
+    return replacement
 
 
-def _adapter_only(given: Any) -> bool:
-    """The Trainer always asks for adapters only; it means it for PEFT models alone."""
-    from accelerate.utils.modeling import is_peft_model
+@_if_planned
+def save_fsdp_model(
+    plugin: PlannedFsdpPlugin, model: Any, output_dir: Any, model_index: int = 0, adapter_only: bool = False, **_: Any
+) -> None:
+    folder = Path(output_dir)
+    save = open_save(folder)
+    if save is None or model_index not in save.models:  # the replacement of Trainer.save_model has written it already
+        adapters = _only_adapters(adapter_only, model)
+        state_files.save_model(model, folder, plugin.state_dict_kind, model_index, adapter_only=adapters)
 
-    with suppress(AttributeError):
-        return bool(given["adapter_only"]) and is_peft_model(given["model"])
-    return False
+
+@_if_planned
+def load_fsdp_model(
+    plugin: PlannedFsdpPlugin, model: Any, input_dir: Any, model_index: int = 0, adapter_only: bool = False, **_: Any
+) -> Any:
+    return load_model(model, Path(input_dir), model_index, adapter_only=_only_adapters(adapter_only, model))
+
+
+@_if_planned
+def save_fsdp_optimizer(
+    plugin: PlannedFsdpPlugin, optimizer: Any, model: Any, output_dir: Any, optimizer_index: int = 0, **_: Any
+) -> None:
+    kind = plugin.state_dict_kind
+    state_files.save_optimizer(model, _unwrapped(optimizer), Path(output_dir), kind, optimizer_index)
+
+
+@_if_planned
+def load_fsdp_optimizer(
+    plugin: PlannedFsdpPlugin, optimizer: Any, model: Any, input_dir: Any, optimizer_index: int = 0, **_: Any
+) -> Any:
+    return load_optimizer(model, _unwrapped(optimizer), Path(input_dir), optimizer_index)
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """The torch optimizer inside an ``AcceleratedOptimizer``."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _only_adapters(adapter_only: bool, model: Any) -> bool:
+    """The Trainer passes ``adapter_only=True`` for every model; Accelerate's functions apply it to PEFT models."""
+    return adapter_only and is_peft_model(model)

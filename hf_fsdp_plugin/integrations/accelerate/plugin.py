@@ -1,7 +1,15 @@
-"""Accelerate's FSDP plugin, filled from a spec: complete, so that nothing is left for the environment to decide."""
+"""Accelerate's FSDP plugin, filled from a spec, and the replacement of the stock plugin's constructor.
+
+The fields have torch's types although this package does not read them: third-party code does. TRL's ``prepare_fsdp``,
+for example, wraps a reference model with the plugin's fields as arguments of ``FullyShardedDataParallel``.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
@@ -20,8 +28,17 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
+from hf_fsdp_plugin.backends.shard import plan_of
+from hf_fsdp_plugin.integrations import session
+from hf_fsdp_plugin.integrations.accelerate import private
+from hf_fsdp_plugin.integrations.environment import set_loading_variables
+from hf_fsdp_plugin.integrations.messages import print_warnings
+from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spec.model import FsdpSpec, StateDictKind
 from hf_fsdp_plugin.strategies import STRATEGIES
+
+_ARGUMENTS = "_hf_fsdp_arguments"
+"""Attribute of a stock plugin: the arguments of its constructor, and the fields that the constructor set."""
 
 _STATE_DICT_TYPES: dict[StateDictKind, StateDictType] = {
     "full": StateDictType.FULL_STATE_DICT,
@@ -36,13 +53,13 @@ _STATE_DICT_CONFIGS: dict[StateDictType, tuple[type, type]] = {
 
 
 class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
-    """What Accelerate and the Trainer ask an FSDP plugin for, answered from a spec.
+    """The FSDP plugin of an Accelerator whose models are sharded by a plan.
 
-    The stock constructor reads fifteen environment variables for what it was not given, writes one, and needs a GPU for
-    ``sync_module_states``. This one does none of that: it never calls it.
+    The stock constructor reads fifteen environment variables, writes one, and needs a GPU for ``sync_module_states``.
+    It is never called here.
 
     Attributes:
-        spec: what was asked. The plan is made from it when a model is prepared, not before.
+        spec: the settings. The plan is resolved from them when a model is prepared.
     """
 
     def __init__(self, spec: FsdpSpec) -> None:
@@ -73,34 +90,102 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
 
     @property
     def state_dict_kind(self) -> StateDictKind:
-        """How checkpoints are written now; scripts change it before the last save (``set_state_dict_type``)."""
+        """The current state dict type. Scripts change it before the last save, by ``set_state_dict_type``."""
         return next(kind for kind, kind_type in _STATE_DICT_TYPES.items() if kind_type is self.state_dict_type)
 
     def set_state_dict_type(self, state_dict_type: StateDictType | str | int | None = None) -> None:
-        """Choose how checkpoints are written: torch's enum, its number, or a name with or without ``_STATE_DICT``."""
+        """Set the state dict type: torch's enum, its number, or a name with or without ``_STATE_DICT``."""
         if state_dict_type is not None:
-            self.state_dict_type = _read_state_dict_type(state_dict_type)
+            self.state_dict_type = _parse_state_dict_type(state_dict_type)
         config, optim_config = _STATE_DICT_CONFIGS[self.state_dict_type]
         self.state_dict_config, self.optim_state_dict_config = config(), optim_config()
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
-        """Nothing: the plan decides each dtype. Accelerate calls it with one dtype for all of them."""
+        """Do nothing: the plan has each dtype. Accelerate calls this method with one dtype for all of them."""
 
     def set_auto_wrap_policy(self, model: Any) -> None:
-        """Nothing: the plan lists the units. The stock method rewrites the plugin for the first model it sees."""
+        """Do nothing: the plan lists the units. The stock method changes the plugin for the first model."""
+
+
+def planned_plugin(accelerator: Any) -> PlannedFsdpPlugin | None:
+    """The accelerator's plugin if it was made from a spec, else ``None``."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    return plugin if isinstance(plugin, PlannedFsdpPlugin) else None
+
+
+def has_sharded_model(accelerator: Any) -> bool:
+    """Whether the accelerator has prepared a model by a plan."""
+    models = private.prepared_models(accelerator)
+    return planned_plugin(accelerator) is not None and any(plan_of(model) is not None for model in models)
+
+
+def _replace_if(condition: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator for replacements of methods of an Accelerator, or of a Trainer that has one.
+
+    The original is called where ``condition(accelerator)`` is false.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def replacement(original: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
+            if not condition(getattr(owner, "accelerator", owner)):
+                return original(*args, **kwargs)
+            return function(original, owner, *args, **kwargs)
+
+        return replacement
+
+    return decorate
+
+
+if_planned = _replace_if(planned_plugin)
+if_sharded = _replace_if(has_sharded_model)
+
+
+def init_plugin(original: Callable[..., None], plugin: Any, *args: Any, **kwargs: Any) -> None:
+    """Keep the arguments of a stock plugin. After ``install``, the errors of the stock constructor are suppressed."""
+    given = dict(inspect.signature(original).bind(*args, **kwargs).arguments)
+    if not session.is_installed():
+        original(**given)
+        return
+    # A setting that is refused here may be supported. If it is not, the spec reports it with the reason.
+    with suppress(ValueError, RuntimeError, KeyError, AttributeError):
+        original(**given)
+    setattr(plugin, _ARGUMENTS, (given, dict(vars(plugin))))
+
+
+def spec_of_stock_plugin(plugin: Any) -> FsdpSpec | None:
+    """The spec of a stock plugin and the session's sources; ``None`` for a planned plugin, or without ``install``."""
+    if isinstance(plugin, PlannedFsdpPlugin) or not session.is_installed():
+        return None
+    if not hasattr(plugin, _ARGUMENTS):
+        raise SpecError([_plugin_before_install(plugin)])
+    given, fields = getattr(plugin, _ARGUMENTS)
+    assigned = {k: value for k, value in vars(plugin).items() if k != _ARGUMENTS and value is not fields.get(k)}
+    spec = session.current_session().load(plugin_object={**given, **assigned})
+    print_warnings(spec.problems)
+    set_loading_variables(spec)
+    return spec
+
+
+def _plugin_before_install(plugin: Any) -> Problem:
+    return Problem(
+        code="FSDP-E604",
+        message=f"a {type(plugin).__name__} was created before install(), so its arguments are unknown.",
+        fix="Call hf_fsdp_plugin.install() first.",
+    )
 
 
 def dynamo_plugin(spec: FsdpSpec) -> TorchDynamoPlugin | None:
-    """Accelerate's settings of ``torch.compile``, where the spec has any; a launcher says the same by environment."""
-    said = {str(key).removeprefix("dynamo_"): value for key, value in spec.launch.dynamo_config.items()}
-    if not said:
+    """Accelerate's settings of ``torch.compile``; ``None`` if the spec has none. Launchers set variables for them."""
+    given = {str(key).removeprefix("dynamo_"): value for key, value in spec.launch.dynamo_config.items()}
+    if not given:
         return None
     return TorchDynamoPlugin(
-        backend=str(said.get("backend", "no")),
-        mode=said.get("mode"),
-        fullgraph=said.get("use_fullgraph"),
-        dynamic=said.get("use_dynamic"),
-        use_regional_compilation=said.get("use_regional_compilation"),
+        backend=str(given.get("backend", "no")),
+        mode=given.get("mode"),
+        fullgraph=given.get("use_fullgraph"),
+        dynamic=given.get("use_dynamic"),
+        use_regional_compilation=given.get("use_regional_compilation"),
     )
 
 
@@ -110,7 +195,7 @@ def _cpu_offload(spec: FsdpSpec) -> CPUOffload | OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=spec.offload.pin_memory) if spec.offload.params else OffloadPolicy()
 
 
-def _read_state_dict_type(value: StateDictType | str | int) -> StateDictType:
+def _parse_state_dict_type(value: StateDictType | str | int) -> StateDictType:
     if isinstance(value, StateDictType):
         return value
     text = str(value).strip().upper()
@@ -120,5 +205,5 @@ def _read_state_dict_type(value: StateDictType | str | int) -> StateDictType:
         return StateDictType[text if text.endswith("_STATE_DICT") else f"{text}_STATE_DICT"]
     except KeyError:
         raise ValueError(
-            f"state_dict_type {value!r} is none of full, sharded, local (or 1, 2, 3 as in torch)."
+            f"state_dict_type {value!r} is invalid. Use full, sharded or local, or 1, 2 or 3 as in torch."
         ) from None

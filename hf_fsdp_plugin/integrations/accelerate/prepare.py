@@ -1,6 +1,4 @@
-"""``accelerator.prepare`` under a planned FSDP: each model planned, sharded, and its optimizers pointed at the
-shards.
-"""
+"""``Accelerator.prepare`` for a planned plugin: plan and shard each model, and give its optimizers the shards."""
 
 from __future__ import annotations
 
@@ -16,10 +14,12 @@ from torch import nn
 from hf_fsdp_plugin.backends.agreement import on_all_ranks, same_on_all_ranks
 from hf_fsdp_plugin.backends.optimizer import foreign_parameters
 from hf_fsdp_plugin.backends.shard import plan_of, rebind, shard
-from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin
-from hf_fsdp_plugin.integrations.messages import tell_warnings
+from hf_fsdp_plugin.integrations.accelerate import private
+from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, planned_plugin
+from hf_fsdp_plugin.integrations.messages import print_warnings
 from hf_fsdp_plugin.integrations.run_report import begin
 from hf_fsdp_plugin.integrations.saving import prepare_memory_after_first_step
+from hf_fsdp_plugin.integrations.transformers.private import mark_fsdp_managed
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -28,48 +28,41 @@ from hf_fsdp_plugin.torch_private.modules import compile_call, compiled_module
 logger = logging.getLogger(__name__)
 
 
-def planned_plugin(accelerator: Any) -> PlannedFsdpPlugin | None:
-    """The accelerator's plugin if it is ours; ``None`` leaves the accelerator to itself."""
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    return plugin if isinstance(plugin, PlannedFsdpPlugin) else None
-
-
 def prepare_objects(accelerator: Any, objects: Sequence[Any]) -> Any:
-    """What ``Accelerator.prepare`` promises, for any number of models and optimizers, together or one after the other.
+    """Prepare any number of models and optimizers, together or one after the other, as ``Accelerator.prepare`` does.
 
-    A model without an optimizer is welcome (an evaluation before training, a frozen teacher); Accelerate refuses it
-    under FSDP2. Raises ``SpecError``, on all ranks, where a plan cannot be made or an optimizer's parameters are not
-    the models'.
+    A model may come without an optimizer (evaluation before training, a frozen teacher); Accelerate refuses that under
+    FSDP2.
+
+    Raises:
+        SpecError: on all ranks, if a plan cannot be resolved or an optimizer has parameters of no prepared model.
     """
     prepared: list[Any] = [
-        obj if isinstance(obj, nn.Module) else accelerator._prepare_one(obj, first_pass=True) for obj in objects
+        obj if isinstance(obj, nn.Module) else private.prepare_one(accelerator, obj, first_pass=True) for obj in objects
     ]
-    # Accelerate's second pass is for the schedulers, which need their optimizers to be prepared.
-    prepared = [obj if isinstance(obj, nn.Module) else accelerator._prepare_one(obj) for obj in prepared]
-    optimizers: list[torch.optim.Optimizer] = [obj.optimizer for obj in accelerator._optimizers]
+    prepared = [obj if isinstance(obj, nn.Module) else private.prepare_one(accelerator, obj) for obj in prepared]
+    optimizers: list[torch.optim.Optimizer] = [obj.optimizer for obj in private.prepared_optimizers(accelerator)]
     prepared = [prepare_model(accelerator, obj, optimizers) if isinstance(obj, nn.Module) else obj for obj in prepared]
-    for model in accelerator._models:
+    models = private.prepared_models(accelerator)
+    for model in models:
         rebind(model, optimizers)
+    new_optimizers = [obj.optimizer for obj in prepared if hasattr(obj, "optimizer")]
     with on_all_ranks("checking the optimizers"):
-        _check_optimizers([obj.optimizer for obj in prepared if hasattr(obj, "optimizer")], accelerator._models)
+        _check_optimizers(new_optimizers, models)
     begin(accelerator)
     plugin = planned_plugin(accelerator)
-    with_optimizer = any(hasattr(obj, "optimizer") for obj in prepared)
-    if plugin is not None and plugin.spec.checkpoint.asynchronous and with_optimizer:
+    if plugin is not None and plugin.spec.checkpoint.asynchronous and new_optimizers:
         prepare_memory_after_first_step(accelerator, plugin.state_dict_kind)
-    for obj in prepared:
-        if any(
-            obj is known for known in (*accelerator._dataloaders, *accelerator._optimizers, *accelerator._schedulers)
-        ):
-            obj._is_accelerate_prepared = True
+    private.mark_prepared(accelerator, *prepared)
     return tuple(prepared) if len(prepared) > 1 else prepared[0]
 
 
 def prepare_model(accelerator: Any, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()) -> nn.Module:
-    """Plan and shard one model. A model that was prepared before is returned as it is. Collective."""
-    if getattr(model, "_is_accelerate_prepared", False):
-        if not any(model is known for known in accelerator._models):
-            accelerator._models.append(model)
+    """Plan and shard one model. A model that was prepared before is returned as is. Collective."""
+    models = private.prepared_models(accelerator)
+    if private.is_prepared(model):
+        if not any(model is known for known in models):
+            models.append(model)
         return model
     plugin = planned_plugin(accelerator)
     assert plugin is not None, "prepare_model is for accelerators with a planned plugin"
@@ -77,21 +70,22 @@ def prepare_model(accelerator: Any, model: nn.Module, optimizers: Sequence[torch
     with on_all_ranks("planning"):
         plan = make_plan(accelerator, plugin, model)
     same_on_all_ranks("the plan", json.dumps(plan.to_json(), sort_keys=True))
-    tell_warnings(plan.problems)
+    print_warnings(plan.problems)
     if accelerator.is_main_process:
         logger.info("%s", plan)
     _compile_units(accelerator, plan, model)
     sharded = shard(plan, model, accelerator.device, optimizers)
     if compiled is not None:
-        # FSDP's hooks sit on the module, and torch.compile breaks its graphs at them: compiled again from outside.
+        # torch.compile breaks its graphs at the FSDP hooks of the module, so the sharded module is compiled again.
         compile_call(sharded, compiled)
-    sharded._is_accelerate_prepared = True  # type: ignore[assignment]
-    accelerator._models.append(sharded)
+    mark_fsdp_managed(sharded)
+    private.mark_prepared(accelerator, sharded)
+    models.append(sharded)
     return sharded
 
 
 def make_plan(accelerator: Any, plugin: PlannedFsdpPlugin, model: nn.Module) -> FsdpPlan:
-    """The plan for ``model`` in this accelerator's world. Raises ``SpecError`` with all problems at once."""
+    """Resolve the plan for ``model`` in this accelerator's world. Raises ``SpecError`` with all problems."""
     if accelerator.verify_device_map(model):
         raise SpecError([_device_map(model)])
     return resolve(
@@ -104,9 +98,9 @@ def make_plan(accelerator: Any, plugin: PlannedFsdpPlugin, model: nn.Module) -> 
 
 
 def _compile_units(accelerator: Any, plan: FsdpPlan, model: nn.Module) -> None:
-    """``dynamo_backend`` other than ``no``: the layers are compiled one by one, in place, before they are sharded.
+    """With a ``dynamo_backend`` other than ``no``, compile the units of the wrap policy in place before sharding.
 
-    A layer is compiled once for all its copies, and no graph has to break at an FSDP hook inside it.
+    The copies of a layer share one compilation, and no graph breaks at an FSDP hook inside it.
     """
     dynamo = accelerator.state.dynamo_plugin
     if dynamo is None or dynamo.backend.value.lower() == "no" or plan.pre_sharded:
@@ -119,7 +113,7 @@ def _compile_units(accelerator: Any, plan: FsdpPlan, model: nn.Module) -> None:
 
 
 def _without_compilation(model: nn.Module) -> tuple[Callable[..., Any] | None, nn.Module]:
-    """The module inside a ``torch.compile`` wrapper, and the compiler as its author set it up."""
+    """The compiler of a ``torch.compile`` wrapper (``None`` without one), and the module inside."""
     inner = compiled_module(model)
     if inner is None:
         return None, model
@@ -127,18 +121,18 @@ def _without_compilation(model: nn.Module) -> tuple[Callable[..., Any] | None, n
 
 
 def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module]) -> None:
-    """The loss that does not move: an optimizer of parameters that the sharded model no longer has."""
+    """Refuse an optimizer of parameters that the sharded model no longer has: the loss would not change."""
     if not any(plan_of(model) for model in models):
         return
     problems = [
         Problem(
-            severity="error",
-            message=f"{foreign} parameters of {type(optimizer).__name__} belong to no prepared model; it would train "
-            "copies that the model does not use.",
-            fix="Pass model and optimizer to prepare() together, or make the optimizer after preparing the model.",
+            code="FSDP-E605",
+            message=f"{num_foreign} parameters of {type(optimizer).__name__} belong to no prepared model, so the "
+            "optimizer would update copies that the model does not use.",
+            fix="Pass model and optimizer to prepare() together, or create the optimizer after preparing the model.",
         )
         for optimizer in optimizers
-        if (foreign := foreign_parameters(optimizer, models))
+        if (num_foreign := foreign_parameters(optimizer, models))
     ]
     if problems:
         raise SpecError(problems)
@@ -146,7 +140,7 @@ def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], models: Seque
 
 def _device_map(model: nn.Module) -> Problem:
     return Problem(
-        severity="error",
+        code="FSDP-E606",
         message=f"{type(model).__name__} was loaded with a device_map over several devices.",
-        fix="Load it without device_map: FSDP places the model itself.",
+        fix="Load it without device_map: FSDP places the model.",
     )

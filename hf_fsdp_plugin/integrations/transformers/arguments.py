@@ -1,4 +1,4 @@
-"""``TrainingArguments``' FSDP settings: read by our parser, before the Trainer's own drops or refuses them."""
+"""Replacements of methods of ``TrainingArguments``: this package parses the FSDP settings."""
 
 from __future__ import annotations
 
@@ -7,54 +7,49 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hf_fsdp_plugin.integrations import session
-from hf_fsdp_plugin.integrations.messages import tell_warnings
-from hf_fsdp_plugin.integrations.transformers.loading import hook_loading
-from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.integrations.environment import set_loading_variables
+from hf_fsdp_plugin.integrations.messages import print_warnings
+from hf_fsdp_plugin.integrations.patching import install_hooks
 
-# The fields that say something about FSDP. Precision and checkpointing count only where they are switched on:
-# False is what they hold when nobody said anything.
 _SWITCHES = ("bf16", "fp16", "gradient_checkpointing", "activation_checkpointing")
+"""Fields that are settings only when true: false is their default, so it may not have been written."""
 
 
-def follow_launcher(arguments: Any) -> None:
-    """Before validation: on CPU ranks that a launcher chose, ``use_cpu`` is true.
-
-    Transformers refuses bf16 without a GPU unless the CPU is asked for, and does not look where launchers ask.
-    """
+def validate_arguments(original: Callable[..., None], arguments: Any, *args: Any, **kwargs: Any) -> None:
+    """On CPU ranks that a launcher selected, set ``use_cpu`` first. Without it Transformers refuses bf16."""
+    install_hooks("accelerate")
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on"):
         arguments.use_cpu = True
+    original(*args, **kwargs)
 
 
 def process_fsdp_args(original: Callable[[], Any], arguments: Any) -> Any:
-    """Stands for ``TrainingArguments._process_fsdp_args``. Returns the keyword arguments of Accelerate's plugin: none.
+    """Parse the FSDP settings, and keep the spec for the Trainer that gets these arguments.
 
-    The spec is kept for the Trainer that will be made with these arguments. Where no source asks for FSDP, the host's
-    own method runs. Raises ``SpecError`` with all problems of all sources.
+    The original is called if no source asks for FSDP.
+
+    Returns:
+        The keyword arguments of Accelerate's plugin: ``None``, as the plugin is made from the spec.
+
+    Raises:
+        SpecError: with all problems of all sources.
     """
-    spec = session.current_session().load(said_by(arguments))
+    spec = session.current_session().load(fsdp_arguments(arguments))
     if not session.asks_for_fsdp(spec):
         return original()
-    tell_warnings(spec.problems)
+    print_warnings(spec.problems)
     session.remember(arguments, spec)
     if arguments.fsdp:
         arguments.fsdp = True
-        # The Trainer looks these up without asking whether they are there.
+        # The Trainer reads these keys without a default.
         own = dict(arguments.fsdp_config) if isinstance(arguments.fsdp_config, Mapping) else {}
         arguments.fsdp_config = {"xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False, **own}
-    set_loading_environment(spec)
+    set_loading_variables(spec)
     return None
 
 
-def said_by(arguments: Any) -> dict[str, Any]:
-    """What a ``TrainingArguments`` says about FSDP, as keyword arguments."""
-    said = {name: getattr(arguments, name, None) for name in ("fsdp", "fsdp_config")}
-    said |= {name: True for name in _SWITCHES if getattr(arguments, name, None)}
-    return {name: value for name, value in said.items() if value not in (None, "", [], {})}
-
-
-def set_loading_environment(spec: FsdpSpec) -> None:
-    """Tell ``from_pretrained`` whether only rank 0 reads the weights; environment variables are all it looks at."""
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(spec.loading.ram_efficient).lower()
-    if spec.loading.ram_efficient:
-        os.environ["ACCELERATE_USE_FSDP"] = "true"
-        hook_loading()
+def fsdp_arguments(arguments: Any) -> dict[str, Any]:
+    """The fields of a ``TrainingArguments`` that are about FSDP and set, as keyword arguments."""
+    given = {name: getattr(arguments, name, None) for name in ("fsdp", "fsdp_config")}
+    given |= {name: True for name in _SWITCHES if getattr(arguments, name, None)}
+    return {name: value for name, value in given.items() if value not in (None, "", [], {})}

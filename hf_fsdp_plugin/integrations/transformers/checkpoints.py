@@ -1,7 +1,4 @@
-"""The Trainer's checkpoints: staged, complete, and resumed wherever they came from.
-
-Functions around the Trainer's own methods, as in :mod:`hf_fsdp_plugin.integrations.transformers.trainer`.
-"""
+"""Replacements of the Trainer's methods for checkpoints: staged, complete, resumed in any world size."""
 
 from __future__ import annotations
 
@@ -22,32 +19,31 @@ from hf_fsdp_plugin.checkpoint.writing import save as saves
 from hf_fsdp_plugin.checkpoint.writing import state_files
 from hf_fsdp_plugin.checkpoint.writing.staging import remove, settle, settle_all
 from hf_fsdp_plugin.devices import available_device
-from hf_fsdp_plugin.integrations.accelerate.prepare import planned_plugin
-from hf_fsdp_plugin.integrations.messages import tell
+from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned, if_sharded, planned_plugin
+from hf_fsdp_plugin.integrations.messages import print_once
 from hf_fsdp_plugin.integrations.resuming import check_complete, tell_differences, tell_passed_over
 from hf_fsdp_plugin.integrations.saving import manifest, saving
+from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 
 PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"
-_NAME_ANOTHER = "Name a complete checkpoint, or pass resume_from_checkpoint=True for the newest one."
+_RESUME_FIX = "Pass a complete checkpoint, or resume_from_checkpoint=True for the newest one."
 
 
+@if_sharded
 def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, trial: Any = None) -> None:
-    """The Trainer writes into a staging folder; the checkpoint is renamed into its place when it is whole."""
+    """Let the Trainer write to a staging folder, which is renamed when the checkpoint is complete."""
     plugin = planned_plugin(trainer.accelerator)
-    if plugin is None or not trainer.accelerator._models:
-        original(model, trial)
-        return
-    arguments = trainer.args
-    run = Path(trainer._get_output_dir(trial=trial))
+    assert plugin is not None
+    run = private.run_folder(trainer, trial)
     final = run / f"{PREFIX}{trainer.state.global_step}"
-    # What is pushed has to be there when the Trainer's method ends.
-    asynchronous = plugin.spec.checkpoint.asynchronous and not arguments.push_to_hub
+    # A checkpoint that is pushed to the Hub has to be complete when the Trainer's method returns.
+    asynchronous = plugin.spec.checkpoint.asynchronous and not trainer.args.push_to_hub
     with saving(final, asynchronous=asynchronous) as save:
-        with _writing_to(trainer, save.staging.root):
+        with private.using_run_folder(trainer, save.staging.root):
             original(model, trial)
-        _name_best(trainer, staged=save.folder, final=final)
+        _rename_best(trainer, staged=save.folder, final=final)
     facts = manifest(
         trainer.model,
         plugin.state_dict_kind,
@@ -58,18 +54,8 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
     save.finish(facts, after=lambda: _rotate(trainer, run, final))
 
 
-@contextmanager
-def _writing_to(trainer: Any, folder: Path) -> Iterator[None]:
-    """The Trainer's run folder is ``folder``; it finds no older checkpoint there, and so removes none."""
-    trainer._get_output_dir = lambda trial=None: str(folder)
-    try:
-        yield
-    finally:
-        del trainer._get_output_dir
-
-
-def _name_best(trainer: Any, *, staged: Path, final: Path) -> None:
-    """The best checkpoint by the name that it will have."""
+def _rename_best(trainer: Any, *, staged: Path, final: Path) -> None:
+    """If the staged checkpoint is the best one, record its final name."""
     state = trainer.state
     if state.best_model_checkpoint == str(staged):
         state.best_model_checkpoint = str(final)
@@ -78,9 +64,9 @@ def _name_best(trainer: Any, *, staged: Path, final: Path) -> None:
 
 
 def _rotate(trainer: Any, run: Path, newest: Path) -> None:
-    """As the Trainer does it, but that a checkpoint is never there in part.
+    """Delete the oldest checkpoints as the Trainer does, but each one atomically.
 
-    A removal that was cut off would leave a folder with a recent date, which outlives a whole checkpoint.
+    An interrupted deletion would leave a partial folder with a new date, which is kept longer than a complete one.
     """
     from transformers.trainer_utils import sort_checkpoints
 
@@ -88,7 +74,7 @@ def _rotate(trainer: Any, run: Path, newest: Path) -> None:
     if limit is None or limit <= 0:
         return
     protected = {newest} | ({Path(best)} if best is not None else set())
-    # By date: a run that begins anew in an old one's folder has lower numbers.
+    # By date: a new run in the folder of an older one has lower numbers.
     checkpoints = [Path(path) for path in sort_checkpoints(str(run), use_mtime=True)]
     num_to_remove = max(len(checkpoints) - max(limit, len(protected)), 0)
     for path in [path for path in checkpoints if path not in protected][:num_to_remove]:
@@ -97,30 +83,30 @@ def _rotate(trainer: Any, run: Path, newest: Path) -> None:
 
 def _batch(trainer: Any) -> dict[str, Any]:
     arguments = trainer.args
-    per_step = trainer._train_batch_size * arguments.gradient_accumulation_steps * dist.get_world_size()
+    per_device = private.train_batch_size(trainer)
     return {
-        "per_device": trainer._train_batch_size,
+        "per_device": per_device,
         "accumulation": arguments.gradient_accumulation_steps,
         "world_size": dist.get_world_size(),
-        "samples_per_step": per_step,
+        "samples_per_step": per_device * arguments.gradient_accumulation_steps * dist.get_world_size(),
         "seed": arguments.seed,
         "data_seed": arguments.data_seed,
     }
 
 
+@if_sharded
 def save_model(
     original: Callable[..., Any], trainer: Any, output_dir: str | None = None, _internal_call: bool = False
 ) -> Any:
-    """A checkpoint's model with everything that makes it usable; called by a user, a folder for ``from_pretrained``."""
+    """Write the model and its companions for a checkpoint; outside a save, a folder for ``from_pretrained``."""
     plugin = planned_plugin(trainer.accelerator)
-    if plugin is None or not trainer.accelerator._models:
-        return original(output_dir, _internal_call)
+    assert plugin is not None
     folder = Path(output_dir if output_dir is not None else trainer.args.output_dir)
     if saves.open_save(folder) is not None:
         _write_companions(trainer, folder)
         adapters, kind = _is_peft(trainer), plugin.state_dict_kind
         if adapters and kind == "full":
-            kind = "sharded"  # whole they are there already, in PEFT's file, and a model.safetensors would mislead
+            kind = "sharded"  # PEFT's file has the full adapters already
         state_files.save_model(trainer.model, folder, kind, adapter_only=adapters)
         return None
     _export(original, trainer, folder)
@@ -130,10 +116,10 @@ def save_model(
 
 
 def _export(original: Callable[..., Any], trainer: Any, folder: Path) -> None:
-    """A Hugging Face folder, written by all ranks side by side."""
+    """Write a Hugging Face folder; every rank writes its shards."""
     plugin = planned_plugin(trainer.accelerator)
     assert plugin is not None
-    if _needs_whole_weights(trainer):
+    if _is_converted(trainer):
         kind = plugin.state_dict_kind
         plugin.set_state_dict_type("full")
         try:
@@ -149,27 +135,27 @@ def _export(original: Callable[..., Any], trainer: Any, folder: Path) -> None:
 
 
 def _write_companions(trainer: Any, folder: Path) -> None:
-    """Config, generation config, tokenizer or processor, arguments: the Trainer's own method, without weights.
+    """Write config, generation config, tokenizer or processor, and arguments, but no weights. Collective.
 
-    Adapters are small, and written whole: PEFT's format is what they are used by. Collective.
+    Adapters are written too: they are small, and PEFT loads them from its own format only.
     """
     adapters = state_files.trainable_state(trainer.model) if _is_peft(trainer) else None
     with on_all_ranks(f"writing {folder}"):
         if not trainer.args.should_save:
             return
         if adapters is not None:
-            trainer._save(str(folder), state_dict=_under_live_names(adapters, unwrapped(trainer.model)))
-            _clean_names(folder)
+            private.save_files(trainer, folder, _with_module_names(adapters, unwrapped(trainer.model)))
+            _remove_wrapper_names(folder)
         else:
             with _without_progress_bar():
-                trainer._save(str(folder), state_dict={})
-            # What the methods of Transformers make of no weights.
+                private.save_files(trainer, folder, {})
+            # Transformers writes an empty file.
             (folder / "model.safetensors").unlink(missing_ok=True)
 
 
 @contextmanager
 def _without_progress_bar() -> Iterator[None]:
-    """Transformers would show one of no weights."""
+    """Transformers shows a progress bar even for an empty state dict."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -179,8 +165,8 @@ def _without_progress_bar() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _under_live_names(state: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
-    """PEFT looks for its layers' parameters under the names that its modules have now, FSDP1's wrappers included."""
+def _with_module_names(state: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
+    """``state`` with FSDP1's wrappers in the names: PEFT looks parameters up by the current names of the modules."""
     live = {canonical_name(name): name for name, _ in model.named_modules()}
     named = {}
     for name, tensor in state.items():
@@ -189,8 +175,8 @@ def _under_live_names(state: dict[str, torch.Tensor], model: Any) -> dict[str, t
     return named
 
 
-def _clean_names(folder: Path) -> None:
-    """Without wrappers in any name, as whoever loads an adapter expects them."""
+def _remove_wrapper_names(folder: Path) -> None:
+    """Remove the names of wrappers from the parameters in the adapter files."""
     from safetensors.torch import load_file, save_file
 
     for path in folder.rglob("adapter_model.safetensors"):
@@ -206,87 +192,86 @@ def _is_peft(trainer: Any) -> bool:
     return bool(is_peft_model(trainer.model))
 
 
-def _needs_whole_weights(trainer: Any) -> bool:
-    """Whether Transformers stores this model under other names or in other pieces than it computes with.
+def _is_converted(trainer: Any) -> bool:
+    """Whether Transformers stores this model under other names or shapes than the module's, such as fused experts.
 
-    Fused experts are such a case. Turning them back takes whole tensors, so rank 0 gathers them, as it always did.
+    The conversion needs full tensors, so rank 0 gathers them.
     """
     if _is_peft(trainer):
-        return False
-    inner: Any = unwrapped(trainer.model)
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # Transformers without conversions
         return False
     shards = model_shards(trainer.model)
     on_meta = {held.name: torch.empty(held.shape, dtype=held.dtype, device="meta") for held in shards.tensors}
     try:
-        stored = revert_weight_conversion(inner, dict(on_meta))
+        stored = private.stored_state(unwrapped(trainer.model), dict(on_meta))
     except Exception:  # a conversion that computes with the values
         return True
     return {name: tensor.shape for name, tensor in stored.items()} != {n: t.shape for n, t in on_meta.items()}
 
 
+@if_planned
 def load_best_model(original: Callable[[], Any], trainer: Any) -> Any:
-    if planned_plugin(trainer.accelerator) is not None:
-        saves.wait()
+    """Wait for the last save, which may be the best checkpoint."""
+    saves.wait()
     return original()
 
 
+@if_planned
 def finalize_training(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """The training ends when its last checkpoint is in its place: the Trainer then looks at all of them."""
-    if planned_plugin(trainer.accelerator) is not None:
-        saves.wait()
+    """Wait for the last save: the Trainer then reads all checkpoints."""
+    saves.wait()
     return original(*args, **kwargs)
 
 
-def checkpoint_to_resume(trainer: Any, asked: Any) -> Any:
-    """What ``resume_from_checkpoint`` comes to: the newest complete checkpoint, or the one that was named.
+def checkpoint_to_resume(trainer: Any, resume: Any) -> Any:
+    """The checkpoint that ``resume_from_checkpoint=resume`` selects: the newest complete one for ``True``.
+
+    Returns ``True`` if there is no checkpoint at all; the Trainer raises its own error for it.
 
     Raises:
-        CheckpointError: it is incomplete, or all of them are.
+        CheckpointError: the selected checkpoint is incomplete, or all of them are.
     """
     run = Path(trainer.args.output_dir)
     with on_all_ranks("looking for a checkpoint"):
         if dist.get_rank() == 0:
             settle_all(run, PREFIX)
-            if not isinstance(asked, bool):
-                settle(Path(asked))
+            if not isinstance(resume, bool):
+                settle(Path(resume))
     with on_all_ranks("looking for a checkpoint"):
-        if asked is not True:
-            check_complete(Path(asked), "resumed from", _NAME_ANOTHER)
-            return asked
+        if resume is not True:
+            check_complete(Path(resume), "resumed from", _RESUME_FIX)
+            return resume
         found, passed_over = newest_complete(run, PREFIX)
         tell_passed_over(passed_over)
         if found is None:
             if passed_over:
                 raise CheckpointError([_none_complete(run, len(passed_over))])
-            return True  # for the Trainer's own words
-        tell(f"resuming from {found}, the newest complete checkpoint.")
+            return True
+        print_once(f"resuming from {found}, the newest complete checkpoint.")
         return str(found)
 
 
 def _none_complete(run: Path, number: int) -> Problem:
     return Problem(
-        severity="error",
+        code="FSDP-E607",
         message=f"none of the {number} checkpoints in {run} is complete.",
-        fix="Fetch one from where it was copied to, or start without resume_from_checkpoint.",
+        fix="Restore one from a backup, or start without resume_from_checkpoint.",
     )
 
 
+@if_planned
 def load_rng_state(original: Callable[..., None], trainer: Any, checkpoint: str | None) -> None:
-    """The Trainer's own way, and a word where the random numbers or the data cannot be the same."""
-    if planned_plugin(trainer.accelerator) is not None and checkpoint is not None:
+    """Load the RNG state as the Trainer does, and report if random numbers or data cannot continue unchanged."""
+    if checkpoint is not None:
         tell_differences(Path(checkpoint), _batch(trainer))
         saved_by_one, mine = Path(checkpoint) / "rng_state.pth", Path(checkpoint) / "rng_state_0.pth"
         if dist.get_rank() == 0 and saved_by_one.exists() != mine.exists():
-            _load_rng(trainer, saved_by_one if saved_by_one.exists() else mine)
+            _load_rng(saved_by_one if saved_by_one.exists() else mine)
             return
     original(checkpoint)
 
 
-def _load_rng(trainer: Any, path: Path) -> None:
-    """Between one rank and several the file has another name."""
+def _load_rng(path: Path) -> None:
+    """Load the RNG state of one rank. The Trainer names the file otherwise for one rank than for several."""
     import random
 
     import numpy as np

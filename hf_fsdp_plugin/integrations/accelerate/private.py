@@ -1,0 +1,72 @@
+"""The private API of Accelerate that this package uses; read from accelerate 1.15 and huggingface_hub 1.x.
+
+Accelerate is imported inside functions only, as ``install`` must not import it. Private functions that are replaced
+are listed in :mod:`hf_fsdp_plugin.integrations.hooks` instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def is_accelerator(obj: Any) -> bool:
+    return hasattr(obj, "_models") and hasattr(obj, "state")
+
+
+def prepared_models(accelerator: Any) -> list[nn.Module]:
+    """The models that ``prepare`` has registered; a list that may be appended to."""
+    models: list[nn.Module] = accelerator._models
+    return models
+
+
+def prepared_optimizers(accelerator: Any) -> list[Any]:
+    """The ``AcceleratedOptimizer`` wrappers that ``prepare`` has registered."""
+    return list(accelerator._optimizers)
+
+
+def prepared_dataloaders(accelerator: Any) -> list[Any]:
+    return list(accelerator._dataloaders)
+
+
+def prepare_one(accelerator: Any, obj: Any, *, first_pass: bool = False) -> Any:
+    """Prepare an object that is not a model. Schedulers are prepared in the second pass, after their optimizers."""
+    return accelerator._prepare_one(obj, first_pass=first_pass)
+
+
+def is_prepared(obj: Any) -> bool:
+    return bool(getattr(obj, "_is_accelerate_prepared", False))
+
+
+def mark_prepared(accelerator: Any, *objects: Any) -> None:
+    """Mark models, and the other objects that are registered, as prepared. A second ``prepare`` returns them as is."""
+    registered = (*accelerator._dataloaders, *accelerator._optimizers, *accelerator._schedulers)
+    for obj in objects:
+        if isinstance(obj, nn.Module) or any(obj is known for known in registered):
+            obj._is_accelerate_prepared = True
+
+
+def reset_single_process_state(state: Any) -> None:
+    """Reset ``PartialState`` if it was initialized for a single process and ``AcceleratorState`` was not yet."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    if not state._shared_state and PartialState._shared_state.get("distributed_type") == DistributedType.NO:
+        PartialState._reset_state()
+
+
+def set_fsdp(state: Any) -> None:
+    """Make FSDP the distributed type. Each new ``AcceleratorState`` copies that of ``PartialState``."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    state.distributed_type = DistributedType.FSDP
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of ``"10GB"``, as ``Accelerator.save_model`` reads it."""
+    from huggingface_hub.serialization._base import parse_size_to_int
+
+    return parse_size_to_int(size) if isinstance(size, str) else size

@@ -1,0 +1,79 @@
+"""Replacements of the constructors of ``PartialState`` and ``AcceleratorState``: FSDP on CPU ranks, both backends."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from accelerate.utils import DistributedType
+
+from hf_fsdp_plugin.devices import DEVICES, accelerator_type, available_device
+from hf_fsdp_plugin.integrations.accelerate import private
+from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin
+from hf_fsdp_plugin.integrations.environment import set_variables
+from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.spec.model import FsdpSpec
+
+
+def init_partial_state(original: Callable[..., None], state: Any, *args: Any, **kwargs: Any) -> None:
+    """Start a process group for CPU and accelerator tensors first, unless ``cpu`` or a backend is given."""
+    if not state.initialized and kwargs.get("backend") is None and not (args and args[0]) and not kwargs.get("cpu"):
+        _start_both_backends({name: value for name, value in kwargs.items() if name == "timeout"})
+    original(*args, **kwargs)
+
+
+def init_accelerator_state(original: Callable[..., None], state: Any, *args: Any, **kwargs: Any) -> None:
+    """Use FSDP on CPU ranks too. Raises ``SpecError`` for a process without a process group."""
+    plugin = kwargs.get("fsdp_plugin")
+    if not isinstance(plugin, PlannedFsdpPlugin):
+        original(*args, **kwargs)
+        return
+    if _is_cpu_rank(plugin.spec):
+        kwargs["cpu"] = True
+        private.reset_single_process_state(state)
+    original(*args, **kwargs)
+    if state.distributed_type == DistributedType.NO:
+        raise SpecError([_single_process()])
+    if state.distributed_type in (DistributedType.MULTI_CPU, DistributedType.FSDP):
+        private.set_fsdp(state)
+        state.fsdp_plugin = plugin
+
+
+def _is_cpu_rank(spec: FsdpSpec) -> bool:
+    """Whether a launcher started this process as a rank on the CPU, including a single rank.
+
+    Accelerate treats a CPU rank as a process without a launcher unless ``cpu`` is set, and ``accelerate launch`` gives
+    a single rank neither rank nor address. This function sets the variables of a single rank and starts its process
+    group.
+    """
+    if accelerator_type() != "cpu" and not spec.launch.use_cpu:
+        return False
+    if "RANK" not in os.environ:
+        if spec.launch.num_processes != 1 or "ACCELERATE_USE_CPU" not in os.environ:
+            return False
+        set_variables(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    if os.environ.get("WORLD_SIZE") == "1" and not dist.is_initialized():
+        if "LOCAL_RANK" not in os.environ:
+            set_variables(LOCAL_RANK="0")
+        dist.init_process_group(DEVICES["cpu"].process_group_backend, store=dist.HashStore(), rank=0, world_size=1)
+    return True
+
+
+def _start_both_backends(kwargs: dict[str, Any]) -> None:
+    """On accelerators, start a process group for their tensors and for CPU tensors, such as offloaded gradients."""
+    local_rank = int(os.environ.get("LOCAL_RANK", -1))
+    if local_rank < 0 or dist.is_initialized() or (device := available_device()).type == "cpu":
+        return
+    device.set_current(local_rank % device.count())
+    dist.init_process_group(device.process_group_backend, **kwargs)
+
+
+def _single_process() -> Problem:
+    return Problem(
+        code="FSDP-E601",
+        message="FSDP is configured, but this is a single process without a process group.",
+        fix="Start the script with `hf-fsdp launch`, `accelerate launch` or `torchrun`. Use `--num_processes 1` for a "
+        "single rank.",
+    )

@@ -1,0 +1,41 @@
+"""Environment variables that the integrations set for Accelerate and Transformers."""
+
+from __future__ import annotations
+
+import os
+
+from hf_fsdp_plugin.integrations.patching import install_hooks
+from hf_fsdp_plugin.spec.model import FsdpSpec
+
+
+class ProcessEnvironment:
+    """Sets environment variables and restores their earlier values."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, str | None] = {}
+
+    def set(self, **variables: str) -> None:
+        for name, value in variables.items():
+            self._before.setdefault(name, os.environ.get(name))
+            os.environ[name] = value
+
+    def restore(self) -> None:
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        self._before.clear()
+
+
+_environment = ProcessEnvironment()
+set_variables = _environment.set
+restore_variables = _environment.restore
+
+
+def set_loading_variables(spec: FsdpSpec) -> None:
+    """Set whether only rank 0 loads the weights in ``from_pretrained``, which reads environment variables only."""
+    set_variables(FSDP_CPU_RAM_EFFICIENT_LOADING=str(spec.loading.ram_efficient).lower())
+    if spec.loading.ram_efficient:
+        set_variables(ACCELERATE_USE_FSDP="true")
+        install_hooks("loading")

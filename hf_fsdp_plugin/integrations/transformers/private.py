@@ -1,0 +1,59 @@
+"""The private API of Transformers that this package uses; read from transformers 5.17 to 5.23.
+
+Transformers is imported inside functions only, as Accelerate's integration uses this file too. Private methods that
+are replaced are listed in :mod:`hf_fsdp_plugin.integrations.hooks` instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def mark_fsdp_managed(model: nn.Module) -> None:
+    """Mark every module. Transformers checks the mark before it skips a layer or ends a generation on one rank only."""
+    for module in model.modules():
+        module._is_fsdp_managed_module = True  # type: ignore[assignment]
+
+
+def tied_weights(model: Any) -> Mapping[str, str]:
+    """Name of each tied parameter -> the name of its source."""
+    return getattr(model, "all_tied_weights_keys", None) or {}
+
+
+def stored_state(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``state`` under the names and in the shapes in which Transformers stores it, such as split experts."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    stored: dict[str, torch.Tensor] = revert_weight_conversion(model, state)
+    return stored
+
+
+def run_folder(trainer: Any, trial: Any) -> Path:
+    """The folder in which the Trainer's checkpoints are."""
+    return Path(trainer._get_output_dir(trial=trial))
+
+
+@contextmanager
+def using_run_folder(trainer: Any, folder: Path) -> Iterator[None]:
+    """Let the Trainer write its checkpoint to ``folder``. It finds no older checkpoints there, so it deletes none."""
+    trainer._get_output_dir = lambda trial=None: str(folder)
+    try:
+        yield
+    finally:
+        del trainer._get_output_dir
+
+
+def save_files(trainer: Any, folder: Path, state_dict: Mapping[str, torch.Tensor]) -> None:
+    """Write model, config, tokenizer or processor, and arguments, by the Trainer's own method."""
+    trainer._save(str(folder), state_dict=state_dict)
+
+
+def train_batch_size(trainer: Any) -> int:
+    """Samples of one device and micro-batch; ``auto_find_batch_size`` may have lowered it."""
+    return int(getattr(trainer, "_train_batch_size", None) or trainer.args.per_device_train_batch_size)

@@ -1,0 +1,127 @@
+"""The table of hooks: its targets exist, and install and uninstall replace and restore them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.integrations.hooks import GROUPS, HOOKS, Hook
+from hf_fsdp_plugin.integrations.patching import install_hooks, override_hooked_methods
+
+
+def current(hook: Hook) -> Any:
+    """What the target's name is bound to now."""
+    module = importlib.import_module(hook.module)
+    return vars(getattr(module, hook.class_name) if hook.class_name else module)[hook.name]
+
+
+def function_of(attribute: Any) -> Any:
+    return getattr(attribute, "__func__", attribute)
+
+
+@pytest.fixture
+def stock() -> Iterator[dict[str, Any]]:
+    """Every hooked attribute as the libraries define it."""
+    hfp.uninstall()
+    yield {hook.target: current(hook) for hook in HOOKS}
+    hfp.uninstall()
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.target)
+def test_hook_targets_and_replacements_exist(hook: Hook, stock: dict[str, Any]) -> None:
+    module, _, name = hook.replacement.partition(":")
+    assert callable(getattr(importlib.import_module(f"hf_fsdp_plugin.integrations.{module}"), name))
+    assert hook.target in stock
+    assert hook.reason and hook.until and hook.group in GROUPS
+
+
+def test_targets_are_unique() -> None:
+    assert len({hook.target for hook in HOOKS}) == len(HOOKS)
+
+
+def test_uninstall_restores_identical_objects(stock: dict[str, Any]) -> None:
+    environment, finders, excepthook = dict(os.environ), list(sys.meta_path), sys.excepthook
+    hfp.install({"distributed_type": "FSDP", "fsdp_config": {"fsdp_cpu_ram_efficient_loading": True}})
+    assert all(current(hook) is not stock[hook.target] for hook in HOOKS)
+    assert (sys.excepthook, os.environ["ACCELERATE_USE_FSDP"]) != (excepthook, environment.get("ACCELERATE_USE_FSDP"))
+    hfp.uninstall()
+    assert {hook.target: current(hook) for hook in HOOKS} == stock
+    assert (dict(os.environ), sys.meta_path, sys.excepthook) == (environment, finders, excepthook)
+
+
+def test_installing_twice_wraps_once(stock: dict[str, Any]) -> None:
+    install_hooks(*GROUPS)
+    first = {hook.target: current(hook) for hook in HOOKS}
+    install_hooks(*GROUPS)
+    assert {hook.target: current(hook) for hook in HOOKS} == first
+    for target, replacing in first.items():
+        assert function_of(replacing).__wrapped__ is function_of(stock[target])
+
+
+def test_modules_imported_later_are_hooked_and_restored() -> None:
+    program = (
+        "import sys, hf_fsdp_plugin as hfp\n"
+        "hfp.install()\n"
+        "assert 'accelerate' not in sys.modules\n"
+        "from accelerate import Accelerator\n"
+        "assert hasattr(Accelerator.prepare, '__wrapped__')\n"
+        "hfp.uninstall()\n"
+        "assert not hasattr(Accelerator.prepare, '__wrapped__')\n"
+        "assert not [f for f in sys.meta_path if type(f).__module__.startswith('hf_fsdp_plugin')]\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_wrapped_replacement_calls_original_after_uninstall(stock: dict[str, Any]) -> None:
+    import accelerate
+
+    install_hooks("accelerate")
+    replacing = accelerate.Accelerator.end_training
+    accelerate.Accelerator.end_training = wrapping = lambda self: replacing(self)  # type: ignore[method-assign]
+    try:
+        hfp.uninstall()
+        assert accelerate.Accelerator.end_training is wrapping
+        with pytest.raises(AttributeError, match="trackers"):  # the original's first access
+            replacing(object())  # type: ignore[arg-type]
+    finally:
+        accelerate.Accelerator.end_training = stock["accelerate.accelerator:Accelerator.end_training"]  # type: ignore[method-assign]
+
+
+def test_overriding_subclass_calls_replacement_once(stock: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import Trainer
+
+    from hf_fsdp_plugin.integrations import patching
+
+    calls: list[str] = []
+
+    def replacement(original: Any, trainer: Any, *args: Any) -> Any:
+        calls.append(type(trainer).__name__)
+        return original(*args)
+
+    @override_hooked_methods(Trainer)
+    class Mixin:
+        pass
+
+    class Base(Trainer):
+        def __init__(self) -> None:
+            pass
+
+    class Derived(Mixin, Base):
+        pass
+
+    monkeypatch.setattr(patching, "_replacement", lambda hook: replacement)
+    monkeypatch.setattr(Trainer, "_finalize_training", lambda self, value: value)
+    install_hooks("transformers")
+    assert (Base()._finalize_training(1), Derived()._finalize_training(2)) == (1, 2)  # type: ignore[call-arg, arg-type]
+    assert calls == ["Base", "Derived"]
+    hfp.uninstall()
+    assert (Base()._finalize_training(1), Derived()._finalize_training(2)) == (1, 2)  # type: ignore[call-arg, arg-type]
+    assert calls == ["Base", "Derived", "Derived"]
