@@ -12,7 +12,6 @@ from tiny import MODELS, global_batch, my_part, parallel_config, tiny_llama
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.backends.shard import PLAN_ATTRIBUTE
 from hf_fsdp_plugin.checkpoint.writing import save as saves
-from hf_fsdp_plugin.integrations.accelerate.fsdp_utils import PATCHED
 
 
 class Loop:
@@ -117,9 +116,7 @@ def load_with_stock_functions(folder: str, version: int) -> dict[str, Any]:
         plugin.state_dict_config.offload_to_cpu = plugin.optim_state_dict_config.offload_to_cpu = False
     delattr(second.model, PLAN_ATTRIBUTE)
     for name, arguments in (("load_fsdp_model", ()), ("load_fsdp_optimizer", (second.optimizer.optimizer,))):
-        function = getattr(fsdp_utils, name)
-        function = getattr(function, PATCHED, function)
-        function(plugin, accelerator, *arguments, second.model, folder)
+        getattr(fsdp_utils, name)(plugin, accelerator, *arguments, second.model, folder)
     return {"whole": whole, "stock": [second.step(number) for number in (2, 3)]}
 
 

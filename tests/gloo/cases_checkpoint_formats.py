@@ -19,8 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-from hf_fsdp_plugin.integrations.accelerate.fsdp_utils import PATCHED
-
 
 def save_with_stock_accelerate(
     folder: str,
@@ -53,8 +51,8 @@ def save_with_stock_accelerate(
         # Accelerate has FSDP1 gather to the CPU, which crashes on CPU ranks; its file is written as it would be.
         _save_full(model, optimizer, Path(folder))
     else:
-        _stock("save_fsdp_model")(plugin, accelerator, model, folder, number, use_dcp=use_dcp)
-        _stock("save_fsdp_optimizer")(plugin, accelerator, optimizer, model, folder, number, use_dcp=use_dcp)
+        fsdp_utils.save_fsdp_model(plugin, accelerator, model, folder, number, use_dcp=use_dcp)
+        fsdp_utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder, number, use_dcp=use_dcp)
     dist.barrier()
     return truth
 
@@ -81,12 +79,6 @@ def _save_full(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path)
         folder.mkdir(exist_ok=True)
         torch.save(state, folder / "pytorch_model_fsdp.bin")
         torch.save(optimizer_state, folder / "optimizer.bin")
-
-
-def _stock(name: str) -> Any:
-    """Accelerate's function, also where another case of these ranks has had it replaced."""
-    function = getattr(fsdp_utils, name)
-    return getattr(function, PATCHED, function)
 
 
 def _truth(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from hf_fsdp_plugin.checkpoint.reading.model import load_model
 from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer
 from hf_fsdp_plugin.checkpoint.shards import Held, optimizer_shards
 from hf_fsdp_plugin.checkpoint.writing.state_files import save_model, save_optimizer
-from hf_fsdp_plugin.integrations.accelerate.fsdp_utils import PATCHED
 from hf_fsdp_plugin.problems import SpecError
 
 WEIGHT_DECAY = 0.1
@@ -118,8 +117,8 @@ def _save_as_accelerate_does(run: Run, folder: str, kind: str) -> None:
     if kind == "bin" and plugin.fsdp_version == 1:
         _save_full_fsdp1(run, Path(folder))
         return
-    _stock("save_fsdp_model")(plugin, run.accelerator, run.model, folder, use_dcp=kind != "per_rank")
-    _stock("save_fsdp_optimizer")(plugin, run.accelerator, run.inner, run.model, folder, use_dcp=kind != "per_rank")
+    fsdp_utils.save_fsdp_model(plugin, run.accelerator, run.model, folder, use_dcp=kind != "per_rank")
+    fsdp_utils.save_fsdp_optimizer(plugin, run.accelerator, run.inner, run.model, folder, use_dcp=kind != "per_rank")
 
 
 def _save_full_fsdp1(run: Run, folder: Path) -> None:
@@ -135,12 +134,6 @@ def _save_full_fsdp1(run: Run, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         for name, state in states.items():
             torch.save(state, folder / f"{name}.bin")
-
-
-def _stock(name: str) -> Any:
-    """Accelerate's function, also where another case of these ranks has had it replaced."""
-    function = getattr(fsdp_utils, name)
-    return getattr(function, PATCHED, function)
 
 
 def read(folder: str, layout: Layout, *, tied: bool = False) -> dict[str, Any]:
@@ -245,7 +238,7 @@ def write_and_read_adapters(folder: str, layout: Layout, other: Layout, kind: st
     plugin = first.state.fsdp_plugin
     plugin.set_state_dict_type(kind)
     model = first._models[0]
-    _stock("save_fsdp_model")(plugin, first, model, folder, adapter_only=True)
+    fsdp_utils.save_fsdp_model(plugin, first, model, folder, adapter_only=True)
     dist.barrier()
     written = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     second = _with_adapters(other, seed=2)._models[0]
