@@ -11,6 +11,7 @@ from hf_fsdp_plugin.backends.fsdp1 import apply_fsdp1
 from hf_fsdp_plugin.backends.fsdp2 import apply_fsdp2, reshard
 from hf_fsdp_plugin.backends.optimizer import attach_optimizers, detach_optimizers
 from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.torch_private.modules import mark_fsdp_managed
 
 # Where the plan hangs on a model that was sharded by it; read by the report and by a second ``prepare``.
 PLAN_ATTRIBUTE = "_hf_fsdp_plan"
@@ -32,6 +33,7 @@ def shard(
         sharded = apply_fsdp2(plan, model, device)
     else:
         sharded = apply_fsdp1(plan, model, device)
+    mark_fsdp_managed(sharded)
     attach_optimizers(detached, sharded)
     setattr(sharded, PLAN_ATTRIBUTE, plan)
     return sharded

@@ -56,3 +56,11 @@ def is_compiled(model: nn.Module) -> bool:
         hasattr(module, _COMPILED) or getattr(module, "_compiled_call_impl", None) is not None
         for module in model.modules()
     )
+
+
+def mark_fsdp_managed(model: nn.Module) -> None:
+    """Mark every module as FSDP's. torch.compile reads the mark, and so does Transformers, before it skips a layer or
+    ends a generation on one rank alone.
+    """
+    for module in model.modules():
+        module._is_fsdp_managed_module = True  # type: ignore[assignment]

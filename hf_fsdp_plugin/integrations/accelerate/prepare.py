@@ -19,7 +19,6 @@ from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, pla
 from hf_fsdp_plugin.integrations.messages import print_warnings
 from hf_fsdp_plugin.integrations.run_report import begin
 from hf_fsdp_plugin.integrations.saving import prepare_memory_after_first_step
-from hf_fsdp_plugin.integrations.transformers.private import mark_fsdp_managed
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -78,7 +77,6 @@ def prepare_model(accelerator: Any, model: nn.Module, optimizers: Sequence[torch
     if compiled is not None:
         # torch.compile breaks its graphs at the FSDP hooks of the module, so the sharded module is compiled again.
         compile_call(sharded, compiled)
-    mark_fsdp_managed(sharded)
     private.mark_prepared(accelerator, sharded)
     models.append(sharded)
     return sharded

@@ -1,7 +1,7 @@
 """The private API of Transformers that this package uses; read from transformers 5.17 to 5.23.
 
-Transformers is imported inside functions only, as Accelerate's integration uses this file too. Private methods that
-are replaced are listed in :mod:`hf_fsdp_plugin.integrations.hooks` instead.
+Transformers is imported inside functions only, as ``install`` must not import it. Private methods that are replaced are
+listed in :mod:`hf_fsdp_plugin.integrations.hooks` instead.
 """
 
 from __future__ import annotations
@@ -12,13 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-
-
-def mark_fsdp_managed(model: nn.Module) -> None:
-    """Mark every module. Transformers checks the mark before it skips a layer or ends a generation on one rank only."""
-    for module in model.modules():
-        module._is_fsdp_managed_module = True  # type: ignore[assignment]
 
 
 def tied_weights(model: Any) -> Mapping[str, str]:
