@@ -1,8 +1,8 @@
-"""Small models of well-known families, each with the layers one wraps and the units that must come of it."""
+"""Small models of well-known families with the layers to wrap and the expected units; helpers for plans of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,8 @@ import torch
 import transformers as hf
 from torch import nn
 
+from hf_fsdp_plugin.plan.resolve import try_resolve
+from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.model import FsdpSection, FsdpSpec, ParamsSection, WrapSection
 
 VOCAB = 96
@@ -59,7 +61,7 @@ def _pictures() -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """``layers``: the classes that guides tell users to wrap. ``units``: FSDP2 units of these, without the root."""
+    """``layers``: the classes that guides tell users to wrap. ``units``: the FSDP2 units for them, without the root."""
 
     build: Callable[[], nn.Module]
     layers: tuple[str, ...]
@@ -78,7 +80,7 @@ FAMILIES: dict[str, Family] = {
         units=("bert.embeddings.word_embeddings", *_two("bert.encoder.layer")),
         inputs=lambda: {"input_ids": torch.arange(1, 9).repeat(2, 1), "labels": torch.tensor([0, 1])},
     ),
-    # The head's bias is tied outside the head too, so that embedding and head stay with the root.
+    # The head's bias is also tied to a module outside the head, so embedding and head belong to the root.
     "bert-mlm": Family(
         build=lambda: hf.BertForMaskedLM(hf.BertConfig(**_TEXT)),
         layers=("BertLayer",),
@@ -126,7 +128,7 @@ FAMILIES: dict[str, Family] = {
         layers=("MistralDecoderLayer",),
         units=("model.embed_tokens", *_two("model.layers"), "model.norm + lm_head"),
     ),
-    # The weight that encoder, decoder and head share stays with the root: `shared` itself is never called.
+    # The weight that encoder, decoder and head share belongs to the root: `shared` itself is never called.
     "t5": Family(
         build=lambda: hf.T5ForConditionalGeneration(
             hf.T5Config(
@@ -243,10 +245,24 @@ def on_meta(family: str) -> nn.Module:
 
 
 def wrapping(*classes: str, version: int = 2, use_orig: bool = True, **wrap: Any) -> FsdpSpec:
-    """A spec of the transformer policy, unless ``policy`` says otherwise."""
+    """A spec with the transformer policy, unless ``policy`` is given."""
     section = WrapSection(**{"policy": "transformer", "classes": classes, **wrap})
     return FsdpSpec(
         fsdp=FsdpSection(version=version),  # type: ignore[arg-type]
         wrap=section,
         params=ParamsSection(use_orig=use_orig),
     )
+
+
+def problem_in(problems: Iterable[Problem], code: str) -> Problem:
+    """The only problem with this code."""
+    found = [problem for problem in problems if problem.code == code]
+    assert len(found) == 1, [str(problem) for problem in problems]
+    return found[0]
+
+
+def refused(code: str, spec: FsdpSpec, model: nn.Module, *, world_size: int = 2, **options: Any) -> Problem:
+    """Resolve a spec that is refused, and return the problem with this code."""
+    plan, problems = try_resolve(spec, model, world_size=world_size, **options)
+    assert plan is None
+    return problem_in(problems, code)

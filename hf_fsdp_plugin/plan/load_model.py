@@ -1,4 +1,4 @@
-"""A model to plan with, from a directory or a hub id: its architecture on the meta device, no weights."""
+"""Builds the model that a config describes, on the meta device and without weights."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ from torch import nn
 
 
 def meta_model(path_or_id: str | Path) -> nn.Module:
-    """The model that a checkpoint's config describes, with parameters on ``meta`` and weights tied as when loaded.
+    """Build the model that a checkpoint's config describes. Its parameters are on ``meta`` and tied as when loaded.
 
     Args:
-        path_or_id: a directory with a ``config.json`` or one GGUF file, a GGUF file itself, or a hub id.
+        path_or_id: a folder with a ``config.json`` or one GGUF file, a GGUF file, or a hub id.
 
     Raises:
-        ValueError: where there is no config, or Transformers knows no such architecture.
+        ValueError: there is no config, or Transformers does not know the architecture.
     """
     config = _config(path_or_id)
     model_class = _model_class(config, path_or_id)
-    build = getattr(model_class, "_from_config", model_class)
-    with _quiet(), torch.device("meta"):
+    with _quiet(), _default_dtype(config), torch.device("meta"):
         try:
-            model = build(config)
+            model = model_class(config)
         except Exception as error:
             raise ValueError(
                 f"{path_or_id}: {model_class.__name__} cannot be built from its config: {error}"
             ) from error
     if not isinstance(model, nn.Module):
-        raise ValueError(f"{path_or_id}: {model_class.__name__} is no torch model.")
+        raise ValueError(f"{path_or_id}: {model_class.__name__} is not a torch module.")
     return model
 
 
@@ -46,55 +45,69 @@ def _config(path_or_id: str | Path) -> Any:
     elif path.is_file() and path.name == "config.json":
         source = str(path.parent)
     elif path.is_file():
-        raise ValueError(f"{path}: a model is a directory with a config.json, a GGUF file, or a hub id.")
+        raise ValueError(f"{path}: expected a folder with a config.json, a GGUF file, or a hub id.")
     elif path.is_dir() and not (path / "config.json").is_file():
         options["gguf_file"] = _only_gguf(path)
     elif not path.is_dir() and (path.is_absolute() or source.startswith((".", "~"))):
-        raise ValueError(f"{path}: there is no such directory.")
+        raise ValueError(f"{path}: no such file or folder.")
     try:
         return AutoConfig.from_pretrained(source, **options)
-    except ImportError as error:  # the gguf package is no dependency of ours
+    except ImportError as error:  # the gguf package is optional
         raise ValueError(f"{path_or_id}: {error}") from error
-    except Exception as error:  # a config may be wrong in any way, and each config class checks in its own
+    except Exception as error:  # each config class raises its own exception types
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        said = " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
+        reason = " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
         raise ValueError(
-            f"{path_or_id}: no model config could be read: {said} "
-            "Give a directory with a config.json, or a hub id that is in the cache or within reach."
+            f"{path_or_id}: cannot read a model config: {reason} "
+            "Give a folder with a config.json, or a hub id that is in the cache or can be downloaded."
         ) from error
 
 
-def _only_gguf(directory: Path) -> str:
-    files = sorted(directory.glob("*.gguf"))
+def _only_gguf(folder: Path) -> str:
+    files = sorted(folder.glob("*.gguf"))
     if len(files) == 1:
         return files[0].name
     if files:
-        raise ValueError(f"{directory}: there are {len(files)} GGUF files; name one, such as {files[0]}.")
-    raise ValueError(f"{directory}: there is neither a config.json nor a GGUF file.")
+        raise ValueError(f"{folder}: the folder contains {len(files)} GGUF files. Name one, such as {files[0]}.")
+    raise ValueError(f"{folder}: the folder contains neither a config.json nor a GGUF file.")
 
 
 def _model_class(config: Any, path_or_id: str | Path) -> Any:
-    """The class that ``architectures`` names, else the causal language model or base model of the config's type."""
+    """The class in ``architectures``, else the causal language model or base model of the config's type."""
     import transformers
 
     for name in getattr(config, "architectures", None) or ():
         found = getattr(transformers, name, None)
         if found is not None:
             return found
-    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
-        found = auto._model_mapping.get(type(config), None)
+    for mapping in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_MAPPING):
+        found = mapping.get(type(config), None)
         if found is not None:
             return found[0] if isinstance(found, tuple | list) else found
     named = ", ".join(getattr(config, "architectures", None) or ()) or "none"
     raise ValueError(
         f"{path_or_id}: Transformers {transformers.__version__} has no model for config type "
-        f"{type(config).__name__} (architectures: {named}); models with code of their own cannot be planned this way."
+        f"{type(config).__name__} (architectures: {named}). Models with custom code are not supported here."
     )
 
 
 @contextmanager
+def _default_dtype(config: Any) -> Iterator[None]:
+    """Create parameters in the config's dtype, in submodels too, as ``from_pretrained`` does."""
+    dtype, before = getattr(config, "dtype", None), torch.get_default_dtype()
+    for name in getattr(config, "sub_configs", ()):
+        if (sub_config := getattr(config, name, None)) is not None:
+            sub_config.dtype = dtype
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
 def _quiet() -> Iterator[None]:
-    """Building a model warns about generation settings, which a plan does not care about."""
+    """Hide warnings about generation settings, which do not matter for a plan."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()

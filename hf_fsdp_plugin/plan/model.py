@@ -182,7 +182,7 @@ class FsdpPlan:
             f"{self.model_class} · {format_count(self.num_params)} parameters · {self.backend.upper()} on "
             f"{plural(self.world_size, f'{self.device_type} rank')}"
             + (f" · master weights {master}" if master != "unchanged" else "")
-            + (" · sharded by the model's author" if self.pre_sharded else ""),
+            + (" · already sharded" if self.pre_sharded else ""),
             *settings_text(settings),
             "",
             units_text(self.units),

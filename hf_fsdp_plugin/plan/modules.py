@@ -1,4 +1,4 @@
-"""A model as a plan sees it: every module under every name, every parameter once with all its names."""
+"""The modules and parameters of a model under all their names."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hf_fsdp_plugin.torch_private.modules import children, parameters
+from hf_fsdp_plugin.torch_private.modules import children
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Occurrence:
-    """One name of a parameter: ``module`` holds it directly."""
+    """One name of a parameter. ``module`` is the name of the module that it is registered in."""
 
     module: str
     name: str
@@ -23,7 +23,7 @@ class Occurrence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterEntry:
-    """A parameter with every name it goes by; the first is the one that ``named_parameters()`` gives."""
+    """A parameter with all its names. The first one is the name in ``named_parameters()``."""
 
     parameter: nn.Parameter
     occurrences: tuple[Occurrence, ...]
@@ -38,14 +38,14 @@ class ParameterEntry:
         return tuple(occurrence.name for occurrence in self.occurrences)
 
 
-class ModelIndex:
-    """Names and parameters of a model, read once and never changed.
+class ModuleTree:
+    """The modules and parameters of a model. Read once; does not change afterwards.
 
     Attributes:
-        modules: every path to a module, parents before children; a module used twice is here under both names.
+        modules: name -> module, parents before children. A module that is registered twice has two names.
         first_names: ``id(module)`` -> the first of its names.
         parameters: in the order of ``named_parameters()``.
-        ignored: ids of the modules that FSDP leaves alone, with everything inside them.
+        ignored: ids of the modules that FSDP ignores, and of all modules inside them.
     """
 
     def __init__(self, model: nn.Module, ignored_modules: Iterable[nn.Module] = ()) -> None:
@@ -55,10 +55,10 @@ class ModelIndex:
         for name, module in self.modules.items():
             self.first_names.setdefault(id(module), name)
         self.ignored = {id(inner) for module in ignored_modules for inner in module.modules()}
-        self.parameters = self._index_parameters()
+        self.parameters = self._find_parameters()
 
     def name_of(self, module: object) -> str | None:
-        """The first name of a module of this model; ``None`` for anything else."""
+        """The first name of a module; ``None`` for an object that is not a module of this model."""
         return self.first_names.get(id(module))
 
     def named(self) -> Iterator[tuple[str, nn.Module]]:
@@ -68,9 +68,9 @@ class ModelIndex:
                 yield name, module
 
     def class_counts(self) -> Counter[str]:
-        """How many modules of each class hold parameters; containers and the model itself are left out.
+        """Number of modules with parameters per class, without containers and the model itself.
 
-        The model's own classes come before torch's (``Linear``), which are seldom what one wraps.
+        The model's own classes come before torch's (``Linear``), which are rarely wrapped.
         """
         counts: list[Counter[str]] = [Counter(), Counter()]
         for name, module in self.named():
@@ -79,33 +79,29 @@ class ModelIndex:
         return Counter(dict([*counts[0].most_common(), *counts[1].most_common()]))
 
     def repeated_classes(self) -> tuple[str, ...]:
-        """Classes of the outermost repeated modules that hold most parameters: what a layer class would look like."""
+        """Likely layer classes: classes that repeat in the outermost lists of modules and contain most parameters."""
         sizes: Counter[str] = Counter()
-        listed: list[str] = []
+        lists: list[str] = []
         for name, module in self.named():
-            if isinstance(module, nn.ModuleList | nn.Sequential) and not any(
-                is_inside(name, outer) for outer in listed
-            ):
+            if isinstance(module, nn.ModuleList | nn.Sequential) and not any(is_inside(name, outer) for outer in lists):
                 counts = Counter(type(child).__name__ for child in module if not isinstance(child, _CONTAINERS))
                 repeated = {found for found, count in counts.items() if count > 1}
                 if repeated:
-                    listed.append(name)
+                    lists.append(name)
                 for child in module:
                     if type(child).__name__ in repeated:
                         sizes[type(child).__name__] += sum(p.numel() for p in child.parameters())
         largest = max(sizes.values(), default=0)
         return tuple(found for found, size in sizes.most_common() if size and size * 5 >= largest)
 
-    def _index_parameters(self) -> tuple[ParameterEntry, ...]:
+    def _find_parameters(self) -> tuple[ParameterEntry, ...]:
         found: dict[int, tuple[nn.Parameter, list[Occurrence]]] = {}
         ignored: set[int] = set()
         for path, module in self.modules.items():
-            for key, parameter in parameters(module).items():
-                if parameter is None:
-                    continue
+            for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 name = f"{path}.{key}" if path else key
                 found.setdefault(id(parameter), (parameter, []))[1].append(Occurrence(module=path, name=name))
-                # Neither FSDP takes scalars: there is no axis to cut them along.
+                # Neither version of FSDP shards scalars: they have no dimension to shard.
                 if id(module) in self.ignored or parameter.dim() == 0:
                     ignored.add(id(parameter))
         return tuple(
@@ -114,27 +110,34 @@ class ModelIndex:
         )
 
 
-def _walk(module: nn.Module, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, nn.Module]]:
-    if id(module) in above:  # a module that contains itself would never end
+def _walk(module: nn.Module, path: str, parents: tuple[int, ...]) -> Iterator[tuple[str, nn.Module]]:
+    if id(module) in parents:  # a module that contains itself
         return
     yield path, module
     for name, child in children(module).items():
         if child is not None:
-            yield from _walk(child, f"{path}.{name}" if path else name, (*above, id(module)))
+            yield from _walk(child, f"{path}.{name}" if path else name, (*parents, id(module)))
 
 
 def parent_of(path: str) -> str:
-    """``a.b`` for ``a.b.c``; the root's name for a top-level module."""
+    """``a.b`` for ``a.b.c``; the empty name of the root for a top-level module."""
     return path.rpartition(".")[0]
 
 
+def ancestors(path: str) -> Iterator[str]:
+    """``a.b.c``, ``a.b``, ``a`` for ``a.b.c``: the path itself and the modules around it, without the root."""
+    while path:
+        yield path
+        path = parent_of(path)
+
+
 def is_inside(path: str, outer: str) -> bool:
-    """Whether ``path`` lies below ``outer`` or is it."""
+    """Whether ``path`` is ``outer`` or a module inside it."""
     return not outer or path == outer or path.startswith(outer + ".")
 
 
 def common_path(paths: Iterable[str]) -> str:
-    """The innermost module that all paths lie in."""
+    """The innermost module that contains all paths."""
     split = [path.split(".") if path else [] for path in paths]
     shared = []
     for parts in zip(*split, strict=False):

@@ -1,4 +1,4 @@
-"""Canonical parameter names: those of the model before anything was wrapped around it."""
+"""Canonical parameter names: the names in the model before any wrapper was applied."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hf_fsdp_plugin.torch_private.modules import WRAPPER_ATTRIBUTES, wrapped_module
 
-if TYPE_CHECKING:  # readers of checkpoints need the names, and no torch
+if TYPE_CHECKING:  # checkpoint readers use these names without torch
     from torch import nn
 
 
@@ -17,13 +17,13 @@ def canonical_name(name: str) -> str:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The author's module inside any stack of wrappers."""
+    """The module inside any number of wrappers."""
     while (inner := wrapped_module(module)) is not None:
         module = inner
     return module
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Canonical name and parameter, a tied parameter once for each of its names."""
+    """Canonical name and parameter. A tied parameter is yielded once per name."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield canonical_name(name), parameter

@@ -1,112 +1,144 @@
-"""Dtypes and frozen parameters, unit by unit: what FSDP would refuse at the first step is refused here, with names."""
+"""Checks dtypes and frozen parameters of each unit: what FSDP would refuse at the first step is refused in the plan."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 
-from hf_fsdp_plugin.plan.complaints import Complaints, shortened
 from hf_fsdp_plugin.plan.model import PrecisionPlan
-from hf_fsdp_plugin.plan.modules import ModelIndex, ParameterEntry
+from hf_fsdp_plugin.plan.modules import ModuleTree, ParameterEntry
+from hf_fsdp_plugin.plan.problem_collector import ProblemCollector
 from hf_fsdp_plugin.plan.units import UnitPlan
 from hf_fsdp_plugin.spec.model import Version
+from hf_fsdp_plugin.text import format_names, plural
 
-_MASTERS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_QUANTIZED_FIX = (
-    "Quantize with bnb_4bit_quant_storage set to a floating dtype (torch.bfloat16), or leave those modules out with "
-    "fsdp_ignored_modules."
-)
+_MASTER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+Violation = tuple[UnitPlan, str]
+"""A unit and how it breaks a rule."""
 
 
-def judge_parameters(
-    index: ModelIndex,
+def check_parameters(
+    tree: ModuleTree,
     units: tuple[UnitPlan, ...],
     precision: PrecisionPlan,
     version: Version,
     use_orig: bool,
-    complaints: Complaints,
+    problems: ProblemCollector,
 ) -> None:
-    """Complain about units that the backend could not make, and about parameters that cannot be sharded at all."""
-    entries = {entry.name: entry for entry in index.parameters}
-    _judge_kinds(index, complaints)
-    for unit in units:
-        owned = [entries[name] for name in unit.parameters if entries[name].parameter.is_floating_point()]
-        checked = owned if version == 1 else [entry for entry in owned if entry.parameter.requires_grad]
-        _judge_dtypes(unit, checked, precision, version, complaints)
-        if version == 1 and not use_orig:
-            _judge_requires_grad(unit, owned, complaints)
-    _judge_ignored(index, complaints)
+    """Report units that the backend cannot create, and parameters that cannot be sharded."""
+    entries = {entry.name: entry for entry in tree.parameters}
+    _check_integers(tree, problems)
+    owned = {unit.name: [entries[name] for name in unit.parameters] for unit in units}
+    owned = {name: [entry for entry in listed if _is_floating(entry)] for name, listed in owned.items()}
+    _check_dtypes(units, owned, precision, version, problems)
+    if version == 1 and not use_orig:
+        _check_requires_grad(units, owned, problems)
+    _check_ignored(tree, problems)
 
 
 def planned_dtype(entry: ParameterEntry, precision: PrecisionPlan) -> torch.dtype:
-    """Trainable parameters are kept in the master dtype; frozen ones as they are."""
+    """The dtype in which a parameter is stored: the master dtype if it is trainable, else its own dtype."""
     parameter = entry.parameter
-    if precision.master == "unchanged" or not parameter.requires_grad or not parameter.is_floating_point():
+    if precision.master == "unchanged" or not parameter.requires_grad or not _is_floating(entry):
         return parameter.dtype
-    return _MASTERS[precision.master]
+    return _MASTER_DTYPES[precision.master]
 
 
-def _judge_kinds(index: ModelIndex, complaints: Complaints) -> None:
-    kept = [entry for entry in index.parameters if not entry.ignored]
-    integers = [entry for entry in kept if not (entry.parameter.is_floating_point() or entry.parameter.is_complex())]
+def _is_floating(entry: ParameterEntry) -> bool:
+    return entry.parameter.is_floating_point()
+
+
+def _check_integers(tree: ModuleTree, problems: ProblemCollector) -> None:
+    integers = [e for e in tree.parameters if not (e.ignored or _is_floating(e) or e.parameter.is_complex())]
     if integers:
         dtypes = sorted({str(entry.parameter.dtype).removeprefix("torch.") for entry in integers})
-        complaints.error(
+        problems.add(
+            "FSDP-E220",
             None,
-            f"{len(integers)} parameters hold integers ({', '.join(dtypes)}), as quantized weights do, and FSDP shards "
-            f"floating-point ones only: {shortened(entry.name for entry in integers)}.",
-            _QUANTIZED_FIX,
+            "FSDP shards only floating-point parameters, but "
+            f"{plural(len(integers), 'parameter has', 'parameters have')} an integer dtype ({', '.join(dtypes)}), as "
+            f"quantized weights do: {format_names([entry.name for entry in integers])}.",
+            "Quantize with bnb_4bit_quant_storage set to a floating-point dtype (torch.bfloat16), or exclude those "
+            "modules with fsdp_ignored_modules.",
         )
 
 
-def _judge_dtypes(
-    unit: UnitPlan, entries: list[ParameterEntry], precision: PrecisionPlan, version: Version, complaints: Complaints
+def _check_dtypes(
+    units: Sequence[UnitPlan],
+    owned: dict[str, list[ParameterEntry]],
+    precision: PrecisionPlan,
+    version: Version,
+    problems: ProblemCollector,
 ) -> None:
-    groups: dict[torch.dtype, list[ParameterEntry]] = defaultdict(list)
-    for entry in entries:
-        groups[planned_dtype(entry, precision)].append(entry)
-    if len(groups) < 2:
-        return
-    by_size = sorted(groups.items(), key=lambda item: -sum(entry.parameter.numel() for entry in item[1]))
-    main = str(by_size[0][0]).removeprefix("torch.")
-    offenders = "; ".join(
-        f"{str(dtype).removeprefix('torch.')}: {shortened(entry.name for entry in group)}"
-        for dtype, group in by_size[1:]
-    )
+    """FSDP1 requires one dtype per unit, FSDP2 one dtype for the trainable parameters of a unit."""
+    violations: list[Violation] = []
+    main_dtypes: dict[str, None] = {}
+    for unit in units:
+        groups: dict[torch.dtype, list[ParameterEntry]] = defaultdict(list)
+        for entry in owned[unit.name]:
+            if version == 1 or entry.parameter.requires_grad:
+                groups[planned_dtype(entry, precision)].append(entry)
+        if len(groups) < 2:
+            continue
+        names = {
+            str(dtype).removeprefix("torch."): [entry.name for entry in group]
+            for dtype, group in sorted(groups.items(), key=lambda item: -sum(e.parameter.numel() for e in item[1]))
+        }
+        main, *others = names
+        main_dtypes[main] = None
+        listed = "; ".join(f"{dtype}: {format_names(names[dtype])}" for dtype in others)
+        violations.append((unit, f"most parameters are {main}, the others are {listed}"))
+    cast = f"cast all parameters of a unit to {' or '.join(main_dtypes)}"
     if version == 1:
-        complaints.error(
-            "fsdp.version",
-            f"FSDP1 flattens a unit and needs uniform dtype, but {unit.label} is {main} except for {offenders}.",
-            f"Set fsdp_version: 2, cast them to {main} before training, or name finer classes to wrap.",
-        )
+        rule, setting = "FSDP1 requires one dtype for all parameters of a unit", "fsdp.version"
+        fix = f"Set fsdp_version: 2, {cast} before training, or wrap smaller classes."
     else:
-        complaints.error(
-            "precision.param",
-            f"FSDP2 needs one dtype for the trainable parameters of a unit (uniform dtype), but {unit.label} is "
-            f"{main} except for {offenders}.",
-            f"Set mixed_precision: bf16 (trainable parameters are then kept in float32), or cast them to {main}.",
-        )
+        rule, setting = "FSDP2 requires one dtype for all trainable parameters of a unit", "precision.param"
+        fix = f"Set mixed_precision: bf16, which stores trainable parameters in float32, or {cast}."
+    _add_violations(problems, "FSDP-E221", setting, rule, violations, fix)
 
 
-def _judge_requires_grad(unit: UnitPlan, entries: list[ParameterEntry], complaints: Complaints) -> None:
-    frozen = [entry.name for entry in entries if not entry.parameter.requires_grad]
-    trainable = [entry.name for entry in entries if entry.parameter.requires_grad]
-    if frozen and trainable:
-        complaints.error(
-            "params.use_orig",
-            f"FSDP1 without original parameters needs uniform requires_grad in a unit, but in {unit.label} "
-            f"{len(frozen)} parameters are frozen ({shortened(frozen, 3)}) and {len(trainable)} train "
-            f"({shortened(trainable, 3)}).",
-            "Set fsdp_use_orig_params: true, or fsdp_version: 2.",
-        )
+def _check_requires_grad(
+    units: Sequence[UnitPlan], owned: dict[str, list[ParameterEntry]], problems: ProblemCollector
+) -> None:
+    violations: list[Violation] = []
+    for unit in units:
+        frozen = [entry.name for entry in owned[unit.name] if not entry.parameter.requires_grad]
+        trainable = [entry.name for entry in owned[unit.name] if entry.parameter.requires_grad]
+        if frozen and trainable:
+            counts = f"{len(frozen)} parameters are frozen ({format_names(frozen)}) and {len(trainable)} are trainable"
+            violations.append((unit, f"{counts} ({format_names(trainable)})"))
+    _add_violations(
+        problems,
+        "FSDP-E222",
+        "params.use_orig",
+        "FSDP1 with use_orig_params: false requires that all parameters of a unit are frozen, or none",
+        violations,
+        "Set fsdp_use_orig_params: true, or fsdp_version: 2.",
+    )
 
 
-def _judge_ignored(index: ModelIndex, complaints: Complaints) -> None:
-    trainable = [entry.name for entry in index.parameters if entry.ignored and entry.parameter.requires_grad]
+def _add_violations(
+    problems: ProblemCollector, code: str, setting: str, rule: str, violations: list[Violation], fix: str
+) -> None:
+    """Report all units that break a rule as one problem, with the details of the first one."""
+    if violations:
+        unit, details = violations[0]
+        count = plural(len(violations), "unit breaks", "units break")
+        listed = format_names([found.name or "the root unit" for found, _ in violations])
+        problems.add(code, setting, f"{rule}. {count} this rule: {listed}. In {unit.label}, {details}.", fix)
+
+
+def _check_ignored(tree: ModuleTree, problems: ProblemCollector) -> None:
+    trainable = [entry.name for entry in tree.parameters if entry.ignored and entry.parameter.requires_grad]
     if trainable:
-        complaints.note(
+        problems.add(
+            "FSDP-N223",
             "wrap.ignored_modules",
-            f"{len(trainable)} trainable parameters stay whole on every rank ({shortened(trainable)}); FSDP does not "
-            "reduce their gradients, so they are averaged after each backward.",
+            f"{plural(len(trainable), 'trainable parameter is', 'trainable parameters are')} not sharded: "
+            f"{format_names(trainable)}. FSDP does not reduce these gradients; the plugin averages them over all ranks "
+            "after each backward.",
         )

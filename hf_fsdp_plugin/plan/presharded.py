@@ -1,4 +1,4 @@
-"""Models that their author has wrapped by hand: the units are read off, not decided."""
+"""Reads the units of a model that was sharded before it reached the plugin."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.plan.units import ParameterRow, UnitPlan, unit_plan
 
 
-def author_backend(model: nn.Module) -> Backend | None:
-    """Which FSDP the author used; ``None`` for a model that is not sharded yet.
+def sharded_backend(model: nn.Module) -> Backend | None:
+    """The version of FSDP that sharded a model; ``None`` for a model that is not sharded.
 
-    Parameters that are already ``DTensor`` count as version 2: whoever made them decided their placement.
+    A model with ``DTensor`` parameters counts as sharded by version 2: their placement is already decided.
     """
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
@@ -26,7 +26,7 @@ def author_backend(model: nn.Module) -> Backend | None:
 
 
 def model_class_name(model: nn.Module) -> str:
-    """The model's own class, without what FSDP made of it."""
+    """The class name of the model, without the prefix or wrapper of FSDP."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     if isinstance(model, FullyShardedDataParallel):
@@ -35,12 +35,12 @@ def model_class_name(model: nn.Module) -> str:
     return name.removeprefix("FSDP") if isinstance(model, FSDPModule) else name
 
 
-def author_units(model: nn.Module, backend: Backend) -> tuple[UnitPlan, ...]:
-    """The units as they stand, children before parents. Counts are of whole parameters, not of this rank's shards."""
-    return _flat_units(model) if backend == "fsdp1" else _grouped_units(model)
+def sharded_units(model: nn.Module, backend: Backend) -> tuple[UnitPlan, ...]:
+    """The existing units, children before parents. Counts are of whole parameters, not of this rank's shards."""
+    return _fsdp1_units(model) if backend == "fsdp1" else _fsdp2_units(model)
 
 
-def _grouped_units(model: nn.Module) -> tuple[UnitPlan, ...]:
+def _fsdp2_units(model: nn.Module) -> tuple[UnitPlan, ...]:
     from torch.distributed.fsdp import FSDPModule
 
     from hf_fsdp_plugin.torch_private import fsdp2
@@ -58,40 +58,37 @@ def _grouped_units(model: nn.Module) -> tuple[UnitPlan, ...]:
     owned: dict[object, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
         owned.setdefault(owner[parent_of(name)], []).append((name, parameter))
-    if None in owned and not groups:  # DTensors with no FSDP over them: one unit stands for the whole
+    if None in owned and not groups:  # DTensors without FSDP: the whole model is one unit
         groups[None] = [""]
-    units = []
-    for state, names in groups.items():
-        parameters = owned.get(state, [])
-        units.append(
-            unit_plan(
-                names,
-                [model_class_name(modules[name]) for name in names],
-                [(name, p.numel(), p.dtype, p.requires_grad) for name, p in parameters],
-                reshard=fsdp2.reshards_after_forward(state, is_root="" in names),
-                from_policy=names != [""],
-            )
+    units = [
+        unit_plan(
+            names,
+            [model_class_name(modules[name]) for name in names],
+            [(name, p.numel(), p.dtype, p.requires_grad) for name, p in owned.get(state, [])],
+            reshard=fsdp2.reshards_after_forward(state, is_root="" in names),
+            from_policy=names != [""],
         )
+        for state, names in groups.items()
+    ]
     return tuple(reversed(units))
 
 
-def _flat_units(model: nn.Module) -> tuple[UnitPlan, ...]:
+def _fsdp1_units(model: nn.Module) -> tuple[UnitPlan, ...]:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     from hf_fsdp_plugin.torch_private import fsdp1
 
     units = []
-    for name, module in model.named_modules():
+    for path, module in model.named_modules():
         if not isinstance(module, FullyShardedDataParallel):
             continue
+        name = canonical_name(path)
         flat = fsdp1.flat_parameter(module)
         rows: list[ParameterRow] = []
-        name = canonical_name(name)
         if flat is not None:
-            prefix = f"{name}." if name else ""
             rows = [
-                (canonical_name(prefix + member.name), member.shape.numel(), flat.dtype, member.requires_grad)
-                for member in fsdp1.members(flat)
+                (canonical_name(f"{name}.{m.name}".lstrip(".")), m.shape.numel(), flat.dtype, m.requires_grad)
+                for m in fsdp1.members(flat)
             ]
         reshard = fsdp1.strategy_of(module).reshards_after_forward and bool(name)
         units.append(unit_plan([name], [model_class_name(module)], rows, reshard=reshard, from_policy=bool(name)))

@@ -1,4 +1,4 @@
-"""An FSDP spec, a model and a world size -> the plan. Needs no process group, no weights, and changes nothing."""
+"""Resolves a spec for one model and one world size. Needs no process group and no weights, and changes nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from torch import nn
 
 from hf_fsdp_plugin.devices import DEVICES, unsupported_device
-from hf_fsdp_plugin.plan.complaints import Complaints
 from hf_fsdp_plugin.plan.mesh import resolve_mesh
 from hf_fsdp_plugin.plan.model import (
     ActivationPlan,
@@ -16,15 +15,17 @@ from hf_fsdp_plugin.plan.model import (
     PrecisionPlan,
     PrefetchPlan,
 )
-from hf_fsdp_plugin.plan.modules import ModelIndex
-from hf_fsdp_plugin.plan.parameters import judge_parameters
+from hf_fsdp_plugin.plan.modules import ModuleTree
+from hf_fsdp_plugin.plan.parameters import check_parameters
 from hf_fsdp_plugin.plan.policy import ignored_modules
-from hf_fsdp_plugin.plan.presharded import author_backend, author_units, model_class_name
-from hf_fsdp_plugin.plan.settings import judge_activation, judge_devices, judge_mapping, resolve_precision
+from hf_fsdp_plugin.plan.presharded import model_class_name, sharded_backend, sharded_units
+from hf_fsdp_plugin.plan.problem_collector import ProblemCollector
+from hf_fsdp_plugin.plan.settings import check_activation, check_offload, resolve_precision
 from hf_fsdp_plugin.plan.units import UnitPlan
 from hf_fsdp_plugin.plan.wrap import wrap_units
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
 from hf_fsdp_plugin.spec.model import FsdpSpec, Version
+from hf_fsdp_plugin.spec.rules import fsdp2_has_no_such_switch
 
 
 def resolve(
@@ -35,16 +36,16 @@ def resolve(
     device_type: str = "cpu",
     local_world_size: int | None = None,
 ) -> FsdpPlan:
-    """Decide everything that FSDP will do with ``model`` on ``world_size`` ranks.
+    """Resolve a spec for ``model`` on ``world_size`` ranks.
 
     Args:
-        model: on any device, ``meta`` included; it is read and not changed.
+        model: on any device, including ``meta``. It is not changed.
         world_size: number of ranks.
-        device_type: where the ranks compute.
-        local_world_size: ranks on one machine; by default what the launch settings say, else all of them.
+        device_type: the type of device that the ranks compute on.
+        local_world_size: number of ranks on one machine. Default: computed from the launch settings, else all ranks.
 
     Raises:
-        SpecError: with every problem at once, warnings included, if one of them is an error.
+        SpecError: at least one problem is an error. Contains all problems, including warnings.
     """
     plan, problems = try_resolve(
         spec, model, world_size=world_size, device_type=device_type, local_world_size=local_world_size
@@ -62,17 +63,20 @@ def try_resolve(
     device_type: str = "cpu",
     local_world_size: int | None = None,
 ) -> tuple[FsdpPlan | None, tuple[Problem, ...]]:
-    """As :func:`resolve`, but errors are returned beside ``None``. The problems include those of the spec."""
-    complaints = Complaints(spec)
-    mesh, strategy = resolve_mesh(spec, world_size, local_world_size, complaints)
-    precision = resolve_precision(spec, model, device_type, complaints)
-    parts = _sharded_by_author(spec, model, complaints) or _to_shard(spec, model, strategy, precision, complaints)
+    """As :func:`resolve`, but return ``None`` and the problems after an error. Includes the problems of the spec."""
+    collector = ProblemCollector(spec)
+    mesh, strategy = resolve_mesh(spec, world_size, local_world_size, collector)
+    precision = resolve_precision(spec, model, device_type, collector)
+    parts = _sharded_before(spec, model, collector) or _to_shard(spec, model, strategy, precision, collector)
     version: Version = 1 if parts.backend == "fsdp1" else 2
-    judge_devices(spec, version, device_type, complaints)
-    judge_mapping(spec, version, complaints)
-    judge_activation(spec, model, parts.pre_sharded, complaints)
-    device_problems = () if device_type in DEVICES else (unsupported_device(device_type),)
-    problems = (*spec.problems, *device_problems, *complaints.problems)
+    check_offload(spec, version, device_type, collector)
+    check_activation(spec, model, parts.pre_sharded, collector)
+    found = [*spec.problems, *collector.problems]
+    if device_type not in DEVICES:
+        found.append(unsupported_device(device_type))
+    if version == 2:
+        found += fsdp2_has_no_such_switch(spec)
+    problems = tuple(dict.fromkeys(found))
     if has_errors(problems):
         return None, problems
     plan = FsdpPlan(
@@ -112,7 +116,7 @@ def try_resolve(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Parts:
-    """What reading the model yields."""
+    """The part of the plan that is read from the model."""
 
     backend: Backend
     units: tuple[UnitPlan, ...]
@@ -122,46 +126,49 @@ class _Parts:
     pre_sharded: bool = False
 
 
-def _sharded_by_author(spec: FsdpSpec, model: nn.Module, complaints: Complaints) -> _Parts | None:
-    backend = author_backend(model)
+def _sharded_before(spec: FsdpSpec, model: nn.Module, problems: ProblemCollector) -> _Parts | None:
+    """The units of a model that is already sharded; ``None`` for other models."""
+    backend = sharded_backend(model)
     if backend is None:
         return None
-    asked: Backend = "fsdp1" if spec.fsdp.version == 1 else "fsdp2"
-    by = {"fsdp1": "FullyShardedDataParallel", "fsdp2": "fully_shard"}[backend]
-    if asked != backend:
-        complaints.warning(
+    version = 1 if backend == "fsdp1" else 2
+    function = "FullyShardedDataParallel" if version == 1 else "fully_shard"
+    if spec.fsdp.version != version:
+        problems.add(
+            "FSDP-W250",
             "fsdp.version",
-            f"the config says version {spec.fsdp.version}, but the model is already sharded with {by}; that stays.",
-            f"Set fsdp_version: {1 if backend == 'fsdp1' else 2}, or hand over the model unwrapped.",
+            f"version {spec.fsdp.version} is overridden: the model is already sharded with {function}.",
+            f"Set fsdp_version: {version}, or pass the model unwrapped.",
         )
     wrap_settings = ("wrap.policy", "wrap.classes", "wrap.min_num_params", "wrap.ignored_modules")
     unused = [name for name in wrap_settings if spec.asked(name)]
-    said = f"{', '.join(unused)} are not used" if unused else "its units are its author's"
-    complaints.warning(
+    ignored = f" {', '.join(unused)} {'is' if len(unused) == 1 else 'are'} ignored." if unused else ""
+    problems.add(
+        "FSDP-W251",
         unused[0] if unused else None,
-        f"{model_class_name(model)} is already sharded with {by}: {said}, and sharding, precision and offload are as "
-        "the author set them.",
-        "Hand over the model unwrapped, if the config is to decide.",
+        f"{model_class_name(model)} is already sharded with {function}. Its units, sharding, precision and offload are "
+        f"kept.{ignored}",
+        "Pass the model unwrapped to apply the config.",
     )
-    return _Parts(backend=backend, units=author_units(model, backend), pre_sharded=True)
+    return _Parts(backend=backend, units=sharded_units(model, backend), pre_sharded=True)
 
 
 def _to_shard(
-    spec: FsdpSpec, model: nn.Module, strategy: str, precision: PrecisionPlan, complaints: Complaints
+    spec: FsdpSpec, model: nn.Module, strategy: str, precision: PrecisionPlan, problems: ProblemCollector
 ) -> _Parts:
     version = spec.fsdp.version
-    ignored = ignored_modules(spec, model, complaints)
+    ignored = ignored_modules(spec, model, problems)
     named = dict(model.named_modules())
-    index = ModelIndex(model, [named[name] for name in ignored])
-    if not index.parameters:
-        complaints.error(None, f"{type(model).__name__} has no parameters, so that there is nothing to shard.")
+    tree = ModuleTree(model, [named[name] for name in ignored])
+    if not tree.parameters:
+        problems.add("FSDP-E252", None, f"{type(model).__name__} has no parameters to shard.", "Pass another model.")
         return _Parts(backend="fsdp2", units=())
-    units = wrap_units(spec, index, strategy, version, complaints)
-    judge_parameters(index, units, precision, version, spec.params.use_orig, complaints)
+    units = wrap_units(spec, tree, strategy, version, problems)
+    check_parameters(tree, units, precision, version, spec.params.use_orig, problems)
     return _Parts(
         backend="fsdp1" if version == 1 else "fsdp2",
         units=units,
-        ties=tuple(entry.names for entry in index.parameters if len(entry.names) > 1),
+        ties=tuple(entry.names for entry in tree.parameters if len(entry.names) > 1),
         ignored_modules=ignored,
-        ignored_parameters=tuple(entry.name for entry in index.parameters if entry.ignored),
+        ignored_parameters=tuple(entry.name for entry in tree.parameters if entry.ignored),
     )

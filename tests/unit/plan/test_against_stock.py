@@ -1,4 +1,4 @@
-"""The planned units against the ones that Accelerate and torch make of the same model, in a process group of one."""
+"""Planned units are the units that Accelerate and torch create for the same model, on one rank."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from hf_fsdp_plugin.plan.model import FsdpPlan
-from hf_fsdp_plugin.plan.presharded import author_units
+from hf_fsdp_plugin.plan.presharded import sharded_units
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.spec.model import FsdpSection, FsdpSpec, WrapSection
 
-# One tensor seen by two FSDP groups: stock makes units of these that torch >= 2.13 refuses at the first step.
+# A parameter in two FSDP groups: Accelerate creates such units, and torch >= 2.13 refuses them at the first step.
 REFUSED_BY_TORCH = {"bert-mlm", "t5", "bart"}
 
 
@@ -40,14 +40,14 @@ def prepared_by_accelerate(model: nn.Module, classes: tuple[str, ...]) -> nn.Mod
         transformer_cls_names_to_wrap=list(classes),
         cpu_ram_efficient_loading=False,
     )
-    host = SimpleNamespace(
+    accelerator = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin),
         mixed_precision="no",
         torch_device_mesh=None,
         is_main_process=True,
         device=torch.device("cpu"),
     )
-    return fsdp2_prepare_model(host, model)
+    return fsdp2_prepare_model(accelerator, model)
 
 
 def apply(plan: FsdpPlan, model: nn.Module) -> nn.Module:
@@ -58,20 +58,20 @@ def apply(plan: FsdpPlan, model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - REFUSED_BY_TORCH))
-def test_fsdp2_units_are_those_of_accelerate(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fsdp2_units_are_accelerates(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # Accelerate's plugin writes this variable
     classes = FAMILIES[family].layers
     model = fresh(family)
     plan = resolve(wrapping(*classes), model, world_size=1)
-    stock = author_units(prepared_by_accelerate(model, classes), "fsdp2")
+    stock = sharded_units(prepared_by_accelerate(model, classes), "fsdp2")
     assert {(frozenset(unit.modules), unit.num_params, unit.reshard_after_forward) for unit in plan.units} == {
         (frozenset(unit.modules), unit.num_params, unit.reshard_after_forward) for unit in stock
     }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("own_classes", [False, True], ids=["guide's", "model's own"])
-def test_planned_units_train_as_the_model_alone_does(family: str, own_classes: bool) -> None:
+@pytest.mark.parametrize("own_classes", [False, True], ids=["recommended", "own"])
+def test_planned_units_train_like_the_unsharded_model(family: str, own_classes: bool) -> None:
     torch.manual_seed(0)
     classes = () if own_classes else FAMILIES[family].layers
     inputs = FAMILIES[family].inputs()
@@ -100,7 +100,7 @@ def first_value(output: object) -> torch.Tensor:
 
 @pytest.mark.parametrize("threshold", [1_000, 5_000, 9_000])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral", "vit"])
-def test_the_size_policy_picks_what_torch_picks(family: str, threshold: int) -> None:
+def test_size_policy_selects_torchs_modules(family: str, threshold: int) -> None:
     import functools
 
     from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
@@ -108,10 +108,10 @@ def test_the_size_policy_picks_what_torch_picks(family: str, threshold: int) -> 
     torch.manual_seed(0)
     spec = FsdpSpec(fsdp=FsdpSection(version=1), wrap=WrapSection(policy="size", min_num_params=threshold))
     model = FAMILIES[family].build()
-    if family == "gpt2":  # ties are a subject apart: FSDP1 would cut them
+    if family == "gpt2":  # without the tie, which FSDP1 would break
         model.lm_head = nn.Linear(32, 96, bias=False)
     plan = resolve(spec, model, world_size=1)
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=threshold)
     wrapped = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"))
-    made = {unit.name.replace("_fsdp_wrapped_module.", "") for unit in author_units(wrapped, "fsdp1")}
+    made = {unit.name.replace("_fsdp_wrapped_module.", "") for unit in sharded_units(wrapped, "fsdp1")}
     assert made == {unit.name for unit in plan.units}

@@ -1,4 +1,4 @@
-"""The layer classes that guides name for well-known models, and what wrapping them makes of each model."""
+"""Units of well-known models, with the layer classes that guides recommend and with the model's own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def assert_each_parameter_is_owned_once(plan: FsdpPlan, model: nn.Module) -> Non
 
 
 @ALL
-def test_the_classes_of_the_guides_give_these_units_under_version_2(family: str) -> None:
+def test_version_2_units_with_the_recommended_classes(family: str) -> None:
     model = on_meta(family)
     plan = resolve(wrapping(*FAMILIES[family].layers), model, world_size=4)
     assert tuple(unit.name for unit in plan.units) == (*FAMILIES[family].units, "")
@@ -29,7 +29,7 @@ def test_the_classes_of_the_guides_give_these_units_under_version_2(family: str)
 
 
 @ALL
-def test_version_1_wraps_the_layers_and_the_root_alone(family: str) -> None:
+def test_version_1_wraps_only_the_layers_and_the_root(family: str) -> None:
     model = on_meta(family)
     plan = resolve(wrapping(*FAMILIES[family].layers, version=1), model, world_size=4)
     assert {unit.class_name for unit in plan.units[:-1]} == set(FAMILIES[family].layers)
@@ -39,7 +39,7 @@ def test_version_1_wraps_the_layers_and_the_root_alone(family: str) -> None:
 
 @ALL
 @pytest.mark.parametrize("version", [1, 2])
-def test_without_classes_the_model_names_its_own_layers(family: str, version: int) -> None:
+def test_without_classes_the_models_own_layers_are_wrapped(family: str, version: int) -> None:
     model = on_meta(family)
     plan = resolve(wrapping(version=version), model, world_size=4)
     classes = {unit.class_name for unit in plan.units}
@@ -49,7 +49,7 @@ def test_without_classes_the_model_names_its_own_layers(family: str, version: in
 
 
 @ALL
-def test_resolving_changes_nothing_in_the_model(family: str) -> None:
+def test_resolve_does_not_change_the_model(family: str) -> None:
     model = on_meta(family)
     before = {name: (id(p), p.requires_grad, p.dtype) for name, p in model.named_parameters()}
     modules = {name: type(module) for name, module in model.named_modules()}
@@ -58,8 +58,8 @@ def test_resolving_changes_nothing_in_the_model(family: str) -> None:
     assert {name: type(module) for name, module in model.named_modules()} == modules
 
 
-def test_a_layer_within_a_layer_is_a_unit_but_is_checkpointed_with_the_outer_one() -> None:
-    model = on_meta("mamba")  # names both MambaBlock and the MambaMixer in it
+def test_nested_layer_is_a_unit_but_not_checkpointed() -> None:
+    model = on_meta("mamba")  # declares both MambaBlock and the MambaMixer inside it
     plan = resolve(wrapping(), model, world_size=4)
     from_policy = {unit.name: unit.from_policy for unit in plan.units}
     assert from_policy["backbone.layers.0"]
@@ -68,7 +68,7 @@ def test_a_layer_within_a_layer_is_a_unit_but_is_checkpointed_with_the_outer_one
     assert names.index("backbone.layers.0.mixer") < names.index("backbone.layers.0")
 
 
-def test_the_group_of_norm_and_head_stays_gathered_and_layers_do_not() -> None:
+def test_norm_and_head_stay_gathered_after_forward() -> None:
     plan = resolve(wrapping("LlamaDecoderLayer"), on_meta("llama"), world_size=4)
     assert {unit.name: unit.reshard_after_forward for unit in plan.units} == {
         "model.embed_tokens": True,
@@ -79,13 +79,13 @@ def test_the_group_of_norm_and_head_stays_gathered_and_layers_do_not() -> None:
     }
 
 
-def test_experts_are_owned_by_their_layer() -> None:
+def test_layer_owns_its_experts() -> None:
     plan = resolve(wrapping("MixtralDecoderLayer"), on_meta("mixtral"), world_size=4)
     layer = next(unit for unit in plan.units if unit.name == "model.layers.0")
     assert any("experts" in name for name in layer.parameters)
 
 
-def test_an_80_layer_model_is_resolved_within_a_second() -> None:
+def test_80_layer_model_is_resolved_within_a_second() -> None:
     import time
 
     import transformers as hf
@@ -94,7 +94,7 @@ def test_an_80_layer_model_is_resolved_within_a_second() -> None:
     with torch.device("meta"):
         model = hf.LlamaForCausalLM(config)
     seconds = []
-    for _ in range(3):  # the best of three: other processes may hold the cores
+    for _ in range(3):  # best of three, because other processes may use the cores
         started = time.perf_counter()
         plan = resolve(wrapping(), model, world_size=64)
         seconds.append(time.perf_counter() - started)

@@ -1,4 +1,4 @@
-"""Models for planning, from a config alone."""
+"""Models for plans are built from a config alone."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from hf_fsdp_plugin.plan.load_model import meta_model
 TINY = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
-def directory(path: Path, config: hf.PretrainedConfig) -> Path:
+def saved(path: Path, config: hf.PretrainedConfig) -> Path:
     config.save_pretrained(path)
     return path
 
 
-def test_the_architecture_named_in_the_config_is_built_on_meta(tmp_path: Path) -> None:
-    model = meta_model(directory(tmp_path, hf.BertConfig(**TINY, architectures=["BertForSequenceClassification"])))
+def test_architecture_of_the_config_is_built_on_meta(tmp_path: Path) -> None:
+    model = meta_model(saved(tmp_path, hf.BertConfig(**TINY, architectures=["BertForSequenceClassification"])))
     assert type(model) is hf.BertForSequenceClassification
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_a_config_without_architectures_means_a_causal_language_model(tmp_path: Path) -> None:
-    model = meta_model(directory(tmp_path, hf.LlamaConfig(**TINY, tie_word_embeddings=True)))
+def test_config_without_architectures_builds_a_causal_lm(tmp_path: Path) -> None:
+    model = meta_model(saved(tmp_path, hf.LlamaConfig(**TINY, tie_word_embeddings=True)))
     assert type(model) is hf.LlamaForCausalLM
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_a_config_file_stands_for_its_directory(tmp_path: Path) -> None:
-    config = directory(tmp_path, hf.LlamaConfig(**TINY)) / "config.json"
+def test_config_file_is_accepted(tmp_path: Path) -> None:
+    config = saved(tmp_path, hf.LlamaConfig(**TINY)) / "config.json"
     assert type(meta_model(config)) is hf.LlamaForCausalLM
 
 
-def test_a_directory_with_a_gguf_file_is_read() -> None:
+def test_gguf_file_is_read() -> None:
     pytest.importorskip("gguf")
     import importlib.util
 
@@ -49,31 +49,31 @@ def test_a_directory_with_a_gguf_file_is_read() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "no model config could be read"),
+        ("{", "cannot read a model config"),
         ('{"model_type": "no_such_type"}', "does not recognize this architecture"),
-        ('{"model_type": "llama", "hidden_size": -1}', "cannot be built from its config|no model config could be read"),
+        ('{"model_type": "llama", "hidden_size": -1}', "cannot be built from its config|cannot read a model config"),
     ],
 )
-def test_a_config_that_cannot_be_used_is_a_value_error(tmp_path: Path, content: str, message: str) -> None:
+def test_invalid_config_is_a_value_error(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match=message):
         meta_model(tmp_path)
 
 
-def test_a_place_without_a_model_is_a_value_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"there is neither a config\.json nor a GGUF file"):
+def test_path_without_a_model_is_a_value_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"neither a config\.json nor a GGUF file"):
         meta_model(tmp_path)
-    with pytest.raises(ValueError, match="there is no such directory"):
+    with pytest.raises(ValueError, match="no such file or folder"):
         meta_model(tmp_path / "absent")
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).touch()
-    with pytest.raises(ValueError, match="there are 2 GGUF files; name one"):
+    with pytest.raises(ValueError, match="2 GGUF files"):
         meta_model(tmp_path)
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(ValueError, match="a model is a directory"):
+    with pytest.raises(ValueError, match="expected a folder"):
         meta_model(tmp_path / "notes.txt")
 
 
-def test_a_hub_id_out_of_reach_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match="nobody/no-such-model: no model config could be read"):
+def test_unknown_hub_id_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="nobody/no-such-model: cannot read a model config"):
         meta_model("nobody/no-such-model")

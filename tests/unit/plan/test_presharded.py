@@ -1,4 +1,4 @@
-"""Models that their author has sharded by hand: respected, read off, and said."""
+"""Models that are sharded before they reach the plugin keep their units."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def spec_of(version: int) -> FsdpSpec:
     )
 
 
-def test_a_fully_sharded_model_keeps_its_author_s_units() -> None:
+def test_fully_sharded_model_keeps_its_units() -> None:
     model = stack()
     fully_shard([model[0], model[1]], reshard_after_forward=False)
     fully_shard(model)
@@ -47,12 +47,14 @@ def test_a_fully_sharded_model_keeps_its_author_s_units() -> None:
         ("", 18, False),
     ]
     assert [unit.class_name for unit in plan.units] == ["Linear + Linear", "Sequential"]
-    assert str(plan.problems[0]).startswith("fsdp.yaml:3: warning: wrap.classes: Sequential is already sharded")
-    assert "sharded by the model's author" in str(plan)
+    assert [(p.code, p.setting, p.origin) for p in plan.problems] == [
+        ("FSDP-W251", "wrap.classes", Origin(source="fsdp.yaml", line=3))
+    ]
+    assert "already sharded" in str(plan).splitlines()[0]
 
 
 @pytest.mark.parametrize("use_orig", [False, True])
-def test_a_model_in_fsdp1_wrappers_keeps_its_author_s_units(use_orig: bool) -> None:
+def test_model_in_fsdp1_wrappers_keeps_its_units(use_orig: bool) -> None:
     model = stack()
     model[1] = FullyShardedDataParallel(model[1], device_id=torch.device("cpu"), use_orig_params=use_orig)
     wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=use_orig)
@@ -64,18 +66,17 @@ def test_a_model_in_fsdp1_wrappers_keeps_its_author_s_units(use_orig: bool) -> N
     assert plan.units[1].name == ""
 
 
-def test_the_author_s_version_wins_with_a_warning() -> None:
+def test_sharded_model_overrides_the_version() -> None:
     model = fully_shard(stack())
     plan = resolve(spec_of(1), model, world_size=1)
     assert plan.backend == "fsdp2"
-    assert [(problem.severity, problem.setting) for problem in plan.problems] == [
-        ("warning", "fsdp.version"),
-        ("warning", "wrap.classes"),
+    assert [(problem.code, problem.setting) for problem in plan.problems] == [
+        ("FSDP-W250", "fsdp.version"),
+        ("FSDP-W251", "wrap.classes"),
     ]
-    assert "the config says version 1, but the model is already sharded with fully_shard" in plan.problems[0].message
 
 
-def test_a_model_of_dtensors_is_taken_as_sharded() -> None:
+def test_model_of_dtensors_counts_as_sharded() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_module
 
@@ -85,6 +86,6 @@ def test_a_model_of_dtensors_is_taken_as_sharded() -> None:
     assert [(unit.name, unit.num_params) for unit in plan.units] == [("", 162)]
 
 
-def test_an_unsharded_model_is_not_taken_as_sharded() -> None:
+def test_model_without_fsdp_is_not_sharded() -> None:
     spec = FsdpSpec(wrap=WrapSection(policy="transformer", classes=("Linear",)))
     assert not resolve(spec, stack(), world_size=1).pre_sharded
