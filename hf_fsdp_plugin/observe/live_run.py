@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.observe.units import UnitObservation, units_with_params
+from hf_fsdp_plugin.observe.units import UnitObservation
 from hf_fsdp_plugin.observe.weights import WeightComparison
 from hf_fsdp_plugin.plan.model import FsdpPlan
 
@@ -56,7 +56,8 @@ class LiveRun:
 
     @property
     def units_with_params(self) -> list[UnitObservation]:
-        return units_with_params(self.units)
+        """The units that own parameters; a root without any only coordinates the others."""
+        return [unit for unit in self.units if unit.num_params]
 
     @property
     def units_below_root(self) -> list[UnitObservation]:

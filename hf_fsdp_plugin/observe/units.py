@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -81,7 +81,7 @@ def observe_units(model: nn.Module) -> tuple[UnitObservation, ...]:
 
 
 def live_units(model: nn.Module) -> Iterator[LiveUnit]:
-    """Every FSDP1 and FSDP2 unit in the module tree's order, the outermost first. Parameterless units are included."""
+    """Yield every FSDP1 and FSDP2 unit in the order of the module tree, parents first, with or without parameters."""
     seen: set[int] = set()
     inside: set[int] = set()
     for module in model.modules():
@@ -153,8 +153,3 @@ def dtype_name(dtype: torch.dtype | None) -> str:
     if dtype is None:
         return ""
     return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
-
-
-def units_with_params(units: Iterable[UnitObservation]) -> list[UnitObservation]:
-    """Return the units that own parameters; a root without any only coordinates the others."""
-    return [unit for unit in units if unit.num_params > 0]
