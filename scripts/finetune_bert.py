@@ -1,6 +1,6 @@
-"""Trains all-MiniLM-L6-v2, a BERT of 6 layers, with the Trainer: masked language modelling, or classifying paragraphs.
+"""Fine-tune all-MiniLM-L6-v2, a BERT with 6 layers, with the Trainer: masked language modeling or classification.
 
-A plain script; FSDP comes from the launcher's file, or from --fsdp and --fsdp_config:
+An ordinary script. FSDP is enabled by the launcher's config file, or by --fsdp and --fsdp_config:
 
     accelerate launch --config_file configs/seed_hf_guide.yaml scripts/finetune_bert.py --max_steps 20
     python scripts/finetune_bert.py --max_steps 2 --use_cpu                      (one process, no FSDP)
@@ -32,7 +32,7 @@ DEFAULTS = {
     "logging_steps": 1,
     "save_strategy": "no",
     "report_to": "none",
-    # BERT's loss is a mean already, and the Trainer takes it for a part of a sum: it would show it times the ranks.
+    # BERT's loss is already a mean. With True the Trainer would sum it over the ranks.
     "average_tokens_across_devices": False,
 }
 
@@ -46,10 +46,10 @@ class ScriptArguments:
 
 
 def paragraphs_by_kind(texts: Dataset, tokenizer: PreTrainedTokenizerBase, *, length: int) -> Dataset:
-    """Paragraphs labelled 1 where they are code or grammar (indented), 0 where they are prose."""
+    """Label paragraphs: 1 for code or grammar (indented), 0 for prose."""
     paragraphs = [part for text in texts["text"] for part in text.split("\n\n") if len(part.strip()) > 40]
     rows = Dataset.from_dict({"text": paragraphs, "label": [int(part.startswith("   ")) for part in paragraphs]})
-    # The blanks are what the label was made from: take them away.
+    # Remove the indentation, because it determines the label.
     return rows.map(
         lambda batch: tokenizer([" ".join(text.split()) for text in batch["text"]], truncation=True, max_length=length),
         batched=True,

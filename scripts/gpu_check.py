@@ -1,9 +1,8 @@
-"""The matrix of strategies, versions and precisions on one GPU. Started by gpu_check.sh.
+"""Test strategies, FSDP versions and precisions on one GPU. Started by gpu_check.sh.
 
-Each case is a process of its own (a CUDA error would spoil the ones after it), trains a small Llama for some steps, and
-passes if the loss fell, stayed finite, the sharded model carries what the config asked for, and checkpoints of every
-kind, written beside the training, are whole and bring it back. A case that the plugin
-refuses counts as ``refused`` and keeps the refusal's text: that is an answer too, silence is not.
+Each case runs in a separate process, because a CUDA error would affect later cases. It trains a small Llama and passes
+if the loss falls and stays finite, the model is sharded as configured, and asynchronous checkpoints of every state dict
+type verify and resume. A case that the plugin rejects with a ``SpecError`` has the status ``refused`` and its message.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "docs" / "results" / "gpu_check.json"
 NUM_STEPS = 10
 CASE_TIMEOUT_S = 240
-ANSWER = "gpu_check answer: "
+RESULT_PREFIX = "gpu_check result: "
 
 Case = dict[str, Any]
 
 
 def cases() -> list[Case]:
-    """Every case, as what ``run_case`` takes."""
+    """Return every case, as the argument of ``run_case``."""
     alone: Case = {"ranks": 1, "backend": "nccl", "offload": False}
     matrix = [
         {**alone, "strategy": strategy, "version": version, "precision": precision}
@@ -43,7 +42,7 @@ def cases() -> list[Case]:
         {**alone, "strategy": strategy, "version": version, "precision": "bf16", "offload": True}
         for strategy, version in product(("full_shard", "no_shard"), (1, 2))
     ]
-    # NCCL refuses two ranks on one device; gloo copies through the host and may take them.
+    # NCCL rejects two ranks on one device; gloo copies through host memory and may accept them.
     shared = [
         {**alone, "ranks": 2, "backend": backend, "strategy": "full_shard", "version": version, "precision": "bf16"}
         for backend, version in product(("gloo", "nccl"), (1, 2))
@@ -52,7 +51,7 @@ def cases() -> list[Case]:
 
 
 def config(case: Case) -> Case:
-    """The Accelerate config of a case. The hybrid strategies get a mesh, without which one rank has nothing to mix."""
+    """Return the Accelerate config of a case. Hybrid strategies need a mesh, because the world has one or two ranks."""
     hybrid = case["strategy"].startswith("hybrid")
     return {
         "distributed_type": "FSDP",
@@ -70,7 +69,7 @@ def config(case: Case) -> Case:
 
 
 def train(case: Case) -> Case:
-    """One rank of one case: trains, and returns the evidence."""
+    """Train on one rank of a case and return the measurements. Raises if a check fails."""
     import torch
     import torch.distributed as dist
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -78,9 +77,9 @@ def train(case: Case) -> Case:
     import hf_fsdp_plugin as hfp
     from hf_fsdp_plugin.backends.shard import plan_of
 
-    os.environ["LOCAL_RANK"] = "0"  # two ranks share the one GPU
+    os.environ["LOCAL_RANK"] = "0"  # two ranks share one GPU
     torch.cuda.set_device(0)
-    # Clipping under offload reduces on the CPU, where NCCL has nothing to say.
+    # Clipping with offload reduces CPU tensors, which NCCL does not support.
     backend = "cpu:gloo,cuda:gloo" if case["backend"] == "gloo" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend)
     accelerator = hfp.accelerator(hfp.load_spec(config(case)))
@@ -113,10 +112,10 @@ def train(case: Case) -> Case:
     plan = plan_of(model)
     assert plan is not None
     if (plan.backend, plan.strategy) != (f"fsdp{case['version']}", case["strategy"]):
-        raise RuntimeError(f"planned {plan.backend} {plan.strategy}")
+        raise RuntimeError(f"the plan has {plan.backend} {plan.strategy}")
     devices = {parameter.device.type for parameter in model.parameters()}
     if devices != {"cpu" if case["offload"] else "cuda"}:
-        raise RuntimeError(f"parameters rest on {sorted(devices)}")
+        raise RuntimeError(f"the parameters are on {sorted(devices)}")
     for kind in ("sharded", "full", "local"):
         check_checkpoint(accelerator, kind, step)
     return {
@@ -128,7 +127,7 @@ def train(case: Case) -> Case:
 
 
 def check_checkpoint(accelerator: Any, kind: str, step: Callable[[], float]) -> None:
-    """A checkpoint written beside a step, then the steps after it once more from what was written."""
+    """Save a checkpoint in the background, verify it, and check that training from it gives the same losses."""
     import torch.distributed as dist
 
     from hf_fsdp_plugin.checkpoint.checking.verify import verify
@@ -147,31 +146,31 @@ def check_checkpoint(accelerator: Any, kind: str, step: Callable[[], float]) -> 
     accelerator.load_state(str(folder))
     after = [step() for _ in range(3)]
     if any(abs(a - b) > 1e-3 * abs(b) for a, b in zip(after, before, strict=True)):
-        raise RuntimeError(f"{kind} checkpoint: losses {before} and, from the checkpoint, {after}")
+        raise RuntimeError(f"{kind} checkpoint: losses {before}, but {after} after loading the checkpoint")
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder.parent)
 
 
 def run_rank(case: Case) -> int:
-    """Rank of one case. Rank 0, or the rank that fails, prints the answer as one line."""
+    """Run one rank of a case. Rank 0, or the rank that fails, prints the result as one line."""
     from hf_fsdp_plugin import SpecError
 
     try:
-        answer: Case = {"status": "passed", **train(case)}
+        result: Case = {"status": "passed", **train(case)}
     except SpecError as error:
-        answer = {"status": "refused", "text": str(error)}
+        result = {"status": "refused", "text": str(error)}
     except Exception as error:
-        answer = {"status": "failed", "text": f"{type(error).__name__}: {error}"[:600]}
+        result = {"status": "failed", "text": f"{type(error).__name__}: {error}"[:600]}
         traceback.print_exc()
-    if os.environ["RANK"] == "0" or answer["status"] != "passed":
-        print(ANSWER + json.dumps(answer), flush=True)
+    if os.environ["RANK"] == "0" or result["status"] != "passed":
+        print(RESULT_PREFIX + json.dumps(result), flush=True)
     sys.stdout.flush()
-    os._exit(0 if answer["status"] == "passed" else 1)  # without a teardown that could hang on a broken process group
+    os._exit(0 if result["status"] == "passed" else 1)  # teardown could hang on a broken process group
 
 
 def run_case(case: Case) -> Case:
-    """Starts the case's ranks and returns their answer."""
+    """Start the ranks of a case and return the result."""
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(case["ranks"])]
     environ = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **os.environ}
     process = subprocess.Popen(
@@ -186,20 +185,20 @@ def run_case(case: Case) -> Case:
     try:
         out, err = process.communicate(timeout=CASE_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # the launcher's ranks too
+        os.killpg(process.pid, signal.SIGKILL)  # also kills the ranks
         process.communicate()
-        return {"status": "failed", "text": f"no end within {CASE_TIMEOUT_S} s"}
-    answers = [json.loads(line[len(ANSWER) :]) for line in out.splitlines() if line.startswith(ANSWER)]
-    # The rank that failed knows why; the others only know that it went away.
-    answers.sort(key=lambda answer: ("refused", "failed", "passed").index(answer["status"]))
-    return answers[0] if answers else {"status": "failed", "text": err[-600:]}
+        return {"status": "failed", "text": f"did not finish within {CASE_TIMEOUT_S} s"}
+    results = [json.loads(line[len(RESULT_PREFIX) :]) for line in out.splitlines() if line.startswith(RESULT_PREFIX)]
+    # A rank that was refused or failed has the cause; the other ranks only report a lost connection.
+    results.sort(key=lambda result: ("refused", "failed", "passed").index(result["status"]))
+    return results[0] if results else {"status": "failed", "text": err[-600:]}
 
 
 def main() -> int:
     import torch
 
     if not torch.cuda.is_available():
-        print("gpu_check: no CUDA device that torch can see; nothing was checked.", file=sys.stderr)
+        print("gpu_check: torch finds no CUDA device. Nothing was checked.", file=sys.stderr)
         return 1
     sys.path.insert(0, str(ROOT / "scripts" / "bench"))
     from machine import describe
@@ -218,7 +217,7 @@ def main() -> int:
         RESULT.write_text(json.dumps({**head, "cases": results}, indent=2) + "\n")
     counts = {status: sum(r["status"] == status for r in results) for status in ("passed", "refused", "failed")}
     print(f"{counts}. Written: {RESULT}")
-    # Sharing one GPU is an experiment: its outcome is recorded, and is no verdict on the plugin.
+    # Two ranks on one GPU are an experiment: their result is recorded but does not affect the exit code.
     return int(any(result["status"] == "failed" and result["ranks"] == 1 for result in results))
 
 

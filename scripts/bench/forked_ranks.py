@@ -1,7 +1,7 @@
-"""Two gloo ranks forked from this process, which tell it what they do until they end or are killed.
+"""Two gloo ranks forked from this process. They report events to it until they exit or are killed.
 
-Importing torch and transformers takes a process seconds, and a rank that is to be killed must be a process of its own.
-Whoever forks must not have started a thread or a process group: call :func:`preload` first, and work on ranks only.
+Importing torch and transformers takes seconds, and each rank that is killed must be a separate process. The parent
+process must not start a thread or a process group: call :func:`preload` first, and run all other work on the ranks.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from typing import Any
 
 WORLD_SIZE = 2
 HANG_S = 60.0
-"""Seconds without a word after which ranks count as hung."""
+"""Seconds after which ranks that have not reached a state count as hung."""
 
 
 class RanksFailed(Exception):
-    """They hang, or have ended before they did what was waited for."""
+    """The ranks hang, or have exited too early."""
 
 
 def preload() -> None:
-    """Everything that ranks import, once for all of them; nothing here may start a thread or a process group."""
+    """Import everything that the ranks need, without starting a thread or a process group."""
     os.environ.update(
         WORLD_SIZE=str(WORLD_SIZE), LOCAL_WORLD_SIZE=str(WORLD_SIZE), ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1",
         HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500",
@@ -52,11 +52,11 @@ def preload() -> None:
 
 @dataclass(slots=True)
 class World:
-    """Forked ranks, and what became of them.
+    """Forked ranks and their events.
 
     Attributes:
-        events: of each rank, what it has said as (monotonic time, event, value).
-        ended: exit codes by rank, negative for the signal that ended it.
+        events: reported events of each rank, as (monotonic time, event, value).
+        ended: exit codes by rank; minus the number of the signal that killed the rank.
     """
 
     processes: list[int]
@@ -68,25 +68,25 @@ class World:
 
     @staticmethod
     def fork(function: Callable[..., None], log: Path, *args: Any, **kwargs: Any) -> World:
-        """``function(rank, say, *args, **kwargs)`` on every rank; ``say(event, value)`` tells us of JSON values."""
+        """Run ``function(rank, report, *args, **kwargs)`` on each rank; ``report(event, value)`` sends a JSON value."""
         rendezvous = tempfile.mktemp(prefix="rendezvous_", dir=log.parent)
         world = World([], [], log)
         for rank in range(WORLD_SIZE):
-            ours, theirs = os.pipe()
+            read_end, write_end = os.pipe()
             process = os.fork()
             if process == 0:
-                os.close(ours)
-                _be_rank(rank, theirs, rendezvous, log, function, args, kwargs)
-            os.close(theirs)
-            os.set_blocking(ours, False)
+                os.close(read_end)
+                _run_rank(rank, write_end, rendezvous, log, function, args, kwargs)
+            os.close(write_end)
+            os.set_blocking(read_end, False)
             world.processes.append(process)
-            world.pipes.append(ours)
+            world.pipes.append(read_end)
             world.events.append([])
             world._unread.append(b"")
         return world
 
     def listen(self, seconds: float) -> None:
-        """Take in what the ranks say, for at most so long; return as soon as there is something."""
+        """Read events of the ranks. Returns after `seconds`, or as soon as there are events."""
         ready, _, _ = select.select(self.pipes, [], [], max(seconds, 0))
         for rank, pipe in enumerate(self.pipes):
             if pipe not in ready:
@@ -116,7 +116,7 @@ class World:
         deadline = time.monotonic() + seconds
         while not what():
             if len(self.ended) == WORLD_SIZE:
-                raise RanksFailed(f"the ranks ended too early:\n{self.log.read_text()[-3000:]}")
+                raise RanksFailed(f"the ranks exited too early:\n{self.log.read_text()[-3000:]}")
             if time.monotonic() > deadline:
                 raise RanksFailed(f"the ranks hang:\n{self.log.read_text()[-3000:]}")
             self.listen(0.2)
@@ -127,7 +127,7 @@ class World:
                 os.kill(self.processes[rank], number)
 
     def wait(self, seconds: float) -> bool:
-        """Whether all ranks have ended, given so long."""
+        """Wait for at most `seconds` and return whether all ranks have exited."""
         deadline = time.monotonic() + seconds
         while True:
             self.reap()
@@ -136,7 +136,7 @@ class World:
             time.sleep(0.01)
 
     def end(self, patience: float) -> None:
-        """As a launcher ends the ranks that are left when one has died: some time, SIGTERM, some time, SIGKILL."""
+        """Stop the remaining ranks as a launcher does: SIGTERM after `patience` seconds, later SIGKILL."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             if self.wait(patience):
                 break
@@ -151,32 +151,32 @@ class World:
             os.close(pipe)
 
 
-def _be_rank(
+def _run_rank(
     rank: int, pipe: int, rendezvous: str, log: Path, function: Callable[..., None], args: Any, kwargs: Any
 ) -> None:
-    """In the forked process; never returns."""
+    """Run `function` in the forked process. Does not return."""
     import torch.distributed as dist
 
-    atexit._clear()  # what our parent has registered is not ours
+    atexit._clear()  # handlers registered by the parent must not run here
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
 
-    def say(event: str, value: Any) -> None:
+    def report(event: str, value: Any) -> None:
         os.write(pipe, json.dumps([time.monotonic(), event, value]).encode() + b"\n")
 
     code = 0
     try:
         dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD_SIZE)
-        function(rank, say, *args, **kwargs)
+        function(rank, report, *args, **kwargs)
     except SystemExit as end:
         code = int(end.code or 0)
     except BaseException as error:
         traceback.print_exc()
-        say("error", f"{type(error).__name__}: {error}")
+        report("error", f"{type(error).__name__}: {error}")
         sys.last_type, code = type(error), 1
-    # The end of an interpreter; this one's frames belong to our parent.
+    # Shut down as the interpreter does. Returning is not possible: the stack frames are the parent's.
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What a figure was measured on: date, machine and versions, for the head of every file in docs/results."""
+"""Date, machine and versions of a measurement, for the files in docs/results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def describe() -> dict[str, Any]:
-    """JSON-ready. The processor's name comes from /proc/cpuinfo where there is one."""
+    """Return a JSON object. On Linux the name of the processor is read from /proc/cpuinfo."""
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "machine": f"{_processor()}, {os.cpu_count()} cores",

@@ -1,11 +1,11 @@
 """``hf-fsdp merge`` against the stock ``accelerate merge-weights`` on the same sharded checkpoint, and against ``cp``.
 
-Two gloo ranks write a Llama's shards (fp32, 0.52 B parameters) as the stock stack does. Then whole processes are timed
-from start to end, in turns whose order flips from pair to pair. Before each the checkpoint is read once and what others
-have left to write is written, so that the page cache is the same for all; the last output is removed. Memory is the
-largest process' peak resident set. ``ours`` merges a checkpoint as the plugin leaves it, with config and manifest, and
-compares the result with that. ``ours_and_model`` merges the same as the stock stack leaves it, and gets a config: it
-also builds the model on the meta device (which costs the import of torch and Transformers) to compare names and shapes.
+Two gloo ranks write the shards of a Llama (fp32, 0.52 B parameters) as the stock stack does. Then complete processes
+are timed alternately; the order is reversed from pair to pair. Before each process, the checkpoint is read once, the
+disk is synced and the previous output is removed, so that the page cache is the same for all. Memory is the largest
+peak resident set of a process. ``ours`` merges a checkpoint of the plugin, with config and manifest, and compares the
+result with the manifest. ``ours_and_model`` merges a checkpoint of the stock stack, which has no manifest; it
+also imports torch and Transformers and builds the model on the meta device to compare names and shapes.
 
     python scripts/bench/merge.py              (six minutes on 2 cores, 15 GB of disk; writes docs/results/merge.json)
 """
@@ -35,7 +35,7 @@ TARGETS = {"times_as_fast": 4.0, "memory_of_stock": 0.35, "memory_4_of_1_gb": 1.
 
 @dataclass(frozen=True)
 class Run:
-    """Seconds from start to end of a process, and the largest peak of it and its children in MB."""
+    """Duration of a process in seconds, and the largest peak resident set of it and its children in MB."""
 
     seconds: float
     peak_mb: float
@@ -44,7 +44,7 @@ class Run:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--folder", type=Path, help="where the checkpoints go for the time being; the system's if not")
+    parser.add_argument("--folder", type=Path, help="folder for temporary checkpoints; default: the system's")
     parser.add_argument("--out", type=Path, default=RESULT)
     return parser.parse_args()
 
@@ -64,7 +64,7 @@ def config(layers: int) -> Any:
 
 
 def write_checkpoint(folder: Path, layers: int) -> None:
-    """On each of the ranks: the shards of a model that is never whole anywhere."""
+    """Write the shards of a model. Runs on each rank; no rank ever has the full model."""
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -122,7 +122,7 @@ def write_manifest(folder: Path, parameters: dict[str, tuple[str, tuple[int, ...
 
 
 def build(folder: Path, layers: int) -> None:
-    """A checkpoint, and its config beside it. No torch in this process: a child's peak begins with its parent's."""
+    """Write a checkpoint in child processes. This process must not import torch: a child inherits its parent's peak."""
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__]
     subprocess.run([sys.executable, *command], env={**environ(), "BENCH_MERGE": f"{layers} {folder}"}, check=True)
 
@@ -148,20 +148,20 @@ def measure(command: list[str], folder: Path, out: Path) -> Run:
     os.sync()
     for path in (folder / MODEL).iterdir():
         subprocess.run(["cat", str(path)], stdout=subprocess.DEVNULL, check=True)
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as output:
         start = time.perf_counter()
-        process = subprocess.Popen(command, env=environ(), stdout=said, stderr=said)
+        process = subprocess.Popen(command, env=environ(), stdout=output, stderr=output)
         _, status, usage = os.wait4(process.pid, 0)
         seconds = time.perf_counter() - start
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
-            said.seek(0)
-            raise SystemExit(f"{' '.join(command)}:\n{said.read().decode()}")
+            output.seek(0)
+            raise SystemExit(f"{' '.join(command)}:\n{output.read().decode()}")
     return Run(seconds, usage.ru_maxrss / 1024)
 
 
 def check_equal(ours: Path, stock: Path) -> None:
-    """Times of different results say nothing."""
+    """Check that both programs write the same tensors; otherwise their times cannot be compared."""
     sys.path.insert(0, str(ROOT))
     from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model
     from hf_fsdp_plugin.checkpoint.io import InputFiles
@@ -186,8 +186,8 @@ def compare(folder: Path, pairs: int) -> dict[str, list[Run]]:
                 shutil.rmtree(out)
         if pair == 0:
             check_equal(folder.with_name(f"out_{OURS}"), folder.with_name(f"out_{STOCK}"))
-        told = ", ".join(f"{name} {found[-1].seconds:.2f} s" for name, found in runs.items())
-        print(f"[{pair + 1}/{pairs}] {told}", flush=True)
+        times = ", ".join(f"{name} {found[-1].seconds:.2f} s" for name, found in runs.items())
+        print(f"[{pair + 1}/{pairs}] {times}", flush=True)
     return runs
 
 

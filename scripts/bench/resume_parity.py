@@ -1,8 +1,8 @@
-"""How far the losses after a resume are from those of the uninterrupted run, over worlds, meshes, versions and kinds.
+"""Compare the losses after a resume with those of the uninterrupted run.
 
-Trains a tiny Llama with the Trainer on real gloo ranks (the cases of tests/gloo/test_resume.py): once through, and once
-with a cut for every row, where another world, strategy, version or kind of checkpoint goes on. Prints the largest
-relative difference of the ten losses after the last cut.
+Trains a tiny Llama with the Trainer on real gloo ranks (the cases of tests/gloo/test_resume.py): once without
+interruption, and once with resumes that change the world size, strategy, FSDP version or state dict type. Prints the
+largest relative difference of the ten losses after the last resume.
 
     python scripts/bench/resume_parity.py         (five minutes on 2 cores; writes docs/results/resume_parity.json)
 """
@@ -21,7 +21,7 @@ RESULT = ROOT / "docs" / "results" / "resume_parity.json"
 sys.path[:0] = [str(ROOT / "tests" / "gloo"), str(Path(__file__).parent)]
 
 Leg = tuple[int, int, str, str, bool]
-"""Ranks, FSDP version, strategy, kind of checkpoint, written beside the training."""
+"""Number of ranks, FSDP version, strategy, state dict type, asynchronous save."""
 
 FULL, GRAD, NONE, HYBRID = "full_shard", "shard_grad_op", "no_shard", "hybrid_shard"
 CHAINS: dict[str, tuple[Leg, ...]] = {
@@ -56,7 +56,7 @@ def config(leg: Leg) -> dict[str, Any]:
 
 
 def run_chain(worlds: Any, chain: tuple[Leg, ...]) -> float:
-    """The largest relative difference of the losses after the last cut, against an uninterrupted run."""
+    """Return the largest relative difference of the losses after the last resume from the uninterrupted run."""
     import cases_resume as cases
 
     with tempfile.TemporaryDirectory() as folder:

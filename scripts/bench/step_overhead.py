@@ -1,8 +1,8 @@
-"""Step time through the plugin against a hand-written fully_shard loop with the same units.
+"""Compare the step time through the plugin with a hand-written fully_shard loop with the same units.
 
-Both models live in the same two gloo ranks, start from the same weights, see the same batches, and take turns in short
-blocks (the order flips from pair to pair), so that whatever else the machine does falls on both alike. The figure is
-the median of the pairs' ratios; the quartiles and a bootstrap interval of that median stand beside it.
+Both models are on the same two gloo ranks and have the same initial weights and batches. The loops run alternately in
+short blocks, and the order is reversed from pair to pair, so that other load on the machine affects both equally. The
+result is the median of the ratios of all pairs, with quartiles and a bootstrap interval of the median.
 
     python scripts/bench/step_overhead.py              (four minutes on 2 cores; writes docs/results/step_overhead.json)
 """
@@ -43,7 +43,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--length", type=int, default=192)
-    parser.add_argument("--batch", type=int, default=4, help="sequences a rank and step")
+    parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step")
     parser.add_argument("--out", type=Path, default=RESULT)
     return parser.parse_args()
 
@@ -75,7 +75,7 @@ def batches(args: argparse.Namespace, rank: int) -> Iterator[Any]:
 
 
 def plugin_loop(args: argparse.Namespace, rank: int) -> tuple[Callable[[], float], list[str]]:
-    """One step through the plugin's Accelerator, and the names of the units that it made."""
+    """Return a function that runs one step through the plugin's Accelerator, and the names of its units."""
     import torch
 
     import hf_fsdp_plugin as hfp
@@ -101,7 +101,7 @@ def plugin_loop(args: argparse.Namespace, rank: int) -> tuple[Callable[[], float
 
 
 def hand_written_loop(args: argparse.Namespace, rank: int) -> tuple[Callable[[], float], list[str]]:
-    """The same with torch alone."""
+    """Return the same with torch only."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -130,7 +130,7 @@ def hand_written_loop(args: argparse.Namespace, rank: int) -> tuple[Callable[[],
 
 
 def block(step: Callable[[], float], num_steps: int) -> tuple[float, list[float]]:
-    """Seconds a step, and the losses. Both ranks enter and leave together."""
+    """Run a block of steps on both ranks. Returns the seconds per step and the losses."""
     import torch.distributed as dist
 
     dist.barrier()
@@ -148,7 +148,7 @@ def median_interval(ratios: list[float], *, draws: int = 10_000) -> tuple[float,
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Runs on each rank; rank 0 prints and writes."""
+    """Measure both loops. Runs on each rank; rank 0 prints and writes the result."""
     import torch
     import torch.distributed as dist
 
@@ -157,7 +157,9 @@ def measure(args: argparse.Namespace) -> None:
     plugin, plugin_units = plugin_loop(args, rank)
     by_hand, units = hand_written_loop(args, rank)
     if plugin_units != units:
-        raise SystemExit(f"the units differ, so the times say nothing:\n  plugin {plugin_units}\n  hand   {units}")
+        raise SystemExit(
+            f"the units differ, so the times cannot be compared:\n  plugin {plugin_units}\n  hand   {units}"
+        )
 
     num_params = sum(parameter.numel() for parameter in make_model(args).parameters())
     losses: dict[str, list[float]] = {"plugin": [], "hand": []}
@@ -209,7 +211,7 @@ def write(
     print(
         f"step time, plugin / by hand: {result['ratio_median']:.4f} "
         f"(quartiles {quartiles[0]:.4f} to {quartiles[2]:.4f}, 95% of the median {low:.4f} to {high:.4f}); "
-        f"by hand {result['hand_step_seconds']:.3f} s a step; losses apart by {apart:.1e} at most. "
+        f"by hand {result['hand_step_seconds']:.3f} s per step; the losses differ by at most {apart:.1e}. "
         f"Written: {args.out}"
     )
 

@@ -1,16 +1,16 @@
-"""Kills ranks while they save, fills their disk, flips bytes of what they saved: is there always a whole checkpoint?
+"""Kill ranks while they save, fill their disk and flip bytes of their checkpoints, and check that they can resume.
 
 In a trial two gloo ranks train a small Llama with a Trainer that saves every two steps, and are killed (one or both,
-with SIGKILL or SIGTERM) at a random moment; fresh ranks then resume with ``resume_from_checkpoint=True``. It counts as
-lost when
+with SIGKILL or SIGTERM) at a random moment. New ranks then resume with ``resume_from_checkpoint=True``. The trial fails
+and counts as lost if
 
-- the step that they resume from is not that of the newest checkpoint that was in its place before the kill, or later;
-- more than one save interval lies between it and the last save that had begun; or, of synchronous saves, between it
-  and the last step that was taken;
-- a write that had gone to the background on all ranks was not finished after a SIGTERM to all of them;
-- `verify` complains of it, its next loss is not the uninterrupted run's, or anything but checkpoints is left.
+- the ranks resume from an older step than that of the newest checkpoint that was committed before the kill;
+- they resume more than one save interval before the last save that had started, or, for synchronous saves, before the
+  last step that was trained;
+- a write that was in the background on all ranks was not finished after SIGTERM to all of them;
+- `verify` finds a problem, the next loss differs from the uninterrupted run, or files other than checkpoints are left.
 
-A tenth as many trials fill a small tmpfs. The ranks are forked from one process, as importing takes them seconds.
+A tenth as many trials fill a small tmpfs. The ranks are forked from one process, because imports take seconds.
 
     python scripts/bench/survival.py               (eight minutes on 2 cores; writes docs/results/survival.json)
 """
@@ -44,7 +44,7 @@ from survival_ranks import INTERVAL, Setting, make_model, resume, train
 
 RESULT = Path(__file__).parents[2] / "docs" / "results" / "survival.json"
 UNSHARED = "HF_FSDP_SURVIVAL_UNSHARED"
-# The moments of a save, in order; the staging folder tells which it is.
+# The phases of a save, in order. phase_of derives the phase from the staging folder.
 PHASES = ("between saves", "nothing written", "writing", "one part finished", "all parts finished", "manifest written",
           "renamed")  # fmt: skip
 KILLS = (("SIGKILL", "one"), ("SIGKILL", "all"), ("SIGTERM", "one"), ("SIGTERM", "all"))
@@ -56,24 +56,24 @@ SETTINGS = [
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=100, help="kills; a tenth as many disks are filled")
+    parser.add_argument("--trials", type=int, default=100, help="number of kills; a tenth as many disks are filled")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--no-disk-full", action="store_true", help="where no tmpfs can be mounted")
-    parser.add_argument("--folder", type=Path, help="where the runs go")
+    parser.add_argument("--no-disk-full", action="store_true", help="for systems on which no tmpfs can be mounted")
+    parser.add_argument("--folder", type=Path, help="folder for the runs")
     parser.add_argument("--out", type=Path, default=RESULT)
     return parser.parse_args()
 
 
 class Lost(RanksFailed):
-    """What must not happen."""
+    """A checkpoint was lost, or the resumed run differs."""
 
 
 @dataclass(slots=True)
 class Trial:
-    """What was done to a run, and what became of it."""
+    """The setting, disturbance and result of a trial."""
 
     setting: Setting
-    done_to_it: str
+    disturbance: str
     phase: str = ""
     resumed: int = -1
     steps_lost: int = -1
@@ -97,9 +97,9 @@ def phase_of(run: Path, step: int) -> str:
 
 
 def wait_for_moment(world: World, run: Path, source: random.Random) -> str:
-    """Until the moment at which to kill: at a random time, or as soon as a late phase, which is short, is reached.
+    """Wait for the moment of the kill: a random time, or the start of one of the late phases, which are short.
 
-    The time is drawn from one of the later saves, or from one save to the next, as long as those before have taken.
+    The time is drawn from the duration of the previous save, or from the interval between the previous two saves.
     """
     step = INTERVAL * source.choice((3, 4))
     way = source.choices(("in a save", "in an interval", "in a phase"), weights=(5, 1, 4))[0]
@@ -143,11 +143,11 @@ def kill_trial(
     _resume(trial, model, folder, losses)
     trial.saves_lost_steps, trial.steps_lost = began - trial.resumed, step - trial.resumed
     if trial.resumed < done:
-        raise Lost(f"resumed from step {trial.resumed}, and the checkpoint of step {done} had been in its place")
+        raise Lost(f"resumed from step {trial.resumed}, but the checkpoint of step {done} was committed")
     if trial.saves_lost_steps > INTERVAL:
-        raise Lost(f"resumed from step {trial.resumed}, and the save of step {began} had begun")
+        raise Lost(f"resumed from step {trial.resumed}, but the save of step {began} had started")
     if trial.steps_lost > INTERVAL and not setting.asynchronous:
-        raise Lost(f"resumed from step {trial.resumed}, and step {step} had been taken")
+        raise Lost(f"resumed from step {trial.resumed}, but step {step} was trained")
     return trial
 
 
@@ -162,13 +162,13 @@ def _resume(trial: Trial, model: Any, folder: Path, losses: list[float]) -> None
     if verdict["problems"] or verdict["left"]:
         raise Lost(f"after the resume from step {resumed}: {verdict}")
     if step != resumed + 1 or not math.isclose(loss, losses[step], rel_tol=1e-6):
-        raise Lost(f"step {step} after the resume has loss {loss}, the uninterrupted run {losses[step]}")
+        raise Lost(f"step {step} after the resume has loss {loss}, but {losses[step]} in the uninterrupted run")
 
 
 def disk_full_trial(
     model: Any, folder: Path, setting: Setting, size: int, source: random.Random, losses: list[float]
 ) -> Trial:
-    """The first checkpoint fits on the disk, the second does not; training goes on until somebody hears of it."""
+    """Train on a disk that has space for the first checkpoint but not for the second, until both ranks raise."""
     share = source.uniform(0.02, 0.98)
     trial = Trial(setting, "disk full", f"{share:.0%} of the save on the disk")
     run = folder / "run"
@@ -184,10 +184,10 @@ def disk_full_trial(
             world.close()
         for rank, error in enumerate(errors):
             if "No space left on device" not in error or f"checkpoint-{2 * INTERVAL}" not in error:
-                raise Lost(f"rank {rank} raised, of a full disk: {error}")
+                raise Lost(f"rank {rank} does not report the full disk, but: {error}")
         left = sorted(path.name for path in run.iterdir())
         if left != [f"checkpoint-{INTERVAL}"]:
-            raise Lost(f"after the error the folder holds {left}")
+            raise Lost(f"after the error the folder contains {left}")
         _resume(trial, model, folder, losses)
     finally:
         subprocess.run(["umount", "--lazy", run], check=True)
@@ -196,7 +196,7 @@ def disk_full_trial(
 
 
 def flip_trial(checkpoint: Path, source: random.Random) -> tuple[int, list[str]]:
-    """Number of files, and those in which `verify` did not find the byte that was flipped. They end as they were."""
+    """Flip a byte in each file. Returns the number of files and those in which `verify` did not find it."""
     from hf_fsdp_plugin.checkpoint.checking.verify import verify
 
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
@@ -208,7 +208,7 @@ def flip_trial(checkpoint: Path, source: random.Random) -> tuple[int, list[str]]
         if not any(path.name in str(problem) for problem in problems):
             overlooked.append(f"{path.relative_to(checkpoint)} byte {at} ^ {flip:#x}")
     if problems := verify(checkpoint).problems:
-        raise Lost(f"{checkpoint} is not as it was: {problems}")
+        raise Lost(f"{checkpoint} was not restored: {problems}")
     return len(files), overlooked
 
 
@@ -227,8 +227,8 @@ def flipped(path: Path, at: int, flip: int) -> Iterator[None]:
             file.write(byte)
 
 
-def undisturbed(model: Any, folder: Path, setting: Setting) -> list[float]:
-    """The losses of a run that nobody kills, by step (nothing at 0), until no killed run can have gone that far."""
+def uninterrupted(model: Any, folder: Path, setting: Setting) -> list[float]:
+    """Return the losses of a run that is not killed, by step (NaN at 0), for more steps than a killed run reaches."""
     last = 8 * INTERVAL
     world = World.fork(train, folder / "log", model, folder / "run", setting)
     try:
@@ -259,13 +259,13 @@ def measure(args: argparse.Namespace) -> int:
 def references(
     model: Any, root: Path, source: random.Random
 ) -> tuple[dict[int, list[float]], list[dict[str, Any]], dict[str, int]]:
-    """Per version the losses of an undisturbed run; per kind the flips that were found and a checkpoint's bytes."""
+    """Return the losses of uninterrupted runs by version, results of flipped bytes, and checkpoint sizes by type."""
     losses, flips, size = {}, [], {}
     for version, kind in ((1, "SHARDED"), (2, "FULL"), (2, "LOCAL")):
         setting = Setting(version, kind, asynchronous=False)
         folder = root / "reference"
         folder.mkdir()
-        losses[version] = undisturbed(model, folder, setting)
+        losses[version] = uninterrupted(model, folder, setting)
         checkpoint = folder / "run" / f"checkpoint-{INTERVAL}"
         size[kind] = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
         num_files, overlooked = flip_trial(checkpoint, source)
@@ -274,7 +274,7 @@ def references(
             "overlooked": overlooked,
         })  # fmt: skip
         print(
-            f"{setting}: a byte flipped in each of {num_files} files, {num_files - len(overlooked)} found", flush=True
+            f"{setting}: flipped a byte in each of {num_files} files, found {num_files - len(overlooked)}", flush=True
         )
         shutil.rmtree(folder)
     return losses, flips, size
@@ -284,7 +284,7 @@ def run_trials(
     args: argparse.Namespace, model: Any, root: Path, source: random.Random, losses: dict[int, list[float]],
     size: dict[str, int],
 ) -> Iterator[Trial]:  # fmt: skip
-    """All settings come up alike often, with every way to be killed."""
+    """Run the trials: every setting with every kind of kill, equally often, in random order."""
     cases = list(itertools.product(SETTINGS, KILLS))
     source.shuffle(cases)
     plan: list[tuple[Setting, tuple[str, str] | None]] = [cases[i % len(cases)] for i in range(args.trials)]
@@ -303,7 +303,7 @@ def run_trials(
             trial = Trial(setting, " ".join(kill) if kill is not None else "disk full", lost=str(error))
         what = f"LOST: {trial.lost}" if trial.lost else f"resumed from {trial.resumed}, steps lost {trial.steps_lost}"
         print(
-            f"[{number:3}/{len(plan)}] {setting!s:28} {trial.done_to_it:12} {trial.phase:32} {what} "
+            f"[{number:3}/{len(plan)}] {setting!s:28} {trial.disturbance:12} {trial.phase:32} {what} "
             f"({time.monotonic() - began:.1f} s)",
             flush=True,
         )
@@ -314,7 +314,7 @@ def run_trials(
 def summary(
     args: argparse.Namespace, trials: list[Trial], flips: list[dict[str, Any]], seconds: float
 ) -> dict[str, Any]:
-    kills = [trial for trial in trials if trial.done_to_it != "disk full"]
+    kills = [trial for trial in trials if trial.disturbance != "disk full"]
     phases = Counter(trial.phase for trial in kills)
     return {
         **describe(),
@@ -323,11 +323,13 @@ def summary(
         "seconds": round(seconds),
         "steps_between_saves": INTERVAL,
         "kills": len(kills),
-        "kills_by_way": dict(sorted(Counter(trial.done_to_it for trial in kills).items())),
+        "kills_by_way": dict(sorted(Counter(trial.disturbance for trial in kills).items())),
         "kills_by_setting": dict(sorted(Counter(str(trial.setting) for trial in kills).items())),
         "kills_by_phase": {phase: phases[phase] for phase in PHASES},
         "full_disks": len(trials) - len(kills),
-        "lost": [f"{trial.setting}, {trial.done_to_it}, {trial.phase}: {trial.lost}" for trial in trials if trial.lost],
+        "lost": [
+            f"{trial.setting}, {trial.disturbance}, {trial.phase}: {trial.lost}" for trial in trials if trial.lost
+        ],
         "most_steps_lost": {
             name: max((t.steps_lost for t in kills if t.setting.asynchronous == asynchronous), default=None)
             for name, asynchronous in (("synchronous", False), ("asynchronous", True))
@@ -358,8 +360,8 @@ def main() -> int:
     if args.no_disk_full or UNSHARED in os.environ:
         return measure(args)
     if subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], check=False).returncode != 0:
-        raise SystemExit("no tmpfs can be mounted here, so no disk can be filled: run as root, or with --no-disk-full.")
-    # Its mounts end with it, however it ends.
+        raise SystemExit("cannot mount a tmpfs, which is needed to fill a disk. Run as root, or with --no-disk-full.")
+    # The mounts of the namespace end with the process.
     command = ["unshare", "-rm", sys.executable, __file__, *sys.argv[1:]]
     return subprocess.run(command, env={**os.environ, UNSHARED: "1"}, check=False).returncode
 

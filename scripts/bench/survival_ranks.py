@@ -1,4 +1,4 @@
-"""What the ranks of ``survival.py`` do: train until they are killed, and resume."""
+"""The functions that the ranks of ``survival.py`` run: train until killed, and resume."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 INTERVAL, LAST_STEP = 2, 40
-"""Steps from save to save, and in all; nobody gets that far."""
+"""Steps between two saves, and the maximum number of steps, which no run reaches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How a trial saves."""
+    """The FSDP version, state dict type and mode of the saves of a trial."""
 
     version: int
     kind: str
@@ -64,8 +64,8 @@ def make_trainer(model: Any, run: Path, setting: Setting, callback: Any, **argum
     return hfp.FsdpTrainer(model=model, args=args, train_dataset=make_dataset(), callbacks=[callback])
 
 
-def train(rank: int, say: Callable[..., None], model: Any, run: Path, setting: Setting, **arguments: Any) -> None:
-    """Train until killed, and say what happens: steps, and the begin, hand-over and end of every save."""
+def train(rank: int, report: Callable[..., None], model: Any, run: Path, setting: Setting, **arguments: Any) -> None:
+    """Train until killed. Report each step, and the start, the hand-over to the background and the end of a save."""
     from transformers import TrainerCallback
 
     from hf_fsdp_plugin.checkpoint.writing.save import Save
@@ -74,34 +74,34 @@ def train(rank: int, say: Callable[..., None], model: Any, run: Path, setting: S
     def step_of(path: Path) -> int:
         return int(path.name.rpartition("-")[2])
 
-    def telling(event: str, method: Callable[..., Any], final: Callable[[Any], Path], *, before: bool) -> Any:
-        def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def reporting(event: str, method: Callable[..., Any], final: Callable[[Any], Path], *, before: bool) -> Any:
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
             if before:
-                say(event, step_of(final(self)))
+                report(event, step_of(final(self)))
             result = method(self, *args, **kwargs)
             if not before:
-                say(event, step_of(final(self)))
+                report(event, step_of(final(self)))
             return result
 
-        return told
+        return wrapper
 
-    Staging.open = telling("began", Staging.open, lambda staging: staging.final, before=True)  # type: ignore[method-assign]
-    Staging.commit = telling("done", Staging.commit, lambda staging: staging.final, before=False)  # type: ignore[method-assign]
-    Save.finish = telling("handed over", Save.finish, lambda save: save.staging.final, before=False)  # type: ignore[method-assign]
+    Staging.open = reporting("began", Staging.open, lambda staging: staging.final, before=True)  # type: ignore[method-assign]
+    Staging.commit = reporting("done", Staging.commit, lambda staging: staging.final, before=False)  # type: ignore[method-assign]
+    Save.finish = reporting("handed over", Save.finish, lambda save: save.staging.final, before=False)  # type: ignore[method-assign]
 
-    class Tell(TrainerCallback):
+    class ReportSteps(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            say("step", state.global_step)
+            report("step", state.global_step)
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             if "loss" in (logs or {}):
-                say("loss", [state.global_step, logs["loss"]])
+                report("loss", [state.global_step, logs["loss"]])
 
-    make_trainer(model, run, setting, Tell(), **arguments).train()
+    make_trainer(model, run, setting, ReportSteps(), **arguments).train()
 
 
-def resume(rank: int, say: Callable[..., None], model: Any, run: Path, setting: Setting) -> None:
-    """One step from the newest complete checkpoint; then look at it, and at what else is there."""
+def resume(rank: int, report: Callable[..., None], model: Any, run: Path, setting: Setting) -> None:
+    """Resume from the newest complete checkpoint, train one step, and report the verification and leftover files."""
     import torch.distributed as dist
     from transformers import TrainerCallback
 
@@ -110,7 +110,7 @@ def resume(rank: int, say: Callable[..., None], model: Any, run: Path, setting: 
     class OneStep(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self.start = state.global_step
-            say("resumed", state.global_step)
+            report("resumed", state.global_step)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             control.should_training_stop = True
@@ -118,7 +118,7 @@ def resume(rank: int, say: Callable[..., None], model: Any, run: Path, setting: 
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             if "loss" in (logs or {}):
-                say("loss", [state.global_step, logs["loss"]])
+                report("loss", [state.global_step, logs["loss"]])
 
     one_step = OneStep()
     make_trainer(model, run, setting, one_step).train(resume_from_checkpoint=True)
@@ -126,4 +126,4 @@ def resume(rank: int, say: Callable[..., None], model: Any, run: Path, setting: 
     if rank == 0:
         verdict = verify(run / f"checkpoint-{one_step.start}")
         left = [path.name for path in run.iterdir() if path.name.startswith(".")]
-        say("verdict", {"problems": [str(problem) for problem in verdict.problems], "left": sorted(left)})
+        report("verdict", {"problems": [str(problem) for problem in verdict.problems], "left": sorted(left)})
