@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-from hf_fsdp_plugin.problems import Severity
 from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
 
 Scope = Literal["fsdp", "parallelism", "dynamo", "precision", "launch", "training"]
@@ -24,7 +23,7 @@ Kind = Literal[
     "reshard",  # true, false or the name of a strategy
     "one",      # a parallel degree that has to be 1 here
     "section",  # opens another scope
-    "words",    # fsdp="full_shard auto_wrap"
+    "options",  # fsdp="full_shard auto_wrap"
     "mode",     # mixed_precision, which speaks for two settings
     "flag",     # bf16=True, fp16=True
 ]  # fmt: skip
@@ -244,7 +243,7 @@ _LAUNCH_ROWS = (
 )  # fmt: skip
 
 _TRAINING_ROWS = (
-    Row(name="training.fsdp", kind="words", scope="training", internal=True, spellings=("fsdp",),
+    Row(name="training.fsdp", kind="options", scope="training", internal=True, spellings=("fsdp",),
         about="Words: a strategy, auto_wrap, offload; or true."),
     Row(name="training.fsdp_config", kind="section", opens="fsdp", scope="training", internal=True,
         spellings=("fsdp_config",),
@@ -275,34 +274,34 @@ TRAINING_FILE_MARKS = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Foreign:
-    """A key that is known and has no setting here: why, and what to do instead."""
+class UnsupportedKey:
+    """A key of another tool that has no setting here: the code of its problem, the reason, and what to do instead."""
 
     why: str
     fix: str
-    severity: Severity = "error"
+    code: str = "FSDP-E025"
 
 
-_NO_OBJECTS = "holds Python objects, which a config cannot carry."
-_STATE_DICTS = "Choose full, sharded or local with fsdp_state_dict_type."
+_NO_OBJECTS = "takes Python objects, which a config cannot contain."
+_STATE_DICTS = "Set fsdp_state_dict_type to full, sharded or local."
 
-FOREIGN: Mapping[tuple[Scope, str], Foreign] = MappingProxyType(
+UNSUPPORTED_KEYS: Mapping[tuple[Scope, str], UnsupportedKey] = MappingProxyType(
     {
-        ("fsdp", "final_state_dict_type"): Foreign(
-            severity="warning",
-            why="is axolotl's wish for its last save, and no setting of FSDP; it has no effect here.",
+        ("fsdp", "final_state_dict_type"): UnsupportedKey(
+            code="FSDP-W026",
+            why="is a setting of axolotl, not of FSDP, and has no effect.",
             fix="Use fsdp_state_dict_type for the checkpoints of a run.",
         ),
-        ("fsdp", "state_dict_config"): Foreign(why=_NO_OBJECTS, fix=_STATE_DICTS),
-        ("fsdp", "optim_state_dict_config"): Foreign(why=_NO_OBJECTS, fix=_STATE_DICTS),
-        ("precision", "cast_forward_inputs"): Foreign(
-            severity="warning", why="is no choice here: a unit's inputs are always cast.", fix="Drop it."
+        ("precision", "cast_forward_inputs"): UnsupportedKey(
+            code="FSDP-W026", why="has no effect: the inputs of a unit are always cast.", fix="Remove it."
         ),
-        ("fsdp", "param_init_fn"): Foreign(
-            why=_NO_OBJECTS, fix="Leave it out: modules on the meta device are materialised by themselves."
+        ("fsdp", "state_dict_config"): UnsupportedKey(why=_NO_OBJECTS, fix=_STATE_DICTS),
+        ("fsdp", "optim_state_dict_config"): UnsupportedKey(why=_NO_OBJECTS, fix=_STATE_DICTS),
+        ("fsdp", "param_init_fn"): UnsupportedKey(
+            why=_NO_OBJECTS, fix="Remove it: the plugin initializes modules on the meta device."
         ),
-        ("fsdp", "ignored_params"): Foreign(
-            why=_NO_OBJECTS, fix="Name modules with fsdp_ignored_modules, a regular expression."
+        ("fsdp", "ignored_params"): UnsupportedKey(
+            why=_NO_OBJECTS, fix="Select modules with fsdp_ignored_modules, a regular expression on their names."
         ),
     }
 )

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
+from hf_fsdp_plugin.sources.model import Sources, config_of
 from hf_fsdp_plugin.spec.load import Assessment, assess
 from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.text import format_table
@@ -67,12 +68,14 @@ def _assess(args: argparse.Namespace) -> Assessment:
     overrides = list(args.overrides)
     if args.world_size is not None:
         overrides.append(f"launch.num_processes={args.world_size}")
+    given = {name: value for name in ("fsdp", "fsdp_config") if (value := getattr(args, name)) is not None}
     return assess(
-        args.config,
-        fsdp=args.fsdp,
-        fsdp_config=args.fsdp_config,
-        overrides=overrides,
-        default_file=args.fsdp is None and args.fsdp_config is None,
+        Sources(
+            config=config_of(args.config),
+            training_arguments=given,
+            overrides=overrides,
+            default_file=not given,
+        )
     )
 
 

@@ -19,7 +19,9 @@ from hf_fsdp_plugin.cli.run_script import FAILURE_VARIABLE
 from hf_fsdp_plugin.cli.script_path import check_script
 from hf_fsdp_plugin.cli.world import World, find_accelerators, resolve_world
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.sources.config_file import ConfigFile
 from hf_fsdp_plugin.sources.handover import LaunchHandover, absolute, user_variables
+from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.spec.model import FsdpSpec
 
 HELP = "Check a config, then run an unmodified script on every rank with the plugin installed."
@@ -61,12 +63,15 @@ def run(arguments: LaunchArguments) -> int:
 
 
 def _launch(arguments: LaunchArguments) -> int:
+    from hf_fsdp_plugin.spec.load import assess
+
     handover = _handover(arguments)
-    spec = _load_spec(handover)
+    sources = handover.sources
+    spec = assess(sources).checked_spec()
     _print_notices(arguments, *(problem for problem in spec.problems if problem.severity == "warning"))
     world = resolve_world(spec, find_accelerators())
     _print_notices(arguments, *world.problems)
-    if handover.config is None and not handover.command_line and not handover.overrides:
+    if sources.config is None and not sources.command_line and not sources.overrides:
         message = "no config: FSDP runs only if the script's own TrainingArguments or Accelerator enables it."
         _print_notices(arguments, Problem(code="FSDP-N713", message=message))
     if "dry_run" in arguments.options:
@@ -151,38 +156,26 @@ def _check_writable(options: Mapping[str, str]) -> None:
 
 
 def _handover(arguments: LaunchArguments) -> LaunchHandover:
-    from hf_fsdp_plugin.sources.host_launcher import default_config_file
+    from hf_fsdp_plugin.sources.accelerate_launch import default_config_file
 
-    config = arguments.options.get("config_file")
-    if config is None and (default := default_config_file(os.environ)) is not None:
-        config = str(default)
-        _print_notices(arguments, f"no --config_file: reading Accelerate's default config file {config}")
-    return LaunchHandover(
-        config=absolute(config),
-        config_shown=config,
-        quiet="quiet" in arguments.options,
+    if given := arguments.options.get("config_file"):
+        config: ConfigFile | None = ConfigFile.at(given)
+    elif config := default_config_file(os.environ):
+        _print_notices(arguments, f"no --config_file: reading Accelerate's default config file {config.shown}")
+    sources = Sources(
+        config=config,
         command_line=tuple(_with_absolute_path(flag) for flag in arguments.command_line),
         overrides=arguments.overrides,
-        report=absolute(arguments.options.get("report")),
         environ=user_variables(os.environ),
     )
+    report = absolute(arguments.options.get("report"))
+    return LaunchHandover(sources=sources, quiet="quiet" in arguments.options, report=report)
 
 
 def _with_absolute_path(flag: str) -> str:
     name, _, value = flag.partition("=")
     is_path = name == "--fsdp_config" and "{" not in value and Path(value).exists()
     return f"{name}={absolute(value)}" if is_path else flag
-
-
-def _load_spec(handover: LaunchHandover) -> FsdpSpec:
-    from hf_fsdp_plugin.spec.load import load_spec
-
-    return load_spec(
-        handover.config_file(),
-        command_line=handover.command_line,
-        overrides=handover.overrides,
-        environ=handover.environ,
-    )
 
 
 def _command(arguments: LaunchArguments) -> list[str]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from hf_fsdp_plugin.devices import DEVICES, get_device
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.spec.launch_rules import mesh_fits_world
+from hf_fsdp_plugin.spec.launch_rules import check_mesh_size
 from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.text import plural
 
@@ -179,7 +179,7 @@ def _num_cpu_ranks(spec: FsdpSpec) -> int:
 
 def _check_mesh(spec: FsdpSpec, size: int) -> None:
     """Apply the spec's own rule, which needs the number of ranks, before a rank starts."""
-    if problems := list(mesh_fits_world(replace(spec, launch=replace(spec.launch, num_processes=size)))):
+    if problems := list(check_mesh_size(replace(spec, launch=replace(spec.launch, num_processes=size)))):
         raise SpecError(problems)
 
 

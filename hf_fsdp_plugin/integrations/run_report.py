@@ -53,7 +53,7 @@ class RunReporter:
         if dist.is_initialized():
             for accelerator in self._prepared - self._reported:
                 finish(accelerator)
-        if session.ambient_spec() is not None and not self._has_prepared:
+        if session.current_session().ambient is not None and not self._has_prepared:
             print_once("nothing was sharded: the config asks for FSDP, but the script prepared no model.")
 
 

@@ -1,4 +1,4 @@
-"""What this process was told about FSDP, before and beside the script that runs in it."""
+"""The FSDP settings of this process: those from outside the script, and those of each ``TrainingArguments``."""
 
 from __future__ import annotations
 
@@ -6,55 +6,57 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
-from hf_fsdp_plugin.spec.load import load_spec
+from hf_fsdp_plugin.sources.accelerate_launch import locate_config
+from hf_fsdp_plugin.sources.model import Sources
+from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.spec.model import FsdpSpec
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Session:
-    """The sources that stand beside a script's own arguments.
+    """The sources outside the script, and the specs read so far.
 
     Attributes:
-        config: path of a config file, or a dict with its content; ``None`` where there is none.
-        command_line: setting flags as written on a launcher's command line.
-        overrides: the ``NAME=VALUE`` of every ``--set``.
-        environ: the environment variables to read settings from.
-        report: where the report goes; ``None`` for the script's own output folder.
-        as_launched: look for the config file behind the stock launcher that started this process.
+        sources: as given to ``install`` or by the launcher.
+        report: path of the report; ``None`` for the output folder of the script.
+        installed: whether ``install`` began this session. Without it, the script's own arguments are the only source.
+        ambient: the spec of the sources; ``None`` if they do not enable FSDP.
     """
 
-    config: Any = None
-    command_line: tuple[str, ...] = ()
-    overrides: tuple[str, ...] = ()
-    environ: Mapping[str, str] = field(default_factory=dict)
-    report: str | None = None
-    as_launched: bool = False
+    def __init__(
+        self, sources: Sources | None = None, *, report: str | None = None, before: Session | None = None
+    ) -> None:
+        self.sources = sources or Sources(environ={})
+        self.report = report
+        self.installed = sources is not None
+        self.ambient: FsdpSpec | None = None
+        self._located = locate_config(self.sources)  # once: the file behind the launcher does not change
+        # By id: TrainingArguments is unhashable, and its attributes are pickled into every checkpoint.
+        self._of_arguments: dict[int, FsdpSpec] = before._of_arguments if before is not None else {}
 
     def load(
-        self,
-        training_arguments: Mapping[str, Any] | None = None,
-        *,
-        plugin_object: Mapping[str, Any] | None = None,
+        self, training_arguments: Mapping[str, Any] | None = None, *, plugin_object: Mapping[str, Any] | None = None
     ) -> FsdpSpec:
-        """The spec of all sources together. Raises ``SpecError`` with all their problems."""
-        return load_spec(
-            self.config,
-            training_arguments=training_arguments,
-            plugin_object=plugin_object,
-            command_line=self.command_line,
-            overrides=self.overrides,
-            environ=self.environ,
-            as_launched=self.as_launched,
-        )
+        """Return the spec of all sources and these arguments. Raises ``SpecError`` with all problems."""
+        arguments = training_arguments or {}
+        sources = replace(self._located, training_arguments=arguments, plugin_object=plugin_object)
+        return assess(sources).checked_spec()
+
+    def remember(self, arguments: Any, spec: FsdpSpec) -> None:
+        """Keep the spec of a ``TrainingArguments`` for the Trainer that will be created with it."""
+        self._of_arguments[id(arguments)] = spec
+        weakref.finalize(arguments, self._of_arguments.pop, id(arguments), None)
+
+    def spec_of_arguments(self, arguments: Any) -> FsdpSpec | None:
+        return self._of_arguments.get(id(arguments))
 
 
 def asks_for_fsdp(spec: FsdpSpec) -> bool:
-    """Whether any source asked for FSDP, as against a precision or a number of processes for any kind of training.
+    """Whether a source enables FSDP, and not only a precision or a number of processes.
 
-    A stray ``FSDP_*`` variable tunes FSDP, and does not turn it on; ``ACCELERATE_USE_FSDP`` does.
+    ``FSDP_*`` variables alone configure FSDP but do not enable it; ``ACCELERATE_USE_FSDP`` does.
     """
     if spec.launch.distributed_type != "FSDP":
         return False
@@ -66,70 +68,53 @@ def asks_for_fsdp(spec: FsdpSpec) -> bool:
     return spec.asked("launch.distributed_type") or any(origin.source != "environment" for origin in about_fsdp)
 
 
-_session: Session | None = None
-_ambient: FsdpSpec | None = None
+_session = Session()
 _current: ContextVar[FsdpSpec | None] = ContextVar("hf_fsdp_spec", default=None)
-# By id: TrainingArguments is unhashable, and whatever hangs on it is pickled into every checkpoint.
-_of_arguments: dict[int, FsdpSpec] = {}
 
 
-def begin(session: Session) -> FsdpSpec:
-    """Make this the process's session. Returns the spec of its sources; where they ask for FSDP, Accelerators that say
-    nothing themselves get it.
+def begin(sources: Sources, *, report: str | None = None) -> FsdpSpec:
+    """Begin this process's session and return the spec of its sources.
+
+    If the sources enable FSDP, Accelerators without an FSDP plugin of their own use this spec.
     """
-    global _session, _ambient
-    _session = session
-    spec = session.load()
-    _ambient = spec if asks_for_fsdp(spec) else None
+    global _session
+    _session = Session(sources, report=report, before=_session)
+    spec = _session.load()
+    _session.ambient = spec if asks_for_fsdp(spec) else None
     return spec
 
 
 def close() -> None:
-    """End the process's session."""
-    global _session, _ambient
-    _session = _ambient = None
+    """End the session: the state is as before ``install``."""
+    global _session
+    _session = Session()
+
+
+def current_session() -> Session:
+    """Return the session that ``install`` began; without ``install``, one without sources."""
+    return _session
 
 
 def is_installed() -> bool:
     """Whether ``install`` was called in this process."""
-    return _session is not None
-
-
-def current_session() -> Session:
-    """The session that ``install`` began, or an empty one: nothing but the script's own arguments."""
-    return _session or Session()
-
-
-def ambient_spec() -> FsdpSpec | None:
-    """What the sources beside the script asked for; ``None`` where it was not FSDP."""
-    return _ambient
+    return _session.installed
 
 
 def current_spec() -> FsdpSpec | None:
-    """The spec for an Accelerator that is being made now: its Trainer's, else the session's."""
-    return _current.get() or _ambient
+    """Return the spec for an Accelerator that is being created: its Trainer's, or else the session's."""
+    return _current.get() or _session.ambient
 
 
 def in_trainer() -> bool:
-    """Whether a Trainer whose arguments were read is making its Accelerator now."""
+    """Whether the Accelerator that is being created belongs to a Trainer whose arguments were read."""
     return _current.get() is not None
 
 
 @contextmanager
 def using(spec: FsdpSpec | None) -> Iterator[None]:
-    """Accelerators made inside the block get this spec."""
+    """Accelerators created in this context get this spec."""
     token = _current.set(spec)
     try:
         yield
     finally:
         _current.reset(token)
-
-
-def remember(arguments: Any, spec: FsdpSpec) -> None:
-    """Keep the spec read from a ``TrainingArguments`` for the Trainer that will be made with it."""
-    _of_arguments[id(arguments)] = spec
-    weakref.finalize(arguments, _of_arguments.pop, id(arguments), None)
-
-
-def spec_of_arguments(arguments: Any) -> FsdpSpec | None:
-    return _of_arguments.get(id(arguments))

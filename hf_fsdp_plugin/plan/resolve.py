@@ -25,7 +25,7 @@ from hf_fsdp_plugin.plan.units import UnitPlan
 from hf_fsdp_plugin.plan.wrap import wrap_units
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
 from hf_fsdp_plugin.spec.model import FsdpSpec, Version
-from hf_fsdp_plugin.spec.rules import fsdp2_has_no_such_switch
+from hf_fsdp_plugin.spec.rules import check_fsdp2_support
 
 
 def resolve(
@@ -75,7 +75,7 @@ def try_resolve(
     if device_type not in DEVICES:
         found.append(unsupported_device(device_type))
     if version == 2:
-        found += fsdp2_has_no_such_switch(spec)
+        found += check_fsdp2_support(spec)
     problems = tuple(dict.fromkeys(found))
     if has_errors(problems):
         return None, problems

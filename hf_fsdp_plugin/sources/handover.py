@@ -1,8 +1,8 @@
-"""What a launcher hands to its ranks: one environment variable, ``HF_FSDP_LAUNCH``, holding JSON.
+"""What ``hf-fsdp launch`` passes to its ranks: one environment variable, ``HF_FSDP_LAUNCH``, which contains JSON.
 
-The launcher must set some of Accelerate's own variables for its ranks (``ACCELERATE_USE_CPU`` and the like). Read
-back as a source, they would look like something the user said. So the launcher keeps the user's variables as they were
-before it touched them, and a rank that finds a handover reads those instead of ``os.environ``.
+The launcher sets some of Accelerate's variables for its ranks (``ACCELERATE_USE_CPU`` and others). Read as a source,
+they would look like settings of the user. The handover therefore contains the user's variables as they were before, and
+a rank that finds a handover reads these instead of ``os.environ``.
 
 ::
 
@@ -15,93 +15,79 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from hf_fsdp_plugin.sources.accelerate_yaml import ConfigFile
+from hf_fsdp_plugin.sources.config_file import ConfigFile
+from hf_fsdp_plugin.sources.model import Sources
 
 LAUNCH_VARIABLE = "HF_FSDP_LAUNCH"
-"""The one variable of the protocol."""
+"""The name of the environment variable."""
 
 _USER_PREFIXES = ("FSDP_", "ACCELERATE_", "PARALLELISM_")
 
 
 def user_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of `environ` that are a source of settings: ``FSDP_*``, ``ACCELERATE_*``, ``PARALLELISM_*``."""
+    """Return the variables that are a source of settings: ``FSDP_*``, ``ACCELERATE_*``, ``PARALLELISM_*``."""
     return {name: value for name, value in environ.items() if name.startswith(_USER_PREFIXES)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchHandover:
-    """What the user told the launcher, for ``load_spec`` in a rank.
+    """What the launcher was started with, for its ranks.
 
     Attributes:
-        config: absolute path of the config file; None where none was given.
-        config_shown: that path as the user wrote it, for messages.
-        quiet: the ranks are to say nothing but errors.
-        command_line: the launcher's own setting flags, each as ``--name=value``.
-        overrides: the ``NAME=VALUE`` of every ``--set``.
-        report: absolute path of the report; None for the default place.
-        environ: the user's ``FSDP_*``, ``ACCELERATE_*`` and ``PARALLELISM_*`` variables before the launcher set any.
+        sources: a config file, command line, overrides, and the user's environment variables.
+        quiet: ranks print errors only.
+        report: absolute path of the report; ``None`` for the default path.
     """
 
-    config: str | None = None
-    config_shown: str | None = None
+    sources: Sources
     quiet: bool = False
-    command_line: tuple[str, ...] = ()
-    overrides: tuple[str, ...] = ()
     report: str | None = None
-    environ: Mapping[str, str] = field(default_factory=dict)
-
-    def config_file(self) -> ConfigFile | None:
-        """The config, for ``load_spec``."""
-        return (
-            ConfigFile(path=Path(self.config), shown=self.config_shown or self.config)
-            if self.config is not None
-            else None
-        )
 
     def to_env(self) -> dict[str, str]:
-        """The variables to add to a rank's environment."""
+        """Return the variables to add to a rank's environment."""
+        file = self.sources.config
+        assert file is None or isinstance(file, ConfigFile), "a launcher has no config but a file"
         content = {
-            "config": self.config,
-            "config_shown": self.config_shown,
+            "config": str(file.path) if file is not None else None,
+            "config_shown": file.shown if file is not None else None,
             "quiet": self.quiet,
-            "command_line": list(self.command_line),
-            "overrides": list(self.overrides),
+            "command_line": list(self.sources.command_line),
+            "overrides": list(self.sources.overrides),
             "report": self.report,
-            "environ": dict(self.environ),
+            "environ": dict(self.sources.environ or {}),
         }
         return {LAUNCH_VARIABLE: json.dumps(content)}
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> LaunchHandover | None:
-        """The handover in `environ`; None where no launcher of ours started this process.
+        """Return the handover in `environ`; ``None`` if ``hf-fsdp launch`` did not start this process.
 
         Raises:
-            ValueError: the variable is there but does not hold a handover.
+            ValueError: the variable does not contain a handover.
         """
         text = environ.get(LAUNCH_VARIABLE)
         if text is None:
             return None
         try:
             content = json.loads(text)
-            return cls(
-                config=content["config"],
-                config_shown=content["config_shown"],
-                quiet=bool(content["quiet"]),
+            path, shown = content["config"], content["config_shown"]
+            sources = Sources(
+                config=ConfigFile(path=Path(path), shown=shown or path) if path is not None else None,
                 command_line=tuple(content["command_line"]),
                 overrides=tuple(content["overrides"]),
-                report=content["report"],
                 environ=dict(content["environ"]),
             )
+            return cls(sources=sources, quiet=bool(content["quiet"]), report=content["report"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{LAUNCH_VARIABLE} in the environment does not hold what a launcher writes ({error!r}). "
+                f"the environment variable {LAUNCH_VARIABLE} does not contain a launcher's handover ({error!r}). "
                 f"Unset it: only `hf-fsdp launch` and `python -m hf_fsdp_plugin` set it."
             ) from error
 
 
 def absolute(path: str | None) -> str | None:
-    """`path` made absolute, so that a script that changes the directory does not move it."""
+    """Make `path` absolute, so that it stays valid when the script changes its working directory."""
     return None if path is None else str(Path(path).expanduser().absolute())

@@ -1,4 +1,4 @@
-"""What a source hands on: settings under their canonical names, raw as written, each with its origin."""
+"""What every source returns: settings under their canonical names, with values as written and with their origin."""
 
 from __future__ import annotations
 
@@ -7,35 +7,32 @@ from typing import Any, Literal
 
 from hf_fsdp_plugin.problems import Origin, Problem
 
-Level = Literal["--set", "command line", "TrainingArguments", "file", "environment"]
-"""A rung of precedence. Where a text was found (a file named in TrainingArguments) is its origin, not its level."""
-
 Dialect = Literal["accelerate", "training_arguments"]
-"""Whose meaning a config has where it says nothing: FSDP 1 and no wrapping for Accelerate, FSDP 2 and the model's own
-layers for TrainingArguments."""
+"""The defaults that apply: FSDP1 and no wrapping for Accelerate, FSDP2 and the model's own layers for
+TrainingArguments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """One setting as one source said it.
+    """One setting of one source.
 
     Attributes:
         name: canonical name.
-        value: as written, until it is parsed.
-        level: the rung of the source that said it.
-        implied: said through another setting (``mixed_precision`` speaks for ``precision.param``); gives way to an
-            explicit one of the same source.
+        value: as written; typed after ``spec.parse``.
+        implied: derived from another setting (``mixed_precision`` implies ``precision.param``). An explicit value of
+            the same source overrides it.
+        level: the source in the order of precedence; set by ``spec.precedence``.
     """
 
     name: str
     value: Any
     origin: Origin
-    level: Level
     implied: bool = False
+    level: str = ""
 
     @property
-    def said(self) -> str:
-        """As written: ``fsdp_sharding_strategy=1``."""
+    def written(self) -> str:
+        """Key and value as written: ``fsdp_sharding_strategy=1``."""
         return f"{self.origin.spelling}={self.origin.text}"
 
     def with_value(self, value: Any) -> Setting:
@@ -43,14 +40,15 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reading:
-    """All that one source said.
+class SourceSettings:
+    """All settings and problems of one source.
 
     Attributes:
-        dialect: whose defaults go with it; ``None`` where the source does not speak of FSDP.
+        dialect: whose defaults the source brings; ``None`` if it does not mention FSDP.
+        level: the source in the order of precedence; set by ``spec.precedence``.
     """
 
-    level: Level
     settings: tuple[Setting, ...] = ()
     problems: tuple[Problem, ...] = ()
     dialect: Dialect | None = None
+    level: str = ""

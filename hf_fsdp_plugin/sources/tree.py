@@ -1,4 +1,4 @@
-"""A config as a tree that remembers its lines, whether it came from a file or from Python objects."""
+"""A config as a tree with line numbers, from a file or from Python objects."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ class Node:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it says nothing: null, an empty string, list or mapping."""
-        return self.value is None or (isinstance(self.value, (str, tuple)) and not str_or_items(self.value))
+        """Whether the value is null, a blank string, or an empty list or mapping."""
+        value = self.value.strip() if isinstance(self.value, str) else self.value
+        return value is None or value in ("", ())
 
     def plain(self) -> Any:
-        """As Python objects, without lines."""
+        """Return the tree as Python objects, without lines."""
         if isinstance(self.value, Entries):
             return {entry.key: entry.value.plain() for entry in self.value}
         if isinstance(self.value, tuple):
@@ -56,24 +57,20 @@ class Entries(tuple[Entry, ...]):
     __slots__ = ()
 
 
-def str_or_items(value: str | tuple[Any, ...]) -> str | tuple[Any, ...]:
-    return value.strip() if isinstance(value, str) else value
-
-
 def shorten(text: str) -> str:
-    """One line of at most ``MAX_TEXT`` characters."""
+    """Return the text as one line of at most ``MAX_TEXT`` characters."""
     line = " ".join(text.split())
     return line if len(line) <= MAX_TEXT else line[: MAX_TEXT - 1] + "…"
 
 
 def from_python(value: Any, *, line: int | None = None, depth: int = 0) -> Node:
-    """The tree of a Python object: dicts, lists, enums, classes and dtypes become what a file would have held.
+    """Return the tree of a Python object. Enums, classes and dtypes become the text that a file would contain.
 
     Raises:
-        ValueError: for objects nested more than 20 deep, which no config is.
+        ValueError: the object is nested more than 20 levels deep.
     """
     if depth > 20:
-        raise ValueError("it is nested more than 20 deep")
+        raise ValueError("the object is nested more than 20 levels deep")
     if isinstance(value, Mapping):
         entries = Entries(
             Entry(key=str(key), line=line, value=from_python(item, line=line, depth=depth + 1))
@@ -91,7 +88,7 @@ def from_python(value: Any, *, line: int | None = None, depth: int = 0) -> Node:
 def _scalar(value: Any) -> Any:
     if value is None or (isinstance(value, (bool, int, float)) and not isinstance(value, Enum)):
         return value
-    if isinstance(value, Enum):  # torch's enums count from 1 where a name says more
+    if isinstance(value, Enum):  # torch's enums have numbers as values; the name is clearer
         return str(value.value) if isinstance(value.value, str) else value.name
     if isinstance(value, str):
         return value

@@ -1,15 +1,15 @@
-"""Rules about what is launched: which engine, on how many processes and machines."""
+"""Rules about the launch: the engine, the number of processes, the machines."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.spec.complaints import Rule, error, note, warning
 from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
 
+Rule = Callable[[FsdpSpec], Iterator[Problem]]
 OTHER_ENGINES = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM"}
 XLA_TYPES = ("XLA", "TPU")
 FSDP_SECTIONS = frozenset(
@@ -17,175 +17,134 @@ FSDP_SECTIONS = frozenset(
 )
 
 
-def other_engine(spec: FsdpSpec) -> Iterator[Problem]:
-    """A DeepSpeed or Megatron config given by mistake."""
+def about(spec: FsdpSpec, code: str, setting: str, message: str, fix: str = "") -> Problem:
+    """Return a problem of one setting, at its origin."""
+    return Problem(code=code, message=message, fix=fix, setting=setting, origin=spec.origins.get(setting))
+
+
+def check_engine(spec: FsdpSpec) -> Iterator[Problem]:
+    """The config is one of DeepSpeed or Megatron-LM."""
     kind = spec.launch.distributed_type
     if kind in OTHER_ENGINES:
-        engine = OTHER_ENGINES[kind]
-        yield error(
-            spec,
-            "launch.distributed_type",
-            f"distributed_type is {kind}: this is a config for {engine}, not for FSDP.",
-            "Write distributed_type: FSDP and an fsdp_config, or launch it with accelerate launch.",
-        )
+        message = f"distributed_type is {kind}: this is a config for {OTHER_ENGINES[kind]}, not for FSDP."
+        fix = "Set distributed_type: FSDP and an fsdp_config, or use accelerate launch."
+        yield about(spec, "FSDP-E120", "launch.distributed_type", message, fix)
         return
-    for key, engine in (("deepspeed_config", "DeepSpeed"), ("megatron_lm_config", "Megatron-LM")):
+    for engine in OTHER_ENGINES.values():
+        key = f"{engine.lower().replace('-', '_')}_config"
         if spec.launch.extra.get(key):
-            yield error(
-                spec,
-                "launch.extra",
-                f"a {key} is given; this plugin runs FSDP, not {engine}.",
-                f"Drop {key}, or launch with accelerate launch.",
-            )
+            message = f"{key} is set; this plugin runs FSDP, not {engine}."
+            yield about(spec, "FSDP-E120", "launch.extra", message, f"Remove {key}, or use accelerate launch.")
 
 
-def fp8(spec: FsdpSpec) -> Iterator[Problem]:
+def check_fp8(spec: FsdpSpec) -> Iterator[Problem]:
     if spec.launch.extra.get("fp8_config"):
-        yield error(
-            spec,
-            "launch.extra",
-            "an fp8_config is given: fp8 is made inside the model by torchao or TransformerEngine, not by FSDP.",
-            "Drop fp8_config and write mixed_precision: bf16.",
-        )
+        message = "fp8_config is set. fp8 is implemented inside the model (torchao, TransformerEngine), not by FSDP."
+        yield about(spec, "FSDP-E121", "launch.extra", message, "Remove fp8_config and set mixed_precision: bf16.")
 
 
-def fsdp_is_on(spec: FsdpSpec) -> Iterator[Problem]:
-    """Stock Accelerate ignores every FSDP setting where the type is another one."""
+def check_fsdp_enabled(spec: FsdpSpec) -> Iterator[Problem]:
+    """Stock Accelerate ignores every FSDP setting if ``distributed_type`` is not FSDP."""
     kind = spec.launch.distributed_type
     if kind == "FSDP" or kind in OTHER_ENGINES or kind in XLA_TYPES:
         return
     asked = [name for name in spec.origins if name.partition(".")[0] in FSDP_SECTIONS]
     if asked:
-        example = spec.origin(asked[0])
-        yield error(
-            spec,
-            "launch.distributed_type",
-            f"distributed_type is {kind}, under which the FSDP settings ({example}, …) would be ignored.",
-            "Write distributed_type: FSDP, or drop the fsdp_config.",
-        )
+        message = f"distributed_type is {kind}, with which the FSDP settings ({spec.origin(asked[0])}, …) are ignored."
+        fix = "Set distributed_type: FSDP, or remove the fsdp_config."
+        yield about(spec, "FSDP-E123", "launch.distributed_type", message, fix)
     else:
-        yield warning(
-            spec,
-            "launch.distributed_type",
-            f"distributed_type is {kind}: this config does not ask for FSDP.",
-            "Write distributed_type: FSDP and an fsdp_config to shard the model.",
-        )
+        message = f"distributed_type is {kind}: this config does not enable FSDP."
+        fix = "Set distributed_type: FSDP and an fsdp_config to shard the model."
+        yield about(spec, "FSDP-W124", "launch.distributed_type", message, fix)
 
 
-def defaults_are_told(spec: FsdpSpec) -> Iterator[Problem]:
+def check_defaults_only(spec: FsdpSpec) -> Iterator[Problem]:
     if spec.launch.distributed_type != "FSDP" or not spec.asked("launch.distributed_type"):
         return
     if not any(name.partition(".")[0] in FSDP_SECTIONS for name in spec.origins):
-        yield note(
-            spec,
-            "launch.distributed_type",
-            f"FSDP is asked for and nothing else is said: FSDP {spec.fsdp.version}, {spec.sharding.strategy}, "
-            f"wrap policy {spec.wrap.policy}, {spec.checkpoint.state_dict} checkpoints.",
+        message = (
+            f"FSDP is enabled with defaults only: FSDP{spec.fsdp.version}, {spec.sharding.strategy}, "
+            f"wrap policy {spec.wrap.policy}, {spec.checkpoint.state_dict} checkpoints."
         )
+        yield about(spec, "FSDP-N125", "launch.distributed_type", message)
 
 
-def xla(spec: FsdpSpec) -> Iterator[Problem]:
-    kind = spec.launch.distributed_type
-    if spec.xla.enabled or spec.xla.v2 or kind in XLA_TYPES:
+def check_xla(spec: FsdpSpec) -> Iterator[Problem]:
+    if spec.xla.enabled or spec.xla.v2 or spec.launch.distributed_type in XLA_TYPES:
         name = "xla.enabled" if spec.xla.enabled else "xla.v2" if spec.xla.v2 else "launch.distributed_type"
-        yield error(
-            spec,
-            name,
-            "PyTorch/XLA's FSDP is an engine of its own, for TPUs, and not driven by this plugin.",
-            "Drop the xla settings to run PyTorch's FSDP, or launch with accelerate launch on a TPU.",
-        )
+        message = "the FSDP of PyTorch/XLA (for TPUs) is not supported by this plugin."
+        fix = "Remove the xla settings to use PyTorch's FSDP, or use accelerate launch on a TPU."
+        yield about(spec, "FSDP-E126", name, message, fix)
     elif spec.xla.grad_ckpt or spec.xla.settings:
         name = "xla.grad_ckpt" if spec.xla.grad_ckpt else "xla.settings"
-        yield warning(spec, name, "has no effect without xla: true.", "Use fsdp_activation_checkpointing, or drop it.")
+        fix = "Use fsdp_activation_checkpointing, or remove the key."
+        yield about(spec, "FSDP-W127", name, "the setting has no effect without xla: true.", fix)
 
 
-def mesh_fits_world(spec: FsdpSpec) -> Iterator[Problem]:
+def check_mesh_size(spec: FsdpSpec) -> Iterator[Problem]:
     world = spec.launch.num_processes
     if world == "auto":
         return
     shard, replicate = spec.mesh.shard, spec.mesh.replicate
+    where = spec.origin("launch.num_processes")
     if shard != "auto" and replicate != "auto" and shard * replicate != world:
-        yield error(
-            spec,
-            "mesh.shard",
-            f"a mesh of {replicate} × {shard} (replicate × shard) is not num_processes, {world} "
-            f"({spec.origin('launch.num_processes')}).",
-            f"Make their product {world}, or leave one of them out.",
-        )
+        message = f"the mesh size {replicate} × {shard} (replicate × shard) is not num_processes={world} ({where})."
+        fix = f"Choose sizes whose product is {world}, or remove one of them."
+        yield about(spec, "FSDP-E128", "mesh.shard", message, fix)
         return
     for name, size in (("mesh.shard", shard), ("mesh.replicate", replicate)):
         if size != "auto" and world % size:
-            yield error(
-                spec,
-                name,
-                f"{size} does not divide num_processes, {world} ({spec.origin('launch.num_processes')}).",
-                f"Choose a divisor of {world}.",
-            )
+            message = f"num_processes={world} ({where}) is not divisible by {size}."
+            yield about(spec, "FSDP-E129", name, message, f"Choose a divisor of {world}.")
 
 
-def mesh_fits_strategy(spec: FsdpSpec) -> Iterator[Problem]:
+def check_mesh_strategy(spec: FsdpSpec) -> Iterator[Problem]:
     strategy, shard, replicate = spec.sharding.strategy, spec.mesh.shard, spec.mesh.replicate
-    sharded = STRATEGIES[strategy].is_sharded
-    if not sharded and shard not in ("auto", 1):
-        yield error(
-            spec,
-            "mesh.shard",
-            f"{strategy} keeps whole copies, and {shard} ranks are to share one.",
-            "Drop the shard size, or choose full_shard.",
-        )
-    elif sharded and shard == 1 and replicate not in ("auto", 1) and spec.asked("sharding.strategy"):
-        yield error(
-            spec, "mesh.shard", f"{strategy} over 1 rank shards nothing.", "Write no_shard, or a larger shard size."
-        )
+    is_sharded = STRATEGIES[strategy].is_sharded
+    if not is_sharded and shard not in ("auto", 1):
+        message = f"{strategy} does not shard the model, but the shard size is {shard}."
+        yield about(spec, "FSDP-E130", "mesh.shard", message, "Remove the shard size, or use full_shard.")
+    elif is_sharded and shard == 1 and replicate not in ("auto", 1) and spec.asked("sharding.strategy"):
+        message = f"{strategy} with a shard size of 1 does not shard the model."
+        yield about(spec, "FSDP-E130", "mesh.shard", message, "Use no_shard, or a larger shard size.")
 
 
-def machines(spec: FsdpSpec) -> Iterator[Problem]:
+def check_machines(spec: FsdpSpec) -> Iterator[Problem]:
     launch = spec.launch
-    if launch.machine_rank >= launch.num_machines:
-        yield error(
-            spec,
-            "launch.machine_rank",
-            f"machine_rank is {launch.machine_rank} of {launch.num_machines} machines; ranks count from 0.",
-            f"Write a rank from 0 to {launch.num_machines - 1}.",
-        )
-    if launch.num_processes != "auto" and launch.num_processes % launch.num_machines:
-        yield error(
-            spec,
-            "launch.num_processes",
-            f"{launch.num_processes} processes cannot be dealt evenly to {launch.num_machines} machines.",
-            f"num_processes counts all machines together: write a multiple of {launch.num_machines}.",
-        )
+    num_machines = launch.num_machines
+    if launch.machine_rank >= num_machines:
+        message = f"machine_rank is {launch.machine_rank}, but num_machines is {num_machines}; ranks begin at 0."
+        fix = f"Set a rank from 0 to {num_machines - 1}."
+        yield about(spec, "FSDP-E131", "launch.machine_rank", message, fix)
+    if launch.num_processes != "auto" and launch.num_processes % num_machines:
+        message = f"num_processes={launch.num_processes} is not divisible by num_machines={num_machines}."
+        fix = f"num_processes is the total of all machines: set a multiple of {num_machines}."
+        yield about(spec, "FSDP-E132", "launch.num_processes", message, fix)
     if launch.main_process_port > 65535:
-        yield error(
-            spec, "launch.main_process_port", f"{launch.main_process_port} is no port.", "Choose one up to 65535."
-        )
-    if launch.num_machines > 1 and not launch.main_process_ip and launch.machine_rank > 0:
-        yield warning(
-            spec,
-            "launch.main_process_ip",
-            f"{launch.num_machines} machines and no address of machine 0.",
-            "Give main_process_ip, in the file or on the command line.",
-        )
+        message = f"{launch.main_process_port} is not a valid port."
+        yield about(spec, "FSDP-E133", "launch.main_process_port", message, "Choose a port up to 65535.")
+    if num_machines > 1 and not launch.main_process_ip and launch.machine_rank > 0:
+        message = f"num_machines is {num_machines}, but main_process_ip is not set."
+        fix = "Set it to the address of machine 0, in the config or on the command line."
+        yield about(spec, "FSDP-W134", "launch.main_process_ip", message, fix)
 
 
-def elsewhere(spec: FsdpSpec) -> Iterator[Problem]:
+def check_environment(spec: FsdpSpec) -> Iterator[Problem]:
     if spec.launch.compute_environment == "AMAZON_SAGEMAKER":
-        yield warning(
-            spec,
-            "launch.compute_environment",
-            "SageMaker's own launcher is not driven by this plugin.",
-            "Inside the job, launch with hf-fsdp launch and LOCAL_MACHINE.",
-        )
+        message = "the SageMaker launcher is not supported by this plugin."
+        fix = "Inside the job, use hf-fsdp launch with compute_environment: LOCAL_MACHINE."
+        yield about(spec, "FSDP-W135", "launch.compute_environment", message, fix)
 
 
 LAUNCH_RULES: Final[tuple[Rule, ...]] = (
-    other_engine,
-    fp8,
-    fsdp_is_on,
-    defaults_are_told,
-    xla,
-    mesh_fits_world,
-    mesh_fits_strategy,
-    machines,
-    elsewhere,
+    check_engine,
+    check_fp8,
+    check_fsdp_enabled,
+    check_defaults_only,
+    check_xla,
+    check_mesh_size,
+    check_mesh_strategy,
+    check_machines,
+    check_environment,
 )

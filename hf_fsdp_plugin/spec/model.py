@@ -1,7 +1,7 @@
-"""What was asked: the typed form of an FSDP config, one section a subject.
+"""``FsdpSpec``: the requested settings, typed, in sections. Also every default.
 
-Attribute paths are the canonical names (``spec.sharding.strategy`` is ``sharding.strategy``). ``"auto"`` means
-"whatever fits the model and the world"; ``plan.resolve`` replaces it once, and nothing after the plan knows the word.
+Attribute paths are the canonical names: ``spec.sharding.strategy`` is the setting ``sharding.strategy``. ``"auto"`` is
+replaced once, by ``plan.resolve``, with a value that fits the model and the world size.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Origin, Problem
+from hf_fsdp_plugin.sources.settings import Dialect
 from hf_fsdp_plugin.strategies import DEFAULT
 
 Version = Literal[1, 2]
@@ -42,7 +43,7 @@ class MeshSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrapSection:
-    """``classes`` empty means the model's own ``_no_split_modules``; ``min_num_params`` counts parameters."""
+    """Empty ``classes`` mean the model's own ``_no_split_modules``. ``min_num_params`` is a number of parameters."""
 
     policy: WrapPolicy = "none"
     classes: tuple[str, ...] = ()
@@ -58,7 +59,7 @@ class OffloadSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionSection:
-    """``auto`` leaves a dtype as the model has it: no cast."""
+    """``auto`` keeps the dtype of the model: no cast."""
 
     param: DtypeName = "auto"
     reduce: DtypeName = "fp32"
@@ -81,7 +82,7 @@ class CheckpointSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationSection:
-    """``native`` is true where Transformers' own ``gradient_checkpointing`` was asked for, not FSDP's."""
+    """``native`` is true if ``gradient_checkpointing`` of Transformers is used instead of FSDP's checkpointing."""
 
     checkpointing: Checkpointing = "none"
     offload: bool = False
@@ -109,7 +110,7 @@ class XlaSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchSection:
-    """The rest of Accelerate's file: what the launcher needs, not the model. ``extra`` keeps what is only passed on."""
+    """Settings of the launcher, not of the model. ``extra`` contains keys that the plugin does not use."""
 
     compute_environment: str = "LOCAL_MACHINE"
     distributed_type: str = "FSDP"
@@ -133,11 +134,11 @@ class LaunchSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FsdpSpec:
-    """A checked FSDP config. Made by :func:`hf_fsdp_plugin.load_spec`; free of errors.
+    """A checked FSDP config without errors, made by :func:`hf_fsdp_plugin.load_spec`.
 
     Attributes:
-        origins: canonical name -> where its value was written; absent names are defaults.
-        problems: the warnings and notes found on the way.
+        origins: canonical name -> where its value was written. Names that are missing have their default.
+        problems: warnings and notes.
     """
 
     fsdp: FsdpSection = field(default_factory=FsdpSection)
@@ -157,7 +158,7 @@ class FsdpSpec:
     problems: tuple[Problem, ...] = ()
 
     def get(self, name: str) -> Any:
-        """The value of a canonical name. Raises ``KeyError`` for a name that is not in the vocabulary."""
+        """Return the value of a canonical name. Raises ``KeyError`` for a name that is not in the vocabulary."""
         section, _, setting = name.partition(".")
         try:
             return getattr(getattr(self, section), setting)
@@ -165,15 +166,15 @@ class FsdpSpec:
             raise KeyError(name) from None
 
     def origin(self, name: str) -> Origin:
-        """Where a canonical name's value was written; ``default`` where it was not."""
+        """Return where the value was written; ``DEFAULT_ORIGIN`` if no source sets it."""
         return self.origins.get(name, DEFAULT_ORIGIN)
 
     def asked(self, name: str) -> bool:
-        """Whether anybody wrote this setting down, as against its default."""
+        """Whether a source sets this setting."""
         return name in self.origins
 
     def settings(self) -> Iterator[tuple[str, Any, Origin]]:
-        """Every canonical setting as (name, value, origin), in the order of the sections."""
+        """Yield every setting as (name, value, origin), in the order of the sections."""
         for section in SECTIONS:
             for setting in fields(getattr(self, section)):
                 name = f"{section}.{setting.name}"
@@ -181,3 +182,18 @@ class FsdpSpec:
 
 
 SECTIONS: tuple[str, ...] = tuple(f.name for f in fields(FsdpSpec) if f.name not in ("origins", "problems"))
+
+
+DIALECT_DEFAULTS: Final[Mapping[Dialect | None, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "accelerate": {"fsdp.version": 1, "wrap.policy": "none"},
+        "training_arguments": {"fsdp.version": 2, "wrap.policy": "transformer"},
+        None: {},
+    }
+)
+"""Dialect -> the defaults in which it differs. The sections above contain all other defaults."""
+
+VERSION_DEFAULTS: Final[Mapping[int, Mapping[str, Any]]] = MappingProxyType(
+    {1: {"prefetch.backward": "none"}, 2: {"prefetch.backward": "pre"}}
+)
+"""FSDP version -> the defaults in which it differs."""

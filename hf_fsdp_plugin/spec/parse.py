@@ -1,20 +1,21 @@
-"""Settings to an ``FsdpSpec``: values typed, derived settings folded, defaults of the dialect filled in."""
+"""Settings to an ``FsdpSpec``: type the values, derive the settings that follow from others, fill in the defaults."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import Any
 
 from hf_fsdp_plugin.problems import Origin, Problem
-from hf_fsdp_plugin.sources.keys import AUTO_WRAP
-from hf_fsdp_plugin.sources.precedence import is_stronger, lost
-from hf_fsdp_plugin.sources.settings import Dialect, Reading, Setting
+from hf_fsdp_plugin.sources import environment
+from hf_fsdp_plugin.sources.collector import AUTO_WRAP
+from hf_fsdp_plugin.sources.settings import Dialect, Setting, SourceSettings
 from hf_fsdp_plugin.spec import model
-from hf_fsdp_plugin.spec.values import NotSaid, ValueProblem, shown, typed
+from hf_fsdp_plugin.spec.precedence import about, has_precedence, overridden
+from hf_fsdp_plugin.spec.values import InvalidValue, NoValue, shown, typed
 from hf_fsdp_plugin.strategies import DEFAULT, STRATEGIES, Strategy, strategy_of
-from hf_fsdp_plugin.vocabulary import BY_NAME, canonical
+from hf_fsdp_plugin.vocabulary import BY_NAME
 
 Settings = dict[str, Setting]
 _FIELDS = frozenset(
@@ -22,95 +23,65 @@ _FIELDS = frozenset(
 )
 
 
-def parse(reading: Reading) -> Reading:
-    """The same reading with typed values; what cannot be typed becomes a problem."""
+def parse(level: SourceSettings) -> SourceSettings:
+    """Return the same settings with typed values; an invalid value becomes a problem."""
     settings: list[Setting] = []
-    problems = list(reading.problems)
-    for setting in reading.settings:
+    problems: list[Problem] = []
+    for setting in level.settings:
         row = BY_NAME.get(setting.name)
         if row is None:
-            settings.append(setting)  # AUTO_WRAP has no row: nobody can write it as a key
+            settings.append(setting)  # AUTO_WRAP, which is no key and has no row
             continue
         try:
-            settings.append(_folded(setting.with_value(typed(row, setting.value))))
-        except NotSaid:
+            parsed = setting.with_value(typed(row, setting.value))
+        except NoValue:
             continue
-        except ValueProblem as problem:
-            name = canonical(row.name)
-            message = f"{setting.origin.spelling} is {shown(setting.value)}; expected {problem.expected}."
-            problems.append(
-                Problem(severity="error", message=message, fix=problem.fix, setting=name, origin=setting.origin)
-            )
-    if len(problems) > len(reading.problems) and any(_is_refused_axis(setting) for setting in reading.settings):
-        # with a tensor axis refused, the data axes no longer add up to anything worth judging
+        except InvalidValue as invalid:
+            message = f"{setting.origin.spelling} is {shown(setting.value)}; expected {invalid.expected}."
+            problems.append(about(setting, invalid.code, message, invalid.fix))
+            continue
+        if parsed.name == "sharding.reshard" and isinstance(parsed.value, str):
+            parsed = replace(parsed, name="sharding.strategy")
+        settings.append(parsed)
+    if any(problem.code == "FSDP-E122" for problem in problems):
+        # without the unsupported mesh axis, the other axes do not multiply to the world size
         settings = [setting for setting in settings if not setting.name.startswith("mesh.")]
-    return replace(reading, settings=tuple(settings), problems=tuple(problems))
+    return replace(level, settings=tuple(settings), problems=(*level.problems, *problems))
 
 
-def _is_refused_axis(setting: Setting) -> bool:
-    row = BY_NAME.get(setting.name)
-    return row is not None and row.kind == "one" and setting.value not in (1, "1")
+def dialect_of(levels: Iterable[SourceSettings]) -> Dialect | None:
+    """The dialect of the source of highest precedence that mentions FSDP."""
+    return next((level.dialect for level in levels if level.dialect is not None), None)
 
 
-def _folded(setting: Setting) -> Setting:
-    """A spelling with a meaning of its own under the name it means."""
-    if setting.name == "sharding.reshard" and isinstance(setting.value, str):
-        return replace(setting, name="sharding.strategy")
-    return setting
-
-
-def dialect_of(readings: Iterable[Reading]) -> Dialect | None:
-    """That of the strongest source that speaks of FSDP. The readings come strongest first."""
-    return next((reading.dialect for reading in readings if reading.dialect is not None), None)
-
-
-def build(won: Settings, dialect: Dialect | None) -> tuple[model.FsdpSpec, tuple[Problem, ...]]:
-    """The spec that these settings make, and what was noticed in folding them."""
+def build(effective: Settings, dialect: Dialect | None) -> tuple[model.FsdpSpec, tuple[Problem, ...]]:
+    """Return the spec of these settings, and the problems found while settings were derived from others."""
     problems: list[Problem] = []
-    settings = dict(won)
-    _fold_precision(settings)
-    _fold_dynamo(settings)
-    _fold_extra(settings)
-    defaults = _defaults(settings, dialect)
-    _fold_checkpointing(settings, problems)
-    _fold_wrapping(settings, defaults, problems)
-    _fold_strategy(settings, defaults, problems)
-    _fold_loading(settings, defaults)
-    return _spec(settings, defaults), tuple(problems)
+    settings = dict(effective)
+    _derive_mode(settings)
+    _gather(settings, "launch.dynamo_config", "dynamo_")
+    _gather(settings, "launch.extra", "")
+    defaults = {"fsdp.version": model.FsdpSection().version, **model.DIALECT_DEFAULTS[dialect]}
+    version = settings["fsdp.version"].value if "fsdp.version" in settings else defaults["fsdp.version"]
+    defaults |= model.VERSION_DEFAULTS[version]
+    _derive_checkpointing(settings, problems)
+    _derive_wrap_policy(settings, problems)
+    _derive_strategy(settings, version, problems)
+    return _make_spec(settings, defaults), tuple(problems)
 
 
-def _defaults(settings: Settings, dialect: Dialect | None) -> dict[str, Any]:
-    """What is meant where nothing is said."""
-    version = _value(settings, "fsdp.version", 1 if dialect == "accelerate" else 2)
-    return {
-        "fsdp.version": version,
-        "wrap.policy": "transformer" if dialect == "training_arguments" else "none",
-        "prefetch.backward": "none" if version == 1 else "pre",
-        "params.use_orig": True,
-        "loading.sync_module_states": True,
-    }
-
-
-def _fold_precision(settings: Settings) -> None:
-    """A dtype said by a stronger source than ``mixed_precision`` takes the launcher's word along."""
+def _derive_mode(settings: Settings) -> None:
+    """A parameter dtype of higher precedence than ``mixed_precision`` overrides the launcher's mode too."""
     mode, param = settings.get("launch.mixed_precision"), settings.get("precision.param")
     if mode is None or param is None or mode.origin == param.origin or param.implied or param.value == mode.value:
         return
-    if is_stronger(param, mode):
-        word = param.value if param.value in ("bf16", "fp16") else "no"
-        settings["launch.mixed_precision"] = replace(param, name="launch.mixed_precision", value=word)
-
-
-def _fold_dynamo(settings: Settings) -> None:
-    _gather(settings, "launch.dynamo_config", "dynamo_")
-
-
-def _fold_extra(settings: Settings) -> None:
-    _gather(settings, "launch.extra", "")
+    if has_precedence(param, mode):
+        value = param.value if param.value in ("bf16", "fp16") else "no"
+        settings["launch.mixed_precision"] = replace(param, name="launch.mixed_precision", value=value)
 
 
 def _gather(settings: Settings, name: str, prefix: str) -> None:
-    """``launch.extra.x``, ``launch.extra.y`` to one mapping under ``launch.extra``."""
+    """``launch.extra.x`` and ``launch.extra.y`` become one mapping ``launch.extra``."""
     parts = {key: settings.pop(key) for key in list(settings) if key.startswith(f"{name}.")}
     if parts:
         first = next(iter(parts.values()))
@@ -118,96 +89,83 @@ def _gather(settings: Settings, name: str, prefix: str) -> None:
         settings[name] = replace(first, name=name, value=value)
 
 
-def _fold_checkpointing(settings: Settings, problems: list[Problem]) -> None:
+def _derive_checkpointing(settings: Settings, problems: list[Problem]) -> None:
+    """``gradient_checkpointing`` of TrainingArguments sets ``activation.checkpointing`` and marks it as native."""
     trainer = settings.pop("activation.trainer", None)
     if trainer is None or not trainer.value:
         return
     own = settings.get("activation.checkpointing")
     if own is not None and own.value != "none":
-        problems.append(
-            _error(
-                own,
-                f"activations would be recomputed twice: {own.said} and {trainer.origin}.",
-                f"Drop {trainer.origin.spelling}: FSDP's own checkpointing needs no second all-gather.",
-            )
-        )
+        message = f"{own.written} and {trainer.origin} would both recompute the activations."
+        fix = f"Remove {trainer.origin.spelling}: FSDP's checkpointing needs no second all-gather."
+        problems.append(about(own, "FSDP-E112", message, fix))
         return
     settings["activation.checkpointing"] = replace(trainer, name="activation.checkpointing", value="full")
     settings["activation.native"] = replace(trainer, name="activation.native", value=True)
 
 
-def _fold_wrapping(settings: Settings, defaults: dict[str, Any], problems: list[Problem]) -> None:
-    word = settings.pop(AUTO_WRAP, None)
+def _derive_wrap_policy(settings: Settings, problems: list[Problem]) -> None:
+    """Without a wrap policy, a size threshold, ``auto_wrap`` or class names select one, in this order."""
+    auto_wrap = settings.pop(AUTO_WRAP, None)
     if "wrap.policy" in settings:
         return
-    threshold = settings.get("wrap.min_num_params")
-    sized = threshold is not None and threshold.value > 0
-    if sized and "wrap.classes" in settings:
-        assert threshold is not None
-        problems.append(
-            _error(
-                threshold,
-                "both a size threshold and layer classes are given, and no policy.",
-                "Write fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP or SIZE_BASED_WRAP, or drop one of the two.",
-            )
-        )
-    elif sized:
-        assert threshold is not None
-        settings["wrap.policy"] = replace(threshold, name="wrap.policy", value="size")
-    elif word is not None:
-        settings["wrap.policy"] = replace(word, name="wrap.policy", value="transformer")
-    elif "wrap.classes" in settings:
-        settings["wrap.policy"] = replace(settings["wrap.classes"], name="wrap.policy", value="transformer")
+    threshold, classes = settings.get("wrap.min_num_params"), settings.get("wrap.classes")
+    if threshold is not None and threshold.value > 0:
+        if classes is not None:
+            message = "a size threshold and layer classes are set, but no wrap policy."
+            fix = "Set fsdp_auto_wrap_policy to TRANSFORMER_BASED_WRAP or SIZE_BASED_WRAP, or remove one of the two."
+            problems.append(about(threshold, "FSDP-E113", message, fix))
+        else:
+            settings["wrap.policy"] = replace(threshold, name="wrap.policy", value="size")
+    elif selects := auto_wrap or classes:
+        settings["wrap.policy"] = replace(selects, name="wrap.policy", value="transformer")
 
 
-def _fold_strategy(settings: Settings, defaults: dict[str, Any], problems: list[Problem]) -> None:
-    """A strategy and ``reshard_after_forward`` to one strategy; then the hybrid one where the mesh has replicas."""
+def _derive_strategy(settings: Settings, version: int, problems: list[Problem]) -> None:
+    """Combine the strategy with ``reshard_after_forward``, then with a mesh that replicates."""
     reshard = settings.pop("sharding.reshard", None)
     strategy = settings.get("sharding.strategy")
     if reshard is not None and strategy is None:
-        settings["sharding.strategy"] = replace(reshard, name="sharding.strategy", value=_with_reshard(reshard).name)
+        settings["sharding.strategy"] = _strategy_of(reshard)
     elif reshard is not None and strategy is not None:
-        _reconcile(settings, strategy, reshard, defaults, problems)
-    _promote(settings, defaults, problems)
+        _combine_reshard(settings, strategy, reshard, version, problems)
+    _combine_mesh(settings, problems)
 
 
-def _reconcile(
-    settings: Settings, strategy: Setting, reshard: Setting, defaults: dict[str, Any], problems: list[Problem]
+def _strategy_of(reshard: Setting, row: Strategy = DEFAULT) -> Setting:
+    value = strategy_of(sharded=True, hybrid=row.hybrid, reshard=reshard.value).name
+    return replace(reshard, name="sharding.strategy", value=value)
+
+
+def _combine_reshard(
+    settings: Settings, strategy: Setting, reshard: Setting, version: int, problems: list[Problem]
 ) -> None:
-    row, means = STRATEGIES[strategy.value], _with_reshard(reshard)
-    other = _with_reshard(reshard, row)
+    row = STRATEGIES[strategy.value]
+    other = _strategy_of(reshard, row)
     if not row.is_sharded or row.reshards_after_forward == reshard.value:
-        problems.append(_note(reshard, f"{reshard.said} changes nothing beside {strategy.origin}."))
+        problems.append(about(reshard, "FSDP-N108", f"{reshard.written} has no effect with {strategy.origin}."))
     elif row.hybrid and row.reshards_after_forward:
-        settings["sharding.strategy"] = strategy.with_value(other.name)
-        problems.append(_note(reshard, f"{reshard.said} makes {strategy.origin} a {other.name}."))
-    elif reshard.origin.source == strategy.origin.source == "environment":
-        # accelerate launch writes both variables whatever was asked; each version of FSDP reads one of them
-        if defaults["fsdp.version"] == 2:
-            settings["sharding.strategy"] = replace(reshard, name="sharding.strategy", value=means.name)
-        problems.append(
-            _note(reshard, f"{strategy.said} and {reshard.said}: the one that this FSDP version reads is taken.")
-        )
-    elif is_stronger(strategy, reshard):
-        problems.append(lost(reshard, strategy))
-    elif is_stronger(reshard, strategy):
-        settings["sharding.strategy"] = replace(reshard, name="sharding.strategy", value=other.name)
-        problems.append(lost(strategy, reshard))
+        settings["sharding.strategy"] = strategy.with_value(other.value)
+        problems.append(about(reshard, "FSDP-N109", f"{reshard.written} changes {strategy.origin} to {other.value}."))
+    elif reshard.origin.source == strategy.origin.source == environment.SOURCE:
+        # accelerate launch always writes both variables; each version of FSDP reads one of them
+        if version == 2:
+            settings["sharding.strategy"] = _strategy_of(reshard)
+        used = reshard if version == 2 else strategy
+        message = f"{strategy.written} and {reshard.written} differ; FSDP{version} reads {used.origin.spelling}."
+        problems.append(about(reshard, "FSDP-N110", message))
+    elif has_precedence(strategy, reshard):
+        problems.append(overridden(reshard, strategy))
+    elif has_precedence(reshard, strategy):
+        settings["sharding.strategy"] = other
+        problems.append(overridden(strategy, reshard))
     else:
-        problems.append(
-            _error(
-                strategy,
-                f"{strategy.said} contradicts {reshard.origin}, which means {means.name}.",
-                f"Drop {reshard.origin.spelling}.",
-            )
-        )
+        message = f"{strategy.written} conflicts with {reshard.origin}, which means {_strategy_of(reshard).value}."
+        problems.append(about(strategy, "FSDP-E107", message, f"Remove {reshard.origin.spelling}."))
 
 
-def _with_reshard(reshard: Setting, row: Strategy = DEFAULT) -> Strategy:
-    return strategy_of(sharded=True, hybrid=row.hybrid, reshard=reshard.value)
-
-
-def _promote(settings: Settings, defaults: dict[str, Any], problems: list[Problem]) -> None:
+def _combine_mesh(settings: Settings, problems: list[Problem]) -> None:
+    """With several replicas, a strategy becomes its hybrid counterpart; with a shard size of 1 it becomes no_shard."""
     replicate, shard = settings.get("mesh.replicate"), settings.get("mesh.shard")
     if replicate is None or replicate.value == "auto" or replicate.value == 1:
         return
@@ -219,20 +177,13 @@ def _promote(settings: Settings, defaults: dict[str, Any], problems: list[Proble
         return
     plain = STRATEGIES[strategy.value] if strategy is not None else DEFAULT
     hybrid = plain.counterpart(hybrid=True)
-    if hybrid not in (None, plain):
+    if hybrid is not None and hybrid is not plain:
         settings["sharding.strategy"] = replace(strategy or replicate, name="sharding.strategy", value=hybrid.name)
-        problems.append(
-            _note(replicate, f"{replicate.said} makes {plain.name} a {hybrid.name}: shards inside, replicas outside.")
-        )
+        message = f"{replicate.written} changes the strategy {plain.name} to {hybrid.name}."
+        problems.append(about(replicate, "FSDP-N111", message))
 
 
-def _fold_loading(settings: Settings, defaults: dict[str, Any]) -> None:
-    """Rank 0 alone has the weights, so they must be sent: sync_module_states follows unless it was said otherwise."""
-    if _value(settings, "loading.ram_efficient", False):
-        defaults["loading.sync_module_states"] = True
-
-
-def _spec(settings: Settings, defaults: Mapping[str, Any]) -> model.FsdpSpec:
+def _make_spec(settings: Settings, defaults: dict[str, Any]) -> model.FsdpSpec:
     sections: dict[str, dict[str, Any]] = {section: {} for section in model.SECTIONS}
     origins: dict[str, Origin] = {}
     for name in sorted({*settings, *defaults} & _FIELDS):
@@ -244,15 +195,3 @@ def _spec(settings: Settings, defaults: Mapping[str, Any]) -> model.FsdpSpec:
     base = model.FsdpSpec()
     built = {section: replace(getattr(base, section), **values) for section, values in sections.items()}
     return replace(base, **built, origins=MappingProxyType(origins))
-
-
-def _value(settings: Settings, name: str, default: Any) -> Any:
-    return settings[name].value if name in settings else default
-
-
-def _error(setting: Setting, message: str, fix: str) -> Problem:
-    return Problem(severity="error", message=message, fix=fix, setting=canonical(setting.name), origin=setting.origin)
-
-
-def _note(setting: Setting, message: str) -> Problem:
-    return Problem(severity="note", message=message, setting=canonical(setting.name), origin=setting.origin)

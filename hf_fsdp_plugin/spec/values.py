@@ -1,4 +1,4 @@
-"""Values as written to values as typed: one function a kind."""
+"""Parse values as written into typed values: one function per kind of setting."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hf_fsdp_plugin.sources.keys import FALSE_WORDS, TRUE_WORDS
+from hf_fsdp_plugin.sources.collector import FALSE_WORDS, TRUE_WORDS
 from hf_fsdp_plugin.sources.tree import shorten
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.vocabulary import STRATEGY_CHOICES, Kind, Row
@@ -18,27 +18,29 @@ _INTEGER = re.compile(r"([+-]?)(\d[\d_,]*(?:\.\d*)?(?:e[+-]?\d{1,3})?)([kmbgt]?)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 
 
-class NotSaid(Exception):
-    """The text stands for nothing: ``None`` in an environment variable."""
+class NoValue(Exception):
+    """The text means null: ``None`` in an environment variable."""
 
 
-class ValueProblem(ValueError):
-    """A value of the wrong kind.
+class InvalidValue(ValueError):
+    """A value that is not valid for its setting.
 
     Attributes:
-        expected: what would have been right.
+        expected: the valid values.
         fix: what to do.
+        code: the code of the problem.
     """
 
-    def __init__(self, expected: str, fix: str = "") -> None:
+    def __init__(self, expected: str, fix: str = "", *, code: str = "FSDP-E101") -> None:
         self.expected = expected
         self.fix = fix
+        self.code = code
         super().__init__(expected)
 
 
 def typed(row: Row, raw: Any) -> Any:
-    """The typed value. Raises ``ValueProblem``, or ``NotSaid`` where the text means nothing."""
-    return _READERS[row.kind](row, raw)
+    """Return the typed value. Raises ``InvalidValue``, or ``NoValue`` if the text means null."""
+    return _PARSERS[row.kind](row, raw)
 
 
 def _bool(row: Row, raw: Any) -> bool:
@@ -49,14 +51,14 @@ def _bool(row: Row, raw: Any) -> bool:
         return True
     if word in FALSE_WORDS:
         return False
-    _refuse_nothing(word)
-    raise ValueProblem("true or false", _did_you_mean(word, ("true", "false")))
+    _check_not_null(word)
+    raise InvalidValue("true or false", _did_you_mean(word, ("true", "false")))
 
 
 def _integer(row: Row, raw: Any) -> int:
     number = _number(raw)
     if row.minimum is not None and number < row.minimum:
-        raise ValueProblem(f"a whole number from {row.minimum}")
+        raise InvalidValue(f"an integer of at least {row.minimum}")
     return number
 
 
@@ -66,41 +68,42 @@ def _size(row: Row, raw: Any) -> int | str:
         return "auto"
     try:
         return _integer(row, raw)
-    except ValueProblem as problem:
-        raise ValueProblem(f"{problem.expected}, or auto") from None
+    except InvalidValue as problem:
+        raise InvalidValue(f"auto, or {problem.expected}") from None
 
 
 def _one(row: Row, raw: Any) -> int:
     number = _number(raw)
     if number != 1:
-        raise ValueProblem(
-            "1: the plugin does data parallelism (replicate × shard) only",
-            "Set it to 1, or train that model with the plain stack.",
+        raise InvalidValue(
+            "1, because the plugin supports data parallelism only (replicate × shard)",
+            "Set it to 1, or train this model without the plugin.",
+            code="FSDP-E122",
         )
     return number
 
 
 def _number(raw: Any) -> int:
-    expected = "a whole number (1e8 and 100M are read)"
+    expected = "an integer, such as 100000000, 1e8 or 100M"
     if isinstance(raw, bool):
-        raise ValueProblem(expected)
+        raise InvalidValue(expected)
     if isinstance(raw, int):
         number: float | int = raw
     else:
         word = _word(raw)
-        _refuse_nothing(word)
+        _check_not_null(word)
         match = _INTEGER.fullmatch(word)
         if match is None or len(word) > 40:
-            raise ValueProblem(expected)
+            raise InvalidValue(expected)
         digits = match[2].replace("_", "").replace(",", "")
         number = int(digits) if digits.isdigit() else float(digits)
         number = number * _UNITS[match[3].lower()] * (-1 if match[1] == "-" else 1)
     if isinstance(number, float):
         if not math.isfinite(number) or abs(number - round(number)) > 1e-6:
-            raise ValueProblem(expected)
+            raise InvalidValue(expected)
         number = round(number)
     if abs(number) > MAX_INTEGER:
-        raise ValueProblem(f"{expected} of at most {MAX_INTEGER}")
+        raise InvalidValue(f"an integer of at most {MAX_INTEGER}")
     return number
 
 
@@ -109,25 +112,26 @@ def _choice(row: Row, raw: Any) -> Any:
     if found is not None:
         return int(found) if found.isdigit() else found
     word = _word(raw)
-    _refuse_nothing(word)
+    _check_not_null(word)
     forms = [value for value in row.choices if value != "auto"]
     if row.choices is STRATEGY_CHOICES:
-        raise ValueProblem(f"{', '.join(forms)} or 1 to {len(forms)}", _did_you_mean(_value_key(raw), forms))
-    raise ValueProblem(_or(forms), _did_you_mean(_value_key(raw), _spelt(row.choices)))
+        raise InvalidValue(f"{', '.join(forms)} or 1 to {len(forms)}", _did_you_mean(_value_key(raw), forms))
+    raise InvalidValue(_or(forms), _did_you_mean(_value_key(raw), _spellings(row.choices)))
 
 
 def _mode(row: Row, raw: Any) -> str:
     mode = str(_choice(row, raw))
     if mode == "fp8":
-        raise ValueProblem(
-            "no, bf16 or fp16: fp8 is made inside the model (torchao, TransformerEngine), not driven by this plugin",
-            "Write mixed_precision: bf16.",
+        raise InvalidValue(
+            "no, bf16 or fp16. fp8 is implemented inside the model (torchao, TransformerEngine), not by FSDP",
+            "Set mixed_precision: bf16.",
+            code="FSDP-E121",
         )
     return mode
 
 
 def _reshard(row: Row, raw: Any) -> bool | str:
-    """A strategy where a strategy is named (also by the numbers 2 to 5, as ``accelerate to-fsdp2`` leaves them)."""
+    """A bool or a strategy, also by its number: ``accelerate to-fsdp2`` keeps the numbers of the strategy key."""
     word = _value_key(raw)
     if word in TRUE_WORDS:
         return True
@@ -135,18 +139,18 @@ def _reshard(row: Row, raw: Any) -> bool | str:
         return False
     if found := look_up(STRATEGY_CHOICES, raw):
         return found
-    _refuse_nothing(word)
+    _check_not_null(word)
     forms = ("true", "false", *STRATEGIES)
-    raise ValueProblem("true, false or the name of a strategy", _did_you_mean(word, forms))
+    raise InvalidValue("true, false or a strategy", _did_you_mean(word, forms))
 
 
 def _names(row: Row, raw: Any) -> tuple[str, ...]:
-    """A name, a comma list, a list, or the text of a Python list, which stock launchers write into the environment."""
+    """A name, several with commas, a list, or a Python list as text (stock launchers write it into the environment)."""
     items = raw if isinstance(raw, list) else [raw]
     names: dict[str, None] = {}
     for item in items:
         if not isinstance(item, str):
-            raise ValueProblem("a class name, or several as a list or with commas")
+            raise InvalidValue("a class name, a list of them, or several separated by commas")
         text = item.strip()
         if text.startswith(("[", "{", "(")) and text.endswith(("]", "}", ")")):
             text = text[1:-1]
@@ -154,25 +158,25 @@ def _names(row: Row, raw: Any) -> tuple[str, ...]:
             if clean := name.strip().strip("'\"").strip():
                 names[clean] = None
     if not names or list(names) in (["None"], ["null"]):
-        raise NotSaid
+        raise NoValue
     return tuple(names)
 
 
 def _text(row: Row, raw: Any) -> str:
     if isinstance(raw, dict):
-        raise ValueProblem("a text")
+        raise InvalidValue("text")
     text = ",".join(str(item) for item in raw) if isinstance(raw, list) else str(raw).strip()
     if isinstance(raw, bool):
         text = text.lower()
-    _refuse_nothing(text.lower())
+    _check_not_null(text.lower())
     if any(character in text for character in "\n\r\0"):
-        raise ValueProblem("a text of one line")
+        raise InvalidValue("a single line of text")
     return text
 
 
 def _mapping(row: Row, raw: Any) -> Mapping[str, Any]:
     if not isinstance(raw, dict):
-        raise ValueProblem("keys and values under it")
+        raise InvalidValue("a mapping with keys and values")
     return raw
 
 
@@ -181,7 +185,7 @@ def _any(row: Row, raw: Any) -> Any:
 
 
 def look_up(choices: Mapping[str, tuple[str, ...]], raw: Any) -> str | None:
-    """The canonical value that a text, number or bool means."""
+    """Return the canonical value of a text, number or bool; ``None`` if it is not one of the choices."""
     word = _value_key(raw)
     for value, others in choices.items():
         if word == value.lower() or word in others:
@@ -199,19 +203,19 @@ def _value_key(raw: Any) -> str:
 
 def _word(raw: Any) -> str:
     if isinstance(raw, (list, dict)):
-        raise ValueProblem("a single value, not a list or a mapping")
+        raise InvalidValue("a single value, not a list or a mapping")
     try:
         return str(raw).strip().lower()
     except ValueError:  # an integer of more digits than Python prints
-        raise ValueProblem("a sane number") from None
+        raise InvalidValue("a number of fewer digits") from None
 
 
-def _refuse_nothing(word: str) -> None:
+def _check_not_null(word: str) -> None:
     if word in ("none", "null", ""):
-        raise NotSaid
+        raise NoValue
 
 
-def _spelt(choices: Mapping[str, tuple[str, ...]]) -> list[str]:
+def _spellings(choices: Mapping[str, tuple[str, ...]]) -> list[str]:
     return [form for value, others in choices.items() for form in (value.lower(), *others) if not form.isdigit()]
 
 
@@ -224,12 +228,12 @@ def _or(forms: list[str]) -> str:
     return forms[0] if len(forms) == 1 else f"{', '.join(forms[:-1])} or {forms[-1]}"
 
 
-_READERS: Mapping[Kind, Callable[[Row, Any], Any]] = {
+_PARSERS: Mapping[Kind, Callable[[Row, Any], Any]] = {
     "bool": _bool, "integer": _integer, "size": _size, "choice": _choice, "names": _names, "text": _text,
     "mapping": _mapping, "any": _any, "reshard": _reshard, "one": _one, "mode": _mode,
 }  # fmt: skip
 
 
 def shown(raw: Any) -> str:
-    """A value for a message: quoted where it is text."""
+    """Return a value as shown in messages: quoted if it is text."""
     return shorten(repr(raw)) if isinstance(raw, str) else shorten(str(raw))

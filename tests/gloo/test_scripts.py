@@ -244,7 +244,7 @@ def test_the_trainer_script_weighs_flags_arguments_file_in_this_order(tmp_path: 
     assert seen["prefetch.backward"] == "pre"  # TrainingArguments over the file's BACKWARD_POST
     assert seen["precision.reduce"] == "fp32"  # only the file speaks of it
     assert seen["prefetch.forward"] is bool(flags)  # --set over all
-    assert done.stderr.count("fsdp_sharding_strategy=SHARD_GRAD_OP is overruled by TrainingArguments") == 1
+    assert done.stderr.count("fsdp_sharding_strategy=SHARD_GRAD_OP is overridden by TrainingArguments") == 1
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
@@ -284,7 +284,7 @@ def test_the_bert_script_trains_and_reports(tmp_path: Path, launcher: str) -> No
 @pytest.mark.parametrize(
     ("body", "words", "message"),
     [
-        ("fsdp_activation_checkpointing: true", (), "activations would be recomputed twice"),
+        ("fsdp_activation_checkpointing: true", (), "FSDP-E112"),
         ("fsdp_version: 2", ("--fp16",), "fp16"),
     ],
 )

@@ -1,32 +1,43 @@
-"""Shared by the tests of the torch-free front."""
+"""Fixtures for the tests of sources and spec."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.spec.load import Assessment, assess
-
-DATA = Path(__file__).parent.parent / "data"
+from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.sources.model import Sources, config_of
+from hf_fsdp_plugin.spec import load
+from hf_fsdp_plugin.spec.load import Assessment
 
 
 @pytest.fixture
-def judge() -> Callable[..., Assessment]:
-    """``assess`` away from the environment of whoever runs the tests."""
+def assess() -> Callable[..., Assessment]:
+    """``load.assess`` of a config and further sources, without the environment of the test run."""
 
     def run(config: Any = None, **sources: Any) -> Assessment:
-        sources.setdefault("environ", {})
-        return assess(config, **sources)
+        given = {name: sources.pop(name) for name in ("fsdp", "fsdp_config") if name in sources}
+        sources["training_arguments"] = {**sources.get("training_arguments", {}), **given}
+        return load.assess(Sources(config=config_of(config), **{"environ": {}, **sources}))
 
     return run
 
 
 @pytest.fixture
-def complaints(judge: Callable[..., Assessment]) -> Callable[..., list[str]]:
-    """The problems of one severity, as text."""
+def problems(assess: Callable[..., Assessment]) -> Callable[..., list[Problem]]:
+    """The problems of one severity."""
 
-    def run(config: Any = None, *, severity: str = "error", **sources: Any) -> list[str]:
-        return [str(problem) for problem in judge(config, **sources).problems if problem.severity == severity]
+    def run(config: Any = None, *, severity: str = "error", **sources: Any) -> list[Problem]:
+        return [problem for problem in assess(config, **sources).problems if problem.severity == severity]
+
+    return run
+
+
+@pytest.fixture
+def codes(problems: Callable[..., list[Problem]]) -> Callable[..., list[str]]:
+    """The codes of the problems of one severity."""
+
+    def run(config: Any = None, **given: Any) -> list[str]:
+        return [problem.code for problem in problems(config, **given)]
 
     return run

@@ -38,7 +38,7 @@ def process_fsdp_args(original: Callable[[], Any], arguments: Any) -> Any:
     if not session.asks_for_fsdp(spec):
         return original()
     print_warnings(spec.problems)
-    session.remember(arguments, spec)
+    session.current_session().remember(arguments, spec)
     if arguments.fsdp:
         arguments.fsdp = True
         # The Trainer reads these keys without a default.

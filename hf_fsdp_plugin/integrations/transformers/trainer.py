@@ -38,7 +38,7 @@ def create_accelerator(original: Callable[[], None], trainer: Any) -> None:
     ``load_best_model_at_end``. The checkpoints of this package contain the model for every state dict type.
     """
     install_hooks("accelerate")
-    spec = session.spec_of_arguments(trainer.args)
+    spec = session.current_session().spec_of_arguments(trainer.args)
     only_model = trainer.args.save_only_model
     trainer.args.save_only_model = only_model and spec is None
     try:

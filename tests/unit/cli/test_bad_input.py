@@ -14,56 +14,56 @@ from hf_fsdp_plugin.cli.main import main
 HEAD = b"distributed_type: FSDP\nuse_cpu: true\n"
 FSDP = HEAD + b"fsdp_config:\n"
 BAD: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "is empty"),
-    "comments only": (b"# nothing\n\n", "is empty"),
-    "not YAML": (b"fsdp_config: [a", "c.yaml:1: is not YAML"),
-    "tabs": (b"distributed_type: FSDP\nfsdp_config:\n\tfsdp_version: 2\n", "c.yaml:3: has a tab"),
-    "a list at top": (b"- a\n- b\n", "holds a list at top level"),
-    "a text at top": (b"hello\n", "holds a single value at top level"),
-    "50 MB of junk": (b"\x00\xffjunk" * (50_000_000 // 6), "is larger than 1 MiB"),
-    "50 MB of lines": (b"key: value\n" * (50_000_000 // 11), "is larger than 1 MiB"),
-    "binary": (b"\x00\x01\x02", "is binary"),
-    "not UTF-8": (b"a: \xff\n", "is not text in UTF-8"),
-    "a key twice": (FSDP + b"  fsdp_version: 2\n  fsdp_version: 2\n", "c.yaml:5: has the key 'fsdp_version' twice"),
+    "empty": (b"", "FSDP-E008"),
+    "comments only": (b"# nothing\n\n", "FSDP-E008"),
+    "not YAML": (b"fsdp_config: [a", "FSDP-E006"),
+    "tabs": (b"distributed_type: FSDP\nfsdp_config:\n\tfsdp_version: 2\n", "FSDP-E006"),
+    "a list at top": (b"- a\n- b\n", "FSDP-E009"),
+    "a text at top": (b"hello\n", "FSDP-E009"),
+    "50 MB of junk": (b"\x00\xffjunk" * (50_000_000 // 6), "FSDP-E004"),
+    "50 MB of lines": (b"key: value\n" * (50_000_000 // 11), "FSDP-E004"),
+    "binary": (b"\x00\x01\x02", "FSDP-E005"),
+    "not UTF-8": (b"a: \xff\n", "FSDP-E005"),
+    "a key twice": (FSDP + b"  fsdp_version: 2\n  fsdp_version: 2\n", "FSDP-E013"),
     "NaN as a threshold": (
         FSDP + b"  fsdp_auto_wrap_policy: SIZE_BASED_WRAP\n  fsdp_min_num_params: .nan\n",
-        "fsdp_min_num_params is nan; expected a whole number",
+        "FSDP-E101",
     ),
     "a class name with a blank": (
         FSDP + b"  fsdp_transformer_layer_cls_to_wrap: Llama DecoderLayer\n",
-        "'Llama DecoderLayer' has a blank inside",
+        "FSDP-E144",
     ),
     "a mesh of another size": (
         FSDP + b"  fsdp_version: 2\nnum_processes: 3\nparallelism_config:\n"
         b"  parallelism_config_dp_shard_size: 2\n  parallelism_config_dp_replicate_size: 2\n",
-        "a mesh of 2 × 2 (replicate × shard) is not num_processes, 3",
+        "FSDP-E128",
     ),
-    "fp16 on CPU": (FSDP + b"  fsdp_version: 2\nmixed_precision: fp16\n", "fp16 does not train on CPU ranks"),
+    "fp16 on CPU": (FSDP + b"  fsdp_version: 2\nmixed_precision: fp16\n", "FSDP-E147"),
     "bf16 and fp16": (
         b"distributed_type: FSDP\nmixed_precision: fp16\nfsdp_config:\n  fsdp_mixed_precision_policy: bf16\n",
-        "it is bf16 or fp16",
+        "FSDP-E146",
     ),
     "both checkpointing switches": (
         b"output_dir: out\nfsdp: full_shard\ngradient_checkpointing: true\n"
         b"fsdp_config:\n  activation_checkpointing: true\n",
-        "activations would be recomputed twice",
+        "FSDP-E112",
     ),
     "a deepspeed config": (
         b"distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n",
-        "this is a config for DeepSpeed, not for FSDP",
+        "FSDP-E120",
     ),
     "MULTI_GPU with an fsdp_config": (
         b"distributed_type: MULTI_GPU\nfsdp_config:\n  fsdp_version: 2\n",
-        "under which the FSDP settings",
+        "FSDP-E123",
     ),
-    "an alias": (b"a: &x [*x]\n", "uses the YAML alias"),
-    "a Python tag": (b'!!python/object/apply:os.system ["true"]\n', "uses the YAML tag"),
-    "brackets without end": (b"a: " + b"[" * 5000 + b"]" * 5000, "is nested too deeply"),
-    "two documents": (b"---\na: 1\n---\nb: 2\n", "holds two YAML documents"),
-    "a mapping as a key": (b"? {a: b}\n: c\n", "has a key that is not a plain word"),
-    "a version to come": (FSDP + b"  fsdp_version: 3\n", "fsdp_version is 3; expected 1 or 2"),
-    "a list for a section": (HEAD + b"fsdp_config: [a, b]\n", "expected keys and values under it"),
-    "a word for a number": (FSDP + b"  fsdp_version: 2\nnum_processes: two\n", "num_processes is 'two'"),
+    "an alias": (b"a: &x [*x]\n", "FSDP-E011"),
+    "a Python tag": (b'!!python/object/apply:os.system ["true"]\n', "FSDP-E011"),
+    "brackets without end": (b"a: " + b"[" * 5000 + b"]" * 5000, "FSDP-E012"),
+    "two documents": (b"---\na: 1\n---\nb: 2\n", "FSDP-E010"),
+    "a mapping as a key": (b"? {a: b}\n: c\n", "FSDP-E006"),
+    "a version to come": (FSDP + b"  fsdp_version: 3\n", "FSDP-E101"),
+    "a list for a section": (HEAD + b"fsdp_config: [a, b]\n", "FSDP-E022"),
+    "a word for a number": (FSDP + b"  fsdp_version: 2\nnum_processes: two\n", "FSDP-E101"),
 }
 VERBS = {"check": ["check"], "launch": ["launch", "--dry-run", "--config_file"]}
 
@@ -101,12 +101,12 @@ def test_what_is_no_file_is_one_message_and_exit_code_1(
     with socket.socket(socket.AF_UNIX) as server:
         server.bind("socket")
         for name, message in (
-            ("folder", "is a directory"),
-            ("pipe", "is not a regular file"),
-            ("socket", "is not a regular file"),
-            ("loop", "there is no such file"),
-            ("missing.yaml", "there is no such file"),
-            ("x" * 5000, "cannot be read"),
+            ("folder", "FSDP-E002"),
+            ("pipe", "FSDP-E002"),
+            ("socket", "FSDP-E002"),
+            ("loop", "FSDP-E001"),
+            ("missing.yaml", "FSDP-E001"),
+            ("x" * 5000, "FSDP-E003"),
         ):
             code, lines = said(capsys, monkeypatch, tmp_path, verb, name)
             assert (code, len(lines)) == (1, 1) and message in lines[0], (name, lines)
@@ -120,7 +120,7 @@ def test_a_file_without_permission_is_one_message_and_exit_code_1(
     (tmp_path / "c.yaml").write_bytes(FSDP)
     (tmp_path / "c.yaml").chmod(0)
     code, lines = said(capsys, monkeypatch, tmp_path, verb, "c.yaml")
-    assert (code, lines) == (1, ["c.yaml: may not be read by you. Change its permissions (chmod u+r)."])
+    assert code == 1 and len(lines) == 1 and "FSDP-E003" in lines[0]
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -8,7 +8,9 @@ import pytest
 
 from hf_fsdp_plugin.cli.launch_flags import UsageError, parse_launch_arguments
 from hf_fsdp_plugin.cli.main import main
+from hf_fsdp_plugin.sources.config_file import ConfigFile
 from hf_fsdp_plugin.sources.handover import LAUNCH_VARIABLE, LaunchHandover
+from hf_fsdp_plugin.sources.model import Sources
 
 CONFIG = "distributed_type: FSDP\nuse_cpu: true\nfsdp_config:\n  fsdp_version: 2\n"
 SCRIPT = "open('started', 'w').write('x')"
@@ -66,10 +68,13 @@ def test_wrong_usage_exits_2_with_one_line(
     ("argv", "parts"),
     [
         (["--num_processes", "100000"], ["FSDP-E702"]),
-        (["--num_processes", "0"], ["expected a whole number from 1"]),
+        (["--num_processes", "0"], ["at least 1"]),
         (["--set", "foo=1"], ["'foo'"]),
         (["--num_machines", "2"], ["FSDP-E704"]),
-        (["--num_machines", "2", "--num_processes", "3", "--main_process_ip", "h"], ["num_processes", "2 machines"]),
+        (
+            ["--num_machines", "2", "--num_processes", "3", "--main_process_ip", "h"],
+            ["num_processes=3", "num_machines=2"],
+        ),
         (["--fsdp_sharding_strategy", "9", "--set", "foo=1"], ["fsdp_sharding_strategy", "'foo'"]),
     ],
     ids=str,
@@ -117,8 +122,10 @@ def test_arguments_after_the_script_are_unchanged() -> None:
 
 
 def test_handover_roundtrip_and_invalid_variable() -> None:
-    written = LaunchHandover(config="/a/b.yaml", command_line=("--cpu=true",), overrides=("a=b",), environ={"A": "ü"})
+    config = ConfigFile(path=Path("/a/b.yaml"), shown="b.yaml")
+    sources = Sources(config=config, command_line=("--cpu=true",), overrides=("a=b",), environ={"A": "ü"})
+    written = LaunchHandover(sources=sources, quiet=True, report="/a/report.json")
     assert LaunchHandover.from_env(written.to_env()) == written
     assert LaunchHandover.from_env({}) is None
-    with pytest.raises(ValueError, match=f"{LAUNCH_VARIABLE} in the environment does not"):
+    with pytest.raises(ValueError, match=f"{LAUNCH_VARIABLE} does not"):
         LaunchHandover.from_env({LAUNCH_VARIABLE: '{"config": null}'})

@@ -46,9 +46,9 @@ def test_it_accepts_what_the_reader_accepts(validator, path):
         {"fsdp_config": "full_shard"},
     ],
 )
-def test_it_refuses_what_the_reader_refuses(validator, complaints, config):
+def test_it_refuses_what_the_reader_refuses(validator, codes, config):
     assert not validator.is_valid(config)
-    assert complaints(config)
+    assert codes(config)
 
 
 def test_every_recommended_key_is_described_and_every_other_spelling_deprecated():

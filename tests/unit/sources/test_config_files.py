@@ -1,4 +1,4 @@
-"""Files as people have them: the dialects in use, and what is not a config at all."""
+"""Config files: all dialects in use, and files that are not a valid config."""
 
 import json
 import os
@@ -7,186 +7,222 @@ from pathlib import Path
 
 import pytest
 
+from hf_fsdp_plugin.sources import config_file
+from hf_fsdp_plugin.sources.model import Sources, config_of
+from hf_fsdp_plugin.spec.load import assess as assess_sources
+
 DATA = Path(__file__).parents[2] / "data"
 CONFIGS = Path(__file__).parents[3] / "configs"
 
 BAD = {
-    "a_sentence.yaml": (1, "holds a single value at top level"),
-    "alias.yaml": (2, "uses the YAML alias"),
-    "binary.yaml": (None, "is binary, not text"),
-    "class_with_blank.yaml": (4, "'Llama DecoderLayer' has a blank inside"),
-    "deepspeed.yaml": (5, "a config for DeepSpeed, not for FSDP"),
-    "empty.yaml": (None, "is empty"),
-    "fp16_on_cpu.yaml": (3, "fp16 does not train on CPU ranks"),
-    "key_twice.yaml": (4, "has the key 'fsdp_version' twice, here and in line 3"),
-    "list.yaml": (1, "holds a list at top level"),
-    "mesh_against_world.yaml": (3, "a mesh of 2 × 2 (replicate × shard) is not num_processes, 3"),
-    "misspelt.yaml": (2, "unknown key 'num_proceses'. Did you mean num_processes?"),
-    "multi_gpu_with_fsdp_config.yaml": (1, "distributed_type is MULTI_GPU, under which the FSDP settings"),
-    "nan_threshold.yaml": (2, "fsdp_min_num_params is nan; expected a whole number"),
-    "not_utf8.yaml": (1, "is not text in UTF-8"),
-    "not_yaml.yaml": (1, "is not YAML"),
-    "python_tag.yaml": (1, "uses the YAML tag"),
-    "ram_efficient_without_sync.yaml": (4, "leaves weights on rank 0 alone"),
-    "tabs.yaml": (3, "has a tab"),
-    "tensor_parallel.yaml": (8, "parallelism_config_tp_size is 2; expected 1"),
-    "trailing_comma.json": (1, "is not JSON"),
-    "two_documents.yaml": (2, "holds two YAML documents"),
+    "a_sentence.yaml": (1, "FSDP-E009"),
+    "alias.yaml": (2, "FSDP-E011"),
+    "binary.yaml": (None, "FSDP-E005"),
+    "class_with_blank.yaml": (4, "FSDP-E144"),
+    "deepspeed.yaml": (5, "FSDP-E120"),
+    "empty.yaml": (None, "FSDP-E008"),
+    "fp16_on_cpu.yaml": (3, "FSDP-E147"),
+    "key_twice.yaml": (4, "FSDP-E013"),
+    "list.yaml": (1, "FSDP-E009"),
+    "mesh_against_world.yaml": (3, "FSDP-E128"),
+    "misspelt.yaml": (2, "FSDP-E020"),
+    "multi_gpu_with_fsdp_config.yaml": (1, "FSDP-E123"),
+    "nan_threshold.yaml": (2, "FSDP-E101"),
+    "not_utf8.yaml": (1, "FSDP-E005"),
+    "not_yaml.yaml": (1, "FSDP-E006"),
+    "python_tag.yaml": (1, "FSDP-E011"),
+    "ram_efficient_without_sync.yaml": (4, "FSDP-E149"),
+    "tabs.yaml": (3, "FSDP-E006"),
+    "tensor_parallel.yaml": (8, "FSDP-E122"),
+    "trailing_comma.json": (1, "FSDP-E007"),
+    "two_documents.yaml": (2, "FSDP-E010"),
 }
 
 
-def test_every_bad_file_has_its_complaint_written_down():
+def test_every_bad_file_is_tested():
     assert {path.name for path in (DATA / "bad").iterdir()} == set(BAD)
 
 
 @pytest.mark.parametrize("name", sorted(BAD))
-def test_a_bad_file_is_one_clear_complaint_at_its_line(complaints, name):
-    line, message = BAD[name]
+def test_bad_file_is_one_error_with_line(problems, name):
+    line, code = BAD[name]
     path = DATA / "bad" / name
-    errors = complaints(path)
-    place = f"{path}:{line}: " if line is not None else f"{path}: "
-    assert errors[0].startswith(place)
-    assert message in errors[0]
-    if name != "misspelt.yaml":
-        assert len(errors) == 1
-
-
-def test_all_misspelt_keys_of_a_file_are_told_at_once(complaints):
-    assert len(complaints(DATA / "bad" / "misspelt.yaml")) == 3
+    errors = problems(path)
+    assert (errors[0].code, errors[0].origin.source, errors[0].origin.line) == (code, str(path), line)
+    assert len(errors) == (3 if name == "misspelt.yaml" else 1)
 
 
 @pytest.mark.parametrize(
     "path", [*sorted((DATA / "good").iterdir()), *sorted(CONFIGS.glob("seed_*.yaml"))], ids=lambda p: p.name
 )
-def test_a_file_of_every_dialect_is_read_without_complaint(complaints, path):
-    assert complaints(path) == []
+def test_every_dialect_has_no_errors(codes, path):
+    assert codes(path) == []
 
 
-def test_the_two_configs_of_the_guides_ask_for_what_they_say(judge):
+def test_configs_of_guides_have_written_settings(assess):
     for name, layer, offload in (
         ("seed_hf_guide", "BertLayer", True),
         ("seed_book_chapter", "LlamaDecoderLayer", False),
     ):
-        spec = judge(CONFIGS / f"{name}.yaml").spec
+        spec = assess(CONFIGS / f"{name}.yaml").spec
         assert (spec.fsdp.version, spec.sharding.strategy, spec.wrap.policy) == (1, "full_shard", "transformer")
         assert (spec.wrap.classes, spec.offload.params, spec.prefetch.backward) == ((layer,), offload, "pre")
         assert (spec.checkpoint.state_dict, spec.precision.param, spec.precision.reduce) == ("sharded", "bf16", "fp32")
 
 
-def test_an_origin_names_file_line_key_and_value(judge):
+def test_origin_has_file_line_key_and_value(assess):
     path = CONFIGS / "seed_hf_guide.yaml"
-    assert str(judge(path).spec.origin("sharding.strategy")) == f"{path}:12 fsdp_sharding_strategy=1"
+    assert str(assess(path).spec.origin("sharding.strategy")) == f"{path}:12 fsdp_sharding_strategy=1"
 
 
-def test_json_has_line_numbers_too_and_may_be_indented_with_tabs(judge):
-    spec = judge(DATA / "good" / "only_fsdp_config.json").spec
+def test_json_with_tabs_has_line_numbers(assess):
+    spec = assess(DATA / "good" / "only_fsdp_config.json").spec
     assert spec.origin("prefetch.forward").line == 3
 
 
 @pytest.mark.parametrize("shape", [lambda part: part, lambda part: {"fsdp_config": part}])
-def test_the_fsdp_part_alone_is_read_like_the_whole_file(judge, shape, tmp_path):
+def test_fsdp_config_alone_equals_whole_file(assess, shape, tmp_path):
     part = {"fsdp_sharding_strategy": 2, "fsdp_offload_params": True}
     path = tmp_path / "c.json"
     path.write_text(json.dumps(shape(part)))
     for config in (shape(part), path):
-        spec = judge(config).spec
+        spec = assess(config).spec
         assert (spec.sharding.strategy, spec.offload.params, spec.fsdp.version) == ("shard_grad_op", True, 1)
 
 
-def test_an_fsdp_key_at_top_level_is_read_with_a_warning(judge):
-    assessment = judge({"distributed_type": "FSDP", "fsdp_offload_params": True})
+def test_fsdp_key_at_top_level_is_warning(assess):
+    assessment = assess({"distributed_type": "FSDP", "fsdp_offload_params": True})
     assert assessment.ok and assessment.spec.offload.params
-    assert "Move it under fsdp_config" in str(assessment.problems[0])
+    assert (assessment.problems[0].code, assessment.problems[0].setting) == ("FSDP-W021", "offload.params")
+    assert "fsdp_config" in assessment.problems[0].fix
 
 
-def test_a_missing_file_is_an_error(complaints, tmp_path):
-    assert complaints(tmp_path / "no.yaml") == [
-        f"{tmp_path / 'no.yaml'}: there is no such file. Check the path; accelerate config writes one."
-    ]
+def test_section_must_be_mapping(codes):
+    assert codes({"distributed_type": "FSDP", "parallelism_config": 2}) == ["FSDP-E022"]
+    assert codes({"distributed_type": "FSDP", "parallelism_config": {"dp_shard_size": 2}}) == []
 
 
-def test_a_directory_is_an_error(complaints, tmp_path):
-    assert "is a directory, not a file" in complaints(tmp_path)[0]
+def test_missing_file_is_error(problems, tmp_path):
+    (problem,) = problems(tmp_path / "no.yaml")
+    assert (problem.code, problem.origin.place) == ("FSDP-E001", str(tmp_path / "no.yaml"))
 
 
-def test_a_pipe_is_an_error_and_not_waited_for(complaints, tmp_path):
+def test_directory_and_pipe_are_errors(codes, tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
-    assert "is not a regular file" in complaints(tmp_path / "pipe.yaml")[0]
+    assert codes(tmp_path) == codes(tmp_path / "pipe.yaml") == ["FSDP-E002"]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_without_permission_is_an_error(complaints, tmp_path):
+def test_unreadable_file_is_error(codes, tmp_path, monkeypatch):
     path = tmp_path / "secret.yaml"
     path.write_text("distributed_type: FSDP\n")
-    path.chmod(0)
-    assert "may not be read by you" in complaints(path)[0]
+    for error in (PermissionError(), OSError("disk failure")):
+
+        def fail(*_, reason=error):
+            raise reason
+
+        monkeypatch.setattr(Path, "open", fail)
+        assert codes(path) == ["FSDP-E003"]
 
 
 @pytest.mark.parametrize("content", [b"a: b\n" * 10_000_000, os.urandom(1 << 20) * 50], ids=["text", "noise"])
-def test_50_mb_of_junk_are_refused_before_parsing(complaints, tmp_path, content):
+def test_large_file_is_rejected_before_parsing(codes, tmp_path, content):
     path = tmp_path / "junk.yaml"
     path.write_bytes(content)
     start = time.monotonic()
-    assert "is larger than 1 MiB" in complaints(path)[0]
+    assert codes(path) == ["FSDP-E004"]
     assert time.monotonic() - start < 1
 
 
 @pytest.mark.parametrize("text", ["[" * 50_000, "{a: " * 50_000, "- " * 50_000, '{"a":' * 50_000, "? " * 50_000])
 @pytest.mark.parametrize("suffix", ["yaml", "json"])
-def test_deep_nesting_is_an_error_and_no_recursion(complaints, tmp_path, text, suffix):
+def test_deep_nesting_is_one_error(codes, tmp_path, text, suffix):
     path = tmp_path / f"deep.{suffix}"
     path.write_text(text)
-    assert len(complaints(path)) == 1
+    assert codes(path)[0] in ("FSDP-E006", "FSDP-E007", "FSDP-E012")
+    assert len(codes(path)) == 1
 
 
-def test_a_bomb_of_aliases_is_refused(complaints, tmp_path):
+def test_recursive_aliases_are_rejected(codes, tmp_path):
     lines = ["a0: &a0 [x, x]"] + [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40)]
     path = tmp_path / "bomb.yaml"
     path.write_text("\n".join(lines))
-    assert "uses the YAML alias" in complaints(path)[0]
+    assert codes(path) == ["FSDP-E011"]
 
 
-def test_a_dict_that_holds_itself_is_an_error(complaints):
+def test_dict_that_contains_itself_is_error(problems):
     config: dict = {}
     config["fsdp_config"] = config
-    assert complaints(config) == ["config: the config refers to itself. Give a plain dict."]
+    (problem,) = problems(config)
+    assert (problem.code, problem.origin.place) == ("FSDP-E014", "config")
 
 
 @pytest.mark.parametrize(
     "text", ["{{ x }}: 1", "fsdp_config: full_shard", "a: 2024-99-99", "x: " + "9" * 10_000, '"\\ud83d": 1']
 )
-def test_odd_yaml_is_an_error_and_no_traceback(complaints, tmp_path, text):
+def test_odd_yaml_is_one_error(codes, tmp_path, text):
     path = tmp_path / "odd.yaml"
     path.write_text(text)
-    assert len(complaints(path)) == 1
+    assert len(codes(path)) == 1
 
 
-def test_a_training_scripts_own_file_is_read_for_its_fsdp_part(judge):
-    first = judge(DATA / "good" / "axolotl_fsdp1.yaml").spec
-    assert (first.sharding.strategy, first.wrap.classes, first.params.use_orig) == (
-        "full_shard",
-        ("LlamaDecoderLayer",),
-        False,
-    )
+def test_training_script_file_is_read_for_fsdp(assess):
+    first = assess(DATA / "good" / "axolotl_fsdp1.yaml").spec
+    found = first.sharding.strategy, first.wrap.classes, first.params.use_orig
+    assert found == ("full_shard", ("LlamaDecoderLayer",), False)
     assert (first.precision.param, first.activation.native) == ("bf16", True)
-    second = judge(DATA / "good" / "axolotl_fsdp2.yaml").spec
+    second = assess(DATA / "good" / "axolotl_fsdp2.yaml").spec
     assert (second.fsdp.version, second.mesh.shard, second.activation.checkpointing) == (2, 4, "full")
 
 
-def test_a_training_scripts_own_file_may_name_its_fsdp_config(judge, complaints, tmp_path):
+def test_other_keys_of_training_script_file_are_noted(codes):
+    assert "FSDP-N028" in codes({"base_model": "m", "fsdp_version": 2}, severity="note")
+
+
+def test_training_script_file_names_fsdp_config_file(assess, codes, tmp_path):
     path = tmp_path / "train.yaml"
     path.write_text("output_dir: x\nfsdp: full_shard auto_wrap\nfsdp_config: fsdp.json\n")
-    assert "there is no such file" in complaints(path)[0]
+    assert codes(path) == ["FSDP-E001"]
     (tmp_path / "fsdp.json").write_text('{"_comment": "text", "offload_params": true}')
-    spec = judge(path).spec
+    spec = assess(path).spec
     assert spec.offload.params and spec.origin("offload.params").source == str(tmp_path / "fsdp.json")
 
 
-def test_a_key_that_begins_with_an_underscore_is_a_comment(complaints):
+def test_key_with_leading_underscore_is_comment(problems):
     config = {"distributed_type": "FSDP", "_description": "ours"}
-    assert complaints(config) == []
-    assert "'_description' is taken for a comment" in complaints(config, severity="note")[0]
+    assert problems(config) == []
+    note = problems(config, severity="note")[0]
+    assert (note.code, note.origin.spelling) == ("FSDP-N027", "_description")
 
 
-def test_a_misspelt_fsdp_key_of_a_training_scripts_own_file_is_an_error(complaints):
-    assert "Did you mean fsdp_version?" in complaints({"base_model": "m", "fsdp_vresion": 2})[0]
+def test_misspelled_key_in_training_script_file_is_error(problems):
+    (problem,) = problems({"base_model": "m", "fsdp_vresion": 2})
+    assert problem.code == "FSDP-E020" and "fsdp_version" in problem.fix
+
+
+def test_keys_of_other_tools_are_reported(codes):
+    assert codes({"fsdp_config": {"fsdp_state_dict_config": {"offload_to_cpu": True}}}) == ["FSDP-E025"]
+    config = {"distributed_type": "FSDP", "fsdp_config": {"final_state_dict_type": "FULL_STATE_DICT"}}
+    assert codes(config) == [] and codes(config, severity="warning") == ["FSDP-W026"]
+
+
+@pytest.mark.parametrize(("value", "expected"), [("maybe", ["FSDP-E024"]), ("true", []), ("auto", []), ("no", [])])
+def test_precision_flag_is_bool(codes, value, expected):
+    assert codes({"base_model": "m", "fsdp_version": 2, "bf16": value}) == expected
+
+
+def test_file_is_parsed_once_until_it_changes(monkeypatch, tmp_path):
+    parsed = []
+    parse = config_file.parse_text
+    monkeypatch.setattr(
+        config_file, "parse_text", lambda *args, **kw: parsed.append(kw["source"]) or parse(*args, **kw)
+    )
+    path, section = tmp_path / "c.yaml", tmp_path / "fsdp.json"
+    path.write_text("distributed_type: FSDP\n")
+    section.write_text('{"offload_params": true}')
+    arguments = {"fsdp": True, "fsdp_config": str(section)}
+    sources = Sources(config=config_of(path), training_arguments=arguments, environ={})
+    for _ in range(3):
+        assert assess_sources(sources).spec.offload.params
+    assert sorted(parsed) == [str(path), str(section)]
+    section.write_text('{"offload_params": false}')
+    assert not assess_sources(sources).spec.offload.params

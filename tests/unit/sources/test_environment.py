@@ -1,13 +1,13 @@
-"""Environment variables, those that stock launchers write among them."""
+"""Environment variables, including those that stock launchers write."""
 
 import os
 
 import pytest
 
 from hf_fsdp_plugin.sources import environment
-from hf_fsdp_plugin.spec.load import assess
+from hf_fsdp_plugin.spec.load import load_spec
 
-LAUNCHED = {  # as accelerate launch writes them for a file that says SHARD_GRAD_OP and little else
+LAUNCHED = {  # as accelerate launch writes them for a file with SHARD_GRAD_OP
     "ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": "bf16", "FSDP_VERSION": "1",
     "FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP", "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_OFFLOAD_PARAMS": "false",
     "FSDP_MIN_NUM_PARAMS": "100000000", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
@@ -19,43 +19,48 @@ LAUNCHED = {  # as accelerate launch writes them for a file that says SHARD_GRAD
 }  # fmt: skip
 
 
-def test_what_accelerate_launch_writes_is_read_without_complaint(judge):
-    assessment = judge(environ=LAUNCHED)
+def test_variables_of_accelerate_launch_are_read(assess):
+    assessment = assess(environ=LAUNCHED)
     assert not [problem for problem in assessment.problems if problem.severity != "note"]
     spec = assessment.spec
     assert (spec.sharding.strategy, spec.wrap.policy, spec.wrap.min_num_params) == ("shard_grad_op", "transformer", 0)
     assert (spec.wrap.classes, spec.precision.param) == (("LlamaDecoderLayer",), "bf16")
 
 
-def test_of_two_variables_that_a_launcher_always_writes_the_one_that_the_version_reads_is_taken(judge):
-    assert judge(environ=LAUNCHED | {"FSDP_VERSION": "2"}).spec.sharding.strategy == "full_shard"
+@pytest.mark.parametrize(("version", "strategy"), [("1", "shard_grad_op"), ("2", "full_shard")])
+def test_env_version_selects_strategy_variable(assess, version, strategy):
+    assessment = assess(environ=LAUNCHED | {"FSDP_VERSION": version})
+    assert assessment.spec.sharding.strategy == strategy
+    assert "FSDP-N110" in [problem.code for problem in assessment.problems]
 
 
-def test_variables_written_by_a_launcher_whose_file_was_read_are_no_source():
-    assert environment.read(LAUNCHED, launched=True).settings == ()
+def test_unknown_variable_is_warning_with_suggestion(problems):
+    assert problems(environ={"FSDP_OFLOAD_PARAMS": "1"}) == []
+    (problem,) = problems(environ={"FSDP_OFLOAD_PARAMS": "1"}, severity="warning")
+    assert (problem.code, problem.origin.spelling) == ("FSDP-W035", "FSDP_OFLOAD_PARAMS")
+    assert "FSDP_OFFLOAD_PARAMS" in problem.fix
 
 
-def test_an_unknown_variable_is_a_warning_with_a_suggestion(complaints):
-    assert complaints(environ={"FSDP_OFLOAD_PARAMS": "1"}) == []
-    (text,) = complaints(environ={"FSDP_OFLOAD_PARAMS": "1"}, severity="warning")
-    assert "FSDP_OFLOAD_PARAMS is not known" in text and "Did you mean FSDP_OFFLOAD_PARAMS?" in text
+@pytest.mark.parametrize(("value", "expected"), [("maybe", ["FSDP-E036"]), ("true", []), ("false", []), ("", [])])
+def test_use_fsdp_variable_is_bool(codes, value, expected):
+    assert codes(environ={"ACCELERATE_USE_FSDP": value}) == expected
 
 
-def test_the_mesh_is_read(judge):
+def test_mesh_variables_are_read(assess):
     names = {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}
-    spec = judge(environ=names).spec
+    spec = assess(environ=names).spec
     assert (spec.mesh.shard, spec.mesh.replicate, spec.sharding.strategy) == (2, 2, "hybrid_shard")
 
 
 @pytest.mark.parametrize(("value", "asked"), [("true", True), ("1", True), ("False", False)])
-def test_use_cpu_is_read_and_the_launchers_false_is_no_word(judge, value, asked):
-    assert judge(environ={"ACCELERATE_USE_CPU": value}).spec.asked("launch.use_cpu") is asked
+def test_use_cpu_false_of_launcher_is_not_a_setting(assess, value, asked):
+    assert assess(environ={"ACCELERATE_USE_CPU": value}).spec.asked("launch.use_cpu") is asked
 
 
-def test_the_processs_own_environment_is_read_where_none_is_given(monkeypatch):
+def test_environment_of_process_is_default(monkeypatch):
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
-    assert assess({"distributed_type": "FSDP"}).spec.offload.params
-    assert not assess({"distributed_type": "FSDP"}, environ={}).spec.offload.params
+    assert load_spec({"distributed_type": "FSDP"}).offload.params
+    assert not load_spec({"distributed_type": "FSDP"}, environ={}).offload.params
 
 
 @pytest.mark.parametrize(
@@ -67,5 +72,5 @@ def test_the_processs_own_environment_is_read_where_none_is_given(monkeypatch):
         ({"HF_HOME": "~/hf", "HOME": "/home/me"}, "/home/me/hf/accelerate"),
     ],
 )
-def test_the_default_file_is_looked_for_where_accelerate_puts_it(variables, folder):
+def test_default_file_is_in_accelerate_cache(variables, folder):
     assert environment.accelerate_cache(variables) == folder.replace("/", os.sep)

@@ -1,4 +1,4 @@
-"""What a script gave to ``FullyShardedDataParallelPlugin(...)``, as settings."""
+"""Constructor arguments of ``FullyShardedDataParallelPlugin`` as settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-Judge = Callable[..., Any]
+from hf_fsdp_plugin.problems import Problem
+
+Assess = Callable[..., Any]
 
 
 class ShardingStrategy(enum.Enum):
@@ -128,8 +130,8 @@ def size_based_auto_wrap_policy() -> None: ...
     ],
     ids=str,
 )
-def test_an_argument_is_a_setting(judge: Judge, given: dict[str, Any], name: str, value: Any) -> None:
-    found = judge(plugin_object=given)
+def test_argument_sets_setting(assess: Assess, given: dict[str, Any], name: str, value: Any) -> None:
+    found = assess(plugin_object=given)
     assert found.ok, found.problems
     assert found.spec.get(name) == value
     assert found.spec.launch.distributed_type == "FSDP"
@@ -137,33 +139,33 @@ def test_an_argument_is_a_setting(judge: Judge, given: dict[str, Any], name: str
         assert found.spec.origin(name).source == "FullyShardedDataParallelPlugin"
 
 
-def own_policy(module: Any) -> bool:
+def custom_policy(module: Any) -> bool:
     return False
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "code", "part"),
     [
-        ({"auto_wrap_policy": own_policy}, "auto_wrap_policy is own_policy: a function of one's own"),
-        ({"ignored_modules": [Layer()]}, "ignored_modules is list: modules are known by name here"),
-        ({"param_init_fn": own_policy}, "param_init_fn is function: weights are materialized by the plugin"),
-        ({"sharding_strategy": "full_shrad"}, "Did you mean full_shard?"),
-        ({"auto_wrap_policy": "size_based_wrap"}, "the size policy needs a threshold"),
+        ({"auto_wrap_policy": custom_policy}, "FSDP-E037", "custom_policy"),
+        ({"ignored_modules": [Layer()]}, "FSDP-E037", "ignored_modules is list"),
+        ({"param_init_fn": custom_policy}, "FSDP-E037", "param_init_fn is function"),
+        ({"sharding_strategy": "full_shrad"}, "FSDP-E101", "full_shard"),
+        ({"auto_wrap_policy": "size_based_wrap"}, "FSDP-E142", "min_num_params"),
     ],
     ids=str,
 )
-def test_what_cannot_be_planned_is_refused_with_the_way_out(
-    complaints: Callable[..., list[str]], given: dict[str, Any], message: str
+def test_unsupported_argument_is_error(
+    problems: Callable[..., list[Problem]], given: dict[str, Any], code: str, part: str
 ) -> None:
-    found = complaints(plugin_object=given)
-    assert len(found) == 1 and message in found[0]
+    (problem,) = problems(plugin_object=given)
+    assert problem.code == code and part in str(problem) and problem.fix
 
 
-def test_code_is_stronger_than_the_file_and_weaker_than_the_command_line(judge: Judge) -> None:
+def test_plugin_precedence_is_between_file_and_flags(assess: Assess) -> None:
     config = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_sharding_strategy": 1}}
     given = {"fsdp_version": 2, "sharding_strategy": ShardingStrategy.NO_SHARD}
-    over_file = judge(config, plugin_object=given)
+    over_file = assess(config, plugin_object=given)
     assert over_file.spec.sharding.strategy == "no_shard"
-    assert [p.severity for p in over_file.problems if p.setting == "sharding.strategy"] == ["warning"]
-    under_flag = judge(config, plugin_object=given, command_line=["--fsdp_sharding_strategy", "2"])
+    assert [p.code for p in over_file.problems if p.setting == "sharding.strategy"] == ["FSDP-W103"]
+    under_flag = assess(config, plugin_object=given, command_line=["--fsdp_sharding_strategy", "2"])
     assert under_flag.spec.sharding.strategy == "shard_grad_op"

@@ -1,0 +1,81 @@
+"""The config: Accelerate's file, its ``fsdp_config`` section alone, a training script's own file, or a dict of them.
+
+Files are YAML or JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from hf_fsdp_plugin.sources.collector import Collector
+from hf_fsdp_plugin.sources.config_file import ConfigFile, ConfigFiles
+from hf_fsdp_plugin.sources.model import Sources
+from hf_fsdp_plugin.sources.settings import SourceSettings
+from hf_fsdp_plugin.sources.tree import Entry, Node
+from hf_fsdp_plugin.sources.yaml_tree import ConfigFileError, dict_tree
+from hf_fsdp_plugin.vocabulary import TRAINING_FILE_MARKS, find, plain_key
+
+SOURCE = "config"
+
+
+def read(sources: Sources) -> SourceSettings | None:
+    """Read ``sources.config``; ``None`` if there is none."""
+    config = sources.config
+    if config is None:
+        return None
+    out = Collector(SOURCE if isinstance(config, Mapping) else config.shown)
+    try:
+        if isinstance(config, Mapping):
+            _add_tree(out, dict_tree(config, source=SOURCE), ConfigFile.at(SOURCE), sources.files)
+        else:
+            _add_tree(out, sources.files.tree(config), config, sources.files)
+    except ConfigFileError as error:
+        return SourceSettings(problems=(error.problem,), dialect="accelerate")
+    return out.result("accelerate")
+
+
+def _add_tree(out: Collector, root: Node, file: ConfigFile, files: ConfigFiles) -> None:
+    """Add a config of any form; `file` resolves the relative paths that it contains."""
+    keys = {entry.key.strip().lower() for entry in root.value}
+    if keys & TRAINING_FILE_MARKS and "distributed_type" not in keys:
+        out.add_training_file(_without_path(root.value, out, file, files))
+    elif any(_is_top_level(key) for key in keys):
+        out.add_mapping(root.value, ("launch", "training"), misplaced=("fsdp", "parallelism"))
+    else:
+        out.add_mapping(root.value, ("fsdp", "parallelism"))
+
+
+def _without_path(entries: Iterable[Entry], out: Collector, file: ConfigFile, files: ConfigFiles) -> Iterator[Entry]:
+    """Yield the entries, except an ``fsdp_config`` that is a path: that file is read here.
+
+    The path is relative to the working directory, as for the script, or else to the file that contains it.
+    """
+    for entry in entries:
+        if plain_key(entry.key, "training") != "fsdp_config" or not isinstance(entry.value.value, str):
+            yield entry
+            continue
+        path = Path(entry.value.value)
+        beside = ConfigFile(path=file.path.parent / path, shown=str(Path(file.shown).parent / path))
+        named = beside if beside.path.exists() and not path.exists() else ConfigFile.at(path)
+        inner = Collector(named.shown)
+        try:
+            add_fsdp_section(inner, files.tree(named))
+        except ConfigFileError as error:
+            inner.problems.append(error.problem)
+        out.extend(inner)
+        out.mentions_fsdp = True
+
+
+def add_fsdp_section(out: Collector, root: Node) -> None:
+    """Add the content of an ``fsdp_config``; also a whole file in its place."""
+    keys = {entry.key.strip().lower() for entry in root.value}
+    if keys & {"fsdp_config", "distributed_type"}:
+        out.add_mapping(root.value, ("launch", "training"), misplaced=("fsdp", "parallelism"))
+    else:
+        out.add_mapping(root.value, ("fsdp", "precision", "parallelism"))
+
+
+def _is_top_level(key: str) -> bool:
+    row = find(key, ("launch",))
+    return row is not None and row.scope == "launch" and plain_key(key, "launch") in row.spellings

@@ -1,0 +1,217 @@
+"""Keys as written to canonical names: the only place where spellings are looked up."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+from hf_fsdp_plugin.problems import Origin, Problem
+from hf_fsdp_plugin.sources.settings import Dialect, Setting, SourceSettings
+from hf_fsdp_plugin.sources.tree import Entries, Entry, from_python, shorten
+from hf_fsdp_plugin.strategies import STRATEGIES
+from hf_fsdp_plugin.vocabulary import UNSUPPORTED_KEYS, Row, Scope, find, plain_key, suggest
+
+TRUE_WORDS = frozenset({"true", "yes", "on", "1"})
+FALSE_WORDS = frozenset({"false", "no", "off", "0"})
+AUTO_WRAP = "wrap.auto"
+"""Internal name of the ``auto_wrap`` option, which leaves the wrap policy to the other settings."""
+FSDP_SCOPES: tuple[Scope, ...] = ("fsdp", "precision", "parallelism")
+
+
+class Collector:
+    """The settings and problems of one source, while it is read.
+
+    Attributes:
+        source: name for messages; the path of a file as the user wrote it.
+        mentions_fsdp: whether the source has an FSDP setting.
+    """
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.settings: list[Setting] = []
+        self.problems: list[Problem] = []
+        self.mentions_fsdp = False
+
+    def result(self, dialect: Dialect | None) -> SourceSettings:
+        """Everything collected; `dialect` applies if the source mentions FSDP."""
+        return SourceSettings(
+            settings=tuple(self.settings),
+            problems=tuple(self.problems),
+            dialect=dialect if self.mentions_fsdp else None,
+        )
+
+    def extend(self, other: Collector) -> None:
+        """Add what another collector read."""
+        self.settings += other.settings
+        self.problems += other.problems
+        self.mentions_fsdp |= other.mentions_fsdp
+
+    def add_mapping(
+        self, entries: Iterable[Entry], scopes: Sequence[Scope], *, misplaced: Sequence[Scope] = ()
+    ) -> None:
+        """Add all keys of a mapping. A key that is only known in one of the `misplaced` scopes is a warning."""
+        for entry in entries:
+            # dynamo_backend was a top-level key before dynamo_config existed
+            older: tuple[Scope, ...] = ("dynamo",) if entry.key.lower().startswith("dynamo_") else ()
+            if row := find(entry.key, (*scopes, *older)):
+                self.add_entry(row, entry)
+            elif row := find(entry.key, misplaced):
+                self._warn_misplaced(row, entry)
+                self.add_entry(row, entry)
+            else:
+                self._report_unknown(entry, (*scopes, *misplaced))
+
+    def add_training_file(self, entries: Iterable[Entry]) -> None:
+        """Add the FSDP and precision keys of a training script's own config file; ignore its other keys."""
+        num_ignored = 0
+        for entry in entries:
+            scopes: tuple[Scope, ...] = ("training", "parallelism")
+            row = find(entry.key, (*scopes, "fsdp") if entry.key.lower().startswith("fsdp") else scopes)
+            if row is not None and row.scope in ("training", "parallelism", "fsdp"):
+                self.add_entry(row, entry)
+            elif entry.key.lower().startswith("fsdp"):
+                self._report_unknown(entry, ("training", "fsdp"))
+            elif plain_key(entry.key, "launch") == "deepspeed" and not entry.value.is_empty:
+                self.add("launch.extra.deepspeed_config", entry)
+            else:
+                num_ignored += 1
+        if num_ignored:
+            message = (
+                f"this is a training script's own config; {num_ignored} keys that do not concern FSDP are ignored."
+            )
+            self.problems.append(Problem(code="FSDP-N028", message=message, origin=Origin(source=self.source)))
+
+    def add_entry(self, row: Row, entry: Entry) -> None:
+        """Add one key. Empty values (null, ``""``, ``[]``, ``{}``) are skipped."""
+        if row.scope in FSDP_SCOPES or row.kind == "options":
+            self.mentions_fsdp = True
+        if row.opens is not None and not (row.opens == "precision" and not entry.value.is_mapping):
+            self._add_section(row, entry)
+        elif row.kind == "options":
+            self._add_options(entry)
+        elif entry.value.is_empty:
+            return
+        elif row.kind == "mode":
+            self.add(row.name, entry)
+            self._add_param_dtype(entry, str(entry.value.value))
+        elif row.kind == "flag":
+            self._add_flag(row, entry)
+        elif row.opens == "precision":  # fsdp_mixed_precision_policy: bf16
+            self.add("precision.param", entry)
+        else:
+            if row.name == "launch.distributed_type" and str(entry.value.value).strip().upper() == "FSDP":
+                self.mentions_fsdp = True
+            self.add(row.name, entry)
+
+    def add(self, name: str, entry: Entry, *, value: object = ..., implied: bool = False) -> None:
+        """Add a setting under its canonical name, with the entry's value or another one."""
+        raw = entry.value.plain() if value is ... else value
+        self.settings.append(Setting(name=name, value=raw, origin=self._origin(entry), implied=implied))
+
+    def report(self, code: str, entry: Entry, message: str, fix: str = "", *, setting: str | None = None) -> None:
+        """Add a problem of this entry."""
+        problem = Problem(code=code, message=message, fix=fix, setting=setting, origin=self._origin(entry))
+        self.problems.append(problem)
+
+    def _origin(self, entry: Entry) -> Origin:
+        return Origin(source=self.source, line=entry.line, spelling=entry.key, text=entry.value.text)
+
+    def _add_section(self, row: Row, entry: Entry) -> None:
+        assert row.opens is not None
+        if entry.value.is_empty:
+            return
+        if not entry.value.is_mapping:
+            message = f"'{entry.key}' is {entry.value.text!r}; expected a section with keys and values."
+            self.report("FSDP-E022", entry, message, f"Indent the settings under {entry.key}:.")
+            return
+        self.mentions_fsdp |= row.opens == "fsdp"
+        self.add_mapping(entry.value.value, FSDP_SCOPES if row.opens == "fsdp" else (row.opens,))
+
+    def _add_options(self, entry: Entry) -> None:
+        """``fsdp="full_shard auto_wrap"``: options separated by spaces or commas, a list of them, or a bool."""
+        value = entry.value.value
+        if isinstance(value, Entries):
+            self.add_mapping(value, FSDP_SCOPES)
+            return
+        if value is None:
+            self.mentions_fsdp = False
+            return
+        options = _options(" ".join(str(node.value) for node in value) if isinstance(value, tuple) else str(value))
+        if not options or options == ["false"]:
+            self.mentions_fsdp = False
+            self.add("launch.distributed_type", entry, value="NO", implied=True)
+            return
+        self.add("launch.distributed_type", entry, value="FSDP", implied=True)
+        for option in options:
+            if option in TRUE_WORDS:
+                continue
+            if option.lstrip("_") in STRATEGIES:
+                self.add("sharding.strategy", entry, value=option)
+            elif option == "auto_wrap":
+                self.add(AUTO_WRAP, entry, value=True)
+            elif option == "offload":
+                self.add("offload.params", entry, value=True)
+            else:
+                self._report_option(entry, option)
+
+    def _report_option(self, entry: Entry, option: str) -> None:
+        known = (*STRATEGIES, "auto_wrap", "offload")
+        nearest = next(iter(difflib.get_close_matches(option, known, n=1)), "")
+        self.report(
+            "FSDP-E023",
+            entry,
+            f"'{shorten(option)}' is not a valid fsdp option; expected {', '.join(known)}, true or false.",
+            f"Did you mean {nearest}?" if nearest else "Remove it.",
+            setting="sharding.strategy",
+        )
+
+    def _add_flag(self, row: Row, entry: Entry) -> None:
+        """``bf16: true``. Axolotl also writes ``auto`` and ``full``, which mean true."""
+        word = str(entry.value.value).strip().lower()
+        dtype = row.name.rpartition(".")[2]
+        if word in TRUE_WORDS or word in ("auto", "full"):
+            self.add("launch.mixed_precision", entry, value=dtype)
+            self._add_param_dtype(entry, dtype)
+        elif word not in FALSE_WORDS:
+            message = f"{entry.key} is {entry.value.text!r}; expected true or false."
+            fix = f"Write {entry.key}: true, or remove the key."
+            self.report("FSDP-E024", entry, message, fix, setting="launch.mixed_precision")
+
+    def _add_param_dtype(self, entry: Entry, mode: str) -> None:
+        """Add the parameter dtype that a mixed precision mode implies. An invalid mode implies none."""
+        word = mode.strip().lower()
+        if word in ("bf16", "fp16", "bfloat16", "float16"):
+            self.add("precision.param", entry, value=word, implied=True)
+        elif word in ("no", "false", "none"):
+            self.add("precision.param", entry, value="auto", implied=True)
+
+    def _warn_misplaced(self, row: Row, entry: Entry) -> None:
+        section = "parallelism_config" if row.scope == "parallelism" else "fsdp_config"
+        message = f"'{entry.key}' is at the top level, where stock accelerate launch rejects it."
+        self.report("FSDP-W021", entry, message, f"Move it under {section}:.", setting=row.name)
+
+    def _report_unknown(self, entry: Entry, scopes: Sequence[Scope]) -> None:
+        for scope in scopes:
+            if unsupported := UNSUPPORTED_KEYS.get((scope, plain_key(entry.key, scope))):
+                self.report(unsupported.code, entry, f"'{entry.key}' {unsupported.why}", unsupported.fix)
+                return
+        if entry.key.startswith("_"):
+            message = f"'{shorten(entry.key)}' begins with an underscore and is ignored as a comment."
+            self.report("FSDP-N027", entry, message)
+            return
+        nearest = suggest(entry.key, scopes)
+        fix = f"Did you mean {nearest}?" if nearest else "Remove it, or see hf-fsdp schema for the list of keys."
+        self.report("FSDP-E020", entry, f"unknown key '{shorten(entry.key)}'.", fix)
+
+
+def entry_of(key: str, value: object) -> Entry:
+    """Return a key and a Python value as an entry without a line."""
+    return Entry(key=key, line=None, value=from_python(value))
+
+
+def _options(text: str) -> list[str]:
+    """Split into lower-case options; ``full shard`` and ``FSDPOption.FULL_SHARD`` become ``full_shard``."""
+    joined = " ".join(word.rpartition(".")[2] for word in text.lower().replace(",", " ").replace("-", "_").split())
+    for name in sorted((*STRATEGIES, "auto_wrap"), key=len, reverse=True):
+        joined = f" {joined} ".replace(f" {name.replace('_', ' ')} ", f" {name} ").strip()
+    return joined.split()

@@ -1,0 +1,58 @@
+"""``--set NAME=VALUE``: a canonical name, or any key of any scope."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hf_fsdp_plugin.problems import Origin, Problem
+from hf_fsdp_plugin.sources.collector import Collector, entry_of
+from hf_fsdp_plugin.sources.command_line import parse_flags
+from hf_fsdp_plugin.sources.model import Sources
+from hf_fsdp_plugin.sources.settings import SourceSettings
+from hf_fsdp_plugin.vocabulary import BY_NAME, Scope, find, suggest
+
+SOURCE = "--set"
+ALL_SCOPES: tuple[Scope, ...] = ("launch", "fsdp", "parallelism", "precision", "dynamo", "training")
+
+
+def read(sources: Sources) -> SourceSettings | None:
+    """Read ``sources.overrides`` and the ``--set`` flags of ``sources.command_line``; ``None`` if there are none."""
+    out = Collector(SOURCE)
+    given = sources.overrides
+    pairs: list[tuple[str, Any]] = []
+    if isinstance(given, Mapping):
+        pairs += given.items()
+    else:
+        pairs += _split([given] if isinstance(given, str) else given, out)
+    pairs += _split((flag.value for flag in parse_flags(sources.command_line) if flag.name == "set"), out)
+    if not pairs and not out.problems:
+        return None
+    for name, value in pairs:
+        entry = entry_of(name, value)
+        row = BY_NAME.get(name.lower()) if "." in name else find(name, ALL_SCOPES)
+        if row is None or (row.opens is not None and not entry.value.is_mapping):
+            nearest = _nearest(name)
+            fix = f"Did you mean {nearest}?" if nearest else "hf-fsdp check --json lists the names."
+            out.report("FSDP-E032", entry, f"unknown setting '{name}'.", fix)
+        else:
+            out.add_entry(row, entry)
+    return out.result(None)
+
+
+def _split(texts: Iterable[Any], out: Collector) -> Iterable[tuple[str, str]]:
+    for text in texts:
+        name, equals, value = str(text).partition("=")
+        if equals and name.strip():
+            yield name.strip(), value
+        else:
+            message = f"'{text}' is not of the form NAME=VALUE."
+            fix = "For example: --set sharding.strategy=shard_grad_op."
+            out.problems.append(Problem(code="FSDP-E031", message=message, fix=fix, origin=Origin(source=SOURCE)))
+
+
+def _nearest(name: str) -> str:
+    names = [row.name for row in BY_NAME.values() if not row.internal]
+    nearest = next(iter(difflib.get_close_matches(name.lower(), names, n=1)), "")
+    return nearest if "." in name else suggest(name, ALL_SCOPES) or nearest

@@ -1,0 +1,167 @@
+"""YAML or JSON text to a tree that keeps line numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from hf_fsdp_plugin.problems import Origin, Problem
+from hf_fsdp_plugin.sources.tree import Entries, Entry, Node, from_python, shorten
+
+MAX_NODES = 20_000
+MAX_DEPTH = 20
+_TOO_DEEP = "the content is nested too deeply or too long for a config."
+_EVENTS: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class ConfigFileError(ValueError):
+    """A config that cannot be read at all.
+
+    Attributes:
+        problem: the reason, and what to do.
+    """
+
+    def __init__(self, code: str, message: str, fix: str, *, source: str, line: int | None = None) -> None:
+        self.problem = Problem(code=code, message=message, fix=fix, origin=Origin(source=source, line=line))
+        super().__init__(str(self.problem))
+
+
+def parse_text(text: str, *, source: str, is_json: bool = False) -> Node:
+    """Parse YAML or JSON whose top level is a mapping. Raises ``ConfigFileError``, which names `source`."""
+    if is_json or text.lstrip().startswith("{"):
+        if is_json:
+            _check_json(text, source)
+        text = text.replace("\t", " ")  # JSON may be indented with tabs; YAML may not
+    root = _Composer(text, source).root()
+    if not root.is_mapping:
+        found = "a list" if isinstance(root.value, tuple) else "a single value"
+        raise ConfigFileError(
+            "FSDP-E009",
+            f"the top level is {found}; expected 'key: value' lines.",
+            "Begin with keys such as distributed_type: FSDP.",
+            source=source,
+            line=root.line,
+        )
+    return root
+
+
+def dict_tree(config: Mapping[str, Any], *, source: str) -> Node:
+    """Return the tree of a dict. Raises ``ConfigFileError`` if the dict contains itself."""
+    try:
+        return from_python(config)
+    except (ValueError, RecursionError):
+        message = "the dict contains itself or is nested too deeply."
+        raise ConfigFileError("FSDP-E014", message, "Pass a plain dict.", source=source) from None
+
+
+def _check_json(text: str, source: str) -> None:
+    if not text.strip():
+        return  # _Composer reports an empty file
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        message = f"invalid JSON: {error.msg}."
+        raise ConfigFileError("FSDP-E007", message, "Correct this line.", source=source, line=error.lineno) from None
+    except (RecursionError, ValueError):
+        raise ConfigFileError("FSDP-E012", _TOO_DEEP, "Name the config file.", source=source) from None
+
+
+class _Composer:
+    """YAML events to a tree. Aliases, tags, duplicate keys, and excessive depth or size are errors."""
+
+    def __init__(self, text: str, source: str) -> None:
+        self._text = text
+        self._source = source
+        self._num_nodes = 0
+        self._resolver = yaml.SafeLoader("")
+
+    def root(self) -> Node:
+        try:
+            events = yaml.parse(self._text, Loader=_EVENTS)
+            root: Node | None = None
+            for event in events:
+                if isinstance(event, yaml.DocumentStartEvent):
+                    if root is not None:
+                        raise self._error("FSDP-E010", "the file has two YAML documents ('---').", "Keep one.", event)
+                    root = self._node(next(events), events, depth=0)
+        except yaml.reader.ReaderError as error:
+            line = self._text.count("\n", 0, error.position) + 1
+            message, fix = "invalid YAML: a control character.", "Remove it."
+            raise ConfigFileError("FSDP-E006", message, fix, source=self._source, line=line) from None
+        except yaml.YAMLError as error:
+            raise self._syntax_error(error) from None
+        if root is None or (root.value is None and not root.text):
+            fix = "Write at least distributed_type: FSDP and an fsdp_config."
+            raise ConfigFileError("FSDP-E008", "the file is empty.", fix, source=self._source)
+        return root
+
+    def _node(self, event: Any, events: Any, depth: int) -> Node:
+        self._num_nodes += 1
+        if self._num_nodes > MAX_NODES or depth > MAX_DEPTH:
+            raise self._error("FSDP-E012", _TOO_DEEP, "Name the config file.", event)
+        if isinstance(event, yaml.AliasEvent):
+            message = f"the YAML alias '*{event.anchor}' is not supported."
+            raise self._error("FSDP-E011", message, "Write the value instead.", event)
+        if event.tag is not None and event.tag not in _PLAIN_TAGS:
+            message = f"the YAML tag '{shorten(event.tag)}' is not supported."
+            raise self._error("FSDP-E011", message, "Write a plain value.", event)
+        line = _line(event)
+        if isinstance(event, yaml.ScalarEvent):
+            return Node(value=self._scalar(event), line=line, text=shorten(event.value))
+        if isinstance(event, yaml.SequenceStartEvent):
+            items = []
+            while not isinstance(item := next(events), yaml.SequenceEndEvent):
+                items.append(self._node(item, events, depth + 1))
+            return Node(value=tuple(items), line=line, text=shorten(", ".join(item.text for item in items)))
+        return self._mapping(events, line, depth)
+
+    def _mapping(self, events: Any, line: int, depth: int) -> Node:
+        entries: dict[str, Entry] = {}
+        while not isinstance(event := next(events), yaml.MappingEndEvent):
+            if not isinstance(event, yaml.ScalarEvent):
+                message = "invalid YAML: a key must be a single word."
+                raise self._error("FSDP-E006", message, "Write 'key: value'; quote braces.", event)
+            key, key_line = event.value, _line(event)
+            if key in entries:
+                message = f"the key '{shorten(key)}' occurs twice, here and in line {entries[key].line}."
+                raise self._error("FSDP-E013", message, "Keep one of them.", event)
+            entries[key] = Entry(key=key, line=key_line, value=self._node(next(events), events, depth + 1))
+        shown = ", ".join(f"{entry.key}: {entry.value.text}" for entry in list(entries.values())[:5])
+        return Node(value=Entries(entries.values()), line=line, text=shorten("{" + shown + "}"))
+
+    def _scalar(self, event: Any) -> Any:
+        tag = event.tag or self._resolver.resolve(yaml.ScalarNode, event.value, event.implicit)
+        try:
+            value = self._resolver.construct_object(yaml.ScalarNode(tag, event.value), deep=True)
+        except (yaml.YAMLError, ValueError, ArithmeticError, LookupError):
+            return event.value  # 2024-99-99 matches the form of a date but is not one; keep the text
+        return value if value is None or isinstance(value, (bool, int, float, str)) else event.value
+
+    def _error(self, code: str, message: str, fix: str, event: Any) -> ConfigFileError:
+        return ConfigFileError(code, message, fix, source=self._source, line=_line(event))
+
+    def _syntax_error(self, error: yaml.YAMLError) -> ConfigFileError:
+        mark: Any = getattr(error, "problem_mark", None)
+        lines = self._text.splitlines()
+        # an unclosed bracket is reported after the last line
+        line = max(1, min(mark.line + 1, len(lines))) if mark is not None else None
+        written = lines[line - 1] if line is not None and line <= len(lines) else ""
+        message, fix = (
+            f"invalid YAML: {getattr(error, 'problem', None) or 'it cannot be parsed'}.",
+            "Correct this line.",
+        )
+        if "\t" in written:
+            message, fix = "invalid YAML: the line contains a tab.", "Indent with spaces."
+        return ConfigFileError("FSDP-E006", message, fix, source=self._source, line=line)
+
+
+def _line(event: Any) -> int:
+    return int(event.start_mark.line) + 1
+
+
+_PLAIN_TAGS = frozenset(
+    {"!", *(f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map"))}
+)

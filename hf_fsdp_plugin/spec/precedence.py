@@ -1,0 +1,106 @@
+"""Precedence: the order of the sources, and what is reported about a value that another source overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Final
+
+from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.sources import (
+    accelerate_file,
+    command_line,
+    environment,
+    overrides,
+    plugin_object,
+    training_arguments,
+)
+from hf_fsdp_plugin.sources.model import Sources
+from hf_fsdp_plugin.sources.settings import Setting, SourceSettings
+from hf_fsdp_plugin.vocabulary import canonical
+
+Reader = Callable[[Sources], SourceSettings | None]
+
+READERS: Final[Mapping[str, Reader]] = MappingProxyType(
+    {
+        overrides.SOURCE: overrides.read,
+        command_line.SOURCE: command_line.read,
+        training_arguments.SOURCE: training_arguments.read,
+        plugin_object.SOURCE: plugin_object.read,
+        accelerate_file.SOURCE: accelerate_file.read,
+        environment.SOURCE: environment.read,
+    }
+)
+"""Every source, highest precedence first. A source overrides the ones after it; the defaults come last."""
+
+_LEVELS: Final = tuple(READERS)
+COMPLEMENTARY = frozenset({"launch.distributed_type"})
+"""Settings that several sources set together: ``fsdp=`` in a script turns FSDP on under any launcher."""
+
+
+def read_all(sources: Sources) -> tuple[SourceSettings, ...]:
+    """Read every source that is given, highest precedence first."""
+    return tuple(
+        replace(read, level=level, settings=tuple(replace(setting, level=level) for setting in read.settings))
+        for level, reader in READERS.items()
+        if (read := reader(sources)) is not None
+    )
+
+
+def merge(levels: Iterable[SourceSettings]) -> tuple[dict[str, Setting], tuple[Problem, ...]]:
+    """Return the effective setting of every name, and a note or a warning for each overridden one.
+
+    The values are compared, so they must be typed: ``FULL_SHARD`` and ``1`` are then equal.
+    """
+    effective: dict[str, Setting] = {}
+    problems: list[Problem] = []
+    for level in levels:
+        settings, conflicts = _merge_level(level)
+        problems += conflicts
+        for name, setting in settings.items():
+            if name in effective:
+                problems.append(overridden(setting, effective[name]))
+            else:
+                effective[name] = setting
+    return effective, tuple(problems)
+
+
+def _merge_level(level: SourceSettings) -> tuple[dict[str, Setting], list[Problem]]:
+    """One setting per name of a single source. Explicit overrides implied; two different values are an error."""
+    settings: dict[str, Setting] = {}
+    problems: list[Problem] = []
+    for setting in sorted(level.settings, key=lambda setting: setting.implied):
+        first = settings.setdefault(setting.name, setting)
+        if first is setting or setting.implied or first.origin == setting.origin:
+            continue
+        if first.value == setting.value:
+            problems.append(_repeated(setting, first))
+        else:
+            message = f"{setting.written} conflicts with {first.origin}."
+            problems.append(about(setting, "FSDP-E102", message, "Keep one of them."))
+    return settings, problems
+
+
+def has_precedence(one: Setting, other: Setting) -> bool:
+    """Whether the first setting is from a source of higher precedence than the second."""
+    return _LEVELS.index(one.level) < _LEVELS.index(other.level)
+
+
+def overridden(setting: Setting, effective: Setting) -> Problem:
+    """Return the note or warning about a setting that another one overrides."""
+    if setting.value == effective.value:
+        return _repeated(setting, effective)
+    message = f"{setting.written} is overridden by {effective.origin}."
+    if setting.name in COMPLEMENTARY or (setting.implied and effective.implied):
+        return about(setting, "FSDP-N105", message)
+    return about(setting, "FSDP-W103", message, "Set it in one place.")
+
+
+def about(setting: Setting, code: str, message: str, fix: str = "") -> Problem:
+    """Return a problem of one setting, at its origin."""
+    return Problem(code=code, message=message, fix=fix, setting=canonical(setting.name), origin=setting.origin)
+
+
+def _repeated(setting: Setting, first: Setting) -> Problem:
+    return about(setting, "FSDP-N104", f"{setting.written} repeats {first.origin}.")

@@ -1,0 +1,79 @@
+"""Precedence of the sources: every pair, with equal and with different values."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hf_fsdp_plugin.spec.precedence import READERS
+
+GIVEN: dict[str, Callable[[str], dict[str, Any]]] = {
+    "--set": lambda value: {"overrides": [f"offload.params={value}"]},
+    "command line": lambda value: {"command_line": ["--fsdp_offload_params", value]},
+    "TrainingArguments": lambda value: {"fsdp": True, "fsdp_config": {"offload_params": value}},
+    "FullyShardedDataParallelPlugin": lambda value: {"plugin_object": {"cpu_offload": value}},
+    "config": lambda value: {"config": {"distributed_type": "FSDP", "fsdp_config": {"fsdp_offload_params": value}}},
+    "environment": lambda value: {"environ": {"FSDP_OFFLOAD_PARAMS": value}},
+}
+PAIRS = list(itertools.combinations(GIVEN, 2))
+
+
+def about_offload(assessment):
+    return [problem for problem in assessment.problems if problem.setting == "offload.params"]
+
+
+def test_order_is_as_documented():
+    assert tuple(READERS) == tuple(GIVEN)
+
+
+@pytest.mark.parametrize(("high", "low"), PAIRS)
+def test_higher_source_overrides_lower_with_warning(assess, high, low):
+    assessment = assess(**GIVEN[high]("true"), **GIVEN[low]("false"))
+    assert assessment.ok
+    assert assessment.spec.offload.params is True
+    (problem,) = about_offload(assessment)
+    assert problem.code == "FSDP-W103"
+    assert problem.origin.text == "false"
+    assert str(assessment.spec.origin("offload.params")) in problem.message
+
+
+@pytest.mark.parametrize(("high", "low"), PAIRS)
+def test_equal_value_of_lower_source_is_note(assess, high, low):
+    assessment = assess(**GIVEN[high]("true"), **GIVEN[low]("yes"))
+    (problem,) = about_offload(assessment)
+    assert (problem.code, assessment.spec.offload.params) == ("FSDP-N104", True)
+
+
+def test_two_values_in_one_source_are_error(problems):
+    (problem,) = problems({"fsdp_config": {"fsdp_offload_params": True, "cpu_offload": False}})
+    assert (problem.code, problem.setting, problem.origin.spelling) == ("FSDP-E102", "offload.params", "cpu_offload")
+    assert "config fsdp_offload_params=True" in problem.message
+
+
+@pytest.mark.parametrize(
+    "section",
+    [{"fsdp_offload_params": True, "cpu_offload": "yes"}, {"fsdp_sharding_strategy": 1, "strategy": "FULL_SHARD"}],
+)
+def test_equal_values_in_one_source_are_note(codes, section):
+    assert codes({"fsdp_config": section}) == []
+    assert codes({"fsdp_config": section}, severity="note") == ["FSDP-N104"]
+
+
+def test_fsdp_false_does_not_disable_launcher(assess):
+    assessment = assess({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1}}, fsdp=False)
+    assert assessment.ok
+    assert assessment.spec.launch.distributed_type == "FSDP"
+
+
+def test_fsdp_variable_alone_does_not_enable_fsdp(assess):
+    alone = {"FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+    assert assess(fsdp=False, environ=alone).spec.launch.distributed_type == "NO"
+    assert assess(fsdp=False, environ={"ACCELERATE_USE_FSDP": "true"}).spec.launch.distributed_type == "FSDP"
+
+
+def test_fsdp_in_script_enables_it_under_other_launcher(assess):
+    assessment = assess({"distributed_type": "MULTI_GPU", "num_processes": 2}, fsdp="full_shard auto_wrap")
+    assert assessment.ok
+    assert assessment.spec.launch.distributed_type == "FSDP"
+    assert "FSDP-N105" in [problem.code for problem in assessment.problems]
