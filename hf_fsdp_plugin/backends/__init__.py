@@ -1,1 +1,1 @@
-"""Plan -> sharded model. Each backend is one file behind one function, ``apply_…(plan, model, device)``."""
+"""Plan -> sharded model. Each backend is one file with one function, ``apply_…(plan, model, device)``."""

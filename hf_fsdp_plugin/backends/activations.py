@@ -1,4 +1,4 @@
-"""Activation checkpointing and offload of the wrap policy's units."""
+"""Activation checkpointing and offload for the units of the wrap policy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from hf_fsdp_plugin.backends.modules import replace_module
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.torch_private.functions import (
     ATTENTION_OPS,
@@ -19,15 +18,16 @@ from hf_fsdp_plugin.torch_private.functions import (
     checkpoint_wrapper,
     checkpointed_module,
 )
+from hf_fsdp_plugin.torch_private.modules import replace_module
 
 _MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 class ActivationOffload(ActivationWrapper):
-    """Keeps what the wrapped module saves for backward in host memory.
+    """Moves what the wrapped module saves for backward to CPU memory until backward needs it.
 
-    Around a checkpointed unit that is the unit's input, the one activation that grows with the number of layers.
-    torch's own ``OffloadWrapper`` always pins memory, which a machine without an accelerator cannot do.
+    A checkpointed unit saves only its input, so memory for activations no longer grows with the number of layers.
+    torch's ``OffloadWrapper`` always pins memory, which requires an accelerator.
     """
 
     def __init__(self, module: nn.Module, *, pin_memory: bool) -> None:
@@ -40,9 +40,9 @@ class ActivationOffload(ActivationWrapper):
 
 
 def _save_every_other_matmul() -> Any:
-    """A selective checkpointing context: attention and every second matmul are kept, the rest is recomputed.
+    """A context for selective checkpointing: attention and every second matmul are saved, the rest is recomputed.
 
-    Matmuls are the dear part of a recompute, and half of them is the usual middle between memory and time.
+    Matmuls are the expensive part of a recompute. Saving half of them is the usual compromise (as in torchtitan).
     """
     seen = {True: 0, False: 0}
 
@@ -50,7 +50,7 @@ def _save_every_other_matmul() -> Any:
         if op in ATTENTION_OPS:
             return CheckpointPolicy.MUST_SAVE
         if op in _MATMULS:
-            # Forward and recompute count apart, so that both make the same choice for the same matmul.
+            # Forward and recompute have separate counters, so that both decide the same for the same matmul.
             seen[context.is_recompute] += 1
             if seen[context.is_recompute] % 2:
                 return CheckpointPolicy.MUST_SAVE
@@ -60,11 +60,11 @@ def _save_every_other_matmul() -> Any:
 
 
 def apply_activation_checkpointing(plan: FsdpPlan, model: nn.Module) -> None:
-    """Wrap each unit of the wrap policy in place. Must run before sharding: FSDP(checkpoint(layer)) gathers a unit's
-    parameters once for the recompute and the backward, checkpoint(FSDP(layer)) twice.
+    """Wrap each unit of the wrap policy in place, before sharding.
 
-    The random state is restored for the recompute (Accelerate's FSDP2 path does not do that: with dropout its
-    recomputed activations are not the ones of the forward).
+    FSDP(checkpoint(layer)) gathers a unit's parameters once for recompute and backward, checkpoint(FSDP(layer)) twice.
+    The random state is restored for the recompute. Accelerate does not do that under FSDP2, so with dropout its
+    recomputed activations differ from those of the forward.
     """
     activation = plan.activation
     if activation.native or activation.checkpointing == "none":
@@ -81,11 +81,11 @@ def apply_activation_checkpointing(plan: FsdpPlan, model: nn.Module) -> None:
             if activation.offload:
                 wrapped = ActivationOffload(wrapped, pin_memory=plan.device_type != "cpu")
             replace_module(model, module, wrapped)
-    _switch_off_cache(model)
+    _disable_cache(model)
 
 
-def _switch_off_cache(model: nn.Module) -> None:
-    """A key-value cache would be appended to again by the recompute, and shapes would no longer match."""
+def _disable_cache(model: nn.Module) -> None:
+    """Disable the key-value cache: the recompute would append to it again, and shapes would not match."""
     config = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
         config.use_cache = False  # type: ignore[union-attr]

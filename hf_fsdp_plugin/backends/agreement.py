@@ -1,4 +1,4 @@
-"""Errors of one rank raised on all of them, before a collective can hang."""
+"""Raise errors of one rank on all ranks, before the other ranks wait for it in a collective."""
 
 from __future__ import annotations
 
@@ -9,36 +9,41 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from hf_fsdp_plugin.problems import CheckpointError, Problem, SpecError
+from hf_fsdp_plugin.text import format_names
 
-# On an exception that all ranks raise, so that nobody asks the others about it again.
 _AGREED = "_hf_fsdp_agreed"
+"""Attribute of an exception that all ranks raise; outer blocks then exchange nothing."""
 
 
 def same_on_all_ranks(what: str, value: str) -> None:
-    """Raise ``SpecError`` on all ranks unless ``value`` is the same on all of them. Collective.
+    """Check that ``value`` is the same on all ranks: ranks with different plans would wait in different collectives.
 
-    Ranks that shard by different plans would wait in different collectives for ever.
+    Collective.
+
+    Raises:
+        SpecError: on all ranks, if any value differs.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     values: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(values, value)
-    others = [rank for rank, theirs in enumerate(values) if theirs != values[0]]
-    if others:
-        message = (
-            f"{what} is not the same on all ranks: {', '.join(f'rank {rank}' for rank in others)} and rank 0 differ."
-        )
-        fix = "Give every rank the same config, environment and model."
-        raise SpecError([Problem(severity="error", message=message, fix=fix)])
+    different = [rank for rank, other in enumerate(values) if other != values[0]]
+    if different:
+        message = f"{what} is not the same on all ranks. Different from rank 0: {format_names(different)}."
+        fix = "Start every rank with the same config, environment and model."
+        raise SpecError([Problem(code="FSDP-E302", message=message, fix=fix)])
 
 
 @contextmanager
 def on_all_ranks(doing: str) -> Iterator[None]:
-    """Run the block on every rank; if it fails on some, raise on all, with the ranks named.
+    """Run the block on every rank. If it fails on some ranks, raise on all, and name the ranks that failed.
 
-    The block itself must not contain collectives, but for agreements like this one: a rank that fails between two of
-    them meets the others in their next, and all of them leave the outer block without another. A ``SpecError`` that
-    all ranks share is raised as it is.
+    The block may contain no collectives except blocks like this one: a rank that fails between two inner blocks
+    exchanges its failure in the next one, and then all ranks leave the outer block without another exchange. A
+    ``SpecError`` that is the same on all ranks is raised unchanged.
+
+    Args:
+        doing: what the block does, for the message, such as ``reading checkpoint-5``.
     """
     failure: Exception | None = None
     try:
@@ -52,24 +57,24 @@ def on_all_ranks(doing: str) -> Iterator[None]:
             raise failure
         return
     failures: list[tuple[str, str, tuple[Problem, ...]] | None] = [None] * dist.get_world_size()
-    mine = None if failure is None else (type(failure).__name__, str(failure), getattr(failure, "problems", ()))
-    dist.all_gather_object(failures, mine)
-    failed = {rank: theirs for rank, theirs in enumerate(failures) if theirs is not None}
+    own = None if failure is None else (type(failure).__name__, str(failure), getattr(failure, "problems", ()))
+    dist.all_gather_object(failures, own)
+    failed = {rank: other for rank, other in enumerate(failures) if other is not None}
     if not failed:
         return
     if failure is not None and len(set(failures)) == 1:
         setattr(failure, _AGREED, True)
         raise failure
-    problems = [problem for rank, theirs in failed.items() for problem in _problems(rank, theirs, doing)]
-    about_a_checkpoint = any(kind == CheckpointError.__name__ for kind, _, _ in failed.values())
-    agreed = (CheckpointError if about_a_checkpoint else SpecError)(problems)
+    problems = [problem for rank, other in failed.items() for problem in _problems(rank, other, doing)]
+    is_checkpoint = any(kind == CheckpointError.__name__ for kind, _, _ in failed.values())
+    agreed = (CheckpointError if is_checkpoint else SpecError)(problems)
     setattr(agreed, _AGREED, True)
     raise agreed from failure
 
 
 def _problems(rank: int, failure: tuple[str, str, tuple[Problem, ...]], doing: str) -> list[Problem]:
-    """What one rank complains of, in the words that all ranks use."""
+    """The problems of one rank: those of its ``SpecError``, or one for any other exception."""
     kind, text, problems = failure
     if problems:
         return [problem if problem.rank is not None else replace(problem, rank=rank) for problem in problems]
-    return [Problem(severity="error", rank=rank, message=f"{kind} while {doing}: {text}")]
+    return [Problem(code="FSDP-E303", rank=rank, message=f"{kind} while {doing}: {text}")]

@@ -1,4 +1,4 @@
-"""The global gradient norm over any parameters of any models: sharded by either version, or whole on every rank."""
+"""The global gradient norm of any parameters of any models, sharded by either FSDP version or not sharded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EPSILON = 1e-6
 
 @dataclass(kw_only=True, slots=True)
 class _Group:
-    """Local gradients whose norms add up over the same process groups; none for gradients that every rank has whole."""
+    """Local gradients whose norms are reduced over the same process groups; over none for unsharded gradients."""
 
     process_groups: tuple[dist.ProcessGroup, ...]
     device: torch.device | None
@@ -32,15 +32,15 @@ class _Group:
 def clip_grad_norm(
     models: Sequence[nn.Module], parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0
 ) -> torch.Tensor:
-    """Scale the gradients of ``parameters`` so that their common norm is at most ``max_norm``. Collective.
+    """Scale the gradients of ``parameters`` so that their total norm is at most ``max_norm``. Collective.
 
-    The host goes by the config's version and by whether the parameters are all of one model; for a part of them, for
-    models of both versions or for a second model it takes one rank's shards for the whole, or raises.
+    Accelerate decides by the config's FSDP version and by whether the parameters are those of one whole model. For a
+    subset of them, for models of both versions or for a second model it uses the norm of one rank's shards, or raises.
 
     Args:
-        models: the prepared models, in which FSDP1's shards are found.
+        models: the prepared models, which are searched for FSDP1's flat parameters.
         parameters: in the same order on all ranks.
-        norm_type: any p, ``math.inf`` for the largest magnitude.
+        norm_type: p of the p-norm; ``math.inf`` for the largest magnitude.
 
     Returns:
         The norm before clipping, a scalar that is equal on all ranks.
@@ -61,7 +61,7 @@ def clip_grad_norm(
 
 
 def _by_device(groups: Iterable[_Group]) -> dict[torch.device, list[torch.Tensor]]:
-    """One fused call a device: a launch for each gradient would be felt on a GPU."""
+    """Device -> its gradients, so that each device needs one kernel launch and not one per gradient."""
     found: dict[torch.device, list[torch.Tensor]] = {}
     for group in groups:
         for gradient in group.gradients:
@@ -70,7 +70,9 @@ def _by_device(groups: Iterable[_Group]) -> dict[torch.device, list[torch.Tensor
 
 
 def _groups(models: Sequence[nn.Module], parameters: Iterable[nn.Parameter]) -> list[_Group]:
-    """By parameters, not by gradients: a rank whose shard is empty has no gradient, and must enter all the same."""
+    """Group gradients by process groups. A rank with an empty shard has no gradient, and needs the group all the same:
+    it must take part in the reduction.
+    """
     flat = _flat_shards(models)
     groups: dict[object, _Group] = {}
     for parameter in parameters:
@@ -91,7 +93,7 @@ def _groups(models: Sequence[nn.Module], parameters: Iterable[nn.Parameter]) -> 
 
 
 def _flat_shards(models: Sequence[nn.Module]) -> dict[int, tuple[tuple[dist.ProcessGroup, ...], torch.device | None]]:
-    """``id`` of each parameter that FSDP1 has cut -> the ranks over which it is cut, and where they compute."""
+    """``id`` of each parameter that FSDP1 has sharded -> its shard group, and the device of the computation."""
     found: dict[int, tuple[tuple[dist.ProcessGroup, ...], torch.device | None]] = {}
     for model in models:
         for unit in FullyShardedDataParallel.fsdp_modules(model):
@@ -102,7 +104,7 @@ def _flat_shards(models: Sequence[nn.Module]) -> dict[int, tuple[tuple[dist.Proc
 
 
 def _norm(group: _Group, norm_type: float) -> torch.Tensor:
-    """The norm of a group's gradients over all ranks that hold a part of them."""
+    """The norm of a group's gradients over all ranks that have a shard of them."""
     device = group.device or (group.gradients[0].device if group.gradients else torch.device("cpu"))
     norm = torch.zeros((), dtype=torch.float32, device=device)
     if group.gradients:

@@ -1,7 +1,8 @@
-"""FSDP2: the plan carried out with ``torch.distributed.fsdp.fully_shard``."""
+"""FSDP2: applies a plan with ``torch.distributed.fsdp.fully_shard``."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,24 +17,28 @@ from torch.distributed.fsdp import (
 )
 
 from hf_fsdp_plugin.backends.activations import apply_activation_checkpointing
-from hf_fsdp_plugin.backends.mesh import device_mesh
-from hf_fsdp_plugin.backends.precision import cast_buffers, torch_dtype
-from hf_fsdp_plugin.backends.prefetch import set_backward_prefetch, set_forward_prefetch
-from hf_fsdp_plugin.backends.synchronize import BROADCAST_ATTRIBUTE, BroadcastRecord, broadcast_buffers
-from hf_fsdp_plugin.backends.units import prepare_ignored, prepare_unit
+from hf_fsdp_plugin.backends.load import (
+    BROADCAST_ATTRIBUTE,
+    BroadcastRecord,
+    cast_buffers,
+    prepare_buffers,
+    prepare_ignored,
+    prepare_unit,
+)
+from hf_fsdp_plugin.backends.torch_types import device_mesh, torch_dtype
 from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.torch_private.fsdp2 import mark_backward_prefetch
 
 
 def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Module:
-    """Shard ``model`` in place, unit by unit, and return it. Needs the process group of ``plan.world_size`` ranks.
+    """Shard ``model`` in place, unit by unit, and return it. Needs a process group of ``plan.world_size`` ranks.
 
-    Parameters become ``DTensor`` over the mesh; an optimizer made before must be given the new ones
+    Parameters become ``DTensor`` objects; optimizers that exist already need the new objects
     (:mod:`hf_fsdp_plugin.backends.optimizer`).
     """
     record = BroadcastRecord()
     apply_activation_checkpointing(plan, model)
-    if plan.sync_module_states or plan.ram_efficient:
-        broadcast_buffers(model, device, record)
+    prepare_buffers(plan, model, device, record)
     cast_buffers(plan, model)
     kwargs: dict[str, Any] = {
         "mesh": device_mesh(plan),
@@ -50,7 +55,7 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
             **kwargs,
         )
     if not isinstance(model, FSDPModule):
-        # Every parameter belongs to an inner unit: the root still has to be one, it orders the others' hooks.
+        # Every parameter belongs to an inner unit. A root unit is needed all the same: it orders the others' hooks.
         fully_shard(model, mp_policy=_mixed_precision(plan, is_root=True), **kwargs)
     set_forward_prefetch(plan, model)
     set_backward_prefetch(plan, model)
@@ -63,18 +68,69 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
 def reshard(model: nn.Module) -> None:
     """Free every gathered parameter of a model, so that ``model.parameters()`` are the shards.
 
-    Units that keep their parameters for a backward keep them for ever after a forward without one (an evaluation): an
-    optimizer made then would hold, and train, the gathered copies.
+    A unit that keeps its parameters for the backward keeps them after a forward without a backward (an evaluation). An
+    optimizer that is built then would update the gathered copies.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def _mixed_precision(plan: FsdpPlan, *, is_root: bool) -> MixedPrecisionPolicy:
-    """The output dtype is the model's, not each layer's: cast between layers it would cost memory and change the
-    result.
+def set_forward_prefetch(plan: FsdpPlan, model: nn.Module) -> None:
+    """Make each unit start the all-gather of the next unit before its own forward.
+
+    The next unit is the next one in the module tree. Where a model executes its modules in another order, that costs
+    memory; the result is the same.
     """
+    if plan.prefetch.forward:
+        for unit, successor in pairwise(_units_in_order(plan, model)):
+            unit.set_modules_to_forward_prefetch([successor])
+
+
+def set_backward_prefetch(plan: FsdpPlan, model: nn.Module) -> None:
+    """Set when the all-gather of the preceding unit starts in backward.
+
+    ``pre``: during this unit's backward, which is FSDP2's default. ``none``: when the preceding unit needs it; a list
+    that contains only the unit itself disables FSDP2's default. ``post``: after this unit's gradients are computed and
+    before their reduce-scatter, so that at most one unit is gathered at a time.
+    """
+    if plan.prefetch.backward == "pre":
+        return
+    units = _units_in_order(plan, model)
+    for unit in units:
+        unit.set_modules_to_backward_prefetch([unit])
+        mark_backward_prefetch(unit, plan.prefetch.backward)
+    if plan.prefetch.backward == "post":
+        for predecessor, unit in pairwise(units):
+            _unshard_after_backward(unit, predecessor)
+
+
+def _unshard_after_backward(unit: Any, predecessor: FSDPModule) -> None:
+    """Gather ``predecessor`` at the end of the backward of ``unit``: when the gradient of its input is computed."""
+
+    def on_input_gradient(gradient: torch.Tensor) -> None:
+        predecessor.unshard(async_op=True)
+
+    def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            inputs = [*args, *kwargs.values()]
+            needs_gradient = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+            if needs_gradient:
+                needs_gradient[0].register_hook(on_input_gradient)
+
+    # Registered after fully_shard's hook, so that it receives the tensor that FSDP2 passes to forward.
+    unit.register_forward_pre_hook(before_forward, with_kwargs=True)
+
+
+def _units_in_order(plan: FsdpPlan, model: nn.Module) -> list[Any]:
+    """The first module of each unit except the root, in the order of the module tree."""
+    position = {id(module): index for index, module in enumerate(model.modules())}
+    firsts = [model.get_submodule(unit.modules[0]) for unit in plan.units if unit.modules != ("",)]
+    return sorted((m for m in firsts if isinstance(m, FSDPModule)), key=lambda m: position[id(m)])
+
+
+def _mixed_precision(plan: FsdpPlan, *, is_root: bool) -> MixedPrecisionPolicy:
+    """The policy of one unit. Only the root casts its output: casts between layers cost memory and change results."""
     return MixedPrecisionPolicy(
         param_dtype=torch_dtype(plan.precision.param),
         reduce_dtype=torch_dtype(plan.precision.reduce),

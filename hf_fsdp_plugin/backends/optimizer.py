@@ -1,14 +1,13 @@
-"""Optimizers made before sharding, pointed at the parameters that came out of it.
+"""Replace the parameters of optimizers that were built before sharding.
 
-An optimizer that still holds the unsharded parameters trains something that the model no longer uses: the loss does
-not move.
+An optimizer that keeps the unsharded parameters updates tensors that the model no longer uses: the loss does not
+change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,29 +20,29 @@ from hf_fsdp_plugin.torch_private.fsdp1 import names_in
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DetachedOptimizer:
-    """An optimizer without parameters, and the canonical name of each parameter it had, by group."""
+    """An optimizer without parameters, and the canonical names of the parameters it had in each group."""
 
     optimizer: torch.optim.Optimizer
     names: tuple[tuple[str, ...], ...]
 
 
 def detach_optimizers(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module) -> list[DetachedOptimizer]:
-    """Take the model's parameters out of its optimizers, remembering them by name.
+    """Remove the model's parameters from its optimizers. Optimizers of other models are left unchanged.
 
-    Optimizers of another model are left alone. Raises ``SpecError`` for one that mixes this model's parameters with
-    others, or that has already stepped: its state is that of whole parameters.
+    Raises:
+        SpecError: an optimizer has parameters of this model and others, or has already stepped: its state belongs to
+            unsharded parameters.
     """
     names: dict[int, str] = {}
     for name, parameter in named_parameters(model):
         names.setdefault(id(parameter), name)
     detached = []
     for optimizer in optimizers:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        known = [id(p) in names for p in parameters]
-        if not any(known):
+        num_foreign = foreign_parameters(optimizer, [model])
+        if num_foreign == sum(len(group["params"]) for group in optimizer.param_groups):
             continue
-        if not all(known):
-            raise SpecError([_mixed_optimizer(optimizer, len(known) - sum(known))])
+        if num_foreign:
+            raise SpecError([_mixed_optimizer(optimizer, num_foreign)])
         if optimizer.state:
             raise SpecError([_stepped_optimizer(optimizer)])
         groups = tuple(tuple(names[id(p)] for p in group["params"]) for group in optimizer.param_groups)
@@ -54,26 +53,26 @@ def detach_optimizers(optimizers: Iterable[torch.optim.Optimizer], model: nn.Mod
 
 
 def attach_optimizers(detached: Iterable[DetachedOptimizer], model: nn.Module) -> None:
-    """Give each optimizer the sharded parameters of the same names. Raises ``SpecError`` where FSDP1 has merged
-    parameters of different groups into one flat parameter.
+    """Give each optimizer the sharded parameters with the same names.
+
+    Raises:
+        SpecError: FSDP1 has merged parameters of different groups into one flat parameter.
     """
     found = _sharded_parameters(model)
     for item in detached:
-        claimed: dict[int, int] = {}
+        group_of: dict[int, int] = {}
         for index, (group, names) in enumerate(zip(item.optimizer.param_groups, item.names, strict=True)):
             parameters: dict[int, nn.Parameter] = {}
             for name in names:
                 parameter = found[name]
-                if claimed.setdefault(id(parameter), index) != index:
+                if group_of.setdefault(id(parameter), index) != index:
                     raise SpecError([_split_flat_parameter(name)])
                 parameters[id(parameter)] = parameter
             group["params"] = list(parameters.values())
 
 
 def _sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Canonical name -> what the optimizer has to update: the parameter itself, or FSDP1's flat parameter that holds
-    it.
-    """
+    """Canonical name -> the parameter to update: the parameter itself, or FSDP1's flat parameter that contains it."""
     found: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if isinstance(parameter, FlatParameter):
@@ -84,31 +83,31 @@ def _sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def foreign_parameters(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> int:
-    """How many of the optimizer's parameters belong to none of the models."""
+    """Number of the optimizer's parameters that belong to none of the models."""
     own = {id(p) for model in models for p in model.parameters()}
     return sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
 
 
-def _mixed_optimizer(optimizer: Any, num_foreign: int) -> Problem:
+def _mixed_optimizer(optimizer: torch.optim.Optimizer, num_foreign: int) -> Problem:
     return Problem(
-        severity="error",
-        message=f"{type(optimizer).__name__} holds {num_foreign} parameters that are not the model's.",
-        fix="Make one optimizer per model.",
+        code="FSDP-E304",
+        message=f"{type(optimizer).__name__} has {num_foreign} parameters that do not belong to the model.",
+        fix="Create one optimizer for each model.",
     )
 
 
-def _stepped_optimizer(optimizer: Any) -> Problem:
+def _stepped_optimizer(optimizer: torch.optim.Optimizer) -> Problem:
     return Problem(
-        severity="error",
-        message=f"{type(optimizer).__name__} has already stepped, and its state is that of unsharded parameters.",
-        fix="Prepare the model before the first step; load the optimizer's state afterwards.",
+        code="FSDP-E305",
+        message=f"{type(optimizer).__name__} has already stepped: its state belongs to unsharded parameters.",
+        fix="Prepare the model before the first step, and load the optimizer's state afterwards.",
     )
 
 
 def _split_flat_parameter(name: str) -> Problem:
     return Problem(
-        severity="error",
+        code="FSDP-E306",
         setting="params.use_orig",
-        message=f"the optimizer's parameter groups cut through the flat parameter that holds {name}.",
-        fix="Write fsdp_use_orig_params: true, or make the optimizer after preparing the model.",
+        message=f"the flat parameter that contains {name} has parameters of several parameter groups of the optimizer.",
+        fix="Set fsdp_use_orig_params: true, or create the optimizer after preparing the model.",
     )

@@ -1,4 +1,4 @@
-"""One model and its optimizers, sharded as planned: the way through this room."""
+"""Shard one model and its optimizers as planned. The other packages call this file."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from hf_fsdp_plugin.backends.optimizer import attach_optimizers, detach_optimize
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.torch_private.modules import mark_fsdp_managed
 
-# Where the plan hangs on a model that was sharded by it; read by the report and by a second ``prepare``.
 PLAN_ATTRIBUTE = "_hf_fsdp_plan"
+"""Attribute of a sharded model with its plan."""
 
 
 def shard(
     plan: FsdpPlan, model: nn.Module, device: torch.device, optimizers: Iterable[torch.optim.Optimizer] = ()
 ) -> nn.Module:
-    """Shard ``model`` in place as planned and return what takes its place (under FSDP1 a new root module).
+    """Shard ``model`` in place as planned. Collective.
 
-    Optimizers that hold the model's parameters are given the sharded ones. Collective: all ranks of the process group
-    enter.
+    Optimizers with parameters of the model receive the sharded ones.
+
+    Returns:
+        The model to use instead: under FSDP1 a new root module.
     """
     optimizers = list(optimizers)
     detached = [] if plan.pre_sharded else detach_optimizers(optimizers, model)
@@ -40,7 +42,10 @@ def shard(
 
 
 def rebind(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Give optimizers that were made from a model with gathered parameters its shards; FSDP1 keeps one set of them."""
+    """Give the shards to optimizers that were built while FSDP2 parameters were gathered.
+
+    FSDP1 is not affected: gathered and sharded parameters are the same objects.
+    """
     plan = plan_of(model)
     if plan is None or plan.backend != "fsdp2":
         return
@@ -50,5 +55,5 @@ def rebind(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Non
 
 
 def plan_of(model: nn.Module) -> FsdpPlan | None:
-    """The plan by which a model was sharded; ``None`` for any other model."""
+    """The plan of a sharded model; ``None`` for any other model."""
     return getattr(model, PLAN_ATTRIBUTE, None)

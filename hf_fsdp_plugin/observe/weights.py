@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.backends.synchronize import BROADCAST_ATTRIBUTE
+from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE
 from hf_fsdp_plugin.observe.memory import unmanaged_parameters
 from hf_fsdp_plugin.observe.ranks import gather_objects
 from hf_fsdp_plugin.observe.units import UnitObservation

@@ -35,6 +35,16 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
 
 
+def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Replace ``old`` by ``new`` at every place in ``model`` that refers to it."""
+    for parent in list(model.modules()):
+        if parent is new or parent is old:
+            continue
+        for attribute, child in list(parent._modules.items()):
+            if child is old:
+                parent._modules[attribute] = new
+
+
 def wrapped_module(module: nn.Module) -> nn.Module | None:
     """The module that a wrapper of FSDP1, activation checkpointing or ``torch.compile`` contains."""
     return next((inner for name in WRAPPER_ATTRIBUTES if (inner := module._modules.get(name)) is not None), None)

@@ -1,0 +1,167 @@
+"""Prepare parameters and buffers for sharding: allocate, broadcast from rank 0, cast.
+
+This implements ``sync_module_states`` and the second half of ``cpu_ram_efficient_loading``. One unit is broadcast at a
+time, so a rank holds at most one whole unit on its device. FSDP1's own broadcast rejects CPU modules and FSDP2 has
+none; this one works for both versions and every device type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_fsdp_plugin.backends.torch_types import torch_dtype
+from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.names import canonical_name
+from hf_fsdp_plugin.plan.units import UnitPlan
+from hf_fsdp_plugin.torch_private.modules import buffers as own_buffers
+from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
+
+BROADCAST_ATTRIBUTE = "_hf_fsdp_broadcast"
+"""Attribute of a sharded model with its :class:`BroadcastRecord`."""
+
+
+@dataclass(kw_only=True, slots=True)
+class BroadcastRecord:
+    """What this rank received from rank 0.
+
+    Attributes:
+        num_tensors: parameters and buffers.
+        num_filled: those that had no memory on this rank before (meta tensors).
+        checksum: over the bits of all of them. Equal on all ranks if all received the same weights.
+    """
+
+    num_tensors: int = 0
+    num_filled: int = 0
+    checksum: int = 0
+
+    def add(self, tensor: torch.Tensor) -> None:
+        self.num_tensors += 1
+        if tensor.numel():
+            # item() overflows for a uint64 above 2**63; its bits are valid as int64.
+            bits = int(torch.hash_tensor(tensor).view(torch.int64))
+            # Rotated, because two equal tensors would cancel each other out.
+            self.checksum = (self.checksum << 1 ^ self.checksum >> 63 ^ bits) & (1 << 64) - 1
+
+
+def prepare_buffers(plan: FsdpPlan, model: nn.Module, device: torch.device, record: BroadcastRecord) -> None:
+    """Move the buffers to ``device`` with rank 0's values, where the plan broadcasts."""
+    if plan.ram_efficient or plan.sync_module_states:
+        broadcast_buffers(model, device, record)
+
+
+def prepare_unit(
+    plan: FsdpPlan, unit: UnitPlan, model: nn.Module, device: torch.device, record: BroadcastRecord
+) -> None:
+    """Allocate, broadcast and cast the parameters of one unit, so that it can be sharded."""
+    cast_to_master(plan, _prepare_parameters(plan, unit.parameters, model, device, record))
+
+
+def prepare_ignored(
+    plan: FsdpPlan, model: nn.Module, device: torch.device, record: BroadcastRecord
+) -> list[nn.Parameter]:
+    """Place the ignored parameters, which FSDP does not move, and average their gradients. Returns them, each once."""
+    parameters = _prepare_parameters(plan, plan.ignored_parameters, model, device, record)
+    for parameter in parameters:
+        parameter.data = parameter.data.to(device)
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_average_gradient)
+    return parameters
+
+
+def _prepare_parameters(
+    plan: FsdpPlan, names: Iterable[str], model: nn.Module, device: torch.device, record: BroadcastRecord
+) -> list[nn.Parameter]:
+    """Allocate and broadcast the named parameters as planned. Returns each once, in the same order on all ranks."""
+    names = list(names)
+    if plan.ram_efficient:
+        materialize(model, names, device, record)
+    parameters = list({id(parameter): parameter for parameter in map(model.get_parameter, names)}.values())
+    if plan.ram_efficient or plan.sync_module_states:
+        broadcast_parameters(parameters, device, record)
+    return parameters
+
+
+def materialize(model: nn.Module, names: Iterable[str], device: torch.device, record: BroadcastRecord) -> None:
+    """Allocate memory on ``device`` for those of the named parameters that are on meta. Ties are kept.
+
+    With RAM-efficient loading, the parameters of every rank except rank 0 are on the meta device until the broadcast.
+    """
+    wanted = set(names)
+    allocated: dict[int, nn.Parameter] = {}
+    for module_name, module in model.named_modules():
+        registered = own_parameters(module)
+        for attribute, parameter in list(registered.items()):
+            if parameter is None or not parameter.is_meta:
+                continue
+            name = canonical_name(f"{module_name}.{attribute}".lstrip("."))
+            if id(parameter) not in allocated and name in wanted:
+                empty = torch.empty_like(parameter, device=device)
+                allocated[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                record.num_filled += 1
+            registered[attribute] = allocated.get(id(parameter), parameter)
+
+
+def broadcast_parameters(parameters: Iterable[nn.Parameter], device: torch.device, record: BroadcastRecord) -> None:
+    """Overwrite the parameters with rank 0's values, on ``device``. Collective, with the same parameters everywhere."""
+    for parameter in parameters:
+        tensor = parameter.data.to(device).contiguous()
+        dist.broadcast(tensor, src=0)
+        record.add(tensor)
+        parameter.data = tensor
+
+
+def broadcast_buffers(model: nn.Module, device: torch.device, record: BroadcastRecord) -> None:
+    """Overwrite all buffers with rank 0's values, on ``device``. Collective.
+
+    This includes non-persistent buffers (rotary frequencies, position ids): no checkpoint contains them, they are
+    zeros on the ranks that loaded no weights, and the loss would be NaN or wrong.
+    """
+    for module in model.modules():
+        registered = own_buffers(module)
+        for name, buffer in registered.items():
+            if buffer is None:
+                continue
+            record.num_filled += buffer.is_meta
+            tensor = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device).contiguous()
+            dist.broadcast(tensor, src=0)
+            record.add(tensor)
+            registered[name] = tensor
+
+
+def cast_to_master(plan: FsdpPlan, parameters: Iterable[nn.Parameter]) -> None:
+    """Cast trainable floating-point parameters in place to the dtype in which the optimizer updates them.
+
+    The optimizer updates the shards. In bf16, updates smaller than bf16's resolution would be lost.
+    """
+    master = torch_dtype(plan.precision.master)
+    if master is None:
+        return
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != master:
+            parameter.data = parameter.data.to(master)
+
+
+def cast_buffers(plan: FsdpPlan, model: nn.Module) -> None:
+    """Cast floating-point buffers in place. FSDP1 does that itself; FSDP2 does not touch buffers."""
+    dtype = torch_dtype(plan.precision.buffer)
+    if dtype is None:
+        return
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
+
+
+def _average_gradient(parameter: torch.Tensor) -> None:
+    """Average a gradient over all ranks. Neither FSDP version reduces the gradients of ignored parameters.
+
+    It runs after every backward, which is correct under gradient accumulation too: what was averaged before is equal
+    on all ranks.
+    """
+    if parameter.grad is not None:
+        dist.all_reduce(parameter.grad)
+        parameter.grad.div_(dist.get_world_size())
