@@ -60,7 +60,7 @@ def test_a_script_without_a_launcher_is_told_how_to_be_started(tmp_path: Path) -
     (tmp_path / "fsdp.yaml").write_text(CONFIG + "num_processes: 1\n")
     done = run(tmp_path, [sys.executable, "train.py"])
     assert done.returncode == 1
-    assert "this is a single process without a process group. Start the script with `hf-fsdp launch`" in done.stderr
+    assert "[FSDP-E601]" in done.stderr
 
 
 @pytest.mark.parametrize("version", [1, 2])

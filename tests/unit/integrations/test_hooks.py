@@ -26,13 +26,6 @@ def function_of(attribute: Any) -> Any:
     return getattr(attribute, "__func__", attribute)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def libraries() -> None:
-    """Import the hooked modules before the leak check: one of their imports creates a folder."""
-    for hook in HOOKS:
-        importlib.import_module(hook.module)
-
-
 @pytest.fixture
 def stock() -> Iterator[dict[str, Any]]:
     """Every hooked attribute as the libraries define it."""

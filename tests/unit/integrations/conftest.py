@@ -1,0 +1,16 @@
+"""Shared by the tests of the integrations, which run in one process without ranks."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from hf_fsdp_plugin.integrations.hooks import HOOKS
+
+
+@pytest.fixture(scope="package", autouse=True)
+def libraries() -> None:
+    """Import the hooked modules before the leak check: one of their imports creates a folder."""
+    for hook in HOOKS:
+        importlib.import_module(hook.module)

@@ -1,0 +1,119 @@
+"""Problems that the replacements report: each one raised or printed, and the accepted case beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType
+
+import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.integrations.accelerate.accelerator import init_accelerator
+from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, spec_of_stock_plugin
+from hf_fsdp_plugin.integrations.accelerate.prepare import make_plan
+from hf_fsdp_plugin.integrations.accelerate.state import init_accelerator_state
+from hf_fsdp_plugin.integrations.transformers.checkpoints import checkpoint_to_resume
+
+FSDP = {"distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": {"fsdp_version": 2}}
+
+
+@pytest.fixture(autouse=True)
+def uninstalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No hooks before and after; the stock plugin's constructor sets this variable."""
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
+    hfp.uninstall()
+    yield
+    hfp.uninstall()
+
+
+def codes(error: pytest.ExceptionInfo[hfp.SpecError]) -> list[str]:
+    return [problem.code for problem in error.value.problems]
+
+
+def create_accelerator(num_processes: int = 2, **arguments: Any) -> dict[str, Any]:
+    """The arguments that the replacement of ``Accelerator.__init__`` passes to the original."""
+    passed: dict[str, Any] = {}
+
+    def original(fsdp_plugin: Any = None, mixed_precision: Any = None, dynamo_plugin: Any = None) -> None:
+        passed.update(fsdp_plugin=fsdp_plugin, mixed_precision=mixed_precision)
+
+    accelerator = SimpleNamespace(num_processes=num_processes, distributed_type=DistributedType.MULTI_CPU)
+    init_accelerator(original, accelerator, **arguments)
+    return passed
+
+
+@pytest.mark.parametrize("distributed_type", [DistributedType.NO, DistributedType.MULTI_CPU])
+def test_single_process_without_group_is_refused(distributed_type: DistributedType) -> None:
+    state: Any = SimpleNamespace(distributed_type=distributed_type)
+    plugin = PlannedFsdpPlugin(hfp.load_spec(FSDP))
+    if distributed_type == DistributedType.NO:
+        with pytest.raises(hfp.SpecError) as error:
+            init_accelerator_state(lambda **_: None, state, fsdp_plugin=plugin)
+        assert codes(error) == ["FSDP-E601"]
+    else:
+        from accelerate.state import PartialState
+
+        init_accelerator_state(lambda **_: None, state, fsdp_plugin=plugin)
+        assert state.distributed_type == DistributedType.FSDP and state.fsdp_plugin is plugin
+        PartialState._reset_state()
+
+
+@pytest.mark.parametrize(("given", "param", "code"), [("no", "auto", "FSDP-W602"), ("bf16", "bf16", None)])
+def test_precision_of_script_overrides_config(given: str, param: str, code: str | None) -> None:
+    hfp.install(FSDP)
+    plugin = create_accelerator(mixed_precision=given)["fsdp_plugin"]
+    assert plugin.spec.precision.param == param
+    found = [problem for problem in plugin.spec.problems if problem.setting == "precision.param"]
+    assert [problem.code for problem in found] == ([code] if code else [])
+
+
+@pytest.mark.parametrize(("config", "num_lines"), [({}, 1), (FSDP, 0)], ids=["without-fsdp", "with-fsdp"])
+def test_missing_fsdp_config_is_reported_once(
+    config: dict[str, Any], num_lines: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hfp.install(config)
+    create_accelerator()
+    create_accelerator()
+    assert capsys.readouterr().err.count("[FSDP-W603]") == num_lines
+
+
+def test_plugin_created_before_install_is_refused() -> None:
+    early = FullyShardedDataParallelPlugin(fsdp_version=2)
+    hfp.install()
+    with pytest.raises(hfp.SpecError) as error:
+        spec_of_stock_plugin(early)
+    assert codes(error) == ["FSDP-E604"]
+    late = FullyShardedDataParallelPlugin(fsdp_version=2)
+    late.forward_prefetch = True
+    spec = spec_of_stock_plugin(late)
+    assert spec is not None and (spec.fsdp.version, spec.prefetch.forward) == (2, True)
+
+
+@pytest.mark.parametrize("device_map", [True, False])
+def test_model_with_device_map_is_refused(device_map: bool) -> None:
+    accelerator = SimpleNamespace(
+        verify_device_map=lambda model: device_map, num_processes=2, device=torch.device("cpu")
+    )
+    plugin = PlannedFsdpPlugin(hfp.load_spec(FSDP))
+    if device_map:
+        with pytest.raises(hfp.SpecError) as error:
+            make_plan(accelerator, plugin, torch.nn.Linear(4, 4))
+        assert codes(error) == ["FSDP-E606"]
+    else:
+        assert make_plan(accelerator, plugin, torch.nn.Linear(4, 4)).backend == "fsdp2"
+
+
+def test_resume_without_complete_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    trainer = SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path)))
+    assert checkpoint_to_resume(trainer, True) is True
+    (tmp_path / "checkpoint-3").mkdir()
+    with pytest.raises(hfp.SpecError) as error:
+        checkpoint_to_resume(trainer, True)
+    assert codes(error) == ["FSDP-E607"]
