@@ -11,29 +11,25 @@ from hf_fsdp_plugin.integrations.accelerate.private import (
     prepared_models,
     prepared_optimizers,
 )
-from hf_fsdp_plugin.integrations.transformers.private import train_batch_size
+from hf_fsdp_plugin.integrations.transformers.private import is_trainer, train_batch_size
 from hf_fsdp_plugin.observe.build import build_report_of_trained
 from hf_fsdp_plugin.observe.readers_training import state_dict_kind
 from hf_fsdp_plugin.observe.report import BatchShape, Report
 
 
 def report(subject: Any) -> Report:
-    """Return the report of a prepared model, an ``Accelerator`` or a ``Trainer``. Collective: every rank must call it.
+    """Return the report of a prepared model, an ``Accelerator`` or a Trainer that has one. Collective.
 
     Raises:
         SpecError: the plugin has prepared no model there.
     """
-    if hasattr(subject, "model_wrapped") and hasattr(subject, "args"):
-        models = [model for model in (subject.model_wrapped, subject.model) if model is not None]
-        return build_report_of_trained(
-            models,
-            [subject.optimizer] if subject.optimizer is not None else [],
-            batch=_trainer_batch(subject),
-            state_dict=next_state_dict(subject.accelerator),
-        )
-    if is_accelerator(subject):
-        return report_accelerator(subject)
-    return build_report_of_trained([subject])
+    accelerator = getattr(subject, "accelerator", subject)
+    if not is_accelerator(accelerator):
+        return build_report_of_trained([subject])
+    batch = None
+    if is_trainer(subject):
+        batch = BatchShape(per_device=train_batch_size(subject), accumulation=subject.args.gradient_accumulation_steps)
+    return report_accelerator(accelerator, batch=batch)
 
 
 def report_accelerator(
@@ -69,10 +65,6 @@ def next_state_dict(accelerator: Any) -> str | None:
     if state_dict_type is None:
         return None
     return str(getattr(state_dict_type, "name", state_dict_type)).upper().removesuffix("_STATE_DICT").lower()
-
-
-def _trainer_batch(trainer: Any) -> BatchShape | None:
-    return BatchShape(per_device=train_batch_size(trainer), accumulation=trainer.args.gradient_accumulation_steps)
 
 
 def _loader_batch(accelerator: Any) -> BatchShape | None:

@@ -1,4 +1,4 @@
-"""Run on ranks: ``from_pretrained`` where only rank 0 reads the weights."""
+"""Cases for the ranks: ``from_pretrained`` where only rank 0 reads the weights."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _VARIABLES = ("FSDP_CPU_RAM_EFFICIENT_LOADING", "ACCELERATE_USE_FSDP")
 
 
 @contextmanager
-def environment_kept() -> Iterator[None]:
-    """``from_pretrained`` goes by environment variables, which the plugin sets for the whole process."""
+def environment_restored() -> Iterator[None]:
+    """Restore the environment variables that ``from_pretrained`` reads and the plugin sets."""
     before = {name: os.environ.get(name) for name in _VARIABLES}
     try:
         yield
@@ -31,14 +31,14 @@ def environment_kept() -> Iterator[None]:
 
 
 def save_plain(family: str, folder: str) -> None:
-    """The model's folder, by rank 0."""
+    """Save the model on rank 0."""
     if dist.get_rank() == 0:
         build(family).save_pretrained(folder)
     dist.barrier()
 
 
 def save_both_names(folder: str, equal: bool) -> None:
-    """A tied model in a checkpoint that holds the weight under both names, as other tools write it."""
+    """Save a tied model with the weight under both names, as other tools do."""
     from safetensors.torch import load_file, save_file
 
     save_plain("llama-tied", folder)
@@ -51,8 +51,8 @@ def save_both_names(folder: str, equal: bool) -> None:
 
 
 def load_and_train(family: str, folder: str, config: dict[str, Any], dtype: str = "float32") -> dict[str, Any]:
-    """What each rank holds after loading, and the steps from there."""
-    with environment_kept():
+    """Load, train some steps, and return what this rank has after loading and after each step."""
+    with environment_restored():
         accelerator = fresh_accelerator(config)
         model = type(build(family)).from_pretrained(folder, dtype=dtype)
         model.config.use_cache = False
@@ -87,8 +87,8 @@ def without_dropout(model: nn.Module) -> None:
 
 
 def trainer_from_pretrained(family: str, folder: str, output_dir: str, **fsdp_config: Any) -> dict[str, Any]:
-    """The same in the Trainer, as its users write it: arguments first, then the model."""
-    with environment_kept():
+    """Create the arguments, load the model, then train it with the Trainer."""
+    with environment_restored():
         args = hfp.FsdpTrainingArguments(
             output_dir=output_dir, fsdp="full_shard auto_wrap", fsdp_config=fsdp_config, use_cpu=True, max_steps=2,
             per_device_train_batch_size=2, report_to="none", disable_tqdm=True, logging_steps=1, save_strategy="no",

@@ -1,4 +1,4 @@
-"""Run on ranks: real Trainers with FSDP settings in their arguments."""
+"""Cases for the ranks: Trainers with FSDP settings in their arguments."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def gathered(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def train_and_resume(output_dir: str, **arguments: Any) -> dict[str, Any]:
-    """Six steps in one go; then again from the checkpoint at step 3."""
+    """Train six steps without interruption, then again from the checkpoint at step 3."""
     whole = make_trainer(output_dir, save_strategy="steps", save_steps=3, **arguments)
     whole.train()
     resumed = make_trainer(output_dir, save_strategy="steps", save_steps=3, **arguments)
@@ -71,7 +71,7 @@ def train_and_resume(output_dir: str, **arguments: Any) -> dict[str, Any]:
 
 
 def evaluate_around_training(output_dir: str, **arguments: Any) -> dict[str, Any]:
-    """Evaluation before and after training, and a sentence generated at the end."""
+    """Evaluate before and after training, and generate tokens at the end."""
     trainer = make_trainer(output_dir, **arguments)
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
@@ -81,7 +81,7 @@ def evaluate_around_training(output_dir: str, **arguments: Any) -> dict[str, Any
 
 
 def save_model(output_dir: str, **arguments: Any) -> dict[str, Any]:
-    """``trainer.save_model`` after training, and what ``from_pretrained`` makes of it."""
+    """Call ``trainer.save_model`` after training, and load the folder with ``from_pretrained``."""
     from transformers import LlamaForCausalLM
 
     trainer = make_trainer(output_dir, **arguments)
@@ -96,7 +96,7 @@ def save_model(output_dir: str, **arguments: Any) -> dict[str, Any]:
 
 
 def train_with_the_best_model(output_dir: str, **arguments: Any) -> dict[str, Any]:
-    """Evaluates and saves every second step, keeps two checkpoints, and loads the best at the end."""
+    """Evaluate and save every second step, keep two checkpoints, and load the best one at the end."""
     trainer = make_trainer(
         output_dir, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2, save_total_limit=2,
         load_best_model_at_end=True, metric_for_best_model="eval_loss", **arguments,
@@ -110,8 +110,8 @@ def train_with_the_best_model(output_dir: str, **arguments: Any) -> dict[str, An
     }
 
 
-def save_as_the_guide_says(output_dir: str, **arguments: Any) -> dict[str, Any]:
-    """The Hugging Face guide's last lines: the state dict type is changed, then the model is saved."""
+def save_after_changing_state_dict_type(output_dir: str, **arguments: Any) -> dict[str, Any]:
+    """Change the state dict type after training, then save the model, as the Hugging Face guide does."""
     from transformers import LlamaForCausalLM
 
     trainer = make_trainer(output_dir, **arguments)
@@ -126,7 +126,7 @@ def save_as_the_guide_says(output_dir: str, **arguments: Any) -> dict[str, Any]:
 
 
 def accumulate(output_dir: str, **arguments: Any) -> dict[str, Any]:
-    """Four micro-batches of one sequence a rank, and the report's effective batch size."""
+    """Return the losses and the effective batch size in the report."""
     trainer = make_trainer(output_dir, **arguments)
     trainer.train()
     report = json.loads((Path(output_dir) / "fsdp_report.json").read_text())

@@ -1,4 +1,4 @@
-"""The Trainer under every form of ``fsdp=`` and ``fsdp_config=``: trains, evaluates, saves, resumes, generates."""
+"""The Trainer with FSDP settings in its arguments: training, evaluation, generation, checkpoints and resuming."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from cases_trainer import (
     accumulate,
     evaluate_around_training,
-    save_as_the_guide_says,
+    save_after_changing_state_dict_type,
     save_model,
     train_and_resume,
     train_with_the_best_model,
@@ -25,7 +25,7 @@ MODEL_FILES = {
 
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("kind", ["full", "sharded", "local"])
-def test_a_resumed_training_is_the_uninterrupted_one(two_ranks: Ranks, tmp_path: Path, version: int, kind: str) -> None:
+def test_resumed_training_equals_uninterrupted(two_ranks: Ranks, tmp_path: Path, version: int, kind: str) -> None:
     config = {"version": version, "state_dict_type": kind}
     run = two_ranks.run(train_and_resume, str(tmp_path), fsdp="full_shard auto_wrap", fsdp_config=config)[0]
     assert MODEL_FILES[kind] <= set(run["files"])
@@ -44,13 +44,13 @@ def test_a_resumed_training_is_the_uninterrupted_one(two_ranks: Ranks, tmp_path:
         ("SHARD_GRAD_OP,auto_wrap", 2),
     ],
 )
-def test_other_strategies_resume_too(two_ranks: Ranks, tmp_path: Path, fsdp: str, version: int) -> None:
+def test_resuming_works_with_every_strategy(two_ranks: Ranks, tmp_path: Path, fsdp: str, version: int) -> None:
     run = two_ranks.run(train_and_resume, str(tmp_path), fsdp=fsdp, fsdp_config={"version": version})[0]
     assert run["resumed"] == run["whole"]
     assert run["report"]["backend"] == f"fsdp{version}"
 
 
-def test_evaluation_before_training_changes_nothing(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_evaluation_before_training_keeps_losses(two_ranks: Ranks, tmp_path: Path) -> None:
     runs = {
         version: two_ranks.run(
             evaluate_around_training, str(tmp_path), fsdp="full_shard auto_wrap", fsdp_config={"version": version}
@@ -66,7 +66,7 @@ def test_evaluation_before_training_changes_nothing(two_ranks: Ranks, tmp_path: 
 
 @pytest.mark.parametrize("arguments", [{}, {"bf16": True}, {"gradient_checkpointing": True}], ids=str)
 @pytest.mark.parametrize("version", [1, 2])
-def test_save_model_writes_what_from_pretrained_reads(
+def test_saved_model_loads_with_from_pretrained(
     two_ranks: Ranks, tmp_path: Path, version: int, arguments: dict[str, Any]
 ) -> None:
     config = {"version": version}
@@ -78,7 +78,7 @@ def test_save_model_writes_what_from_pretrained_reads(
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_best_model_is_loaded_at_the_end(two_ranks: Ranks, tmp_path: Path, version: int, kind: str) -> None:
+def test_best_model_is_loaded_at_end(two_ranks: Ranks, tmp_path: Path, version: int, kind: str) -> None:
     config = {"version": version, "state_dict_type": kind}
     run = two_ranks.run(train_with_the_best_model, str(tmp_path), fsdp="full_shard auto_wrap", fsdp_config=config)[0]
     assert run["again"] == pytest.approx(run["best"], rel=1e-6)
@@ -86,19 +86,21 @@ def test_the_best_model_is_loaded_at_the_end(two_ranks: Ranks, tmp_path: Path, v
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_guides_way_to_save_a_sharded_model_whole_works(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
+def test_full_save_after_changing_state_dict_type(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
     config = {"version": version, "state_dict_type": "SHARDED_STATE_DICT"}
-    saved = two_ranks.run(save_as_the_guide_says, str(tmp_path), fsdp="full_shard auto_wrap", fsdp_config=config)[0]
+    saved = two_ranks.run(
+        save_after_changing_state_dict_type, str(tmp_path), fsdp="full_shard auto_wrap", fsdp_config=config
+    )[0]
     assert saved["keys"] > 0
     assert saved["equal"]
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_accumulation_in_the_trainer_is_one_larger_batch(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
+def test_accumulation_equals_one_larger_batch(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
     fsdp = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": version}}
     small = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
     accumulated = two_ranks.run(accumulate, str(tmp_path), **fsdp, **small)[0]
     whole = two_ranks.run(accumulate, str(tmp_path), **fsdp)[0]
-    # The micro-batches are drawn in another order, but each epoch of six steps holds the same 48 sequences.
+    # The order of the micro-batches differs, but each epoch of six steps has the same 48 sequences.
     assert accumulated["effective_batch_size"] == whole["effective_batch_size"] == 8
     assert accumulated["losses"][0] == pytest.approx(whole["losses"][0], rel=0.02)

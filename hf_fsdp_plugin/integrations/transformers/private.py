@@ -14,6 +14,10 @@ from typing import Any
 import torch
 
 
+def is_trainer(obj: Any) -> bool:
+    return hasattr(obj, "_train_batch_size")
+
+
 def tied_weights(model: Any) -> Mapping[str, str]:
     """Name of each tied parameter -> the name of its source."""
     return getattr(model, "all_tied_weights_keys", None) or {}
@@ -49,4 +53,4 @@ def save_files(trainer: Any, folder: Path, state_dict: Mapping[str, torch.Tensor
 
 def train_batch_size(trainer: Any) -> int:
     """Samples of one device and micro-batch; ``auto_find_batch_size`` may have lowered it."""
-    return int(getattr(trainer, "_train_batch_size", None) or trainer.args.per_device_train_batch_size)
+    return int(trainer._train_batch_size)
