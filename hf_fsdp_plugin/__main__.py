@@ -41,7 +41,7 @@ def main() -> int:
     import hf_fsdp_plugin
     from hf_fsdp_plugin.cli.run_script import is_failure, run
     from hf_fsdp_plugin.integrations.messages import print_error
-    from hf_fsdp_plugin.integrations.run_report import abandon
+    from hf_fsdp_plugin.integrations.run_report import stop_reporting
 
     try:
         hf_fsdp_plugin.install(
@@ -56,7 +56,7 @@ def main() -> int:
         return 1
     except BaseException as error:
         if is_failure(error):
-            abandon()
+            stop_reporting()
         raise
     return 0
 

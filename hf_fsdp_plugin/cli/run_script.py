@@ -51,9 +51,9 @@ def main() -> None:
         run(script, args, module=module)
     except BaseException as error:
         if is_failure(error):
-            from hf_fsdp_plugin.integrations.run_report import abandon  # lazy: the launcher imports this module
+            from hf_fsdp_plugin.integrations.run_report import stop_reporting  # lazy: the launcher imports this module
 
-            abandon()
+            stop_reporting()
         if not failure_file:
             raise
         _record_failure(error, Path(failure_file))

@@ -12,7 +12,7 @@ from hf_fsdp_plugin.integrations import session
 from hf_fsdp_plugin.integrations.environment import restore_variables, set_loading_variables, set_variables
 from hf_fsdp_plugin.integrations.messages import close_messages, install_excepthook, print_warnings, set_quiet
 from hf_fsdp_plugin.integrations.patching import install_hooks, remove_hooks
-from hf_fsdp_plugin.integrations.run_report import abandon, report_at_exit
+from hf_fsdp_plugin.integrations.run_report import start_reporting, stop_reporting
 from hf_fsdp_plugin.sources.handover import LaunchHandover, absolute
 from hf_fsdp_plugin.sources.model import Sources, config_of
 from hf_fsdp_plugin.spec.model import FsdpSpec
@@ -58,7 +58,7 @@ def install(
         set_loading_variables(spec)
         if spec.loading.ram_efficient:
             _start_process_group(spec)
-    report_at_exit()
+    start_reporting()
     return spec if asked else None
 
 
@@ -67,7 +67,7 @@ def uninstall() -> None:
 
     Models, Accelerators and Trainers that exist already keep their plan; the process group stays.
     """
-    abandon()
+    stop_reporting()
     session.close()
     remove_hooks()
     restore_variables()

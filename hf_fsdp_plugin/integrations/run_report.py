@@ -52,7 +52,7 @@ class RunReporter:
             return
         if dist.is_initialized():
             for accelerator in self._prepared - self._reported:
-                finish(accelerator)
+                report_run(accelerator)
         if session.current_session().ambient is not None and not self._has_prepared:
             print_once("nothing was sharded: the config asks for FSDP, but the script prepared no model.")
 
@@ -60,21 +60,21 @@ class RunReporter:
 _reporter: RunReporter | None = None
 
 
-def report_at_exit() -> None:
+def start_reporting() -> None:
     """Create the reporter of this process, unless it exists."""
     global _reporter
     _reporter = _reporter or RunReporter()
 
 
-def abandon() -> None:
-    """Close the reporter of this process, after a failure or to undo :func:`report_at_exit`."""
+def stop_reporting() -> None:
+    """Close the reporter of this process, after a failure or to undo :func:`start_reporting`."""
     global _reporter
     if _reporter is not None:
         _reporter.close()
     _reporter = None
 
 
-def begin(accelerator: Any) -> None:
+def track(accelerator: Any) -> None:
     """Record the first step of the models of an accelerator, for its report. Call it after each ``prepare``."""
     if _reporter is not None:
         _reporter.add_prepared(accelerator)
@@ -83,7 +83,7 @@ def begin(accelerator: Any) -> None:
             record_first_step(model, optimizer_of(model, prepared_optimizers(accelerator)))
 
 
-def finish(
+def report_run(
     accelerator: Any,
     *,
     output_dir: str | None = None,

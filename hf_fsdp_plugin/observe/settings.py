@@ -13,8 +13,7 @@ from hf_fsdp_plugin.problems import Problem
 
 Status = Literal["applied", "differs", "unobservable"]
 
-# FSDP2 has one value only, and the plan has already given a warning.
-_NOT_SUPPORTED_BY_FSDP2 = {"prefetch.limit_all_gathers", "params.use_orig"}
+_NOT_SUPPORTED_BY_FSDP2 = "FSDP-W148"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +58,12 @@ def check_settings(settings: tuple[SettingObservation, ...], plan: FsdpPlan) -> 
 
     It is a warning if FSDP2 supports only the observed value, or if the script wrapped the model itself.
     """
+    not_supported = {problem.setting for problem in plan.problems if problem.code == _NOT_SUPPORTED_BY_FSDP2}
     problems = []
     for row in settings:
         if row.status != "differs":
             continue
-        expected = plan.pre_sharded or (row.setting in _NOT_SUPPORTED_BY_FSDP2 and plan.backend == "fsdp2")
+        expected = plan.pre_sharded or row.setting in not_supported
         reason = f" ({row.reason})" if row.reason else ""
         problems.append(
             Problem(

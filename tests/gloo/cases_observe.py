@@ -15,7 +15,7 @@ from torch import nn
 from hf_fsdp_plugin import load_spec, resolve
 from hf_fsdp_plugin.backends.shard import shard
 from hf_fsdp_plugin.integrations.report import report
-from hf_fsdp_plugin.integrations.run_report import finish
+from hf_fsdp_plugin.integrations.run_report import report_run
 from hf_fsdp_plugin.observe.build import build_report
 from hf_fsdp_plugin.observe.first_step import record_first_step
 from hf_fsdp_plugin.observe.report import BatchShape, Report
@@ -165,7 +165,7 @@ def unwritable_report(config: dict[str, Any]) -> str:
     model, plan = make("llama", config)
     sharded = shard(plan, model, CPU)
     accelerator = SimpleNamespace(_models=[sharded], _optimizers=[], _dataloaders=[], state=None)
-    finish(accelerator, output_dir="/dev/null/no/folder")
+    report_run(accelerator, output_dir="/dev/null/no/folder")
     dist.barrier()
     return "done"
 

@@ -125,5 +125,5 @@ def clip_grad_norm_(
 
 
 def end_training(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    run_report.finish(accelerator)
+    run_report.report_run(accelerator)
     return original(*args, **kwargs)

@@ -17,7 +17,7 @@ from hf_fsdp_plugin.backends.shard import plan_of, rebind, shard
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, planned_plugin
 from hf_fsdp_plugin.integrations.messages import print_warnings
-from hf_fsdp_plugin.integrations.run_report import begin
+from hf_fsdp_plugin.integrations.run_report import track
 from hf_fsdp_plugin.integrations.saving import prepare_memory_after_first_step
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.plan.resolve import resolve
@@ -48,7 +48,7 @@ def prepare_objects(accelerator: Any, objects: Sequence[Any]) -> Any:
     new_optimizers = [obj.optimizer for obj in prepared if hasattr(obj, "optimizer")]
     with on_all_ranks("checking the optimizers"):
         _check_optimizers(new_optimizers, models)
-    begin(accelerator)
+    track(accelerator)
     plugin = planned_plugin(accelerator)
     if plugin is not None and plugin.spec.checkpoint.asynchronous and new_optimizers:
         prepare_memory_after_first_step(accelerator, plugin.state_dict_kind)

@@ -25,7 +25,7 @@ from hf_fsdp_plugin.integrations import session
 from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.patching import install_hooks, override_hooked_methods
-from hf_fsdp_plugin.integrations.run_report import finish
+from hf_fsdp_plugin.integrations.run_report import report_run
 from hf_fsdp_plugin.integrations.transformers.checkpoints import PREFIX, checkpoint_to_resume
 from hf_fsdp_plugin.observe.report import BatchShape
 from hf_fsdp_plugin.plan.names import unwrapped
@@ -84,7 +84,7 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     saves.wait()
     arguments = trainer.args
     checkpoint = Path(arguments.output_dir) / f"{PREFIX}{trainer.state.global_step}"
-    finish(
+    report_run(
         trainer.accelerator,
         output_dir=arguments.output_dir,
         batch=BatchShape(
