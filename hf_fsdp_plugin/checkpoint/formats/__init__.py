@@ -1,1 +1,1 @@
-"""Where every tensor of a checkpoint lies, for every format in use, and the manifest. No torch."""
+"""Readers of every checkpoint format: where each tensor is stored, one file a format. Does not import torch."""

@@ -1,7 +1,7 @@
-"""Hyper-rectangles of a tensor: what a rank holds, what a file stores, and where the two meet.
+"""Hyper-rectangles of a tensor: what a rank holds, what a file stores, and their intersections.
 
-All numbers are elements. A *run* is a stretch of the tensor's elements in row-major order, as FSDP1 cuts its flat
-parameters and as files store them.
+All numbers are elements. A *run* is a contiguous range of a tensor's elements in row-major order, as FSDP1 shards flat
+parameters and as files store tensors.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Number of elements; a box without dims is one scalar."""
+        """Number of elements; a box without dims has one."""
         return math.prod(self.sizes)
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box that is all of a tensor."""
+    """Return the box that covers a tensor of this shape."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor of this shape."""
+    """Return the strides of a contiguous tensor of this shape."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):
@@ -46,9 +46,10 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def flat_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The run ``[start, stop)`` of a tensor as boxes, in order; each box is itself a run.
+    """Return the run ``[start, stop)`` of a tensor as boxes, in order; each box is itself a run.
 
-    At most ``2 * len(shape) - 1`` boxes: the rest of a row, whole rows, the beginning of a row, and so within the rows.
+    There are at most ``2 * len(shape) - 1`` boxes: the end of a row, whole rows, the start of a row, and the same within
+    these rows.
     """
     if start >= stop:
         return []
@@ -71,7 +72,7 @@ def _in_row(row: int, boxes: Iterable[Box]) -> list[Box]:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """What both boxes hold, or ``None`` where that is nothing."""
+    """Return the intersection of two boxes, or ``None`` if it is empty."""
     offsets = tuple(max(x, y) for x, y in zip(a.offsets, b.offsets, strict=True))
     ends = (min(x + n, y + m) for x, n, y, m in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True))
     sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))
@@ -79,19 +80,19 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def within(box: Box, shape: Sequence[int]) -> bool:
-    """Whether a tensor of this shape has all of the box."""
+    """Whether the box is inside a tensor of this shape."""
     ends = [offset + size for offset, size in zip(box.offsets, box.sizes, strict=True)]
     return len(ends) == len(shape) and all(end <= size for end, size in zip(ends, shape, strict=True))
 
 
 def slices(inner: Box, outer: Box) -> tuple[slice, ...]:
-    """The place of ``inner`` in an array that holds ``outer``."""
+    """Return the slices that select ``inner`` from an array that contains ``outer``."""
     places = zip(inner.offsets, inner.sizes, outer.offsets, strict=True)
     return tuple(slice(offset - origin, offset - origin + size) for offset, size, origin in places)
 
 
 def flat_start(box: Box, shape: Sequence[int]) -> int | None:
-    """The box's first element in a tensor of this shape if the box is one run of it, else ``None``."""
+    """Return the index of the box's first element in a tensor of this shape if the box is one run, else ``None``."""
     cut = next((dim for dim, size in enumerate(box.sizes) if size != 1), len(shape))
     if any(size != full for size, full in zip(box.sizes[cut + 1 :], shape[cut + 1 :], strict=True)):
         return None
@@ -99,7 +100,7 @@ def flat_start(box: Box, shape: Sequence[int]) -> int | None:
 
 
 def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> int:
-    """Number of elements of a tensor of this shape that no box holds; boxes may overlap and stick out."""
+    """Return the number of elements of a tensor of this shape in no box; boxes may overlap or exceed the tensor."""
     everything = whole(shape)
     inside = {common for box in boxes if (common := intersect(box, everything)) is not None}
     starts = [flat_start(box, shape) for box in inside]
@@ -110,24 +111,24 @@ def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> int:
 
 
 def _length(runs: Iterable[tuple[int, int]]) -> int:
-    """Elements that sorted runs hold together."""
-    held = end = 0
+    """Return the number of elements in the union of sorted runs."""
+    covered = end = 0
     for start, stop in runs:
-        held += max(0, stop - max(start, end))
+        covered += max(0, stop - max(start, end))
         end = max(end, stop)
-    return held
+    return covered
 
 
 _Places = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 def _union(boxes: _Places) -> int:
-    """Elements that boxes hold together: slab by slab along the first dim, between any two edges of boxes."""
+    """Return the number of elements in the union of boxes: slab by slab along the first dim, between edges of boxes."""
     if not boxes or not boxes[0][0]:
         return len(boxes[:1])
     edges = sorted({edge for offsets, sizes in boxes for edge in (offsets[0], offsets[0] + sizes[0])})
-    held = 0
+    covered = 0
     for low, high in itertools.pairwise(edges):
         crossing = {(o[1:], s[1:]) for o, s in boxes if o[0] <= low and high <= o[0] + s[0]}
-        held += (high - low) * _union(list(crossing))
-    return held
+        covered += (high - low) * _union(list(crossing))
+    return covered

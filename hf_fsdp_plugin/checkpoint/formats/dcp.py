@@ -1,6 +1,7 @@
-"""Checkpoints of ``torch.distributed.checkpoint``: a ``.metadata`` pickle, and files of one small zip after another.
+"""The format ``dcp``: folders of ``torch.distributed.checkpoint``.
 
-Accelerate and the Trainer write them for a sharded state dict, FSDP1 and FSDP2 alike, and so do we.
+A folder has a ``.metadata`` pickle, and ``.distcp`` files that are sequences of small zips. Accelerate and the Trainer
+write this format for sharded state dicts of FSDP1 and FSDP2, and so does this package.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, whole, within
 from hf_fsdp_plugin.checkpoint.formats.element_types import SIZES
+from hf_fsdp_plugin.checkpoint.formats.errors import COPY_AGAIN, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats.nested import nested_value, optimizer_parts
 from hf_fsdp_plugin.checkpoint.formats.pickles import (
     BytesMetadata,
@@ -24,27 +26,29 @@ from hf_fsdp_plugin.checkpoint.formats.pickles import (
     read_pickle,
 )
 from hf_fsdp_plugin.checkpoint.formats.stored import (
-    COPY_AGAIN,
+    CheckpointFormat,
     StoredModel,
     StoredOptimizer,
     StoredPiece,
     StoredTensor,
-    file_inside,
-    refuse,
-    uncovered_problems,
-    unreplicated,
+    coverage_problems,
+    file_problems_inside,
+    without_replicas,
 )
 from hf_fsdp_plugin.checkpoint.formats.torch_zip import TensorZips
-from hf_fsdp_plugin.checkpoint.names import DCP_METADATA
+from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, DCP_SUFFIX, FSDP_MODEL, OPTIMIZER, numbered
 from hf_fsdp_plugin.plan.names import canonical_name
-from hf_fsdp_plugin.problems import CheckpointError, Problem
 
 
-def read_dcp_model(root: Path, folder: Path) -> StoredModel:
-    """The model in a DCP folder: what stands under ``model``, or all of it where nothing does."""
+def read_model(root: Path, number: int) -> StoredModel | None:
+    """Return the model: the entries under ``model``, or all entries where there are none under it."""
+    folder = _folder(root, numbered(FSDP_MODEL, number))
+    if folder is None:
+        return None
     entries = _read(root, folder)
     if entries and all(path[0] == "optimizer" for path in entries):
-        refuse(folder, "it holds an optimizer and no model.", "Name the folder of the model, or the checkpoint's.")
+        fix = "Give the folder of the checkpoint, or that of its model."
+        refuse("FSDP-E451", folder, "contains an optimizer and no model.", fix)
     if any(path[0] == "model" and len(path) > 1 for path in entries):
         entries = {path[1:]: value for path, value in entries.items() if path[0] == "model"}
     tensors: dict[str, StoredTensor] = {}
@@ -55,36 +59,49 @@ def read_dcp_model(root: Path, folder: Path) -> StoredModel:
             tensors[name] = replace(value, name=name)
         else:
             objects[name] = value
-    return StoredModel(root, "dcp", tensors, objects)
+    return StoredModel(root, FORMAT.name, tensors, objects)
 
 
-def read_dcp_optimizer(root: Path, folder: Path) -> StoredOptimizer | None:
-    """The optimizer in a DCP folder, or ``None`` where it holds none."""
+def read_optimizer(root: Path, number: int) -> StoredOptimizer | None:
+    """Return the optimizer, or ``None`` where the checkpoint has none in this format."""
+    folder = _folder(root, numbered(OPTIMIZER, number))
+    if folder is None:
+        return None
     entries = {path[1:]: value for path, value in _read(root, folder).items() if path[0] == "optimizer"}
     if not entries:
         return None
     state, groups = optimizer_parts(nested_value(entries), root, folder)
-    return StoredOptimizer(root, "dcp", state, groups)
+    return StoredOptimizer(root, FORMAT.name, state, groups)
+
+
+def _folder(checkpoint: Path, name: str) -> Path | None:
+    """Return ``checkpoint`` itself or the folder ``name`` in it, whichever contains ``.metadata``."""
+    for folder in (checkpoint, checkpoint / name):
+        if (folder / DCP_METADATA).is_file():
+            return folder
+        if folder.is_dir() and any(folder.glob(f"*{DCP_SUFFIX}")):
+            message = f"has no {DCP_METADATA}: the save was not finished, or hidden files were not copied."
+            refuse("FSDP-E452", folder, message, "Use an earlier checkpoint, or copy this one again.")
+    return None
 
 
 _Path = tuple[Any, ...]
 
 
 def _read(root: Path, folder: Path) -> dict[_Path, Any]:
-    """Path within the state dict -> tensor (with its path as name), or value."""
+    """Return path within the state dict -> tensor (with its path as name), or value."""
     place = folder / DCP_METADATA
     metadata = read_pickle(place.read_bytes(), place)
     try:
-        entries, paths = _entries(metadata)
+        entries, paths = _parse_metadata(metadata)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-        refuse(place, f"not what torch.distributed.checkpoint writes ({type(error).__name__}: {error}).", COPY_AGAIN)
+        message = f"is not in the form that torch.distributed.checkpoint writes ({type(error).__name__}: {error})."
+        refuse("FSDP-E453", place, message)
     with ExitStack() as stack:
         files = _open(root, folder, {region.file for entry in entries for region in entry.regions}, stack)
         zips = TensorZips()
         values = {paths[entry.name]: _value(entry, files, zips) for entry in entries}
-    problems = uncovered_problems(place, (v for v in values.values() if isinstance(v, StoredTensor)), COPY_AGAIN)
-    if problems:
-        raise CheckpointError(problems)
+    raise_if_any(coverage_problems(place, (v for v in values.values() if isinstance(v, StoredTensor))))
     return values
 
 
@@ -99,7 +116,7 @@ class _Bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One entry of the state dict: boxes side by side with the places of their bytes; an object has no boxes."""
+    """One entry of the state dict: its boxes, and the place of the bytes of each; an object has no boxes."""
 
     name: str
     dtype: str
@@ -108,8 +125,8 @@ class _Entry:
     regions: tuple[_Bytes, ...]
 
 
-def _entries(metadata: Any) -> tuple[list[_Entry], dict[str, _Path]]:
-    """What ``.metadata`` says. Raises all that Python raises where it is not what DCP writes."""
+def _parse_metadata(metadata: Any) -> tuple[list[_Entry], dict[str, _Path]]:
+    """Return the entries and their paths. Raises whatever Python raises for an object that DCP does not write."""
     if not isinstance(metadata, Metadata):
         raise TypeError(f"a {type(metadata).__name__} instead of Metadata")
     stored = {(key.fqn, _offset(key)): _region(value) for key, value in metadata.storage_data.items()}
@@ -127,7 +144,7 @@ def _entries(metadata: Any) -> tuple[list[_Entry], dict[str, _Path]]:
             entries.append(_Entry(name, entry.properties.dtype, shape, boxes, regions))
         else:
             raise TypeError(f"entry {name!r} is a {type(entry).__name__}")
-    return entries, {entry.name: _checked(paths.get(entry.name) or _split(entry.name)) for entry in entries}
+    return entries, {entry.name: _check_path(paths.get(entry.name) or _split(entry.name)) for entry in entries}
 
 
 def _offset(key: Any) -> tuple[int, ...] | None:
@@ -137,7 +154,7 @@ def _offset(key: Any) -> tuple[int, ...] | None:
 
 def _region(value: Any) -> _Bytes:
     if not isinstance(value, Region):
-        raise TypeError(f"a place of bytes is a {type(value).__name__}")
+        raise TypeError(f"a {type(value).__name__} instead of _StorageInfo")
     if getattr(value, "transform_descriptors", None):
         raise ValueError(f"its bytes are transformed by {value.transform_descriptors}")
     (start, length) = _numbers((value.offset, value.length))
@@ -147,18 +164,18 @@ def _region(value: Any) -> _Bytes:
 def _numbers(values: Any) -> tuple[int, ...]:
     numbers = tuple(values)
     if not all(type(number) is int and number >= 0 for number in numbers):
-        raise ValueError(f"{numbers} where sizes are expected")
+        raise ValueError(f"{numbers} are not sizes")
     return numbers
 
 
-def _checked(path: Any) -> _Path:
+def _check_path(path: Any) -> _Path:
     if not all(isinstance(part, (str, int)) for part in path):
         raise TypeError(f"the path {path}")
     return tuple(path)
 
 
 def _split(name: str) -> _Path:
-    """The path of an entry whose planner left none: only the top key is told apart."""
+    """Return the path of an entry that has none in the metadata: only the top key is split off."""
     top, _, rest = name.partition(".")
     return (top, rest) if top in ("model", "optimizer") and rest else (name,)
 
@@ -167,38 +184,32 @@ def _split(name: str) -> _Path:
 class _File:
     path: Path
     relative: str
-    """To the checkpoint."""
+    """Path relative to the checkpoint."""
     descriptor: int
     size: int
 
 
 def _open(root: Path, folder: Path, names: set[str], stack: ExitStack) -> dict[str, _File]:
-    problems: list[Problem] = []
+    raise_if_any(file_problems_inside(folder, sorted(names), folder / DCP_METADATA))
     files: dict[str, _File] = {}
-    for name in sorted(names):
-        try:
-            path = file_inside(folder, name, folder / DCP_METADATA)
-        except CheckpointError as error:
-            problems += error.problems
-            continue
+    for name in names:
+        path = folder / name
         descriptor = os.open(path, os.O_RDONLY)
         stack.callback(os.close, descriptor)
         files[name] = _File(path, path.relative_to(root).as_posix(), descriptor, os.fstat(descriptor).st_size)
-    if problems:
-        raise CheckpointError(problems)
     return files
 
 
 def _value(entry: _Entry, files: dict[str, _File], zips: TensorZips) -> Any:
     if entry.dtype:
-        return StoredTensor(entry.name, entry.dtype, entry.shape, unreplicated(_pieces(entry, files, zips)))
+        return StoredTensor(entry.name, entry.dtype, entry.shape, without_replicas(_pieces(entry, files, zips)))
     region = entry.regions[0]
     file = _file_of(region, files)
     value, offset = zips.read(file.descriptor, region.start, region.length, file.path)
     if not isinstance(value, PickledTensor):
         return value
     piece = StoredPiece(whole(value.shape), file.relative, offset, value.strides)
-    return StoredTensor(entry.name, value.dtype, value.shape, unreplicated([piece]))
+    return StoredTensor(entry.name, value.dtype, value.shape, without_replicas([piece]))
 
 
 def _pieces(entry: _Entry, files: dict[str, _File], zips: TensorZips) -> Iterator[StoredPiece]:
@@ -207,21 +218,28 @@ def _pieces(entry: _Entry, files: dict[str, _File], zips: TensorZips) -> Iterato
         tensor, offset = zips.read(file.descriptor, region.start, region.length, file.path)
         if not isinstance(tensor, PickledTensor) or (tensor.dtype, tensor.shape) != (entry.dtype, box.sizes):
             held = f"{tensor.dtype} {tensor.shape}" if isinstance(tensor, PickledTensor) else type(tensor).__name__
-            refuse(
-                file.path,
-                f"at byte {region.start} it holds {held} where .metadata promises {entry.dtype} {box.sizes} of "
-                f"{entry.name!r}.",
-                "The files are of different checkpoints: copy this one again, whole.",
+            message = (
+                f"contains {held} at byte {region.start}, and {DCP_METADATA} describes {entry.dtype} {box.sizes} of "
+                f"{entry.name!r} there."
             )
+            refuse("FSDP-E459", file.path, message, f"The files are of different checkpoints. {COPY_AGAIN}")
         yield StoredPiece(box, file.relative, offset, tensor.strides)
 
 
 def _file_of(region: _Bytes, files: dict[str, _File]) -> _File:
     file = files[region.file]
     if region.start + region.length > file.size:
-        refuse(
-            file.path,
-            f"{file.size} bytes long, where .metadata places bytes {region.start} to {region.start + region.length}.",
-            COPY_AGAIN,
-        )
+        stop = region.start + region.length
+        message = f"has {file.size} bytes, and {DCP_METADATA} refers to bytes {region.start} to {stop}."
+        refuse("FSDP-E453", file.path, message)
     return file
+
+
+FORMAT = CheckpointFormat(
+    name="dcp",
+    state_dict_type="sharded",
+    model_files=(f"{FSDP_MODEL}_{{number}}/{DCP_METADATA}",),
+    read_model=read_model,
+    read_optimizer=read_optimizer,
+    index_files=(DCP_METADATA,),
+)

@@ -1,4 +1,4 @@
-"""A state dict put together again from its flattened entries, and an optimizer's taken apart by parameter."""
+"""Nested state dicts from flattened entries, and the parts of an optimizer's state dict."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any, NoReturn
 
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole
 from hf_fsdp_plugin.checkpoint.formats.element_types import dtype_size, numpy_dtype
-from hf_fsdp_plugin.checkpoint.formats.stored import StoredTensor, refuse
+from hf_fsdp_plugin.checkpoint.formats.errors import refuse
+from hf_fsdp_plugin.checkpoint.formats.stored import StoredTensor
 from hf_fsdp_plugin.plan.names import canonical_name
 
 
 def nested_value(entries: Mapping[tuple[Any, ...], Any]) -> Any:
-    """``{("a", 0, "b"): 1}`` -> ``{"a": [{"b": 1}]}``: numbers in a path are places in a list."""
+    """``{("a", 0, "b"): 1}`` -> ``{"a": [{"b": 1}]}``: numbers in a path are list indices."""
     if () in entries:
         return entries[()]
     branches: dict[Any, dict[tuple[Any, ...], Any]] = {}
@@ -29,12 +30,12 @@ def nested_value(entries: Mapping[tuple[Any, ...], Any]) -> Any:
 def optimizer_parts(
     value: Any, root: Path, place: Path
 ) -> tuple[dict[str, dict[str, StoredTensor | Any]], list[dict[str, Any]]]:
-    """State by parameter, and groups, of a state dict of torch's form with stored tensors in it.
+    """Return the state by parameter and the parameter groups of an optimizer's state dict.
 
-    An optimizer that FSDP never saw numbers its parameters; their names are the numbers then.
+    Parameters of an optimizer without FSDP are numbered; the numbers are their names then.
 
     Raises:
-        CheckpointError: it has another form.
+        CheckpointError: the value is not an optimizer's state dict.
     """
     groups = value.get("param_groups", []) if isinstance(value, dict) else None
     entries = value.get("state", {}) if isinstance(value, dict) else None
@@ -59,7 +60,7 @@ def _group(group: Any, root: Path, place: Path) -> dict[str, Any]:
 
 
 def _number(tensor: StoredTensor, root: Path) -> Any:
-    """A learning rate that was kept in a tensor; a larger one stays where it is."""
+    """Return the value of a scalar tensor, such as a learning rate; other tensors are returned unchanged."""
     if whole(tensor.shape).numel != 1 or tensor.dtype != str(numpy_dtype(tensor.dtype)):
         return tensor
     import numpy
@@ -74,8 +75,5 @@ def _number(tensor: StoredTensor, root: Path) -> Any:
 
 
 def _not_an_optimizer(place: Path) -> NoReturn:
-    refuse(
-        place,
-        "not an optimizer's state dict: it needs 'state' by parameter and a list of 'param_groups'.",
-        "Name a checkpoint that Accelerate, the Trainer or this package wrote.",
-    )
+    message = "is not an optimizer's state dict: 'state' by parameter and a list of 'param_groups' are required."
+    refuse("FSDP-E461", place, message, "Give a checkpoint that Accelerate, the Trainer or this package wrote.")

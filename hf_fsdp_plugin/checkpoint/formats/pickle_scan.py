@@ -1,7 +1,7 @@
-"""A look over a pickle's instructions before any is followed.
+"""A scan of a pickle's instructions for the largest memo index, before the pickle is read.
 
-Python's unpickler makes room for as many remembered objects as the largest number in the file says, so that four wrong
-bytes can take all memory: 34 GB for a file of 10 bytes. An honest pickle numbers them from 0.
+Python's unpickler allocates a memo of as many objects as the largest index in the file, so that four wrong bytes can
+allocate all memory: 34 GB for a file of 10 bytes. A valid pickle numbers its objects from 0.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _LENGTH_BYTES = {
     pickletools.TAKEN_FROM_ARGUMENT8U: 8,
 }
 _TWO_LINES = frozenset(b"ci")
-"""GLOBAL and INST, whose argument is a module's line and a name's."""
+"""GLOBAL and INST, whose arguments are two lines: a module and a name."""
 
 
 @lru_cache(maxsize=1)
 def _arguments() -> tuple[list[int | None], dict[int, int], frozenset[int]]:
-    """By instruction: fixed size of its argument; width of the length before it; whether it is a line of text."""
+    """Return, by instruction: the size of a fixed argument, the width of the length before it, those that are lines."""
     fixed: list[int | None] = [None] * 256
     counted: dict[int, int] = {}
     lines = set()
@@ -40,9 +40,9 @@ def _arguments() -> tuple[list[int | None], dict[int, int], frozenset[int]]:
 
 
 def largest_memo(data: bytes) -> int:
-    """The largest number under which the pickle remembers an object explicitly; 0 where it never does.
+    """Return the largest explicit memo index in the pickle; 0 if there is none.
 
-    It stops where the unpickler will: at the end, or at the first byte that is no instruction.
+    The scan stops where the unpickler does: at the end, or at the first byte that is not an instruction.
     """
     fixed, counted, lines = _arguments()
     at, end, largest = 0, len(data), 0

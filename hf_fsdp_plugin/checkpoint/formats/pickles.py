@@ -1,7 +1,7 @@
-"""Pickles of torch, read without torch: a table says what a pickle may name, and nothing it names is ever run.
+"""A reader of torch's pickles without torch. A table lists the names that a pickle may contain; none of them is called.
 
-The classes and functions that checkpoints name are replaced by the small stand-ins here, which only keep what they
-are given. Any other name is refused, as is a pickle that does not fit the stand-ins.
+The classes and functions that checkpoints name are replaced by the stand-ins in this file, which only keep their
+arguments. A pickle with any other name, or that does not match the stand-ins, is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint.formats.element_types import SIZES
 from hf_fsdp_plugin.checkpoint.formats.pickle_scan import largest_memo
-from hf_fsdp_plugin.checkpoint.formats.stored import COPY_AGAIN, refuse
+from hf_fsdp_plugin.checkpoint.formats.errors import refuse
 
 
 class PickledStorage(NamedTuple):
@@ -49,7 +49,7 @@ class Properties(Kept):
 
 
 class Metadata(Kept):
-    """All that ``.metadata`` holds: entries by name, the places of their bytes, and their paths by name."""
+    """The contents of ``.metadata``: entries by name, the places of their bytes, and their paths by name."""
 
     state_dict_metadata: dict[str, Any]
     storage_data: dict[Any, Any]
@@ -65,7 +65,7 @@ class TensorMetadata(Kept):
 
 
 class BytesMetadata(Kept):
-    """An entry of a state dict that is no tensor."""
+    """An entry of a state dict that is not a tensor."""
 
 
 class ChunkMetadata(Kept):
@@ -83,7 +83,7 @@ class Place(Kept):
 
 
 class Region(Kept):
-    """DCP's ``_StorageInfo``: the file, and the bytes of it that hold an entry."""
+    """DCP's ``_StorageInfo``: the file, and the range of its bytes that contains an entry."""
 
     relative_path: str
     offset: int
@@ -92,28 +92,28 @@ class Region(Kept):
 
 
 class Distributed(NamedTuple):
-    """A tensor of which the file holds this rank's part: the class by name, and its state as pickled."""
+    """A tensor of which the file contains this rank's part: the name of its class, and its pickled state."""
 
     kind: str
     state: Any
 
 
 class Shard(Kept):
-    """The placement of a DTensor along a mesh dim: split in one of its dims."""
+    """The placement of a DTensor on a mesh axis: sharded in one of its dims."""
 
     dim: int
 
 
 class StridedShard(Shard):
-    """Split twice in one dim, in another order than the mesh's."""
+    """Sharded twice in one dim, in another order than that of the mesh axes."""
 
 
 class Replicate(Kept):
-    """The placement of a DTensor along a mesh dim: the same on every rank."""
+    """The placement of a DTensor on a mesh axis: the same on every rank."""
 
 
 class Partial(Kept):
-    """A sum that has not been taken."""
+    """The placement of a DTensor on a mesh axis: a pending reduction."""
 
 
 class TensorMeta(NamedTuple):
@@ -129,7 +129,7 @@ def _tensor_v2(storage: PickledStorage, offset: int, size: Any, strides: Any, *_
 
 
 def _tensor_v3(storage: PickledStorage, offset: int, size: Any, strides: Any, *rest: Any) -> PickledTensor:
-    """For dtypes without a storage class of their own: the storage is bytes, the dtype comes third after the sizes."""
+    """For dtypes without a storage class: the storage is bytes, and the dtype follows the sizes."""
     return _tensor(storage, rest[2], offset, size, strides)
 
 
@@ -141,7 +141,7 @@ def _tensor(storage: PickledStorage, dtype: str, offset: int, size: Any, strides
 
 
 def _first(value: Any, *_: Any) -> Any:
-    """Stands for functions of which only the first argument matters here: ``Parameter``, ``torch.device``, enums."""
+    """Stand-in for functions of which only the first argument is needed: ``Parameter``, ``torch.device``, enums."""
     return value
 
 
@@ -150,24 +150,24 @@ def _kept_arguments(*arguments: Any) -> Any:
 
 
 def _from_type(_function: Any, kind: Any, arguments: Any, state: Any) -> Any:
-    """A subclass of ``Tensor``, or a ``Tensor`` with attributes of its own."""
+    """Stand-in for the function that rebuilds a subclass of ``Tensor``, or a ``Tensor`` with attributes."""
     return Distributed(kind, state) if isinstance(kind, str) else _function(*arguments)
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """Stands for ``getattr``, by which enum members and nested classes are pickled; it looks nothing up."""
+    """Stand-in for ``getattr``, by which enum members and nested classes are pickled. It looks up nothing."""
     return Kept if (owner, name) == ("ShardedTensor", "ProcessGroupState") else name
 
 
 def _latin(text: str, encoding: str = "latin1") -> bytes:
-    """Stands for ``_codecs.encode``, by which protocol 2 writes bytes."""
+    """Stand-in for ``_codecs.encode``, by which protocol 2 writes bytes."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"bytes in the encoding {encoding!r}")
     return text.encode("latin1")
 
 
 def _no_bytes() -> bytes:
-    """Stands for ``bytes``, which protocol 2 calls for the empty ones, and which an argument would have take memory."""
+    """Stand-in for ``bytes``, which protocol 2 calls for empty bytes. It accepts no argument, which could be a size."""
     return b""
 
 
@@ -244,11 +244,11 @@ ALLOWED: dict[tuple[str, str], Any] = {
     (f"{_SHARDED}.sharding_spec.api", "EnumerableShardingSpec"): Kept,
     ("torch.distributed.remote_device", "_remote_device"): Kept,
 }
-"""(module, name) as a pickle writes it -> what stands for it."""
+"""(module, name) in a pickle -> its stand-in."""
 
 
 class _RefusedName(Exception):
-    """A pickle names something that no checkpoint needs."""
+    """A pickle contains a name that is not in ``ALLOWED``."""
 
 
 class _Reader(pickle.Unpickler):
@@ -266,29 +266,19 @@ class _Reader(pickle.Unpickler):
 
 
 def read_pickle(data: bytes, place: Path | str) -> Any:
-    """The pickled object, with stand-ins for torch's classes. ``place`` is for the message.
+    """Return the pickled object, with stand-ins for torch's classes. ``place`` is the origin of problems.
 
     Raises:
-        CheckpointError: the pickle names anything else, or is damaged.
+        CheckpointError: the pickle contains a name that is not allowed, or is damaged.
     """
     if largest_memo(data) > len(data):
-        refuse(
-            place,
-            "the pickle in it would remember more objects than it has bytes.",
-            COPY_AGAIN,
-        )
+        refuse("FSDP-E455", place, "contains a pickle with a memo index larger than the number of its bytes.")
     try:
         return _Reader(io.BytesIO(data)).load()
     except _RefusedName as error:
-        refuse(
-            place,
-            f"the pickle in it names {error}, which no checkpoint of weights or optimizer state needs; it was not run.",
-            "Do not load this file elsewhere either unless you know who wrote it; use a copy from a source you trust.",
-        )
+        message = f"contains a pickle that names {error}, which is not a part of any checkpoint. It was not executed."
+        fix = "Do not load this file with other tools. Use a copy of the checkpoint from a source that you trust."
+        refuse("FSDP-E454", place, message, fix)
     except Exception as error:
-        # A damaged pickle fails in every way that Python can: any byte may be an instruction.
-        refuse(
-            place,
-            f"damaged: its pickle cannot be read ({type(error).__name__}: {error}).",
-            COPY_AGAIN,
-        )
+        # A damaged pickle can raise any exception: each byte may be an instruction.
+        refuse("FSDP-E453", place, f"contains a damaged pickle ({type(error).__name__}: {error}).")

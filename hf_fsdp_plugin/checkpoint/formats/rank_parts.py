@@ -1,4 +1,4 @@
-"""Which box of the whole tensor a rank's pickled DTensor or ShardedTensor is."""
+"""The boxes of the global tensor that a rank's pickled DTensor or ShardedTensor contains."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hf_fsdp_plugin.checkpoint.formats.pickles import Distributed, PickledTensor
 
 
 def parts_of(value: Distributed) -> tuple[tuple[int, ...], list[tuple[Box, PickledTensor]]]:
-    """The whole tensor's shape, and this rank's boxes of it with their tensors.
+    """Return the global shape, and this rank's non-empty boxes with their tensors.
 
     Raises:
-        ValueError: a placement that does not cut boxes, or sizes that contradict each other.
-        AttributeError, KeyError, TypeError: the pickle has another form than torch 2.13 writes.
+        ValueError: the placement is not supported, or sizes contradict each other.
+        AttributeError, KeyError, TypeError: the pickle is not in the form that torch 2.13 writes.
     """
     return _of_dtensor(value.state) if value.kind == "DTensor" else _of_sharded_tensor(value.state)
 
@@ -30,15 +30,15 @@ def _of_dtensor(state: Any) -> tuple[tuple[int, ...], list[tuple[Box, PickledTen
         if isinstance(placement, Replicate):
             continue
         if not isinstance(placement, Shard) or isinstance(placement, StridedShard):
-            raise ValueError(f"its placement is {type(placement).__name__}")
+            raise ValueError(f"placement {type(placement).__name__} is not supported")
         dim = placement.dim
         length = ends[dim] - begins[dim]
-        # As torch.chunk cuts: equal chunks, the last ones smaller or empty.
+        # Like torch.chunk: equal chunks, of which the last ones are smaller or empty.
         chunk = -(-length // size)
         start = min(chunk * coordinate, length)
         begins[dim], ends[dim] = begins[dim] + start, begins[dim] + min(start + chunk, length)
     box = Box(tuple(begins), tuple(end - begin for begin, end in zip(begins, ends, strict=True)))
-    return shape, _matched(shape, [(box, local)])
+    return shape, _non_empty(shape, [(box, local)])
 
 
 def _flat(shape: Any) -> Sequence[int]:
@@ -49,12 +49,12 @@ def _of_sharded_tensor(state: Any) -> tuple[tuple[int, ...], list[tuple[Box, Pic
     shards, metadata = state[0], state[1]
     boxes = [(Box(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)), s.tensor) for s in shards]
     shape = tuple(metadata.size)
-    return shape, _matched(shape, boxes)
+    return shape, _non_empty(shape, boxes)
 
 
-def _matched(shape: tuple[int, ...], parts: list[tuple[Box, PickledTensor]]) -> list[tuple[Box, PickledTensor]]:
-    """Those that hold anything."""
+def _non_empty(shape: tuple[int, ...], parts: list[tuple[Box, PickledTensor]]) -> list[tuple[Box, PickledTensor]]:
+    """Return the parts that are not empty. Raises ``ValueError`` for a tensor that does not match its box."""
     for box, tensor in parts:
         if not isinstance(tensor, PickledTensor) or tensor.shape != box.sizes or not within(box, shape):
-            raise ValueError(f"a part of shape {getattr(tensor, 'shape', None)} where {box} of {shape} belongs")
+            raise ValueError(f"a part has the shape {getattr(tensor, 'shape', None)}, and its place is {box} of {shape}")
     return [(box, tensor) for box, tensor in parts if box.numel]

@@ -1,6 +1,6 @@
-"""Where every byte of a safetensors file goes, before there is one: writers can fill their places side by side.
+"""The layout of safetensors files before they are written, so that several writers can fill one file concurrently.
 
-A file is 8 bytes (little-endian length of the header), the header (JSON, padded with blanks) and the tensors without
+A file is 8 bytes (little-endian length of the header), the header (JSON, padded with spaces) and the tensors without
 gaps, row-major and little-endian: https://github.com/huggingface/safetensors#format. Files are named and indexed as
 Hugging Face does.
 """
@@ -12,35 +12,13 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
-from hf_fsdp_plugin.problems import CheckpointError, Problem
+from hf_fsdp_plugin.checkpoint.formats.element_types import SAFETENSORS_NAMES, dtype_size
+from hf_fsdp_plugin.checkpoint.formats.errors import raise_if_any
+from hf_fsdp_plugin.problems import Problem
 
 DATA_ALIGNMENT = 4096
-"""The data begin at a multiple of this many bytes, so that direct I/O and memory maps meet whole pages."""
-
-DTYPES: Mapping[str, tuple[str, int]] = MappingProxyType(
-    {
-        "complex64": ("C64", 8),
-        "float64": ("F64", 8),
-        "int64": ("I64", 8),
-        "uint64": ("U64", 8),
-        "float32": ("F32", 4),
-        "int32": ("I32", 4),
-        "uint32": ("U32", 4),
-        "bfloat16": ("BF16", 2),
-        "float16": ("F16", 2),
-        "int16": ("I16", 2),
-        "uint16": ("U16", 2),
-        "bool": ("BOOL", 1),
-        "float8_e4m3fn": ("F8_E4M3", 1),
-        "float8_e5m2": ("F8_E5M2", 1),
-        "float8_e8m0fnu": ("F8_E8M0", 1),
-        "int8": ("I8", 1),
-        "uint8": ("U8", 1),
-    }
-)
-"""torch's name of a dtype -> safetensors' name, and bytes an element."""
+"""The tensors begin at a multiple of this many bytes, so that direct I/O and memory maps start at a page."""
 
 Tensor = tuple[str, str, tuple[int, ...]]
 """Name, torch's name of the dtype, shape."""
@@ -48,13 +26,13 @@ Tensor = tuple[str, str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFile:
-    """One file to be written.
+    """The layout of one file.
 
     Attributes:
         name: ``model.safetensors`` or ``model-00001-of-00003.safetensors``.
         header: every byte before the first tensor's.
         size: bytes of the whole file.
-        offsets: tensor -> its first byte in the file, in ascending order.
+        offsets: tensor -> byte offset in the file, in ascending order.
     """
 
     name: str
@@ -64,22 +42,22 @@ class SafetensorsFile:
 
 
 def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    return math.prod(shape) * DTYPES[dtype][1]
+    return math.prod(shape) * dtype_size(dtype)
 
 
 def plan_files(
     tensors: Sequence[Tensor], max_shard_size: int, stem: str = "model", metadata: Mapping[str, str] | None = None
 ) -> list[SafetensorsFile]:
-    """The files that hold ``tensors``, each of at most ``max_shard_size`` bytes of tensors.
+    """Return the files that contain ``tensors``, each with at most ``max_shard_size`` bytes of tensors.
 
-    Tensors are dealt out in their order; one that is larger than a file has a file to itself. Within a file wide
-    dtypes come first, so that every tensor lies at a multiple of its element's size. ``metadata`` joins the header.
+    Tensors are assigned in their order; one that is larger than ``max_shard_size`` has a file of its own. Within a file,
+    large dtypes come first, so that every tensor is aligned to its element size. ``metadata`` is added to the header.
 
     Raises:
-        CheckpointError: for names that come twice or are reserved, and dtypes that safetensors does not have.
+        CheckpointError: duplicate or reserved names, and dtypes that safetensors does not support.
     """
     _check(tensors)
-    shards = _deal(tensors, max_shard_size)
+    shards = _assign(tensors, max_shard_size)
     names = [f"{stem}.safetensors"]
     if len(shards) > 1:
         names = [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
@@ -87,7 +65,7 @@ def plan_files(
 
 
 def index_text(files: Sequence[SafetensorsFile]) -> str | None:
-    """The text of ``model.safetensors.index.json``; ``None`` for a single file, which needs none."""
+    """Return the text of ``model.safetensors.index.json``; ``None`` for a single file, which has no index."""
     if len(files) == 1:
         return None
     index = {
@@ -101,19 +79,18 @@ def _check(tensors: Sequence[Tensor]) -> None:
     problems = []
     seen = set()
     for name, dtype, _ in tensors:
-        if dtype not in DTYPES:
-            fix = f"Convert it to one of {', '.join(DTYPES)}."
-            message = f"'{name}' is {dtype}, which safetensors files cannot hold."
-            problems.append(Problem(severity="error", message=message, fix=fix))
+        if dtype not in SAFETENSORS_NAMES:
+            fix = f"Convert it to one of {', '.join(SAFETENSORS_NAMES)}."
+            message = f"'{name}' is {dtype}, which safetensors does not support."
+            problems.append(Problem(code="FSDP-E466", message=message, fix=fix))
         if name in seen or name == "__metadata__":
-            reason = "comes twice" if name in seen else "is a name that safetensors keeps for itself"
-            problems.append(Problem(severity="error", message=f"'{name}' {reason}.", fix="Rename the tensor."))
+            reason = "is the name of two tensors" if name in seen else "is a reserved name of safetensors"
+            problems.append(Problem(code="FSDP-E467", message=f"'{name}' {reason}.", fix="Rename the tensor."))
         seen.add(name)
-    if problems:
-        raise CheckpointError(problems)
+    raise_if_any(problems)
 
 
-def _deal(tensors: Sequence[Tensor], max_shard_size: int) -> list[list[Tensor]]:
+def _assign(tensors: Sequence[Tensor], max_shard_size: int) -> list[list[Tensor]]:
     shards: list[list[Tensor]] = []
     alone: list[list[Tensor]] = []
     room = -1
@@ -134,10 +111,10 @@ def _file(name: str, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> 
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     starts = {}
     end = 0
-    for tensor, dtype, shape in sorted(tensors, key=lambda entry: -DTYPES[entry[1]][1]):
+    for tensor, dtype, shape in sorted(tensors, key=lambda entry: -dtype_size(entry[1])):
         starts[tensor], begin = end, end
         end += num_bytes(dtype, shape)
-        entries[tensor] = {"dtype": DTYPES[dtype][0], "shape": list(shape), "data_offsets": [begin, end]}
+        entries[tensor] = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % DATA_ALIGNMENT)
     header = struct.pack("<Q", len(text)) + text

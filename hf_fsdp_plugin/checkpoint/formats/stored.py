@@ -1,25 +1,29 @@
-"""Where the tensors of a checkpoint lie, whatever format they were written in: names, boxes, files, bytes.
+"""Where the tensors of a checkpoint are stored: names, boxes, files and byte offsets, the same for every format.
 
-No format's reader touches the bytes of a tensor; who wants them goes to the file, the offset and the strides that
-stand here.
+The readers of the formats read headers and metadata only. Code that needs the elements reads them from the file, byte
+offset and strides that are recorded here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, NoReturn
+from typing import Any
 
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, uncovered
-from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem
-
-COPY_AGAIN = "Use another checkpoint, or copy this one again, whole."
-"""The remedy for damage."""
+from hf_fsdp_plugin.checkpoint.formats.errors import COPY_AGAIN, problem, refuse
+from hf_fsdp_plugin.problems import CheckpointError, Problem
+from hf_fsdp_plugin.spec.model import StateDictKind
+from hf_fsdp_plugin.text import format_names, plural
 
 MAX_PATH = 4096
-"""Characters of a file's name that Linux opens."""
+"""Characters of the longest file name that Linux opens."""
+MAX_PROBLEMS = 8
+"""Problems of one kind that are reported, such as one per missing file."""
+
+
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +32,9 @@ class StoredPiece:
 
     Attributes:
         box: which elements of the tensor.
-        file: path relative to the index' root, with ``/``.
-        offset: the byte of the file at which the box' first element lies.
-        strides: elements between neighbours in each dim, within the file.
+        file: path relative to the root of the :class:`StoredModel`, with ``/``.
+        offset: byte offset of the box's first element in the file.
+        strides: elements between neighbours in each dim, in the file.
     """
 
     box: Box
@@ -41,13 +45,13 @@ class StoredPiece:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor and all its pieces. Two names of one tensor have pieces at the same places.
+    """A tensor and its pieces. Tied names have pieces at the same places.
 
     Attributes:
-        name: canonical, free of wrapper parts; of an optimizer's tensor the parameter's.
+        name: canonical name, without wrapper attributes; for optimizer state, the name of the parameter.
         dtype: torch's name without ``torch.``: ``float32``, ``bfloat16``, ``float8_e4m3fn``.
-        shape: of the whole tensor.
-        pieces: where its boxes lie, replicas left out.
+        shape: global shape.
+        pieces: where its boxes are stored, without replicas.
     """
 
     name: str
@@ -61,10 +65,10 @@ class StoredModel:
     """Every entry of a model's state dict.
 
     Attributes:
-        root: the folder that the pieces' files are relative to.
-        format: ``dcp``, ``local``, ``full``, ``bin`` or ``per_rank``.
+        root: the folder that the files of the pieces are relative to.
+        format: name of the :class:`CheckpointFormat`: ``dcp``, ``local``, ``full``, ``bin`` or ``per_rank``.
         tensors: name -> tensor.
-        objects: name -> value of the entries that are no tensors.
+        objects: name -> value, of the entries that are not tensors.
     """
 
     root: Path
@@ -75,13 +79,13 @@ class StoredModel:
 
 @dataclass(frozen=True, slots=True)
 class StoredOptimizer:
-    """An optimizer's state, keyed by the names of parameters.
+    """An optimizer's state dict, keyed by parameter names.
 
     Attributes:
-        root: the folder that the pieces' files are relative to.
+        root: the folder that the files of the pieces are relative to.
         format: as in :class:`StoredModel`.
         state: parameter -> key (``exp_avg``, ``step``) -> tensor, or a plain value.
-        groups: one dict a parameter group: ``params`` is a list of names, the rest are hyperparameters.
+        groups: one dict per parameter group: ``params`` is a list of names, the rest are hyperparameters.
     """
 
     root: Path
@@ -90,8 +94,37 @@ class StoredOptimizer:
     groups: list[dict[str, Any]]
 
 
-def unreplicated(pieces: Iterable[StoredPiece]) -> tuple[StoredPiece, ...]:
-    """One piece a box, none for empty ones: ranks that hold the same box wrote the same elements."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointFormat:
+    """One way to store a model and an optimizer. Each format is a file of this package and a row of ``table.FORMATS``.
+
+    Attributes:
+        name: what ``inspect --json`` reports as ``format``.
+        state_dict_type: the ``fsdp_state_dict_type`` that it stores.
+        model_files: glob patterns, relative to the checkpoint, of the files by which it is recognised. ``{number}`` is
+            the number of the model, ``{suffix}`` is ``_{number}`` and empty for model 0.
+        read_model: (checkpoint, number of the model) -> the model; ``None`` where the checkpoint has none in this format.
+        read_optimizer: the same for optimizers; ``None`` if the format cannot store optimizer state.
+        hugging_face_names: whether parameters have the names that ``save_pretrained`` writes, which can differ from
+            those of the modules.
+        index_files: names of files in the folder of the model that hold no tensors and are useless without them.
+    """
+
+    name: str
+    state_dict_type: StateDictKind
+    model_files: tuple[str, ...]
+    read_model: Callable[[Path, int], StoredModel | None]
+    read_optimizer: Callable[[Path, int], StoredOptimizer | None] | None = None
+    hugging_face_names: bool = False
+    index_files: tuple[str, ...] = ()
+
+    def patterns(self, number: int) -> list[str]:
+        """Return ``model_files`` for the model with this number."""
+        return [file.format(number=number, suffix=f"_{number}" if number else "") for file in self.model_files]
+
+
+def without_replicas(pieces: Iterable[StoredPiece]) -> tuple[StoredPiece, ...]:
+    """Return one piece per non-empty box: ranks that store the same box store the same elements."""
     by_box: dict[Box, StoredPiece] = {}
     for piece in pieces:
         if piece.box.numel:
@@ -100,58 +133,62 @@ def unreplicated(pieces: Iterable[StoredPiece]) -> tuple[StoredPiece, ...]:
 
 
 def shared_tensors(model: StoredModel) -> list[tuple[str, ...]]:
-    """Names whose tensors are the same bytes of the same files."""
+    """Return the groups of names whose tensors are the same bytes of the same files."""
     by_place: dict[tuple[str, tuple[int, ...], frozenset[StoredPiece]], list[str]] = {}
     for name, tensor in model.tensors.items():
         by_place.setdefault((tensor.dtype, tensor.shape, frozenset(tensor.pieces)), []).append(name)
     return [tuple(names) for key, names in by_place.items() if len(names) > 1 and math.prod(key[1]) > 0]
 
 
+def labelled_tensors(stored: StoredModel | StoredOptimizer) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield every tensor with a label for messages: ``model.norm.weight``, or ``exp_avg of model.norm.weight``."""
+    if isinstance(stored, StoredModel):
+        yield from stored.tensors.items()
+        return
+    for name, entry in stored.state.items():
+        yield from ((f"{key} of {name}", value) for key, value in entry.items() if isinstance(value, StoredTensor))
+
+
 def file_inside(root: Path, relative: str, place: Path | str) -> Path:
-    """The file that ``place`` names by ``relative``, within the folder ``root``.
+    """Return the path of the file that ``place`` refers to by ``relative``, inside the folder ``root``.
 
     Raises:
-        CheckpointError: for an absolute path, ``..``, a symlink that leaves the folder, and a file that is not there.
-            Out of a snapshot of the Hugging Face cache links may lead to its ``blobs``.
+        CheckpointError: for an absolute path, ``..``, a symbolic link that leaves the folder, and a missing file. Links
+            from a snapshot of the Hugging Face cache to its ``blobs`` are allowed.
     """
+    fix = "Use a copy of the checkpoint from a source that you trust."
     if "\0" in relative or len(relative) > MAX_PATH:
-        refuse(place, f"it names the file {relative[:80]!r}, which no file can be called.", "Use another checkpoint.")
-    path = root / relative
-    fix = "Use a copy of the checkpoint from a source you trust."
+        refuse("FSDP-E456", place, f"refers to {relative[:80]!r}, which is not a valid file name.", fix)
     if PurePosixPath(relative).is_absolute() or ".." in PurePosixPath(relative).parts or "\\" in relative:
-        refuse(place, f"it names the file {relative!r}, outside its folder.", fix)
+        refuse("FSDP-E456", place, f"refers to {relative!r}, which is outside its folder.", fix)
+    path = root / relative
     allowed = [root.resolve()]
     if root.parent.name == "snapshots":
         allowed.append((root.parent.parent / "blobs").resolve())
     real = path.resolve()
     if not any(real.is_relative_to(folder) for folder in allowed):
-        refuse(place, f"it names the file {relative!r}, which is a link to {real}, outside its folder.", fix)
+        refuse("FSDP-E456", place, f"refers to {relative!r}, a link to {real}, which is outside its folder.", fix)
     if not real.is_file():
-        refuse(place, f"it names the file {relative!r}, which is not there.", "Copy the checkpoint again, whole.")
+        refuse("FSDP-E457", place, f"refers to {relative!r}, which is missing.")
     return path
 
 
-def uncovered_problems(place: Path | str, tensors: Iterable[StoredTensor], fix: str) -> list[Problem]:
-    """One complaint about all tensors of which elements are missing."""
+def coverage_problems(place: Path | str, tensors: Iterable[StoredTensor], fix: str = COPY_AGAIN) -> list[Problem]:
+    """Return one problem for all tensors that have elements in none of the files."""
     missing = {tensor.name: uncovered(tensor.shape, [piece.box for piece in tensor.pieces]) for tensor in tensors}
     names = [name for name, count in missing.items() if count]
     if not names:
         return []
-    return [
-        problem(
-            place,
-            f"{sum(missing.values())} elements of {len(names)} tensors are in none of its files; the first is "
-            f"{names[0]!r}.",
-            fix,
-        )
-    ]
+    amount = f"{plural(sum(missing.values()), 'element')} of {plural(len(names), 'tensor')}"
+    return [problem("FSDP-E458", place, f"{amount} are in none of the files: {format_names(names, 3)}.", fix)]
 
 
-def problem(place: Path | str, message: str, fix: str) -> Problem:
-    """One complaint about a file or folder of a checkpoint."""
-    return Problem(severity="error", message=message, fix=fix, origin=Origin(source=str(place)))
-
-
-def refuse(place: Path | str, message: str, fix: str) -> NoReturn:
-    """Raise the only complaint there is."""
-    raise CheckpointError([problem(place, message, fix)])
+def file_problems_inside(root: Path, files: Iterable[str], place: Path | str) -> list[Problem]:
+    """Return the problems that :func:`file_inside` raises for these files, all at once."""
+    problems: list[Problem] = []
+    for file in files:
+        try:
+            file_inside(root, file, place)
+        except CheckpointError as error:
+            problems += error.problems
+    return problems

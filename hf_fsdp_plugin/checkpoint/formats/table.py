@@ -1,39 +1,51 @@
-"""Where every tensor of a checkpoint lies, for every format that this package, Accelerate or the Trainer writes.
+"""The table of checkpoint formats, and the functions that read a checkpoint in whichever of them it is.
 
-An index is read from headers and metadata alone: no tensor's bytes, no torch, and nothing that a pickle names is run.
+Reading needs headers and metadata only: no tensor's bytes, no torch, and nothing that a pickle names is executed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
-from hf_fsdp_plugin.checkpoint.formats.dcp import read_dcp_model, read_dcp_optimizer
-from hf_fsdp_plugin.checkpoint.formats.safetensors_files import read_full_model, read_local_model, read_local_optimizer
-from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredOptimizer, refuse
-from hf_fsdp_plugin.checkpoint.formats.torch_saves import (
-    read_bin_model,
-    read_bin_optimizer,
-    read_rank_models,
-    read_rank_optimizers,
+from hf_fsdp_plugin.checkpoint.formats import bin, dcp, full, local, per_rank
+from hf_fsdp_plugin.checkpoint.formats.errors import refuse
+from hf_fsdp_plugin.checkpoint.formats.stored import CheckpointFormat, StoredModel, StoredOptimizer
+from hf_fsdp_plugin.spec.model import StateDictKind
+
+FORMATS: Final[tuple[CheckpointFormat, ...]] = (
+    dcp.FORMAT,
+    local.FORMAT,
+    full.FORMAT,
+    bin.FORMAT,
+    per_rank.FORMAT,
+    full.ADAPTER_FORMAT,
 )
-from hf_fsdp_plugin.checkpoint.names import (
-    ADAPTER,
-    DCP_METADATA,
-    DCP_SUFFIX,
-    FSDP_MODEL,
-    HF_MODEL,
-    HF_MODEL_BIN,
-    OPTIMIZER,
-    local_folder,
-    numbered,
-    numbered_from_one,
-    safetensors_file,
-)
+"""Every format, in the order in which a checkpoint is searched for them. Rows with the same name differ in file names.
+
+The first format of each state dict type is the one that this package writes.
+"""
+
+
+def format_named(name: str) -> CheckpointFormat:
+    return next(form for form in FORMATS if form.name == name)
+
+
+def written_format(state_dict_type: str) -> CheckpointFormat:
+    """Return the format that this package writes for a state dict type."""
+    return next(form for form in FORMATS if form.state_dict_type == state_dict_type)
+
+
+def stored_state_dict_type(checkpoint: Path) -> StateDictKind | None:
+    """Return the state dict type of the first model in a folder, by the names of its files; ``None`` without one."""
+    for form in FORMATS:
+        if any(True for pattern in form.patterns(0) for _ in checkpoint.glob(pattern)):
+            return form.state_dict_type
+    return None
 
 
 def read_stored_model(checkpoint: Path, number: int = 0) -> StoredModel:
-    """The model of a checkpoint, in the first format found.
+    """Return the model of a checkpoint, in the first format found.
 
     Args:
         checkpoint: a checkpoint's folder, its ``pytorch_model_fsdp_{number}``, or a Hugging Face folder.
@@ -43,71 +55,33 @@ def read_stored_model(checkpoint: Path, number: int = 0) -> StoredModel:
         CheckpointError: there is no model, or it is incomplete, damaged or hostile.
     """
     _check_folder(checkpoint)
-    dcp_folder, model = numbered(FSDP_MODEL, number), numbered_from_one(FSDP_MODEL, number)
-    safetensors = safetensors_file(numbered_from_one(HF_MODEL, number))
-    bins, adapter = f"{numbered_from_one(HF_MODEL_BIN, number)}.bin", safetensors_file(ADAPTER)
-    candidates: dict[str, Callable[[], StoredModel | None]] = {
-        f"{dcp_folder}/{DCP_METADATA}": lambda: _dcp_model(checkpoint, number),
-        f"{local_folder(FSDP_MODEL)}/{number}_rank*.safetensors": lambda: read_local_model(checkpoint, number),
-        f"{safetensors} (or its .index.json)": lambda: read_full_model(checkpoint, safetensors),
-        f"{model}.bin": lambda: read_bin_model(checkpoint, f"{model}.bin"),
-        f"{bins} (or its .index.json)": lambda: read_bin_model(checkpoint, bins),
-        f"{dcp_folder}_rank*.bin": lambda: read_rank_models(checkpoint, dcp_folder),
-        f"{model}_rank*.bin": lambda: read_rank_models(checkpoint, model),
-        adapter: lambda: read_full_model(checkpoint, adapter),
-    }
-    for read in candidates.values():
-        index = read()
-        if index is not None:
-            return index
+    for form in FORMATS:
+        if (model := form.read_model(checkpoint, number)) is not None:
+            return model
+    patterns = dict.fromkeys(pattern for form in FORMATS for pattern in form.patterns(number))
     refuse(
+        "FSDP-E451",
         checkpoint,
-        f"no model's weights in it; looked for {', '.join(candidates)}.",
-        "Name a checkpoint's folder, or the folder of a saved model.",
+        f"does not contain the weights of a model; none of these files exists: {', '.join(patterns)}.",
+        "Give the folder of a checkpoint or of a saved model.",
     )
 
 
 def read_stored_optimizer(checkpoint: Path, number: int = 0) -> StoredOptimizer | None:
-    """The optimizer of a checkpoint (or of its ``optimizer_{number}``), or ``None`` where it has none.
+    """Return the optimizer of a checkpoint (or of its ``optimizer_{number}``), or ``None`` where it has none.
 
     Raises:
-        CheckpointError: the folder is none, or the optimizer is incomplete, damaged or hostile.
+        CheckpointError: the folder does not exist, or the optimizer is incomplete, damaged or hostile.
     """
     _check_folder(checkpoint)
-    return (
-        _dcp_optimizer(checkpoint, number)
-        or read_local_optimizer(checkpoint, number)
-        or read_bin_optimizer(checkpoint, f"{numbered_from_one(OPTIMIZER, number)}.bin")
-        or read_rank_optimizers(checkpoint, numbered(OPTIMIZER, number))
-    )
-
-
-def _dcp_model(checkpoint: Path, number: int) -> StoredModel | None:
-    folder = _dcp_folder(checkpoint, numbered(FSDP_MODEL, number))
-    return read_dcp_model(checkpoint, folder) if folder is not None else None
-
-
-def _dcp_optimizer(checkpoint: Path, number: int) -> StoredOptimizer | None:
-    folder = _dcp_folder(checkpoint, numbered(OPTIMIZER, number))
-    return read_dcp_optimizer(checkpoint, folder) if folder is not None else None
-
-
-def _dcp_folder(checkpoint: Path, name: str) -> Path | None:
-    """``checkpoint`` itself or the folder ``name`` in it, whichever holds ``.metadata``."""
-    for folder in (checkpoint, checkpoint / name):
-        if (folder / DCP_METADATA).is_file():
-            return folder
-        if folder.is_dir() and any(folder.glob(f"*{DCP_SUFFIX}")):
-            refuse(
-                folder,
-                f"it has no {DCP_METADATA}: its writing was broken off, or it was copied without hidden files.",
-                "Use an earlier checkpoint, or copy this one again, whole.",
-            )
+    for form in FORMATS:
+        if form.read_optimizer and (optimizer := form.read_optimizer(checkpoint, number)) is not None:
+            return optimizer
     return None
 
 
 def _check_folder(checkpoint: Path) -> None:
     if not checkpoint.exists():
-        refuse(checkpoint, "there is no such folder.", "Name a checkpoint's folder.")
+        refuse("FSDP-E450", checkpoint, "does not exist.", "Give the folder of a checkpoint.")
     if not checkpoint.is_dir():
-        refuse(checkpoint, "a file, where a checkpoint's folder is expected.", f"Name its folder, {checkpoint.parent}.")
+        refuse("FSDP-E450", checkpoint, "is not a folder.", f"Give the folder of the checkpoint: {checkpoint.parent}.")

@@ -1,7 +1,7 @@
-"""The zip that ``torch.save`` writes, read by its headers alone: where each record's bytes begin.
+"""The zips that ``torch.save`` writes: the byte offsets of their records, from the headers alone.
 
-Records are stored uncompressed, so a tensor's bytes lie in the file as they were in memory. The zip may be a part of a
-larger file, as in DCP's ``.distcp``, which is a row of such zips.
+Records are uncompressed, so the file contains a tensor's bytes as they were in memory. The zip may be a part of a larger
+file: a ``.distcp`` file of DCP is a sequence of such zips.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from hf_fsdp_plugin.checkpoint.formats.element_types import dtype_size
 from hf_fsdp_plugin.checkpoint.formats.pickles import PickledTensor, read_pickle
-from hf_fsdp_plugin.checkpoint.formats.stored import COPY_AGAIN, refuse
+from hf_fsdp_plugin.checkpoint.formats.errors import refuse
 
 _END = struct.Struct("<4s4H2LH")
 _END64_LOCATOR = struct.Struct("<4sLQL")
@@ -23,22 +23,22 @@ _LOCAL_SIZE = 30
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
 
 _EDGE = 2048
-"""Bytes read at once from each end: a zip of one tensor has all its headers in them."""
+"""Bytes read at once from each end: they contain all headers of a zip with one tensor."""
 
 
 class _Record(NamedTuple):
     header: int
-    """Position of its local header in the zip."""
+    """Byte offset of its local header in the zip."""
     size: int
 
 
 class TorchZip:
-    """The records of a zip that lies at ``[start, start + length)`` of an open file.
+    """The records of a zip in the bytes ``[start, start + length)`` of an open file.
 
-    Record names are without the zip's own folder: ``data.pkl``, ``data/0``.
+    Record names do not include the folder inside the zip: ``data.pkl``, ``data/0``.
 
     Raises:
-        CheckpointError: from any method, where the zip is truncated, compressed or damaged.
+        CheckpointError: from every method, if the zip is truncated, compressed or damaged.
     """
 
     def __init__(self, descriptor: int, start: int, length: int, place: Path | str) -> None:
@@ -50,40 +50,40 @@ class TorchZip:
         self._tail = os.pread(descriptor, min(length, _EDGE), start + length - min(length, _EDGE))
         self._records = self._read_directory()
         if "byteorder" in self._records and self.read("byteorder") != b"little":
-            refuse(place, "its numbers are big-endian.", "Load and save it again on a little-endian machine.")
+            refuse("FSDP-E460", place, "is big-endian.", "Load and save it on a little-endian machine.")
 
     def __contains__(self, name: str) -> bool:
         return name in self._records
 
     def read(self, name: str) -> bytes:
-        """A record's bytes."""
+        """Return a record's bytes."""
         return self._bytes(self.offset(name) - self._start, self._records[name].size)
 
     def size(self, name: str) -> int:
-        """A record's bytes in number."""
+        """Return the number of bytes of a record."""
         return self._records[name].size
 
     def offset(self, name: str) -> int:
-        """The byte of the file at which a record's bytes begin."""
+        """Return the byte offset of a record's data in the file."""
         if name not in self._records:
             self._damaged(f"it has no record {name!r}")
         record = self._records[name]
         header = self._bytes(record.header, _LOCAL_SIZE)
         if header[:4] != b"PK\3\4":
-            self._damaged(f"no record begins at byte {record.header} of it")
+            self._damaged(f"no record begins at byte {record.header}")
         begin = record.header + _LOCAL_SIZE + sum(struct.unpack_from("<2H", header, 26))
         if begin + record.size > self._length:
-            self._damaged(f"record {name!r} ends behind its end")
+            self._damaged(f"record {name!r} ends after the end of the zip")
         return self._start + begin
 
     def value(self) -> Any:
-        """The object that was saved, with :class:`PickledTensor` for tensors."""
+        """Return the object that was saved, with a :class:`PickledTensor` for each tensor."""
         return read_pickle(self.read("data.pkl"), self._place)
 
     def tensor_offset(self, tensor: PickledTensor) -> int:
-        """The byte of the file at which a tensor's first element lies; its last one is within the record."""
+        """Return the byte offset of a tensor's first element in the file. Checks that its last one is in the record."""
         if 0 in tensor.shape:
-            # torch leaves out the record of an empty storage.
+            # torch does not write a record for an empty storage.
             return self._start
         name = f"data/{tensor.storage.key}"
         begin = self.offset(name)
@@ -91,7 +91,7 @@ class TorchZip:
         width = dtype_size(tensor.dtype)
         needed = (tensor.offset + reach + 1) * width
         if needed > self.size(name):
-            self._damaged(f"record {name!r} has {self.size(name)} bytes where its tensor needs {needed}")
+            self._damaged(f"record {name!r} has {self.size(name)} bytes, and its tensor needs {needed}")
         return begin + tensor.offset * width
 
     def _read_directory(self) -> dict[str, _Record]:
@@ -109,33 +109,32 @@ class TorchZip:
             if _MAX32 in (plain, stored, header):
                 plain, stored, header = self._wide(data[at + name_size :][:extra_size], plain, stored, header)
             if entry[0] != b"PK\1\2" or method != 0 or stored != plain:
-                self._damaged(f"its record {name!r} is not stored as it is")
+                self._damaged(f"record {name!r} is compressed or invalid")
             records[name] = _Record(header, plain)
             at += name_size + extra_size + comment_size
         return records
 
     def _directory_place(self) -> tuple[int, int, int]:
-        """Begin, size and number of entries of the directory at the zip's end."""
+        """Return offset, size and number of entries of the directory at the end of the zip."""
         at = self._length - _END.size
         end = _END.unpack(self._bytes(at, _END.size)) if at >= 0 else (b"",)
         if end[0] != b"PK\5\6":
             legacy = self._head[:1] == b"\x80"
-            refuse(
-                self._place,
-                "written in torch's format of before 1.6, without a zip." if legacy else "truncated, or no zip at all.",
-                "Load it with torch and save it again." if legacy else COPY_AGAIN,
-            )
+            if legacy:
+                fix = "Load it with torch and save it again."
+                refuse("FSDP-E460", self._place, "is in the format of torch versions before 1.6, without a zip.", fix)
+            refuse("FSDP-E453", self._place, "is truncated, or not a zip.")
         count, size, begin = end[4:7]
         if count == _MAX16 or _MAX32 in (size, begin):
             locator = _END64_LOCATOR.unpack(self._bytes(at - _END64_LOCATOR.size, _END64_LOCATOR.size))
             wide = _END64.unpack(self._bytes(locator[2], _END64.size))
             if locator[0] != b"PK\6\7" or wide[0] != b"PK\6\6":
-                self._damaged("its directory is not where its end says")
+                self._damaged("its directory is not at the recorded offset")
             count, size, begin = wide[7:10]
         return begin, size, count
 
     def _wide(self, extra: bytes, *fields: int) -> list[int]:
-        """Sizes and positions from 4 GiB on stand in an extra field, only those that did not fit."""
+        """Return the fields, with those of 4 GiB and more from the zip64 field, which contains no others."""
         at = 0
         while at + 4 <= len(extra):
             kind, size = struct.unpack_from("<2H", extra, at)
@@ -143,11 +142,11 @@ class TorchZip:
                 numbers = iter(struct.unpack_from(f"<{size // 8}Q", extra, at + 4))
                 return [next(numbers, _MAX32) if field == _MAX32 else field for field in fields]
             at += 4 + size
-        self._damaged("a large record's place is missing")
+        self._damaged("the zip64 field of a record is missing")
 
     def _bytes(self, at: int, size: int) -> bytes:
         if at < 0 or at + size > self._length:
-            self._damaged(f"bytes {at} to {at + size} of it, of {self._length}, were asked for by its directory")
+            self._damaged(f"its directory refers to bytes {at} to {at + size} of {self._length}")
         if at + size <= len(self._head):
             return self._head[at : at + size]
         before_tail = self._length - len(self._tail)
@@ -156,17 +155,17 @@ class TorchZip:
         return os.pread(self._descriptor, size, self._start + at)
 
     def _damaged(self, how: str) -> NoReturn:
-        refuse(self._place, f"damaged: {how}.", COPY_AGAIN)
+        refuse("FSDP-E453", self._place, f"is damaged: {how}.")
 
 
 class TensorZips:
-    """Zips of one tensor each, as DCP writes thousands of: equal headers are parsed once."""
+    """A reader of zips with one tensor each, of which DCP writes thousands: equal headers are parsed once."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, bytes], tuple[bytes, PickledTensor, int]] = {}
 
     def read(self, descriptor: int, start: int, length: int, place: Path | str) -> tuple[Any, int]:
-        """The tensor (or whatever else was saved), and the byte of the file at which its first element lies."""
+        """Return the tensor (or other saved object), and the byte offset of its first element in the file."""
         end = os.pread(descriptor, _END.size, start + max(0, length - _END.size))
         known = self._known.get((length, end))
         if known is not None:
@@ -178,6 +177,6 @@ class TensorZips:
         if not isinstance(value, PickledTensor):
             return value, start
         offset = zipped.tensor_offset(value) - start
-        # All that says where and what the tensor is stands before its bytes; the directory repeats it.
+        # Everything that describes the tensor precedes its bytes; the directory repeats it.
         self._known[length, end] = os.pread(descriptor, offset, start), value, offset
         return value, start + offset

@@ -1,0 +1,165 @@
+"""The format ``local``: a safetensors file per rank. ``docs/local_format.md`` is its specification."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hf_fsdp_plugin.checkpoint.formats.boxes import Box, row_major, within
+from hf_fsdp_plugin.checkpoint.formats.errors import COPY_ALL_RANKS, problem, raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.formats.safetensors_header import Entry, read_header
+from hf_fsdp_plugin.checkpoint.formats.stored import (
+    MAX_PROBLEMS,
+    CheckpointFormat,
+    StoredModel,
+    StoredOptimizer,
+    StoredPiece,
+    StoredTensor,
+    coverage_problems,
+    without_replicas,
+)
+from hf_fsdp_plugin.checkpoint.names import FSDP_MODEL, OPTIMIZER, local_file, local_folder
+from hf_fsdp_plugin.plan.names import canonical_name
+from hf_fsdp_plugin.problems import Problem
+
+METADATA_KEY = "fsdp_local"
+"""The key of the safetensors metadata that holds the description of a file."""
+MAX_RANKS = 1 << 20
+"""The largest world size that is read; larger numbers are damage."""
+
+_ONE_CHECKPOINT = "Keep the files of one checkpoint only."
+
+
+class _RankFile(NamedTuple):
+    """The file of one rank: its safetensors entries, and its description of itself."""
+
+    path: Path
+    entries: dict[str, Entry]
+    description: dict[str, Any]
+
+
+def read_model(root: Path, number: int) -> StoredModel | None:
+    """Return the model from the files of all ranks, or ``None`` where there are none."""
+    files = _read_files(root / local_folder(FSDP_MODEL), number)
+    if not files:
+        return None
+    tensors = {name: tensor for (name, _), tensor in _assemble(root, files).items()}
+    return StoredModel(root, FORMAT.name, {**tensors, **_aliases(files, tensors)})
+
+
+def read_optimizer(root: Path, number: int) -> StoredOptimizer | None:
+    """Return the optimizer from the files of all ranks, or ``None`` where there are none."""
+    files = _read_files(root / local_folder(OPTIMIZER), number)
+    if not files:
+        return None
+    state: dict[str, dict[str, Any]] = {}
+    for (name, key), tensor in _assemble(root, files).items():
+        state.setdefault(name, {})[key] = tensor
+    for file in files:
+        for name, values in file.description.get("values", {}).items():
+            state.setdefault(canonical_name(name), {}).update(values)
+    return StoredOptimizer(root, FORMAT.name, state, files[0].description.get("groups", []))
+
+
+def _read_files(folder: Path, number: int) -> list[_RankFile]:
+    """Return the files of all ranks in rank order. Raises for each one that is missing."""
+    paths = {
+        int(match[1]): path
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if (match := re.fullmatch(rf"{number}_rank(\d{{1,7}})\.safetensors", path.name))
+    }
+    files = [_read_file(paths[rank]) for rank in sorted(paths)]
+    if not files:
+        return []
+    world_sizes = sorted({file.description["world_size"] for file in files})
+    if len(world_sizes) > 1:
+        refuse("FSDP-E459", folder, f"contains files of runs with world sizes {world_sizes}.", _ONE_CHECKPOINT)
+    missing = [rank for rank in range(world_sizes[0]) if rank not in paths]
+    message = f"is missing: the files of {len(missing)} of the {world_sizes[0]} ranks are not in the folder."
+    raise_if_any(
+        [
+            problem("FSDP-E457", folder / local_file(number, rank), message, COPY_ALL_RANKS)
+            for rank in missing[:MAX_PROBLEMS]
+        ]
+    )
+    return files
+
+
+def _read_file(path: Path) -> _RankFile:
+    entries, metadata = read_header(path)
+    try:
+        description = json.loads(metadata[METADATA_KEY])
+        _check_description(description, entries)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        message = f"is not the file of a rank of a local checkpoint ({type(error).__name__}: {error})."
+        refuse("FSDP-E453", path, message)
+    return _RankFile(path, entries, description)
+
+
+def _check_description(description: Any, entries: Mapping[str, Entry]) -> None:
+    """Raise whatever Python raises for an invalid description; the caller reports all of these alike."""
+    world_size = description["world_size"]
+    if type(world_size) is not int or not 0 < world_size <= MAX_RANKS:
+        raise ValueError(f"world_size {world_size!r}")
+    if description["pieces"].keys() != entries.keys():
+        raise ValueError("its pieces and its tensors have different names")
+    for entry, piece in description["pieces"].items():
+        box, shape = Box(tuple(piece["offsets"]), entries[entry].shape), tuple(piece["shape"])
+        if not all(type(number) is int and number >= 0 for number in (*box.offsets, *shape)) or not within(box, shape):
+            raise ValueError(f"{entry!r} is {box} of {shape}")
+        if not isinstance(piece["name"], str) or not isinstance(piece.get("key", ""), str):
+            raise TypeError(f"{entry!r} has the name {piece['name']!r}")
+    if not all(isinstance(name, str) for name in description.get("aliases", {}).values()):
+        raise TypeError(f"aliases {description['aliases']}")
+    if not all(isinstance(values, dict) for values in description.get("values", {}).values()):
+        raise TypeError("values are not mappings")
+    if not all(isinstance(group, dict) for group in description.get("groups", [])):
+        raise TypeError("groups are not mappings")
+
+
+def _assemble(root: Path, files: list[_RankFile]) -> dict[tuple[str, str], StoredTensor]:
+    """Return (name, key) -> tensor; the key is empty for a model."""
+    pieces: dict[tuple[str, str], list[StoredPiece]] = {}
+    kinds: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {}
+    problems: list[Problem] = []
+    for file in files:
+        relative = file.path.relative_to(root).as_posix()
+        for entry, piece in file.description["pieces"].items():
+            dtype, sizes, offset = file.entries[entry]
+            tensor = canonical_name(piece["name"]), piece.get("key", "")
+            kind = dtype, tuple(piece["shape"])
+            if kinds.setdefault(tensor, kind) != kind:
+                message = f"stores {tensor[0]!r} as {kind}, and the file of another rank as {kinds[tensor]}."
+                problems.append(problem("FSDP-E459", file.path, message, _ONE_CHECKPOINT))
+            box = Box(tuple(piece["offsets"]), sizes)
+            pieces.setdefault(tensor, []).append(StoredPiece(box, relative, offset, row_major(sizes)))
+    tensors = {key: StoredTensor(key[0], *kinds[key], without_replicas(found)) for key, found in pieces.items()}
+    problems = problems or coverage_problems(files[0].path.parent, tensors.values())
+    raise_if_any(problems)
+    return tensors
+
+
+def _aliases(files: list[_RankFile], tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the further names of tied tensors."""
+    aliases: dict[str, StoredTensor] = {}
+    for file in files:
+        for alias, name in file.description.get("aliases", {}).items():
+            if canonical_name(name) not in tensors:
+                message = f"{alias!r} is tied to {name!r}, which is in none of the files."
+                refuse("FSDP-E459", file.path, message, _ONE_CHECKPOINT)
+            tensor = tensors[canonical_name(name)]
+            aliases[canonical_name(alias)] = replace(tensor, name=canonical_name(alias))
+    return aliases
+
+
+FORMAT = CheckpointFormat(
+    name="local",
+    state_dict_type="local",
+    model_files=(f"{local_folder(FSDP_MODEL)}/{{number}}_rank*.safetensors",),
+    read_model=read_model,
+    read_optimizer=read_optimizer,
+)

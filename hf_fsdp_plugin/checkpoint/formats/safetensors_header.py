@@ -1,0 +1,106 @@
+"""The headers of safetensors files, and the index of a Hugging Face model that is split into several."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hf_fsdp_plugin.checkpoint.formats.boxes import whole
+from hf_fsdp_plugin.checkpoint.formats.element_types import SAFETENSORS_NAMES, dtype_size
+from hf_fsdp_plugin.checkpoint.formats.errors import raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.formats.stored import file_problems_inside
+
+MAX_HEADER = 100_000_000
+"""Bytes; the limit of the safetensors library."""
+
+DTYPES = {
+    **{name: dtype for dtype, name in SAFETENSORS_NAMES.items()},
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}
+"""The element types of safetensors files -> torch's."""
+
+
+class Entry(NamedTuple):
+    """A tensor in a safetensors file; ``offset`` is the byte offset of its first element in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Return the entries and the metadata of a safetensors file, whose tensors tile the bytes after the header.
+
+    Raises:
+        CheckpointError: the file is truncated, longer than its header allows, or its header is damaged.
+    """
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        head = file.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        if not 2 <= length <= min(size - 8, MAX_HEADER):
+            message = f"has {size} bytes and a header of {length} bytes: truncated, or not a safetensors file."
+            refuse("FSDP-E453", path, message)
+        text = file.read(length)
+    try:
+        header = json.loads(text, object_pairs_hook=_without_duplicates)
+        metadata = header.pop("__metadata__", {})
+        entries = {name: (Entry(*_parse_entry(entry)), *_parse_offsets(entry)) for name, entry in header.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        refuse("FSDP-E453", path, f"its header is damaged ({type(error).__name__}: {error}).")
+    begin = 8 + length
+    at = 0
+    for name, (entry, start, stop) in sorted(entries.items(), key=lambda item: item[1][1:]):
+        if start != at or stop - start != whole(entry.shape).numel * dtype_size(entry.dtype):
+            message = (
+                f"tensor {name!r}, {entry.dtype} {entry.shape}, has the data offsets {start} to {stop}, and the next "
+                f"free byte is {at}: tensors overlap, leave gaps or have the wrong size."
+            )
+            refuse("FSDP-E453", path, message)
+        at = stop
+    if begin + at != size:
+        refuse("FSDP-E453", path, f"has {size} bytes; its header requires {begin + at}.")
+    return {name: entry._replace(offset=begin + start) for name, (entry, start, _) in entries.items()}, metadata
+
+
+def read_weight_map(root: Path, index: Path) -> dict[str, set[str]]:
+    """Return file -> names of its tensors, from a Hugging Face index. All files exist, inside the folder."""
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        shards: dict[str, set[str]] = {}
+        for name, file in weight_map.items():
+            if not isinstance(file, str):
+                raise TypeError(f"{name!r} is in {file!r}")
+            shards.setdefault(file, set()).add(name)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        refuse("FSDP-E453", index, f"is not a valid index of weights ({type(error).__name__}: {error}).")
+    raise_if_any(file_problems_inside(root, shards, index))
+    return shards
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("duplicate key")
+    return found
+
+
+def _parse_entry(entry: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int]:
+    shape = tuple(entry["shape"])
+    if entry["dtype"] not in DTYPES:
+        raise ValueError(f"unknown element type {entry['dtype']!r}")
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"shape {shape}")
+    return DTYPES[entry["dtype"]], shape, 0
+
+
+def _parse_offsets(entry: Mapping[str, Any]) -> tuple[int, int]:
+    start, stop = entry["data_offsets"]
+    if not (type(start) is int and type(stop) is int and 0 <= start <= stop):
+        raise ValueError(f"data_offsets {entry['data_offsets']}")
+    return start, stop
