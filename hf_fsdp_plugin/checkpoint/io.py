@@ -136,7 +136,9 @@ class InputFiles:
             if count == 0:
                 message = f"ends at byte {position:,}; {position + len(out):,} bytes were expected."
                 fix = "It was cut short: fetch it again, or take another checkpoint."
-                raise CheckpointError([Problem(message=message, fix=fix, origin=Origin(source=str(self._root / file)))])
+                raise CheckpointError(
+                    [Problem(code="FSDP-E453", message=message, fix=fix, origin=Origin(source=str(self._root / file)))]
+                )
             out, position = out[count:], position + count
 
     def _opened(self, file: str) -> _InputFile:

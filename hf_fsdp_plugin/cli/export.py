@@ -1,4 +1,4 @@
-"""``hf-fsdp export``: what a run has come to, as a Hugging Face folder. It finds the checkpoint; ``merge`` does it."""
+"""``hf-fsdp export``: finds the newest or the best checkpoint of a run, and merges it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from hf_fsdp_plugin.checkpoint import newest_complete
 from hf_fsdp_plugin.checkpoint.names import PREFIXES, TRAINER_STATE
@@ -23,13 +24,15 @@ EXAMPLES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="a Trainer's output folder, or Accelerate's checkpoints")
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="output folder of a Trainer, or folder of Accelerate's checkpoints"
+    )
     merge.add_options(parser)
-    parser.add_argument("--best", action="store_true", help="the best checkpoint by the Trainer's metric")
+    parser.add_argument("--best", action="store_true", help="export the best checkpoint by the Trainer's metric")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0 when the folder is there, 1 otherwise."""
+    """Returns 0 if the output folder is complete, 1 otherwise."""
     try:
         args.checkpoint = find_checkpoint(args.run, best=args.best)
     except CheckpointError as error:
@@ -42,43 +45,42 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_checkpoint(folder: Path, *, best: bool = False) -> Path:
-    """The newest complete checkpoint of a run, or the one that its Trainer found best; incomplete ones are told.
+    """Return the newest complete checkpoint of a run, or the best one. Prints the incomplete ones to stderr.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no such checkpoint.
     """
-    passed_over: list[tuple[Path, str]] = []
+    skipped: list[tuple[Path, str]] = []
     for prefix in PREFIXES:
         found, others = newest_complete(folder, prefix) if folder.is_dir() else (None, [])
-        passed_over += others
+        skipped += others
         if found is not None:
             for path, why in others:
-                print(f"{path} is passed over: {why}", file=sys.stderr)
+                print(f"{path} is skipped: {why}", file=sys.stderr)
             return _best(found) if best else found
-    if passed_over:
-        reasons = "; ".join(f"{path.name}: {why}" for path, why in passed_over)
-        raise CheckpointError([_problem(folder, f"no checkpoint in it is complete ({reasons}).", "Use another run.")])
-    raise CheckpointError(
-        [_problem(folder, "there is no checkpoint-N in it.", "Name a run's folder; for one checkpoint use merge.")]
-    )
+    if skipped:
+        reasons = "; ".join(f"{path.name}: {why}" for path, why in skipped)
+        _refuse("FSDP-E497", folder, f"contains no complete checkpoint ({reasons}).", "Use another run.")
+    _refuse("FSDP-E496", folder, "contains no checkpoint-N.", "Give the folder of a run; use merge for a checkpoint.")
 
 
 def _best(newest: Path) -> Path:
-    """The newest checkpoint knows which one was best when it was written."""
+    """Return the checkpoint that was the best one when the newest was written."""
+    state = newest / TRAINER_STATE
     try:
-        recorded = json.loads((newest / TRAINER_STATE).read_text(encoding="utf-8")).get("best_model_checkpoint")
+        recorded = json.loads(state.read_text(encoding="utf-8")).get("best_model_checkpoint")
     except (OSError, ValueError):
         recorded = None
     if not recorded:
-        fix = "Train with metric_for_best_model and load_best_model_at_end, or leave --best out."
-        raise CheckpointError([_problem(newest / TRAINER_STATE, "it names no best checkpoint.", fix)])
-    # By its name only: the run may have been moved since.
+        fix = "Train with metric_for_best_model and load_best_model_at_end, or omit --best."
+        _refuse("FSDP-E498", state, "does not name a best checkpoint.", fix)
+    # By its name only: the run may have been moved.
     best = newest.parent / Path(recorded).name
     if not best.is_dir():
-        fix = "Fetch it from where it was copied to, or leave --best out."
-        raise CheckpointError([_problem(best, "the best checkpoint of the run is not there any more.", fix)])
+        fix = "Copy the checkpoint back, or omit --best."
+        _refuse("FSDP-E498", best, "was the best checkpoint, and does not exist any more.", fix)
     return best
 
 
-def _problem(place: Path, message: str, fix: str) -> Problem:
-    return Problem(severity="error", message=message, fix=fix, origin=Origin(source=str(place)))
+def _refuse(code: str, place: Path, message: str, fix: str) -> NoReturn:
+    raise CheckpointError([Problem(code=code, message=message, fix=fix, origin=Origin(source=str(place)))])

@@ -1,19 +1,19 @@
-"""``hf-fsdp inspect``: what a checkpoint is, at once."""
+"""``hf-fsdp inspect``: describes a checkpoint or a run from metadata."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.checkpoint import Summary, checkpoints_of_run, summarize, why_incomplete
 from hf_fsdp_plugin.problems import CheckpointError
+from hf_fsdp_plugin.text import format_bytes, format_table
 
-HELP = "Tell what a checkpoint is, or all those of a run: format, step, parameters, settings; from metadata alone."
+HELP = "Describe a checkpoint, or all checkpoints of a run, from metadata alone: format, step, parameters, settings."
 EXAMPLES = (
     "hf-fsdp inspect out/checkpoint-500",
     "hf-fsdp inspect out --json",
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint",
         type=Path,
-        help="a checkpoint of any kind, a Hugging Face folder, or a run's folder of checkpoints",
+        help="a checkpoint of any kind, a Hugging Face folder, or a folder of checkpoints",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
     parser.add_argument("--parameters", action="store_true", help="list every parameter")
@@ -34,15 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the summary. Returns 0 where there is a complete checkpoint, 1 where not, 2 where there is no folder."""
+    """Print the summary. Returns 0 for a complete checkpoint, 1 for none, 2 if the folder does not exist."""
     if not args.checkpoint.is_dir():
-        print(f"hf-fsdp inspect: {args.checkpoint} is no folder. Give the folder of a checkpoint.", file=sys.stderr)
+        print(f"hf-fsdp inspect: {args.checkpoint} is not a folder. Give the folder of a checkpoint.", file=sys.stderr)
         return 2
     paths = checkpoints_of_run(args.checkpoint)
     try:
         summary = summarize(args.checkpoint)
     except CheckpointError as error:
-        if paths:  # a run's folder need not be a checkpoint itself
+        if paths:  # the folder of a run is usually not a checkpoint
             return _run(args, paths)
         return _unreadable(args, error)
     if args.json:
@@ -70,23 +70,23 @@ def _run(args: argparse.Namespace, paths: list[Path]) -> int:
     complete = [path for path, summary, _ in rows if isinstance(summary, Summary) and summary.incomplete is None]
     newest = next(iter(complete), None)
     if args.json:
-        told = [
+        summaries = [
             summary.to_json(parameters=args.parameters, optimizer=args.optimizer)
             if summary
             else {"checkpoint": str(path), "complete": False, "incomplete": reason}
             for path, summary, reason in rows
         ]
-        tree = {"run": str(args.checkpoint), "checkpoints": told}
+        tree = {"run": str(args.checkpoint), "checkpoints": summaries}
         print(_dumped({**tree, "newest_complete": None if newest is None else str(newest)}))
     else:
         print(_table(rows))
     if newest is None:
-        print(f"{args.checkpoint}: none of its checkpoints is complete.", file=sys.stderr)
+        print(f"{args.checkpoint}: none of the checkpoints is complete.", file=sys.stderr)
     return 0 if newest is not None else 1
 
 
 Row = tuple[Path, Summary | None, str | None]
-"""A checkpoint, its summary where it has one, and the reason why it is not complete."""
+"""A checkpoint, its summary if it is readable, and the reason why it is incomplete."""
 
 
 def _rows(paths: Iterable[Path]) -> list[Row]:
@@ -107,9 +107,9 @@ def _table(rows: Iterable[Row]) -> str:
         if summary is not None:
             ranks = "-" if summary.world_size is None else str(summary.world_size)
             step = "-" if summary.step is None else f"{summary.step:,}"
-            known = (step, summary.kind, ranks, _bytes(sum(summary.files.values())))
+            known = (step, summary.kind, ranks, format_bytes(sum(summary.files.values())))
         lines.append((path.name, *known, "complete" if reason is None else f"incomplete: {reason}"))
-    return _columns(lines)
+    return format_table(lines)
 
 
 def _text(summary: Summary, *, parameters: bool, optimizer: bool) -> str:
@@ -117,44 +117,41 @@ def _text(summary: Summary, *, parameters: bool, optimizer: bool) -> str:
     for label, text in _facts(summary):
         lines += [f"  {'' if number else label:<10} {line}" for number, line in enumerate(_wrapped(text))]
     if parameters:
-        rows = [("parameter", "dtype", "shape"), *((name, *_kind(kind)) for name, kind in summary.parameters.items())]
-        lines += ["", _columns(rows)]
+        table = [("parameter", "dtype", "shape"), *((name, *_kind(kind)) for name, kind in summary.parameters.items())]
+        lines += ["", format_table(table)]
     if optimizer:
         lines += ["", *_optimizer(summary)]
-    files = list(summary.files.items())
-    shown = [(f"  {name}", f"{size:,}") for name, size in files[:_FILES_SHOWN]]
-    lines += ["", _columns([("file", "bytes"), *shown])]
-    if len(files) > _FILES_SHOWN:
-        lines.append(f"  and {len(files) - _FILES_SHOWN:,} more")
+    rows = [("file", "bytes"), *((f"  {name}", f"{size:,}") for name, size in summary.files.items())]
+    lines += ["", *truncate_lines(format_table(rows).splitlines(), _FILES_SHOWN + 1)]
     return "\n".join(lines)
 
 
 def _facts(summary: Summary) -> list[tuple[str, str]]:
-    told = summary.manifest
+    manifest = summary.manifest
     dtypes = summary.dtypes
     amounts = ", ".join(f"{dtype} {count:,}" if len(dtypes) > 1 else dtype for dtype, count in dtypes.items())
     model = f"{len(summary.distinct):,} parameters, {summary.num_elements:,} elements ({amounts})"
     keys = dict.fromkeys(key for entry in summary.state.values() for key in entry)
-    optimizer = f"{_bytes(summary.optimizer_bytes)} ({', '.join(keys) or 'no state'}), groups: {len(summary.groups)}"
+    optimizer = f"{format_bytes(summary.optimizer_bytes)} ({', '.join(keys) or 'no state'})"
     format = ", ".join(dict.fromkeys([summary.format, summary.kind]))
     return [
-        ("format", f"{format}{'' if told else ', without a manifest'}"),
+        ("format", f"{format}{'' if manifest else ', without a manifest'}"),
         ("step", "" if summary.step is None else f"{summary.step:,}"),
         ("ranks", "" if summary.world_size is None else str(summary.world_size)),
-        ("backend", f"{told.backend}, {told.strategy}, mesh {_pairs(told.mesh)}" if told else ""),
-        ("written", f"{told.created}{', beside the training' if told.asynchronous else ''}" if told else ""),
-        ("model", f"{model}, {_bytes(summary.model_bytes)}"),
-        ("optimizer", optimizer if summary.state or summary.groups else ""),
+        ("backend", f"{manifest.backend}, {manifest.strategy}, mesh {_pairs(manifest.mesh)}" if manifest else ""),
+        ("written", f"{manifest.created}{', in the background' if manifest.asynchronous else ''}" if manifest else ""),
+        ("model", f"{model}, {format_bytes(summary.model_bytes)}"),
+        ("optimizer", f"{optimizer}, groups: {len(summary.groups)}" if summary.state or summary.groups else ""),
         ("tied", "; ".join(" = ".join(tie) for tie in summary.ties)),
-        ("files", f"{len(summary.files):,}, {_bytes(sum(summary.files.values()))}"),
-        ("settings", _pairs(told.settings) if told else ""),
-        ("batch", _pairs(told.batch) if told else ""),
+        ("files", f"{len(summary.files):,}, {format_bytes(sum(summary.files.values()))}"),
+        ("settings", _pairs(manifest.settings) if manifest else ""),
+        ("batch", _pairs(manifest.batch) if manifest else ""),
         ("versions", _pairs(summary.versions)),
     ]
 
 
 def _wrapped(text: str) -> list[str]:
-    """Lines that break at commas; none for no text."""
+    """Return lines that are broken at commas; none for an empty text."""
     lines = [""]
     for item in text.split(", "):
         if lines[-1] and len(lines[-1]) + len(item) > _WIDTH:
@@ -173,7 +170,7 @@ def _optimizer(summary: Summary) -> list[str]:
         for key, value in entry.items():
             kind = isinstance(value, tuple) and len(value) == 2
             rows.append((f"{name} {key}", *(_kind(value) if kind else ("value", str(value)))))
-    return [*lines, _columns(rows)]
+    return [*lines, format_table(rows)]
 
 
 def _kind(kind: tuple[str, tuple[int, ...]]) -> tuple[str, str]:
@@ -186,21 +183,6 @@ def _pairs(table: Mapping[str, Any]) -> str:
 
 def _shown(value: Any) -> str:
     return value if isinstance(value, str) and value else json.dumps(value, default=str, ensure_ascii=False)
-
-
-def _bytes(count: int) -> str:
-    """In decimal units, with three digits."""
-    units = ("B", "kB", "MB", "GB", "TB", "PB")
-    power = min(int(math.log(count, 1000)), len(units) - 1) if count else 0
-    return f"{count:,} B" if power == 0 else f"{count / 1000**power:.3g} {units[power]}"
-
-
-def _columns(rows: Sequence[tuple[str, ...]]) -> str:
-    """Aligned; numbers too stand left, as their units differ."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
 
 
 def _dumped(tree: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""``hf-fsdp verify``: whether a checkpoint is, byte for byte, what was saved."""
+"""``hf-fsdp verify``: checks that a checkpoint has exactly the bytes that were saved."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from hf_fsdp_plugin.checkpoint import Progress, Verdict, checkpoints_of_run, read_stored_model, verify
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.problems import CheckpointError
+from hf_fsdp_plugin.text import plural
 
 HELP = "Check every byte of a checkpoint against its manifest, and every name and shape against its config."
 EXAMPLES = (
@@ -27,12 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the verdict. Returns 0 for a whole checkpoint, 1 for any damage, 2 where there is no such folder."""
+    """Print the result. Returns 0 for an undamaged checkpoint, 1 for damage, 2 if the folder does not exist."""
     if not args.checkpoint.is_dir():
-        print(f"hf-fsdp verify: {args.checkpoint} is no folder. Give the folder of a checkpoint.", file=sys.stderr)
+        print(f"hf-fsdp verify: {args.checkpoint} is not a folder. Give the folder of a checkpoint.", file=sys.stderr)
         return 2
     if (newest := _newest_of_run(args.checkpoint)) is not None:
-        message = f"{args.checkpoint} is a run's folder. Name one of its checkpoints, such as {newest}."
+        message = f"{args.checkpoint} is the folder of a run. Give one of its checkpoints, such as {newest}."
         print(f"hf-fsdp verify: {message}", file=sys.stderr)
         return 2
     verdict = verify(args.checkpoint, config_check=not args.no_config_check, progress=_bar())
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _newest_of_run(folder: Path) -> Path | None:
-    """The newest checkpoint in a folder that is none itself."""
+    """Return the newest checkpoint in a folder that is not a checkpoint itself."""
     paths = checkpoints_of_run(folder)
     if not paths or (folder / MANIFEST_NAME).exists():
         return None
@@ -59,12 +60,12 @@ def _newest_of_run(folder: Path) -> Path | None:
 
 def _text(verdict: Verdict) -> str:
     errors = sum(problem.severity == "error" for problem in verdict.problems)
-    found = "whole" if verdict.ok else f"{errors} problem{'s' if errors > 1 else ''}"
-    return f"{verdict.checkpoint}: {found}; {verdict.num_files:,} files, {verdict.num_bytes:,} bytes"
+    result = "undamaged" if verdict.ok else plural(errors, "problem")
+    return f"{verdict.checkpoint}: {result}; {plural(verdict.num_files, 'file')}, {verdict.num_bytes:,} bytes"
 
 
 def _bar() -> Progress | None:
-    """A progress bar on a terminal's stderr; nothing elsewhere."""
+    """Return a progress bar if stderr is a terminal, else ``None``."""
     if not sys.stderr.isatty():
         return None
     from tqdm import tqdm

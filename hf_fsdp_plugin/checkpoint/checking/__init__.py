@@ -1,1 +1,1 @@
-"""Whether a checkpoint is complete and undamaged, and what it is. No torch but for the comparison with a config."""
+"""Checks that a checkpoint is complete and undamaged, and summaries. Only the comparison with a config uses torch."""

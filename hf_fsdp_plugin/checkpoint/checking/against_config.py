@@ -1,6 +1,6 @@
-"""A checkpoint's names and shapes against those of the model that its ``config.json`` describes.
+"""Comparison of a checkpoint's names and shapes with those of the model that ``config.json`` describes.
 
-Only here does the verification need torch and Transformers, and only once it has a config to build from.
+Only this comparison imports torch and Transformers, and only if there is a config.
 """
 
 from __future__ import annotations
@@ -11,83 +11,86 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_plugin.checkpoint.checking.completeness import listed
+from hf_fsdp_plugin.checkpoint.formats.errors import problem
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel
-from hf_fsdp_plugin.problems import Origin, Problem, Severity
+from hf_fsdp_plugin.checkpoint.formats.table import format_named
+from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.text import format_names, plural
 
 _NOT_COMPARED = "names and shapes were not compared with a model"
-_OTHER = "Use the config.json of this checkpoint's own model, or the checkpoint of this config."
+_OTHER = "Use the config.json of the checkpoint's model, or a checkpoint of this config's model."
+_REPLACE = "Replace it with the config.json of the model."
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def config_problems(index: StoredModel, folder: Path) -> list[Problem]:
-    """Missing and unexpected names and differing shapes as errors; a note where there is no model to compare with."""
+def config_problems(stored: StoredModel, folder: Path) -> list[Problem]:
+    """Return errors for missing and unexpected names and other shapes; a note if no model can be built to compare."""
     path = folder / "config.json"
     config = _config(path)
     if isinstance(config, Problem):
         return [config]
-    if any(name.startswith("base_model.model.") for name in index.tensors):
-        return [_problem(path, f"these are the weights of an adapter; {_NOT_COMPARED}.", severity="note")]
+    if any(name.startswith("base_model.model.") for name in stored.tensors):
+        return [problem("FSDP-N475", path, f"the checkpoint contains the weights of an adapter; {_NOT_COMPARED}.")]
     if "quantization_config" in config:
-        return [_problem(path, f"the model is quantized when it is loaded; {_NOT_COMPARED}.", severity="note")]
+        return [problem("FSDP-N475", path, f"the model is quantized when it is loaded; {_NOT_COMPARED}.")]
     from hf_fsdp_plugin.plan.load_model import meta_model
 
     try:
         model = meta_model(folder)
     except ValueError as error:
-        said = " ".join(str(error).removeprefix(f"{folder}: ").split())
-        return [_problem(path, f"{_NOT_COMPARED}: {said}", severity="note")]
-    return _compared(index, model, path)
+        reason = " ".join(str(error).removeprefix(f"{folder}: ").split())
+        return [problem("FSDP-N475", path, f"{_NOT_COMPARED}: {reason}")]
+    return _compare(stored, model, path)
 
 
 def _config(path: Path) -> dict[str, Any] | Problem:
     try:
         config = json.loads(path.read_bytes())
     except FileNotFoundError:
-        return _problem(path.parent, f"has no config.json; {_NOT_COMPARED}.", severity="note")
+        return problem("FSDP-N475", path.parent, f"has no config.json; {_NOT_COMPARED}.")
     except (OSError, ValueError, RecursionError) as error:
-        return _problem(path, f"cannot be read: {error}.", "Put the model's own config.json in its place.")
+        return problem("FSDP-E476", path, f"cannot be read as JSON: {error}.", _REPLACE)
     if not isinstance(config, dict):
-        return _problem(path, "is no JSON object.", "Put the model's own config.json in its place.")
+        return problem("FSDP-E476", path, "is not a JSON object.", _REPLACE)
     return config
 
 
-def _compared(index: StoredModel, model: Any, path: Path) -> list[Problem]:
+def _compare(stored: StoredModel, model: Any, path: Path) -> list[Problem]:
     state = model.state_dict(keep_vars=True)
     expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    names, merged = _loaded_names(index, model)
-    # Entries that Transformers merges or splits while it loads have other shapes on disk, by design.
-    stored = {names[name]: tensor.shape for name, tensor in index.tensors.items() if names[name] not in merged}
+    names, merged = _loaded_names(stored, model)
+    # Tensors that Transformers merges or splits when it loads them have other shapes in the files.
+    shapes = {names[name]: tensor.shape for name, tensor in stored.tensors.items() if names[name] not in merged}
     present = set(names.values())
     tied: dict[int, set[str]] = {}
     for name, tensor in state.items():
         tied.setdefault(id(tensor), set()).add(name)
     missing = [name for name, tensor in state.items() if present.isdisjoint(tied[id(tensor)])]
     missing = _not_matching(missing, getattr(model, "_keys_to_ignore_on_load_missing", None))
-    unexpected = [name for name in index.tensors if names[name] not in expected]
+    unexpected = [name for name in stored.tensors if names[name] not in expected]
     unexpected = _not_matching(unexpected, getattr(model, "_keys_to_ignore_on_load_unexpected", None))
     other = [
-        f"{name} ({_shape(shape)} here, {_shape(expected[name])} there)"
-        for name, shape in stored.items()
+        f"{name} ({_shape(shape)} in the checkpoint, {_shape(expected[name])} in the model)"
+        for name, shape in shapes.items()
         if expected.get(name, shape) != shape
     ]
-    whose = f"the {type(model).__name__} of its config.json"
-    said = [
-        (missing, f"{len(missing)} of the {len(expected)} parameters of {whose} are missing"),
-        (unexpected, f"{len(unexpected)} parameters are unknown to {whose}"),
-        (other, f"{len(other)} parameters have other shapes than those of {whose}"),
+    target = f"the {type(model).__name__} of its config.json"
+    found = [
+        ("FSDP-E477", missing, f"does not contain {len(missing)} of the {len(expected)} parameters of {target}"),
+        ("FSDP-E478", unexpected, f"contains {plural(len(unexpected), 'parameter')} that {target} does not have"),
+        ("FSDP-E479", other, f"contains {plural(len(other), 'parameter')} with other shapes than in {target}"),
     ]
-    return [_problem(path.parent, f"{text}: {listed(found)}.") for found, text in said if found]
+    return [problem(code, path.parent, f"{text}: {format_names(n, 3)}.", _OTHER) for code, n, text in found if n]
 
 
-def _loaded_names(index: StoredModel, model: Any) -> tuple[dict[str, str], set[str]]:
-    """Stored name -> the name it is loaded under, and those of them that loading puts together from several.
+def _loaded_names(stored: StoredModel, model: Any) -> tuple[dict[str, str], set[str]]:
+    """Return stored name -> name in the model, and the names in the model that are merged from several stored ones.
 
-    Hugging Face folders keep the names of the architecture's first release; everything else has the model's own.
+    Hugging Face folders keep the names of the architecture's first release; other formats have the names of the model.
     """
-    own = {name: name for name in index.tensors}
-    if index.format not in ("full", "bin") or own.keys() <= model.state_dict().keys():
+    own = {name: name for name in stored.tensors}
+    if not format_named(stored.format).hugging_face_names or own.keys() <= model.state_dict().keys():
         return own, set()
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -107,15 +110,9 @@ def _loaded_names(index: StoredModel, model: Any) -> tuple[dict[str, str], set[s
 
 
 def _not_matching(names: Iterable[str], patterns: Iterable[str] | None) -> list[str]:
-    """Without the names that the model's class declares harmless."""
+    """Return the names that match none of the patterns that the model's class ignores."""
     return [name for name in names if not any(re.search(pattern, name) for pattern in patterns or ())]
 
 
 def _shape(shape: tuple[int, ...]) -> str:
     return "×".join(str(size) for size in shape) or "scalar"
-
-
-def _problem(path: Path, message: str, fix: str = "", severity: Severity = "error") -> Problem:
-    if severity == "error":
-        fix = fix or _OTHER
-    return Problem(severity=severity, message=message, fix=fix, origin=Origin(source=str(path)))

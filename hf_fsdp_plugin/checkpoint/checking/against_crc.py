@@ -1,4 +1,4 @@
-"""A checkpoint without a manifest against the CRC-32 in its archives."""
+"""Comparison of a checkpoint without a manifest with the CRC-32 checksums in its archives."""
 
 from __future__ import annotations
 
@@ -7,58 +7,65 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from hf_fsdp_plugin.checkpoint.checking.byte_ranges import REPLACE_FILE, Progress, Stretch, check, damage
+from hf_fsdp_plugin.checkpoint.checking.byte_ranges import (
+    REPLACE_FILE,
+    ByteRange,
+    Progress,
+    damage_problem,
+    find_damaged,
+)
 from hf_fsdp_plugin.checkpoint.checking.checksums import NotAnArchive, crc_file, is_archive, stored_entries
-from hf_fsdp_plugin.checkpoint.checking.completeness import listed, tensors_of
-from hf_fsdp_plugin.checkpoint.formats.stored import problem
+from hf_fsdp_plugin.checkpoint.formats.errors import problem
+from hf_fsdp_plugin.checkpoint.formats.stored import labelled_tensors
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.problems import CheckpointError, Problem
+from hf_fsdp_plugin.text import format_names
 
-_Places = list[tuple[int, str]]
-"""First byte and name of every tensor in a file, in ascending order."""
+_Offsets = list[tuple[int, str]]
+"""Byte offset and name of every tensor in a file, in ascending order."""
 
 
 def crc_problems(folder: Path, files: Iterable[Path], progress: Progress | None) -> tuple[int, list[Problem]]:
-    """The bytes that have a CRC-32, and a problem for each archive in which one is wrong, or which is torn."""
-    places = _places(folder)
+    """Return the number of bytes with a CRC-32, and a problem for each archive that is damaged or incomplete."""
+    offsets = _tensor_offsets(folder)
     problems: list[Problem] = []
-    stretches: list[Stretch] = []
+    ranges: list[ByteRange] = []
     for path in files:
         try:
-            stretches += _stretches(path, places.get(path, [])) if is_archive(path) else []
+            ranges += _byte_ranges(path, offsets.get(path, [])) if is_archive(path) else []
         except NotAnArchive as error:
-            torn = sorted({name for start, name in places.get(path, []) if start < error.stop})
-            held = f"; they hold {listed(torn)}" if torn else ""
-            problems.append(problem(path, f"{error}{held}.", REPLACE_FILE))
+            lost = sorted({name for start, name in offsets.get(path, []) if start < error.stop})
+            contents = f"; they contain {format_names(lost, 3)}" if lost else ""
+            problems.append(problem("FSDP-E453", path, f"is truncated or damaged: {error}{contents}.", REPLACE_FILE))
         except OSError as error:
-            problems.append(problem(path, f"cannot be read: {error.strerror}.", REPLACE_FILE))
-    damaged, unreadable = check(stretches, crc_file, progress)
-    counts = Counter(stretch.path for stretch in stretches)
-    problems += unreadable + [damage(hit, counts[path]) for path, hit in damaged.items()]
-    return sum(stretch.stop - stretch.start for stretch in stretches), problems
+            problems.append(problem("FSDP-E472", path, f"cannot be read: {error.strerror}.", REPLACE_FILE))
+    damaged, unreadable = find_damaged(ranges, crc_file, progress)
+    counts = Counter(item.path for item in ranges)
+    problems += unreadable + [damage_problem(items, counts[path]) for path, items in damaged.items()]
+    return sum(item.stop - item.start for item in ranges), problems
 
 
-def _stretches(path: Path, places: _Places) -> list[Stretch]:
-    """The entries of a file's archives that have a checksum, with the tensors that begin in them."""
+def _byte_ranges(path: Path, offsets: _Offsets) -> list[ByteRange]:
+    """Return the entries of a file's archives that have a checksum, with the tensors that begin in them."""
     return [
-        Stretch(path, entry.start, entry.stop, entry.crc, tuple(name for _, name in places[low:high]))
+        ByteRange(path, entry.start, entry.stop, entry.crc, tuple(name for _, name in offsets[low:high]))
         for entry in stored_entries(path)
         if entry.crc
-        for low, high in [(bisect_left(places, (entry.start,)), bisect_left(places, (entry.stop,)))]
+        for low, high in [(bisect_left(offsets, (entry.start,)), bisect_left(offsets, (entry.stop,)))]
     ]
 
 
-def _places(folder: Path) -> dict[Path, _Places]:
-    """What begins where in each file; nothing of what cannot be read."""
-    found: dict[Path, _Places] = {}
+def _tensor_offsets(folder: Path) -> dict[Path, _Offsets]:
+    """Return the offsets of tensors by file; unreadable models and optimizers are skipped."""
+    found: dict[Path, _Offsets] = {}
     for read in (read_stored_model, read_stored_optimizer):
         try:
-            index = read(folder)
+            stored = read(folder)
         except CheckpointError:
             continue
-        if index is None:
+        if stored is None:
             continue
-        for name, tensor in tensors_of(index):
+        for label, tensor in labelled_tensors(stored):
             for piece in tensor.pieces:
-                found.setdefault(index.root / piece.file, []).append((piece.offset, name))
-    return {path: sorted(places) for path, places in found.items()}
+                found.setdefault(stored.root / piece.file, []).append((piece.offset, label))
+    return {path: sorted(offsets) for path, offsets in found.items()}

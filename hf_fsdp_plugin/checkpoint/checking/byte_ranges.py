@@ -1,4 +1,4 @@
-"""Stretches of files against the checksums that they had, on all cores, and what is said of the damaged ones."""
+"""Comparison of byte ranges of files with their saved checksums, on all cores."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_fsdp_plugin.checkpoint.checking.completeness import listed
-from hf_fsdp_plugin.checkpoint.formats.stored import problem
+from hf_fsdp_plugin.checkpoint.formats.errors import problem
 from hf_fsdp_plugin.problems import CheckpointError, Problem
+from hf_fsdp_plugin.text import format_names
 
 Progress = Callable[[int, int], None]
-"""Told the bytes that were checked, and those that are to be checked in all."""
+"""Called with the number of bytes checked so far, and the total."""
 
-REPLACE_FILE = "Take this file from a copy that is whole, or resume from an earlier checkpoint."
+REPLACE_FILE = "Replace this file with an undamaged copy, or resume from an earlier checkpoint."
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """Bytes of a file with the checksum that they had, and the tensors in them."""
+class ByteRange:
+    """A range of bytes of a file with its saved checksum, and the names of the tensors in it."""
 
     path: Path
     start: int
@@ -29,45 +29,47 @@ class Stretch:
     names: tuple[str, ...]
 
 
-def check(
-    stretches: list[Stretch], digest: Callable[[Path, int, int], str | int], progress: Progress | None
-) -> tuple[dict[Path, list[Stretch]], list[Problem]]:
-    """The stretches whose checksum is another now, by file; and a problem for each file that cannot be read."""
-    total = sum(stretch.stop - stretch.start for stretch in stretches)
+def find_damaged(
+    ranges: list[ByteRange], digest: Callable[[Path, int, int], str | int], progress: Progress | None
+) -> tuple[dict[Path, list[ByteRange]], list[Problem]]:
+    """Return the ranges with another checksum, by file, and a problem for each file that cannot be read."""
+    total = sum(item.stop - item.start for item in ranges)
     done = 0
-    damaged: dict[Path, list[Stretch]] = {}
+    damaged: dict[Path, list[ByteRange]] = {}
     unreadable: dict[Path, Problem] = {}
 
-    def examine(stretch: Stretch) -> bool | str:
+    def examine(item: ByteRange) -> bool | str:
         try:
-            return digest(stretch.path, stretch.start, stretch.stop) == stretch.expected
+            return digest(item.path, item.start, item.stop) == item.expected
         except OSError as error:
             return error.strerror or str(error)
-        except CheckpointError:  # it has been cut short since its size was looked at
+        except CheckpointError:  # the file was truncated after its size was checked
             return False
 
-    # Hashing and reading free the GIL, so threads use all cores.
+    # Hashing and reading release the GIL, so that threads use all cores.
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        for stretch, found in zip(stretches, pool.map(examine, stretches), strict=True):
-            done += stretch.stop - stretch.start
+        for item, found in zip(ranges, pool.map(examine, ranges), strict=True):
+            done += item.stop - item.start
             if progress is not None:
                 progress(done, total)
             if isinstance(found, str):
-                unreadable[stretch.path] = problem(stretch.path, f"cannot be read: {found}.", REPLACE_FILE)
+                unreadable[item.path] = problem("FSDP-E472", item.path, f"cannot be read: {found}.", REPLACE_FILE)
             elif not found:
-                damaged.setdefault(stretch.path, []).append(stretch)
+                damaged.setdefault(item.path, []).append(item)
     return damaged, list(unreadable.values())
 
 
-def damage(hit: list[Stretch], count: int, twin: str | None = None) -> Problem:
-    """What is said of one file: where it was hit, of how many stretches, and the tensors there.
+def damage_problem(damaged: list[ByteRange], num_ranges: int, swapped_with: str | None = None) -> Problem:
+    """Return the problem of one file with damaged ranges, which names the tensors in them.
 
     Args:
-        twin: the file that has, by its checksums, changed places with this one.
+        num_ranges: number of ranges of the file.
+        swapped_with: the file of the checkpoint whose checksums these bytes have.
     """
-    names = list(dict.fromkeys(name for stretch in hit for name in stretch.names))
-    first = f"bytes {hit[0].start:,} to {hit[0].stop:,}"
-    where = first if len(hit) == 1 else f"{len(hit)} of {count} stretches (the first: {first})"
-    held = f"they hold {listed(names)}" if names else "they hold no tensor"
-    swapped = f" The file is what {twin} should be." if twin is not None else ""
-    return problem(hit[0].path, f"{where} are not what was saved; {held}.{swapped}", REPLACE_FILE)
+    names = list(dict.fromkeys(name for item in damaged for name in item.names))
+    first = f"bytes {damaged[0].start:,} to {damaged[0].stop:,}"
+    where = first if len(damaged) == 1 else f"{len(damaged)} of {num_ranges} byte ranges (the first: {first})"
+    contents = f"They contain {format_names(names, 3)}." if names else "They contain no tensor."
+    swapped = f" The file has the contents of {swapped_with}." if swapped_with is not None else ""
+    message = f"{where} differ from what was saved. {contents}{swapped}"
+    return problem("FSDP-E471", damaged[0].path, message, REPLACE_FILE)

@@ -1,7 +1,7 @@
-"""The checksums that stock files carry: ``torch.save`` writes zip archives, whose entries have a CRC-32.
+"""The CRC-32 checksums of the zip archives that ``torch.save`` writes.
 
-A ``.bin`` or ``.pt`` file is one archive; a ``.distcp`` file is many, one behind the other. They are walked from the
-end of the file, where a zip keeps its directory: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
+A ``.bin`` or ``.pt`` file is one archive; a ``.distcp`` file is a sequence of archives. They are read from the end of
+the file, because the directory of a zip is at its end: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _LOCATOR = struct.Struct("<4sIQI")
 _ENTRY = struct.Struct("<4s6H3I5H2I")
 _LOCAL = struct.Struct("<4s5H3I2H")
 _FULL = 0xFFFFFFFF
-"""What a 32-bit field says when its value stands in the zip64 extra field."""
+"""The content of a 32-bit field if its value is in the zip64 extra field."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredEntry:
-    """An uncompressed entry: its bytes are ``[start, stop)`` of the file; ``crc`` is 0 where its writer left it out."""
+    """An uncompressed entry: bytes ``[start, stop)`` of the file. ``crc`` is 0 if the writer did not compute it."""
 
     start: int
     stop: int
@@ -33,21 +33,21 @@ class StoredEntry:
 
 
 class NotAnArchive(ValueError):
-    """The bytes before ``stop`` are no whole zip archive."""
+    """The bytes before ``stop`` are not a complete zip archive."""
 
     def __init__(self, stop: int) -> None:
-        super().__init__(f"the bytes before {stop:,} are no whole zip archive")
+        super().__init__(f"the bytes before {stop:,} are not a complete zip archive")
         self.stop = stop
 
 
 def is_archive(path: Path) -> bool:
-    """Whether a file begins as a zip archive does."""
+    """Whether a file has the signature of a zip archive."""
     with path.open("rb") as file:
         return file.read(4) == b"PK\x03\x04"
 
 
 def crc_file(path: Path, start: int, stop: int) -> int:
-    """CRC-32 of ``[start, stop)`` of a file, as far as the file goes."""
+    """Return the CRC-32 of the bytes ``[start, stop)`` of a file, or up to its end if that is earlier."""
     crc = 0
     with path.open("rb", buffering=0) as file:
         while start < stop and (block := os.pread(file.fileno(), min(_BLOCK, stop - start), start)):
@@ -57,24 +57,24 @@ def crc_file(path: Path, start: int, stop: int) -> int:
 
 
 def stored_entries(path: Path) -> Iterator[StoredEntry]:
-    """Every uncompressed entry of every archive in the file, the last archive first.
+    """Yield every uncompressed entry of every archive in the file, the last archive first.
 
     Raises:
-        NotAnArchive: some bytes of the file belong to no whole archive.
+        NotAnArchive: some bytes of the file do not belong to a complete archive.
     """
     with path.open("rb", buffering=0) as file:
         stop = os.fstat(file.fileno()).st_size
         while stop > 0:
             try:
                 start, entries = _archive(file.fileno(), stop)
-            except (struct.error, OverflowError):  # an offset that points out of the file
+            except (struct.error, OverflowError):  # an offset outside the file
                 raise NotAnArchive(stop) from None
             yield from entries
             stop = start
 
 
 def _archive(descriptor: int, stop: int) -> tuple[int, list[StoredEntry]]:
-    """Where the archive that ends at ``stop`` starts, and its entries."""
+    """Return the first byte of the archive that ends at ``stop``, and its entries."""
     directory, size, start = _directory(descriptor, stop)
     text = _read(descriptor, directory, size)
     entries, at = [], 0
@@ -97,7 +97,7 @@ def _archive(descriptor: int, stop: int) -> tuple[int, list[StoredEntry]]:
 
 
 def _directory(descriptor: int, stop: int) -> tuple[int, int, int]:
-    """First byte and size of the archive's directory, and first byte of the archive, all in the file."""
+    """Return first byte and size of the archive's directory, and first byte of the archive, all in the file."""
     at = stop - _END.size
     if at < 0:
         raise NotAnArchive(stop)
@@ -116,7 +116,7 @@ def _directory(descriptor: int, stop: int) -> tuple[int, int, int]:
 
 
 def _data_start(descriptor: int, at: int, name: bytes) -> int | None:
-    """The first data byte of the entry whose local header stands at ``at``; None where that is another's, or none."""
+    """Return the first data byte of the entry with its local header at ``at``; ``None`` if there is another header."""
     header = _LOCAL.unpack(_read(descriptor, at, _LOCAL.size))
     begin = at + _LOCAL.size
     if header[0] != b"PK\x03\x04" or _read(descriptor, begin, header[9]) != name:
@@ -125,7 +125,7 @@ def _data_start(descriptor: int, at: int, name: bytes) -> int | None:
 
 
 def _wide(extra: bytes, values: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Uncompressed size, compressed size and offset, with those that do not fit 32 bits from the zip64 field."""
+    """Return uncompressed size, compressed size and offset; those that do not fit 32 bits are in the zip64 field."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, at)

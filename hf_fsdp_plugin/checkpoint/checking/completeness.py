@@ -1,7 +1,6 @@
-"""Whether a checkpoint is all there, told in moments: by its manifest, or by its structure where it has none.
+"""Checks that a checkpoint is complete, within milliseconds: by its manifest, or by its structure if it has none.
 
-This looks at names, sizes and headers only. Whether the bytes are still those that were saved is
-:mod:`hf_fsdp_plugin.checkpoint.checking.verify`'s subject.
+Only names, sizes and headers are read. :mod:`hf_fsdp_plugin.checkpoint.checking.verify` checks the bytes.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hf_fsdp_plugin.checkpoint.checking.checksums import NotAnArchive, is_archive, stored_entries
-from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest
-from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredOptimizer, StoredTensor, problem
+from hf_fsdp_plugin.checkpoint.formats.errors import problem
+from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
+from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.names import (
     ACCELERATE_PREFIX,
@@ -29,41 +29,47 @@ from hf_fsdp_plugin.checkpoint.names import (
     local_folder,
 )
 from hf_fsdp_plugin.problems import CheckpointError, Problem
+from hf_fsdp_plugin.text import format_names, plural
 
-_OURS = (local_folder(FSDP_MODEL), local_folder(OPTIMIZER))
-"""Folders that nobody else writes, and we never without a manifest."""
+_OWN_FOLDERS = (local_folder(FSDP_MODEL), local_folder(OPTIMIZER))
+"""Folders that only this package writes, always with a manifest."""
 _PART = re.compile(rf"({FSDP_MODEL}|{OPTIMIZER})_(\d+|local)")
 _ARCHIVES = ("*.pt", "*.pth", "*.bin", "*.pkl")
 _RESUME_EARLIER = "Resume from an earlier checkpoint."
+_UNFINISHED = "the save was not finished."
 
 
 def why_incomplete(folder: Path) -> str | None:
-    """Why a checkpoint cannot be used, in one line; None where it is complete."""
+    """Return the reason why a checkpoint cannot be used, in one line; ``None`` if it is complete."""
+    problems = completeness_problems(folder)
+    if not problems:
+        return None
+    more = f" (and {plural(len(problems) - 1, 'more problem')})" if len(problems) > 1 else ""
+    return _in_folder(problems[0], folder) + more
+
+
+def completeness_problems(folder: Path) -> list[Problem]:
+    """Return all reasons why a checkpoint cannot be used; none if it is complete."""
     try:
         manifest = read_manifest(folder)
-        problems = stock_problems(folder) if manifest is None else file_problems(folder, manifest)
+        return structure_problems(folder) if manifest is None else file_problems(folder, manifest)
     except CheckpointError as error:
-        problems = list(error.problems)
-    errors = [found for found in problems if found.severity == "error"]
-    if not errors:
-        return None
-    more = f" ({len(errors) - 1} more problems)" if len(errors) > 1 else ""
-    return _in_folder(errors[0], folder) + more
+        return list(error.problems)
 
 
 def newest_complete(run_folder: Path, prefix: str = TRAINER_PREFIX) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The complete checkpoint of the highest number, and the newer ones that are not, each with the reason."""
-    passed_over: list[tuple[Path, str]] = []
+    """Return the complete checkpoint with the highest number, and the newer incomplete ones with the reasons."""
+    skipped: list[tuple[Path, str]] = []
     for folder in numbered(run_folder, prefix):
         reason = why_incomplete(folder)
         if reason is None:
-            return folder, passed_over
-        passed_over.append((folder, reason))
-    return None, passed_over
+            return folder, skipped
+        skipped.append((folder, reason))
+    return None, skipped
 
 
 def numbered(run_folder: Path, prefix: str) -> list[Path]:
-    """The folders ``<prefix><number>`` in a folder, the highest number first; none where there is no such folder."""
+    """Return the folders ``<prefix><number>`` in a folder, the highest number first; none if it does not exist."""
     if not run_folder.is_dir():
         return []
     pattern = re.compile(re.escape(prefix) + r"(\d+)")
@@ -72,7 +78,7 @@ def numbered(run_folder: Path, prefix: str) -> list[Path]:
 
 
 def checkpoint_of(path: Path) -> Path:
-    """The checkpoint that ``path`` is a part of (``pytorch_model_fsdp_0``), or ``path`` itself."""
+    """Return the checkpoint that contains ``path`` (``pytorch_model_fsdp_0``), or ``path`` itself."""
     parent = path.resolve().parent
     if not _PART.fullmatch(path.resolve().name) or (path / MANIFEST_NAME).exists():
         return path
@@ -80,7 +86,7 @@ def checkpoint_of(path: Path) -> Path:
 
 
 def file_problems(folder: Path, manifest: Manifest) -> list[Problem]:
-    """Files of the manifest that are missing, or not of the size that was saved."""
+    """Return a problem for each file of the manifest that is missing or has another size."""
     problems = []
     for record in manifest.files:
         path = folder / record.path
@@ -88,100 +94,86 @@ def file_problems(folder: Path, manifest: Manifest) -> list[Problem]:
             status = path.stat()
         except OSError:
             status = None
-        held = _held(sorted({piece.name for piece in record.ranges if piece.name}))
         if status is None or not stat.S_ISREG(status.st_mode):
-            problems.append(_problem(path, f"is missing{held}."))
+            names = sorted({piece.name for piece in record.ranges if piece.name})
+            problems.append(problem("FSDP-E457", path, f"is missing{_contents(names)}.", _RESUME_EARLIER))
         elif status.st_size != record.size:
             lost = sorted({piece.name for piece in record.ranges if piece.name and piece.stop > status.st_size})
-            message = f"has {status.st_size:,} bytes; {record.size:,} were saved{_held(lost)}."
-            problems.append(_problem(path, message))
+            message = f"has {status.st_size:,} bytes; {record.size:,} were saved{_contents(lost)}."
+            problems.append(problem("FSDP-E470", path, message, _RESUME_EARLIER))
     return problems
 
 
-def stock_problems(folder: Path) -> list[Problem]:
-    """What the structure of a checkpoint without a manifest tells: unreadable, cut short, or never finished.
+def structure_problems(folder: Path) -> list[Problem]:
+    """Return the problems in the structure of a checkpoint without a manifest: unreadable, truncated or unfinished.
 
     Raises:
-        CheckpointError: there is no model in it that could be read.
+        CheckpointError: there is no readable model.
     """
     if SAVING in (Path(name).suffix for name in (folder.resolve().name, folder.resolve().parent.name)):
-        return [_problem(folder, "is being written, or is what is left of a save that was cut off.")]
+        message = "is the staging folder of a save that is running or was interrupted."
+        return [problem("FSDP-E452", folder, message, _RESUME_EARLIER)]
     unfinished = [
-        _problem(folder / name, f"is there, but no {MANIFEST_NAME}: the save was not finished.")
-        for name in _OURS
+        problem("FSDP-E452", folder / name, f"exists, but {MANIFEST_NAME} does not: {_UNFINISHED}", _RESUME_EARLIER)
+        for name in _OWN_FOLDERS
         if ((folder / name).is_dir() and not (folder / MANIFEST_NAME).exists()) or folder.resolve().name == name
     ]
     if unfinished:
         return unfinished
-    # The readers follow every reference, and refuse those that lead behind the end of a file.
+    # The readers follow every reference, and refuse those that point behind the end of a file.
     read_stored_model(folder)
     read_stored_optimizer(folder)
-    return _cut_archives(folder) + _unfinished(folder)
-
-
-def tensors_of(index: StoredModel | StoredOptimizer) -> Iterator[tuple[str, StoredTensor]]:
-    """Every tensor, by a name for messages: ``model.norm.weight``, or ``exp_avg of model.norm.weight``."""
-    if isinstance(index, StoredModel):
-        yield from index.tensors.items()
-        return
-    for name, entry in index.state.items():
-        yield from ((f"{key} of {name}", value) for key, value in entry.items() if isinstance(value, StoredTensor))
+    return _archive_problems(folder) + _last_file_problems(folder)
 
 
 def own_files(folder: Path) -> Iterator[Path]:
-    """The files of a checkpoint; other checkpoints inside of it (it may be a run's folder) are not its own."""
+    """Yield the files of a checkpoint, without those of other checkpoints inside it (it may be a run's folder)."""
     for place, inner, files in os.walk(folder):
         inner[:] = [name for name in inner if not re.fullmatch(r"\.?checkpoint([-_]\d+.*|s)", name)]
         yield from (Path(place) / name for name in files)
 
 
-def listed(names: list[str], most: int = 3) -> str:
-    """``a, b, c and 5 more``."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
-
-
-def _held(names: list[str]) -> str:
-    return f"; it held {listed(names)}" if names else ""
-
-
-def _problem(path: Path, message: str) -> Problem:
-    return problem(path, message, _RESUME_EARLIER)
+def _contents(names: list[str]) -> str:
+    return f"; it contained {format_names(names, 3)}" if names else ""
 
 
 def _in_folder(found: Problem, folder: Path) -> str:
-    """A problem's place and message, without the part of the place that the reader knows."""
+    """Return a problem's place and message, with the place relative to ``folder``."""
     if found.origin is None or found.origin.place == str(folder):
         return found.message
     return f"{found.origin.place.removeprefix(f'{folder}/')}: {found.message}"
 
 
-def _cut_archives(folder: Path) -> list[Problem]:
-    """Empty files, and archives that are not whole, among what ``torch.save`` wrote beside the model."""
+def _archive_problems(folder: Path) -> list[Problem]:
+    """Return a problem for each empty or damaged file of ``torch.save`` next to the model."""
     problems = []
     for path in sorted(path for pattern in _ARCHIVES for path in folder.glob(pattern) if path.is_file()):
         try:
             if path.stat().st_size == 0:
-                problems.append(_problem(path, "is empty."))
+                problems.append(problem("FSDP-E453", path, "is empty.", _RESUME_EARLIER))
             elif is_archive(path):
                 for _ in stored_entries(path):
                     pass
         except NotAnArchive as error:
-            problems.append(_problem(path, f"{error}: it was cut short or damaged."))
+            problems.append(problem("FSDP-E453", path, f"is truncated or damaged: {error}.", _RESUME_EARLIER))
         except OSError as error:
-            problems.append(_problem(path, f"cannot be read: {error.strerror}."))
+            problems.append(problem("FSDP-E472", path, f"cannot be read: {error.strerror}.", _RESUME_EARLIER))
     return problems
 
 
-def _unfinished(folder: Path) -> list[Problem]:
-    """The host writes these last, so their absence says that it did not get there."""
+def _last_file_problems(folder: Path) -> list[Problem]:
+    """Return a problem if the file that the Trainer or Accelerate writes last is missing or damaged."""
     name = folder.resolve().name
     if re.fullmatch(rf"{TRAINER_PREFIX}\d+", name):
         try:
             json.loads((folder / TRAINER_STATE).read_bytes())
         except FileNotFoundError:
-            return [_problem(folder, f"has no {TRAINER_STATE}: the save was not finished.")]
-        except (OSError, ValueError) as error:
-            return [_problem(folder / TRAINER_STATE, f"cannot be read: {error}.")]
+            return [problem("FSDP-E452", folder, f"has no {TRAINER_STATE}: {_UNFINISHED}", _RESUME_EARLIER)]
+        except OSError as error:
+            message = f"cannot be read: {error.strerror}."
+            return [problem("FSDP-E472", folder / TRAINER_STATE, message, _RESUME_EARLIER)]
+        except ValueError as error:
+            return [problem("FSDP-E453", folder / TRAINER_STATE, f"is not valid JSON: {error}.", _RESUME_EARLIER)]
     elif re.fullmatch(rf"{ACCELERATE_PREFIX}\d+", name) and not (folder / accelerate_rng_file(0)).is_file():
-        return [_problem(folder, f"has no {accelerate_rng_file(0)}: the save was not finished.")]
+        return [problem("FSDP-E452", folder, f"has no {accelerate_rng_file(0)}: {_UNFINISHED}", _RESUME_EARLIER)]
     return []

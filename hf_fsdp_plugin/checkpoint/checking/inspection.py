@@ -1,4 +1,4 @@
-"""What a checkpoint is, from its metadata alone: no tensor is read, and torch is not imported."""
+"""Summaries of checkpoints from their metadata alone: no tensor is read, and torch is not imported."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ from hf_fsdp_plugin.checkpoint.checking.completeness import (
     checkpoint_of,
     numbered,
     own_files,
-    tensors_of,
     why_incomplete,
 )
 from hf_fsdp_plugin.checkpoint.formats.element_types import dtype_size
-from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, read_manifest
-from hf_fsdp_plugin.checkpoint.formats.stored import StoredOptimizer, StoredTensor, shared_tensors
-from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
+from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
+from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
+from hf_fsdp_plugin.checkpoint.formats.stored import StoredOptimizer, StoredTensor, labelled_tensors, shared_tensors
+from hf_fsdp_plugin.checkpoint.formats.table import (
+    format_named,
+    read_stored_model,
+    read_stored_optimizer,
+    written_format,
+)
 from hf_fsdp_plugin.checkpoint.names import (
     ACCELERATE_RNG,
     ACCELERATE_RUN,
@@ -33,8 +38,6 @@ from hf_fsdp_plugin.checkpoint.names import (
 )
 from hf_fsdp_plugin.problems import CheckpointError
 
-KINDS = {"dcp": "sharded", "per_rank": "sharded", "local": "local", "full": "full", "bin": "full"}
-"""Format -> the kind of state dict in it."""
 _RANK_IN_NAME = re.compile(rf"(?:{TRAINER_RNG}_|{ACCELERATE_RNG}_|__|_rank)(\d+)(?:_\d+\{DCP_SUFFIX}|\.\w+)")
 
 Kind = tuple[str, tuple[int, ...]]
@@ -43,18 +46,19 @@ Kind = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """What is known about a checkpoint; None or empty where nobody wrote it down.
+    """Facts about a checkpoint; ``None`` or empty where the files do not contain them.
 
     Attributes:
-        incomplete: why it cannot be used; None where it is complete.
-        step: optimizer steps done.
-        world_size: ranks that wrote it, from the manifest or the names of files.
-        parameters: name -> dtype and shape, buffers included; all names of tied ones.
+        format: name of the :class:`CheckpointFormat` of the model.
+        incomplete: why it cannot be used; ``None`` if it is complete.
+        step: number of optimizer steps.
+        world_size: number of ranks that wrote it, from the manifest or the names of files.
+        parameters: name -> dtype and shape, buffers included; all names of tied parameters.
         ties: names that share one tensor.
         state: parameter -> key -> dtype and shape, or a plain value, of the optimizer.
         groups: the optimizer's parameter groups.
-        files: path below the checkpoint -> bytes.
-        manifest: None for the host's own checkpoints.
+        files: path relative to the checkpoint -> size in bytes.
+        manifest: ``None`` for stock checkpoints.
     """
 
     path: Path
@@ -73,11 +77,11 @@ class Summary:
     @property
     def kind(self) -> str:
         """``sharded``, ``full`` or ``local``."""
-        return self.manifest.kind if self.manifest is not None else KINDS[self.format]
+        return self.manifest.kind if self.manifest is not None else format_named(self.format).state_dict_type
 
     @property
     def distinct(self) -> dict[str, Kind]:
-        """The parameters, of tied ones only the first."""
+        """The parameters; of tied ones only the first."""
         again = {name for tie in self.ties for name in [name for name in tie if name in self.parameters][1:]}
         return {name: kind for name, kind in self.parameters.items() if name not in again}
 
@@ -102,22 +106,22 @@ class Summary:
         return _num_bytes(kind for entry in self.state.values() for kind in entry.values() if _is_kind(kind))
 
     def to_json(self, *, parameters: bool = False, optimizer: bool = False) -> dict[str, Any]:
-        """The object that ``inspect --json`` prints, with the tables that were asked for."""
-        told = self.manifest
+        """Return the object that ``inspect --json`` prints, with optional tables of parameters and optimizer state."""
+        manifest = self.manifest
         return {
             "checkpoint": str(self.path),
             "complete": self.incomplete is None,
             "incomplete": self.incomplete,
             "format": self.format,
             "kind": self.kind,
-            "manifest": told is not None,
+            "manifest": manifest is not None,
             "step": self.step,
             "world_size": self.world_size,
-            "backend": told.backend if told else None,
-            "mesh": told.mesh if told else None,
-            "strategy": told.strategy if told else None,
-            "asynchronous": told.asynchronous if told else None,
-            "created": told.created if told else None,
+            "backend": manifest.backend if manifest else None,
+            "mesh": manifest.mesh if manifest else None,
+            "strategy": manifest.strategy if manifest else None,
+            "asynchronous": manifest.asynchronous if manifest else None,
+            "created": manifest.created if manifest else None,
             "num_parameters": len(self.distinct),
             "num_elements": self.num_elements,
             "dtypes": self.dtypes,
@@ -125,8 +129,8 @@ class Summary:
             "optimizer_bytes": self.optimizer_bytes,
             "ties": [list(tie) for tie in self.ties],
             "files": dict(self.files),
-            "settings": told.settings if told else None,
-            "batch": told.batch if told else None,
+            "settings": manifest.settings if manifest else None,
+            "batch": manifest.batch if manifest else None,
             "versions": dict(self.versions),
             **({"parameters": _kinds_json(self.parameters)} if parameters else {}),
             **({"optimizer": {"groups": list(self.groups), "state": _state_json(self.state)}} if optimizer else {}),
@@ -134,10 +138,10 @@ class Summary:
 
 
 def summarize(path: Path) -> Summary:
-    """The summary of a checkpoint, of the one that a part belongs to, or of a Hugging Face folder.
+    """Return the summary of a checkpoint, of the one that contains the folder ``path``, or of a Hugging Face folder.
 
     Raises:
-        CheckpointError: there is neither a manifest nor a model that could be read.
+        CheckpointError: there is neither a manifest nor a readable model.
     """
     folder = checkpoint_of(path)
     incomplete = why_incomplete(folder)
@@ -153,7 +157,7 @@ def summarize(path: Path) -> Summary:
     parameters = {name: (tensor.dtype, tensor.shape) for name, tensor in model.tensors.items()} if model else {}
     return Summary(
         path=folder,
-        format=model.format if model else _format_of(manifest),
+        format=model.format if model else written_format(manifest.kind if manifest else "full").name,
         incomplete=incomplete,
         step=manifest.step if manifest else _trainer_step(folder),
         world_size=manifest.world_size if manifest else _ranks(files),
@@ -168,9 +172,9 @@ def summarize(path: Path) -> Summary:
 
 
 def checkpoints_of_run(folder: Path) -> list[Path]:
-    """The checkpoints that a run has left in its folder, or that Accelerate has in ``checkpoints/``; newest first.
+    """Return the checkpoints in a run's folder, or in Accelerate's ``checkpoints/`` below it; newest first.
 
-    What saves that were cut off have left comes last.
+    Staging folders of interrupted saves come last.
     """
     places = (folder, folder / ACCELERATE_RUN)
     found = [path for place in places for prefix in PREFIXES for path in numbered(place, prefix)]
@@ -180,20 +184,15 @@ def checkpoints_of_run(folder: Path) -> list[Path]:
 def _manifest(folder: Path) -> Manifest | None:
     try:
         return read_manifest(folder)
-    except CheckpointError:  # said already by why_incomplete
+    except CheckpointError:  # why_incomplete reports it
         return None
 
 
 def _optimizer(folder: Path) -> StoredOptimizer | None:
     try:
         return read_stored_optimizer(folder)
-    except CheckpointError:  # said already by why_incomplete, unless the manifest knows nothing of it
+    except CheckpointError:  # why_incomplete reports it, unless the manifest does not list its files
         return None
-
-
-def _format_of(manifest: Manifest | None) -> str:
-    kind = manifest.kind if manifest is not None else "full"
-    return next(format for format, held in KINDS.items() if held == kind and format not in ("per_rank", "bin"))
 
 
 def _trainer_step(folder: Path) -> int | None:
@@ -215,7 +214,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _ranks(files: Iterable[str]) -> int | None:
-    """One more than the highest rank in a file's name: each rank saves a file of its own, if only its RNG's state."""
+    """Return one more than the highest rank in a file name. Each rank saves at least a file with its random state."""
     ranks = [int(match[1]) for file in files if (match := _RANK_IN_NAME.search(file.rpartition("/")[2]))]
     if not ranks and trainer_rng_file(None) in files:
         return 1
@@ -227,7 +226,7 @@ def _state(optimizer: StoredOptimizer) -> dict[str, dict[str, Any]]:
         name: {key: value for key, value in entry.items() if not isinstance(value, StoredTensor)}
         for name, entry in optimizer.state.items()
     }
-    for label, tensor in tensors_of(optimizer):
+    for label, tensor in labelled_tensors(optimizer):
         state[tensor.name][label.removesuffix(f" of {tensor.name}")] = (tensor.dtype, tensor.shape)
     return state
 

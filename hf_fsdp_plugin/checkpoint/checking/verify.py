@@ -1,7 +1,7 @@
-"""Whether a checkpoint is what was saved: every byte against its hash, every name and shape against what it should be.
+"""Verification that a checkpoint is unchanged since it was saved: all bytes, names, shapes and dtypes.
 
-With a manifest every byte of every file has a hash. Without one (the host's own checkpoints) there are the CRC-32 of
-``torch.save``'s archives and the structure; what no checksum covers is said.
+A manifest has a hash for every byte of every file. Stock checkpoints have none: their structure and the CRC-32
+checksums of ``torch.save``'s archives are checked, and the number of bytes without a checksum is reported.
 """
 
 from __future__ import annotations
@@ -15,33 +15,36 @@ from typing import Any
 
 from hf_fsdp_plugin.checkpoint.checking.against_config import config_problems
 from hf_fsdp_plugin.checkpoint.checking.against_crc import crc_problems
-from hf_fsdp_plugin.checkpoint.checking.byte_ranges import REPLACE_FILE, Progress, Stretch, check, damage
-from hf_fsdp_plugin.checkpoint.checking.completeness import (
-    checkpoint_of,
-    file_problems,
-    listed,
-    own_files,
-    stock_problems,
-    tensors_of,
+from hf_fsdp_plugin.checkpoint.checking.byte_ranges import (
+    REPLACE_FILE,
+    ByteRange,
+    Progress,
+    damage_problem,
+    find_damaged,
 )
-from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, Manifest, hash_file, read_manifest
-from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredOptimizer
+from hf_fsdp_plugin.checkpoint.checking.completeness import checkpoint_of, file_problems, own_files, structure_problems
+from hf_fsdp_plugin.checkpoint.formats.errors import problem
+from hf_fsdp_plugin.checkpoint.formats.hashing import hash_file
+from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, Manifest
+from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
+from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredOptimizer, labelled_tensors
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
-from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
-from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, Severity, has_errors
+from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME, OPTIMIZER
+from hf_fsdp_plugin.problems import CheckpointError, Problem, has_errors
+from hf_fsdp_plugin.text import format_names, plural
 
 _SAME_SHAPE = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
-"""Optimizer state that has an element for each of the parameter's."""
+"""Keys of optimizer state with the shape of the parameter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What was found.
+    """The result of a verification.
 
     Attributes:
         checkpoint: its path.
         problems: damage as errors; what could not be checked as notes.
-        num_files, num_bytes: the files that were looked at, and their bytes.
+        num_files, num_bytes: the number of files that were checked, and their size in bytes.
     """
 
     checkpoint: Path
@@ -64,10 +67,11 @@ class Verdict:
 
 
 def verify(checkpoint: Path, *, config_check: bool = True, progress: Progress | None = None) -> Verdict:
-    """Check everything that can be checked about a checkpoint, or the one that a part of it belongs to.
+    """Check everything about a checkpoint, or about the one that contains the folder ``checkpoint``.
 
     Args:
         config_check: compare names and shapes with the model of ``config.json``, which imports torch.
+        progress: called while bytes are read.
     """
     folder = checkpoint_of(checkpoint)
     try:
@@ -79,8 +83,8 @@ def verify(checkpoint: Path, *, config_check: bool = True, progress: Progress | 
     problems = file_problems(folder, manifest)
     problems += _byte_problems(folder, manifest, progress)
     problems += _extra_files(folder, manifest)
-    # A file that cannot be read as what it is has been complained of already; there is nothing to compare in it.
-    problems += _index_problems(folder, manifest, config_check=config_check, damaged=has_errors(problems))
+    # A damaged file has been reported already.
+    problems += _contents_problems(folder, manifest, config_check=config_check, damaged=has_errors(problems))
     return Verdict(
         checkpoint=folder,
         problems=tuple(problems),
@@ -90,25 +94,25 @@ def verify(checkpoint: Path, *, config_check: bool = True, progress: Progress | 
 
 
 def _byte_problems(folder: Path, manifest: Manifest, progress: Progress | None) -> list[Problem]:
-    """A problem for every file with bytes that are not those that were saved."""
-    stretches = [
-        Stretch(folder / record.path, piece.start, piece.stop, piece.hash, (piece.name,) if piece.name else ())
+    """Return a problem for every file with bytes that differ from those that were saved."""
+    ranges = [
+        ByteRange(folder / record.path, piece.start, piece.stop, piece.hash, (piece.name,) if piece.name else ())
         for record in manifest.files
         if (size := _size(folder / record.path)) is not None
         for piece in record.ranges
         if piece.stop <= size
     ]
-    damaged, problems = check(stretches, hash_file, progress)
+    damaged, problems = find_damaged(ranges, hash_file, progress)
     for record in manifest.files:
-        hit = damaged.get(folder / record.path, [])
-        if hit:
-            twin = _same_as(folder / record.path, record, manifest.files)
-            problems.append(damage(hit, len(record.ranges), twin))
+        items = damaged.get(folder / record.path, [])
+        if items:
+            swapped_with = _file_with_contents(folder / record.path, record, manifest.files)
+            problems.append(damage_problem(items, len(record.ranges), swapped_with))
     return problems
 
 
-def _same_as(path: Path, record: FileRecord, records: Iterable[FileRecord]) -> str | None:
-    """The file of the checkpoint that should have this one's bytes, where two were swapped or one was copied over."""
+def _file_with_contents(path: Path, record: FileRecord, records: Iterable[FileRecord]) -> str | None:
+    """Return the other file of the manifest with the hashes of this file's bytes, for files that were swapped."""
     for other in records:
         if other.path != record.path and other.size == record.size:
             ranges = other.ranges
@@ -118,7 +122,7 @@ def _same_as(path: Path, record: FileRecord, records: Iterable[FileRecord]) -> s
 
 
 def _extra_files(folder: Path, manifest: Manifest) -> list[Problem]:
-    """A note for everything that the manifest does not know: files, and folders without any file that it knows."""
+    """Return a note about files that are not in the manifest, and folders that contain no file of the manifest."""
     known = {Path(record.path) for record in manifest.files} | {Path(MANIFEST_NAME)}
     folders = {parent for path in known for parent in path.parents}
     extra = []
@@ -130,41 +134,41 @@ def _extra_files(folder: Path, manifest: Manifest) -> list[Problem]:
     if not extra:
         return []
     names = sorted(path.as_posix() for path in extra)
-    return [_problem(folder, f"the manifest does not know {listed(names)}: not verified.", severity="note")]
+    return [problem("FSDP-N473", folder, f"not in the manifest, and not verified: {format_names(names, 3)}.")]
 
 
-def _index_problems(folder: Path, manifest: Manifest | None, *, config_check: bool, damaged: bool) -> list[Problem]:
-    """Names, shapes, dtypes and completeness of what is stored, against the manifest and the model of the config."""
+def _contents_problems(folder: Path, manifest: Manifest | None, *, config_check: bool, damaged: bool) -> list[Problem]:
+    """Compare stored names, shapes and dtypes with the manifest and with the model of the config."""
     problems: list[Problem] = []
     try:
         model, optimizer = read_stored_model(folder), read_stored_optimizer(folder)
         for number in _further_optimizers(folder):
-            read_stored_optimizer(folder, number)  # to read it is to check that it is all there
+            read_stored_optimizer(folder, number)  # raises if it is incomplete
     except CheckpointError as error:
         return [] if damaged else list(error.problems)
     if manifest is not None:
-        problems += _against_manifest(model, optimizer, manifest)
+        problems += _manifest_problems(model, optimizer, manifest)
     if config_check:
         problems += config_problems(model, folder)
     return problems
 
 
 def _further_optimizers(folder: Path) -> list[int]:
-    """The numbers of the optimizers beside the first."""
+    """Return the numbers of the optimizers after the first."""
     names = (path.name for path in folder.iterdir())
-    found = {int(match[1]) for name in names if (match := re.fullmatch(r"optimizer_([1-9]\d*)(\.bin)?", name))}
+    found = {int(match[1]) for name in names if (match := re.fullmatch(rf"{OPTIMIZER}_([1-9]\d*)(\.bin)?", name))}
     return sorted(found)
 
 
-def _against_manifest(model: StoredModel, optimizer: StoredOptimizer | None, manifest: Manifest) -> list[Problem]:
+def _manifest_problems(model: StoredModel, optimizer: StoredOptimizer | None, manifest: Manifest) -> list[Problem]:
     group_of = {name: tie for tie in manifest.ties for name in tie}
-    # One name of those that share a tensor is enough, in the files as in the manifest.
+    # One name of each group of tied names is enough, in the files and in the manifest.
     stored = {other for name in model.tensors for other in group_of.get(name, (name,))}
     known = {other for name in manifest.parameters for other in group_of.get(name, (name,))}
     missing = [name for name in manifest.parameters if name not in stored]
     unexpected = [name for name in model.tensors if name not in known]
     other = [
-        f"{name} ({_described(tensor.dtype, tensor.shape)} here, {_described(*manifest.parameters[name])} there)"
+        f"{name} ({_describe(tensor.dtype, tensor.shape)}, in the manifest {_describe(*manifest.parameters[name])})"
         for name, tensor in model.tensors.items()
         if name in manifest.parameters and manifest.parameters[name] != (tensor.dtype, tensor.shape)
     ]
@@ -172,49 +176,46 @@ def _against_manifest(model: StoredModel, optimizer: StoredOptimizer | None, man
         shapes = {name: shape for name, (_, shape) in manifest.parameters.items()}
         unexpected += [f"optimizer state of {name}" for name in optimizer.state if name not in known]
         other += [
-            f"{label} ({_described('', tensor.shape)} here, {_described('', shapes[tensor.name])} there)"
-            for label, tensor in tensors_of(optimizer)
+            f"{label} ({_describe('', tensor.shape)}, the parameter {_describe('', shapes[tensor.name])})"
+            for label, tensor in labelled_tensors(optimizer)
             if label.partition(" of ")[0] in _SAME_SHAPE and shapes.get(tensor.name, tensor.shape) != tensor.shape
         ]
-    said = [
-        (missing, f"{len(missing)} of the {len(manifest.parameters)} parameters of the manifest are not stored"),
-        (unexpected, f"{len(unexpected)} stored parameters are unknown to the manifest"),
-        (other, f"{len(other)} parameters have another dtype or shape than in the manifest"),
+    total = len(manifest.parameters)
+    found = [
+        ("FSDP-E477", missing, f"does not contain {len(missing)} of the {total} parameters of its manifest"),
+        ("FSDP-E478", unexpected, f"contains {plural(len(unexpected), 'parameter')} that its manifest does not list"),
+        ("FSDP-E479", other, f"contains {plural(len(other), 'tensor')} with another dtype or shape than its manifest"),
     ]
-    return [_problem(model.root, f"{text}: {listed(names)}.", REPLACE_FILE) for names, text in said if names]
+    return [problem(code, model.root, f"{text}: {format_names(n, 3)}.", REPLACE_FILE) for code, n, text in found if n]
 
 
 def _without_manifest(folder: Path, problems: list[Problem], config_check: bool, progress: Progress | None) -> Verdict:
-    """What can be said without a manifest that could be trusted: structure, and the CRC-32 of archives."""
+    """Verify a checkpoint without a valid manifest: its structure, and the CRC-32 checksums of archives."""
     files = sorted(own_files(folder))
     try:
-        structure = stock_problems(folder)
+        structure = structure_problems(folder)
     except CheckpointError as error:
         structure = list(error.problems)
     problems += structure
     checked, more = crc_problems(folder, files, progress)
     problems += more
     if not has_errors(structure):
-        problems += _index_problems(folder, None, config_check=config_check, damaged=True)
+        problems += _contents_problems(folder, None, config_check=config_check, damaged=True)
     sizes = [_size(path) or 0 for path in files]
     if not has_errors(problems) and checked < sum(sizes):
-        text = f"there is no {MANIFEST_NAME}; {checked:,} of {sum(sizes):,} bytes have a checksum, and were verified."
-        problems.append(_problem(folder, text, severity="note"))
+        message = f"has no {MANIFEST_NAME}; the {checked:,} of {sum(sizes):,} bytes with a checksum were verified."
+        problems.append(problem("FSDP-N474", folder, message))
     return Verdict(checkpoint=folder, problems=tuple(problems), num_files=len(files), num_bytes=sum(sizes))
 
 
 def _size(path: Path) -> int | None:
-    """Bytes of a regular file; None for anything else."""
+    """Return the size in bytes of a regular file; ``None`` for anything else."""
     try:
         return path.stat().st_size if path.is_file() else None
     except OSError:
         return None
 
 
-def _described(dtype: str, shape: tuple[int, ...]) -> str:
+def _describe(dtype: str, shape: tuple[int, ...]) -> str:
     sizes = "×".join(str(size) for size in shape) or "scalar"
     return f"{dtype} {sizes}".strip()
-
-
-def _problem(path: Path, message: str, fix: str = "", severity: Severity = "error") -> Problem:
-    return Problem(severity=severity, message=message, fix=fix, origin=Origin(source=str(path)))

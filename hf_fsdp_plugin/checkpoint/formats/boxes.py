@@ -48,8 +48,8 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 def flat_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Return the run ``[start, stop)`` of a tensor as boxes, in order; each box is itself a run.
 
-    There are at most ``2 * len(shape) - 1`` boxes: the end of a row, whole rows, the start of a row, and the same within
-    these rows.
+    There are at most ``2 * len(shape) - 1`` boxes: the end of a row, whole rows and the start of a row, and the same
+    within the rows that are split.
     """
     if start >= stop:
         return []

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint.formats.element_types import SIZES
-from hf_fsdp_plugin.checkpoint.formats.pickle_scan import largest_memo
 from hf_fsdp_plugin.checkpoint.formats.errors import refuse
+from hf_fsdp_plugin.checkpoint.formats.pickle_scan import largest_memo
 
 
 class PickledStorage(NamedTuple):

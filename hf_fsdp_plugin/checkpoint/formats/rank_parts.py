@@ -56,5 +56,5 @@ def _non_empty(shape: tuple[int, ...], parts: list[tuple[Box, PickledTensor]]) -
     """Return the parts that are not empty. Raises ``ValueError`` for a tensor that does not match its box."""
     for box, tensor in parts:
         if not isinstance(tensor, PickledTensor) or tensor.shape != box.sizes or not within(box, shape):
-            raise ValueError(f"a part has the shape {getattr(tensor, 'shape', None)}, and its place is {box} of {shape}")
+            raise ValueError(f"a part of shape {getattr(tensor, 'shape', None)} does not match {box} of {shape}")
     return [(box, tensor) for box, tensor in parts if box.numel]

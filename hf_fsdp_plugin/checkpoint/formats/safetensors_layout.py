@@ -50,8 +50,8 @@ def plan_files(
 ) -> list[SafetensorsFile]:
     """Return the files that contain ``tensors``, each with at most ``max_shard_size`` bytes of tensors.
 
-    Tensors are assigned in their order; one that is larger than ``max_shard_size`` has a file of its own. Within a file,
-    large dtypes come first, so that every tensor is aligned to its element size. ``metadata`` is added to the header.
+    Tensors are assigned in their order; one that is larger than ``max_shard_size`` has a file of its own. Within a
+    file, large dtypes come first, so that tensors are aligned to their element size. ``metadata`` goes into the header.
 
     Raises:
         CheckpointError: duplicate or reserved names, and dtypes that safetensors does not support.

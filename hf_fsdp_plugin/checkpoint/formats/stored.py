@@ -24,8 +24,6 @@ MAX_PROBLEMS = 8
 """Problems of one kind that are reported, such as one per missing file."""
 
 
-
-
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
     """One box of a tensor, in one file.
@@ -103,7 +101,7 @@ class CheckpointFormat:
         state_dict_type: the ``fsdp_state_dict_type`` that it stores.
         model_files: glob patterns, relative to the checkpoint, of the files by which it is recognised. ``{number}`` is
             the number of the model, ``{suffix}`` is ``_{number}`` and empty for model 0.
-        read_model: (checkpoint, number of the model) -> the model; ``None`` where the checkpoint has none in this format.
+        read_model: (checkpoint, number of the model) -> the model; ``None`` if it is not stored in this format.
         read_optimizer: the same for optimizers; ``None`` if the format cannot store optimizer state.
         hugging_face_names: whether parameters have the names that ``save_pretrained`` writes, which can differ from
             those of the modules.

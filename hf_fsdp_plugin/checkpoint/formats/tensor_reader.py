@@ -1,4 +1,4 @@
-"""The elements of a stored tensor in row-major order, whatever pieces they lie in, with bounded memory."""
+"""A reader of the elements of stored tensors in row-major order, from any pieces, with bounded memory."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from hf_fsdp_plugin.checkpoint.io import MAX_SPAN, InputFiles
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_WORTH_SPLITTING = 64 << 10
+_MIN_SPLIT = 64 << 10
+"""Bytes up to which a range is read at once, even if most of it is not needed."""
 
 
 def read_run(files: InputFiles, tensor: StoredTensor, start: int, stop: int, out: memoryview) -> None:
-    """The elements ``[start, stop)`` of the row-major tensor into ``out``, which has just their bytes."""
+    """Read the elements ``[start, stop)`` of the row-major tensor into ``out``, which has the size of their bytes."""
     size = dtype_size(tensor.dtype)
     for box in flat_range(tensor.shape, start, stop):
         part, out = out[: box.numel * size], out[box.numel * size :]
@@ -28,12 +29,12 @@ def read_run(files: InputFiles, tensor: StoredTensor, start: int, stop: int, out
 
 
 def _read_common(files: InputFiles, piece: StoredPiece, common: Box, box: Box, out: memoryview, size: int) -> None:
-    """What ``piece`` holds of ``box`` to its place in ``out``, the bytes of ``box``."""
+    """Read ``common``, the part of ``box`` that ``piece`` contains, to its place in ``out``, the bytes of ``box``."""
     ahead = zip(common.offsets, piece.box.offsets, piece.strides, strict=True)
     offset = piece.offset + size * sum((here - origin) * stride for here, origin, stride in ahead)
     within = Box(tuple(part.start for part in slices(common, box)), common.sizes)
     first = flat_start(within, box.sizes)
-    if first is not None and _side_by_side(common.sizes, piece.strides):
+    if first is not None and _is_contiguous(common.sizes, piece.strides):
         files.read(piece.file, offset, out[first * size : (first + common.numel) * size])
         return
     import numpy
@@ -42,21 +43,21 @@ def _read_common(files: InputFiles, piece: StoredPiece, common: Box, box: Box, o
     _read_strided(files, piece.file, offset, piece.strides, target)
 
 
-def _side_by_side(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+def _is_contiguous(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     steps = zip(sizes, strides, row_major(sizes), strict=True)
     return all(size == 1 or stride == dense for size, stride, dense in steps)
 
 
 def _read_strided(files: InputFiles, file: str, offset: int, strides: Sequence[int], target: NDArray[Any]) -> None:
-    """Fill ``target`` with elements that lie ``strides`` apart in the file.
+    """Fill ``target`` with elements that are ``strides`` apart in the file.
 
-    The span from the first to the last is read at once, unless it is large, or mostly holds what is not wanted.
+    The range from the first to the last element is read at once, unless it is large or most of it is not needed.
     """
     import numpy
 
     span = 1 + sum((size - 1) * stride for size, stride in zip(target.shape, strides, strict=True))
     num_bytes = span * target.itemsize
-    if num_bytes > MAX_SPAN or (num_bytes > _WORTH_SPLITTING and span > 4 * target.size):
+    if num_bytes > MAX_SPAN or (num_bytes > _MIN_SPLIT and span > 4 * target.size):
         dim = max((d for d, size in enumerate(target.shape) if size > 1), key=lambda d: strides[d])
         low, high = numpy.array_split(target, 2, axis=dim)
         _read_strided(files, file, offset, strides, low)

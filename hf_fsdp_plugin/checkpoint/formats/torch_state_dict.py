@@ -20,6 +20,13 @@ FLAT_PARAMETER = "flat_param"
 """Suffix of the names in a local state dict of FSDP1."""
 
 
+_FLAT = "is a LOCAL_STATE_DICT of stock FSDP1: flat parameters, without the names and shapes of the parameters in them."
+_FLAT_FIX = (
+    "Load it with the script and the number of ranks that wrote it, and save it with fsdp_state_dict_type: "
+    "SHARDED_STATE_DICT."
+)
+
+
 class _File(NamedTuple):
     relative: str
     zip: TorchZip
@@ -38,13 +45,7 @@ def read_state_dict(root: Path, names: list[str]) -> dict[Any, Any]:
             if not isinstance(value, dict):
                 refuse("FSDP-E460", path, f"contains a {type(value).__name__} instead of a state dict.")
             if any(str(key).endswith(FLAT_PARAMETER) for key in value):
-                refuse(
-                    "FSDP-E460",
-                    path,
-                    "is a LOCAL_STATE_DICT of stock FSDP1: it holds flat parameters without the names and shapes in them.",
-                    "Load it with the script and the number of ranks that wrote it, and save it with "
-                    "fsdp_state_dict_type: SHARDED_STATE_DICT.",
-                )
+                refuse("FSDP-E460", path, _FLAT, _FLAT_FIX)
             found.append((_File(name, zipped), value))
         try:
             return _merge("", found)

@@ -1,7 +1,7 @@
 """The zips that ``torch.save`` writes: the byte offsets of their records, from the headers alone.
 
-Records are uncompressed, so the file contains a tensor's bytes as they were in memory. The zip may be a part of a larger
-file: a ``.distcp`` file of DCP is a sequence of such zips.
+Records are uncompressed, so the file contains a tensor's bytes as they were in memory. The zip may be a part of a
+larger file: a ``.distcp`` file of DCP is a sequence of such zips.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from hf_fsdp_plugin.checkpoint.formats.element_types import dtype_size
-from hf_fsdp_plugin.checkpoint.formats.pickles import PickledTensor, read_pickle
 from hf_fsdp_plugin.checkpoint.formats.errors import refuse
+from hf_fsdp_plugin.checkpoint.formats.pickles import PickledTensor, read_pickle
 
 _END = struct.Struct("<4s4H2LH")
 _END64_LOCATOR = struct.Struct("<4sLQL")

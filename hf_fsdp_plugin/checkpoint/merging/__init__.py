@@ -1,1 +1,1 @@
-"""Any checkpoint -> a Hugging Face folder, streamed. No torch."""
+"""Merging: the model of any checkpoint as a Hugging Face folder, streamed. Does not import torch."""

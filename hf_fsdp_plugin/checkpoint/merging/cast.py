@@ -1,4 +1,4 @@
-"""Floating-point bytes of one dtype to another without torch, as torch rounds them."""
+"""Conversion of floating-point bytes to another dtype without torch, with torch's rounding."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
-"""The dtypes that are converted. Integers, flags and quantized weights keep theirs."""
+"""The dtypes that are converted. Integers, booleans and quantized weights keep their dtype."""
 
 
 def cast(data: memoryview, source: str, target: str, out: memoryview) -> int:
-    """Convert ``data`` into ``out``, rounding to nearest even; NaN stays NaN.
+    """Convert ``data`` into ``out``, rounded to nearest even; NaN stays NaN.
 
     Returns:
         The number of finite values that are infinite in ``target``.
@@ -36,7 +36,7 @@ def cast(data: memoryview, source: str, target: str, out: memoryview) -> int:
 
 
 def _to_bfloat16(values: NDArray[Any]) -> NDArray[Any]:
-    """The upper half of each float32, rounded by the lower; a NaN that would round to infinity stays quiet NaN."""
+    """Round each float32 to its upper half. A NaN that would round to infinity becomes a quiet NaN."""
     import numpy
 
     bits = values.view("<u4")

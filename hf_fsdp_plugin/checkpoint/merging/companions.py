@@ -1,4 +1,4 @@
-"""The files that make weights a model one can load: config, tokenizer, processor, templates, code of its own."""
+"""The files that ``from_pretrained`` needs next to the weights: config, tokenizer, processor, templates, code."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_plugin.checkpoint.formats.stored import refuse
+from hf_fsdp_plugin.checkpoint.formats.errors import refuse
 from hf_fsdp_plugin.checkpoint.io import sync
 from hf_fsdp_plugin.checkpoint.names import FSDP_MODEL
 
+_OTHER_CONFIG = "Repair it, or give another folder with --config."
 MODEL_CONFIGS = ("config.json", "adapter_config.json")
 _PATTERNS = (
     *MODEL_CONFIGS,
@@ -30,15 +31,17 @@ _PATTERNS = (
 
 
 def find_config_folder(checkpoint: Path, config: Path | None) -> Path | None:
-    """The folder with the model's config: the one that was named, else the checkpoint, else the run folder above it.
+    """Return the folder with the model's config: ``config``, else the checkpoint, else the run folder above it.
 
     Raises:
-        CheckpointError: the named folder has none.
+        CheckpointError: the given folder has no config.
     """
     if config is not None:
         folder = config.parent if config.name in MODEL_CONFIGS else config
         if not _has_config(folder):
-            refuse(config, f"has no {MODEL_CONFIGS[0]}.", "Give the folder that the model was loaded from.")
+            refuse(
+                "FSDP-E489", config, f"has no {MODEL_CONFIGS[0]}.", "Give the folder from which the model was loaded."
+            )
         return folder
     here = checkpoint.resolve()
     above = (here.parent, here.parent.parent) if here.name.startswith(FSDP_MODEL) else (here.parent,)
@@ -46,14 +49,14 @@ def find_config_folder(checkpoint: Path, config: Path | None) -> Path | None:
 
 
 def companions(folder: Path) -> list[str]:
-    """The files of ``folder`` to take along, relative to it; Python files only where a config names its own code."""
+    """Return the files of ``folder`` to copy, relative to it. Python files only if a config refers to them."""
     patterns = [*_PATTERNS, *(["*.py"] if _has_code(folder) else [])]
     found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
     return sorted(path.relative_to(folder).as_posix() for path in found)
 
 
 def copy_companions(folder: Path, names: list[str], out: Path, dtype: str | None) -> None:
-    """Copy the files; the model's config tells ``dtype`` where that is given."""
+    """Copy the files. If ``dtype`` is given, it replaces the dtype in the model's config."""
     for name in names:
         target = out / name
         target.parent.mkdir(exist_ok=True)
@@ -66,10 +69,10 @@ def copy_companions(folder: Path, names: list[str], out: Path, dtype: str | None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """``config.json`` of the folder, empty where there is none.
+    """Return the ``config.json`` of the folder, empty if there is none.
 
     Raises:
-        CheckpointError: it is no JSON object.
+        CheckpointError: it is not a JSON object.
     """
     path = folder / "config.json"
     try:
@@ -77,14 +80,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (ValueError, OSError) as error:
-        refuse(path, f"cannot be read as JSON: {error}.", "Repair it, or give another folder with --config.")
+        refuse("FSDP-E476", path, f"cannot be read as JSON: {error}.", _OTHER_CONFIG)
     if not isinstance(config, dict):
-        refuse(path, "is no JSON object.", "Repair it, or give another folder with --config.")
+        refuse("FSDP-E476", path, "is not a JSON object.", _OTHER_CONFIG)
     return config
 
 
 def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """The config and those nested in it with this dtype, under the key that each has (``torch_dtype`` until 4.56)."""
+    """Return the config and its nested configs with this dtype, in the key that exists (``torch_dtype`` until 4.56)."""
     changed = {
         key: _with_dtype(value, dtype) if isinstance(value, dict) and key.endswith("_config") else value
         for key, value in config.items()

@@ -1,6 +1,6 @@
-"""The comparison with the config's model in a process of its own: only that one pays for importing torch.
+"""The comparison with the config's model in a child process, because it imports torch.
 
-python -m hf_fsdp_plugin.checkpoint.merging.config_check CHECKPOINT NUMBER CONFIG_FOLDER   (prints a JSON list)
+``python -m hf_fsdp_plugin.checkpoint.merging.config_check CHECKPOINT NUMBER CONFIG_FOLDER`` prints a JSON list.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hf_fsdp_plugin.problems import Origin, Problem
+from hf_fsdp_plugin.checkpoint.formats.errors import problem
+from hf_fsdp_plugin.problems import Problem
 
 
 class ConfigCheck:
-    """Compares a checkpoint's names and shapes with the model of ``config``'s config, while the caller goes on."""
+    """Compares a checkpoint's names and shapes with the model of a config, in the background."""
 
     def __init__(self, checkpoint: Path, number: int, config: Path) -> None:
         self._config = config
@@ -32,24 +33,26 @@ class ConfigCheck:
         self._process.communicate()
 
     def problems(self) -> list[Problem]:
-        """What was found, when it has been; a note where there was nothing to compare with."""
-        printed, complaints = self._process.communicate()
+        """Wait for the child process, and return its problems; a note if it failed."""
+        output, errors = self._process.communicate()
         if self._process.returncode == 0:
-            return [Problem(**{**said, "origin": Origin(source=said["origin"])}) for said in json.loads(printed)]
-        reason = (complaints.strip().splitlines() or [f"exit code {self._process.returncode}"])[-1]
+            return [
+                problem(found["code"], found["origin"], found["message"], found["fix"]) for found in json.loads(output)
+            ]
+        reason = (errors.strip().splitlines() or [f"exit code {self._process.returncode}"])[-1]
         message = f"names and shapes were not compared with a model: {reason}"
-        return [Problem(severity="note", message=message, origin=Origin(source=str(self._config)))]
+        return [problem("FSDP-N475", self._config, f"{message}.")]
 
 
-def _answer(checkpoint: str, number: str, config: str) -> str:
+def _compare(checkpoint: str, number: str, config: str) -> str:
     from hf_fsdp_plugin.checkpoint.checking.against_config import config_problems
     from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model
 
     found = config_problems(read_stored_model(Path(checkpoint), int(number)), Path(config))
-    return json.dumps([problem.to_json() for problem in found])
+    return json.dumps([each.to_json() for each in found])
 
 
 if __name__ == "__main__":
     standard_output = sys.stdout
-    sys.stdout = sys.stderr  # what libraries print is no answer
-    print(_answer(*sys.argv[1:]), file=standard_output)
+    sys.stdout = sys.stderr  # libraries may print
+    print(_compare(*sys.argv[1:]), file=standard_output)

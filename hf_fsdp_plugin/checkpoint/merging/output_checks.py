@@ -1,63 +1,67 @@
-"""What a merge has written, read back: headers with safetensors' own reader, and every byte if asked."""
+"""Checks of a merge: its input against the manifest, and its output, which is read back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
-from hf_fsdp_plugin.checkpoint.checking.byte_ranges import Stretch, check, damage
+from hf_fsdp_plugin.checkpoint.checking.byte_ranges import ByteRange, damage_problem, find_damaged
 from hf_fsdp_plugin.checkpoint.formats.boxes import row_major, whole
-from hf_fsdp_plugin.checkpoint.formats.element_types import dtype_size
-from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, hash_bytes, hash_file
-from hf_fsdp_plugin.checkpoint.formats.safetensors_layout import DTYPES
-from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredPiece, StoredTensor, problem
+from hf_fsdp_plugin.checkpoint.formats.element_types import SAFETENSORS_NAMES, dtype_size
+from hf_fsdp_plugin.checkpoint.formats.errors import COPY_AGAIN, problem
+from hf_fsdp_plugin.checkpoint.formats.hashing import hash_bytes, hash_file
+from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
+from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredPiece, StoredTensor
 from hf_fsdp_plugin.checkpoint.formats.tensor_reader import read_run
 from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.checkpoint.merging.cast import cast
 from hf_fsdp_plugin.checkpoint.merging.plan import MergePlan, is_adapter
 from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.text import format_names, plural
 
 BLOCK = 4 << 20
-"""Bytes that are compared at once."""
-_AGAIN = "Merge again; if it happens again, the disk is not to be trusted."
-_OTHER_CHECKPOINT = "Take another checkpoint, or fetch this one again from where it came."
+"""Bytes compared at once."""
+_MERGE_AGAIN = "Merge again. If the problem persists, check the disk."
 
 
-def manifest_problems(index: StoredModel, manifest: Manifest, place: Path) -> list[Problem]:
-    """Where the files say another thing than the manifest, which was told by the live model.
+def manifest_problems(model: StoredModel, manifest: Manifest, place: Path) -> list[Problem]:
+    """Return the differences between the files of a model and its manifest, in names, dtypes and shapes.
 
-    An adapter's checkpoint leaves out the model that the adapter sits on; the manifest does not.
+    The checkpoint of an adapter does not contain the base model; its manifest lists it.
     """
-    problems = []
-    adapter = is_adapter(index.tensors)
+    adapter = is_adapter(model.tensors)
     same = {name: group for group in manifest.ties for name in group}
+    missing, other = [], []
     for name, (dtype, shape) in manifest.parameters.items():
-        found = next((index.tensors[tied] for tied in same.get(name, (name,)) if tied in index.tensors), None)
-        if found is None and adapter:
-            continue
+        found = next((model.tensors[tied] for tied in same.get(name, (name,)) if tied in model.tensors), None)
         if found is None:
-            problems.append(problem(place, f"'{name}' of the manifest is in no file.", _OTHER_CHECKPOINT))
+            missing += [] if adapter else [name]
         elif (found.dtype, found.shape) != (dtype, tuple(shape)):
-            message = f"'{name}' is {_shown(found.dtype, found.shape)}, and {_shown(dtype, shape)} in the manifest."
-            problems.append(problem(place, message, _OTHER_CHECKPOINT))
-    return problems
+            stored, expected = f"{found.dtype} {list(found.shape)}", f"{dtype} {list(shape)}"
+            other.append(f"{name} ({stored}, in the manifest {expected})")
+    total = len(manifest.parameters)
+    found_problems = [
+        ("FSDP-E477", missing, f"does not contain {len(missing)} of the {total} parameters of its manifest"),
+        ("FSDP-E479", other, f"contains {plural(len(other), 'tensor')} with another dtype or shape than its manifest"),
+    ]
+    return [problem(code, place, f"{text}: {format_names(n, 3)}.", COPY_AGAIN) for code, n, text in found_problems if n]
 
 
-def damaged_input(index: StoredModel, manifest: Manifest, folder: Path) -> list[Problem]:
-    """The ranges of the model's files whose bytes are not those that were saved."""
-    used = {(index.root / piece.file).resolve() for tensor in index.tensors.values() for piece in tensor.pieces}
+def damaged_input(model: StoredModel, manifest: Manifest, folder: Path) -> list[Problem]:
+    """Return a problem for every file of the model with bytes that differ from those that were saved."""
+    used = {(model.root / piece.file).resolve() for tensor in model.tensors.values() for piece in tensor.pieces}
     records = {folder / record.path: record for record in manifest.files if (folder / record.path).resolve() in used}
-    stretches = [
-        Stretch(path, part.start, part.stop, part.hash, (part.name,) if part.name else ())
+    ranges = [
+        ByteRange(path, part.start, part.stop, part.hash, (part.name,) if part.name else ())
         for path, record in records.items()
         for part in record.ranges
     ]
-    damaged, problems = check(stretches, hash_file, None)
-    return problems + [damage(hit, len(records[path].ranges)) for path, hit in damaged.items()]
+    damaged, problems = find_damaged(ranges, hash_file, None)
+    return problems + [damage_problem(items, len(records[path].ranges)) for path, items in damaged.items()]
 
 
 def header_problems(folder: Path, plan: MergePlan) -> list[Problem]:
-    """Where the files' headers differ from the plan: names, dtypes, shapes, sizes."""
+    """Read the headers with the safetensors library, and return the tensors that differ from the plan."""
     from safetensors import SafetensorError, safe_open
 
     problems = []
@@ -65,29 +69,36 @@ def header_problems(folder: Path, plan: MergePlan) -> list[Problem]:
         path = folder / file.name
         try:
             with safe_open(path, "np") as opened:
-                found = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (it is no mapping)
+                found = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
                 read = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in found.items()}
         except (SafetensorError, OSError) as error:
-            problems.append(problem(path, f"was written, but cannot be read: {error}.", _AGAIN))
+            message = f"was written, but safetensors cannot read it: {error}."
+            problems.append(problem("FSDP-E486", path, message, _MERGE_AGAIN))
             continue
-        planned = {name: (DTYPES[plan.dtypes[name]][0], plan.tensors[name].shape) for name in file.offsets}
+        planned = {name: (SAFETENSORS_NAMES[plan.dtypes[name]], plan.tensors[name].shape) for name in file.offsets}
         wrong = sorted(name for name in read.keys() | planned.keys() if read.get(name) != planned.get(name))
-        problems += [problem(path, f"'{name}' was not written as planned.", _AGAIN) for name in wrong]
+        if wrong:
+            message = f"contains {plural(len(wrong), 'tensor')} that were not written as planned"
+            problems.append(problem("FSDP-E486", path, f"{message}: {format_names(wrong, 3)}.", _MERGE_AGAIN))
     return problems
 
 
-def byte_problems(index: StoredModel, plan: MergePlan, folder: Path, progress: Callable[[int], None]) -> list[Problem]:
-    """The tensors whose written bytes differ from those read once more from the checkpoint; ``progress`` gets bytes."""
+def byte_problems(model: StoredModel, plan: MergePlan, folder: Path, progress: Callable[[int], None]) -> list[Problem]:
+    """Compare all written bytes with the checkpoint; ``progress`` is called with numbers of compared bytes."""
     problems = []
-    with InputFiles(index.root) as source, InputFiles(folder) as written:
+    with InputFiles(model.root) as source, InputFiles(folder) as written:
         for file in plan.files:
+            different = []
             for name, offset in file.offsets.items():
                 tensor = plan.tensors[name]
                 whole_piece = StoredPiece(whole(tensor.shape), file.name, offset, row_major(tensor.shape))
                 copy = StoredTensor(name, plan.dtypes[name], tensor.shape, (whole_piece,))
                 if not same_elements(source, tensor, written, copy, progress):
-                    message = f"'{name}' has other bytes than the checkpoint's."
-                    problems.append(problem(folder / file.name, message, _AGAIN))
+                    different.append(name)
+            if different:
+                message = f"contains {plural(len(different), 'tensor')} with other bytes than the checkpoint"
+                text = f"{message}: {format_names(different, 3)}."
+                problems.append(problem("FSDP-E486", folder / file.name, text, _MERGE_AGAIN))
     return problems
 
 
@@ -98,9 +109,9 @@ def same_elements(
     other: StoredTensor,
     progress: Callable[[int], None] | None = None,
 ) -> bool:
-    """Whether two tensors of one shape hold the same bytes, ``tensor`` converted to the dtype of ``other``.
+    """Whether two tensors of one shape have the same bytes, after ``tensor`` is converted to the dtype of ``other``.
 
-    ``progress`` is told the bytes of ``other`` that were compared.
+    ``progress`` is called with the number of bytes of ``other`` that were compared.
     """
     numel = whole(tensor.shape).numel
     size, other_size = dtype_size(tensor.dtype), dtype_size(other.dtype)
@@ -120,7 +131,3 @@ def same_elements(
         if progress is not None:
             progress(len(found))
     return True
-
-
-def _shown(dtype: str, shape: Iterable[int]) -> str:
-    return f"{dtype} {list(shape)}"

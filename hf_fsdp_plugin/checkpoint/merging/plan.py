@@ -1,4 +1,4 @@
-"""What a merge will write: which tensors, under which names, as which dtype, at which place of which file."""
+"""The plan of a merge: which tensors are written, with which names and dtypes, to which offsets of which files."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from hf_fsdp_plugin.checkpoint.formats.errors import refuse
 from hf_fsdp_plugin.checkpoint.formats.safetensors_layout import SafetensorsFile, plan_files
-from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredTensor, refuse, shared_tensors
+from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredTensor, shared_tensors
 from hf_fsdp_plugin.checkpoint.merging.cast import FLOATS
 from hf_fsdp_plugin.checkpoint.names import ADAPTER, HF_MODEL
 
 OUTPUT_LAYERS = ("lm_head", "embed_out", "output_layer", "decoder", "output_projection")
-"""Modules that take their weight from the embedding where weights are tied: Hugging Face files leave their name out."""
+"""Modules that share the weight of the embedding if weights are tied. Hugging Face files do not contain their names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MergePlan:
-    """The output, decided.
+    """The contents of the output.
 
     Attributes:
-        tensors: name -> where its elements come from; tied tensors once.
+        tensors: name -> where its elements are stored; tied tensors once.
         dtypes: name -> the dtype that is written.
-        aliases: name that is left out -> the name that holds its tensor.
-        files: what is written, byte by byte.
-        adapter: whether these are the weights of an adapter, not of a model.
+        aliases: omitted name -> the name under which its tensor is written.
+        files: the layout of the output files.
+        adapter: whether these are the weights of an adapter, without the model.
     """
 
     tensors: Mapping[str, StoredTensor]
@@ -41,18 +42,18 @@ class MergePlan:
 def plan_merge(
     index: StoredModel, ties: Iterable[tuple[str, ...]], *, dtype: str | None, max_shard_size: int
 ) -> MergePlan:
-    """The plan for all tensors of a checkpoint.
+    """Plan the merge of all tensors of a checkpoint.
 
     Args:
-        ties: groups of names that share one tensor, beyond those whose pieces lie at the same places.
-        dtype: torch's name of the dtype for all floating-point tensors; ``None`` leaves each as it is.
-        max_shard_size: bytes of tensors a file. Adapters are one file, since PEFT reads no more.
+        ties: groups of names that share one tensor, in addition to those with the same pieces.
+        dtype: torch's name of the dtype for all floating-point tensors; ``None`` keeps their dtypes.
+        max_shard_size: bytes of tensors per file. Adapters are one file, because PEFT reads only one.
 
     Raises:
-        CheckpointError: for no tensors at all, and for dtypes that safetensors does not have.
+        CheckpointError: there are no tensors, or safetensors does not support their dtypes.
     """
     if not index.tensors:
-        refuse(index.root, "holds no tensors.", "Give the folder of a checkpoint with a model in it.")
+        refuse("FSDP-E451", index.root, "contains no tensors.", "Give the folder of a checkpoint with a model.")
     aliases = _aliases(index, [*ties, *shared_tensors(index)])
     tensors = {name: tensor for name, tensor in index.tensors.items() if name not in aliases}
     dtypes = {
@@ -69,7 +70,7 @@ def plan_merge(
 
 
 def is_adapter(names: Iterable[str]) -> bool:
-    """Whether a PEFT adapter's weights are all there is: no layer of the model that it sits on."""
+    """Whether the names are those of a PEFT adapter alone, without the layers of its base model."""
     names = list(names)
     return not is_wrapped_by_peft(names) and all(
         name.startswith(("base_model.model.", "prompt_embeddings")) or ".lora_" in name for name in names
@@ -77,12 +78,12 @@ def is_adapter(names: Iterable[str]) -> bool:
 
 
 def is_wrapped_by_peft(names: Iterable[str]) -> bool:
-    """Whether the model's own layers have the names that PEFT gives them."""
+    """Whether the layers of the base model have the names that PEFT gives them."""
     return any(".base_layer." in name for name in names)
 
 
 def likely_ties(index: StoredModel) -> list[tuple[str, str]]:
-    """Pairs (embedding, output layer) that can be one tensor; whether they are, only their bytes tell."""
+    """Return pairs (embedding, output layer) that may be tied: they have the same dtype and shape."""
     return [
         (name, other)
         for other, tied in index.tensors.items()
@@ -97,7 +98,7 @@ def is_output_layer(name: str) -> bool:
 
 
 def _aliases(index: StoredModel, ties: Iterable[tuple[str, ...]]) -> dict[str, str]:
-    """Of each group the first name stays, in the checkpoint's order, but an output layer's only if all are such."""
+    """Return omitted name -> kept name. The first name of each group is kept, but not that of an output layer."""
     aliases: dict[str, str] = {}
     order = {name: place for place, name in enumerate(index.tensors)}
     for group in ties:

@@ -1,4 +1,4 @@
-"""The folder in which a merge comes to be: killed, it goes on where it stopped; finished, it becomes the output."""
+"""The staging folder of a merge. An interrupted merge resumes from it; a finished merge renames it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_plugin.checkpoint.formats.manifest import hash_bytes
+from hf_fsdp_plugin.checkpoint.commit import put_in_place
+from hf_fsdp_plugin.checkpoint.formats.errors import refuse
+from hf_fsdp_plugin.checkpoint.formats.hashing import hash_bytes
 from hf_fsdp_plugin.checkpoint.formats.safetensors_layout import SafetensorsFile
-from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, refuse
+from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel
 from hf_fsdp_plugin.checkpoint.io import sync
 from hf_fsdp_plugin.checkpoint.merging.plan import MergePlan
-from hf_fsdp_plugin.checkpoint.names import MERGING, REPLACED, hidden
+from hf_fsdp_plugin.checkpoint.names import MERGING, hidden
 
 PLAN_NAME = "merge_plan.json"
 
@@ -23,15 +25,11 @@ def staging_path(out: Path) -> Path:
     return hidden(out, MERGING)
 
 
-def replaced_path(out: Path) -> Path:
-    return hidden(out, REPLACED)
-
-
-class Staging:
-    """``.OUT.merging`` beside ``OUT``, held by one merge at a time.
+class MergeStaging:
+    """The folder ``.OUT.merging`` next to ``OUT``, locked by one merge at a time.
 
     Attributes:
-        infinite: tensors in the finished files -> values that the dtype made infinite.
+        infinite: tensor in the finished files -> number of values that became infinite in the new dtype.
     """
 
     def __init__(self, out: Path) -> None:
@@ -41,21 +39,22 @@ class Staging:
         self._lock = -1
         self._fingerprint = ""
 
-    def __enter__(self) -> Staging:
+    def __enter__(self) -> MergeStaging:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self.folder, os.O_RDONLY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._lock)
-            refuse(self.folder, "another merge is writing there.", "Wait for it, or give another output folder.")
+            fix = "Wait for it, or give another output folder."
+            refuse("FSDP-E485", self.folder, "is in use by another merge.", fix)
         return self
 
     def __exit__(self, *_: object) -> None:
         os.close(self._lock)
 
-    def open(self, fingerprint: str) -> None:
-        """Keep what a merge of the same input with the same options has finished; remove anything else."""
+    def prepare(self, fingerprint: str) -> None:
+        """Keep the finished files of a merge of the same input with the same options; remove everything else."""
         self._fingerprint = fingerprint
         try:
             before = json.loads((self.folder / PLAN_NAME).read_text())
@@ -63,13 +62,13 @@ class Staging:
                 self.infinite = dict(before["infinite"])
                 return
         except (OSError, ValueError, TypeError, KeyError):
-            pass  # no earlier merge, or one that was killed before it had a plan
+            pass  # no earlier merge, or one that was interrupted before it wrote a plan
         for leftover in self.folder.iterdir():
             shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
         self._write_plan()
 
     def has(self, file: SafetensorsFile) -> bool:
-        """Whether the file was finished: until then it has another name."""
+        """Whether an earlier merge finished the file; an unfinished one has another name."""
         path = self.folder / file.name
         return path.is_file() and path.stat().st_size == file.size
 
@@ -91,28 +90,18 @@ class Staging:
     def discard(self) -> None:
         shutil.rmtree(self.folder)
 
-    def publish(self) -> None:
-        """Become ``OUT``. An ``OUT`` of before is moved aside first, and removed when the new one is in place."""
-        aside = replaced_path(self.out)
-        if self.out.exists():
-            self.out.rename(aside)
+    def commit(self) -> None:
+        """Rename the folder to ``OUT``; an existing ``OUT`` is deleted after that."""
         (self.folder / PLAN_NAME).unlink()
         sync(self.folder)
-        self.folder.rename(self.out)
+        replaced = put_in_place(self.folder, self.out)
         sync(self.out.parent)
-        if aside.exists():
-            shutil.rmtree(aside)
-
-
-def restore_replaced(out: Path) -> None:
-    """Put back an output that a killed merge had moved aside, and not yet replaced."""
-    aside = replaced_path(out)
-    if aside.is_dir() and not out.exists():
-        aside.rename(out)
+        if replaced is not None:
+            shutil.rmtree(replaced)
 
 
 def fingerprint(index: StoredModel, plan: MergePlan) -> str:
-    """Changes with the input's files (names, sizes, times of change), and with what the output is to hold."""
+    """Return a hash of the input files (names, sizes, modification times) and of the planned output files."""
     files = sorted({piece.file for tensor in index.tensors.values() for piece in tensor.pieces})
     state: list[Any] = [str(index.root.resolve())]
     for file in files:

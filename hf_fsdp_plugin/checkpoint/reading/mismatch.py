@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from hf_fsdp_plugin.checkpoint.formats.stored import problem
-from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.problems import Origin, Problem
 
 NUM_EXAMPLES = 3
 
@@ -64,6 +63,10 @@ def foreign_state(checkpoint: Path, shapes: Mapping[str, Shapes]) -> Iterable[Pr
         examples = [f"{key} is {list(theirs)}, the parameter {list(own)}" for key, (own, theirs) in shapes.items()]
         message = f"the optimizer's state cannot be cut like the parameters: {_few(examples)}."
         yield problem(checkpoint, message, _remedy(checkpoint))
+
+
+def problem(checkpoint: Path, message: str, fix: str) -> Problem:
+    return Problem(message=message, fix=fix, origin=Origin(source=str(checkpoint)))
 
 
 def _remedy(checkpoint: Path) -> str:

@@ -26,14 +26,8 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
-from hf_fsdp_plugin.checkpoint.formats.manifest import (
-    FileRange,
-    FileRecord,
-    Manifest,
-    read_manifest,
-    record_file,
-    to_text,
-)
+from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, Manifest, record_file, to_text
+from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
 from hf_fsdp_plugin.checkpoint.io import sync, write_text
 from hf_fsdp_plugin.checkpoint.names import CHECKPOINT_STEMS, MANIFEST_NAME, REPLACED, SAVING, hidden
 from hf_fsdp_plugin.checkpoint.writing.dcp import Chunk, DcpPart, Small, last_files

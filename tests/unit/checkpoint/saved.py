@@ -9,15 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_plugin.checkpoint.formats.manifest import (
-    MANIFEST_NAME,
-    FileRange,
-    FileRecord,
-    Manifest,
-    hash_file,
-    record_file,
-    to_text,
-)
+from hf_fsdp_plugin.checkpoint.formats.hashing import hash_file
+from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, Manifest, record_file, to_text
+from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 
 Places = Mapping[str, list[tuple[int, int, str]]]
 """File -> start, stop and name of the tensors in it."""

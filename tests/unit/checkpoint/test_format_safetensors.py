@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hf_fsdp_plugin.checkpoint.formats.safetensors_files import LOCAL_KEY, read_header
 from safetensors.numpy import save_file
 
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box
-from hf_fsdp_plugin.checkpoint.formats.safetensors_files import LOCAL_KEY, read_header
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.problems import CheckpointError
 

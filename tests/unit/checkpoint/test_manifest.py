@@ -10,17 +10,10 @@ import pytest
 import saved
 import xxhash
 
-from hf_fsdp_plugin.checkpoint.formats.manifest import (
-    MANIFEST_NAME,
-    VERSION,
-    FileRange,
-    FileRecord,
-    hash_bytes,
-    hash_file,
-    read_manifest,
-    record_file,
-    to_text,
-)
+from hf_fsdp_plugin.checkpoint.formats.hashing import hash_bytes, hash_file
+from hf_fsdp_plugin.checkpoint.formats.manifest import VERSION, FileRange, FileRecord, record_file, to_text
+from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
+from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.problems import CheckpointError
 
 HASH = "0" * 32

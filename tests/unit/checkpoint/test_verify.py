@@ -14,7 +14,8 @@ import torch
 
 from hf_fsdp_plugin.checkpoint.checking.checksums import NotAnArchive, crc_file, stored_entries
 from hf_fsdp_plugin.checkpoint.checking.verify import Verdict, verify
-from hf_fsdp_plugin.checkpoint.formats.manifest import read_manifest, to_text
+from hf_fsdp_plugin.checkpoint.formats.manifest import to_text
+from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.cli.main import main
 

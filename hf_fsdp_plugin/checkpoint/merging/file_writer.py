@@ -1,9 +1,4 @@
-"""A file written from its first byte to its last, past the page cache where the file system lets us.
-
-Pages that the cache has to find cost more than the disk does: on a cloud machine a copy through it (``cp``,
-``copy_file_range``) keeps a core busy for three to eight times as long as a direct write of the same bytes takes, and
-pushes out what others had there.
-"""
+"""Sequential writing of a file with two buffers: one is filled while the other is written, with direct I/O."""
 
 from __future__ import annotations
 
@@ -19,7 +14,7 @@ BUFFER = 16 << 20
 
 
 class FileWriter:
-    """Fill :meth:`room`, then :meth:`advance`, until all is written; on leaving, the file is synced to the disk."""
+    """Fill :meth:`free`, then call :meth:`advance`, until everything is written. Leaving the context syncs the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -39,18 +34,18 @@ class FileWriter:
                 size = self._position + self._filled
                 self._flush()
                 self._wait()
-                self._file.resize(size)  # the last page was written whole
+                self._file.resize(size)  # the last page was written as a whole
                 self._file.sync()
         finally:
             self._worker.shutdown()
             self._file.close()
 
-    def room(self) -> memoryview:
-        """Where the next bytes go; never empty."""
+    def free(self) -> memoryview:
+        """Return the memory for the next bytes; it is never empty."""
         return self._buffers[0][self._filled :]
 
     def advance(self, count: int) -> None:
-        """The first ``count`` bytes of the room hold what is to be written."""
+        """Mark the first ``count`` bytes of the free memory as filled."""
         self._filled += count
         if self._filled == BUFFER:
             self._flush()
@@ -58,16 +53,16 @@ class FileWriter:
     def write(self, data: bytes) -> None:
         view = memoryview(data)
         while view:
-            room = self.room()
-            count = min(len(room), len(view))
-            room[:count] = view[:count]
+            free = self.free()
+            count = min(len(free), len(view))
+            free[:count] = view[:count]
             self.advance(count)
             view = view[count:]
 
     def _flush(self) -> None:
         self._wait()
-        whole = self._buffers[0][: round_up(self._filled)]
-        self._pending = self._worker.submit(self._file.write, whole, self._position)
+        pages = self._buffers[0][: round_up(self._filled)]
+        self._pending = self._worker.submit(self._file.write, pages, self._position)
         self._position += self._filled
         self._filled = 0
         self._buffers.reverse()

@@ -1,0 +1,226 @@
+"""The reader of manifests: checks every field, and reports all problems at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, get_args
+
+from hf_fsdp_plugin.checkpoint.formats.errors import COPY_AGAIN, problem, raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.formats.hashing import HASH, hash_bytes
+from hf_fsdp_plugin.checkpoint.formats.manifest import FORMAT, VERSION, FileRange, FileRecord, Manifest, hash_entry
+from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
+from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.spec.model import StateDictKind
+
+_NO_LINKS = "Copy the checkpoint with its links resolved (cp -rL), and use the copy."
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """Return the manifest of a checkpoint folder, or ``None`` if there is none.
+
+    Raises:
+        CheckpointError: with all problems at once: the manifest is not JSON, damaged, of a later version or has fields
+            of the wrong type; or a file is outside the folder, behind a symbolic link, or not tiled by its ranges.
+    """
+    path = folder / MANIFEST_NAME
+    if _is_foreign_link(folder, path):
+        refuse("FSDP-E456", path, "is a symbolic link.", _NO_LINKS)
+    try:
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        refuse("FSDP-E472", path, f"cannot be read: {error.strerror}.", "Check its permissions and the disk.")
+    tree = _parse(path, data)
+    reader = _Reader(path)
+    manifest = reader.manifest(tree)
+    for record in manifest.files:
+        reader.check_links(folder, record.path)
+    raise_if_any(reader.problems)
+    return manifest
+
+
+def _parse(path: Path, data: bytes) -> dict[str, Any]:
+    """Return the JSON object of an undamaged manifest of a known version."""
+    try:
+        tree = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        refuse("FSDP-E463", path, f"is not valid JSON: {error}.")
+    if not isinstance(tree, dict) or tree.get("format") != FORMAT:
+        found = tree.get("format") if isinstance(tree, dict) else tree
+        refuse("FSDP-E463", path, f"is not a manifest: its format is {_shown(found)}, expected '{FORMAT}'.")
+    version = tree.get("version")
+    if isinstance(version, int) and not isinstance(version, bool) and version > VERSION:
+        message = f"has version {version}; this version of hf_fsdp_plugin reads versions up to {VERSION}."
+        refuse("FSDP-E465", path, message, "Use the version of hf_fsdp_plugin that wrote it, or a later one.")
+    if not _hash_matches(data, tree.get("manifest_hash")):
+        refuse("FSDP-E464", path, "is damaged: its manifest_hash does not match its contents.")
+    if version != VERSION or tree.get("hash") != HASH:
+        found = f"version {_shown(version)} and hash {_shown(tree.get('hash'))}"
+        refuse("FSDP-E465", path, f"has {found}; expected {VERSION} and '{HASH}'.")
+    return tree
+
+
+def _hash_matches(data: bytes, digest: Any) -> bool:
+    """Whether ``data`` with an empty digest has this hash. Every byte counts, including whitespace."""
+    return hash_bytes(data.replace(hash_entry(str(digest)).encode(), hash_entry("").encode())) == digest
+
+
+class _Reader:
+    """Converts JSON values to typed ones, and collects all problems."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.problems: list[Problem] = []
+
+    def manifest(self, tree: Mapping[str, Any]) -> Manifest:
+        step = tree.get("step")
+        kind = self.text(tree, "kind")
+        if kind not in get_args(StateDictKind):
+            self.report("kind", kind, "one of " + ", ".join(get_args(StateDictKind)))
+        return Manifest(
+            kind=kind,
+            backend=self.text(tree, "backend"),
+            world_size=self.number(tree, "world_size", minimum=1),
+            mesh={axis: self.count(size, f"mesh.{axis}") for axis, size in self.table(tree, "mesh").items()},
+            strategy=self.text(tree, "strategy"),
+            step=None if step is None else self.count(step, "step"),
+            asynchronous=self.flag(tree, "asynchronous"),
+            created=self.text(tree, "created"),
+            versions={name: str(version) for name, version in self.table(tree, "versions").items()},
+            settings=self.table(tree, "settings"),
+            parameters=self.parameters(self.table(tree, "parameters")),
+            ties=tuple(self.names(tie, "ties") for tie in self.items(tree, "ties")),
+            files=self.files(self.items(tree, "files")),
+            batch=self.table(tree, "batch"),
+        )
+
+    def report(self, place: str, value: Any, expected: str) -> None:
+        self.problems.append(
+            problem("FSDP-E463", self.path, f"{place} is {_shown(value)}, expected {expected}.", COPY_AGAIN)
+        )
+
+    def text(self, tree: Mapping[str, Any], key: str) -> str:
+        value = tree.get(key)
+        if not isinstance(value, str):
+            self.report(key, value, "a string")
+            return ""
+        return value
+
+    def flag(self, tree: Mapping[str, Any], key: str) -> bool:
+        value = tree.get(key)
+        if not isinstance(value, bool):
+            self.report(key, value, "true or false")
+        return value is True
+
+    def number(self, tree: Mapping[str, Any], key: str, minimum: int = 0) -> int:
+        return self.count(tree.get(key), key, minimum)
+
+    def count(self, value: Any, place: str, minimum: int = 0) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            self.report(place, value, f"an integer of at least {minimum}")
+            return minimum
+        return value
+
+    def table(self, tree: Mapping[str, Any], key: str) -> dict[str, Any]:
+        value = tree.get(key)
+        if not isinstance(value, dict):
+            self.report(key, value, "an object")
+            return {}
+        return value
+
+    def items(self, tree: Mapping[str, Any], key: str, place: str = "") -> list[Any]:
+        value = tree.get(key)
+        if not isinstance(value, list):
+            self.report(place + key, value, "a list")
+            return []
+        return value
+
+    def names(self, value: Any, place: str) -> tuple[str, ...]:
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            self.report(place, value, "a list of names")
+            return ()
+        return tuple(value)
+
+    def parameters(self, table: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+        found = {}
+        for name, value in table.items():
+            match value:
+                case [str(dtype), list(shape)]:
+                    found[name] = (dtype, tuple(self.count(size, f"parameters.{name}") for size in shape))
+                case _:
+                    self.report(f"parameters.{name}", value, "a dtype and a shape")
+        return found
+
+    def files(self, values: list[Any]) -> tuple[FileRecord, ...]:
+        records: dict[str, FileRecord] = {}
+        for position, value in enumerate(values):
+            place = f"files[{position}]"
+            if not isinstance(value, dict):
+                self.report(place, value, "an object")
+                continue
+            path = self.relative(value.get("path"), place)
+            if path in records:
+                self.report(f"{place}.path", path, "each file once")
+            size = self.count(value.get("size"), f"{place}.size")
+            ranges = self.ranges(self.items(value, "ranges", f"{place}."), size, place)
+            records[path] = FileRecord(path=path, size=size, ranges=ranges)
+        return tuple(records.values())
+
+    def ranges(self, values: list[Any], size: int, place: str) -> tuple[FileRange, ...]:
+        ranges = []
+        for value in values:
+            match value:
+                case [int(start), int(stop), str(digest), str(name)] if len(digest) == 32:
+                    ranges.append(FileRange(start=start, stop=stop, hash=digest, name=name))
+                case _:
+                    self.report(f"{place}.ranges", value, "start, stop, hash and name")
+                    return ()
+        # Tensors without elements have empty ranges, anywhere.
+        filled = [piece for piece in ranges if piece.start != piece.stop]
+        ends, starts = [0, *(piece.stop for piece in filled)], [*(piece.start for piece in filled), size]
+        if ends != starts or any(piece.stop < piece.start for piece in filled):
+            found = [[piece.start, piece.stop] for piece in filled]
+            self.report(f"{place}.ranges", found, f"contiguous ranges from 0 to {size}")
+        return tuple(ranges)
+
+    def relative(self, value: Any, place: str) -> str:
+        if not isinstance(value, str):
+            self.report(f"{place}.path", value, "a string")
+        elif not _is_inside(value):
+            message = f"{place}.path is {_shown(value)}, which is not the path of a file inside the checkpoint."
+            self.problems.append(problem("FSDP-E456", self.path, message, COPY_AGAIN))
+        return str(value)
+
+    def check_links(self, folder: Path, relative: str) -> None:
+        """Report a symbolic link in the path of a file, which could lead out of the checkpoint."""
+        place = folder
+        for part in PurePosixPath(relative).parts:
+            place = place / part
+            if _is_foreign_link(folder, place):
+                message = "is a symbolic link in the path of a file of the manifest."
+                self.problems.append(problem("FSDP-E456", place, message, _NO_LINKS))
+                return
+
+
+def _is_foreign_link(folder: Path, place: Path) -> bool:
+    """Whether a path is a symbolic link, other than those of the Hugging Face cache from a snapshot to its blobs."""
+    if not place.is_symlink():
+        return False
+    snapshots = folder.resolve().parent
+    return snapshots.name != "snapshots" or not place.resolve().is_relative_to(snapshots.parent / "blobs")
+
+
+def _is_inside(path: str) -> bool:
+    """Whether a path is in normal form and inside the checkpoint."""
+    # File systems do not accept surrogates.
+    if path == MANIFEST_NAME or any(c in "\\\0" or "\ud800" <= c <= "\udfff" for c in path):
+        return False
+    return not {"", ".", ".."} & set(path.split("/"))
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
