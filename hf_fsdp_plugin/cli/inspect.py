@@ -11,7 +11,7 @@ from typing import Any
 
 from hf_fsdp_plugin.checkpoint import Summary, checkpoints_of_run, summarize, why_incomplete
 from hf_fsdp_plugin.problems import CheckpointError
-from hf_fsdp_plugin.text import format_bytes, format_table
+from hf_fsdp_plugin.text import format_bytes, format_table, truncate_lines
 
 HELP = "Describe a checkpoint, or all checkpoints of a run, from metadata alone: format, step, parameters, settings."
 EXAMPLES = (

@@ -192,7 +192,9 @@ class _Job:
             message = f"the output omits {plural(len(ties), 'tied name')}, as Hugging Face does: {format_names(ties)}."
             self._report("FSDP-N491", message)
         if self.model.objects:
-            objects = f"the output omits {plural(len(self.model.objects), 'entry', 'entries')} that are not tensors"
+            objects = (
+                f"the output omits {plural(len(self.model.objects), 'entry', 'entries')} of other types than tensors"
+            )
             self._report("FSDP-W499", f"{objects}: {format_names(self.model.objects, 3)}.")
         if self.plan.adapter:
             names = format_names(self.plan.tensors, 3)

@@ -1,4 +1,4 @@
-"""Small checkpoints for tests: written by hand where that is enough, else by torch and Transformers."""
+"""Small checkpoints for tests, written byte by byte, or by torch and Transformers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Places = Mapping[str, list[tuple[int, int, str]]]
 """File -> start, stop and name of the tensors in it."""
 
 SHAPES = {"embed.weight": (4, 2), "norm.weight": (2,), "head.weight": (4, 2)}
-"""Of the local checkpoint; ``head.weight`` is ``embed.weight``."""
+"""Shapes of the local checkpoint; ``head.weight`` is tied to ``embed.weight``."""
 
 
 def manifest(**changed: Any) -> Manifest:
-    """A manifest with every field set to something."""
+    """Return a manifest with a value in every field."""
     given: dict[str, Any] = {
         "kind": "local",
         "backend": "fsdp2",
@@ -42,7 +42,7 @@ def manifest(**changed: Any) -> Manifest:
 
 
 def write_manifest(folder: Path, *, places: Places | None = None, **changed: Any) -> Manifest:
-    """The manifest of the files that are there, with a range for each tensor and for what lies between."""
+    """Write the manifest of the files in a folder, with a range for each tensor and for the bytes between them."""
     files = tuple(
         _record(folder, path.relative_to(folder).as_posix(), (places or {}).get(path.relative_to(folder).as_posix()))
         for path in sorted(folder.rglob("*"))
@@ -70,7 +70,7 @@ def _record(folder: Path, relative: str, places: list[tuple[int, int, str]] | No
 def write_safetensors(
     path: Path, tensors: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]
 ) -> dict[str, tuple[int, int]]:
-    """float32 tensors with bytes that differ everywhere. Returns the place of each in the file."""
+    """Write float32 tensors with different bytes. Returns the first and the last offset of each in the file."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, shape in tensors.items():
@@ -88,7 +88,7 @@ def write_safetensors(
 
 
 def local_checkpoint(folder: Path, world_size: int = 2) -> Path:
-    """What two ranks leave with ``fsdp_state_dict_type: LOCAL``: rows of each tensor, and Adam's first moment."""
+    """Write a checkpoint with ``fsdp_state_dict_type: LOCAL``: rows of each tensor, and Adam's first moment."""
     places: dict[str, list[tuple[int, int, str]]] = {}
     names = [name for name in SHAPES if name != "head.weight"]
     for rank in range(world_size):
@@ -105,13 +105,13 @@ def local_checkpoint(folder: Path, world_size: int = 2) -> Path:
                     "offsets": offsets,
                     **({"key": key} if key else {}),
                 }
-            facts: dict[str, Any] = {"rank": rank, "world_size": world_size, "pieces": pieces}
+            description: dict[str, Any] = {"rank": rank, "world_size": world_size, "pieces": pieces}
             if key is None:
-                facts["aliases"] = {"head.weight": "embed.weight"}
+                description["aliases"] = {"head.weight": "embed.weight"}
             else:
-                facts["values"] = {name: {"step": 20.0} for name in names}
-                facts["groups"] = [{"params": names, "lr": 0.001}]
-            found = write_safetensors(path, sizes, {"fsdp_local": json.dumps(facts)})
+                description["values"] = {name: {"step": 20.0} for name in names}
+                description["groups"] = [{"params": names, "lr": 0.001}]
+            found = write_safetensors(path, sizes, {"fsdp_local": json.dumps(description)})
             relative = path.relative_to(folder).as_posix()
             places[relative] = [(start, stop, name) for name, (start, stop) in found.items()]
     (folder / "trainer_state.json").write_text(json.dumps({"global_step": 20}))
@@ -141,7 +141,7 @@ def tiny_llama(vocab_size: int = 32, *, tied: bool = False) -> Any:
 
 
 def stock_checkpoint(folder: Path, model: Any, step: int = 7) -> Path:
-    """What the Trainer leaves with ``fsdp_state_dict_type: SHARDED``, from one rank."""
+    """Write a checkpoint as the Trainer does with ``fsdp_state_dict_type: SHARDED``, from one rank."""
     import torch
     import torch.distributed.checkpoint as dcp
 

@@ -1,4 +1,4 @@
-"""``hf-fsdp export`` finds the checkpoint by itself."""
+"""``hf-fsdp export``: selects the newest or the best checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_fsdp_plugin.cli.main import main
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Two complete checkpoints, of which the first was the best, and a third that was cut off."""
+    """Two complete checkpoints, of which the first is the best one, and an incomplete third."""
     folder = tmp_path / "run"
     for step in (10, 20, 30):
         saved.local_checkpoint(folder / f"checkpoint-{step}")
@@ -30,33 +30,34 @@ def names(folder: Path) -> set[str]:
         return set(file.keys())
 
 
-def test_the_newest_complete_checkpoint_is_written(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_newest_complete_checkpoint_is_exported(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
     assert {"embed.weight", "norm.weight"} <= names(tmp_path / "out")
-    assert "checkpoint-30 is passed over" in capsys.readouterr().err
+    assert "checkpoint-30 is skipped: " in capsys.readouterr().err
 
 
-def test_the_best_one_is_found_where_the_run_is_now(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_best_checkpoint_of_a_moved_run_is_exported(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["export", str(run), str(tmp_path / "out"), "--best"]) == 0
-    assert "checkpoint-10: " in capsys.readouterr().err, "what is said of the input names it"
+    assert "checkpoint-10: " in capsys.readouterr().err, "problems name the exported checkpoint"
 
 
-def test_a_run_without_a_complete_checkpoint_says_why(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_run_without_complete_checkpoint_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for step in (10, 20):
         (run / f"checkpoint-{step}" / "trainer_state.json").unlink()
     assert main(["export", str(run), str(tmp_path / "out"), "--json"]) == 1
     problem = json.loads(capsys.readouterr().out)["problems"][0]
+    assert problem["code"] == "FSDP-E497"
     assert all(f"checkpoint-{step}" in problem["message"] for step in (10, 20, 30))
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_without_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_folder_without_checkpoints_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 1
-    assert "there is no checkpoint-N in it" in capsys.readouterr().err
+    assert "[FSDP-E496]" in capsys.readouterr().err
 
 
-def test_a_run_that_knows_no_best(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_run_without_best_checkpoint_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (run / "checkpoint-20" / "trainer_state.json").write_text("{}")
     saved.write_manifest(run / "checkpoint-20")
     assert main(["export", str(run), str(tmp_path / "out"), "--best"]) == 1
-    assert "names no best checkpoint" in capsys.readouterr().err
+    assert "[FSDP-E498]" in capsys.readouterr().err

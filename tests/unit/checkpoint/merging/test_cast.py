@@ -1,4 +1,4 @@
-"""Conversions are torch's, bit for bit, NaN aside, of which there are many."""
+"""Conversions match torch bit for bit, except for NaN payloads."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ def as_bytes(values: torch.Tensor) -> memoryview:
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_as_torch_converts(source: str, target: str) -> None:
+def test_conversion_matches_torch(source: str, target: str) -> None:
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(-(2**31), 2**31, (50_000,), generator=generator, dtype=torch.int64).to(torch.int32)
-    # Values half-way between two bfloat16, which must go to the even one.
-    half_way = ((bits & ~0xFFFF) | 0x8000).view(torch.float32)
-    anything = torch.cat([torch.tensor(SPECIAL), bits.view(torch.float32), half_way])
+    # Values half-way between two bfloat16 are rounded to even.
+    halfway = ((bits & ~0xFFFF) | 0x8000).view(torch.float32)
+    anything = torch.cat([torch.tensor(SPECIAL), bits.view(torch.float32), halfway])
     values = anything.to(getattr(torch, source))
     expected = values.to(getattr(torch, target))
     out = memoryview(bytearray(expected.numel() * expected.element_size()))
-    lost = cast(as_bytes(values), source, target, out)
+    overflowed = cast(as_bytes(values), source, target, out)
     found = torch.frombuffer(out, dtype=expected.dtype)
     assert torch.equal(found.isnan(), values.isnan())
     kept = ~values.isnan()
     assert torch.equal(found[kept].view(torch.uint8), expected[kept].view(torch.uint8))
-    assert lost == int((expected.isinf() & values.isfinite()).sum())
+    assert overflowed == int((expected.isinf() & values.isfinite()).sum())
 
 
-def test_every_kind_of_nan_stays_nan_in_bfloat16() -> None:
+def test_nan_stays_nan_in_bfloat16() -> None:
     bits = torch.tensor([0x7F800001, 0x7FFFFFFF, 0x7FC00000, -1, -0x7FFFFF], dtype=torch.int32)
     out = memoryview(bytearray(2 * len(bits)))
     assert cast(as_bytes(bits), "float32", "bfloat16", out) == 0

@@ -1,4 +1,4 @@
-"""Files come out byte for byte, whatever their size, and whether or not the file system takes direct writes."""
+"""Files of any size are written correctly, with and without direct I/O."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hf_fsdp_plugin.checkpoint import io
-from hf_fsdp_plugin.checkpoint.merging import write as merge_write
-from hf_fsdp_plugin.checkpoint.merging.write import FileWriter
+from hf_fsdp_plugin.checkpoint.merging import file_writer as merge_write
+from hf_fsdp_plugin.checkpoint.merging.file_writer import FileWriter
 
 BUFFER = 8192
 
@@ -21,7 +21,7 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("size", [0, 1, 4096, BUFFER - 1, BUFFER, BUFFER + 1, 5 * BUFFER + 4097])
-def test_the_bytes_are_those_written(size: int, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_bytes_are_written(size: int, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not direct:
         monkeypatch.setattr(io, "DIRECT", 0)
     data = os.urandom(size)
@@ -31,14 +31,14 @@ def test_the_bytes_are_those_written(size: int, direct: bool, tmp_path: Path, mo
     assert (tmp_path / "f").read_bytes() == data
 
 
-def test_a_file_of_before_is_cut(tmp_path: Path) -> None:
+def test_existing_file_is_truncated(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(bytes(3 * BUFFER))
     with FileWriter(tmp_path / "f") as writer:
         writer.write(b"new")
     assert (tmp_path / "f").read_bytes() == b"new"
 
 
-def test_direct_writes_that_are_refused_go_through_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_direct_writes_use_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A descriptor may be had for direct writes on file systems that then refuse them."""
     import errno
     import fcntl
@@ -59,7 +59,7 @@ def test_direct_writes_that_are_refused_go_through_the_cache(tmp_path: Path, mon
     assert (tmp_path / "f").read_bytes() == bytes(BUFFER) + b"end"
 
 
-def test_an_error_of_the_disk_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_error_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 

@@ -1,4 +1,4 @@
-"""What goes into the output: tied names once, dtypes, nothing that has holes."""
+"""The plan of a merge: tied names, dtypes, adapters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GB = 10**9
 
 
 def index_of(**tensors: tuple[str, tuple[int, ...], int]) -> StoredModel:
-    """Name (with ``__`` for the dot), dtype, shape and the byte of the one file at which it begins."""
+    """Each keyword is a name (with ``__`` for the dot), with dtype, shape and byte offset in a single file."""
     found = {}
     for key, (dtype, shape, offset) in tensors.items():
         name = key.replace("__", ".")
@@ -24,21 +24,21 @@ def index_of(**tensors: tuple[str, tuple[int, ...], int]) -> StoredModel:
     return StoredModel(Path("run"), "dcp", found)
 
 
-def test_names_of_the_same_bytes_are_written_once_under_the_embeddings_name() -> None:
+def test_names_of_the_same_bytes_are_written_once() -> None:
     index = index_of(lm_head__weight=("float32", (4, 2), 0), model__embed__weight=("float32", (4, 2), 0))
     plan = plan_merge(index, [], dtype=None, max_shard_size=GB)
     assert dict(plan.aliases) == {"lm_head.weight": "model.embed.weight"}
     assert list(plan.files[0].offsets) == ["model.embed.weight"]
 
 
-def test_groups_that_overlap_are_one() -> None:
+def test_overlapping_groups_of_ties_are_merged() -> None:
     parts = dict.fromkeys(("a__w", "b__w", "c__w"), ("float32", (2,), 0))
     index = index_of(**{name: (dtype, shape, 8 * at) for at, (name, (dtype, shape, _)) in enumerate(parts.items())})
     plan = plan_merge(index, [("b.w", "c.w"), ("a.w", "b.w"), ("c.w", "gone.w")], dtype=None, max_shard_size=GB)
     assert dict(plan.aliases) == {"c.w": "a.w", "b.w": "a.w"}
 
 
-def test_empty_tensors_are_not_tied_by_their_place() -> None:
+def test_empty_tensors_are_not_tied() -> None:
     index = index_of(a__w=("float32", (0,), 0), b__w=("float32", (0,), 0))
     assert dict(plan_merge(index, [], dtype=None, max_shard_size=GB).aliases) == {}
 
@@ -49,12 +49,12 @@ def test_only_floating_point_is_converted() -> None:
     assert dict(plan.dtypes) == {"a.w": "bfloat16", "b.w": "int64", "c.w": "float8_e4m3fn"}
 
 
-def test_a_checkpoint_without_tensors_is_an_error() -> None:
-    with pytest.raises(CheckpointError, match="holds no tensors"):
+def test_checkpoint_without_tensors_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="FSDP-E451"):
         plan_merge(StoredModel(Path("run"), "dcp", {}), [], dtype=None, max_shard_size=GB)
 
 
-def test_an_output_layer_of_the_embeddings_shape_may_be_tied() -> None:
+def test_output_layer_of_embedding_shape_may_be_tied() -> None:
     index = index_of(
         embed__weight=("float32", (4, 2), 0),
         other__weight=("float32", (2, 4), 32),
@@ -64,7 +64,7 @@ def test_an_output_layer_of_the_embeddings_shape_may_be_tied() -> None:
     assert likely_ties(index) == [("embed.weight", "lm_head.weight")]
 
 
-def test_adapters_are_one_file_of_pefts_name() -> None:
+def test_adapter_is_one_file_with_the_name_of_peft() -> None:
     name = "base_model__model__q_proj__lora_A__weight"
     index = index_of(**{name: ("float32", (100,), 0), name.replace("A", "B"): ("float32", (100,), 400)})
     plan = plan_merge(index, [], dtype=None, max_shard_size=1)
@@ -72,6 +72,6 @@ def test_adapters_are_one_file_of_pefts_name() -> None:
     assert [file.name for file in plan.files] == ["adapter_model.safetensors"]
 
 
-def test_a_whole_model_under_an_adapter_is_no_adapter() -> None:
+def test_model_with_adapter_is_not_an_adapter() -> None:
     assert not is_adapter(["base_model.model.q_proj.base_layer.weight", "base_model.model.q_proj.lora_A.weight"])
     assert not is_adapter(["model.norm.weight"])

@@ -1,4 +1,4 @@
-"""The zips of torch.save by their headers."""
+"""The zips of torch.save: records are found by their headers, and damaged zips are refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "a.bin"
 
 
-def test_equal_headers_are_recognized_and_others_told_apart(tmp_path: Path) -> None:
+def test_equal_headers_are_parsed_once(tmp_path: Path) -> None:
     tensors = [torch.full((3, 4), 1.0), torch.full((3, 4), 2.0), torch.full((4, 3), 3.0), torch.tensor(4)]
     path = tmp_path / "row.distcp"
     starts = []
@@ -56,7 +56,7 @@ def test_equal_headers_are_recognized_and_others_told_apart(tmp_path: Path) -> N
             assert raw == expected.numpy().tobytes()
 
 
-def test_records_beyond_4_gib_are_found_by_their_wide_fields(tmp_path: Path) -> None:
+def test_records_beyond_4_gib_are_found(tmp_path: Path) -> None:
     path = tmp_path / "large.bin"
     size = (1 << 32) + 8
     with zipfile.ZipFile(path, "w") as made:
@@ -76,28 +76,28 @@ def test_records_beyond_4_gib_are_found_by_their_wide_fields(tmp_path: Path) -> 
         assert zipped.offset("data/1") > 1 << 32
 
 
-def test_a_truncated_file_is_refused(saved: Path) -> None:
+def test_truncated_file_is_refused(saved: Path) -> None:
     data = saved.read_bytes()
     for length in (0, 1, 21, 100, len(data) // 2, len(data) - 1):
         saved.write_bytes(data[:length])
-        with pytest.raises(CheckpointError, match=r"a\.bin: (truncated|damaged|written)"):
+        with pytest.raises(CheckpointError, match=r"a\.bin: .*FSDP-E453"):
             read(saved)
 
 
-def test_a_compressed_zip_is_refused(tmp_path: Path) -> None:
+def test_compressed_zip_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "a.bin", "w", zipfile.ZIP_DEFLATED) as made:
         made.writestr("a/data.pkl", b"." * 1000)
-    with pytest.raises(CheckpointError, match=r"record 'data\.pkl' is not stored as it is"):
+    with pytest.raises(CheckpointError, match=r"record 'data\.pkl' .*FSDP-E453"):
         read(tmp_path / "a.bin")
 
 
-def test_the_format_without_a_zip_is_named(tmp_path: Path) -> None:
+def test_legacy_format_without_zip_is_refused(tmp_path: Path) -> None:
     torch.save(torch.zeros(2), tmp_path / "a.bin", _use_new_zipfile_serialization=False)
-    with pytest.raises(CheckpointError, match=r"before 1\.6, without a zip\. Load it with torch and save it again"):
+    with pytest.raises(CheckpointError, match="FSDP-E460"):
         read(tmp_path / "a.bin")
 
 
-def test_big_endian_numbers_are_refused(saved: Path) -> None:
+def test_big_endian_file_is_refused(saved: Path) -> None:
     saved.write_bytes(saved.read_bytes().replace(b"little", b"bigbig"))
-    with pytest.raises(CheckpointError, match="big-endian"):
+    with pytest.raises(CheckpointError, match="FSDP-E460"):
         read(saved)

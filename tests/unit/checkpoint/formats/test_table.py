@@ -1,4 +1,4 @@
-"""The index as a whole: what is looked for, speed, and files with any byte wrong."""
+"""The table of formats: search order, speed, and files with wrong bytes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
+from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer, stored_state_dict_type
 from hf_fsdp_plugin.plan import names
 from hf_fsdp_plugin.problems import CheckpointError
 
 
-def test_a_folder_that_is_no_checkpoint_is_told_what_was_looked_for(tmp_path: Path) -> None:
+def test_folder_without_model_reports_searched_names(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError) as raised:
         read_stored_model(tmp_path, 1)
@@ -27,19 +27,19 @@ def test_a_folder_that_is_no_checkpoint_is_told_what_was_looked_for(tmp_path: Pa
         "pytorch_model_fsdp_1.bin", "pytorch_model_fsdp_1_rank*.bin",
     ):  # fmt: skip
         assert sought in str(raised.value)
-    assert len(raised.value.problems) == 1
+    assert [problem.code for problem in raised.value.problems] == ["FSDP-E451"]
     assert read_stored_optimizer(tmp_path) is None
 
 
-def test_a_path_that_is_no_folder_is_told_so(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="there is no such folder"):
+def test_path_that_is_not_a_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"absent: .*FSDP-E450"):
         read_stored_model(tmp_path / "absent")
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(CheckpointError, match=rf"a file, .* Name its folder, {tmp_path}\."):
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}\. \[FSDP-E450\]"):
         read_stored_optimizer(tmp_path / "model.safetensors")
 
 
-def test_the_formats_are_preferred_in_their_order(tmp_path: Path) -> None:
+def test_formats_are_searched_in_table_order(tmp_path: Path) -> None:
     weights = {"a": torch.zeros(2)}
     torch.save(weights, tmp_path / "pytorch_model_fsdp_0_rank0.bin")
     assert read_stored_model(tmp_path).format == "per_rank"
@@ -49,16 +49,30 @@ def test_the_formats_are_preferred_in_their_order(tmp_path: Path) -> None:
     assert read_stored_model(tmp_path).format == "full"
     dcp.save({"model": weights}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
     assert read_stored_model(tmp_path).format == "dcp"
+    assert stored_state_dict_type(tmp_path) == "sharded"
 
 
-def test_names_are_cleaned_of_the_same_wrappers_as_a_models() -> None:
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ("pytorch_model_fsdp_local/0_rank3.safetensors", "local"), ("model.safetensors.index.json", "full"),
+        ("pytorch_model_fsdp.bin", "full"), ("pytorch_model_fsdp_0_rank0.bin", "sharded"), ("optimizer.bin", None),
+    ],
+)  # fmt: skip
+def test_state_dict_type_follows_from_file_names(tmp_path: Path, file: str, expected: str | None) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    assert stored_state_dict_type(tmp_path) == expected
+
+
+def test_wrapper_attributes_are_removed_from_names() -> None:
     written = {"_orig_mod.a._fsdp_wrapped_module.b": "a.b", "a._checkpoint_wrapped_module.weight": "a.weight"}
     for name, clean in {**written, "model.a": "model.a"}.items():
         assert names.canonical_name(name) == clean
 
 
 def write_all(folder: Path) -> list[Path]:
-    """The smallest checkpoints of each format that is read from bytes; returns the files."""
+    """Write a small checkpoint of each format. Returns the files."""
     weights = {f"layer{i}.weight": torch.arange(6.0).reshape(2, 3) for i in range(3)}
     for form in ("dcp", "bin", "full"):
         (folder / form).mkdir()
@@ -69,7 +83,7 @@ def write_all(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_wrong_bytes_anywhere_are_read_or_refused_and_never_crash(tmp_path: Path, seed: int) -> None:
+def test_wrong_bytes_never_crash_the_readers(tmp_path: Path, seed: int) -> None:
     files = write_all(tmp_path)
     draw = random.Random(seed)
     for _ in range(250):
@@ -90,7 +104,7 @@ def test_wrong_bytes_anywhere_are_read_or_refused_and_never_crash(tmp_path: Path
         path.write_bytes(whole)
 
 
-def test_1800_pieces_are_found_in_less_than_half_a_second(tmp_path: Path) -> None:
+def test_1800_pieces_are_read_in_half_a_second(tmp_path: Path) -> None:
     weights = {f"layers.{i}.weight": torch.zeros(2, i % 3 + 1) for i in range(1800)}
     dcp.save({"model": weights}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
     taken = []
@@ -102,7 +116,7 @@ def test_1800_pieces_are_found_in_less_than_half_a_second(tmp_path: Path) -> Non
     assert min(taken) < 0.5
 
 
-def test_reading_an_index_loads_no_heavy_library(tmp_path: Path) -> None:
+def test_readers_import_no_heavy_library(tmp_path: Path) -> None:
     write_all(tmp_path)
     program = (
         "import sys; from pathlib import Path; from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model\n"

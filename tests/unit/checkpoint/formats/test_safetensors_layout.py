@@ -1,4 +1,4 @@
-"""The layout of safetensors files, held against the official reader."""
+"""The layout of safetensors files, compared with the safetensors library."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from hf_fsdp_plugin.checkpoint.formats.element_types import SAFETENSORS_NAMES, dtype_size
 from hf_fsdp_plugin.checkpoint.formats.safetensors_layout import (
-    DTYPES,
     SafetensorsFile,
     index_text,
     num_bytes,
@@ -21,15 +21,15 @@ GB = 10**9
 
 
 def write(folder: Path, file: SafetensorsFile) -> Path:
-    """The file with every byte of its tensors 0."""
+    """Write the file with tensors of zeros."""
     path = folder / file.name
     path.write_bytes(file.header + bytes(file.size - len(file.header)))
     return path
 
 
-def test_the_official_reader_finds_every_dtype_and_shape(tmp_path: Path) -> None:
-    shapes = [(3, 5), (), (0, 4), (7,)]
-    tensors = [(f"{dtype}.{rank}", dtype, shape) for dtype in reversed(DTYPES) for rank, shape in enumerate(shapes)]
+def test_safetensors_reads_every_dtype_and_shape(tmp_path: Path) -> None:
+    names, shapes = reversed(SAFETENSORS_NAMES), [(3, 5), (), (0, 4), (7,)]
+    tensors = [(f"{dtype}.{rank}", dtype, shape) for dtype in names for rank, shape in enumerate(shapes)]
     (file,) = plan_files(tensors, GB)
     with safe_open(write(tmp_path, file), "pt") as opened:
         assert opened.metadata() == {"format": "pt"}
@@ -39,23 +39,23 @@ def test_the_official_reader_finds_every_dtype_and_shape(tmp_path: Path) -> None
             assert (str(tensor.dtype), tuple(tensor.shape)) == (f"torch.{dtype}", shape)
 
 
-def test_the_data_begin_at_a_page_and_every_tensor_at_a_multiple_of_its_element() -> None:
+def test_data_and_tensors_are_aligned() -> None:
     tensors = [("a", "uint8", (3,)), ("b", "float64", (1,)), ("c", "bfloat16", (5,)), ("d", "float32", (3,))]
     (file,) = plan_files(tensors, GB)
     assert len(file.header) % 4096 == 0
     assert list(file.offsets) == ["b", "d", "c", "a"]
-    assert all(file.offsets[name] % DTYPES[dtype][1] == 0 for name, dtype, _ in tensors)
+    assert all(file.offsets[name] % dtype_size(dtype) == 0 for name, dtype, _ in tensors)
     assert file.size == len(file.header) + 8 + 12 + 10 + 3
 
 
-def test_offsets_are_those_of_the_header() -> None:
+def test_offsets_match_the_header() -> None:
     (file,) = plan_files([("a", "float32", (2, 2)), ("ä", "float32", (3,))], GB)
     header = json.loads(file.header[8:])
     assert int.from_bytes(file.header[:8], "little") == len(file.header) - 8
     assert {name: len(file.header) + header[name]["data_offsets"][0] for name in file.offsets} == file.offsets
 
 
-def test_shards_follow_the_order_and_a_large_tensor_has_its_own() -> None:
+def test_large_tensor_has_its_own_shard() -> None:
     tensors = [("a", "float32", (10,)), ("big", "float32", (100,)), ("b", "float32", (10,)), ("c", "float32", (6,))]
     files = plan_files(tensors, 80)
     assert [list(file.offsets) for file in files] == [["a", "b"], ["c"], ["big"]]
@@ -66,14 +66,15 @@ def test_shards_follow_the_order_and_a_large_tensor_has_its_own() -> None:
 
 
 @pytest.mark.parametrize("tensors", [[], [("a", "float32", (20,))]])
-def test_what_fits_one_file_has_no_index(tensors: list[tuple[str, str, tuple[int, ...]]]) -> None:
+def test_single_file_has_no_index(tensors: list[tuple[str, str, tuple[int, ...]]]) -> None:
     files = plan_files(tensors, 80, stem="adapter_model")
     assert [file.name for file in files] == ["adapter_model.safetensors"]
     assert index_text(files) is None
 
 
-def test_all_problems_come_at_once() -> None:
+def test_all_invalid_tensors_are_reported() -> None:
     tensors = [("a", "quint8", (1,)), ("b", "int8", (1,)), ("b", "int8", (1,)), ("__metadata__", "int8", (1,))]
-    with pytest.raises(CheckpointError, match="quint8, which safetensors files cannot hold") as caught:
+    with pytest.raises(CheckpointError, match=r"quint8.*FSDP-E466") as caught:
         plan_files(tensors, GB)
-    assert [problem.message.split("'")[1] for problem in caught.value.problems] == ["a", "b", "__metadata__"]
+    found = [(problem.code, problem.message.split("'")[1]) for problem in caught.value.problems]
+    assert found == [("FSDP-E466", "a"), ("FSDP-E467", "b"), ("FSDP-E467", "__metadata__")]

@@ -10,16 +10,16 @@ from hf_fsdp_plugin.checkpoint.formats.element_types import SIZES, dtype_size, n
 
 
 @pytest.mark.parametrize("name", sorted(SIZES))
-def test_a_type_has_torchs_size(name: str) -> None:
+def test_type_has_the_size_of_torch(name: str) -> None:
     assert dtype_size(name) == getattr(torch, name).itemsize == numpy_dtype(name).itemsize
 
 
-def test_types_that_numpy_lacks_are_raw_integers() -> None:
+def test_types_without_numpy_type_are_raw_integers() -> None:
     assert numpy_dtype("bfloat16") == np.dtype("<u2")
     assert numpy_dtype("float8_e4m3fn") == np.dtype("u1")
     assert numpy_dtype("float32") == np.dtype("<f4")
 
 
-def test_an_unknown_type_is_refused() -> None:
+def test_unknown_type_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown element type 'float31'"):
         numpy_dtype("float31")

@@ -1,4 +1,4 @@
-"""A checkpoint that cannot be used is told from one that can, with the reason, and the newest good one is found."""
+"""Incomplete checkpoints are recognised with the reason, and the newest complete one is found."""
 
 import json
 import shutil
@@ -11,6 +11,7 @@ import torch
 from hf_fsdp_plugin.checkpoint.checking.completeness import (
     SAVING,
     checkpoint_of,
+    completeness_problems,
     newest_complete,
     numbered,
     own_files,
@@ -18,6 +19,10 @@ from hf_fsdp_plugin.checkpoint.checking.completeness import (
 )
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.checkpoint.writing import staging
+
+
+def codes(folder: Path) -> list[str]:
+    return [problem.code for problem in completeness_problems(folder)]
 
 
 @pytest.fixture
@@ -35,62 +40,63 @@ def stock(tmp_path, stock_once) -> Path:
     return Path(shutil.copytree(stock_once, tmp_path / "checkpoint-7"))
 
 
-def test_whole_checkpoints_are_complete(local, stock):
+def test_complete_checkpoints_have_no_reason(local, stock):
     assert why_incomplete(local) is None
     assert why_incomplete(stock) is None
 
 
-def test_a_hugging_face_folder_is_complete(tmp_path):
+def test_hugging_face_folder_is_complete(tmp_path):
     saved.tiny_llama().save_pretrained(tmp_path)
     assert why_incomplete(tmp_path) is None
 
 
 @pytest.mark.parametrize("file", ["trainer_state.json", "pytorch_model_fsdp_local/0_rank1.safetensors"])
-def test_a_missing_file_of_the_manifest_is_named(local, file):
+def test_missing_file_of_the_manifest_is_reported(local, file):
     (local / file).unlink()
-    assert (why_incomplete(local) or "").startswith(f"{file}: is missing")
+    assert codes(local) == ["FSDP-E457"] and (why_incomplete(local) or "").startswith(f"{file}: ")
 
 
-def test_a_file_of_another_size_is_named_with_both_sizes(local):
+def test_file_of_other_size_is_reported_with_both_sizes(local):
     (local / "trainer_state.json").write_text("{}")
+    assert codes(local) == ["FSDP-E470"]
     assert why_incomplete(local) == "trainer_state.json: has 2 bytes; 19 were saved."
 
 
 def test_several_problems_are_counted(local):
     shutil.rmtree(local / "optimizer_local")
-    assert (why_incomplete(local) or "").endswith("(1 more problems)")
+    assert codes(local) == ["FSDP-E457"] * 2 and (why_incomplete(local) or "").endswith("(and 1 more problem)")
 
 
-def test_a_damaged_manifest_is_no_manifest(local):
+def test_damaged_manifest_is_reported(local):
     saved.flip(local / MANIFEST_NAME, 100)
-    assert (why_incomplete(local) or "").startswith(f"{MANIFEST_NAME}: is ")
+    assert codes(local) == ["FSDP-E463"] and (why_incomplete(local) or "").startswith(f"{MANIFEST_NAME}: ")
 
 
-def test_ours_without_a_manifest_was_not_finished(local):
+def test_local_format_without_manifest_is_unfinished(local):
     (local / MANIFEST_NAME).unlink()
-    assert "no fsdp_manifest.json: the save was not finished" in (why_incomplete(local) or "")
+    assert codes(local) == ["FSDP-E452"] * 2 and MANIFEST_NAME in (why_incomplete(local) or "")
 
 
-def test_a_folder_in_which_a_checkpoint_comes_to_be_is_not_complete(tmp_path, stock_once):
+def test_staging_folder_is_incomplete(tmp_path, stock_once):
     assert SAVING == staging.SAVING
     folder = staging.Staging(tmp_path / "checkpoint-9").folder
     shutil.copytree(stock_once, folder)
     for path in (folder, folder.parent):
-        assert "is being written, or is what is left of a save that was cut off" in (why_incomplete(path) or "")
+        assert codes(path) == ["FSDP-E452"]
 
 
 @pytest.mark.parametrize(
-    ("file", "reason"),
+    ("file", "code", "reason"),
     [
-        ("trainer_state.json", "has no trainer_state.json: the save was not finished."),
-        ("pytorch_model_fsdp_0/.metadata", "it has no .metadata"),
-        ("pytorch_model_fsdp_0/__0_0.distcp", "__0_0.distcp"),
-        ("optimizer_0/__0_0.distcp", "__0_0.distcp"),
+        ("trainer_state.json", "FSDP-E452", "trainer_state.json"),
+        ("pytorch_model_fsdp_0/.metadata", "FSDP-E452", ".metadata"),
+        ("pytorch_model_fsdp_0/__0_0.distcp", "FSDP-E457", "__0_0.distcp"),
+        ("optimizer_0/__0_0.distcp", "FSDP-E457", "__0_0.distcp"),
     ],
 )
-def test_a_stock_checkpoint_without_a_file_it_needs_is_not_complete(stock, file, reason):
+def test_stock_checkpoint_without_required_file(stock, file, code, reason):
     (stock / file).unlink()
-    assert reason in (why_incomplete(stock) or "")
+    assert codes(stock) == [code] and reason in (why_incomplete(stock) or "")
 
 
 @pytest.mark.parametrize(
@@ -106,33 +112,33 @@ def test_a_stock_checkpoint_without_a_file_it_needs_is_not_complete(stock, file,
     ],
 )
 @pytest.mark.parametrize("keep", [0.0, 0.5, 0.9])
-def test_a_stock_checkpoint_with_a_file_cut_short_is_not_complete(stock, file, keep):
+def test_stock_checkpoint_with_truncated_file(stock, file, keep):
     path = stock / file
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
-    assert file.rpartition("/")[2] in (why_incomplete(stock) or "")
+    assert codes(stock) == ["FSDP-E453"] and file.rpartition("/")[2] in (why_incomplete(stock) or "")
 
 
-def test_an_archive_whose_end_is_garbled_is_not_complete(stock):
+def test_archive_with_damaged_end_is_reported(stock):
     path = stock / "rng_state_1.pth"
     saved.flip(path, path.stat().st_size - 22)  # the signature of the end's record
-    assert "rng_state_1.pth: the bytes before" in (why_incomplete(stock) or "")
+    assert codes(stock) == ["FSDP-E453"] and (why_incomplete(stock) or "").startswith("rng_state_1.pth: ")
 
 
-def test_a_checkpoint_without_an_optimizer_may_be_complete(stock):
+def test_checkpoint_without_optimizer_is_complete(stock):
     shutil.rmtree(stock / "optimizer_0")
     assert why_incomplete(stock) is None
 
 
-def test_accelerate_s_checkpoint_ends_with_the_state_of_its_rng(tmp_path, stock_once):
+def test_accelerate_checkpoint_ends_with_random_state(tmp_path, stock_once):
     folder = Path(shutil.copytree(stock_once, tmp_path / "checkpoint_3"))
     (folder / "trainer_state.json").unlink()
-    assert why_incomplete(folder) == "has no random_states_0.pkl: the save was not finished."
+    assert codes(folder) == ["FSDP-E452"] and "random_states_0.pkl" in (why_incomplete(folder) or "")
     torch.save({"random": 1}, folder / "random_states_0.pkl")
     assert why_incomplete(folder) is None
 
 
 @pytest.mark.parametrize("made", ["empty", "nowhere", "file", "other"])
-def test_what_is_no_checkpoint_is_not_complete(tmp_path, made):
+def test_other_folders_are_incomplete(tmp_path, made):
     folder = tmp_path / made
     if made == "file":
         folder.write_text("x")
@@ -143,7 +149,7 @@ def test_what_is_no_checkpoint_is_not_complete(tmp_path, made):
     assert why_incomplete(folder)
 
 
-def test_the_newest_complete_checkpoint_is_found_and_the_others_are_named(tmp_path):
+def test_newest_complete_checkpoint_is_found(tmp_path):
     run = tmp_path / "run"
     for number in (9, 10, 100, 101):
         saved.local_checkpoint(run / f"checkpoint-{number}")
@@ -151,27 +157,27 @@ def test_the_newest_complete_checkpoint_is_found_and_the_others_are_named(tmp_pa
     (run / "checkpoint-101" / "trainer_state.json").unlink()
     (run / "checkpoint-200").touch()
     (run / "checkpoint-best").mkdir()
-    found, passed_over = newest_complete(run)
+    found, skipped = newest_complete(run)
     assert found == run / "checkpoint-10"
-    assert [path.name for path, _ in passed_over] == ["checkpoint-101", "checkpoint-100"]
-    assert "trainer_state.json: is missing" in passed_over[0][1] and "was not finished" in passed_over[1][1]
+    assert [path.name for path, _ in skipped] == ["checkpoint-101", "checkpoint-100"]
+    assert "trainer_state.json" in skipped[0][1] and MANIFEST_NAME in skipped[1][1]
 
 
-def test_a_run_without_a_complete_checkpoint_has_none(tmp_path):
+def test_run_without_complete_checkpoint(tmp_path):
     (tmp_path / "checkpoint-1").mkdir()
-    found, passed_over = newest_complete(tmp_path)
-    assert found is None and [path.name for path, _ in passed_over] == ["checkpoint-1"]
+    found, skipped = newest_complete(tmp_path)
+    assert found is None and [path.name for path, _ in skipped] == ["checkpoint-1"]
     assert newest_complete(tmp_path / "nowhere") == (None, [])
 
 
-def test_accelerate_s_checkpoints_have_their_own_prefix(tmp_path):
+def test_checkpoints_are_found_by_prefix(tmp_path):
     saved.local_checkpoint(tmp_path / "checkpoint_2")
     saved.local_checkpoint(tmp_path / "checkpoint-1")
     assert newest_complete(tmp_path, "checkpoint_")[0] == tmp_path / "checkpoint_2"
     assert [path.name for path in numbered(tmp_path, "checkpoint-")] == ["checkpoint-1"]
 
 
-def test_a_part_belongs_to_the_checkpoint_around_it(local, stock, tmp_path):
+def test_part_belongs_to_the_checkpoint_around_it(local, stock, tmp_path):
     assert checkpoint_of(local / "optimizer_local") == local
     assert checkpoint_of(stock / "pytorch_model_fsdp_0") == stock
     assert checkpoint_of(stock) == stock
@@ -179,7 +185,7 @@ def test_a_part_belongs_to_the_checkpoint_around_it(local, stock, tmp_path):
     assert checkpoint_of(alone) == alone
 
 
-def test_checkpoints_within_a_folder_are_not_its_own_files(local, tmp_path):
+def test_inner_checkpoints_are_not_own_files(local, tmp_path):
     (tmp_path / ".checkpoint-30.saving").mkdir()
     (tmp_path / ".checkpoint-30.saving" / "a").touch()
     (tmp_path / "config.json").write_text(json.dumps({}))

@@ -1,4 +1,4 @@
-"""The box of a rank's part of a DTensor, against torch's own arithmetic."""
+"""The boxes of a rank's part of a DTensor, compared with torch."""
 
 from __future__ import annotations
 
@@ -46,9 +46,7 @@ def pickled(shape: tuple[int, ...], local: tuple[int, ...], mesh: Any, coordinat
 
 
 @pytest.mark.parametrize(("shape", "mesh"), itertools.product(SHAPES, MESHES), ids=str)
-def test_the_box_is_torchs_also_where_the_ranks_do_not_divide_the_rows(
-    shape: tuple[int, ...], mesh: tuple[int, ...]
-) -> None:
+def test_box_matches_torch_for_uneven_shards(shape: tuple[int, ...], mesh: tuple[int, ...]) -> None:
     for dims in itertools.product((None, 0, 1), repeat=len(mesh)):
         theirs = [placement_types.Replicate() if dim is None else placement_types.Shard(dim) for dim in dims]
         ours = tuple(Replicate() if dim is None else split(dim) for dim in dims)
@@ -64,11 +62,11 @@ def test_the_box_is_torchs_also_where_the_ranks_do_not_divide_the_rows(
 
 
 @pytest.mark.parametrize("placement", [Partial(), StridedShard()], ids=lambda p: type(p).__name__)
-def test_placements_that_cut_no_boxes_are_refused(placement: Any) -> None:
-    with pytest.raises(ValueError, match="its placement is"):
+def test_unsupported_placements_are_refused(placement: Any) -> None:
+    with pytest.raises(ValueError, match=type(placement).__name__):
         parts_of(pickled((4, 4), (2, 4), (2,), (0,), (placement,)))
 
 
-def test_a_part_of_another_size_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"a part of shape \(3, 4\) where .* belongs"):
+def test_part_of_wrong_size_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"shape \(3, 4\)"):
         parts_of(pickled((4, 4), (3, 4), (2,), (0,), (split(0),)))

@@ -1,0 +1,201 @@
+"""Verification with a manifest: every kind of damage is found, and leads to the file and the parameter."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import saved
+
+from hf_fsdp_plugin.checkpoint.checking.verify import Verdict, verify
+from hf_fsdp_plugin.checkpoint.formats.manifest import to_text
+from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
+from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
+
+FILES = [
+    "fsdp_manifest.json",
+    "optimizer_local/0_rank0.safetensors",
+    "optimizer_local/0_rank1.safetensors",
+    "pytorch_model_fsdp_local/0_rank0.safetensors",
+    "pytorch_model_fsdp_local/0_rank1.safetensors",
+    "trainer_state.json",
+]
+
+
+@pytest.fixture
+def local(tmp_path) -> Path:
+    return saved.local_checkpoint(tmp_path / "checkpoint-20")
+
+
+def errors(verdict: Verdict) -> list[str]:
+    return [str(problem) for problem in verdict.problems if problem.severity == "error"]
+
+
+def notes(verdict: Verdict) -> list[str]:
+    return [str(problem) for problem in verdict.problems if problem.severity == "note"]
+
+
+def only_error(folder: Path, code: str, **options) -> str:
+    found = [problem for problem in verify(folder, **options).problems if problem.severity == "error"]
+    assert [problem.code for problem in found] == [code], found
+    return str(found[0])
+
+
+def test_all_bytes_of_a_checkpoint_are_verified(local):
+    verdict = verify(local)
+    assert verdict.ok and not errors(verdict)
+    sizes = [path.stat().st_size for path in local.rglob("*") if path.is_file() and path.name != MANIFEST_NAME]
+    assert (verdict.num_files, verdict.num_bytes) == (len(sizes), sum(sizes))
+
+
+def test_list_of_damaged_files_is_complete(local):
+    assert sorted(path.relative_to(local).as_posix() for path in local.rglob("*") if path.is_file()) == FILES
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("file", FILES)
+def test_flipped_byte_in_any_file_is_found(local, file, seed):
+    path = local / file
+    saved.flip(path, random.Random(seed).randrange(path.stat().st_size))
+    verdict = verify(local)
+    assert not verdict.ok and any(file in text for text in errors(verdict))
+
+
+def test_flipped_byte_names_the_parameter(local):
+    manifest = read_manifest(local)
+    assert manifest is not None
+    tried = 0
+    for record in manifest.files:
+        whole = (local / record.path).read_bytes()
+        for piece in record.ranges:
+            saved.flip(local / record.path, random.Random(piece.start).randrange(piece.start, piece.stop))
+            text = next(text for text in errors(verify(local)) if record.path in text)
+            assert f"bytes {piece.start:,} to {piece.stop:,} differ" in text and text.endswith("[FSDP-E471]")
+            assert (f"contain {piece.name}." if piece.name else "contain no tensor.") in text
+            (local / record.path).write_bytes(whole)
+            tried += bool(piece.name)
+    assert tried == 8
+
+
+def test_damage_in_one_file_is_one_problem(local):
+    manifest = read_manifest(local)
+    assert manifest is not None
+    record = next(record for record in manifest.files if record.path == FILES[3])
+    for piece in record.ranges[-2:]:
+        saved.flip(local / record.path, piece.start)
+    text = only_error(local, "FSDP-E471")
+    assert "2 of 3 byte ranges" in text and "contain embed.weight, norm.weight." in text
+
+
+@pytest.mark.parametrize("file", FILES[1:])
+def test_truncated_file_is_found(local, file):
+    path = local / file
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:-1])
+    text = only_error(local, "FSDP-E470")
+    assert f"{file}: has {size - 1:,} bytes; {size:,} were saved" in text
+    assert ("norm.weight" in text) == file.endswith("safetensors")
+
+
+def test_extended_file_is_found(local):
+    with (local / FILES[5]).open("ab") as file:
+        file.write(b"\n")
+    assert "trainer_state.json: has 20 bytes; 19 were saved" in only_error(local, "FSDP-E470")
+
+
+def test_swapped_files_are_recognised(local):
+    first, second = (local / "optimizer_local" / f"0_rank{rank}.safetensors" for rank in range(2))
+    first.rename(local / "other")
+    second.rename(first)
+    (local / "other").rename(second)
+    found = errors(verify(local))
+    assert len(found) == 2
+    assert "contents of optimizer_local/0_rank1.safetensors." in found[0]
+    assert "contents of optimizer_local/0_rank0.safetensors." in found[1]
+
+
+@pytest.mark.parametrize("file", FILES[1:])
+def test_missing_file_is_found_with_its_tensors(local, file):
+    (local / file).unlink()
+    text = only_error(local, "FSDP-E457")
+    assert f"{file}: " in text
+    assert ("embed.weight, norm.weight." in text) == file.endswith("safetensors")
+
+
+def test_folder_in_place_of_a_file_is_a_missing_file(local):
+    (local / FILES[5]).unlink()
+    (local / FILES[5]).mkdir()
+    assert "trainer_state.json: " in only_error(local, "FSDP-E457")
+
+
+def test_extra_files_are_noted(local):
+    (local / "notes").mkdir()
+    (local / "notes" / "a.txt").write_text("mine")
+    (local / "extra.bin").write_bytes(b"x")
+    verdict = verify(local)
+    assert verdict.ok
+    assert any("extra.bin, notes." in text and text.endswith("[FSDP-N473]") for text in notes(verdict))
+
+
+def test_later_manifest_version_is_reported(local):
+    path = local / MANIFEST_NAME
+    path.write_text(path.read_text().replace('"version": 1', '"version": 2', 1))
+    assert "version 2;" in only_error(local, "FSDP-E465")
+
+
+@pytest.mark.parametrize("path", ["../outside", "/etc/hostname"])
+def test_file_outside_the_checkpoint_is_not_read(local, path):
+    manifest = read_manifest(local)
+    assert manifest is not None
+    files = (replace(manifest.files[0], path=path), *manifest.files[1:])
+    (local / MANIFEST_NAME).write_text(to_text(replace(manifest, files=files)))
+    assert f'"{path}"' in only_error(local, "FSDP-E456")
+
+
+def test_link_in_place_of_a_file_is_not_followed(local, tmp_path):
+    (local / FILES[5]).rename(tmp_path / "state")
+    (local / FILES[5]).symlink_to(tmp_path / "state")
+    assert "trainer_state.json: " in only_error(local, "FSDP-E456")
+
+
+def test_manifest_that_is_not_json_is_reported(local):
+    (local / MANIFEST_NAME).write_text("not JSON")
+    assert "fsdp_manifest.json: " in only_error(local, "FSDP-E463")
+
+
+def test_unfinished_save_is_reported(local):
+    (local / MANIFEST_NAME).unlink()
+    found = errors(verify(local))
+    assert len(found) == 2
+    assert all(MANIFEST_NAME in text and text.endswith("[FSDP-E452]") for text in found)
+
+
+def test_manifest_of_other_parameters_is_reported(local):
+    manifest = read_manifest(local)
+    assert manifest is not None
+    parameters = {"embed.weight": ("bfloat16", (4, 2)), "norm.weight": ("float32", (3,)), "more": ("float32", (1,))}
+    (local / MANIFEST_NAME).write_text(to_text(replace(manifest, parameters=parameters, ties=())))
+    found = {problem.code: problem.message for problem in verify(local).problems}
+    assert "1 of the 3 parameters" in found["FSDP-E477"] and ": more." in found["FSDP-E477"]
+    assert ": head.weight." in found["FSDP-E478"]
+    assert "embed.weight (float32 4×2, in the manifest bfloat16 4×2)" in found["FSDP-E479"]
+    assert "norm.weight (float32 2, in the manifest float32 3)" in found["FSDP-E479"]
+    assert "exp_avg of norm.weight (2, the parameter 3)" in found["FSDP-E479"]
+
+
+def test_tensor_with_missing_elements_is_reported(local):
+    path = local / FILES[3]
+    data = path.read_bytes()
+    moved = data.replace(rb"\"offsets\": [0, 0]", rb"\"offsets\": [2, 0]")
+    assert moved != data
+    path.write_bytes(moved)
+    manifest = read_manifest(local)
+    assert manifest is not None
+    saved.write_manifest(local, parameters=manifest.parameters, ties=manifest.ties)
+    assert "4 elements of 1 tensor are in none of the files: embed.weight." in only_error(local, "FSDP-E458")
+
+
+def test_part_leads_to_its_checkpoint(local):
+    saved.flip(local / FILES[5], 3)
+    verdict = verify(local / "pytorch_model_fsdp_local")
+    assert verdict.checkpoint == local and "trainer_state.json" in errors(verdict)[0]

@@ -1,0 +1,145 @@
+"""A merge writes the model of a checkpoint, and changes nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import saved
+from merge_inputs import CONFIG, TENSORS, assert_same, codes, messages, read, save, tree
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from hf_fsdp_plugin.checkpoint.merging import copy_tensors
+from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
+from hf_fsdp_plugin.checkpoint.merging.staging import staging_path
+from hf_fsdp_plugin.problems import CheckpointError
+
+
+def test_files_of_all_ranks_become_one_file(checkpoint: Path, out: Path) -> None:
+    merged = merge(checkpoint, out, MergeOptions())
+    assert_same(read(out))
+    assert merged.compared_with == "manifest"
+    assert sorted(path.name for path in out.parent.iterdir()) == ["merged", "run"]
+
+
+def test_shards_have_an_index(checkpoint: Path, out: Path) -> None:
+    merged = merge(checkpoint, out, MergeOptions(max_shard_size=250))
+    assert_same(read(out))
+    assert len(merged.files) == 3
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == TENSORS.keys()
+    for name, file in index["weight_map"].items():
+        with safe_open(out / file, "np") as opened:
+            assert name in opened.keys()  # noqa: SIM118 (not a mapping)
+
+
+def test_stock_shards_load_in_transformers(tmp_path: Path, out: Path) -> None:
+    """Without a manifest, names and shapes are compared with the config's model."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config)
+    stock = tmp_path / "run" / "checkpoint-1"
+    # Accelerate stores tied weights twice.
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    dcp.save({"model": state}, checkpoint_id=stock / "pytorch_model_fsdp_0", no_dist=True)
+    (stock / "trainer_state.json").write_text("{}")
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.save_pretrained(stock.parent)
+
+    merged = merge(stock, out, MergeOptions(verify=True))
+    assert (merged.compared_with, merged.verified) == ("model", True)
+    assert merged.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert codes(merged) == ["FSDP-N490", "FSDP-N491"] and f"from {stock.parent}." in messages(merged)
+    loaded = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+
+    # Another architecture is refused, and nothing is changed.
+    LlamaConfig(**{**config.to_dict(), "num_hidden_layers": 3}).save_pretrained(tmp_path / "other")
+    before = tree(tmp_path)
+    with pytest.raises(CheckpointError, match=r"9 of the 30 parameters of the LlamaForCausalLM.*FSDP-E477"):
+        merge(stock, tmp_path / "new", MergeOptions(config=tmp_path / "other"))
+    assert tree(tmp_path) == before
+    assert not staging_path(tmp_path / "new").exists()
+
+
+def test_tied_names_of_the_manifest_are_written_once(tmp_path: Path, out: Path) -> None:
+    tensors = {name: whole for name, whole in TENSORS.items() if name != "lm_head.weight"}
+    folder = save(tmp_path / "ck", tensors, ties=[("model.embed_tokens.weight", "lm_head.weight")])
+    merged = merge(folder, out, MergeOptions())
+    assert_same(read(out), tensors)
+    assert "FSDP-N491" in codes(merged)
+    assert "'lm_head.weight' (tied to 'model.embed_tokens.weight')" in messages(merged)
+
+
+def test_different_copies_of_tied_weights_are_kept(tmp_path: Path, out: Path) -> None:
+    (tmp_path / "ck").mkdir()
+    save_file(TENSORS, tmp_path / "ck" / "model.safetensors")
+    (tmp_path / "ck" / "config.json").write_text('{"model_type": "no such", "tie_word_embeddings": true}')
+    merged = merge(tmp_path / "ck", out, MergeOptions())
+    assert_same(read(out))
+    assert "FSDP-N475" in codes(merged)
+
+
+def test_dtype_is_converted_and_set_in_the_config(checkpoint: Path, out: Path) -> None:
+    (checkpoint / "config.json").write_text(json.dumps(CONFIG))
+    merge(checkpoint, out, MergeOptions(dtype="bfloat16", verify=True))
+    with safe_open(out / "model.safetensors", "np") as opened:
+        dtypes = {name: opened.get_slice(name).get_dtype() for name in TENSORS}
+    assert dtypes == {**dict.fromkeys(TENSORS, "BF16"), "model.steps": "I64"}
+    config = json.loads((out / "config.json").read_text())
+    assert (config["dtype"], config["text_config"]["torch_dtype"]) == ("bfloat16", "bfloat16")
+
+
+def test_overflow_is_reported_with_the_parameter(checkpoint: Path, out: Path) -> None:
+    merged = merge(checkpoint, out, MergeOptions(dtype="float16"))
+    count = int((numpy.abs(TENSORS["lm_head.weight"]) >= 65520).sum())
+    (warning,) = [problem.message for problem in merged.problems if problem.code == "FSDP-W494"]
+    assert "float16" in warning and f": {count} of 'lm_head.weight'." in warning
+
+
+def test_adapter_keeps_its_names(tmp_path: Path, out: Path) -> None:
+    adapter = {f"base_model.model.q_proj.lora_{part}.weight": numpy.ones((2, 3), "<f4") for part in "AB"}
+    folder = save(tmp_path / "ck", adapter)
+    (folder / "adapter_config.json").write_text("{}")
+    base = {"base_model.model.q_proj.base_layer.weight": ("float32", (3, 3))}  # not in the checkpoint
+    saved.write_manifest(
+        folder, parameters={**base, **{name: ("float32", whole.shape) for name, whole in adapter.items()}}
+    )
+    merged = merge(folder, out, MergeOptions(max_shard_size=1))
+    assert merged.files == ["adapter_model.safetensors"]
+    assert codes(merged) == ["FSDP-N492"]
+    assert_same(read(out), adapter)
+
+
+def test_reads_are_at_most_one_buffer(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = {"weight": numpy.arange(90 * 101, dtype="<f4").reshape(90, 101)}
+    folder = save(tmp_path / "ck", large)
+    sizes = []
+    read_run = copy_tensors.read_run
+
+    def watched(files: Any, tensor: Any, start: int, stop: int, target: memoryview) -> None:
+        sizes.append(len(target))
+        read_run(files, tensor, start, stop, target)
+
+    monkeypatch.setattr("hf_fsdp_plugin.checkpoint.merging.file_writer.BUFFER", 8192)
+    monkeypatch.setattr(copy_tensors, "read_run", watched)
+    merge(folder, out, MergeOptions())
+    assert_same(read(out), large)
+    assert max(sizes) <= 8192
+    assert sum(sizes) == large["weight"].nbytes

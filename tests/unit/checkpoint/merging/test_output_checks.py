@@ -1,0 +1,85 @@
+"""Checks of input and output, and the deletion of the input after them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import saved
+from merge_inputs import LOCAL, TENSORS, assert_same, codes, read, tree
+from safetensors.numpy import save_file
+
+from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
+from hf_fsdp_plugin.checkpoint.merging.staging import MergeStaging, staging_path
+from hf_fsdp_plugin.problems import CheckpointError
+
+
+@pytest.mark.parametrize(
+    ("parameters", "detail"),
+    [
+        ({"model.norm.weight": ("float32", (8,))}, r"model.norm.weight .*float32 \[7\].*float32 \[8\].*FSDP-E479"),
+        ({"model.norm.weight": ("bfloat16", (7,))}, r"float32 \[7\].*bfloat16 \[7\].*FSDP-E479"),
+        ({"model.gone": ("float32", ())}, r": model.gone\..*FSDP-E477"),
+    ],
+)
+def test_model_that_differs_from_the_manifest_is_refused(
+    parameters: dict[str, Any], detail: str, checkpoint: Path, out: Path
+) -> None:
+    saved.write_manifest(checkpoint, parameters=parameters)
+    with pytest.raises(CheckpointError, match=detail):
+        merge(checkpoint, out, MergeOptions())
+
+
+def test_verify_finds_a_flipped_bit_of_the_output(checkpoint: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = MergeStaging.finish_file
+
+    def damaging(self: MergeStaging, file: Any, infinite: dict[str, int]) -> None:
+        saved.flip(self.part(file), -1)
+        finish(self, file, infinite)
+
+    monkeypatch.setattr(MergeStaging, "finish_file", damaging)
+    before = tree(checkpoint)
+    with pytest.raises(CheckpointError, match=r"model\.embed_tokens\.weight.*FSDP-E486"):
+        merge(checkpoint, out, MergeOptions(delete_input=True))
+    assert tree(checkpoint) == before
+    assert not out.exists()
+    assert not staging_path(out).exists()
+
+
+def test_verify_finds_a_flipped_bit_of_the_input(checkpoint: Path, out: Path) -> None:
+    saved.flip(checkpoint / LOCAL / "0_rank1.safetensors", -1)
+    with pytest.raises(CheckpointError, match=r"0_rank1\.safetensors: .*FSDP-E471"):
+        merge(checkpoint, out, MergeOptions(verify=True))
+    assert not out.exists()
+
+
+def test_unplanned_header_is_found(checkpoint: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = MergeStaging.finish_file
+
+    def swapping(self: MergeStaging, file: Any, infinite: dict[str, int]) -> None:
+        save_file({"other": TENSORS["lm_head.weight"]}, self.part(file))
+        finish(self, file, infinite)
+
+    monkeypatch.setattr(MergeStaging, "finish_file", swapping)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: .*5 tensors.*FSDP-E486"):
+        merge(checkpoint, out, MergeOptions())
+
+
+def test_delete_input_deletes_the_merged_files_only(checkpoint: Path, out: Path) -> None:
+    before = tree(checkpoint)
+    merged = merge(checkpoint, out, MergeOptions(delete_input=True))
+    assert (merged.verified, merged.deleted) == (True, True)
+    assert_same(read(out))
+    assert tree(checkpoint) == {name: data for name, data in before.items() if not name.startswith(LOCAL)}
+    assert not (checkpoint / LOCAL).exists()
+
+
+def test_input_is_kept_without_a_model_to_compare(tmp_path: Path, out: Path) -> None:
+    (tmp_path / "ck").mkdir()
+    save_file(TENSORS, tmp_path / "ck" / "model.safetensors")
+    before = tree(tmp_path / "ck")
+    merged = merge(tmp_path / "ck", out, MergeOptions(delete_input=True))
+    assert "FSDP-E487" in codes(merged)
+    assert tree(tmp_path / "ck") == before
+    assert_same(read(out))
