@@ -19,7 +19,7 @@ def render() -> str:
     parts = [HEAD]
     for group, installed_by in GROUPS.items():
         rows = [
-            f"\n| `{hook.target.replace(':', '.')}` | `{hook.replacement.replace(':', '.')}` | {hook.reason} "
+            f"\n| `{hook.target}` | `{hook.replacement.replace('.', '/').replace(':', '.py:')}` | {hook.reason} "
             f"| {hook.until} |"
             for hook in HOOKS
             if hook.group == group

@@ -1,5 +1,6 @@
-"""The adapters to Accelerate and the Trainer: a spec goes in where their own FSDP plugin would, a report comes out.
+"""The integrations of Accelerate and Transformers.
 
-``install`` hooks both libraries in this process; ``accelerator`` and ``FsdpTrainer`` are for those who would rather
-say what they use. All three meet in ``prepare``, where a model is planned, sharded and observed.
+``install`` replaces functions of both libraries in this process, as listed in ``hooks.py``. ``accelerator`` and
+``FsdpTrainer`` do the same for one object. All of them prepare models in ``accelerate/prepare.py``, where a model is
+planned and sharded. ``run_report.py`` writes the report at the end.
 """

@@ -105,13 +105,13 @@ HOOKS: Final[tuple[Hook, ...]] = (
         target=f"{_ACCELERATOR}.get_state_dict",
         replacement="accelerate.accelerator:get_state_dict",
         reason="FSDP1's full state dict fails on CPU ranks.",
-        until="torch fixes it.",
+        until="torch supports it.",
     ),
     Hook(
         target=f"{_ACCELERATOR}.clip_grad_norm_",
         replacement="accelerate.accelerator:clip_grad_norm_",
         reason="Accelerate chooses the algorithm by the version in the config and by whether the parameters are all "
-        "those of one model. Otherwise the norm under FSDP1 is that of one rank's shards.",
+        "those of one model. For other parameters, the norm under FSDP1 is that of one rank's shards.",
         until="Accelerate chooses by the parameters.",
     ),
     Hook(
@@ -142,10 +142,10 @@ HOOKS: Final[tuple[Hook, ...]] = (
         Hook(
             target=f"{module}:{name}",
             replacement=f"accelerate.fsdp_utils:{name}",
-            reason="The state dict type `local` is refused under FSDP2, and FSDP1's full state dict fails on CPU ranks."
-            " The function is imported by name, so it is replaced in each namespace.",
-            until="torch and Accelerate fix both.",
+            reason="The state dict type `local` is refused under FSDP2; FSDP1's full state dict fails on CPU ranks.",
+            until="torch and Accelerate support both.",
         )
+        # Both modules import the functions by name.
         for module in ("accelerate.accelerator", "transformers.trainer")
         for name in ("save_fsdp_model", "load_fsdp_model", "save_fsdp_optimizer", "load_fsdp_optimizer")
     ),

@@ -28,7 +28,7 @@ class _Patch:
         setattr(self.owner, hook.name, self.replacing)
 
     def remove(self) -> None:
-        """Restore the original. Where other code has wrapped the replacing function, it calls the original instead."""
+        """Restore the original. A replacing function that other code has wrapped calls the original from now on."""
         self.active = False
         if vars(self.owner)[self.hook.name] is self.replacing:
             setattr(self.owner, self.hook.name, self.original)

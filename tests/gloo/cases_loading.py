@@ -1,4 +1,4 @@
-"""Cases for the ranks: ``from_pretrained`` where only rank 0 reads the weights."""
+"""Functions that run on ranks: ``from_pretrained`` where only rank 0 reads the weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases for the ranks: Trainers with FSDP settings in their arguments."""
+"""Functions that run on ranks: Trainers with FSDP settings in their arguments."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_a_model_wrapped_by_hand_stays_as_it_is_and_trains_right(
 
 @pytest.mark.parametrize(("version", "use_orig"), [(1, False), (2, True)])
 def test_an_optimizer_made_before_wrapping_by_hand_is_refused(two_ranks: Ranks, version: int, use_orig: bool) -> None:
-    with pytest.raises(RankError, match=r"4 parameters of SGD .*\[FSDP-E605\]"):
+    with pytest.raises(RankError, match=r"4 parameters of SGD .*\[FSDP-E604\]"):
         two_ranks.run(train_wrapped_by_hand, "simple", config_of(version), version, "before wrapping", use_orig)
 
 

@@ -180,7 +180,7 @@ def test_install_without_fsdp_prints_one_warning(tmp_path: Path) -> None:
     done = run(tmp_path, [str(BIN / "torchrun"), "--nproc_per_node", "2", "train.py"])
     ok(done)
     printed = [line for line in done.stderr.splitlines() if line.startswith("hf-fsdp: ")]
-    assert len(printed) == 1 and "MULTI_CPU on 2 ranks" in printed[0] and "[FSDP-W603]" in printed[0]
+    assert len(printed) == 1 and "MULTI_CPU on 2 ranks" in printed[0] and "[FSDP-W602]" in printed[0]
     assert not (tmp_path / "fsdp_report.json").exists()
 
 

@@ -74,12 +74,13 @@ def _with_mixed_precision(spec: FsdpSpec, given: Any) -> FsdpSpec:
     if param == spec.precision.param:
         return spec
     origin = Origin(source="Accelerator()", spelling="mixed_precision", text=str(given))
+    before = spec.origin("precision.param")
     overridden = Problem(
-        code="FSDP-W602",
+        code="FSDP-W103",
         setting="precision.param",
-        origin=spec.origin("precision.param"),
-        message=f"{spec.precision.param} is overridden by Accelerator(mixed_precision={given!r}) in the script.",
-        fix="Set the precision in one place only.",
+        origin=before,
+        message=f"{before.spelling}={before.text} is overridden by {origin}.",
+        fix="Set it in one place.",
     )
     return replace(
         spec,
@@ -91,7 +92,7 @@ def _with_mixed_precision(spec: FsdpSpec, given: Any) -> FsdpSpec:
 
 def _no_fsdp(accelerator: Any) -> Problem:
     return Problem(
-        code="FSDP-W603",
+        code="FSDP-W602",
         message="neither the launcher, nor the environment, nor the script asks for FSDP: this Accelerator runs "
         f"{accelerator.distributed_type.value} on {accelerator.num_processes} ranks.",
         fix="Pass a config: --config_file CONFIG.",

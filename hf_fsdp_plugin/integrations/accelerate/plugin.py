@@ -122,7 +122,7 @@ def has_sharded_model(accelerator: Any) -> bool:
 def _replace_if(condition: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator for replacements of methods of an Accelerator, or of a Trainer that has one.
 
-    The original is called where ``condition(accelerator)`` is false.
+    If ``condition(accelerator)`` is false, the original is called.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,7 +142,7 @@ if_sharded = _replace_if(has_sharded_model)
 
 
 def init_plugin(original: Callable[..., None], plugin: Any, *args: Any, **kwargs: Any) -> None:
-    """Keep the arguments of a stock plugin. After ``install``, the errors of the stock constructor are suppressed."""
+    """Record the arguments of a stock plugin and suppress the constructor's errors, if ``install`` was called."""
     given = dict(inspect.signature(original).bind(*args, **kwargs).arguments)
     if not session.is_installed():
         original(**given)
@@ -169,7 +169,7 @@ def spec_of_stock_plugin(plugin: Any) -> FsdpSpec | None:
 
 def _plugin_before_install(plugin: Any) -> Problem:
     return Problem(
-        code="FSDP-E604",
+        code="FSDP-E603",
         message=f"a {type(plugin).__name__} was created before install(), so its arguments are unknown.",
         fix="Call hf_fsdp_plugin.install() first.",
     )

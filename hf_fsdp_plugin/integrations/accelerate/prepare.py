@@ -124,7 +124,7 @@ def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], models: Seque
         return
     problems = [
         Problem(
-            code="FSDP-E605",
+            code="FSDP-E604",
             message=f"{num_foreign} parameters of {type(optimizer).__name__} belong to no prepared model, so the "
             "optimizer would update copies that the model does not use.",
             fix="Pass model and optimizer to prepare() together, or create the optimizer after preparing the model.",
@@ -138,7 +138,7 @@ def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], models: Seque
 
 def _device_map(model: nn.Module) -> Problem:
     return Problem(
-        code="FSDP-E606",
+        code="FSDP-E605",
         message=f"{type(model).__name__} was loaded with a device_map over several devices.",
         fix="Load it without device_map: FSDP places the model.",
     )

@@ -252,7 +252,7 @@ def checkpoint_to_resume(trainer: Any, resume: Any) -> Any:
 
 def _none_complete(run: Path, number: int) -> Problem:
     return Problem(
-        code="FSDP-E607",
+        code="FSDP-E606",
         message=f"none of the {number} checkpoints in {run} is complete.",
         fix="Restore one from a backup, or start without resume_from_checkpoint.",
     )

@@ -64,7 +64,7 @@ def test_single_process_without_group_is_refused(distributed_type: DistributedTy
         PartialState._reset_state()
 
 
-@pytest.mark.parametrize(("given", "param", "code"), [("no", "auto", "FSDP-W602"), ("bf16", "bf16", None)])
+@pytest.mark.parametrize(("given", "param", "code"), [("no", "auto", "FSDP-W103"), ("bf16", "bf16", None)])
 def test_precision_of_script_overrides_config(given: str, param: str, code: str | None) -> None:
     hfp.install(FSDP)
     plugin = create_accelerator(mixed_precision=given)["fsdp_plugin"]
@@ -80,7 +80,7 @@ def test_missing_fsdp_config_is_reported_once(
     hfp.install(config)
     create_accelerator()
     create_accelerator()
-    assert capsys.readouterr().err.count("[FSDP-W603]") == num_lines
+    assert capsys.readouterr().err.count("[FSDP-W602]") == num_lines
 
 
 def test_plugin_created_before_install_is_refused() -> None:
@@ -88,7 +88,7 @@ def test_plugin_created_before_install_is_refused() -> None:
     hfp.install()
     with pytest.raises(hfp.SpecError) as error:
         spec_of_stock_plugin(early)
-    assert codes(error) == ["FSDP-E604"]
+    assert codes(error) == ["FSDP-E603"]
     late = FullyShardedDataParallelPlugin(fsdp_version=2)
     late.forward_prefetch = True
     spec = spec_of_stock_plugin(late)
@@ -104,7 +104,7 @@ def test_model_with_device_map_is_refused(device_map: bool) -> None:
     if device_map:
         with pytest.raises(hfp.SpecError) as error:
             make_plan(accelerator, plugin, torch.nn.Linear(4, 4))
-        assert codes(error) == ["FSDP-E606"]
+        assert codes(error) == ["FSDP-E605"]
     else:
         assert make_plan(accelerator, plugin, torch.nn.Linear(4, 4)).backend == "fsdp2"
 
@@ -116,4 +116,4 @@ def test_resume_without_complete_checkpoint_is_refused(tmp_path: Path, monkeypat
     (tmp_path / "checkpoint-3").mkdir()
     with pytest.raises(hfp.SpecError) as error:
         checkpoint_to_resume(trainer, True)
-    assert codes(error) == ["FSDP-E607"]
+    assert codes(error) == ["FSDP-E606"]
