@@ -1,4 +1,4 @@
-"""What the launcher's tests share: a config, a way to write scripts, and the launch as a real process."""
+"""Helpers of the launcher's tests: a config, scripts, and the launcher as a real process."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
-    """This process's environment without a word about FSDP or ranks, and without the user's default config."""
+    """The environment of this process without variables for FSDP and ranks, and without a default config."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_SOURCES) and k not in _RANK}
     return {**kept, "HF_HOME": str(folder / "hf_home"), "HF_HUB_OFFLINE": "1", "TMPDIR": str(folder), **more}
 
 
 def write(folder: Path, text: str, *, name: str = "train.py") -> Path:
-    """A script; and beside it the config, where there is none yet."""
+    """Write a script, and the config if there is none yet."""
     script = folder / name
     script.write_text(textwrap.dedent(text))
     if not (folder / "fsdp.yaml").exists():
@@ -42,7 +42,7 @@ def command(*words: str | Path) -> list[str]:
 
 
 def start(folder: Path, *words: str | Path, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    """`hf-fsdp launch --config_file fsdp.yaml WORDS` in the folder, running."""
+    """Start `hf-fsdp launch --config_file fsdp.yaml WORDS` in the folder."""
     return subprocess.Popen(
         command("--config_file", "fsdp.yaml", *words),
         cwd=folder,
@@ -56,7 +56,7 @@ def start(folder: Path, *words: str | Path, env: dict[str, str] | None = None) -
 def launch(
     folder: Path, *words: str | Path, env: dict[str, str] | None = None, timeout: float = 120
 ) -> subprocess.CompletedProcess[str]:
-    """The same, to its end."""
+    """Start the launcher and wait for it."""
     process = start(folder, *words, env=env)
     return finish(process, timeout=timeout)
 
@@ -72,14 +72,14 @@ def finish(process: subprocess.Popen[str], *, timeout: float = 120) -> subproces
 
 
 def run(folder: Path, words: Sequence[str], **env: str) -> subprocess.CompletedProcess[str]:
-    """Another program, in the same surroundings."""
+    """Run another program in the same folder and environment."""
     return subprocess.run(
         words, cwd=folder, env=environment(folder, **env), capture_output=True, text=True, timeout=180, check=False
     )
 
 
 def wait_for(path: Path, *, seconds: float = 60) -> str:
-    """A file's text, once it has any."""
+    """Wait until a file has content, and return it."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if path.exists() and (text := path.read_text()):
@@ -89,7 +89,7 @@ def wait_for(path: Path, *, seconds: float = 60) -> str:
 
 
 def is_gone(pid: int, *, seconds: float = 10) -> bool:
-    """Whether a process has ended, given some time to; a zombie that nobody reaps has."""
+    """Wait for a process to exit and return whether it has. Zombies count as exited."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:

@@ -1,4 +1,4 @@
-"""`hf-fsdp launch` on one machine: what a script sees, how a run ends, and what is said about it."""
+"""`hf-fsdp launch` on one machine: the environment of a script, exit codes, signals and the failure summary."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def seen(folder: Path) -> list[dict[str, object]]:
     return [json.loads(file.read_text()) for file in sorted(folder.glob("seen_*.json"))]
 
 
-def test_every_rank_runs_the_script_as_python_would(tmp_path: Path) -> None:
+def test_script_runs_on_every_rank_as_under_python(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     script = write(tmp_path, SHOW, name="scripts/train.py")
     done = launch(
@@ -49,7 +49,7 @@ def test_every_rank_runs_the_script_as_python_would(tmp_path: Path) -> None:
         assert rank["name"] == "__main__"
 
 
-def test_a_module_runs_with_the_folder_on_the_path(tmp_path: Path) -> None:
+def test_module_runs_with_the_working_directory_on_path(tmp_path: Path) -> None:
     write(tmp_path, "")
     (tmp_path / "pack").mkdir()
     write(tmp_path, "import sys; print(__name__, __package__, sys.argv[1:], sys.path[0])", name="pack/train.py")
@@ -57,7 +57,7 @@ def test_a_module_runs_with_the_folder_on_the_path(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, f"__main__ pack ['--epochs', '3'] {tmp_path}\n"), done.stderr
 
 
-def test_names_of_the_script_outlive_its_last_line(tmp_path: Path) -> None:
+def test_script_names_exist_in_exit_handlers(tmp_path: Path) -> None:
     write(
         tmp_path,
         "import atexit, pickle\nclass A: pass\natexit.register(lambda: print(pickle.loads(pickle.dumps(A()))))",
@@ -66,21 +66,21 @@ def test_names_of_the_script_outlive_its_last_line(tmp_path: Path) -> None:
     assert "__main__.A object" in done.stdout, done.stderr
 
 
-def test_stdout_is_rank_zeros_alone_and_notices_go_to_stderr(tmp_path: Path) -> None:
+def test_stdout_is_rank_0_and_notices_are_on_stderr(tmp_path: Path) -> None:
     write(tmp_path, SHOW)
     done = launch(tmp_path, "train.py")
     assert done.stdout == "shown by rank 0\n"
     assert "rendezvous: 1 machine, 2 ranks, 127.0.0.1:" in done.stderr
 
 
-def test_show_ranks_all_names_the_rank_before_each_line(tmp_path: Path) -> None:
+def test_show_ranks_all_prefixes_each_line(tmp_path: Path) -> None:
     write(tmp_path, SHOW)
     done = launch(tmp_path, "--show-ranks", "all", "--log-dir", "logs", "train.py")
     assert sorted(done.stdout.splitlines()) == ["[rank 0] shown by rank 0", "[rank 1] shown by rank 1"]
     assert (tmp_path / "logs" / "rank_1.log").read_text() == "shown by rank 1\n"
 
 
-def test_the_threads_of_a_rank_are_its_share_of_the_cores_unless_said(tmp_path: Path) -> None:
+def test_threads_are_divided_among_ranks_unless_set(tmp_path: Path) -> None:
     write(tmp_path, SHOW)
     launch(tmp_path, "--num_processes", "2", "train.py")
     assert {rank["OMP_NUM_THREADS"] for rank in seen(tmp_path)} == {str(max(1, len(os.sched_getaffinity(0)) // 2))}
@@ -88,19 +88,19 @@ def test_the_threads_of_a_rank_are_its_share_of_the_cores_unless_said(tmp_path: 
     assert {rank["OMP_NUM_THREADS"] for rank in seen(tmp_path)} == {"7"}
 
 
-def test_what_the_launcher_sets_is_not_handed_on_as_the_users_word(tmp_path: Path) -> None:
+def test_handover_has_only_variables_of_the_user(tmp_path: Path) -> None:
     text = """
         import json, os
-        told = json.loads(os.environ["HF_FSDP_LAUNCH"])
-        print(json.dumps([os.environ["ACCELERATE_USE_CPU"], told]))
+        handover = json.loads(os.environ["HF_FSDP_LAUNCH"])
+        print(json.dumps([os.environ["ACCELERATE_USE_CPU"], handover]))
     """
     write(tmp_path, text)
     words = ("--cpu", "--set", "prefetch.forward=true", "--report", "r.json", "--fsdp_offload_params", "false")
     done = launch(tmp_path, *words, "train.py", env={"FSDP_FORWARD_PREFETCH": "true"})
     assert done.returncode == 0, done.stderr
-    use_cpu, told = json.loads(done.stdout)
+    use_cpu, handover = json.loads(done.stdout)
     assert use_cpu == "true"
-    assert told == {
+    assert handover == {
         "config": str(tmp_path / "fsdp.yaml"),
         "config_shown": "fsdp.yaml",
         "quiet": False,
@@ -112,7 +112,7 @@ def test_what_the_launcher_sets_is_not_handed_on_as_the_users_word(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("rank", "code"), [(0, 3), (1, 42)])
-def test_the_exit_code_is_the_failing_ranks(tmp_path: Path, rank: int, code: int) -> None:
+def test_exit_code_is_that_of_the_failed_rank(tmp_path: Path, rank: int, code: int) -> None:
     write(tmp_path, f"import os, sys\nsys.exit({code} if os.environ['RANK'] == '{rank}' else 0)")
     done = launch(tmp_path, "train.py")
     assert done.returncode == code
@@ -120,7 +120,7 @@ def test_the_exit_code_is_the_failing_ranks(tmp_path: Path, rank: int, code: int
     assert f"exit code {code}" in done.stderr
 
 
-def test_an_exception_is_told_once_with_the_rank_and_the_users_lines(tmp_path: Path) -> None:
+def test_exception_is_shown_once_with_user_frames(tmp_path: Path) -> None:
     text = """
         import os, sys, time
         def deep():
@@ -144,20 +144,20 @@ def test_an_exception_is_told_once_with_the_rank_and_the_users_lines(tmp_path: P
     assert "run_script" not in done.stderr
 
 
-def test_debug_shows_the_whole_traceback(tmp_path: Path) -> None:
+def test_debug_shows_the_full_traceback(tmp_path: Path) -> None:
     write(tmp_path, "raise RuntimeError('here')")
     done = launch(tmp_path, "--debug", "--num_processes", "1", "train.py")
     assert "Traceback (most recent call last)" in done.stderr
 
 
-def test_the_same_exception_on_all_ranks_is_told_once(tmp_path: Path) -> None:
+def test_same_exception_on_all_ranks_is_shown_once(tmp_path: Path) -> None:
     write(tmp_path, "raise RuntimeError('the same everywhere')")
     done = launch(tmp_path, "--num_processes", "3", "train.py")
     assert done.stderr.count("the same everywhere") == 2  # the message, and the line that raised it
     assert "ranks 1, 2 failed the same way" in done.stderr
 
 
-def test_a_syntax_error_points_at_its_place(tmp_path: Path) -> None:
+def test_syntax_error_shows_file_and_line(tmp_path: Path) -> None:
     write(tmp_path, "def f(:\n    pass\n")
     done = launch(tmp_path, "train.py")
     assert done.returncode == 1
@@ -165,7 +165,7 @@ def test_a_syntax_error_points_at_its_place(tmp_path: Path) -> None:
     assert 'train.py", line 1' in done.stderr
 
 
-def test_a_rank_that_only_lost_its_partner_is_one_line(tmp_path: Path) -> None:
+def test_rank_with_a_lost_connection_is_one_line(tmp_path: Path) -> None:
     text = """
         import torch
         import torch.distributed as dist
@@ -186,7 +186,7 @@ def test_a_rank_that_only_lost_its_partner_is_one_line(tmp_path: Path) -> None:
     ]
 
 
-def test_a_killed_rank_ends_the_others_and_their_children_within_seconds(tmp_path: Path) -> None:
+def test_killed_rank_stops_other_ranks_and_children(tmp_path: Path) -> None:
     text = """
         import os, signal, subprocess, sys, time
         rank = os.environ["RANK"]
@@ -209,7 +209,7 @@ def test_a_killed_rank_ends_the_others_and_their_children_within_seconds(tmp_pat
         assert is_gone(pid)
 
 
-def test_a_rank_that_will_not_stop_is_killed(tmp_path: Path) -> None:
+def test_rank_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     text = """
         import os, signal, sys, time
         if os.environ["RANK"] == "1":
@@ -229,7 +229,7 @@ HANDLES = """
     import os, signal, sys, time
     rank = os.environ["RANK"]
     def stop(number, frame):
-        open(f"told_{rank}", "w").write(signal.Signals(number).name)
+        open(f"signal_{rank}", "w").write(signal.Signals(number).name)
         sys.exit(0)
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
@@ -239,7 +239,7 @@ HANDLES = """
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_reaches_every_rank_and_their_answer_is_the_exit_code(tmp_path: Path, number: signal.Signals) -> None:
+def test_handled_signal_reaches_every_rank(tmp_path: Path, number: signal.Signals) -> None:
     write(tmp_path, HANDLES)
     process = start(tmp_path, "train.py")
     for rank in (0, 1):
@@ -247,11 +247,11 @@ def test_a_signal_reaches_every_rank_and_their_answer_is_the_exit_code(tmp_path:
     process.send_signal(number)
     done = finish(process, timeout=30)
     assert done.returncode == 0, done.stderr
-    assert [(tmp_path / f"told_{rank}").read_text() for rank in (0, 1)] == [number.name] * 2
+    assert [(tmp_path / f"signal_{rank}").read_text() for rank in (0, 1)] == [number.name] * 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_ranks_that_do_not_handle_a_signal_end_with_it(tmp_path: Path, number: signal.Signals) -> None:
+def test_unhandled_signal_stops_the_ranks(tmp_path: Path, number: signal.Signals) -> None:
     write(tmp_path, "import os, time\nopen('ready_' + os.environ['RANK'], 'w').write('x')\ntime.sleep(120)")
     process = start(tmp_path, "train.py")
     for rank in (0, 1):
@@ -263,7 +263,7 @@ def test_ranks_that_do_not_handle_a_signal_end_with_it(tmp_path: Path, number: s
     assert "Traceback" not in done.stderr
 
 
-def test_ranks_that_ignore_a_signal_are_killed_after_the_grace_time(tmp_path: Path) -> None:
+def test_ignored_signal_kills_after_the_grace_time(tmp_path: Path) -> None:
     write(
         tmp_path,
         HANDLES.replace("sys.exit(0)", "pass").replace("time.sleep(120)", "[time.sleep(1) for _ in range(99)]"),
@@ -278,8 +278,8 @@ def test_ranks_that_ignore_a_signal_are_killed_after_the_grace_time(tmp_path: Pa
     assert all(is_gone(pid) for pid in pids)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ranks die with their launcher on Linux only")
-def test_ranks_die_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ranks exit with a killed launcher on Linux only")
+def test_ranks_exit_with_a_killed_launcher(tmp_path: Path) -> None:
     write(tmp_path, HANDLES)
     process = start(tmp_path, "train.py")
     pids = [int(wait_for(tmp_path / f"ready_{rank}")) for rank in (0, 1)]
@@ -288,17 +288,17 @@ def test_ranks_die_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
     process.communicate()
 
 
-def test_a_config_problem_found_in_a_rank_is_shown_once_and_plainly(tmp_path: Path) -> None:
+def test_config_problem_in_a_rank_is_shown_once(tmp_path: Path) -> None:
     text = """
         from hf_fsdp_plugin import Problem, SpecError
-        raise SpecError([Problem(severity="error", setting="wrap.classes", message="no such class.", fix="Name it.")])
+        raise SpecError([Problem(code="FSDP-E201", setting="wrap.classes", message="no such class.", fix="Name it.")])
     """
     write(tmp_path, text)
     done = launch(tmp_path, "--quiet", "train.py")
-    assert (done.returncode, done.stderr) == (1, "wrap.classes: no such class. Name it.\n")
+    assert (done.returncode, done.stderr) == (1, "wrap.classes: no such class. Name it. [FSDP-E201]\n")
 
 
-def test_the_launcher_of_one_machine_imports_no_torch(tmp_path: Path) -> None:
+def test_launcher_of_one_machine_imports_no_torch(tmp_path: Path) -> None:
     write(tmp_path, "")
     text = (
         "import sys; from hf_fsdp_plugin.cli.main import main;"

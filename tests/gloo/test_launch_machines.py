@@ -1,4 +1,4 @@
-"""Several machines, which are several launchers on this one; and the stock launchers."""
+"""Several machines, simulated by several launchers on one machine; and stock launchers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SUM = r"""
     dist.init_process_group("gloo")
     total = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(total)
-    # One write: print() makes several, and ranks of a stock launcher share the pipe.
+    # print() writes several times, but the ranks of a stock launcher share the pipe.
     os.write(1, f"sum {total.item()} world {dist.get_world_size()} machine {os.environ['GROUP_RANK']}\n".encode())
     if sys.argv[1:] == [os.environ["RANK"]]:
         raise RuntimeError("boom")
@@ -37,31 +37,31 @@ def two_machines(folder: Path, *words: str, last: tuple[str, ...] = (), backend:
 
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])
-def test_two_machines_are_one_world(tmp_path: Path, backend: str) -> None:
+def test_two_machines_form_one_world(tmp_path: Path, backend: str) -> None:
     write(tmp_path, SUM)
     machines = two_machines(tmp_path, "train.py", backend=backend)
     assert [done.returncode for done in machines] == [0, 0], machines[0].stderr + machines[1].stderr
-    said = sorted(done.stdout for done in machines)
-    assert said == ["sum 6.0 world 4 machine 0\n", "sum 6.0 world 4 machine 1\n"]
+    printed = sorted(done.stdout for done in machines)
+    assert printed == ["sum 6.0 world 4 machine 0\n", "sum 6.0 world 4 machine 1\n"]
     for done in machines:
         assert "rendezvous: 2 machines, 4 ranks, machine " in done.stderr
         assert f"{backend}, gloo on cpu" in done.stderr
 
 
 @pytest.mark.parametrize("failing", ["0", "3"])
-def test_a_rank_that_fails_on_one_machine_ends_the_other(tmp_path: Path, failing: str) -> None:
+def test_failure_on_one_machine_stops_the_other(tmp_path: Path, failing: str) -> None:
     write(tmp_path, SUM)
     began = time.monotonic()
     machines = two_machines(tmp_path, "train.py", failing)
     assert time.monotonic() - began < 90
     assert [done.returncode for done in machines] == [1, 1]
-    at_fault, other = machines if failing == "0" else reversed(machines)
-    assert f"rank {failing} failed" in at_fault.stderr and "RuntimeError: boom" in at_fault.stderr
+    failed, other = machines if failing == "0" else reversed(machines)
+    assert f"rank {failing} failed" in failed.stderr and "RuntimeError: boom" in failed.stderr
     assert "rank " in other.stderr and "failed" in other.stderr
-    assert "Traceback" not in at_fault.stderr + other.stderr
+    assert "Traceback" not in failed.stderr + other.stderr
 
 
-def test_a_machine_without_collectives_is_told_of_a_failure_elsewhere(tmp_path: Path) -> None:
+def test_remote_failure_stops_ranks_without_collectives(tmp_path: Path) -> None:
     write(tmp_path, "import os, sys, time\nif os.environ['RANK'] == '3': sys.exit(9)\ntime.sleep(120)")
     began = time.monotonic()
     first, second = two_machines(tmp_path, "train.py")
@@ -70,15 +70,15 @@ def test_a_machine_without_collectives_is_told_of_a_failure_elsewhere(tmp_path: 
     assert "because another failed: machine 1: rank 3: exit code 9" in first.stderr
 
 
-def test_machines_with_different_configs_start_nothing(tmp_path: Path) -> None:
+def test_machines_with_different_worlds_start_no_rank(tmp_path: Path) -> None:
     write(tmp_path, "open('started', 'w').write('x')")
     machines = two_machines(tmp_path, "train.py", last=("--num_processes", "2"))
     assert [done.returncode for done in machines] == [1, 1]
-    assert "machine 1 starts 1 rank on cpu, machine 0 starts 2 ranks" in machines[0].stderr
+    assert "[FSDP-E708]" in machines[0].stderr
     assert not (tmp_path / "started").exists()
 
 
-def test_a_machine_that_does_not_come_is_an_error_after_the_timeout(tmp_path: Path) -> None:
+def test_missing_machine_is_an_error_after_the_timeout(tmp_path: Path) -> None:
     write(tmp_path, "")
     flags = [
         "--num_machines",
@@ -92,11 +92,11 @@ def test_a_machine_that_does_not_come_is_an_error_after_the_timeout(tmp_path: Pa
     ]
     done = launch(tmp_path, *flags, "--main_process_port", str(free_port()), "train.py")
     assert done.returncode == 1
-    assert "the 2 machines did not meet at 127.0.0.1:" in done.stderr
+    assert "did not meet at 127.0.0.1:" in done.stderr and "[FSDP-E707]" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_accelerate_launch_runs_the_plugin_in_its_ranks(tmp_path: Path) -> None:
+def test_accelerate_launch_runs_the_plugin(tmp_path: Path) -> None:
     write(tmp_path, SUM)
     words = ["--config_file", "fsdp.yaml", "--num_processes", "2", "--main_process_port", "0"]
     program = [sys.executable, "-m", "accelerate.commands.launch", *words, "-m", "hf_fsdp_plugin", "train.py"]
@@ -105,7 +105,7 @@ def test_accelerate_launch_runs_the_plugin_in_its_ranks(tmp_path: Path) -> None:
     assert done.stdout.count("sum 1.0 world 2") == 2
 
 
-DROPPED = """\
+IGNORED_KEYS = """\
 distributed_type: FSDP
 num_processes: 2
 fsdp_config:
@@ -113,7 +113,7 @@ fsdp_config:
   fsdp_backward_prefetch_policy: BACKWARD_POST
   fsdp_cpu_ram_efficient_loading: true
 """
-TELL = r"""
+PRINT_SETTING = r"""
     import os
     from accelerate import PartialState
     from hf_fsdp_plugin.integrations.session import current_spec
@@ -123,9 +123,9 @@ TELL = r"""
 """
 
 
-def test_what_accelerate_drops_from_its_file_reaches_the_ranks_all_the_same(tmp_path: Path) -> None:
-    (tmp_path / "fsdp.yaml").write_text(DROPPED)
-    write(tmp_path, TELL)
+def test_keys_that_accelerate_ignores_reach_the_ranks(tmp_path: Path) -> None:
+    (tmp_path / "fsdp.yaml").write_text(IGNORED_KEYS)
+    write(tmp_path, PRINT_SETTING)
     words = ["--config_file", "fsdp.yaml", "--main_process_port", "0"]
     program = [sys.executable, "-m", "accelerate.commands.launch", *words, "-m", "hf_fsdp_plugin", "train.py"]
     done = run(tmp_path, program)
@@ -133,15 +133,15 @@ def test_what_accelerate_drops_from_its_file_reaches_the_ranks_all_the_same(tmp_
     assert done.stdout.count("seen post fsdp.yaml:5 2") == 2
 
 
-def test_ram_efficient_loading_finds_a_process_group_on_cpu_ranks(tmp_path: Path) -> None:
-    (tmp_path / "fsdp.yaml").write_text(DROPPED)
-    write(tmp_path, TELL)
+def test_ram_efficient_loading_on_cpu_ranks(tmp_path: Path) -> None:
+    (tmp_path / "fsdp.yaml").write_text(IGNORED_KEYS)
+    write(tmp_path, PRINT_SETTING)
     done = launch(tmp_path, "--cpu", "train.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "seen post fsdp.yaml:5 2\n"
 
 
-def test_torchrun_runs_the_plugin_in_its_ranks(tmp_path: Path) -> None:
+def test_torchrun_runs_the_plugin(tmp_path: Path) -> None:
     write(tmp_path, SUM)
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = run(tmp_path, [*program, "-m", "hf_fsdp_plugin", "--config_file", "fsdp.yaml", "train.py"])
@@ -149,7 +149,7 @@ def test_torchrun_runs_the_plugin_in_its_ranks(tmp_path: Path) -> None:
     assert done.stdout.count("sum 1.0 world 2") == 2
 
 
-def test_a_config_problem_under_torchrun_is_shown_once(tmp_path: Path) -> None:
+def test_config_problem_under_torchrun_is_shown_once(tmp_path: Path) -> None:
     write(tmp_path, "")
     (tmp_path / "fsdp.yaml").write_text("fsdp_config:\n  fsdp_offload_param: true\n")
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -158,14 +158,14 @@ def test_a_config_problem_under_torchrun_is_shown_once(tmp_path: Path) -> None:
     assert done.stderr.count("Did you mean fsdp_offload_params?") == 1
 
 
-def test_outside_a_launcher_the_plugin_says_how_to_launch(tmp_path: Path) -> None:
+def test_module_outside_a_launcher_prints_the_usage(tmp_path: Path) -> None:
     write(tmp_path, "")
     done = run(tmp_path, [sys.executable, "-m", "hf_fsdp_plugin", "train.py"])
     assert done.returncode == 2
     assert "hf-fsdp launch --config_file CONFIG" in done.stderr
 
 
-def test_accelerates_plain_cpu_process_is_told_that_it_has_no_ranks(tmp_path: Path) -> None:
+def test_plain_process_of_accelerate_is_an_error(tmp_path: Path) -> None:
     write(tmp_path, "")
     program = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "-m", "hf_fsdp_plugin", "train.py"]
     done = run(tmp_path, program)

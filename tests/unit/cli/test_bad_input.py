@@ -1,5 +1,4 @@
-"""Every bad config through the command line: one clear message on stderr, exit code 1, and nothing that looks like a
-crash."""
+"""Invalid config files on the command line: one message on stderr and exit code 1."""
 
 from __future__ import annotations
 
@@ -68,7 +67,7 @@ BAD: dict[str, tuple[bytes, str]] = {
 VERBS = {"check": ["check"], "launch": ["launch", "--dry-run", "--config_file"]}
 
 
-def said(
+def run_verb(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path, verb: str, config: str
 ) -> tuple[int, list[str]]:
     monkeypatch.chdir(folder)
@@ -80,18 +79,18 @@ def said(
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_config_is_one_message_and_exit_code_1(
+def test_invalid_config_is_one_message(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str, verb: str
 ) -> None:
     content, message = BAD[case]
     (tmp_path / "c.yaml").write_bytes(content)
-    code, lines = said(capsys, monkeypatch, tmp_path, verb, "c.yaml")
+    code, lines = run_verb(capsys, monkeypatch, tmp_path, verb, "c.yaml")
     assert code == 1
     assert len(lines) == 1 and lines[0].startswith("c.yaml") and message in lines[0], lines
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_what_is_no_file_is_one_message_and_exit_code_1(
+def test_path_that_is_not_a_file_is_one_message(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verb: str
 ) -> None:
     (tmp_path / "folder").mkdir()
@@ -108,30 +107,30 @@ def test_what_is_no_file_is_one_message_and_exit_code_1(
             ("missing.yaml", "FSDP-E001"),
             ("x" * 5000, "FSDP-E003"),
         ):
-            code, lines = said(capsys, monkeypatch, tmp_path, verb, name)
+            code, lines = run_verb(capsys, monkeypatch, tmp_path, verb, name)
             assert (code, len(lines)) == (1, 1) and message in lines[0], (name, lines)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_file_without_permission_is_one_message_and_exit_code_1(
+def test_unreadable_file_is_one_message(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verb: str
 ) -> None:
     (tmp_path / "c.yaml").write_bytes(FSDP)
     (tmp_path / "c.yaml").chmod(0)
-    code, lines = said(capsys, monkeypatch, tmp_path, verb, "c.yaml")
+    code, lines = run_verb(capsys, monkeypatch, tmp_path, verb, "c.yaml")
     assert code == 1 and len(lines) == 1 and "FSDP-E003" in lines[0]
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_good_config_is_no_message_and_exit_code_0(
+def test_valid_config_prints_no_message(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verb: str
 ) -> None:
     (tmp_path / "c.yaml").write_bytes(FSDP + b"  fsdp_version: 2\nnum_processes: 2\n")
-    assert said(capsys, monkeypatch, tmp_path, verb, "c.yaml") == (0, [])
+    assert run_verb(capsys, monkeypatch, tmp_path, verb, "c.yaml") == (0, [])
 
 
-def test_a_full_disk_under_stdout_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_full_disk_under_stdout_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     class Full:
         def write(self, text: str) -> int:
             raise OSError(28, "No space left on device")

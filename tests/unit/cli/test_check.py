@@ -135,7 +135,7 @@ def test_help_and_version_exit_0(capsys, argv):
     assert capsys.readouterr().out
 
 
-def test_json_has_no_number_that_json_does_not_know(capsys, config):
+def test_json_has_no_nan_or_infinity(capsys, config):
     config.write_text(GOOD + "tpu_zone: .inf\n")
     main(["check", "--json", str(config)])
     json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} in JSON"))

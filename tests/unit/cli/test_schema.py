@@ -1,4 +1,4 @@
-"""``hf-fsdp schema``: valid itself, and of one mind with the reader."""
+"""``hf-fsdp schema``: a valid schema that accepts and rejects the same configs as the reader."""
 
 import json
 from pathlib import Path
@@ -22,14 +22,14 @@ def validator() -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator(schema())
 
 
-def test_it_is_a_valid_schema_and_printed_as_json(capsys):
+def test_schema_is_valid_and_printed_as_json(capsys):
     jsonschema.Draft202012Validator.check_schema(schema())
     assert main(["schema"]) == 0
     assert json.loads(capsys.readouterr().out) == schema()
 
 
 @pytest.mark.parametrize("path", ACCELERATE_FILES, ids=lambda path: path.name)
-def test_it_accepts_what_the_reader_accepts(validator, path):
+def test_schema_accepts_valid_configs(validator, path):
     validator.validate(yaml.safe_load(path.read_text()))
 
 
@@ -46,12 +46,12 @@ def test_it_accepts_what_the_reader_accepts(validator, path):
         {"fsdp_config": "full_shard"},
     ],
 )
-def test_it_refuses_what_the_reader_refuses(validator, codes, config):
+def test_schema_rejects_invalid_configs(validator, codes, config):
     assert not validator.is_valid(config)
     assert codes(config)
 
 
-def test_every_recommended_key_is_described_and_every_other_spelling_deprecated():
+def test_other_spellings_are_deprecated():
     keys = schema()["$defs"]["fsdp"]["properties"]
     assert "deprecated" not in keys["fsdp_offload_params"]
     assert keys["fsdp_cpu_offload"]["deprecated"]
