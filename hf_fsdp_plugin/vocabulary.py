@@ -1,7 +1,7 @@
-"""Every setting that is understood: its name, its values, and how people spell it. Data; it is read elsewhere.
+"""The table of settings: names, values and accepted keys. To support another key or value, add it to a row.
 
-One ``Row`` a setting. A key is compared in lower case, with ``-`` as ``_`` and without the prefix of its scope, so
-``fsdp_offload_params``, ``OFFLOAD_PARAMS`` and ``--fsdp-offload-params`` are one spelling.
+Each setting is one ``Row``. Keys are compared in lower case, with ``-`` as ``_`` and without the prefix of their scope:
+``fsdp_offload_params``, ``OFFLOAD_PARAMS`` and ``--fsdp-offload-params`` are the same key.
 """
 
 from __future__ import annotations
@@ -15,29 +15,25 @@ from typing import Literal
 from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
 
 Scope = Literal["fsdp", "parallelism", "dynamo", "precision", "launch", "training"]
-"""Where a key may stand: in ``fsdp_config``, ``parallelism_config``, ``dynamo_config`` or the precision policy, at the
-top of Accelerate's file, or among the arguments of a training script."""
+"""Where a key is valid: in ``fsdp_config``, ``parallelism_config``, ``dynamo_config`` or the precision policy, at the
+top level of Accelerate's file, or among the arguments of a training script."""
 
 Kind = Literal[
     "bool", "integer", "size", "choice", "names", "text", "mapping", "any",  # plain values
-    "reshard",  # true, false or the name of a strategy
-    "one",      # a parallel degree that has to be 1 here
+    "reshard",  # true, false or a strategy
+    "one",      # a parallel degree, which must be 1
     "section",  # opens another scope
     "options",  # fsdp="full_shard auto_wrap"
-    "mode",     # mixed_precision, which speaks for two settings
+    "mode",     # mixed_precision, which sets two settings
     "flag",     # bf16=True, fp16=True
 ]  # fmt: skip
 
 PREFIXES: Mapping[Scope, str] = MappingProxyType(
     {
-        "fsdp": "fsdp_",
-        "parallelism": "parallelism_config_",
-        "dynamo": "dynamo_",
-        "precision": "",
-        "launch": "",
-        "training": "",
+        "fsdp": "fsdp_", "parallelism": "parallelism_config_", "dynamo": "dynamo_",
+        "precision": "", "launch": "", "training": "",
     }
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,10 +41,12 @@ class Row:
     """One setting.
 
     Attributes:
-        name: canonical name. Names of ``internal`` rows have no field in ``FsdpSpec``; they are folded into others.
-        spellings: keys without the scope's prefix; the first is the one to recommend.
-        choices: canonical value -> other ways to write it.
-        opens: the scope of the keys inside, for sections.
+        name: canonical name.
+        about: meaning, for the documentation.
+        spellings: keys without the prefix of the scope; the first one is recommended.
+        choices: canonical value -> other spellings of it.
+        opens: for sections, the scope of the keys inside.
+        internal: the setting has no field in ``FsdpSpec``; other settings are derived from it.
     """
 
     name: str
@@ -63,7 +61,7 @@ class Row:
 
     @property
     def key(self) -> str:
-        """The key to recommend: ``fsdp_offload_params``."""
+        """The recommended key: ``fsdp_offload_params``."""
         return PREFIXES[self.scope] + self.spellings[0]
 
 
@@ -97,43 +95,44 @@ _DISTRIBUTED["NO"] = ("no", "false", "none")
 
 _FSDP_ROWS = (
     Row(name="fsdp.version", kind="choice", spellings=("version",), choices={"1": ("fsdp1",), "2": ("fsdp2",)},
-        about="1 for FullyShardedDataParallel, 2 for fully_shard."),
+        about="FSDP version: 1 is FullyShardedDataParallel, 2 is fully_shard."),
     Row(name="sharding.strategy", kind="choice", choices=STRATEGY_CHOICES, spellings=("sharding_strategy", "strategy"),
         about="What is sharded between forward and backward. "
               + "; ".join(row.about for row in STRATEGIES.values()) + "."),
     Row(name="sharding.reshard", kind="reshard", internal=True, spellings=("reshard_after_forward",),
         about="Whether gathered parameters are freed after forward: true is "
               + " and false is ".join(strategy_of(sharded=True, hybrid=False, reshard=flag).name
-                                      for flag in (True, False)) + "; or the name of a strategy."),
+                                      for flag in (True, False)) + "; or a strategy."),
     Row(name="mesh.shard", kind="size", scope="fsdp", minimum=1, spellings=("size", "dp_shard_size"),
-        about="Ranks over which one copy of the model is sharded, or auto."),
+        about="Number of ranks that one copy of the model is sharded over, or auto."),
     Row(name="mesh.replicate", kind="size", scope="fsdp", minimum=1, spellings=("dp_replicate_size",),
         about="Number of sharded copies of the model, or auto."),
     Row(name="wrap.policy", kind="choice", spellings=("auto_wrap_policy", "wrap_policy"),
         choices={"transformer": ("transformer_based_wrap", "transformer_based", "transformer_auto_wrap_policy"),
                  "size": ("size_based_wrap", "size_based", "size_based_auto_wrap_policy"),
                  "none": ("no_wrap", "null", "false")},
-        about="How units are found: layers by class, modules by size, or the root alone."),
+        about="How the model is divided into units: by layer class, by module size, or the root module alone. If not "
+              "set, min_num_params selects size, and layer classes select transformer."),
     Row(name="wrap.classes", kind="names",
         spellings=("transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap", "transformer_cls_to_wrap",
                    "transformer_layer_cls_names_to_wrap", "transformer_layer_cls"),
-        about="Class names of the layers that become units; left out, the model names its own."),
+        about="Class names of the layers that become units; by default the model's own _no_split_modules."),
     Row(name="wrap.min_num_params", kind="integer", minimum=0, spellings=("min_num_params", "min_num_param"),
-        about="The size policy's threshold, in parameters; 1e8 and 100M are read."),
+        about="Threshold of the size policy, in parameters: 100000000, 1e8 or 100M."),
     Row(name="wrap.ignored_modules", kind="text", spellings=("ignored_modules",),
-        about="Regular expression on the names of modules that stay whole on every rank."),
+        about="Regular expression on the full names of modules that are not sharded."),
     Row(name="offload.params", kind="bool", spellings=("offload_params", "cpu_offload", "offload"),
-        about="Keep parameters, gradients and optimizer state in host memory."),
+        about="Offload parameters, gradients and optimizer state to CPU memory."),
     Row(name="offload.pin_memory", kind="bool",
         spellings=("pin_memory", "cpu_offload_pin_memory", "offload_pin_memory"),
-        about="Pin the offloaded memory."),
+        about="Use pinned memory for offloaded parameters."),
     Row(name="precision.policy", kind="section", internal=True, opens="precision",
         spellings=("mixed_precision_policy", "mixed_precision"),
-        about="Dtypes one by one."),
+        about="Section with one dtype per key, or one dtype for param."),
     Row(name="precision.param", kind="choice", scope="precision", choices=DTYPES, spellings=("param_dtype", "param"),
-        about="Dtype of computation and of gathered parameters."),
+        about="Dtype of gathered parameters and of the computation."),
     Row(name="precision.reduce", kind="choice", scope="precision", choices=DTYPES, spellings=("reduce_dtype", "reduce"),
-        about="Dtype in which gradients are reduced; fp32 unless said."),
+        about="Dtype of the gradient reduction."),
     Row(name="precision.output", kind="choice", scope="precision", choices=DTYPES, spellings=("output_dtype", "output"),
         about="Dtype of a unit's outputs."),
     Row(name="precision.buffer", kind="choice", scope="precision", choices=DTYPES, spellings=("buffer_dtype", "buffer"),
@@ -141,48 +140,52 @@ _FSDP_ROWS = (
     Row(name="prefetch.backward", kind="choice", spellings=("backward_prefetch", "backward_prefetch_policy"),
         choices={"pre": ("1", "backward_pre"), "post": ("2", "backward_post"),
                  "none": ("no_prefetch", "null", "no", "false")},
-        about="When the next unit is gathered in backward: before or after this unit's gradients, or not ahead."),
+        about="When the next unit is all-gathered in backward: before (pre) or after (post) the gradients of the "
+              "current unit, or without prefetch (none)."),
     Row(name="prefetch.forward", kind="bool", spellings=("forward_prefetch",),
-        about="Gather the next unit during forward."),
+        about="All-gather the next unit during the forward of the current one."),
     Row(name="prefetch.limit_all_gathers", kind="bool", spellings=("limit_all_gathers",),
-        about="Keep the host from queueing more gathers than memory allows."),
+        about="Limit the number of all-gathers in flight, to save memory."),
     Row(name="checkpoint.state_dict", kind="choice", spellings=("state_dict_type", "state_dict"),
         choices={"full": ("1", "full_state_dict"), "local": ("2", "local_state_dict"),
                  "sharded": ("3", "sharded_state_dict")},
-        about="What a checkpoint holds: one whole state dict, or a shard a rank."),
+        about="Content of checkpoints: one full state dict, DCP shards, or one local file per rank."),
     Row(name="checkpoint.asynchronous", kind="bool", spellings=("async_save",),
-        about="Write checkpoints beside the training, which is held only for the copy out of the model."),
+        about="Write checkpoints in the background; training pauses only for the copy."),
     Row(name="activation.checkpointing", kind="choice", spellings=("activation_checkpointing",),
         choices={"none": ("false", "no", "off", "0", "null"), "full": ("true", "yes", "on", "1"), "selective": ()},
-        about="Recompute activations in backward instead of keeping them."),
+        about="Recompute activations in backward instead of storing them."),
     Row(name="activation.trainer", kind="bool", internal=True, scope="training",
-        spellings=("gradient_checkpointing", "activation_checkpointing"), about="Transformers' own checkpointing."),
+        spellings=("gradient_checkpointing", "activation_checkpointing"),
+        about="Gradient checkpointing of Transformers."),
     Row(name="activation.offload", kind="bool",
         spellings=("activation_checkpointing_offload", "activation_cpu_offload", "activation_offload"),
-        about="Keep the checkpointed activations in host memory."),
+        about="Offload checkpointed activations to CPU memory."),
     Row(name="loading.ram_efficient", kind="bool", spellings=("cpu_ram_efficient_loading",),
-        about="Only rank 0 reads the weights; the others receive theirs."),
+        about="RAM-efficient loading: only rank 0 reads the weights, the other ranks receive them."),
     Row(name="loading.sync_module_states", kind="bool", spellings=("sync_module_states",),
-        about="Broadcast rank 0's weights before sharding."),
+        about="Broadcast the weights of rank 0 before sharding."),
     Row(name="params.use_orig", kind="bool", spellings=("use_orig_params",),
-        about="Keep the model's own parameters visible to the optimizer."),
-    Row(name="xla.enabled", kind="bool", spellings=("xla",), about="PyTorch/XLA's FSDP."),
-    Row(name="xla.v2", kind="bool", spellings=("xla_fsdp_v2",), about="PyTorch/XLA's FSDP through SPMD."),
-    Row(name="xla.grad_ckpt", kind="bool", spellings=("xla_fsdp_grad_ckpt",), about="Checkpointing of XLA's units."),
-    Row(name="xla.settings", kind="mapping", spellings=("xla_fsdp_settings",), about="Arguments of XLA's wrapper."),
+        about="Keep the original parameters instead of flat ones."),
+    Row(name="xla.enabled", kind="bool", spellings=("xla",), about="FSDP of PyTorch/XLA."),
+    Row(name="xla.v2", kind="bool", spellings=("xla_fsdp_v2",), about="FSDP of PyTorch/XLA with SPMD."),
+    Row(name="xla.grad_ckpt", kind="bool", spellings=("xla_fsdp_grad_ckpt",),
+        about="Activation checkpointing with PyTorch/XLA."),
+    Row(name="xla.settings", kind="mapping", spellings=("xla_fsdp_settings",),
+        about="Arguments of PyTorch/XLA's FSDP."),
 )  # fmt: skip
 
 _PARALLELISM_ROWS = (
     Row(name="mesh.shard", kind="size", scope="parallelism", minimum=1, spellings=("dp_shard_size",),
-        about="Ranks over which one copy of the model is sharded, or auto."),
+        about="Number of ranks that one copy of the model is sharded over, or auto."),
     Row(name="mesh.replicate", kind="size", scope="parallelism", minimum=1, spellings=("dp_replicate_size",),
         about="Number of sharded copies of the model, or auto."),
     *(Row(name=f"mesh.{axis}", kind="one", scope="parallelism", internal=True,
           spellings=(f"{axis}_size", f"{what.lower()}_parallel_size"),
-          about=f"{what} parallel degree: 1, as the work here is data parallel.")
+          about=f"{what} parallel degree; only 1 is supported.")
       for axis, what in (("tp", "Tensor"), ("cp", "Context"), ("sp", "Sequence"), ("pp", "Pipeline"))),
     *(Row(name=f"mesh.{key}", kind="any", scope="parallelism", internal=True, spellings=(key,),
-          about="A detail of a parallel axis of degree 1.")
+          about="Option of an unsupported parallel axis; ignored.")
       for key in ("cp_backend", "cp_comm_strategy", "cp_handler", "sp_backend", "sp_seq_length",
                   "sp_seq_length_is_variable", "sp_attn_implementation", "sp_handler", "tp_handler")),
 )  # fmt: skip
@@ -190,49 +193,51 @@ _PARALLELISM_ROWS = (
 _LAUNCH_ROWS = (
     Row(name="launch.compute_environment", kind="choice", scope="launch", spellings=("compute_environment",),
         choices={n: (n.lower(),) for n in ("LOCAL_MACHINE", "CUSTOM_CLUSTER", "AMAZON_SAGEMAKER")},
-        about="Where it runs."),
+        about="Environment of the run."),
     Row(name="launch.distributed_type", kind="choice", scope="launch", spellings=("distributed_type",),
         choices=_DISTRIBUTED,
-        about="FSDP for everything in this file to take effect."),
+        about="Kind of parallelism. FSDP settings require FSDP."),
     Row(name="launch.num_processes", kind="size", scope="launch", minimum=1, spellings=("num_processes",),
-        about="Ranks on all machines together."),
+        about="World size: the number of ranks on all machines."),
     Row(name="launch.num_machines", kind="integer", scope="launch", minimum=1, spellings=("num_machines",),
-        about="Machines."),
+        about="Number of machines."),
     Row(name="launch.machine_rank", kind="integer", scope="launch", minimum=0, spellings=("machine_rank",),
-        about="This machine's rank, from 0."),
+        about="Rank of this machine, from 0."),
     Row(name="launch.main_process_ip", kind="text", scope="launch", spellings=("main_process_ip",),
         about="Address of machine 0."),
     Row(name="launch.main_process_port", kind="integer", scope="launch", minimum=0, spellings=("main_process_port",),
-        about="Port on machine 0; 0 takes a free one."),
+        about="Port on machine 0; 0 selects a free port."),
     Row(name="launch.mixed_precision", kind="mode", scope="launch", spellings=("mixed_precision",), choices=_MODES,
-        about="no, bf16 or fp16; gradients are reduced in fp32 unless the precision policy says otherwise."),
+        about="Mixed precision mode. It sets precision.param; gradients are still reduced in fp32."),
     Row(name="launch.use_cpu", kind="bool", scope="launch", spellings=("use_cpu",), about="Run on CPU ranks."),
     Row(name="launch.debug", kind="bool", scope="launch", spellings=("debug",),
-        about="Accelerate's collective checks."),
-    Row(name="launch.downcast_bf16", kind="bool", scope="launch", spellings=("downcast_bf16",), about="For TPUs."),
+        about="Enable the collective checks of Accelerate."),
+    Row(name="launch.downcast_bf16", kind="bool", scope="launch", spellings=("downcast_bf16",),
+        about="Use bf16 on TPUs."),
     Row(name="launch.rdzv_backend", kind="text", scope="launch", spellings=("rdzv_backend",),
-        about="Rendezvous: static, c10d."),
+        about="Rendezvous backend: static or c10d."),
     Row(name="launch.same_network", kind="bool", scope="launch", spellings=("same_network",),
-        about="Machines share a network."),
+        about="Whether all machines are in the same network."),
     Row(name="launch.gpu_ids", kind="text", scope="launch", spellings=("gpu_ids",),
-        about="all, or numbers with commas."),
+        about="Devices of this machine: all, or numbers separated by commas."),
     Row(name="launch.main_training_function", kind="text", scope="launch", spellings=("main_training_function",),
-        about="Function to call, for notebooks and TPUs."),
+        about="Function to call in notebooks and on TPUs."),
     Row(name="launch.enable_cpu_affinity", kind="bool", scope="launch", spellings=("enable_cpu_affinity",),
-        about="NUMA pinning."),
+        about="Pin each rank to the CPU cores of its NUMA node."),
     Row(name="launch.dynamo_config", kind="section", opens="dynamo", scope="launch", spellings=("dynamo_config",),
-        about="torch.compile."),
+        about="Settings of torch.compile."),
     *(Row(name=f"launch.dynamo_config.{key}", kind="text" if key in ("backend", "mode") else "bool",
-          scope="dynamo", internal=True, spellings=(key,), about=f"torch.compile: {key}.")
+          scope="dynamo", internal=True, spellings=(key,), about=f"Option {key} of torch.compile.")
       for key in ("backend", "mode", "use_fullgraph", "use_dynamic", "use_regional_compilation")),
     Row(name="launch.fp16", kind="flag", scope="launch", internal=True, spellings=("fp16",),
-        about="mixed_precision: fp16."),
+        about="Same as mixed_precision: fp16."),
     Row(name="launch.fsdp_config", kind="section", opens="fsdp", scope="launch", internal=True,
         spellings=("fsdp_config",),
-        about="The FSDP settings."),
+        about="Section with the FSDP settings."),
     Row(name="launch.parallelism_config", kind="section", opens="parallelism", scope="launch", internal=True,
-        spellings=("parallelism_config",), about="The device mesh."),
-    *(Row(name=f"launch.extra.{key}", kind="any", scope="launch", internal=True, spellings=(key,), about="Passed on.")
+        spellings=("parallelism_config",), about="Section with the sizes of the device mesh."),
+    *(Row(name=f"launch.extra.{key}", kind="any", scope="launch", internal=True, spellings=(key,),
+          about="Not used by the plugin.")
       for key in (
           "deepspeed_config", "megatron_lm_config", "fp8_config", "mpirun_config", "tpu_name", "tpu_zone",
           "tpu_use_cluster", "tpu_use_sudo", "tpu_cluster", "tpu_vm", "tpu_env", "command_file", "commands",
@@ -244,14 +249,14 @@ _LAUNCH_ROWS = (
 
 _TRAINING_ROWS = (
     Row(name="training.fsdp", kind="options", scope="training", internal=True, spellings=("fsdp",),
-        about="Words: a strategy, auto_wrap, offload; or true."),
+        about="Options: a strategy, auto_wrap, offload; or true."),
     Row(name="training.fsdp_config", kind="section", opens="fsdp", scope="training", internal=True,
         spellings=("fsdp_config",),
-        about="The FSDP settings."),
+        about="Section with the FSDP settings."),
     Row(name="training.bf16", kind="flag", scope="training", internal=True, spellings=("bf16",),
-        about="mixed_precision: bf16."),
+        about="Same as mixed_precision: bf16."),
     Row(name="training.fp16", kind="flag", scope="training", internal=True, spellings=("fp16",),
-        about="mixed_precision: fp16."),
+        about="Same as mixed_precision: fp16."),
     Row(name="launch.use_cpu", kind="bool", scope="training", spellings=("use_cpu", "no_cuda"),
         about="Run on CPU ranks."),
 )  # fmt: skip
@@ -260,22 +265,16 @@ ROWS: tuple[Row, ...] = (*_FSDP_ROWS, *_PARALLELISM_ROWS, *_LAUNCH_ROWS, *_TRAIN
 
 TRAINING_FILE_MARKS = frozenset(
     {
-        "base_model",
-        "model_name_or_path",
-        "output_dir",
-        "learning_rate",
-        "datasets",
-        "dataset",
-        "num_train_epochs",
+        "base_model", "model_name_or_path", "output_dir", "learning_rate", "datasets", "dataset", "num_train_epochs",
         "num_epochs",
     }
-)
-"""Keys that tell a training script's own YAML (axolotl's, LLaMA-Factory's, TRL's) from a file of Accelerate."""
+)  # fmt: skip
+"""Keys by which the config of a training script (axolotl, LLaMA-Factory, TRL) is distinguished from Accelerate's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnsupportedKey:
-    """A key of another tool that has no setting here: the code of its problem, the reason, and what to do instead."""
+    """A known key without a setting: why it is not supported, what to do instead, and the code of the problem."""
 
     why: str
     fix: str
@@ -308,7 +307,7 @@ UNSUPPORTED_KEYS: Mapping[tuple[Scope, str], UnsupportedKey] = MappingProxyType(
 
 
 def plain_key(key: str, scope: Scope) -> str:
-    """A key as it is compared: lower case, ``_`` for ``-`` and blanks, without the scope's prefix."""
+    """Normalize a key: lower case, ``_`` for ``-`` and spaces, without the prefix of the scope."""
     plain = key.strip().lower().replace("-", "_").replace(" ", "_")
     return plain.removeprefix(PREFIXES[scope])
 
@@ -319,7 +318,7 @@ BY_KEY: Mapping[tuple[Scope, str], Row] = MappingProxyType(
 )
 
 
-_FOLDED = {
+_DERIVED = {
     "sharding.reshard": "sharding.strategy",
     "wrap.auto": "wrap.policy",
     "activation.trainer": "activation.checkpointing",
@@ -327,8 +326,8 @@ _FOLDED = {
 
 
 def canonical(name: str) -> str | None:
-    """The setting of a spec that a name belongs to, for messages; ``None`` where it belongs to none."""
-    name = _FOLDED.get(name, name)
+    """Return the setting of ``FsdpSpec`` that an internal name belongs to, for messages; ``None`` if there is none."""
+    name = _DERIVED.get(name, name)
     for gathered in ("launch.extra", "launch.dynamo_config"):
         if name.startswith(f"{gathered}."):
             return gathered
@@ -337,7 +336,7 @@ def canonical(name: str) -> str | None:
 
 
 def find(key: str, scopes: Iterable[Scope]) -> Row | None:
-    """The row that a key means in the first of these scopes that knows it, or under its canonical name."""
+    """Return the row of a key in the first scope that has it, or of a canonical name; ``None`` if it is unknown."""
     for scope in scopes:
         if row := BY_KEY.get((scope, plain_key(key, scope))):
             return row
@@ -346,11 +345,11 @@ def find(key: str, scopes: Iterable[Scope]) -> Row | None:
 
 
 def suggest(key: str, scopes: Iterable[Scope]) -> str:
-    """The known key nearest to a misspelt one, as it would be written; empty where none is near."""
+    """Return the known key most similar to a misspelled one, with its prefix; empty if none is similar."""
     known: dict[str, str] = {}
     for row in (row for scope in scopes for row in ROWS if row.scope == scope):
         for spelling in row.spellings:
             known.setdefault(spelling, PREFIXES[row.scope] + spelling)
             known.setdefault(PREFIXES[row.scope] + spelling, PREFIXES[row.scope] + spelling)
-    near = difflib.get_close_matches(key.strip().lower().replace("-", "_"), known, n=1, cutoff=0.7)
-    return known[near[0]] if near else ""
+    nearest = difflib.get_close_matches(key.strip().lower().replace("-", "_"), known, n=1, cutoff=0.7)
+    return known[nearest[0]] if nearest else ""

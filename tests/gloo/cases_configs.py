@@ -1,4 +1,4 @@
-"""Run on ranks: some steps under a file of configs/, with a model large enough for the files' size threshold."""
+"""Run on ranks: training steps with a file of configs/. The model is large enough for their size threshold."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODELS = {"llama": small_llama, "bert": tiny_bert}
 
 
 def reference(model_name: str) -> list[float]:
-    """The losses of one process on the global batches, in fp32."""
+    """Return the losses of one process on the global batches, in fp32."""
     model = MODELS[model_name]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses = []
@@ -43,7 +43,7 @@ def reference(model_name: str) -> list[float]:
 
 
 def train(model_name: str, config: dict[str, Any]) -> list[float]:
-    """The same losses in parallel."""
+    """Return the same losses of a parallel run."""
     accelerator = fresh_accelerator(config)
     model = MODELS[model_name]()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))

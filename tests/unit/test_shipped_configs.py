@@ -1,4 +1,4 @@
-"""Every file in configs/ loads, means what its name says, and changes nothing that a user's document said."""
+"""Every file in configs/ loads, and has the settings that its name or its guide announces."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hf_fsdp_plugin.strategies import STRATEGIES
 CONFIGS = Path(__file__).parents[2] / "configs"
 NAMES = sorted(path.name for path in CONFIGS.glob("*.yaml"))
 
-# What the rest of a name promises, as settings.
-PROMISES: dict[str, dict[str, object]] = {
+# The part of a file name after the version -> its settings.
+SETTINGS_OF_NAME: dict[str, dict[str, object]] = {
     **{strategy: {"sharding.strategy": strategy} for strategy in STRATEGIES},
     "wrap_size": {"wrap.policy": "size", "wrap.min_num_params": 20000},
     "wrap_size_guide_names": {"wrap.policy": "size", "wrap.min_num_params": 20000},
@@ -34,32 +34,32 @@ PROMISES: dict[str, dict[str, object]] = {
 }
 
 
-def test_there_is_a_file_for_every_strategy_and_every_promise_under_both_versions() -> None:
-    wanted = {f"fsdp{version}_{promise}.yaml" for version in (1, 2) for promise in PROMISES}
-    wanted -= {"fsdp2_wrap_size_guide_names.yaml"}  # the guide writes for version 1 alone
+def test_every_name_has_config_for_both_versions() -> None:
+    wanted = {f"fsdp{version}_{name_part}.yaml" for version in (1, 2) for name_part in SETTINGS_OF_NAME}
+    wanted -= {"fsdp2_wrap_size_guide_names.yaml"}  # the guide is about version 1 only
     assert wanted == {name for name in NAMES if not name.startswith("seed_")}
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("seed_")])
-def test_a_config_means_what_its_name_says(name: str) -> None:
-    version, _, promise = name.removesuffix(".yaml").partition("_")
-    spec = load_spec(CONFIGS / name)
+def test_config_has_settings_of_its_name(name: str) -> None:
+    version, _, name_part = name.removesuffix(".yaml").partition("_")
+    spec = load_spec(CONFIGS / name, environ={})
     assert f"fsdp{spec.fsdp.version}" == version
-    assert {setting: spec.get(setting) for setting in PROMISES[promise]} == PROMISES[promise]
-    if promise.startswith("hybrid"):
+    assert {setting: spec.get(setting) for setting in SETTINGS_OF_NAME[name_part]} == SETTINGS_OF_NAME[name_part]
+    if name_part.startswith("hybrid"):
         assert (spec.mesh.replicate, spec.mesh.shard, spec.launch.num_processes) == (2, 2, 4)
     assert [str(problem) for problem in spec.problems if problem.severity == "warning"] == []
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_host_s_own_reader_takes_the_file(name: str) -> None:
+def test_accelerate_loads_config(name: str) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
     config = load_config_from_file(str(CONFIGS / name))
     assert config.fsdp_config == yaml.safe_load((CONFIGS / name).read_text())["fsdp_config"]
 
 
-def test_the_book_chapter_s_file_keeps_its_values() -> None:
+def test_book_chapter_config_is_unchanged() -> None:
     assert yaml.safe_load((CONFIGS / "seed_book_chapter.yaml").read_text()) == {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,
@@ -84,12 +84,12 @@ def test_the_book_chapter_s_file_keeps_its_values() -> None:
             "fsdp_use_orig_params": True,
         },
     }
-    spec = load_spec(CONFIGS / "seed_book_chapter.yaml")
+    spec = load_spec(CONFIGS / "seed_book_chapter.yaml", environ={})
     assert (spec.fsdp.version, spec.sharding.strategy, spec.wrap.classes) == (1, "full_shard", ("LlamaDecoderLayer",))
     assert (spec.precision.param, spec.prefetch.backward, spec.loading.ram_efficient) == ("bf16", "pre", True)
 
 
-def test_the_hugging_face_guide_s_file_keeps_its_odd_key_and_the_key_works() -> None:
+def test_hf_guide_config_is_unchanged() -> None:
     text = (CONFIGS / "seed_hf_guide.yaml").read_text()
     assert yaml.safe_load(text)["fsdp_config"] == {
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -103,5 +103,5 @@ def test_the_hugging_face_guide_s_file_keeps_its_odd_key_and_the_key_works() -> 
         "fsdp_transformer_layer_cls_to_wrap": "BertLayer",
         "fsdp_use_orig_params": True,
     }
-    spec = load_spec(CONFIGS / "seed_hf_guide.yaml")
+    spec = load_spec(CONFIGS / "seed_hf_guide.yaml", environ={})
     assert (spec.prefetch.backward, spec.offload.params, spec.wrap.classes) == ("pre", True, ("BertLayer",))
