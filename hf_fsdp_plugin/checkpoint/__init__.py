@@ -15,7 +15,7 @@ _EXPORTS = {
     "checking.completeness": ("newest_complete", "why_incomplete"),
     "checking.inspection": ("Summary", "checkpoints_of_run", "summarize"),
     "checking.verify": ("Verdict", "verify"),
-    "formats.table": ("read_stored_model",),
+    "formats.table": ("read_stored_model", "stored_state_dict_type"),
     "merging.merge": ("MergeOptions", "Merged", "merge"),
 }
 """Module below this package -> the names that it provides."""
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.checkpoint.checking.verify import Verdict as Verdict
     from hf_fsdp_plugin.checkpoint.checking.verify import verify as verify
     from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model as read_stored_model
+    from hf_fsdp_plugin.checkpoint.formats.table import stored_state_dict_type as stored_state_dict_type
     from hf_fsdp_plugin.checkpoint.merging.merge import Merged as Merged
     from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions as MergeOptions
     from hf_fsdp_plugin.checkpoint.merging.merge import merge as merge

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from hf_fsdp_plugin.checkpoint import stored_state_dict_type
 from hf_fsdp_plugin.integrations.accelerate.private import (
     is_accelerator,
     prepared_dataloaders,
@@ -13,7 +14,6 @@ from hf_fsdp_plugin.integrations.accelerate.private import (
 )
 from hf_fsdp_plugin.integrations.transformers.private import is_trainer, train_batch_size
 from hf_fsdp_plugin.observe.build import build_report_of_trained
-from hf_fsdp_plugin.observe.readers_training import state_dict_kind
 from hf_fsdp_plugin.observe.report import BatchShape, Report
 
 
@@ -49,7 +49,7 @@ def report_accelerator(
     Raises:
         SpecError: the plugin has prepared no model of this accelerator.
     """
-    saved = state_dict_kind(checkpoint) if checkpoint is not None else None
+    saved = stored_state_dict_type(checkpoint) if checkpoint is not None else None
     return build_report_of_trained(
         prepared_models(accelerator),
         prepared_optimizers(accelerator),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from hf_fsdp_plugin.devices import accelerator_type
 from hf_fsdp_plugin.observe.live_run import LiveRun, ObservedValue, common_value, unobservable
 from hf_fsdp_plugin.observe.units import checkpoints_natively
@@ -121,14 +119,3 @@ def read_dynamo(run: LiveRun) -> ObservedValue:
     compiles = str(asked.get("backend", "NO")).upper() != "NO"
     compiled = is_compiled(run.model)
     return ObservedValue(value="compiled" if compiled else "not compiled", matches=compiled == compiles)
-
-
-def state_dict_kind(folder: Path) -> str | None:
-    """Return the kind of model state in a checkpoint: ``sharded``, ``local`` or ``full``; ``None`` if there is none."""
-    if any(path.parent.name.startswith("pytorch_model_fsdp") for path in folder.glob("*/.metadata")):
-        return "sharded"
-    local = ("pytorch_model_fsdp_local/*_rank*.safetensors", "pytorch_model_fsdp*_rank*.bin")
-    if any(path for pattern in local for path in folder.glob(pattern)):
-        return "local"
-    full = ("pytorch_model_fsdp*.bin", "model*.safetensors", "pytorch_model*.bin")
-    return "full" if any(path for pattern in full for path in folder.glob(pattern)) else None

@@ -143,3 +143,15 @@ def test_reads_are_at_most_one_buffer(tmp_path: Path, out: Path, monkeypatch: py
     assert_same(read(out), large)
     assert max(sizes) <= 8192
     assert sum(sizes) == large["weight"].nbytes
+
+
+def test_names_of_peft_and_omitted_objects_are_reported(tmp_path: Path, out: Path) -> None:
+    import torch
+
+    name = "base_model.model.q_proj.base_layer.weight"
+    (tmp_path / "ck").mkdir()
+    torch.save({name: torch.ones(3, 3), "extra_state": {"seen": 3}}, tmp_path / "ck" / "pytorch_model_fsdp.bin")
+    merged = merge(tmp_path / "ck", out, MergeOptions(delete_input=True))
+    assert codes(merged) == ["FSDP-W488", "FSDP-W499", "FSDP-W493", "FSDP-E487"]
+    assert "extra_state" in messages(merged)
+    assert list(read(out)) == [name]

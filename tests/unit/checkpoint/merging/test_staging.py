@@ -92,3 +92,12 @@ def test_concurrent_merge_is_refused(checkpoint: Path, out: Path) -> None:
     with MergeStaging(out), pytest.raises(CheckpointError, match="FSDP-E485"):
         merge(checkpoint, out, MergeOptions())
     merge(checkpoint, out, MergeOptions())
+
+
+def test_both_output_folders_of_an_interrupt_are_kept(checkpoint: Path, out: Path) -> None:
+    for folder in (out, replaced_path(out)):
+        folder.mkdir()
+        (folder / "mine").write_text("mine")
+    with pytest.raises(CheckpointError, match="FSDP-E482"):
+        merge(checkpoint, out, MergeOptions(force=True))
+    assert tree(replaced_path(out)) == {"mine": b"mine"}
