@@ -15,7 +15,7 @@ from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.model import FsdpSection, FsdpSpec, ParamsSection, WrapSection
 
 VOCAB = 96
-_TEXT = {
+TEXT_CONFIG = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -25,8 +25,8 @@ _TEXT = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_GROUPED = {**_TEXT, "num_key_value_heads": 2, "head_dim": 8}
-_VISION = {
+_GROUPED = {**TEXT_CONFIG, "num_key_value_heads": 2, "head_dim": 8}
+VISION_CONFIG = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
@@ -75,14 +75,14 @@ def _two(prefix: str) -> tuple[str, str]:
 
 FAMILIES: dict[str, Family] = {
     "bert": Family(
-        build=lambda: hf.BertForSequenceClassification(hf.BertConfig(**_TEXT)),
+        build=lambda: hf.BertForSequenceClassification(hf.BertConfig(**TEXT_CONFIG)),
         layers=("BertLayer",),
         units=("bert.embeddings.word_embeddings", *_two("bert.encoder.layer")),
         inputs=lambda: {"input_ids": torch.arange(1, 9).repeat(2, 1), "labels": torch.tensor([0, 1])},
     ),
     # The head's bias is also tied to a module outside the head, so embedding and head belong to the root.
     "bert-mlm": Family(
-        build=lambda: hf.BertForMaskedLM(hf.BertConfig(**_TEXT)),
+        build=lambda: hf.BertForMaskedLM(hf.BertConfig(**TEXT_CONFIG)),
         layers=("BertLayer",),
         units=_two("bert.encoder.layer"),
     ),
@@ -94,7 +94,7 @@ FAMILIES: dict[str, Family] = {
         units=("transformer.wte + transformer.ln_f + lm_head", *_two("transformer.h")),
     ),
     "gpt-neox": Family(
-        build=lambda: hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**_TEXT)),
+        build=lambda: hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**TEXT_CONFIG)),
         layers=("GPTNeoXLayer",),
         units=("gpt_neox.embed_in", *_two("gpt_neox.layers"), "gpt_neox.final_layer_norm + lm_head"),
     ),
@@ -108,17 +108,17 @@ FAMILIES: dict[str, Family] = {
         units=("transformer.wte", *_two("transformer.h"), "transformer.ln_f + lm_head"),
     ),
     "llama": Family(
-        build=lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_TEXT)),
+        build=lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**TEXT_CONFIG)),
         layers=("LlamaDecoderLayer",),
         units=("model.embed_tokens", *_two("model.layers"), "model.norm + lm_head"),
     ),
     "llama-tied": Family(
-        build=lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_TEXT, tie_word_embeddings=True)),
+        build=lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**TEXT_CONFIG, tie_word_embeddings=True)),
         layers=("LlamaDecoderLayer",),
         units=("model.embed_tokens + model.norm + lm_head", *_two("model.layers")),
     ),
     "llama-base": Family(
-        build=lambda: hf.LlamaModel(hf.LlamaConfig(**_TEXT)),
+        build=lambda: hf.LlamaModel(hf.LlamaConfig(**TEXT_CONFIG)),
         layers=("LlamaDecoderLayer",),
         units=("embed_tokens", *_two("layers")),
         inputs=lambda: {"input_ids": torch.arange(1, 9).repeat(2, 1)},
@@ -178,13 +178,13 @@ FAMILIES: dict[str, Family] = {
         inputs=lambda: {"input_features": torch.ones(2, 8, 32), "labels": torch.arange(1, 9).repeat(2, 1)},
     ),
     "vit": Family(
-        build=lambda: hf.ViTForImageClassification(hf.ViTConfig(**_VISION)),
+        build=lambda: hf.ViTForImageClassification(hf.ViTConfig(**VISION_CONFIG)),
         layers=("ViTLayer",),
         units=("vit.embeddings.patch_embeddings", *_two("vit.layers"), "vit.layernorm"),
         inputs=lambda: {**_pictures(), "labels": torch.tensor([0, 1])},
     ),
     "clip-text": Family(
-        build=lambda: hf.CLIPTextModel(hf.CLIPTextConfig(**_TEXT, max_position_embeddings=16)),
+        build=lambda: hf.CLIPTextModel(hf.CLIPTextConfig(**TEXT_CONFIG, max_position_embeddings=16)),
         layers=("CLIPEncoderLayer",),
         units=("embeddings.token_embedding", *_two("encoder.layers")),
         inputs=lambda: {"input_ids": torch.arange(1, 9).repeat(2, 1)},
@@ -199,7 +199,9 @@ FAMILIES: dict[str, Family] = {
     "llava": Family(
         build=lambda: hf.LlavaForConditionalGeneration(
             hf.LlavaConfig(
-                vision_config=hf.CLIPVisionConfig(**_VISION), text_config=hf.LlamaConfig(**_TEXT), image_token_index=7
+                vision_config=hf.CLIPVisionConfig(**VISION_CONFIG),
+                text_config=hf.LlamaConfig(**TEXT_CONFIG),
+                image_token_index=7,
             )
         ),
         layers=("CLIPEncoderLayer", "LlamaDecoderLayer"),
@@ -214,7 +216,7 @@ FAMILIES: dict[str, Family] = {
         build=lambda: hf.Qwen2VLForConditionalGeneration(
             hf.Qwen2VLConfig(
                 text_config={
-                    **_TEXT,
+                    **TEXT_CONFIG,
                     "num_key_value_heads": 2,
                     "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
                 },

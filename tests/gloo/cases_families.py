@@ -1,4 +1,4 @@
-"""Run on ranks: one family of models trained, saved and loaded under FSDP; and the same steps in one process."""
+"""Run on ranks: train, save and load one model family with FSDP; and the same steps in one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEARNING_RATE = 0.05
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """SGD: Adam scales up the rounding noise of gradients that are truly zero (a key's bias under softmax)."""
+    """SGD, because Adam amplifies rounding errors in gradients that are exactly zero (a key's bias before softmax)."""
     return torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=LEARNING_RATE, momentum=0.9)
 
 
@@ -37,7 +37,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def reference(family: str) -> dict[str, Any]:
-    """Losses and norms of one more step than the parallel run saves, weights after ``NUM_STEPS`` and at the end."""
+    """Losses and norms of ``NUM_STEPS`` + 1 steps, and the weights before and after the last one."""
     model = build(family)
     optimizer = sgd(model)
     run: dict[str, Any] = {"losses": [], "norms": [], "num_params": sum(p.numel() for p in model.parameters())}
@@ -57,7 +57,7 @@ def reference(family: str) -> dict[str, Any]:
 def step_in_parallel(
     accelerator: Any, family: str, model: nn.Module, optimizer: Any, batch: Batch
 ) -> tuple[float, float]:
-    """Loss of the global batch, and the gradient norm before clipping."""
+    """Train one step. Return the loss of the global batch and the gradient norm before clipping."""
     part = my_part(batch, accelerator.process_index, accelerator.num_processes)
     loss = TRAINED[family].loss(model, part)
     accelerator.backward(loss)
@@ -70,7 +70,7 @@ def step_in_parallel(
 
 
 def train(family: str, config: dict[str, Any], make_optimizer: Any = sgd) -> dict[str, Any]:
-    """``NUM_STEPS`` steps, a state saved in both forms, and one step more after each was loaded into a new model."""
+    """Train ``NUM_STEPS`` steps, save a sharded and a full state, and train one step after loading each of them."""
     accelerator, model, optimizer = prepared(family, config, make_optimizer)
     run: dict[str, Any] = {"losses": [], "norms": []}
     for number in range(NUM_STEPS):
@@ -78,7 +78,7 @@ def train(family: str, config: dict[str, Any], make_optimizer: Any = sgd) -> dic
         run["losses"].append(loss)
         run["norms"].append(norm)
     run["report"] = hfp.report(accelerator).to_json()
-    run["plain"] = whole_parameters(model)
+    run["unsharded"] = unsharded_parameters(model)
     run["num_states"], run["num_trained"] = num_states(optimizer), len(optimizer.param_groups[0]["params"])
     state = accelerator.get_state_dict(model)
     run["shared"] = shared_names(state)
@@ -98,8 +98,8 @@ def prepared(family: str, config: dict[str, Any], make_optimizer: Any = sgd) -> 
     return (accelerator, *accelerator.prepare(model, make_optimizer(model)))
 
 
-def whole_parameters(model: nn.Module) -> list[str]:
-    """Names of the parameters that every rank has all of."""
+def unsharded_parameters(model: nn.Module) -> list[str]:
+    """Names of the parameters that are not sharded."""
     if isinstance(model, FullyShardedDataParallel):
         flat = {id(p) for unit in FullyShardedDataParallel.fsdp_modules(model) for p in unit._handle.flat_param._params}
         return [canonical_name(name) for name, p in model.named_parameters() if id(p) not in flat]
@@ -111,7 +111,7 @@ def num_states(optimizer: Any) -> int:
 
 
 def resume(family: str, config: dict[str, Any], kind: str, folder: Path, make_optimizer: Any) -> dict[str, Any]:
-    """What a saved state brings back into a new model of zeros, and the step after it."""
+    """Load a saved state into a new model of zeros, and train one step."""
     accelerator, model, optimizer = prepared(family, config, make_optimizer)
     accelerator.state.fsdp_plugin.set_state_dict_type(kind)
     with torch.no_grad():
@@ -125,7 +125,7 @@ def resume(family: str, config: dict[str, Any], kind: str, folder: Path, make_op
 
 
 def shared_folder() -> Path:
-    """One new folder for all ranks."""
+    """Create one folder for all ranks."""
     name = [tempfile.mkdtemp(prefix="hf_fsdp_state_") if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(name)
     assert name[0] is not None
@@ -133,7 +133,7 @@ def shared_folder() -> Path:
 
 
 def shared_names(state: dict[str, torch.Tensor]) -> list[tuple[str, ...]]:
-    """Groups of names of one and the same memory."""
+    """Groups of names of tensors that share memory."""
     groups: dict[int, list[str]] = {}
     for name, tensor in state.items():
         if tensor.numel():

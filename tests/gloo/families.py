@@ -1,4 +1,4 @@
-"""The model families that are trained for real: those of the plan's tests, with batches whose parts can be averaged."""
+"""Model families that are trained on ranks: those of the plan's tests, with batches whose loss is a mean over rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import transformers as hf
-from model_families import _TEXT, _VISION, FAMILIES
+from model_families import FAMILIES, TEXT_CONFIG, VISION_CONFIG
 
 Batch = dict[str, torch.Tensor]
 NUM_ROWS = 4
@@ -23,7 +23,7 @@ IMAGE_TOKEN = 7
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A model with its layer classes, a global batch for every step, and a loss that is a mean over rows."""
+    """A model, its layer classes, a global batch for each step, and a loss that is a mean over rows."""
 
     build: Callable[[], nn.Module]
     layers: tuple[str, ...]
@@ -32,12 +32,12 @@ class Trained:
 
 
 def _tokens(generator: torch.Generator) -> torch.Tensor:
-    """No special tokens: padding and image places would make the parts of a batch weigh unequally."""
+    """Tokens without special tokens: padding and image tokens would give the ranks' parts different weights."""
     return torch.randint(8, 96, (NUM_ROWS, LENGTH), generator=generator)
 
 
 def _batch(family: str, step: int) -> Batch:
-    """Random values in the shapes of the family's own example."""
+    """Random values in the shapes of the family's example."""
     generator = torch.Generator().manual_seed(1000 + step)
     example = FAMILIES[family].inputs() if family in FAMILIES else {}
     batch: Batch = {}
@@ -67,12 +67,12 @@ def _with_image_tokens(tokens: torch.Tensor) -> torch.Tensor:
 def _llava_batch(step: int) -> Batch:
     generator = torch.Generator().manual_seed(step)
     tokens = _with_image_tokens(_tokens(generator))
-    pictures = torch.randn(NUM_ROWS, 3, 8, 8, generator=generator)
-    return {"input_ids": tokens, "labels": tokens.clone(), "pixel_values": pictures}
+    images = torch.randn(NUM_ROWS, 3, 8, 8, generator=generator)
+    return {"input_ids": tokens, "labels": tokens.clone(), "pixel_values": images}
 
 
 def _qwen_vl_batch(step: int) -> Batch:
-    """One picture of 4 x 4 patches a row; the patches of all pictures lie one after the other."""
+    """One image of 4 x 4 patches per row; the patches of all images are concatenated."""
     generator = torch.Generator().manual_seed(step)
     tokens = _with_image_tokens(_tokens(generator))
     return {
@@ -90,12 +90,12 @@ def _own_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def _clip_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Pairs only: the contrastive loss compares rows with each other, and is no mean over rows."""
+    """Mean over matching pairs. CLIP's contrastive loss compares rows with each other: it is not a mean over rows."""
     return model(**batch).logits_per_image.diagonal().mean()
 
 
 def _build_clip() -> nn.Module:
-    text, vision = hf.CLIPTextConfig(**_TEXT, max_position_embeddings=16), hf.CLIPVisionConfig(**_VISION)
+    text, vision = hf.CLIPTextConfig(**TEXT_CONFIG, max_position_embeddings=16), hf.CLIPVisionConfig(**VISION_CONFIG)
     return hf.CLIPModel(hf.CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=16))
 
 
@@ -105,12 +105,12 @@ def _build_qwen_vl() -> nn.Module:
     return model
 
 
-def _of_the_plan_tests(name: str) -> Trained:
+def _from_plan_tests(name: str) -> Trained:
     family = FAMILIES[name]
     return Trained(build=family.build, layers=family.layers, batch=lambda step: _batch(name, step), loss=_own_loss)
 
 
-TRAINED: dict[str, Trained] = {name: _of_the_plan_tests(name) for name in FAMILIES}
+TRAINED: dict[str, Trained] = {name: _from_plan_tests(name) for name in FAMILIES}
 TRAINED["llava"] = Trained(
     build=FAMILIES["llava"].build, layers=FAMILIES["llava"].layers, batch=_llava_batch, loss=_own_loss
 )
@@ -121,7 +121,7 @@ TRAINED["clip"] = Trained(build=_build_clip, layers=("CLIPEncoderLayer",), batch
 
 
 def build(family: str) -> nn.Module:
-    """The model with the same weights on every rank and in one process, and nothing random in its forward."""
+    """Build the model with the same weights on every rank, and without randomness in forward."""
     torch.manual_seed(0)
     model = TRAINED[family].build()
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""Every family of models trains, saves and resumes under both versions as it does in one process."""
+"""Every model family trains, saves and resumes with both versions of FSDP as in one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def config_of(family: str, version: int) -> dict[str, Any]:
 
 
 def assert_close(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Names, shapes and dtypes of the plain model, and its values relative to each tensor's size."""
+    """Compare names, shapes and dtypes exactly, and values relative to each tensor's norm."""
     assert {name: (w.shape, w.dtype) for name, w in weights.items()} == {
         name: (w.shape, w.dtype) for name, w in expected.items()
     }
@@ -38,7 +38,7 @@ EACH = [pytest.mark.parametrize("version", [1, 2]), pytest.mark.parametrize("fam
 
 @pytest.fixture(scope="module")
 def run_of(two_ranks: Ranks) -> Run:
-    """One parallel run a family and version, looked at by several tests."""
+    """One parallel run per family and version, shared by the tests."""
     return cache(lambda family, version: two_ranks.run(train, family, config_of(family, version))[0])
 
 
@@ -49,7 +49,7 @@ def each(test: Any) -> Any:
 
 
 @each
-def test_a_family_trains_as_in_one_process(run_of: Run, family: str, version: int) -> None:
+def test_family_trains_as_in_one_process(run_of: Run, family: str, version: int) -> None:
     run, expected = run_of(family, version), reference_of(family)
     assert run["losses"] == pytest.approx(expected["losses"][:NUM_STEPS], rel=RELATIVE)
     assert run["norms"] == pytest.approx(expected["norms"][:NUM_STEPS], rel=RELATIVE)
@@ -57,21 +57,21 @@ def test_a_family_trains_as_in_one_process(run_of: Run, family: str, version: in
 
 
 @each
-def test_a_gathered_state_dict_keeps_ties(run_of: Run, family: str, version: int) -> None:
+def test_gathered_state_dict_keeps_ties(run_of: Run, family: str, version: int) -> None:
     assert run_of(family, version)["shared"] == reference_of(family)["shared"]
 
 
 @each
-def test_every_parameter_but_a_scalar_is_cut_in_two(run_of: Run, family: str, version: int) -> None:
+def test_all_parameters_except_scalars_are_sharded(run_of: Run, family: str, version: int) -> None:
     run, expected = run_of(family, version), reference_of(family)
     scalars = [name for name, weight in expected["saved"].items() if weight.dim() == 0]
     assert sum(unit["num_params"] for unit in run["report"]["units"]) == expected["num_params"] - len(scalars)
     assert sum(rank["num_local_params"] for rank in run["report"]["ranks"]) == expected["num_params"] + len(scalars)
-    assert run["plain"] == scalars
+    assert run["unsharded"] == scalars
 
 
 @each
-def test_the_report_finds_nothing_that_differs(run_of: Run, family: str, version: int) -> None:
+def test_report_has_no_differences(run_of: Run, family: str, version: int) -> None:
     report = run_of(family, version)["report"]
     assert report["backend"] == f"fsdp{version}"
     assert [row for row in report["settings"] if row["status"] == "differs"] == []
@@ -79,7 +79,7 @@ def test_the_report_finds_nothing_that_differs(run_of: Run, family: str, version
 
 
 @each
-def test_full_and_sharded_states_resume_as_if_never_interrupted(run_of: Run, family: str, version: int) -> None:
+def test_full_and_sharded_states_resume_exactly(run_of: Run, family: str, version: int) -> None:
     run, expected = run_of(family, version), reference_of(family)
     for resumed in run["resumed"].values():
         assert all(torch.equal(resumed["loaded"][name], weight) for name, weight in run["saved"].items())
@@ -90,11 +90,9 @@ def test_full_and_sharded_states_resume_as_if_never_interrupted(run_of: Run, fam
 
 @pytest.mark.parametrize("optimizer", [plain_sgd, adam], ids=["plain-sgd", "adam"])
 @pytest.mark.parametrize("version", [1, 2])
-def test_parameters_without_optimizer_state_have_none_after_a_resume(
-    two_ranks: Ranks, version: int, optimizer: Any
-) -> None:
+def test_resume_adds_no_optimizer_state(two_ranks: Ranks, version: int, optimizer: Any) -> None:
     run = two_ranks.run(train, "llava", config_of("llava", version), optimizer)[0]
-    assert run["num_states"] < run["num_trained"], "the last layer of the vision tower is not used"
+    assert run["num_states"] < run["num_trained"], "the last layer of the vision tower must be unused"
     assert {kind: resumed["num_states"] for kind, resumed in run["resumed"].items()} == {
         "sharded": run["num_states"],
         "full": run["num_states"],
