@@ -23,10 +23,7 @@ def codes_in(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize("area", sorted(AREAS.values()))
 def test_page_entries_have_meaning_example_remedy(area: str) -> None:
-    page = PACKAGE / "problem_pages" / f"{area}.md"
-    if not page.exists():
-        return
-    text = page.read_text(encoding="utf-8")
+    text = (PACKAGE / "problem_pages" / f"{area}.md").read_text(encoding="utf-8")
     entries = parse_page(text, area)
     assert len(entries) == len(re.findall(r"(?m)^## ", text)), "a heading is not '## FSDP-X000: title'"
     assert [entry.code[-3:] for entry in entries] == sorted(entry.code[-3:] for entry in entries)
@@ -38,3 +35,7 @@ def test_page_entries_have_meaning_example_remedy(area: str) -> None:
 def test_code_number_has_one_letter() -> None:
     numbers = Counter(code[-3:] for code in codes_in(PACKAGE) | set(read_entries()))
     assert {number for number, count in numbers.items() if count > 1} == set()
+
+
+def test_every_code_is_documented_and_every_entry_is_used() -> None:
+    assert codes_in(PACKAGE) ^ set(read_entries()) == set()
