@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -78,3 +79,9 @@ def test_record_has_one_range_or_none_if_empty(tmp_path):
 def test_changed_field_changes_the_hash():
     first = saved.manifest()
     assert json.loads(to_text(first))["manifest_hash"] != json.loads(to_text(replace(first, step=21)))["manifest_hash"]
+
+
+def test_specification_lists_every_field():
+    text = (Path(__file__).parents[4] / "docs" / "manifest.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"(?m)^\| `(\w+)` \|", text))
+    assert set(json.loads(to_text(saved.manifest()))) | {"path", "size", "ranges"} == listed
