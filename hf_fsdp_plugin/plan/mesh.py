@@ -33,9 +33,9 @@ def resolve_mesh(
     hybrid, plain = strategy.counterpart(hybrid=True), strategy.counterpart(hybrid=False)
     if mesh.replicate > 1 and hybrid is not None and not strategy.hybrid:
         problems.add(
-            "FSDP-N204",
+            "FSDP-N111",
             "sharding.strategy",
-            f"{strategy.name} on a mesh with {mesh.replicate} replicas is planned as {hybrid.name}.",
+            f"a mesh with {mesh.replicate} replicas changes the strategy {strategy.name} to {hybrid.name}.",
         )
         strategy = hybrid
     elif mesh.replicate == 1 and plain is not None and strategy.hybrid and world_size > 1:
@@ -57,17 +57,17 @@ def _replicas_only(spec: FsdpSpec, world_size: int, problems: ProblemCollector) 
     strategy, shard, replicate = spec.sharding.strategy, _integer(spec.mesh.shard), _integer(spec.mesh.replicate)
     if shard is not None and shard != 1:
         problems.add(
-            "FSDP-E202",
+            "FSDP-E130",
             "mesh.shard",
-            f"{strategy} does not shard parameters, but mesh.shard is {shard}.",
-            "Remove mesh.shard, or use hybrid_shard.",
+            f"{strategy} does not shard the model, but the shard size is {shard}.",
+            "Remove the shard size, or use full_shard.",
         )
     if replicate is not None and replicate != world_size:
         problems.add(
-            "FSDP-E202",
+            "FSDP-E128",
             "mesh.replicate",
-            f"{strategy} on {world_size} ranks has {world_size} replicas, but mesh.replicate is {replicate}.",
-            "Remove mesh.replicate.",
+            f"{strategy} on {world_size} ranks has {world_size} replicas, but the replicate size is {replicate}.",
+            "Remove the replicate size.",
         )
     return MeshPlan(replicate=world_size, shard=1)
 
@@ -89,22 +89,21 @@ def _complete(
         if num_ranks == world_size:
             return MeshPlan(replicate=replicate, shard=shard)
         problems.add(
-            "FSDP-E201",
+            "FSDP-E128",
             "mesh.shard" if spec.asked("mesh.shard") else "mesh.replicate",
-            f"a mesh of {replicate} × {shard} (replicate × shard) needs {num_ranks} ranks, but the world size is "
-            f"{world_size}.",
-            f"Start {num_ranks} processes, or set sizes whose product is {world_size}.",
+            f"the mesh size {replicate} × {shard} (replicate × shard) is not the world size {world_size}.",
+            f"Start {num_ranks} processes, or choose sizes whose product is {world_size}.",
         )
         return None
     setting, size = ("mesh.shard", shard) if shard is not None else ("mesh.replicate", replicate)
     assert size is not None, "the caller sets at least one size"
     if size < 1 or world_size % size:
-        subject = f"{setting} is {size}" if spec.asked(setting) else f"the number of ranks on one machine is {size}"
-        divisors = [str(divisor) for divisor in range(1, world_size + 1) if world_size % divisor == 0]
+        divisor = f"{setting}={size}" if spec.asked(setting) else f"the {size} ranks of one machine"
+        divisors = [str(number) for number in range(1, world_size + 1) if world_size % number == 0]
         problems.add(
-            "FSDP-E201",
+            "FSDP-E129",
             setting,
-            f"{subject}, which does not divide the world size of {world_size}.",
+            f"the world size {world_size} is not divisible by {divisor}.",
             f"Set {setting} to one of {', '.join(divisors)}, or change the number of processes.",
         )
         return None

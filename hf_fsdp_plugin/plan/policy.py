@@ -11,6 +11,7 @@ from torch import nn
 from hf_fsdp_plugin.plan.modules import ModuleTree, parent_of
 from hf_fsdp_plugin.plan.problem_collector import ProblemCollector
 from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.spec.rules import check_ignored_modules
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private.modules import CHECKPOINTED_ATTRIBUTE
 
@@ -25,11 +26,10 @@ def ignored_modules(spec: FsdpSpec, model: nn.Module, problems: ProblemCollector
     if not pattern:
         return ()
     setting = "wrap.ignored_modules"
-    try:
-        compiled = re.compile(pattern)
-    except re.error as error:
-        problems.add("FSDP-E210", setting, f"{pattern!r} is not a valid regular expression: {error}.")
+    if invalid := list(check_ignored_modules(spec)):
+        problems.extend(invalid)
         return ()
+    compiled = re.compile(pattern)
     names = [name for name, _ in model.named_modules()]
     matched = tuple(name for name in names if compiled.fullmatch(name))
     if "" in matched:
@@ -166,10 +166,10 @@ def _by_size(spec: FsdpSpec, tree: ModuleTree, problems: ProblemCollector) -> tu
     threshold = spec.wrap.min_num_params
     if threshold <= 0:
         problems.add(
-            "FSDP-E216",
+            "FSDP-E142",
             "wrap.min_num_params" if spec.asked("wrap.min_num_params") else "wrap.policy",
-            "the size policy requires a minimum number of parameters per unit above 0.",
-            "Set fsdp_min_num_params, such as 100M.",
+            f"the size policy requires min_num_params above 0; it is {threshold}.",
+            "Set fsdp_min_num_params, for example to 100M.",
         )
         return ()
     ignored = {id(entry.parameter) for entry in tree.parameters if entry.ignored}

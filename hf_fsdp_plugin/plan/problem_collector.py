@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.model import FsdpSpec
 
@@ -17,6 +19,9 @@ class ProblemCollector:
         """Add a problem. Its origin is where ``setting`` was written; a default has no origin."""
         origin = self._spec.origins.get(setting) if setting is not None else None
         self._problems.append(Problem(code=code, message=message, fix=fix, setting=setting, origin=origin))
+
+    def extend(self, problems: Iterable[Problem]) -> None:
+        self._problems += problems
 
     @property
     def problems(self) -> tuple[Problem, ...]:

@@ -71,12 +71,11 @@ def try_resolve(
     version: Version = 1 if parts.backend == "fsdp1" else 2
     check_offload(spec, version, device_type, collector)
     check_activation(spec, model, parts.pre_sharded, collector)
-    found = [*spec.problems, *collector.problems]
     if device_type not in DEVICES:
-        found.append(unsupported_device(device_type))
+        collector.extend([unsupported_device(device_type)])
     if version == 2:
-        found += check_fsdp2_support(spec)
-    problems = tuple(dict.fromkeys(found))
+        collector.extend(check_fsdp2_support(spec))
+    problems = tuple(dict.fromkeys((*spec.problems, *collector.problems)))
     if has_errors(problems):
         return None, problems
     plan = FsdpPlan(

@@ -20,10 +20,10 @@ def resolve_precision(spec: FsdpSpec, model: nn.Module, device_type: str, proble
         for field in ("param", "reduce", "output", "buffer"):
             if getattr(requested, field) == "fp16":
                 problems.add(
-                    "FSDP-E230",
+                    "FSDP-E147",
                     f"precision.{field}",
-                    "fp16 is not supported on the CPU: it needs gradient scaling, which the CPU does not have.",
-                    "Set mixed_precision: bf16 or no, or run on an accelerator.",
+                    "fp16 training is not supported on CPU ranks: its gradient scaler requires an accelerator.",
+                    "Set mixed_precision to bf16 or no.",
                 )
     param = _planned(requested.param)
     if param in ("unchanged", "fp32"):

@@ -60,7 +60,7 @@ def test_each_dtype_is_resolved_separately() -> None:
 @pytest.mark.parametrize("field", ["param", "reduce", "output", "buffer"])
 def test_fp16_is_refused_on_cpu_only(field: str) -> None:
     section = PrecisionSection(**{field: "fp16"})
-    assert refusal("FSDP-E230", precision=section).setting == f"precision.{field}"
+    assert refusal("FSDP-E147", precision=section).setting == f"precision.{field}"
     planned(precision=section, device_type="cuda")
 
 

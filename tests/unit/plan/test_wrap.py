@@ -118,7 +118,7 @@ def test_size_policy_wraps_modules_from_the_threshold() -> None:
 
 @pytest.mark.parametrize("threshold", [0, -1])
 def test_size_policy_without_a_threshold_is_refused(threshold: int) -> None:
-    assert refused("FSDP-E216", sized(threshold), Plain()).setting == "wrap.policy"
+    assert refused("FSDP-E142", sized(threshold), Plain()).setting == "wrap.policy"
 
 
 def test_size_policy_does_not_split_attention() -> None:
@@ -157,7 +157,7 @@ def test_frozen_ignored_modules_are_not_reported() -> None:
         ("lm_head", "FSDP-E212", "Plain"),
         ("block", "FSDP-E212", "blocks, blocks.0"),
         (".*", "FSDP-E211", "'.*'"),
-        ("(", "FSDP-E210", "'('"),
+        ("(", "FSDP-E145", "'('"),
     ],
 )
 def test_pattern_that_ignores_nothing_or_all_is_refused(pattern: str, code: str, named: str) -> None:
