@@ -20,7 +20,7 @@ def resolve_mesh(
     """
     strategy = STRATEGIES[spec.sharding.strategy]
     if world_size < 1:
-        problems.add("FSDP-E203", None, f"the world size is {world_size}.", "Set a world size of 1 or more.")
+        problems.add("FSDP-E201", None, f"the world size is {world_size}.", "Set a world size of 1 or more.")
         return MeshPlan(replicate=1, shard=1), strategy.name
     if not strategy.is_sharded:
         return _replicas_only(spec, world_size, problems), strategy.name

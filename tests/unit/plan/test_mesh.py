@@ -84,5 +84,5 @@ def test_no_shard_refuses_sizes_of_other_strategies() -> None:
 
 
 def test_world_size_below_1_is_refused() -> None:
-    assert codes_of("full_shard", 0) == [("FSDP-E203", None)]
+    assert codes_of("full_shard", 0) == [("FSDP-E201", None)]
     assert codes_of("full_shard", 1) == []

@@ -259,7 +259,7 @@ def test_all_problems_are_reported_at_once() -> None:
     plan, problems = try_resolve(spec, Plain(), world_size=0)
     assert plan is None
     assert {problem.code: problem.setting for problem in problems} == {
-        "FSDP-E203": None,
+        "FSDP-E201": None,
         "FSDP-E212": "wrap.ignored_modules",
         "FSDP-E214": "wrap.classes",
     }
