@@ -19,7 +19,7 @@ GROUPS: Final[dict[Group, str]] = {
     "accelerate": "Installed by `install()`, `accelerator()` and `FsdpTrainer`.",
     "transformers": "Installed by `install()`. `FsdpTrainer`, `FsdpTrainerMixin` and `FsdpTrainingArguments` override "
     "the same methods in a subclass instead.",
-    "loading": "Installed when a spec asks for RAM-efficient loading.",
+    "loading": "Installed when a spec enables RAM-efficient loading.",
 }
 
 

@@ -30,7 +30,7 @@ from hf_fsdp_plugin.spec.model import FsdpSpec
 
 
 def accelerator(spec: FsdpSpec, **kwargs: Any) -> Accelerator:
-    """Return an ``accelerate.Accelerator`` whose ``prepare`` shards models as ``spec`` asks, on CPU ranks too.
+    """Return an ``accelerate.Accelerator`` whose ``prepare`` shards models according to ``spec``, on CPU ranks too.
 
     Args:
         spec: from :func:`hf_fsdp_plugin.load_spec`.
@@ -93,7 +93,7 @@ def _with_mixed_precision(spec: FsdpSpec, given: Any) -> FsdpSpec:
 def _no_fsdp(accelerator: Any) -> Problem:
     return Problem(
         code="FSDP-W602",
-        message="neither the launcher, nor the environment, nor the script asks for FSDP: this Accelerator runs "
+        message="neither the launcher, nor the environment, nor the script enables FSDP: this Accelerator runs "
         f"{accelerator.distributed_type.value} on {accelerator.num_processes} ranks.",
         fix="Pass a config: --config_file CONFIG.",
     )

@@ -26,7 +26,7 @@ def validate_arguments(original: Callable[..., None], arguments: Any, *args: Any
 def process_fsdp_args(original: Callable[[], Any], arguments: Any) -> Any:
     """Parse the FSDP settings, and keep the spec for the Trainer that gets these arguments.
 
-    The original is called if no source asks for FSDP.
+    The original is called if no source enables FSDP.
 
     Returns:
         The keyword arguments of Accelerate's plugin: ``None``, as the plugin is made from the spec.

@@ -1,4 +1,4 @@
-"""Problems that the replacements report: each one raised or printed, and the accepted case beside it."""
+"""Problems of the replacements: each one is raised or printed, and a similar input is accepted."""
 
 from __future__ import annotations
 
