@@ -1,4 +1,4 @@
-"""Run on ranks: an Accelerate loop under a config, and the same steps in one process."""
+"""Cases for ranks: an Accelerate training loop with a config, and the same steps in one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_NORM = 0.5
 
 
 def fresh_accelerator(config: dict[str, Any], **kwargs: Any) -> Any:
-    """A new Accelerator in a process that had others before."""
+    """A new Accelerator in a process that has created others."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -42,12 +42,16 @@ def reference(model_name: str, steps: int = NUM_STEPS) -> dict[str, Any]:
 def train(
     model_name: str, config: dict[str, Any], steps: int = NUM_STEPS, accumulation: int = 1, order: str = "together"
 ) -> dict[str, Any]:
-    """The same in parallel. ``order``: model and optimizer are prepared ``together``, or the model ``first``."""
+    """The results of :func:`reference` on all ranks.
+
+    Args:
+        order: whether model and optimizer are prepared ``together``, or the model ``first``.
+    """
     accelerator = fresh_accelerator(config)
     rank, world_size = accelerator.process_index, accelerator.num_processes
     model = MODELS[model_name]()
     if rank != 0:
-        # Only rank 0 has the weights: what the others compute with must have come from there.
+        # Only rank 0 has weights, so that the test fails unless the other ranks receive them.
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(float("nan"))
@@ -97,7 +101,7 @@ def prepare_different_models() -> list[str]:
 
 
 def train_ddp_bf16(model_name: str, steps: int = NUM_STEPS) -> list[float]:
-    """DDP under bf16 autocast, the yardstick for bf16."""
+    """Losses of DDP under bf16 autocast, as a reference for bf16."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = torch.nn.parallel.DistributedDataParallel(MODELS[model_name]())
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)

@@ -1,4 +1,4 @@
-"""Run on ranks: models that are not plain Transformers models, or not plainly used."""
+"""Cases for ranks: models other than plain Transformers models, and unusual uses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEARNING_RATE = 0.05
 
 
 class SimpleModel(nn.Module):
-    """The model of a well-known FSDP tutorial: no config, no layer classes of its own."""
+    """The model of a well-known FSDP tutorial: it has no config and declares no layer classes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def simple_batch(step: int) -> torch.Tensor:
 
 
 def frozen_llama(what: str, **kwargs: Any) -> nn.Module:
-    """``half``: the first layers of it; ``embeddings``: the input embedding alone."""
+    """A llama with frozen parameters: ``half`` of the layers, or the input ``embeddings``."""
     model: Any = tiny_llama(layers=4, **kwargs)
     frozen = model.model.layers[:2] if what == "half" else model.model.embed_tokens
     frozen.requires_grad_(False)
@@ -65,7 +65,7 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def reference(name: str) -> dict[str, Any]:
-    """Losses, norms and weights of one process; a bf16 model is trained from its rounded weights in fp32."""
+    """Losses, norms and weights of one process. A bf16 model is converted to fp32 first."""
     model = BUILDERS[name]().float()
     optimizer = sgd(model.parameters())
     losses, norms = [], []
@@ -105,8 +105,8 @@ def train(name: str, config: dict[str, Any]) -> dict[str, Any]:
     return {**run, "masters": masters}
 
 
-def wrap_by_hand(model: nn.Module, version: int, use_orig: bool) -> nn.Module:
-    """As the tutorials of torch do it."""
+def wrap_by_author(model: nn.Module, version: int, use_orig: bool) -> nn.Module:
+    """Shard a model as torch's tutorials do."""
     layers = {type(model.model.layers[0])} if hasattr(model, "model") else {nn.Linear}
     if version == 1:
         return FullyShardedDataParallel(
@@ -120,14 +120,14 @@ def wrap_by_hand(model: nn.Module, version: int, use_orig: bool) -> nn.Module:
     return fully_shard(model)
 
 
-def train_wrapped_by_hand(
+def train_wrapped_by_author(
     name: str, config: dict[str, Any], version: int, order: str, use_orig: bool = True
 ) -> dict[str, Any]:
-    """``order``: the optimizer is made before the model is wrapped, before it is prepared, or after."""
+    """``order``: the optimizer is created ``before wrapping``, ``before preparing`` or ``after`` preparing."""
     accelerator = fresh_accelerator(config)
     model = BUILDERS[name]()
     optimizer = sgd(model.parameters()) if order == "before wrapping" else None
-    model = wrap_by_hand(model, version, use_orig)
+    model = wrap_by_author(model, version, use_orig)
     if order == "before preparing":
         optimizer = sgd(model.parameters())
     if optimizer is not None:
@@ -161,7 +161,7 @@ def dropout_step(config: dict[str, Any], native: bool = False) -> tuple[dict[str
 
 
 def with_dropout() -> nn.Module:
-    """A llama with a dropout of 0.5 in every layer, where the recompute has to draw the same numbers again."""
+    """A llama with dropout in every layer, so that the recompute has to draw the same random numbers again."""
     model: Any = tiny_llama()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.3
@@ -170,7 +170,7 @@ def with_dropout() -> nn.Module:
 
 
 def train_compiled(config: dict[str, Any], how: str) -> dict[str, Any]:
-    """``how``: the config's dynamo settings, ``torch.compile(model)`` or ``model.compile()`` by the user."""
+    """``how``: dynamo settings of the config, or ``torch.compile(model)`` or ``model.compile()`` in the script."""
     torch._dynamo.reset()
     counter = CountingBackend()
     accelerator = fresh_accelerator(config)
@@ -185,7 +185,7 @@ def train_compiled(config: dict[str, Any], how: str) -> dict[str, Any]:
 
 
 class CountingBackend:
-    """Runs each graph as it is, and counts them."""
+    """A compiler that counts the graphs and runs them unchanged."""
 
     def __init__(self) -> None:
         self.num_graphs = 0
@@ -204,7 +204,7 @@ def train_two(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def evaluate_only(config: dict[str, Any], trained: bool) -> dict[str, Any]:
-    """A model without an optimizer, before or beside one that trains."""
+    """Prepare a model without an optimizer, alone or together with a model that trains."""
     accelerator = fresh_accelerator(config)
     teacher: Any = tiny_llama().eval()
     teacher.requires_grad_(False)
@@ -220,8 +220,8 @@ def evaluate_only(config: dict[str, Any], trained: bool) -> dict[str, Any]:
     return run
 
 
-def clip_a_part(config: dict[str, Any]) -> tuple[float, float]:
-    """The norm over every other parameter of a prepared model, and over the same of the bare one."""
+def clip_subset(config: dict[str, Any]) -> tuple[float, float]:
+    """The norm of every second parameter of a prepared model, and that of the unsharded model."""
     bare = tiny_llama()
     loss_of(bare, "llama", 0).backward()
     expected = torch.nn.utils.clip_grad_norm_(list(bare.parameters())[::2], 1.0).item()
@@ -233,7 +233,7 @@ def clip_a_part(config: dict[str, Any]) -> tuple[float, float]:
 
 
 def train_wrapped_in_trainer(output_dir: str, version: int) -> dict[str, Any]:
-    """A Trainer is given a model that its author has wrapped."""
+    """Train a model that its author has wrapped, and one that the plan wraps, with the Trainer."""
     from cases_trainer import Batches, losses
 
     runs = {}
@@ -245,16 +245,16 @@ def train_wrapped_in_trainer(output_dir: str, version: int) -> dict[str, Any]:
         )  # fmt: skip
         model = tiny_llama()
         if wrapped:
-            model = wrap_by_hand(model, version, use_orig=True)
+            model = wrap_by_author(model, version, use_orig=True)
         trainer = hfp.FsdpTrainer(model=model, args=args, train_dataset=Batches(3), eval_dataset=Batches(1))
         trainer.train()
         evaluated = trainer.evaluate()["eval_loss"]
         runs[wrapped] = {"losses": [*losses(trainer), evaluated], "report": hfp.report(trainer).to_json()}
-    return {"by hand": runs[True], "by config": runs[False]}
+    return {"by author": runs[True], "by config": runs[False]}
 
 
 def train_adapter(config: dict[str, Any]) -> dict[str, Any]:
-    """LoRA on a frozen base: the adapter's gradients are clipped and stepped, and its weights gathered."""
+    """Train a LoRA adapter on a frozen base model."""
     from peft import get_peft_model
 
     accelerator = fresh_accelerator(config)

@@ -1,4 +1,4 @@
-"""Real gloo ranks that are started once and run many cases: importing transformers costs each process seconds."""
+"""gloo ranks that are started once and run many cases, because importing transformers takes seconds per process."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ CASE_TIMEOUT_S = 300
 
 
 class RankError(AssertionError):
-    """A case failed on some rank; the message holds that rank's traceback."""
+    """A case failed on some ranks; the message contains their tracebacks."""
 
 
 class Ranks:
-    """``world_size`` processes with a gloo process group. ``run`` calls one function on all of them."""
+    """``world_size`` processes with a gloo process group, which run one function after the other."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -32,26 +32,30 @@ class Ranks:
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, self._folder.name, theirs), daemon=True)
+            pipe, rank_pipe = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world_size, self._folder.name, rank_pipe), daemon=True)
             process.start()
-            self._pipes.append(ours)
+            self._pipes.append(pipe)
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """``function(*args, **kwargs)`` on every rank; the results in rank order. It must be a top-level function."""
+        """Call a top-level function on every rank and return the results in rank order.
+
+        Raises:
+            RankError: a rank raised an exception, ended, or did not answer in time.
+        """
         for pipe in self._pipes:
             pipe.send((function.__module__.rpartition(".")[2], function.__qualname__, args, kwargs))
         results, failures = [], []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(CASE_TIMEOUT_S):
                 self.stop()
-                raise RankError(f"rank {rank} did not answer within {CASE_TIMEOUT_S} s: a collective hangs")
+                raise RankError(f"rank {rank} did not answer within {CASE_TIMEOUT_S} s: a collective may hang")
             try:
                 ok, value = pipe.recv()
             except EOFError:
                 self.stop()
-                raise RankError(f"rank {rank} died") from None
+                raise RankError(f"rank {rank} ended") from None
             (results if ok else failures).append(value if ok else f"rank {rank}:\n{value}")
         if failures:
             raise RankError("\n".join(failures))

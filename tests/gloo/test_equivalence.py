@@ -1,4 +1,4 @@
-"""Sharded training computes what one process computes: losses, gradient norms and final weights."""
+"""Sharded training and one process compute the same losses, gradient norms and final weights."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def assert_equal(parallel: dict[str, Any], single: dict[str, Any]) -> None:
     assert parallel["weights"].keys() == single["weights"].keys()
     for name, weight in single["weights"].items():
         if name.endswith("key.bias"):
-            # Softmax cancels it: its true gradient is zero, and Adam scales rounding noise up to full steps.
+            # The softmax cancels this bias: its gradient is zero, and Adam scales rounding errors up to full steps.
             continue
-        # Relative to the tensor: single elements near zero have no relative accuracy in fp32.
+        # Relative to the whole tensor: elements near zero have no relative accuracy in fp32.
         distance = (parallel["weights"][name].float() - weight).norm() / weight.norm().clamp(min=1e-3)
         assert distance < RELATIVE, f"{name} is off by {distance:.1e}"
 
@@ -36,7 +36,7 @@ def assert_equal(parallel: dict[str, Any], single: dict[str, Any]) -> None:
 @pytest.mark.parametrize("model", ["llama", "bert"])
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("strategy", PLAIN)
-def test_two_ranks_train_as_one_process_does(
+def test_two_ranks_match_single_process(
     two_ranks: Ranks, references: dict[str, Any], model: str, version: int, strategy: str
 ) -> None:
     assert_equal(two_ranks.run(train, model, parallel_config(strategy, version, 2))[0], references[model])
@@ -45,7 +45,7 @@ def test_two_ranks_train_as_one_process_does(
 @pytest.mark.parametrize("model", ["llama", "bert"])
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("strategy", HYBRID)
-def test_four_ranks_in_a_two_by_two_mesh_train_as_one_process_does(
+def test_hybrid_mesh_matches_single_process(
     four_ranks: Ranks, references: dict[str, Any], model: str, version: int, strategy: str
 ) -> None:
     assert_equal(four_ranks.run(train, model, parallel_config(strategy, version, 4))[0], references[model])
@@ -69,7 +69,7 @@ def test_four_ranks_in_a_two_by_two_mesh_train_as_one_process_does(
     ],
     ids=lambda settings: "-".join(f"{key.removeprefix('fsdp_')}={value}" for key, value in settings.items()),
 )
-def test_no_setting_changes_what_is_computed(
+def test_setting_does_not_change_results(
     two_ranks: Ranks, references: dict[str, Any], version: int, settings: dict[str, Any]
 ) -> None:
     config = parallel_config("full_shard", version, 2, **settings)
@@ -77,28 +77,24 @@ def test_no_setting_changes_what_is_computed(
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_accumulated_gradients_are_those_of_the_whole_batch(
-    two_ranks: Ranks, references: dict[str, Any], version: int
-) -> None:
+def test_gradient_accumulation_matches_whole_batch(two_ranks: Ranks, references: dict[str, Any], version: int) -> None:
     config = parallel_config("full_shard", version, 2)
     assert_equal(two_ranks.run(train, "llama", config, accumulation=2)[0], references["llama"])
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_model_may_be_prepared_before_its_optimizer_is_made(
-    two_ranks: Ranks, references: dict[str, Any], version: int
-) -> None:
+def test_model_prepared_before_optimizer_matches(two_ranks: Ranks, references: dict[str, Any], version: int) -> None:
     config = parallel_config("full_shard", version, 2)
     assert_equal(two_ranks.run(train, "llama", config, order="first")[0], references["llama"])
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_bf16_stays_as_near_to_fp32_as_ddp_does(two_ranks: Ranks, references: dict[str, Any], version: int) -> None:
+def test_bf16_error_is_close_to_that_of_ddp(two_ranks: Ranks, references: dict[str, Any], version: int) -> None:
     config = {**parallel_config("full_shard", version, 2), "mixed_precision": "bf16"}
     fp32 = torch.tensor(references["llama"]["losses"])
     ddp = (torch.tensor(two_ranks.run(train_ddp_bf16, "llama")[0]) - fp32).abs().max().item()
     ours = (torch.tensor(two_ranks.run(train, "llama", config)[0]["losses"]) - fp32).abs().max().item()
-    # Both are a few bf16 roundings; the bound is DDP's own error with room for another order of operations.
+    # Both errors are a few bf16 roundings; the bound leaves room for another order of operations.
     assert 0 < ours < 3 * ddp + 1e-3
 
 

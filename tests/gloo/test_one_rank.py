@@ -1,4 +1,4 @@
-"""A world of one rank is a world: launchers start it on the CPU, and a Trainer trains, saves and resumes in it."""
+"""A world of one CPU rank: launchers start it, and a Trainer trains, saves and resumes in it."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ SCRIPT = """
     from accelerate import Accelerator
     accelerator = Accelerator()
     model = accelerator.prepare(torch.nn.Linear(4, 2))
-    print("MADE", type(model.weight).__name__, accelerator.num_processes, torch.distributed.get_backend())
+    print("CREATED", type(model.weight).__name__, accelerator.num_processes, torch.distributed.get_backend())
 """
-MADE = "MADE DTensor 1 gloo"
+CREATED = "CREATED DTensor 1 gloo"
 
 
-def test_our_launcher_starts_one_rank(tmp_path: Path) -> None:
+def test_hf_fsdp_launch_starts_one_rank(tmp_path: Path) -> None:
     write(tmp_path, SCRIPT.replace("CONFIG", ""))
     done = launch(tmp_path, "--num_processes", "1", "--cpu", "train.py")
-    assert MADE in done.stdout, done.stderr
+    assert CREATED in done.stdout, done.stderr
 
 
 def test_torchrun_starts_one_rank(tmp_path: Path) -> None:
     write(tmp_path, SCRIPT.replace("CONFIG", "'fsdp.yaml'"))
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1", "train.py"]
     done = run(tmp_path, words)
-    assert MADE in done.stdout, done.stderr
+    assert CREATED in done.stdout, done.stderr
 
 
-def test_torchrun_starts_one_rank_for_an_accelerator_made_from_a_spec(tmp_path: Path) -> None:
+def test_torchrun_starts_one_rank_for_accelerator_of_spec(tmp_path: Path) -> None:
     script = """
         import torch, hf_fsdp_plugin as hfp
         accelerator = hfp.accelerator(hfp.load_spec("fsdp.yaml"))
         model = accelerator.prepare(torch.nn.Linear(4, 2))
-        print("MADE", type(model.weight).__name__, accelerator.num_processes, torch.distributed.get_backend())
+        print("CREATED", type(model.weight).__name__, accelerator.num_processes, torch.distributed.get_backend())
     """
     write(tmp_path, script)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1", "train.py"]
     done = run(tmp_path, words)
-    assert MADE in done.stdout, done.stderr
+    assert CREATED in done.stdout, done.stderr
 
 
-def test_the_stock_launcher_starts_one_rank(tmp_path: Path) -> None:
+def test_accelerate_launch_starts_one_rank(tmp_path: Path) -> None:
     write(tmp_path, SCRIPT.replace("CONFIG", ""))
     accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "fsdp.yaml"]
     done = run(tmp_path, [*accelerate, "--num_processes", "1", "--cpu", "train.py"])
-    assert MADE in done.stdout, done.stderr
+    assert CREATED in done.stdout, done.stderr
 
 
-def test_a_script_without_a_launcher_is_told_how_to_be_started(tmp_path: Path) -> None:
+def test_script_without_launcher_is_refused(tmp_path: Path) -> None:
     write(tmp_path, SCRIPT.replace("CONFIG", "'fsdp.yaml'"))
     (tmp_path / "fsdp.yaml").write_text(CONFIG + "num_processes: 1\n")
     done = run(tmp_path, [sys.executable, "train.py"])
@@ -65,9 +65,7 @@ def test_a_script_without_a_launcher_is_told_how_to_be_started(tmp_path: Path) -
 
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("kind", ["SHARDED", "FULL", "LOCAL"])
-def test_a_trainer_on_one_rank_trains_saves_and_resumes(
-    one_rank: Ranks, tmp_path: Path, version: int, kind: str
-) -> None:
+def test_trainer_on_one_rank_saves_and_resumes(one_rank: Ranks, tmp_path: Path, version: int, kind: str) -> None:
     config = {"fsdp_version": version, "fsdp_state_dict_type": f"{kind}_STATE_DICT"}
     [run] = one_rank.run(train_and_resume, str(tmp_path), fsdp="full_shard auto_wrap", fsdp_config=config)
     assert run["resumed"] == run["whole"]
@@ -79,7 +77,7 @@ def test_a_trainer_on_one_rank_trains_saves_and_resumes(
 
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("strategy", ["shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"])
-def test_every_strategy_runs_on_one_rank(one_rank: Ranks, tmp_path: Path, version: int, strategy: str) -> None:
+def test_every_strategy_trains_on_one_rank(one_rank: Ranks, tmp_path: Path, version: int, strategy: str) -> None:
     config = {"fsdp_version": version, "fsdp_sharding_strategy": strategy}
     [run] = one_rank.run(train_and_resume, str(tmp_path), fsdp=f"{strategy} auto_wrap", fsdp_config=config)
     assert run["resumed"] == run["whole"]

@@ -1,4 +1,4 @@
-"""Tiny models with the real architectures, and global batches that any number of ranks can share."""
+"""Tiny models of real architectures, and global batches that can be split over any number of ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def my_part(batch: dict[str, torch.Tensor], rank: int, world_size: int) -> dict[
 
 
 def parallel_config(strategy: str, version: int, world_size: int, **settings: Any) -> dict[str, Any]:
-    """An Accelerate config as a dict; on four ranks the hybrid strategies get a 2 x 2 mesh."""
+    """An Accelerate config as a dict. Hybrid strategies have a shard axis of size 2."""
     config: dict[str, Any] = {
         "distributed_type": "FSDP",
         "num_processes": world_size,
