@@ -1,0 +1,56 @@
+"""Activation checkpointing wraps the units of the wrap policy and keeps results."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_fsdp_plugin.backends.activations import ActivationOffload, apply_activation_checkpointing
+from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.names import unwrapped
+from hf_fsdp_plugin.torch_private.functions import CheckpointWrapper
+
+
+def two_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    model(torch.ones(2, 4)).square().sum().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"fsdp_activation_checkpointing": True},
+        {"fsdp_activation_checkpointing": "selective"},
+        {"fsdp_activation_checkpointing": True, "fsdp_activation_checkpointing_offload": True},
+    ],
+    ids=["full", "selective", "offload"],
+)
+def test_units_are_wrapped_and_gradients_are_equal(settings: dict[str, Any], plan_for: Callable[..., FsdpPlan]):
+    model = two_layers()
+    apply_activation_checkpointing(plan_for(model, **settings), model)
+    wrapper = ActivationOffload if "fsdp_activation_checkpointing_offload" in settings else CheckpointWrapper
+    assert [isinstance(module, wrapper) for module in model] == [True, False, True]
+    assert isinstance(unwrapped(model[0]), nn.Linear)
+    for gradient, expected in zip(gradients(model), gradients(two_layers()), strict=True):
+        assert torch.equal(gradient, expected)
+
+
+def test_model_is_unchanged_without_checkpointing(plan_for: Callable[..., FsdpPlan]):
+    model = two_layers()
+    apply_activation_checkpointing(plan_for(model), model)
+    assert [type(module) for module in model] == [nn.Linear, nn.ReLU, nn.Linear]
+
+
+def test_key_value_cache_is_disabled(plan_for: Callable[..., FsdpPlan]):
+    model = two_layers()
+    model.config = torch.nn.Module()
+    model.config.use_cache = True
+    apply_activation_checkpointing(plan_for(model, fsdp_activation_checkpointing=True), model)
+    assert model.config.use_cache is False

@@ -1,0 +1,76 @@
+"""Errors of one rank are raised on all ranks. The other rank is simulated."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from hf_fsdp_plugin.backends.agreement import on_all_ranks, same_on_all_ranks
+from hf_fsdp_plugin.problems import CheckpointError, Problem, SpecError
+
+PROBLEM = Problem(code="FSDP-E203", message="no ranks")
+
+
+@pytest.fixture
+def as_rank_0(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """``as_rank_0(other)``: this process is rank 0 of two, and rank 1 contributes ``other`` to every all-gather."""
+
+    def simulate(other: Any) -> None:
+        def all_gather_object(gathered: list[Any], own: Any) -> None:
+            gathered[:] = [own, other]
+
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+        monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+
+    return simulate
+
+
+def test_equal_values_are_accepted(as_rank_0: Callable[[Any], None]):
+    same_on_all_ranks("the plan", "a")  # without a process group
+    as_rank_0("a")
+    same_on_all_ranks("the plan", "a")
+
+
+def test_different_values_are_refused(as_rank_0: Callable[[Any], None]):
+    as_rank_0("b")
+    with pytest.raises(SpecError) as refusal:
+        same_on_all_ranks("the plan", "a")
+    (problem,) = refusal.value.problems
+    assert problem.code == "FSDP-E302" and problem.message.endswith("rank 0: 1.")
+
+
+def test_successful_block_raises_nothing(as_rank_0: Callable[[Any], None]):
+    as_rank_0(None)
+    with on_all_ranks("reading"):
+        pass
+
+
+def test_exception_of_other_rank_is_raised_with_its_rank(as_rank_0: Callable[[Any], None]):
+    as_rank_0(("OSError", "disk full", ()))
+    with pytest.raises(SpecError) as refusal, on_all_ranks("reading"):
+        pass
+    (problem,) = refusal.value.problems
+    assert (problem.code, problem.rank) == ("FSDP-E303", 1)
+    assert all(part in problem.message for part in ("OSError", "reading", "disk full"))
+
+
+def test_problems_of_other_rank_keep_their_code(as_rank_0: Callable[[Any], None]):
+    as_rank_0(("CheckpointError", "", (PROBLEM,)))
+    with pytest.raises(CheckpointError) as refusal, on_all_ranks("reading"):
+        pass
+    assert [(problem.code, problem.rank) for problem in refusal.value.problems] == [("FSDP-E203", 1)]
+
+
+def test_error_of_all_ranks_is_raised_unchanged(as_rank_0: Callable[[Any], None]):
+    error = SpecError([PROBLEM])
+    as_rank_0(("SpecError", str(error), (PROBLEM,)))
+    with pytest.raises(SpecError) as refusal, on_all_ranks("outer"), on_all_ranks("inner"):
+        raise error
+    assert refusal.value is error
+
+
+def test_error_without_process_group_is_raised_unchanged():
+    with pytest.raises(KeyError), on_all_ranks("reading"):
+        raise KeyError("a")

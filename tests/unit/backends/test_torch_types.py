@@ -1,0 +1,25 @@
+"""Dtypes and meshes of a plan."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from hf_fsdp_plugin.backends.torch_types import device_mesh, torch_dtype
+from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.strategies import STRATEGIES
+
+
+def test_unchanged_dtype_is_none():
+    assert [torch_dtype(name) for name in ("fp32", "bf16", "fp16", "unchanged")] == [
+        torch.float32, torch.bfloat16, torch.float16, None,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_mesh_has_replicate_axis_where_needed(strategy: str, one_rank: None, plan_for: Callable[..., FsdpPlan]):
+    plan = replace(plan_for(nn.Sequential(nn.Linear(2, 2))), strategy=strategy)
+    names = device_mesh(plan).mesh_dim_names
+    assert names == (("dp_shard",) if strategy in ("full_shard", "shard_grad_op") else ("dp_replicate", "dp_shard"))
