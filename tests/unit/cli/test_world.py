@@ -66,6 +66,14 @@ def test_resolve_world_reports_a_code(launch: dict[str, Any], found: Accelerator
     assert part in str(caught.value)
 
 
+def test_unsupported_accelerator_is_refused_unless_cpu_is_used() -> None:
+    npus = Accelerators(kind="npu", count=8)
+    assert resolve_world(spec(use_cpu=True), npus).device == "cpu"
+    with pytest.raises(SpecError) as caught:
+        resolve_world(spec(), npus)
+    assert [problem.code for problem in caught.value.problems] == ["FSDP-E301"]
+
+
 def test_missing_accelerator_is_a_warning() -> None:
     resolved = resolve_world(spec(), CPU)
     assert (resolved.device, resolved.size) == ("cpu", 2)
