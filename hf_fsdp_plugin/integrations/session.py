@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
+from hf_fsdp_plugin.sources import environment
 from hf_fsdp_plugin.sources.accelerate_launch import locate_config
 from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.spec.load import assess
@@ -65,7 +66,7 @@ def asks_for_fsdp(spec: FsdpSpec) -> bool:
         for name, origin in spec.origins.items()
         if name.partition(".")[0] not in ("launch", "precision", "activation")
     )
-    return spec.asked("launch.distributed_type") or any(origin.source != "environment" for origin in about_fsdp)
+    return spec.asked("launch.distributed_type") or any(origin.source != environment.SOURCE for origin in about_fsdp)
 
 
 _session = Session()

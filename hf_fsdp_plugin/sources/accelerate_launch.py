@@ -35,10 +35,10 @@ class AccelerateLaunch:
 
 
 def locate_config(sources: Sources) -> Sources:
-    """Return the sources with the config that ``as_launched`` or ``default_file`` stand for, and without these two.
+    """Resolve ``as_launched`` and ``default_file`` to the config that they select.
 
-    Behind ``accelerate launch``, its flags are added to the command line, and the environment is no source any more:
-    the launcher wrote its variables from the config.
+    If ``accelerate launch`` started this process, its flags are added to the command line. The environment is then no
+    longer a source, because the launcher wrote its variables from the config.
     """
     problems = list(sources.problems)
     variables = environment.variables_of(sources)

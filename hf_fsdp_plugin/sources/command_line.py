@@ -95,7 +95,7 @@ def split_launch(argv: Sequence[str]) -> LaunchLine:
 
 
 def parse_flags(argv: Sequence[str]) -> Iterator[Flag]:
-    """Yield the flags of a command line; words that are no flags are skipped."""
+    """Yield the flags of a command line; other words are skipped."""
     position = 0
     while position < len(argv):
         if not argv[position].startswith("-") or argv[position] in ("-", "--"):

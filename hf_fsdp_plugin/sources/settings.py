@@ -18,7 +18,7 @@ class Setting:
 
     Attributes:
         name: canonical name.
-        value: as written; typed after ``spec.parse``.
+        value: as written; typed after ``spec.parse.parse_settings``.
         implied: derived from another setting (``mixed_precision`` implies ``precision.param``). An explicit value of
             the same source overrides it.
         level: the source in the order of precedence; set by ``spec.precedence``.

@@ -16,7 +16,7 @@ from hf_fsdp_plugin.sources.model import Sources, config_of
 from hf_fsdp_plugin.sources.settings import SourceSettings
 from hf_fsdp_plugin.sources.training_arguments import FsdpConfig, FsdpOptions
 from hf_fsdp_plugin.spec.model import FsdpSpec
-from hf_fsdp_plugin.spec.parse import build, dialect_of, parse
+from hf_fsdp_plugin.spec.parse import build, dialect_of, parse_settings
 from hf_fsdp_plugin.spec.precedence import merge, read_all
 from hf_fsdp_plugin.spec.rules import check_rules
 
@@ -87,7 +87,7 @@ def load_spec(
 def assess(sources: Sources) -> Assessment:
     """Read every source, apply the precedence, and check the result."""
     sources = locate_config(sources)
-    levels = [parse(level) for level in _without_default_off(read_all(sources))]
+    levels = [parse_settings(level) for level in _without_default_off(read_all(sources))]
     problems = [*sources.problems, *(problem for level in levels for problem in level.problems)]
     effective, overridden = merge(levels)
     spec, derived = build(effective, dialect_of(levels))

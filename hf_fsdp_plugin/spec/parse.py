@@ -13,7 +13,7 @@ from hf_fsdp_plugin.sources.collector import AUTO_WRAP
 from hf_fsdp_plugin.sources.settings import Dialect, Setting, SourceSettings
 from hf_fsdp_plugin.spec import model
 from hf_fsdp_plugin.spec.precedence import about, has_precedence, overridden
-from hf_fsdp_plugin.spec.values import InvalidValue, NoValue, shown, typed
+from hf_fsdp_plugin.spec.values import InvalidValue, NoValue, parse_value, shown
 from hf_fsdp_plugin.strategies import DEFAULT, STRATEGIES, Strategy, strategy_of
 from hf_fsdp_plugin.vocabulary import BY_NAME
 
@@ -23,7 +23,7 @@ _FIELDS = frozenset(
 )
 
 
-def parse(level: SourceSettings) -> SourceSettings:
+def parse_settings(level: SourceSettings) -> SourceSettings:
     """Return the same settings with typed values; an invalid value becomes a problem."""
     settings: list[Setting] = []
     problems: list[Problem] = []
@@ -33,7 +33,7 @@ def parse(level: SourceSettings) -> SourceSettings:
             settings.append(setting)  # AUTO_WRAP, which is no key and has no row
             continue
         try:
-            parsed = setting.with_value(typed(row, setting.value))
+            parsed = setting.with_value(parse_value(row, setting.value))
         except NoValue:
             continue
         except InvalidValue as invalid:

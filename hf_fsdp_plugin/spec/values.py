@@ -38,7 +38,7 @@ class InvalidValue(ValueError):
         super().__init__(expected)
 
 
-def typed(row: Row, raw: Any) -> Any:
+def parse_value(row: Row, raw: Any) -> Any:
     """Return the typed value. Raises ``InvalidValue``, or ``NoValue`` if the text means null."""
     return _PARSERS[row.kind](row, raw)
 
@@ -51,7 +51,7 @@ def _bool(row: Row, raw: Any) -> bool:
         return True
     if word in FALSE_WORDS:
         return False
-    _check_not_null(word)
+    _raise_if_null(word)
     raise InvalidValue("true or false", _did_you_mean(word, ("true", "false")))
 
 
@@ -68,8 +68,8 @@ def _size(row: Row, raw: Any) -> int | str:
         return "auto"
     try:
         return _integer(row, raw)
-    except InvalidValue as problem:
-        raise InvalidValue(f"auto, or {problem.expected}") from None
+    except InvalidValue as invalid:
+        raise InvalidValue(f"auto, or {invalid.expected}") from None
 
 
 def _one(row: Row, raw: Any) -> int:
@@ -91,7 +91,7 @@ def _number(raw: Any) -> int:
         number: float | int = raw
     else:
         word = _word(raw)
-        _check_not_null(word)
+        _raise_if_null(word)
         match = _INTEGER.fullmatch(word)
         if match is None or len(word) > 40:
             raise InvalidValue(expected)
@@ -112,7 +112,7 @@ def _choice(row: Row, raw: Any) -> Any:
     if found is not None:
         return int(found) if found.isdigit() else found
     word = _word(raw)
-    _check_not_null(word)
+    _raise_if_null(word)
     forms = [value for value in row.choices if value != "auto"]
     if row.choices is STRATEGY_CHOICES:
         raise InvalidValue(f"{', '.join(forms)} or 1 to {len(forms)}", _did_you_mean(_value_key(raw), forms))
@@ -139,7 +139,7 @@ def _reshard(row: Row, raw: Any) -> bool | str:
         return False
     if found := look_up(STRATEGY_CHOICES, raw):
         return found
-    _check_not_null(word)
+    _raise_if_null(word)
     forms = ("true", "false", *STRATEGIES)
     raise InvalidValue("true, false or a strategy", _did_you_mean(word, forms))
 
@@ -168,7 +168,7 @@ def _text(row: Row, raw: Any) -> str:
     text = ",".join(str(item) for item in raw) if isinstance(raw, list) else str(raw).strip()
     if isinstance(raw, bool):
         text = text.lower()
-    _check_not_null(text.lower())
+    _raise_if_null(text.lower())
     if any(character in text for character in "\n\r\0"):
         raise InvalidValue("a single line of text")
     return text
@@ -210,7 +210,7 @@ def _word(raw: Any) -> str:
         raise InvalidValue("a number of fewer digits") from None
 
 
-def _check_not_null(word: str) -> None:
+def _raise_if_null(word: str) -> None:
     if word in ("none", "null", ""):
         raise NoValue
 
@@ -220,8 +220,8 @@ def _spellings(choices: Mapping[str, tuple[str, ...]]) -> list[str]:
 
 
 def _did_you_mean(word: str, known: Any) -> str:
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"Did you mean {near[0]}?" if near else ""
+    nearest = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"Did you mean {nearest[0]}?" if nearest else ""
 
 
 def _or(forms: list[str]) -> str:
