@@ -1,4 +1,4 @@
-"""Run on ranks: checkpoints by Accelerate's own functions, beside the tensors that they must hold."""
+"""Run on ranks: checkpoints written by stock Accelerate, and the tensors that they must contain."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def save_with_stock_accelerate(
     dtype: str = "float32",
     number: int = 0,
 ) -> dict[str, Any]:
-    """Two steps of AdamW, then Accelerate's save functions; returns the whole tensors as raw numpy arrays.
+    """Train two steps and save with Accelerate. Returns the full tensors as raw numpy arrays.
 
-    Accelerate gives FSDP1 a mesh only where the config speaks of one: with it the state is DTensors, without it
+    Accelerate gives FSDP1 a mesh only if the config has one: with a mesh the state contains DTensors, without one
     ShardedTensors.
     """
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -48,7 +48,7 @@ def save_with_stock_accelerate(
     truth = _truth(model, optimizer)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_type=kind)
     if kind == "FULL_STATE_DICT" and version == 1:
-        # Accelerate has FSDP1 gather to the CPU, which crashes on CPU ranks; its file is written as it would be.
+        # FSDP1 crashes on CPU ranks when it gathers to the CPU, so the same file is written without it.
         _save_full(model, optimizer, Path(folder))
     else:
         fsdp_utils.save_fsdp_model(plugin, accelerator, model, folder, number, use_dcp=use_dcp)
@@ -73,7 +73,7 @@ def _sharded(version: int, model: nn.Module, on_mesh: bool, use_orig_params: boo
 def _save_full(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         state = model.state_dict()
-    # Not FSDP's optim_state_dict, which on the CPU returns one gathered buffer for exp_avg and exp_avg_sq.
+    # FSDP's optim_state_dict returns the same buffer for exp_avg and exp_avg_sq on the CPU.
     optimizer_state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
     if dist.get_rank() == 0:
         folder.mkdir(exist_ok=True)
@@ -93,6 +93,6 @@ def _truth(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 
 
 def _raw(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's bits; numpy lacks bfloat16."""
+    """Return the bits of a tensor; numpy has no bfloat16."""
     tensor = tensor.detach().cpu().clone()
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

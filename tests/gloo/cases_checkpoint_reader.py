@@ -1,4 +1,4 @@
-"""Run on ranks: train, write with torch's and Accelerate's own functions, and read it back with ours elsewhere."""
+"""Run on ranks: train, write checkpoints with torch and Accelerate, and load them in another layout."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Run:
             losses.append(total.item() / dist.get_world_size())
         return losses
 
-    def whole(self) -> dict[str, Any]:
-        """Weights and optimizer state, gathered by torch's own functions; and the groups."""
+    def full_state(self) -> dict[str, Any]:
+        """Return full weights and optimizer state, gathered by torch, and the parameter groups."""
         options = StateDictOptions(full_state_dict=True)
         weights = get_model_state_dict(self.model, options=options)
         optimizer = get_optimizer_state_dict(self.model, self.inner, options=StateDictOptions(full_state_dict=True))
@@ -83,7 +83,7 @@ def without_state(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def two_groups(model: nn.Module) -> torch.optim.Optimizer:
-    """As the Trainer deals them out, where FSDP1's flat parameters allow it: whole layers decay, the rest does not."""
+    """Group parameters like the Trainer, as far as flat parameters permit: only layers have weight decay."""
     layers = [parameter for name, parameter in model.named_parameters() if ".layers." in name]
     rest = [parameter for name, parameter in model.named_parameters() if ".layers." not in name]
     groups = [{"params": layers, "weight_decay": WEIGHT_DECAY}, {"params": rest, "weight_decay": 0.0}]
@@ -91,7 +91,7 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def write(folder: str, layout: Layout, kind: str, *, tied: bool = False) -> dict[str, Any]:
-    """Three steps, a checkpoint of the kind, its whole tensors, and the losses of the next steps."""
+    """Train three steps and write a checkpoint. Returns its full tensors, and the losses of the next steps."""
     run = Run(layout, tied=tied)
     run.train(range(3))
     for group in run.inner.param_groups:
@@ -102,16 +102,16 @@ def write(folder: str, layout: Layout, kind: str, *, tied: bool = False) -> dict
         dcp.save(state, storage_writer=dcp.FileSystemWriter(Path(folder) / "pytorch_model_fsdp_0"))
         state = {"optimizer": get_optimizer_state_dict(run.model, run.inner)}
         dcp.save(state, storage_writer=dcp.FileSystemWriter(Path(folder) / "optimizer_0"))
-    elif kind in ("full", "sharded", "local"):  # ours
+    elif kind in ("full", "sharded", "local"):  # written by this package
         save_model(run.model, Path(folder), kind)
         save_optimizer(run.model, run.inner, Path(folder), kind)
     else:
-        _save_as_accelerate_does(run, folder, kind)
+        _save_with_accelerate(run, folder, kind)
     dist.barrier()
-    return {**run.whole(), "losses": run.train(range(3, 6))}
+    return {**run.full_state(), "losses": run.train(range(3, 6))}
 
 
-def _save_as_accelerate_does(run: Run, folder: str, kind: str) -> None:
+def _save_with_accelerate(run: Run, folder: str, kind: str) -> None:
     plugin = run.accelerator.state.fsdp_plugin
     plugin.set_state_dict_type("full" if kind == "bin" else "sharded")
     if kind == "bin" and plugin.fsdp_version == 1:
@@ -122,8 +122,9 @@ def _save_as_accelerate_does(run: Run, folder: str, kind: str) -> None:
 
 
 def _save_full_fsdp1(run: Run, folder: Path) -> None:
-    """What Accelerate would write. On CPU ranks FSDP1's own gathering crashes for the model, and for the optimizer it
-    returns one kind of state under the name of another.
+    """Write the files that Accelerate writes on GPUs.
+
+    On CPU ranks, FSDP1 crashes when it gathers the model, and returns optimizer state under the wrong keys.
     """
     options = StateDictOptions(full_state_dict=True)
     states = {
@@ -137,22 +138,22 @@ def _save_full_fsdp1(run: Run, folder: Path) -> None:
 
 
 def read(folder: str, layout: Layout, *, tied: bool = False) -> dict[str, Any]:
-    """A fresh run goes on from the checkpoint."""
+    """Resume from the checkpoint in a new run."""
     run = Run(layout, tied=tied)
-    run.train(range(7, 8))  # what is there is overwritten
+    run.train(range(7, 8))  # this state is overwritten
     result = load_model(run.model, Path(folder))
     assert result.missing_keys == result.unexpected_keys == []
     load_optimizer(run.model, run.inner, Path(folder))
-    return {**run.whole(), "losses": run.train(range(3, 6))}
+    return {**run.full_state(), "losses": run.train(range(3, 6))}
 
 
-def read_wrongly(folder: str, layout: Layout, *, layers: int = 2, optimizer: Any = None, broken_on: int = -1) -> Any:
-    """The message of every load that fails, and whether weights and state were left as they were."""
+def read_mismatch(folder: str, layout: Layout, *, layers: int = 2, optimizer: Any = None, broken_on: int = -1) -> Any:
+    """Return codes and text of every load that fails, and whether weights and state are unchanged."""
     run = Run(layout, layers=layers, optimizer=optimizer)
     run.train(range(1))
-    before = run.whole()
+    before = run.full_state()
     place = Path(folder) / "nowhere" if dist.get_rank() == broken_on else Path(folder)
-    said = {}
+    failed: dict[str, Any] = {}
     for what, load in (
         ("model", lambda: load_model(run.model, place)),
         ("optimizer", lambda: load_optimizer(run.model, run.inner, place)),
@@ -160,27 +161,27 @@ def read_wrongly(folder: str, layout: Layout, *, layers: int = 2, optimizer: Any
         try:
             load()
         except SpecError as error:
-            said[what] = str(error)
-    after = run.whole()
-    untouched = all(
+            failed[what] = ([problem.code for problem in error.problems], str(error))
+    after = run.full_state()
+    unchanged = all(
         torch.equal(before[part][key], after[part][key]) for part in ("weights", "state") for key in after[part]
     )
-    return {**said, "untouched": untouched}
+    return {**failed, "unchanged": unchanged}
 
 
 def read_after_an_evaluation(folder: str, layout: Layout) -> dict[str, Any]:
-    """FSDP1 keeps gathered what a backward was to use: what is loaded has to be seen all the same."""
+    """FSDP1 keeps parameters gathered after a forward without backward; loaded values must replace these too."""
     run = Run(layout)
     run.train(range(7, 8))
     with torch.no_grad():
         run.model(**my_part(global_batch(9), dist.get_rank(), dist.get_world_size()))
     load_model(run.model, Path(folder))
     load_optimizer(run.model, run.inner, Path(folder))
-    return {"losses": run.train(range(3, 6)), **run.whole()}
+    return {"losses": run.train(range(3, 6)), **run.full_state()}
 
 
 def write_and_read_without_state(folder: str, layout: Layout, other: Layout) -> dict[str, Any]:
-    """Plain SGD: there are hyperparameters, and nothing else."""
+    """Save and load the state of plain SGD, which has hyperparameters only."""
     run = Run(layout, optimizer=without_state)
     run.train(range(1))
     run.inner.param_groups[0]["lr"] = 0.5
@@ -194,7 +195,7 @@ def write_and_read_without_state(folder: str, layout: Layout, other: Layout) -> 
 
 
 def read_in_bf16(folder: str, layout: Layout) -> dict[str, torch.Tensor]:
-    """Weights of a model that is bf16 throughout, from a checkpoint in fp32."""
+    """Load an fp32 checkpoint into a bf16 model, and return the weights."""
     version, strategy, _ = layout
     accelerator = fresh_accelerator(parallel_config(strategy, version, dist.get_world_size()))
     model = accelerator.prepare(tiny_llama(layers=2).to(torch.bfloat16))
@@ -203,7 +204,7 @@ def read_in_bf16(folder: str, layout: Layout) -> dict[str, torch.Tensor]:
 
 
 def write_uneven_state(folder: str, layout: Layout) -> None:
-    """The final norm has no state, as if it had never had a gradient; the head has been stepped once less."""
+    """Save an optimizer without state for the final norm, and with one step less for the head."""
     run = Run(layout)
     run.train(range(3))
     named = dict(run.model.named_parameters())
@@ -213,11 +214,11 @@ def write_uneven_state(folder: str, layout: Layout) -> None:
 
 
 def read_uneven_state(folder: str, layout: Layout) -> dict[str, Any]:
-    """The step of every parameter that has one here, what was told, and the norm's greatest moment."""
+    """Return the step of every parameter on this rank, the logged messages, and the maximum moment of the norm."""
     run = Run(layout)
-    told: list[str] = []
+    logged: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("hf_fsdp_plugin").addHandler(handler)
     try:
         load_optimizer(run.model, run.inner, Path(folder))
@@ -227,13 +228,13 @@ def read_uneven_state(folder: str, layout: Layout) -> dict[str, Any]:
     moments = [piece.tensor for piece in shards.state.get("model.norm.weight", {}).get("exp_avg", NO_PART).pieces]
     return {
         "steps": {name: entry["step"].pieces[0].tensor.item() for name, entry in shards.state.items()},
-        "told": told,
+        "logged": logged,
         "norm": max((part.abs().max().item() for part in moments), default=0.0),
     }
 
 
 def write_and_read_adapters(folder: str, layout: Layout, other: Layout, kind: str) -> dict[str, Any]:
-    """Accelerate keeps a PEFT model's adapters only; the frozen weights are those of the model they are loaded into."""
+    """Load the adapters of a PEFT model, without the frozen weights, into another model."""
     first = _with_adapters(layout, seed=1)
     plugin = first.state.fsdp_plugin
     plugin.set_state_dict_type(kind)
@@ -247,9 +248,9 @@ def write_and_read_adapters(folder: str, layout: Layout, other: Layout, kind: st
         load_model(second, Path(folder))
     except SpecError as error:
         refused = str(error)
-    lacking = load_model(second, Path(folder), adapter_only=True).missing_keys
+    missing = load_model(second, Path(folder), adapter_only=True).missing_keys
     read = get_model_state_dict(second, options=StateDictOptions(full_state_dict=True))
-    return {"written": written, "fresh": fresh, "read": read, "lacking": lacking, "refused": refused}
+    return {"written": written, "fresh": fresh, "read": read, "missing": missing, "refused": refused}
 
 
 def _with_adapters(layout: Layout, seed: int) -> Any:

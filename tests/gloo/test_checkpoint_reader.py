@@ -1,4 +1,4 @@
-"""A checkpoint of any format, world and layout comes back bit for bit in any other."""
+"""A checkpoint of any format, world size and layout is loaded bit for bit in any other."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from cases_checkpoint_reader import (
     read,
     read_after_an_evaluation,
     read_in_bf16,
+    read_mismatch,
     read_uneven_state,
-    read_wrongly,
     write,
     write_and_read_adapters,
     write_and_read_without_state,
@@ -71,7 +71,7 @@ def assert_same(read: dict[str, Any], written: dict[str, Any]) -> None:
     ],
     ids=name,
 )
-def test_what_two_ranks_wrote_is_read_by_four(
+def test_checkpoint_of_two_ranks_is_loaded_by_four(
     two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path, layout: Layout, kind: str, others: list[Layout]
 ) -> None:
     written = two_ranks.run(write, str(tmp_path), layout, kind)[0]
@@ -93,7 +93,7 @@ def test_what_two_ranks_wrote_is_read_by_four(
     ],
     ids=name,
 )
-def test_what_four_ranks_wrote_is_read_by_two(
+def test_checkpoint_of_four_ranks_is_loaded_by_two(
     two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path, layout: Layout, kind: str, others: list[Layout]
 ) -> None:
     written = four_ranks.run(write, str(tmp_path), layout, kind)[0]
@@ -101,18 +101,20 @@ def test_what_four_ranks_wrote_is_read_by_two(
         assert_same(two_ranks.run(read, str(tmp_path), other)[0], written)
 
 
-def test_one_and_three_ranks_read_it_too(one_rank: Ranks, two_ranks: Ranks, three_ranks: Ranks, tmp_path: Path) -> None:
+def test_one_and_three_ranks_load_a_checkpoint_of_two(
+    one_rank: Ranks, two_ranks: Ranks, three_ranks: Ranks, tmp_path: Path
+) -> None:
     written = two_ranks.run(write, str(tmp_path), FSDP2, "dcp")[0]
     for layout in (FSDP2, FSDP1, FLAT):
         assert_same(one_rank.run(read, str(tmp_path), layout)[0], written)
         three = three_ranks.run(read, str(tmp_path), layout)[0]
-        # The batch of eight is dealt to three ranks otherwise, and so are the losses.
+        # Eight samples are divided differently among three ranks, so the losses differ.
         assert_same({**three, "losses": written["losses"]}, written)
 
 
 @pytest.mark.parametrize("kind", ["dcp", "bin", "full"])
 @pytest.mark.parametrize("layout", [FSDP2, pytest.param(FSDP1, marks=pytest.mark.slow), FLAT], ids=name)
-def test_tied_weights_come_back_under_either_name(
+def test_tied_weights_are_loaded_under_either_name(
     two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path, layout: Layout, kind: str
 ) -> None:
     written = two_ranks.run(write, str(tmp_path), layout, kind, tied=True)[0]
@@ -128,9 +130,7 @@ def test_tied_weights_come_back_under_either_name(
 @pytest.mark.parametrize(
     "layout", [(1, "shard_grad_op", True), (1, "shard_grad_op", False), (2, "shard_grad_op", True)]
 )
-def test_weights_loaded_after_an_evaluation_are_those_that_train(
-    two_ranks: Ranks, tmp_path: Path, layout: Layout
-) -> None:
+def test_weights_loaded_after_an_evaluation_are_trained(two_ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
     written = two_ranks.run(write, str(tmp_path), FSDP2, "dcp")[0]
     assert two_ranks.run(read_after_an_evaluation, str(tmp_path), layout)[0]["losses"] == pytest.approx(
         written["losses"], rel=1e-5
@@ -138,7 +138,7 @@ def test_weights_loaded_after_an_evaluation_are_those_that_train(
 
 
 @pytest.mark.parametrize(("layout", "other"), [(FSDP2, FSDP1), (FSDP1, FSDP2), (FSDP2, FLAT)])
-def test_an_optimizer_that_keeps_nothing_gets_its_hyperparameters(
+def test_optimizer_without_state_loads_hyperparameters(
     two_ranks: Ranks, tmp_path: Path, layout: Layout, other: Layout
 ) -> None:
     assert two_ranks.run(write_and_read_without_state, str(tmp_path), layout, other)[0] == {"lr": 0.5, "state": 0}
@@ -152,83 +152,79 @@ def test_weights_are_cast_to_the_dtype_of_the_model(two_ranks: Ranks, tmp_path: 
 
 
 @pytest.mark.parametrize("layout", [FSDP2, FSDP1, FLAT], ids=name)
-def test_another_architecture_is_told_by_all_its_differences_and_nothing_is_changed(
-    two_ranks: Ranks, tmp_path: Path, layout: Layout
-) -> None:
+def test_other_architecture_is_refused_with_all_differences(two_ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
     two_ranks.run(write, str(tmp_path), FSDP2, "dcp")
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
-    said = two_ranks.run(read_wrongly, str(tmp_path), layout, layers=3)
-    assert said[0] == said[1]
-    assert said[0]["untouched"]
-    message = said[0]["model"]
-    assert "holds nothing for 9 tensors of the model: model.layers.2." in message
-    assert "Load it into the model that it was saved from, a LlamaForCausalLM (llama)" in message
-    fewer = two_ranks.run(read_wrongly, str(tmp_path), layout, layers=1)[0]
-    assert "holds 9 tensors that the model does not have: model.layers.1." in fewer["model"]
-    assert "only among the saved are model.layers.1." in fewer["optimizer"]
-    assert fewer["untouched"]
+    found = two_ranks.run(read_mismatch, str(tmp_path), layout, layers=3)
+    assert found[0] == found[1]
+    assert found[0]["unchanged"]
+    codes, text = found[0]["model"]
+    assert codes == ["FSDP-E421"] and " 9 tensors " in text and ": model.layers.2." in text
+    assert "LlamaForCausalLM (llama)" in text
+    fewer = two_ranks.run(read_mismatch, str(tmp_path), layout, layers=1)[0]
+    codes, text = fewer["model"]
+    assert codes == ["FSDP-E422"] and " 9 tensors " in text and ": model.layers.1." in text
+    codes, text = fewer["optimizer"]
+    assert codes == ["FSDP-E425"] and "only in the checkpoint: model.layers.1." in text
+    assert fewer["unchanged"]
 
 
-def test_other_parameter_groups_are_told(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_other_parameter_groups_are_refused(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(write, str(tmp_path), FSDP2, "dcp")
-    said = two_ranks.run(read_wrongly, str(tmp_path), FSDP1, optimizer=one_group)[0]
-    assert "the optimizer has 1 parameter group of 21 parameters, the checkpoint 2 of 18 + 3" in said["optimizer"]
-    assert "the same parameters are dealt out otherwise" in said["optimizer"]
-    assert "model" not in said
+    found = two_ranks.run(read_mismatch, str(tmp_path), FSDP1, optimizer=one_group)[0]
+    codes, text = found["optimizer"]
+    assert codes == ["FSDP-E425"] and "1 parameter group of 21 " in text and "2 parameter groups of 18 + 3 " in text
+    assert "model" not in found
 
 
-def test_a_checkpoint_without_an_optimizer_is_told(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_checkpoint_without_optimizer_is_refused(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(write, str(tmp_path), FSDP2, "dcp")
     shutil.rmtree(tmp_path / "optimizer_0")
-    said = two_ranks.run(read_wrongly, str(tmp_path), FSDP2)
-    assert said[0] == said[1]
-    assert "holds no optimizer state. Resume from a checkpoint that was saved with it" in said[0]["optimizer"]
+    found = two_ranks.run(read_mismatch, str(tmp_path), FSDP2)
+    assert found[0] == found[1]
+    assert found[0]["optimizer"][0] == ["FSDP-E424"]
 
 
-def test_what_one_rank_cannot_read_stops_all_before_a_weight_changes(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_failure_of_one_rank_stops_all_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(write, str(tmp_path), FSDP2, "dcp")
-    said = two_ranks.run(read_wrongly, str(tmp_path), FSDP2, broken_on=1)
-    for rank in said:
-        assert "rank 1" in rank["model"] and "nowhere" in rank["model"]
-        assert "rank 1" in rank["optimizer"]
-        assert rank["untouched"]
+    found = two_ranks.run(read_mismatch, str(tmp_path), FSDP2, broken_on=1)
+    for rank in found:
+        assert "rank 1" in rank["model"][1] and "nowhere" in rank["model"][1]
+        assert "rank 1" in rank["optimizer"][1]
+        assert rank["unchanged"]
 
 
-@pytest.mark.parametrize("damage", ["gone", "short"])
-def test_a_file_that_is_gone_or_cut_short_is_told_before_a_weight_changes(
-    two_ranks: Ranks, tmp_path: Path, damage: str
-) -> None:
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_missing_or_truncated_file_changes_no_weight(two_ranks: Ranks, tmp_path: Path, damage: str) -> None:
     two_ranks.run(write, str(tmp_path), FSDP2, "dcp")
     for folder in ("pytorch_model_fsdp_0", "optimizer_0"):
         file = tmp_path / folder / "__1_0.distcp"
-        if damage == "gone":
+        if damage == "missing":
             file.unlink()
         else:
             os.truncate(file, file.stat().st_size - 1000)
-    said = two_ranks.run(read_wrongly, str(tmp_path), FSDP1)
-    assert said[0] == said[1]
-    assert "__1_0.distcp" in said[0]["model"] and "__1_0.distcp" in said[0]["optimizer"]
-    assert said[0]["untouched"]
+    found = two_ranks.run(read_mismatch, str(tmp_path), FSDP1)
+    assert found[0] == found[1]
+    for part in ("model", "optimizer"):
+        codes, text = found[0][part]
+        assert codes == ["FSDP-E457" if damage == "missing" else "FSDP-E453"] and "__1_0.distcp" in text
+    assert found[0]["unchanged"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 @pytest.mark.parametrize("other", [FSDP2, FSDP1], ids=name)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_adapters_alone_are_read_under_the_names_that_peft_gives_them(
-    two_ranks: Ranks, tmp_path: Path, other: Layout, kind: str
-) -> None:
+def test_adapters_alone_are_loaded(two_ranks: Ranks, tmp_path: Path, other: Layout, kind: str) -> None:
     result = two_ranks.run(write_and_read_adapters, str(tmp_path), FSDP2, other, kind)[0]
     adapters = {key for key in result["read"] if "lora_" in key or "modules_to_save" in key}
     assert len(adapters) == 9
     for key, tensor in result["read"].items():
         assert torch.equal(tensor, result["written" if key in adapters else "fresh"][key]), key
-    assert set(result["lacking"]) == result["read"].keys() - adapters
-    assert "holds nothing for" in result["refused"]
+    assert set(result["missing"]) == result["read"].keys() - adapters
+    assert "FSDP-E421" in result["refused"]
 
 
-def test_parameters_without_saved_state_have_none_and_counts_stay_their_own(
-    two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path
-) -> None:
+def test_uneven_optimizer_state_is_kept_per_parameter(two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(write_uneven_state, str(tmp_path), FSDP2)
     for layout in (FSDP2, FSDP1, HYBRID1):
         ranks = four_ranks.run(read_uneven_state, str(tmp_path), layout)
@@ -237,13 +233,13 @@ def test_parameters_without_saved_state_have_none_and_counts_stay_their_own(
         assert len(steps) == 20
         assert steps.pop("lm_head.weight") == 2.0
         assert set(steps.values()) == {3.0}
-        assert all(rank["told"] == [] for rank in ranks)
+        assert all(rank["logged"] == [] for rank in ranks)
 
 
-def test_one_flat_parameter_has_one_count_and_that_is_told(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_flat_parameter_has_one_step_and_a_warning(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(write_uneven_state, str(tmp_path), FSDP2)
     for rank in two_ranks.run(read_uneven_state, str(tmp_path), FLAT):
         assert set(rank["steps"].values()) == {3.0}
-        [told] = rank["told"]
-        assert "several values of the optimizer's 'step'" in told and "3.0 is taken for all" in told
+        (message,) = rank["logged"]
+        assert "different values of the optimizer's 'step'" in message and " 3.0" in message
         assert rank["norm"] == 0.0

@@ -107,7 +107,7 @@ def _read(root: Path, folder: Path) -> dict[_Path, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Bytes:
-    """The bytes of a file that hold one zip."""
+    """The bytes of a file that contain one zip."""
 
     file: str
     start: int
@@ -217,9 +217,9 @@ def _pieces(entry: _Entry, files: dict[str, _File], zips: TensorZips) -> Iterato
         file = _file_of(region, files)
         tensor, offset = zips.read(file.descriptor, region.start, region.length, file.path)
         if not isinstance(tensor, PickledTensor) or (tensor.dtype, tensor.shape) != (entry.dtype, box.sizes):
-            held = f"{tensor.dtype} {tensor.shape}" if isinstance(tensor, PickledTensor) else type(tensor).__name__
+            found = f"{tensor.dtype} {tensor.shape}" if isinstance(tensor, PickledTensor) else type(tensor).__name__
             message = (
-                f"contains {held} at byte {region.start}, and {DCP_METADATA} describes {entry.dtype} {box.sizes} of "
+                f"contains {found} at byte {region.start}, and {DCP_METADATA} describes {entry.dtype} {box.sizes} of "
                 f"{entry.name!r} there."
             )
             refuse("FSDP-E459", file.path, message, f"The files are of different checkpoints. {COPY_AGAIN}")

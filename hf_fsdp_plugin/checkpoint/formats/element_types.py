@@ -17,7 +17,7 @@ _RAW = {
     "float8_e5m2fnuz": "uint8",
     "float8_e8m0fnu": "uint8",
 }
-"""Types that numpy lacks -> the unsigned integers of the same size."""
+"""Types that numpy does not have -> the unsigned integers of the same size."""
 
 SIZES: Final[Mapping[str, int]] = MappingProxyType({
     "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,

@@ -51,7 +51,7 @@ def plan_files(
     """Return the files that contain ``tensors``, each with at most ``max_shard_size`` bytes of tensors.
 
     Tensors are assigned in their order; one that is larger than ``max_shard_size`` has a file of its own. Within a
-    file, large dtypes come first, so that tensors are aligned to their element size. ``metadata`` goes into the header.
+    file, large dtypes come first, so that tensors are aligned to their element size.
 
     Raises:
         CheckpointError: duplicate or reserved names, and dtypes that safetensors does not support.
@@ -93,17 +93,17 @@ def _check(tensors: Sequence[Tensor]) -> None:
 def _assign(tensors: Sequence[Tensor], max_shard_size: int) -> list[list[Tensor]]:
     shards: list[list[Tensor]] = []
     alone: list[list[Tensor]] = []
-    room = -1
+    free = -1
     for tensor in tensors:
         size = num_bytes(*tensor[1:])
         if size > max_shard_size:
             alone.append([tensor])
             continue
-        if size > room:
+        if size > free:
             shards.append([])
-            room = max_shard_size
+            free = max_shard_size
         shards[-1].append(tensor)
-        room -= size
+        free -= size
     return shards + alone or [[]]
 
 

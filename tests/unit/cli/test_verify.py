@@ -35,10 +35,10 @@ def test_json_is_one_object(local, capsys):
     saved.flip(local / FILES[0], -1)
     assert main(["verify", "--json", str(local)]) == 1
     out, err = capsys.readouterr()
-    said = json.loads(out)
-    assert err == "" and said.keys() == {"ok", "checkpoint", "problems", "files", "bytes"}
-    assert said["ok"] is False and said["checkpoint"] == str(local) and said["files"] == 5
-    problem = next(problem for problem in said["problems"] if problem["severity"] == "error")
+    printed = json.loads(out)
+    assert err == "" and printed.keys() == {"ok", "checkpoint", "problems", "files", "bytes"}
+    assert printed["ok"] is False and printed["checkpoint"] == str(local) and printed["files"] == 5
+    problem = next(problem for problem in printed["problems"] if problem["severity"] == "error")
     assert problem["origin"] == str(local / FILES[0]) and "norm.weight" in problem["message"] and problem["fix"]
 
 

@@ -84,7 +84,7 @@ def test_more_files_than_can_be_open_are_read(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("cached", [True, False])
-@pytest.mark.parametrize("direct", ["taken", "refused"])
+@pytest.mark.parametrize("direct", ["supported", "refused"])
 def test_direct_reads_return_the_same_bytes(
     cached: bool, direct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
