@@ -1,4 +1,4 @@
-"""The public ``report``: it takes a prepared model, an ``Accelerator`` or a ``Trainer`` apart for ``observe``."""
+"""The public function ``report``: finds the prepared model of an ``Accelerator`` or ``Trainer`` and reports it."""
 
 from __future__ import annotations
 

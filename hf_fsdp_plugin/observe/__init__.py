@@ -1,4 +1,4 @@
-"""Observation of a sharded model: what is on the live model, compared with the plan, as a report.
+"""Reports on sharded models: the state of the live model, compared with the plan.
 
 Every value is read off live modules, parameters, meshes and files, never off the config.
 """

@@ -1,4 +1,4 @@
-"""Building the report: the live model is read on every rank and compared with the plan."""
+"""Builds the report: reads the live model on every rank and compares it with the plan."""
 
 from __future__ import annotations
 

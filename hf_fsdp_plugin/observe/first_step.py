@@ -1,4 +1,4 @@
-"""Hooks for what only a running step shows: the dtype of the output, and the gradients before they are cleared."""
+"""Hooks that record the output dtype, and the size of the gradients before they are cleared, in the first step."""
 
 from __future__ import annotations
 

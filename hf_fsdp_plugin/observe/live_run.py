@@ -1,4 +1,4 @@
-"""The input and the output of the functions that read one setting off the live model."""
+"""Input and result of the functions that read one setting off the live model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ObservedValue:
         value: in the setting's canonical form; meaningless if ``unobservable``.
         reason: why the setting is unobservable, or what explains the value.
         unobservable: whether nothing on the live model shows this setting.
-        matches: whether the value is the one asked for; ``None`` compares the two for equality.
+        matches: whether the value is the requested one; ``None`` compares the two for equality.
     """
 
     value: Any = None

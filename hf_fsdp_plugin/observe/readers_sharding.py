@@ -71,7 +71,7 @@ def read_wrap_policy(run: LiveRun) -> ObservedValue:
 
 
 def read_wrap_classes(run: LiveRun) -> ObservedValue:
-    """Read which of the asked classes are units; the plan has already reported classes that the model lacks."""
+    """Read which of the requested classes are units; the plan has already reported classes that the model lacks."""
     asked = run.plan.spec.wrap.classes
     found = {name for unit in run.units for name in unit.class_name.split(" + ")}
     planned = {name for unit in run.plan.units if unit.from_policy for name in unit.class_names}
@@ -81,7 +81,7 @@ def read_wrap_classes(run: LiveRun) -> ObservedValue:
     reason = f"not wrapped: {', '.join(missing)}" if missing else ""
     if absent and not missing:
         reason = f"not in the model: {', '.join(absent)}"
-    # Without planned units, only the asked names can be compared.
+    # Without planned units, only the requested names can be compared.
     return ObservedValue(value=observed, reason=reason, matches=not missing if planned else not absent)
 
 

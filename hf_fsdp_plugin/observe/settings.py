@@ -1,4 +1,4 @@
-"""Comparison of each setting as it was asked with its value on the live model."""
+"""Comparison of the requested value of each setting with its value on the live model."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def check_settings(settings: tuple[SettingObservation, ...], plan: FsdpPlan) -> 
                 code="FSDP-W506" if expected else "FSDP-E503",
                 setting=row.setting,
                 origin=plan.spec.origin(row.setting),
-                message=f"{format_value(row.asked)} was asked, but the live model has "
+                message=f"{format_value(row.asked)} was requested, but the live model has "
                 f"{format_value(row.observed)}{reason}.",
                 fix="" if expected else "Do not change the model after prepare(); if nothing does, report a bug.",
             )

@@ -109,7 +109,7 @@ def problem_lines(problems: Sequence[Problem], differing: Collection[str]) -> st
     lines = [line for problem in shown for line in _wrap(str(problem))]
     if differing:
         verb = "setting differs" if len(differing) == 1 else "settings differ"
-        lines = ["!" * _WIDTH, f"{len(differing)} {verb} from what was asked:", *lines, "!" * _WIDTH]
+        lines = ["!" * _WIDTH, f"{len(differing)} {verb} from the requested value:", *lines, "!" * _WIDTH]
     num_others = sum(problem.setting not in differing for problem in warnings)
     if num_others:
         lines.append(f"{plural(num_others, 'other warning')} from before the run: see 'problems' in the report's JSON.")

@@ -90,12 +90,6 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 }
 
 
-def optimizer_of_unsharded_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    model, plan = make("llama", config)
-    optimizer = torch.optim.AdamW([nn.Parameter(p.detach().clone()) for p in model.parameters()])
-    return _summary(build_report(shard(plan, model, CPU), plan, optimizer=optimizer))
-
-
 def before_and_after_first_forward(config: dict[str, Any]) -> list[list[dict[str, Any]]]:
     model, plan = make("llama", config)
     sharded = shard(plan, model, CPU)

@@ -143,21 +143,6 @@ def test_misspelt_key_is_refused_with_suggestion(two_ranks: Ranks, tmp_path: Pat
         two_ranks.run(report_of_yaml, yaml_of(f"fsdp_version: 2\n{key}: true"), str(tmp_path))
 
 
-def test_limit_all_gathers_is_applied_in_version_1(two_ranks: Ranks, tmp_path: Path) -> None:
-    body = "fsdp_version: 1\nfsdp_limit_all_gathers: false\nfsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
-    assert_applied(two_ranks.run(report_of_yaml, yaml_of(body), str(tmp_path))[0], prefetch__limit_all_gathers=False)
-
-
-def test_limit_all_gathers_is_a_warning_in_version_2(two_ranks: Ranks, tmp_path: Path) -> None:
-    body = "fsdp_version: 2\nfsdp_limit_all_gathers: false\nfsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
-    report = two_ranks.run(report_of_yaml, yaml_of(body), str(tmp_path))[0]
-    assert row(report, "prefetch.limit_all_gathers")["status"] == "differs"
-    assert any(
-        problem["code"] == "FSDP-W506" and problem["setting"] == "prefetch.limit_all_gathers"
-        for problem in report["problems"]
-    )
-
-
 @pytest.mark.parametrize("version", [1, 2])
 def test_mixed_precision_policy_fields_are_applied(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
     body = (

@@ -217,13 +217,6 @@ def test_replicas_are_compared_between_ranks(two_ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_optimizer_of_unsharded_parameters_is_an_error(two_ranks: Ranks, version: int) -> None:
-    config = parallel_config("full_shard", version, 2)
-    found = two_ranks.run(cases.optimizer_of_unsharded_parameters, config)[0]
-    assert "30 of the 30 parameters of AdamW" in problem(found, "FSDP-E504")["message"]
-
-
-@pytest.mark.parametrize("version", [1, 2])
 def test_units_are_the_same_after_first_forward(two_ranks: Ranks, version: int) -> None:
     for before, after in two_ranks.run(cases.before_and_after_first_forward, parallel_config("full_shard", version, 2)):
         assert before == after
