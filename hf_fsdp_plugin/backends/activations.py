@@ -26,8 +26,8 @@ _MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 class ActivationOffload(ActivationWrapper):
     """Moves what the wrapped module saves for backward to CPU memory until backward needs it.
 
-    A checkpointed unit saves only its input, so memory for activations no longer grows with the number of layers.
-    torch's ``OffloadWrapper`` always pins memory, which requires an accelerator.
+    A checkpointed unit saves only its input. With that in CPU memory, the device memory for activations does not grow
+    with the number of layers. torch's ``OffloadWrapper`` always pins memory, which requires an accelerator.
     """
 
     def __init__(self, module: nn.Module, *, pin_memory: bool) -> None:
@@ -39,7 +39,7 @@ class ActivationOffload(ActivationWrapper):
             return checkpointed_module(self)(*args, **kwargs)
 
 
-def _save_every_other_matmul() -> Any:
+def _save_every_second_matmul() -> Any:
     """A context for selective checkpointing: attention and every second matmul are saved, the rest is recomputed.
 
     Matmuls are the expensive part of a recompute. Saving half of them is the usual compromise (as in torchtitan).
@@ -71,7 +71,7 @@ def apply_activation_checkpointing(plan: FsdpPlan, model: nn.Module) -> None:
         return
     wrap: Callable[[nn.Module], nn.Module] = partial(checkpoint_wrapper, preserve_rng_state=True)
     if activation.checkpointing == "selective":
-        wrap = partial(checkpoint_wrapper, context_fn=_save_every_other_matmul)
+        wrap = partial(checkpoint_wrapper, context_fn=_save_every_second_matmul)
     for unit in plan.units:
         if not unit.from_policy:
             continue
