@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hf_fsdp_plugin.checkpoint.checking.verify import Verdict, verify
 from hf_fsdp_plugin.checkpoint.formats.hashing import hash_file
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, Manifest, record_file, to_text
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
@@ -168,3 +169,18 @@ def flip(path: Path, position: int) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= 0x5A
     path.write_bytes(data)
+
+
+def errors(verdict: Verdict) -> list[str]:
+    return [str(problem) for problem in verdict.problems if problem.severity == "error"]
+
+
+def notes(verdict: Verdict) -> list[str]:
+    return [str(problem) for problem in verdict.problems if problem.severity == "note"]
+
+
+def only_error(folder: Path, code: str, **options: Any) -> str:
+    """Verify a checkpoint that must have one error, with this code. Returns its text."""
+    found = [problem for problem in verify(folder, **options).problems if problem.severity == "error"]
+    assert [problem.code for problem in found] == [code], found
+    return str(found[0])

@@ -1,44 +1,12 @@
 """Comparison of stored names and shapes with the model of a config."""
 
 import json
-from pathlib import Path
 
-import pytest
 import saved
-import torch
+from saved import errors, notes, only_error
 
-from hf_fsdp_plugin.checkpoint.checking.verify import Verdict, verify
+from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
-
-
-@pytest.fixture(scope="module")
-def model():
-    torch.manual_seed(0)
-    return saved.tiny_llama()
-
-
-@pytest.fixture
-def hf(tmp_path, model) -> Path:
-    """A Hugging Face folder with a manifest."""
-    folder = tmp_path / "final"
-    model.save_pretrained(folder)
-    parameters = {name: ("float32", tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
-    saved.write_manifest(folder, kind="full", world_size=1, parameters=parameters)
-    return folder
-
-
-def errors(verdict: Verdict) -> list[str]:
-    return [str(problem) for problem in verdict.problems if problem.severity == "error"]
-
-
-def notes(verdict: Verdict) -> list[str]:
-    return [str(problem) for problem in verdict.problems if problem.severity == "note"]
-
-
-def only_error(folder: Path, code: str, **options) -> str:
-    found = [problem for problem in verify(folder, **options).problems if problem.severity == "error"]
-    assert [problem.code for problem in found] == [code], found
-    return str(found[0])
 
 
 def test_checkpoint_of_the_config_has_no_problems(hf):

@@ -1,45 +1,13 @@
 """Verification of stock checkpoints by the checksums in their archives."""
 
 import random
-import shutil
-from pathlib import Path
 
 import pytest
 import saved
-import torch
+from saved import errors, notes, only_error
 
 from hf_fsdp_plugin.checkpoint.checking.checksums import stored_entries
-from hf_fsdp_plugin.checkpoint.checking.verify import Verdict, verify
-
-
-@pytest.fixture(scope="module")
-def model():
-    torch.manual_seed(0)
-    return saved.tiny_llama()
-
-
-@pytest.fixture(scope="module")
-def stock_once(tmp_path_factory, model) -> Path:
-    return saved.stock_checkpoint(tmp_path_factory.mktemp("stock") / "checkpoint-7", model)
-
-
-@pytest.fixture
-def stock(tmp_path, stock_once) -> Path:
-    return Path(shutil.copytree(stock_once, tmp_path / "checkpoint-7"))
-
-
-def errors(verdict: Verdict) -> list[str]:
-    return [str(problem) for problem in verdict.problems if problem.severity == "error"]
-
-
-def notes(verdict: Verdict) -> list[str]:
-    return [str(problem) for problem in verdict.problems if problem.severity == "note"]
-
-
-def only_error(folder: Path, code: str, **options) -> str:
-    found = [problem for problem in verify(folder, **options).problems if problem.severity == "error"]
-    assert [problem.code for problem in found] == [code], found
-    return str(found[0])
+from hf_fsdp_plugin.checkpoint.checking.verify import verify
 
 
 def test_stock_checkpoint_is_verified_by_its_checksums(stock):

@@ -25,21 +25,6 @@ def codes(folder: Path) -> list[str]:
     return [problem.code for problem in completeness_problems(folder)]
 
 
-@pytest.fixture
-def local(tmp_path) -> Path:
-    return saved.local_checkpoint(tmp_path / "checkpoint-20")
-
-
-@pytest.fixture(scope="module")
-def stock_once(tmp_path_factory) -> Path:
-    return saved.stock_checkpoint(tmp_path_factory.mktemp("stock") / "checkpoint-7", saved.tiny_llama())
-
-
-@pytest.fixture
-def stock(tmp_path, stock_once) -> Path:
-    return Path(shutil.copytree(stock_once, tmp_path / "checkpoint-7"))
-
-
 def test_complete_checkpoints_have_no_reason(local, stock):
     assert why_incomplete(local) is None
     assert why_incomplete(stock) is None

@@ -2,12 +2,12 @@
 
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import saved
+from saved import errors, notes, only_error
 
-from hf_fsdp_plugin.checkpoint.checking.verify import Verdict, verify
+from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.checkpoint.formats.manifest import to_text
 from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
@@ -20,25 +20,6 @@ FILES = [
     "pytorch_model_fsdp_local/0_rank1.safetensors",
     "trainer_state.json",
 ]
-
-
-@pytest.fixture
-def local(tmp_path) -> Path:
-    return saved.local_checkpoint(tmp_path / "checkpoint-20")
-
-
-def errors(verdict: Verdict) -> list[str]:
-    return [str(problem) for problem in verdict.problems if problem.severity == "error"]
-
-
-def notes(verdict: Verdict) -> list[str]:
-    return [str(problem) for problem in verdict.problems if problem.severity == "note"]
-
-
-def only_error(folder: Path, code: str, **options) -> str:
-    found = [problem for problem in verify(folder, **options).problems if problem.severity == "error"]
-    assert [problem.code for problem in found] == [code], found
-    return str(found[0])
 
 
 def test_all_bytes_of_a_checkpoint_are_verified(local):
