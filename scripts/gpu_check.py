@@ -131,7 +131,7 @@ def check_checkpoint(accelerator: Any, kind: str, step: Callable[[], float]) -> 
     import torch.distributed as dist
 
     from hf_fsdp_plugin.checkpoint.checking.verify import verify
-    from hf_fsdp_plugin.checkpoint.writing import save as saves
+    from hf_fsdp_plugin.integrations.saving import manager
 
     folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folders)
@@ -139,7 +139,7 @@ def check_checkpoint(accelerator: Any, kind: str, step: Callable[[], float]) -> 
     accelerator.state.fsdp_plugin.set_state_dict_type(kind)
     accelerator.save_state(str(folder))
     before = [step() for _ in range(3)]
-    saves.wait()
+    manager.wait()
     problems = verify(folder).problems
     if problems:
         raise RuntimeError(f"{kind} checkpoint: {problems[0]}")

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hf_fsdp_plugin.checkpoint.checking.completeness import why_incomplete
-from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
+from hf_fsdp_plugin.checkpoint import read_manifest, why_incomplete
 from hf_fsdp_plugin.integrations.messages import print_once
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 

@@ -12,11 +12,11 @@ from weakref import WeakSet
 import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.shard import plan_of
-from hf_fsdp_plugin.checkpoint.writing import save as saves
 from hf_fsdp_plugin.integrations import session
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_optimizers
 from hf_fsdp_plugin.integrations.messages import print_once
 from hf_fsdp_plugin.integrations.report import report_accelerator
+from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.observe.first_step import record_first_step
 from hf_fsdp_plugin.observe.optimizer import optimizer_of
 from hf_fsdp_plugin.observe.report import BatchShape, Report
@@ -102,8 +102,8 @@ def report_run(
     """
     if not any(plan_of(model) is not None for model in prepared_models(accelerator)):
         return
-    saves.wait()
-    outcome = saves.last_outcome
+    manager.wait()
+    outcome = manager.last_outcome
     report = report_accelerator(
         accelerator,
         batch=batch,

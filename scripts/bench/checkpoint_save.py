@@ -140,7 +140,7 @@ def measured_callback(args: argparse.Namespace, folder: Path, results: dict[str,
     import torch.distributed as dist
     from transformers import Trainer, TrainerCallback
 
-    from hf_fsdp_plugin.checkpoint.writing import save as saves
+    from hf_fsdp_plugin.integrations.saving import manager
 
     plan = schedule(args)
 
@@ -168,7 +168,7 @@ def measured_callback(args: argparse.Namespace, folder: Path, results: dict[str,
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             dist.barrier()
-            self.writing = saves._in_flight is not None
+            self.writing = manager.save_in_flight is not None
             self.start = time.perf_counter()
 
         def on_step_end(self, arguments: Any, state: Any, control: Any, **_: Any) -> None:
@@ -179,7 +179,7 @@ def measured_callback(args: argparse.Namespace, folder: Path, results: dict[str,
             what = plan[number] if number < len(plan) else None
             if what is None:
                 return
-            saves.wait()
+            manager.wait()
             if dist.get_rank() == 0:
                 for path in folder.glob("checkpoint-*"):
                     shutil.rmtree(path)

@@ -68,26 +68,30 @@ def train(rank: int, report: Callable[..., None], model: Any, run: Path, setting
     """Train until killed. Report each step, and the start, the hand-over to the background and the end of a save."""
     from transformers import TrainerCallback
 
-    from hf_fsdp_plugin.checkpoint.writing.save import Save
-    from hf_fsdp_plugin.checkpoint.writing.staging import Staging
+    from hf_fsdp_plugin.checkpoint.writing.manager import CheckpointManager
+    from hf_fsdp_plugin.checkpoint.writing.staging import StagingFolder
 
     def step_of(path: Path) -> int:
         return int(path.name.rpartition("-")[2])
 
-    def reporting(event: str, method: Callable[..., Any], final: Callable[[Any], Path], *, before: bool) -> Any:
+    def reporting(event: str, method: Callable[..., Any], final: Callable[..., Path], *, before: bool) -> Any:
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
             if before:
-                report(event, step_of(final(self)))
+                report(event, step_of(final(self, *args)))
             result = method(self, *args, **kwargs)
             if not before:
-                report(event, step_of(final(self)))
+                report(event, step_of(final(self, *args)))
             return result
 
         return wrapper
 
-    Staging.open = reporting("began", Staging.open, lambda staging: staging.final, before=True)  # type: ignore[method-assign]
-    Staging.commit = reporting("done", Staging.commit, lambda staging: staging.final, before=False)  # type: ignore[method-assign]
-    Save.finish = reporting("handed over", Save.finish, lambda save: save.staging.final, before=False)  # type: ignore[method-assign]
+    def final(staging: Any, *_: Any) -> Path:
+        return staging.final
+
+    StagingFolder.create = reporting("began", StagingFolder.create, final, before=True)  # type: ignore[method-assign]
+    StagingFolder.commit = reporting("done", StagingFolder.commit, final, before=False)  # type: ignore[method-assign]
+    finish = reporting("handed over", CheckpointManager.finish, lambda _, save, *__: save.final, before=False)
+    CheckpointManager.finish = finish  # type: ignore[method-assign]
 
     class ReportSteps(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -11,7 +11,7 @@ from tiny import MODELS, global_batch, my_part, parallel_config, tiny_llama
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.backends.shard import PLAN_ATTRIBUTE
-from hf_fsdp_plugin.checkpoint.writing import save as saves
+from hf_fsdp_plugin.integrations.saving import manager
 
 
 class Loop:
@@ -48,7 +48,7 @@ def save_and_load(folder: str, before: dict[str, Any], after: dict[str, Any]) ->
     saved = first.accelerator.save_state(folder)
     drawn = torch.rand(3).tolist()
     whole = [first.step(number) for number in (2, 3)]
-    saves.wait()
+    manager.wait()
     second = Loop(**after)
     second.step(9)
     second.accelerator.load_state(folder)
@@ -85,7 +85,7 @@ def save_named(project: str, **settings: Any) -> dict[str, Any]:
         loop.step(number)
         loop.accelerator.save_state()
         after[number] = loop.weights()
-    saves.wait()
+    manager.wait()
     run = Path(project) / "checkpoints"
     names = sorted(path.name for path in run.iterdir())
     dist.barrier()

@@ -21,8 +21,9 @@ from transformers import TrainerCallback
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.checkpoint.checking.completeness import why_incomplete
-from hf_fsdp_plugin.checkpoint.writing import save as saves
+from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
 from hf_fsdp_plugin.integrations.accelerate import checkpoints as accelerate_checkpoints
+from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.transformers import checkpoints as trainer_checkpoints
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
@@ -52,8 +53,8 @@ class WriterFirst(TrainerCallback):
     """Before each step, the writer in the background gets as far as it can without the other ranks' agreement."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if saves._in_flight is not None:
-            saves._in_flight.wait_here(0.5)
+        if manager.save_in_flight is not None:
+            manager.save_in_flight.join(0.5)
         dist.barrier()
 
 
@@ -79,8 +80,7 @@ def full_disk(output_dir: str, **arguments: Any) -> dict[str, Any]:
     filler = Path(output_dir).parent / "filler"
 
     def fill(trainer: Any) -> None:
-        if saves._in_flight is not None:
-            saves.wait()
+        manager.wait()
         if dist.get_rank() == 0:
             free = os.statvfs(filler.parent).f_bavail * os.statvfs(filler.parent).f_frsize
             filler.write_bytes(bytes(free - LEFT_FREE))
@@ -93,8 +93,7 @@ def read_only(output_dir: str, **arguments: Any) -> dict[str, Any]:
     """The disk of ``output_dir`` is remounted without leave to write."""
 
     def remount(trainer: Any) -> None:
-        if saves._in_flight is not None:
-            saves.wait()
+        manager.wait()
         if dist.get_rank() == 0:
             assert os.system(f"mount -o remount,ro {Path(output_dir).parent}") == 0
         dist.barrier()
@@ -113,27 +112,30 @@ def small_files_only() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+class RefusedWriter(PartWriter):
+    """The system refuses its files."""
+
+    def write(self, *args: Any) -> Any:
+        with small_files_only():
+            return super().write(*args)
+
+    def write_staged(self, *args: Any) -> Any:
+        with small_files_only():
+            return super().write_staged(*args)
+
+
 def one_rank_cannot_write(output_dir: str, **arguments: Any) -> dict[str, Any]:
     """The system refuses rank 1 its second checkpoint's tensors."""
-    originals = saves.write_live, saves.write_staged
-
-    def refused(original: Callable[..., Any]) -> Callable[..., Any]:
-        def write(*args: Any) -> Any:
-            with small_files_only():
-                return original(*args)
-
-        return write
 
     def refuse(trainer: Any) -> None:
-        if saves._in_flight is not None:
-            saves.wait()
+        manager.wait()
         if dist.get_rank() == 1:
-            saves.write_live, saves.write_staged = map(refused, originals)
+            manager.writer = RefusedWriter()
 
     try:
         return train_into_trouble(output_dir, refuse, **arguments)
     finally:
-        saves.write_live, saves.write_staged = originals
+        manager.writer = PartWriter()
 
 
 def small_file_fails(output_dir: str, owner: str, rank: int, **arguments: Any) -> dict[str, Any]:
@@ -191,13 +193,13 @@ def watch_accelerates_removals(folder: str, asynchronous: bool) -> list[tuple[li
     with _watched(accelerate_checkpoints, Path(folder) / "checkpoints") as seen:
         for _ in range(3):
             accelerator.save_state()
-        saves.wait()
+        manager.wait()
     return seen
 
 
 @contextlib.contextmanager
 def _watched(module: Any, run: Path) -> Iterator[list[tuple[list[str], list[str]]]]:
-    original, seen = module.remove, []
+    original, seen = module.remove_checkpoint, []
 
     def complete() -> list[str]:
         return [path.name for path in sorted(run.glob("checkpoint*")) if why_incomplete(path) is None]
@@ -207,11 +209,11 @@ def _watched(module: Any, run: Path) -> Iterator[list[tuple[list[str], list[str]
         original(path)
         seen.append((before, complete()))
 
-    module.remove = remove
+    module.remove_checkpoint = remove
     try:
         yield seen
     finally:
-        module.remove = original
+        module.remove_checkpoint = original
 
 
 def train(output_dir: str, **arguments: Any) -> list[str]:
@@ -260,22 +262,16 @@ def accelerate_saves(folder: str, asynchronous: bool, version: int) -> list[str]
     """Two ``save_state`` one after the other without a step between them; rank 1 cannot write for the first."""
     accelerator = accelerate_loop(asynchronous, version)
     errors = []
-    original = saves.write_staged, saves.write_live
-
-    def refused(*args: Any) -> Any:
-        with small_files_only():
-            return (original[0] if asynchronous else original[1])(*args)
-
     for name in ("first", "second"):
         if name == "first" and dist.get_rank() == 1:
-            saves.write_staged = saves.write_live = refused
+            manager.writer = RefusedWriter()
         try:
             accelerator.save_state(f"{folder}/{name}")
         except ValueError as error:
             errors.append(f"{name}: {error}")
-        if saves._in_flight is not None:
-            saves._in_flight.wait_here(1)
-        saves.write_staged, saves.write_live = original
+        if manager.save_in_flight is not None:
+            manager.save_in_flight.join(1)
+        manager.writer = PartWriter()
     dist.barrier()
     return errors
 
@@ -285,7 +281,7 @@ def save_state(path: str, asynchronous: bool) -> str:
     accelerator = accelerate_loop(asynchronous, 2)
     try:
         accelerator.save_state(path)
-        saves.wait()
+        manager.wait()
         dist.barrier()
     except ValueError as error:
         return f"{type(error).__name__}: {error}"
@@ -320,20 +316,21 @@ def serve(pipe: Connection) -> None:
             pipe.send((False, f"{type(error).__name__}: {error}"))
 
 
-def slow_writer(seconds: float) -> None:
-    """The background writer takes at least so long."""
-    original = saves.write_staged
+class SlowWriter(PartWriter):
+    """Takes at least half a second in the background."""
 
-    def write(*args: Any) -> Any:
-        time.sleep(seconds)
-        return original(*args)
+    def write_staged(self, *args: Any) -> Any:
+        time.sleep(0.5)
+        return super().write_staged(*args)
 
-    saves.write_staged = write
+
+class SlowRefusedWriter(SlowWriter, RefusedWriter):
+    """Takes half a second, and is then refused."""
 
 
 def train_slowly_written(rank: int, say: Callable[..., None], output_dir: str, handler: bool, settings: Any) -> None:
     """Says when its first save is on its way, and trains on."""
-    slow_writer(0.5)
+    manager.writer = SlowWriter()
     if handler:
 
         def user_handler(number: int, frame: Any) -> None:
@@ -369,17 +366,11 @@ def terminated_while_saving(output_dir: str, handler: bool, settings: dict[str, 
 
 
 def save_and_end(rank: int, say: Callable[..., None], folder: str, end: str, version: int) -> None:
-    slow_writer(0.5)
+    manager.writer = SlowWriter()
     os.chdir(folder)  # where the report goes
     accelerator = accelerate_loop(True, version)
     if end == "with an error in the save" and rank == 1:
-        original = saves.write_staged
-
-        def refused(*args: Any) -> Any:
-            with small_files_only():
-                return original(*args)
-
-        saves.write_staged = refused
+        manager.writer = SlowRefusedWriter()
     accelerator.save_state(f"{folder}/last")
     say("saved", (Path(folder) / "last").exists())
     if end == "end_training":

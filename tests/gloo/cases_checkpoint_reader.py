@@ -16,16 +16,17 @@ from tiny import global_batch, my_part, parallel_config, tiny_llama
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
+from hf_fsdp_plugin.checkpoint.layouts import LocalShard
 from hf_fsdp_plugin.checkpoint.reading.model import load_model
 from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer
-from hf_fsdp_plugin.checkpoint.shards import Held, optimizer_shards
-from hf_fsdp_plugin.checkpoint.writing.state_files import save_model, save_optimizer
+from hf_fsdp_plugin.checkpoint.shards import optimizer_shards
+from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.problems import SpecError
 
 WEIGHT_DECAY = 0.1
 LEARNING_RATE = 1e-2
 
-NO_PART = Held("", torch.float32, (), ())
+NO_PART = LocalShard("", torch.float32, (), ())
 
 Layout = tuple[int, str, bool]
 """Version of FSDP, strategy, use_orig_params."""
@@ -103,8 +104,8 @@ def write(folder: str, layout: Layout, kind: str, *, tied: bool = False) -> dict
         state = {"optimizer": get_optimizer_state_dict(run.model, run.inner)}
         dcp.save(state, storage_writer=dcp.FileSystemWriter(Path(folder) / "optimizer_0"))
     elif kind in ("full", "sharded", "local"):  # written by this package
-        save_model(run.model, Path(folder), kind)
-        save_optimizer(run.model, run.inner, Path(folder), kind)
+        manager.save_model(run.model, Path(folder), kind)
+        manager.save_optimizer(run.model, run.inner, Path(folder), kind)
     else:
         _save_with_accelerate(run, folder, kind)
     dist.barrier()
@@ -210,7 +211,7 @@ def write_uneven_state(folder: str, layout: Layout) -> None:
     named = dict(run.model.named_parameters())
     del run.inner.state[named["model.norm.weight"]]
     run.inner.state[named["lm_head.weight"]]["step"] -= 1
-    save_optimizer(run.model, run.inner, Path(folder), "local")
+    manager.save_optimizer(run.model, run.inner, Path(folder), "local")
 
 
 def read_uneven_state(folder: str, layout: Layout) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from hf_fsdp_plugin.checkpoint.writing import save as saves
+from hf_fsdp_plugin.integrations.saving import manager
 
 
 def read_dcp(folder: Path) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def train_and_save(output_dir: str, **arguments: Any) -> dict[str, Any]:
     trainer.train()
     options = StateDictOptions(full_state_dict=True)
     optimizer = get_optimizer_state_dict(trainer.model, trainer.optimizer.optimizer, options=options)
-    outcome = saves.last_outcome
+    outcome = manager.last_outcome
     return {
         "weights": gathered(trainer),
         "optimizer": optimizer if dist.get_rank() == 0 else {},

@@ -1,4 +1,4 @@
-"""Stored bytes into tensors: what each box needs of the files, straight to the memory that it belongs in."""
+"""Reads stored bytes into tensors: the elements of each box, straight to the memory where they belong."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from hf_fsdp_plugin.checkpoint.formats.boxes import intersect, row_major, slices
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredTensor
 from hf_fsdp_plugin.checkpoint.io import MAX_SPAN, InputFiles
-from hf_fsdp_plugin.checkpoint.shards import Piece
+from hf_fsdp_plugin.checkpoint.layouts import Piece
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A box of elements in a file, and where they go.
+    """A box of elements in a file, and the tensor that they are read into.
 
     Attributes:
-        offset: the byte of the file at which the first element lies.
+        offset: of the first element, in bytes from the start of the file.
         strides: elements between neighbours in each dim, within the file.
         dtype: of the elements in the file; they are cast to that of ``into``.
         into: shaped as the box, on any device.
@@ -33,7 +33,7 @@ class Transfer:
 
 
 def transfers(stored: StoredTensor, pieces: Iterable[Piece]) -> Iterator[Transfer]:
-    """What of ``stored`` belongs in ``pieces``, however either was cut."""
+    """The parts of ``stored`` that belong in ``pieces``, however each of the two is sharded."""
     dtype = getattr(torch, stored.dtype)
     for piece in pieces:
         for source in stored.pieces:
@@ -48,9 +48,9 @@ def transfers(stored: StoredTensor, pieces: Iterable[Piece]) -> Iterator[Transfe
 
 @torch.no_grad()
 def fill(root: Path, work: Iterable[Transfer]) -> None:
-    """Do all transfers, in the order in which their bytes lie in the files.
+    """Do all transfers, in the order of the bytes in the files.
 
-    Contiguous CPU memory is read into as it is. Everything else goes through a buffer of ``MAX_SPAN`` bytes at most.
+    Contiguous CPU memory is read into directly, everything else through a buffer of at most ``MAX_SPAN`` bytes.
 
     Raises:
         CheckpointError: a file ends too early.
@@ -64,7 +64,8 @@ def fill(root: Path, work: Iterable[Transfer]) -> None:
 def _copy(
     files: InputFiles, file: str, offset: int, strides: tuple[int, ...], dtype: torch.dtype, into: torch.Tensor
 ) -> None:
-    if into.dtype == dtype and into.device.type == "cpu" and into.is_contiguous() and _is_one_run(strides, into.shape):
+    contiguous = into.is_contiguous() and _is_row_major(strides, into.shape)
+    if contiguous and into.dtype == dtype and into.device.type == "cpu":
         files.read(file, offset, _memory(into))
         return
     span = _span(strides, into.shape) * dtype.itemsize
@@ -80,15 +81,14 @@ def _copy(
         _copy(files, file, offset + start * strides[dim] * dtype.itemsize, strides, dtype, part)
 
 
-def _is_one_run(strides: Iterable[int], shape: torch.Size) -> bool:
-    """Whether elements of this shape and strides lie side by side, in row-major order."""
+def _is_row_major(strides: Iterable[int], shape: torch.Size) -> bool:
     return all(
         size == 1 or stride == dense for stride, dense, size in zip(strides, row_major(shape), shape, strict=True)
     )
 
 
 def _span(strides: Iterable[int], shape: Iterable[int]) -> int:
-    """Elements from the first to the last one."""
+    """Number of elements from the first to the last one."""
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 

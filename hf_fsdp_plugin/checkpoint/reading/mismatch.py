@@ -1,81 +1,75 @@
-"""What is said where a checkpoint and a model do not go together: all of it at once, each with a few examples."""
+"""Problems of a checkpoint that does not match a model or an optimizer: all of a kind in one, with a few examples."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from hf_fsdp_plugin.problems import Origin, Problem
-
-NUM_EXAMPLES = 3
+from hf_fsdp_plugin.text import format_names, plural
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 """In the model, in the checkpoint."""
 
 
-def missing(checkpoint: Path, names: Collection[str]) -> Iterable[Problem]:
+def missing_tensors(checkpoint: Path, names: Collection[str]) -> Iterator[Problem]:
     if names:
-        message = f"holds nothing for {_some(names, 'tensor')} of the model: {_few(names)}."
-        yield problem(checkpoint, message, _remedy(checkpoint))
+        message = f"has no values for {plural(len(names), 'tensor')} of the model: {format_names(names)}."
+        yield _problem("FSDP-E421", checkpoint, message)
 
 
-def unexpected(checkpoint: Path, names: Collection[str]) -> Iterable[Problem]:
+def unexpected_tensors(checkpoint: Path, names: Collection[str]) -> Iterator[Problem]:
     if names:
-        message = f"holds {_some(names, 'tensor')} that the model does not have: {_few(names)}."
-        yield problem(checkpoint, message, _remedy(checkpoint))
+        message = f"has {plural(len(names), 'tensor')} that the model does not have: {format_names(names)}."
+        yield _problem("FSDP-E422", checkpoint, message)
 
 
-def other_shapes(checkpoint: Path, shapes: Mapping[str, Shapes]) -> Iterable[Problem]:
+def different_shapes(checkpoint: Path, shapes: Mapping[str, Shapes]) -> Iterator[Problem]:
     if shapes:
-        examples = [f"{name} is {list(own)}, there {list(theirs)}" for name, (own, theirs) in shapes.items()]
-        message = f"holds {_some(shapes, 'tensor')} in other shapes than the model's: {_few(examples)}."
-        yield problem(checkpoint, message, _remedy(checkpoint))
+        examples = [f"{name} {list(stored)}, in the model {list(own)}" for name, (own, stored) in shapes.items()]
+        message = f"has {plural(len(shapes), 'tensor')} of another shape than the model: {format_names(examples)}."
+        yield _problem("FSDP-E423", checkpoint, message)
 
 
 def no_optimizer(checkpoint: Path) -> Problem:
-    fix = "Resume from a checkpoint that was saved with it (save_only_model: false), or start with a fresh optimizer."
-    return problem(checkpoint, "holds no optimizer state.", fix)
+    fix = "Resume from a checkpoint with optimizer state (save_only_model: false), or start with a new optimizer."
+    return _problem("FSDP-E424", checkpoint, "has no optimizer state.", fix)
 
 
-def other_groups(checkpoint: Path, own: list[frozenset[str]], saved: list[frozenset[str]]) -> Problem:
-    """Parameter groups of which the names cannot be paired."""
-    here, there = frozenset().union(*own), frozenset().union(*saved)
-    said = [
-        f"the optimizer has {_some(own, 'parameter group')} of {_sizes(own)} parameters, "
-        f"the checkpoint {len(saved)} of {_sizes(saved)}"
-    ]
+def different_groups(checkpoint: Path, own: list[frozenset[str]], saved: list[frozenset[str]]) -> Problem:
+    """Parameter groups that do not have the same parameters."""
+    here, there = frozenset[str]().union(*own), frozenset[str]().union(*saved)
+    found = [f"the optimizer has {_groups(own)}, the checkpoint {_groups(saved)}"]
     if here - there:
-        said.append(f"not among the saved are {_few(sorted(here - there))}")
+        found.append(f"not in the checkpoint: {format_names(sorted(here - there))}")
     if there - here:
-        said.append(f"only among the saved are {_few(sorted(there - here))}")
+        found.append(f"only in the checkpoint: {format_names(sorted(there - here))}")
     if here == there:
         split = [name for group in own for name in sorted(group)[:1] if group not in saved]
-        said.append(f"the same parameters are dealt out otherwise, such as {_few(split)}")
-    fix = "Give the optimizer the parameters and groups that it was saved with (what is trainable, what decays)."
-    return problem(checkpoint, f"{'; '.join(said)}.", fix)
+        found.append(f"the same parameters are grouped differently, such as {format_names(split)}")
+    fix = "Create the optimizer with the same trainable parameters and parameter groups as in the run that was saved."
+    return _problem("FSDP-E425", checkpoint, f"{'; '.join(found)}.", fix)
 
 
-def foreign_state(checkpoint: Path, shapes: Mapping[str, Shapes]) -> Iterable[Problem]:
+def unsupported_state(checkpoint: Path, shapes: Mapping[str, Shapes]) -> Iterator[Problem]:
     """State tensors that are not laid out like their parameter."""
     if shapes:
-        examples = [f"{key} is {list(theirs)}, the parameter {list(own)}" for key, (own, theirs) in shapes.items()]
-        message = f"the optimizer's state cannot be cut like the parameters: {_few(examples)}."
-        yield problem(checkpoint, message, _remedy(checkpoint))
+        examples = [f"{key} {list(stored)}, parameter {list(own)}" for key, (own, stored) in shapes.items()]
+        message = f"has optimizer state that cannot be sharded like its parameters: {format_names(examples)}."
+        yield _problem("FSDP-E426", checkpoint, message)
 
 
-def problem(checkpoint: Path, message: str, fix: str) -> Problem:
-    return Problem(message=message, fix=fix, origin=Origin(source=str(checkpoint)))
-
-
-def _remedy(checkpoint: Path) -> str:
-    kind = _model_type(checkpoint)
-    return f"Load it into the model that it was saved from{f', a {kind}' if kind else ''}, or name another checkpoint."
+def _problem(code: str, checkpoint: Path, message: str, fix: str = "") -> Problem:
+    if not fix:
+        kind = _model_type(checkpoint)
+        fix = f"Load it into the model that was saved{f', a {kind}' if kind else ''}, or load another checkpoint."
+    return Problem(code=code, message=message, fix=fix, origin=Origin(source=str(checkpoint)))
 
 
 def _model_type(checkpoint: Path) -> str:
-    """As the checkpoint's config tells: ``LlamaForCausalLM (llama)``; empty where it does not."""
+    """From the checkpoint's config: ``LlamaForCausalLM (llama)``; empty without one."""
     for folder in (checkpoint, checkpoint.parent):
         with suppress(OSError, ValueError, AttributeError):
             config = json.loads((folder / "config.json").read_text())
@@ -85,14 +79,6 @@ def _model_type(checkpoint: Path) -> str:
     return ""
 
 
-def _some(things: Collection[object], noun: str) -> str:
-    return f"{len(things)} {noun}{'' if len(things) == 1 else 's'}"
-
-
-def _few(names: Collection[str]) -> str:
-    shown = list(names)[:NUM_EXAMPLES]
-    return ", ".join(shown) + (f", … ({len(names) - len(shown)} more)" if len(names) > len(shown) else "")
-
-
-def _sizes(groups: list[frozenset[str]]) -> str:
-    return " + ".join(str(len(group)) for group in groups) or "0"
+def _groups(groups: list[frozenset[str]]) -> str:
+    sizes = " + ".join(str(len(group)) for group in groups) or "0"
+    return f"{plural(len(groups), 'parameter group')} of {sizes} parameters"

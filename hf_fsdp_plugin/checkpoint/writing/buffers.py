@@ -1,7 +1,7 @@
-"""Memory that files are put together in: page-aligned, so that writes may pass the page cache, and used again.
+"""Page-aligned memory in which files are assembled before they are written, kept from save to save.
 
-Memory that a process touches for the first time is what a copy out of the model costs (page faults take ten times
-as long as the copy), so buffers are touched beside the training, by a thread that gives way to it, and kept.
+The expensive part of a copy out of the model is memory that the process uses for the first time: page faults take ten
+times as long as the copy. So a thread of low priority prefaults the buffers during training, and they are reused.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ import ctypes
 import mmap
 import os
 import threading
+from collections.abc import Sequence
 
 import torch
 
 from hf_fsdp_plugin.checkpoint.io import PAGE, round_up
 from hf_fsdp_plugin.devices import available_device
 
-_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23  # Linux 2.6.38 and 5.14; elsewhere madvise fails and pages are touched
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23  # Linux 2.6.38 and 5.14; elsewhere madvise fails and pages are zeroed
 _STEP = 64 << 20
 
 
-def aligned_bytes(size: int, *, pinned: bool = False) -> torch.Tensor:
-    """``size`` bytes of page-aligned host memory as a uint8 tensor; pinned where copies come from a GPU."""
+def allocate_aligned(size: int, *, pinned: bool = False) -> torch.Tensor:
+    """Allocate ``size`` bytes of page-aligned memory as a uint8 tensor, pinned for copies from an accelerator."""
     memory = mmap.mmap(-1, round_up(max(size, 1)))
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     _advise(tensor.data_ptr(), tensor.numel(), _MADV_HUGEPAGE)
@@ -32,14 +33,14 @@ def aligned_bytes(size: int, *, pinned: bool = False) -> torch.Tensor:
     return tensor
 
 
-def release(memory: torch.Tensor) -> None:
-    """Before the last reference to :func:`aligned_bytes` goes: memory must not be unmapped while it is registered."""
+def unpin(memory: torch.Tensor) -> None:
+    """Call this before the last reference to :func:`allocate_aligned` goes: pinned memory must not be unmapped."""
     if memory.is_pinned():
         available_device().unpin(memory)
 
 
-def touch(memory: torch.Tensor) -> None:
-    """Have the system back all of ``memory`` now, in pieces, so that a waiting thread can take over between them."""
+def prefault(memory: torch.Tensor) -> None:
+    """Have the system back all of ``memory``, step by step, so that a waiting thread can run between the steps."""
     for start in range(0, memory.numel(), _STEP):
         part = memory[start : start + _STEP]
         if not _advise(part.data_ptr(), part.numel(), _MADV_POPULATE_WRITE):
@@ -48,27 +49,55 @@ def touch(memory: torch.Tensor) -> None:
 
 def _advise(address: int, size: int, advice: int) -> bool:
     try:
-        madvise = ctypes.CDLL(None).madvise  # ctypes gives up the GIL for the call; mmap.madvise does not
+        madvise = ctypes.CDLL(None).madvise  # ctypes releases the GIL for the call; mmap.madvise does not
     except (OSError, AttributeError):
         return False
     return madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_int(advice)) == 0
 
 
-def give_way() -> None:
-    """The calling thread runs where training leaves a core idle (Linux has priorities for threads)."""
-    with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+def lower_thread_priority() -> None:
+    """Let the calling thread run only where training leaves a core idle. (Linux has a priority per thread.)"""
+    _set_thread_priority(threading.get_native_id(), 19)
 
 
-class Arena:
-    """One buffer that holds a whole save of this rank while training goes on; kept from save to save."""
+def _set_thread_priority(native_id: int, nice: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # only root may raise a priority
+        os.setpriority(os.PRIO_PROCESS, native_id, nice)
 
+
+class StagingBuffers:
+    """Buffers that hold copies of what this rank saves while training goes on, one for each write of a save."""
+
+    def __init__(self) -> None:
+        self._buffers: list[_StagingBuffer] = []
+
+    def prepare(self, sizes: Sequence[int], *, pinned: bool) -> None:
+        """Start to allocate buffers of these sizes (bytes) in the background. Not collective."""
+        for number, size in enumerate(sizes):
+            self._buffer(number).prepare(size, pinned=pinned)
+
+    def take(self, number: int, size: int, *, pinned: bool) -> torch.Tensor:
+        """Return buffer ``number``, of at least ``size`` bytes, as soon as it is ready."""
+        return self._buffer(number).take(size, pinned=pinned)
+
+    def close(self) -> None:
+        """Free all buffers."""
+        for buffer in self._buffers:
+            buffer.close()
+        self._buffers.clear()
+
+    def _buffer(self, number: int) -> _StagingBuffer:
+        while len(self._buffers) <= number:
+            self._buffers.append(_StagingBuffer())
+        return self._buffers[number]
+
+
+class _StagingBuffer:
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
         self._preparing: threading.Thread | None = None
 
     def prepare(self, size: int, *, pinned: bool) -> None:
-        """Start to make ``size`` bytes ready, beside whatever the caller goes on with."""
         if self._preparing is not None or (self._memory is not None and self._memory.numel() >= size):
             return
 
@@ -76,32 +105,37 @@ class Arena:
         index = device.current_index() if pinned else 0
 
         def work() -> None:
-            give_way()
+            lower_thread_priority()
             if pinned:  # A new thread starts on device 0, and pinning would create a context there.
                 device.set_current(index)
-            memory = aligned_bytes(size, pinned=pinned)
-            touch(memory)
+            memory = allocate_aligned(size, pinned=pinned)
+            prefault(memory)
             self._replace(memory)
 
-        self._preparing = threading.Thread(target=work, name="hf-fsdp-arena", daemon=True)
+        self._preparing = threading.Thread(target=work, name="hf-fsdp-buffer", daemon=True)
         self._preparing.start()
 
     def take(self, size: int, *, pinned: bool) -> torch.Tensor:
-        """At least ``size`` bytes. Waits for :meth:`prepare`; what was prepared too small is replaced."""
-        if self._preparing is not None:
-            native = self._preparing.native_id
-            if self._preparing.is_alive() and native is not None:
-                with contextlib.suppress(OSError, AttributeError):  # only root may take a low priority back
-                    os.setpriority(os.PRIO_PROCESS, native, 0)
-            self._preparing.join()
-            self._preparing = None
+        self._finish_preparing()
         if self._memory is None or self._memory.numel() < size:
-            self._replace(None)  # before the next is made, not after
-            self._replace(aligned_bytes(size, pinned=pinned))
+            self._replace(None)  # before the next one is allocated, not after
+            self._replace(allocate_aligned(size, pinned=pinned))
         assert self._memory is not None
         return self._memory
 
+    def close(self) -> None:
+        self._finish_preparing()
+        self._replace(None)
+
+    def _finish_preparing(self) -> None:
+        if self._preparing is not None:
+            native_id = self._preparing.native_id
+            if self._preparing.is_alive() and native_id is not None:
+                _set_thread_priority(native_id, 0)
+            self._preparing.join()
+            self._preparing = None
+
     def _replace(self, memory: torch.Tensor | None) -> None:
         if self._memory is not None:
-            release(self._memory)
+            unpin(self._memory)
         self._memory = memory

@@ -1,8 +1,9 @@
-"""The layout of ``torch.distributed.checkpoint``, written without its planner: any tool that reads it reads ours.
+"""Writes the format of ``torch.distributed.checkpoint`` (DCP) without its planner; every reader of DCP reads it.
 
-Each rank has a file of ``torch.save`` entries; ``.metadata`` says which box of which tensor each one is. torch's own
-planner exchanges plans between all ranks before every save; here each rank writes what it has, and whoever finishes the
-checkpoint puts the ranks' lists together. Read against torch 2.13.0 (``distributed/checkpoint/filesystem.py``).
+Each rank has a file of ``torch.save`` entries; ``.metadata`` records which box of which tensor each entry is. torch's
+planner exchanges plans between all ranks before every save. Here each rank writes what it has, and rank 0 joins the
+ranks' lists of entries when it commits the checkpoint. Checked against torch 2.13.0
+(``distributed/checkpoint/filesystem.py``).
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.serialization import skip_data
 
-from hf_fsdp_plugin.checkpoint.names import DCP_METADATA
-from hf_fsdp_plugin.checkpoint.names import dcp_file as dcp_file_name
-from hf_fsdp_plugin.checkpoint.shards import Held
-from hf_fsdp_plugin.checkpoint.writing.images import FileImage, Item, bytes_of, own_file
+from hf_fsdp_plugin.checkpoint.io import round_up
+from hf_fsdp_plugin.checkpoint.layouts import LocalShard
+from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, dcp_file
+from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, Item, bytes_of, whole_file
 from hf_fsdp_plugin.torch_private.dcp import StorageInfo
 
 StatePath = tuple[str | int, ...]
-"""Where an entry stands in the nested state dict: ``("optimizer", "state", "lm_head.weight", "exp_avg")``."""
+"""Path of an entry in the nested state dict: ``("optimizer", "state", "lm_head.weight", "exp_avg")``."""
 _ENTRY_ALIGNMENT = 64
 _LOCAL_HEADER = struct.Struct("<26xHH")
-"""Of a record in a zip archive: the lengths of its name and its extra field, which follow, and then the data."""
+"""Header of a record in a zip archive: the lengths of its name and extra field, which follow it before the data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,8 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Small:
-    """A scalar tensor (``dtype`` and ``shape`` set, ``data`` its bytes) or any other object (``data`` as saved)."""
+class SmallEntry:
+    """A scalar tensor (``data`` is its bytes), or any other object (``data`` is pickled, ``dtype`` is ``None``)."""
 
     path: StatePath
     data: bytes
@@ -70,85 +71,89 @@ class Small:
 
 
 @dataclass(slots=True)
-class DcpPart:
-    """What one rank adds to one folder.
+class DcpEntries:
+    """The entries that one rank adds to one DCP folder.
 
     Attributes:
         folder: relative to the checkpoint.
-        aliases: path of a tied name -> path of the entry that holds it.
+        smalls: not in this rank's file: rank 0 writes them when it commits.
+        aliases: (path of a tied name, path of the entry that holds its tensor).
     """
 
     folder: str
     chunks: list[Chunk] = field(default_factory=list)
-    smalls: list[Small] = field(default_factory=list)
+    smalls: list[SmallEntry] = field(default_factory=list)
     aliases: list[tuple[StatePath, StatePath]] = field(default_factory=list)
 
 
-def dcp_file(folder: str, rank: int, tensors: Iterable[tuple[StatePath, Held]]) -> tuple[FileImage, DcpPart]:
-    """The rank's file in ``folder`` and the list of what is in it."""
-    part = DcpPart(folder)
-    file = dcp_file_name(rank)
+def rank_file(folder: str, rank: int, tensors: Iterable[tuple[StatePath, LocalShard]]) -> tuple[FilePart, DcpEntries]:
+    """The rank's file in ``folder``, and its entries."""
+    entries = DcpEntries(folder)
+    file = dcp_file(rank)
     items: list[Item] = []
-    at = 0
-    for path, held in tensors:
-        for piece in held.pieces:
-            head, tail = _frame(held.dtype, piece.box.sizes)
-            item = Item(at, (head, piece.tensor, tail), name=_tensor_name(path))
+    offset = 0
+    for path, shard in tensors:
+        for piece in shard.pieces:
+            head, tail = _frame(shard.dtype, piece.box.sizes)
+            item = Item(offset, (head, piece.tensor, tail), name=_tensor_name(path))
             items.append(item)
-            part.chunks.append(
-                Chunk(path, dtype_name(held.dtype), held.shape, piece.box.offsets, piece.box.sizes, file, at, item.size)
+            box = piece.box
+            entries.chunks.append(
+                Chunk(path, shard.dtype_name, shard.shape, box.offsets, box.sizes, file, offset, item.size)
             )
-            at = -(-item.stop // _ENTRY_ALIGNMENT) * _ENTRY_ALIGNMENT
-    return own_file(f"{folder}/{file}", items), part
+            offset = round_up(item.stop, _ENTRY_ALIGNMENT)
+    return whole_file(f"{folder}/{file}", items), entries
 
 
-def scalar(path: StatePath, tensor: torch.Tensor) -> Small:
+def scalar(path: StatePath, tensor: torch.Tensor) -> SmallEntry:
     data = bytes_of(tensor.detach().cpu()).numpy().tobytes()
-    return Small(path, data, dtype_name(tensor.dtype), tuple(tensor.shape))
+    return SmallEntry(path, data, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
-def plain_value(path: StatePath, value: Any) -> Small:
+def plain_value(path: StatePath, value: Any) -> SmallEntry:
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    return Small(path, buffer.getvalue())
+    return SmallEntry(path, buffer.getvalue())
 
 
-def last_files(folder: str, parts: Sequence[DcpPart]) -> list[FileImage]:
-    """The files that complete a folder of which all ranks' parts are known: small entries, and ``.metadata``.
+def final_files(folder: str, ranks: Sequence[DcpEntries]) -> list[FilePart]:
+    """The files that complete a folder when the entries of all ranks are known: small entries, and ``.metadata``.
 
-    Small entries that several ranks bring are the same on all of them; the first rank's is taken.
+    Small entries that several ranks have are equal; the first rank's is written.
     """
-    smalls: dict[StatePath, Small] = {}
-    for part in parts:
-        for small in part.smalls:
+    smalls: dict[StatePath, SmallEntry] = {}
+    for entries in ranks:
+        for small in entries.smalls:
             smalls.setdefault(small.path, small)
-    file = dcp_file_name(len(parts))
+    file = dcp_file(len(ranks))
     items, stored = _small_items(smalls.values(), file)
-    metadata = _metadata(parts, smalls.values(), stored)
-    images = [own_file(f"{folder}/{DCP_METADATA}", [Item(0, (pickle.dumps(metadata),))])]
-    return [own_file(f"{folder}/{file}", items), *images] if items else images
+    metadata = _metadata(ranks, smalls.values(), stored)
+    metadata_file = whole_file(f"{folder}/{DCP_METADATA}", [Item(0, (pickle.dumps(metadata),))])
+    return [whole_file(f"{folder}/{file}", items), metadata_file] if items else [metadata_file]
 
 
-def _small_items(smalls: Iterable[Small], file: str) -> tuple[list[Item], dict[StatePath, StorageInfo]]:
-    items, stored, at = [], {}, 0
+def _small_items(smalls: Iterable[SmallEntry], file: str) -> tuple[list[Item], dict[StatePath, StorageInfo]]:
+    items, stored, offset = [], {}, 0
     for small in smalls:
         contents: tuple[bytes, ...] = (small.data,)
         if small.dtype is not None:
             head, tail = _frame(getattr(torch, small.dtype), small.shape)
             contents = (head, small.data, tail)
-        item = Item(at, contents, name=_tensor_name(small.path))
+        item = Item(offset, contents, name=_tensor_name(small.path))
         items.append(item)
-        stored[small.path] = StorageInfo(file, at, item.size)
-        at = -(-item.stop // _ENTRY_ALIGNMENT) * _ENTRY_ALIGNMENT
+        stored[small.path] = StorageInfo(file, offset, item.size)
+        offset = round_up(item.stop, _ENTRY_ALIGNMENT)
     return items, stored
 
 
-def _metadata(parts: Sequence[DcpPart], smalls: Iterable[Small], stored: Mapping[StatePath, StorageInfo]) -> Metadata:
+def _metadata(
+    ranks: Sequence[DcpEntries], smalls: Iterable[SmallEntry], stored: Mapping[StatePath, StorageInfo]
+) -> Metadata:
     entries: dict[str, Any] = {}
     storage: dict[MetadataIndex, StorageInfo] = {}
     paths: dict[str, StatePath] = {}
-    for part in parts:
-        for chunk in part.chunks:
+    for listed in ranks:
+        for chunk in listed.chunks:
             name = _flat_name(chunk.path)
             paths[name] = chunk.path
             tensor = entries.setdefault(name, _tensor_entry(chunk.dtype, chunk.shape))
@@ -164,7 +169,7 @@ def _metadata(parts: Sequence[DcpPart], smalls: Iterable[Small], stored: Mapping
             entries[name] = _tensor_entry(small.dtype, small.shape)
             entries[name].chunks.append(ChunkStorageMetadata(origin, torch.Size(small.shape)))
             storage[MetadataIndex(name, origin, 0)] = stored[small.path]
-    for alias, path in dict(pair for part in parts for pair in part.aliases).items():
+    for alias, path in dict(pair for listed in ranks for pair in listed.aliases).items():
         name, of = _flat_name(alias), _flat_name(path)
         paths[name], entries[name] = alias, entries[of]
         for index, info in [(index, info) for index, info in storage.items() if index.fqn == of]:
@@ -192,9 +197,9 @@ def _add_chunk(name: str, tensor: TensorStorageMetadata, storage: dict[MetadataI
 def _frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
     """What ``torch.save`` writes before and after the bytes of a contiguous tensor.
 
-    ``skip_data`` leaves a hole for them, of whatever size; their checksum in the archive is 0, which torch takes.
+    ``skip_data`` leaves a hole for the bytes. Their checksum in the archive is 0, which torch accepts.
     """
-    tensor = torch.empty(shape, dtype=dtype)  # never touched, so it costs no memory
+    tensor = torch.empty(shape, dtype=dtype)  # never used, so it takes no memory
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "archive.pt"  # the stem is the archive's name
         with skip_data():
@@ -216,9 +221,5 @@ def _flat_name(path: StatePath) -> str:
 
 
 def _tensor_name(path: StatePath) -> str:
-    """Without the key that a state dict is saved under: ``lm_head.weight``, ``state.lm_head.weight.exp_avg``."""
+    """The name without the key of the state dict: ``lm_head.weight``, ``state.lm_head.weight.exp_avg``."""
     return _flat_name(path[1:])
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
-"""Weights as safetensors: one model file for all ranks to write into, and each rank's own file for ``local``.
+"""Safetensors files: model files that all ranks write to, and a file for each rank for the state dict type ``local``.
 
-A safetensors file is a header and the tensors' bytes in row-major order, so where each shard belongs is known before
-anything is written: every rank fills its own stretches, and nobody gathers anything.
+A safetensors file is a header and the tensors' bytes in row-major order. So the offsets of every shard are known before
+anything is written: each rank writes its own byte ranges, and no rank gathers the model.
 """
 
 from __future__ import annotations
@@ -15,101 +15,101 @@ import torch
 
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, row_major
 from hf_fsdp_plugin.checkpoint.formats.safetensors_layout import SafetensorsFile, index_text, plan_files
+from hf_fsdp_plugin.checkpoint.layouts import LocalShard
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL
-from hf_fsdp_plugin.checkpoint.shards import Held, OptimizerShards, owned
-from hf_fsdp_plugin.checkpoint.writing.dcp import dtype_name
-from hf_fsdp_plugin.checkpoint.writing.images import FileImage, Item, own_file, shared_file
+from hf_fsdp_plugin.checkpoint.shards import OptimizerShards, shards_to_write
+from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, Item, shared_file, whole_file
 
 MAX_SHARD_SIZE = 50 * 10**9
-"""Bytes of one safetensors file; what Transformers 5 takes."""
+"""Largest number of bytes in one safetensors file; the default of Transformers 5."""
 _ONE_FILE = 2**63
 
 
 def full_files(
-    tensors: Sequence[Held], rank: int, *, stem: str = HF_MODEL, max_shard_size: int = MAX_SHARD_SIZE
-) -> tuple[list[FileImage], str | None]:
-    """This rank's parts of the Hugging Face files for whole ``tensors``, and the text of their index, if they need one.
+    tensors: Sequence[LocalShard], rank: int, *, stem: str = HF_MODEL, max_shard_size: int = MAX_SHARD_SIZE
+) -> tuple[list[FilePart], str | None]:
+    """This rank's parts of the Hugging Face files of ``tensors``, and the text of their index, if there are several.
 
-    Every rank gives the same tensors in the same order. Rank 0 adds the headers.
+    All ranks pass the same tensors in the same order. Rank 0 adds the headers.
     """
-    files = plan_files([(held.name, dtype_name(held.dtype), held.shape) for held in tensors], max_shard_size, stem)
-    mine = owned(tensors)
-    images = []
+    files = plan_files([(shard.name, shard.dtype_name, shard.shape) for shard in tensors], max_shard_size, stem)
+    mine = shards_to_write(tensors)
+    parts = []
     for file in files:
         items = [Item(0, (file.header,))] if rank == 0 else []
-        for held in mine:
-            if held.name in file.offsets:
-                items += _runs(held, file.offsets[held.name])
-        images.append(shared_file(file.name, file.size, items))
-    return images, index_text(files)
+        for shard in mine:
+            if shard.name in file.offsets:
+                items += _runs(shard, file.offsets[shard.name])
+        parts.append(shared_file(file.name, file.size, items))
+    return parts, index_text(files)
 
 
-def _runs(held: Held, begin: int) -> Iterator[Item]:
-    """The held boxes as runs of the whole tensor's bytes, which begin at ``begin``."""
-    strides = row_major(held.shape)
-    for piece in held.pieces:
-        axis = _first_whole_axis(piece.box, held.shape)
-        for index in itertools.product(*(range(size) for size in piece.box.sizes[:axis])):
+def _runs(shard: LocalShard, begin: int) -> Iterator[Item]:
+    """The shard's boxes as runs of the whole tensor's bytes, which begin at ``begin``."""
+    strides = row_major(shard.shape)
+    for piece in shard.pieces:
+        dim = _first_contiguous_dim(piece.box, shard.shape)
+        for index in itertools.product(*(range(size) for size in piece.box.sizes[:dim])):
             place = [*piece.box.offsets]
-            for number, at in enumerate(index):
-                place[number] += at
-            element = sum(at * stride for at, stride in zip(place, strides, strict=True))
-            yield Item(begin + element * held.dtype.itemsize, (piece.tensor[index],), name=held.name)
+            for number, offset in enumerate(index):
+                place[number] += offset
+            element = sum(offset * stride for offset, stride in zip(place, strides, strict=True))
+            yield Item(begin + element * shard.dtype.itemsize, (piece.tensor[index],), name=shard.name)
 
 
-def _first_whole_axis(box: Box, shape: tuple[int, ...]) -> int:
-    """The box is one run from this axis on, for each index of the axes before it."""
-    axis = len(shape)
-    while axis > 0 and box.sizes[axis - 1] == shape[axis - 1]:
-        axis -= 1
-    return max(axis - 1, 0)
+def _first_contiguous_dim(box: Box, shape: tuple[int, ...]) -> int:
+    """From this dim on the box is one run, for each index of the dims before it."""
+    dim = len(shape)
+    while dim > 0 and box.sizes[dim - 1] == shape[dim - 1]:
+        dim -= 1
+    return max(dim - 1, 0)
 
 
 def local_model_file(
-    path: str, tensors: Iterable[Held], aliases: Mapping[str, str], rank: int, world_size: int
-) -> FileImage:
-    """Everything this rank holds of the model, each piece with its place in the whole."""
+    path: str, tensors: Iterable[LocalShard], aliases: Mapping[str, str], rank: int, world_size: int
+) -> FilePart:
+    """All pieces of the model on this rank, each with its place in the whole tensor."""
     entries = {
-        f"{held.name}@{','.join(map(str, piece.box.offsets))}": (held, piece.box, piece.tensor, {"name": held.name})
-        for held in tensors
-        for piece in held.pieces
+        f"{shard.name}@{','.join(map(str, piece.box.offsets))}": (shard, piece.box, piece.tensor, {"name": shard.name})
+        for shard in tensors
+        for piece in shard.pieces
     }
     return _local_file(path, entries, {"rank": rank, "world_size": world_size, "aliases": dict(aliases)})
 
 
-def local_optimizer_file(path: str, shards: OptimizerShards, rank: int, world_size: int) -> FileImage:
-    """Everything this rank holds of the optimizer; plain values and groups go into the header."""
+def local_optimizer_file(path: str, shards: OptimizerShards, rank: int, world_size: int) -> FilePart:
+    """All pieces of the optimizer's state on this rank; the header holds plain values and groups."""
     entries: dict[str, Any] = {}
     values: dict[str, dict[str, Any]] = {}
     for name, state in shards.state.items():
         for key, value in state.items():
-            if not isinstance(value, Held):
+            if not isinstance(value, LocalShard):
                 values.setdefault(name, {})[key] = value
                 continue
             for piece in value.pieces:
                 place = {"name": name, "key": key}
                 entry = f"{name}.{key}@{','.join(map(str, piece.box.offsets))}"
                 entries[entry] = (value, piece.box, piece.tensor, place)
-    facts = {"rank": rank, "world_size": world_size, "values": values, "groups": list(shards.groups)}
-    return _local_file(path, entries, facts)
+    header = {"rank": rank, "world_size": world_size, "values": values, "groups": list(shards.groups)}
+    return _local_file(path, entries, header)
 
 
-def _local_file(path: str, entries: Mapping[str, Any], facts: dict[str, Any]) -> FileImage:
-    facts["pieces"] = {
-        entry: {**place, "shape": held.shape, "offsets": box.offsets}
-        for entry, (held, box, _, place) in entries.items()
+def _local_file(path: str, entries: Mapping[str, Any], header: dict[str, Any]) -> FilePart:
+    header["pieces"] = {
+        entry: {**place, "shape": shard.shape, "offsets": box.offsets}
+        for entry, (shard, box, _, place) in entries.items()
     }
-    tensors = [(entry, dtype_name(held.dtype), box.sizes) for entry, (held, box, _, _) in entries.items()]
-    metadata = {"fsdp_local": json.dumps(facts, default=_plain)}
+    tensors = [(entry, shard.dtype_name, box.sizes) for entry, (shard, box, _, _) in entries.items()]
+    metadata = {"fsdp_local": json.dumps(header, default=_plain)}
     (file,) = plan_files(tensors, _ONE_FILE, metadata=metadata)
-    return own_file(path, _whole_items(file, entries))
+    return whole_file(path, _items(file, entries))
 
 
-def _whole_items(file: SafetensorsFile, entries: Mapping[str, Any]) -> Iterator[Item]:
+def _items(file: SafetensorsFile, entries: Mapping[str, Any]) -> Iterator[Item]:
     yield Item(0, (file.header,))
     for entry, offset in file.offsets.items():
-        held, _, tensor, _ = entries[entry]
-        yield Item(offset, (tensor,), name=held.name)
+        shard, _, tensor, _ = entries[entry]
+        yield Item(offset, (tensor,), name=shard.name)
 
 
 def _plain(value: Any) -> Any:

@@ -1,324 +1,192 @@
-"""One save, from the shards in memory to a checkpoint in its place, in the foreground or beside the training.
+"""One save: from this rank's shards in memory to a committed checkpoint, in the foreground or in the background.
 
-All ranks enter every function but those that say otherwise. An error on one rank is raised on all of them, what was
-staged is removed, and earlier checkpoints are as they were.
+All ranks call every method, unless its description says otherwise. An error on one rank is raised on all of them; the
+staging folder is removed, and earlier checkpoints stay as they are.
 """
 
 from __future__ import annotations
 
-import atexit
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, Manifest
-from hf_fsdp_plugin.checkpoint.writing.buffers import Arena, give_way
-from hf_fsdp_plugin.checkpoint.writing.dcp import DcpPart
-from hf_fsdp_plugin.checkpoint.writing.failures import in_words
-from hf_fsdp_plugin.checkpoint.writing.images import FileImage, on_accelerator
-from hf_fsdp_plugin.checkpoint.writing.staging import RankPart, Staging
-from hf_fsdp_plugin.checkpoint.writing.write import stage, write_live, write_staged
+from hf_fsdp_plugin.checkpoint.writing.buffers import StagingBuffers, lower_thread_priority
+from hf_fsdp_plugin.checkpoint.writing.dcp import DcpEntries
+from hf_fsdp_plugin.checkpoint.writing.errors import os_errors_as_problems
+from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, on_accelerator
+from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter, stage
+from hf_fsdp_plugin.checkpoint.writing.staging import RankRecord, StagingFolder
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 
-_LOOK_AGAIN = 0.02
-"""Seconds between two looks for the other ranks' parts."""
-_LAST_WAIT = 20.0
-"""Seconds that a process which has to end gives a save to finish: batch systems send SIGKILL after 30."""
-_LAST_PATIENCE = 60.0
-"""Seconds without a byte from other ranks after which a process that ends gives up a save."""
+POLL_INTERVAL = 0.02
+"""Seconds between two checks for the records of other ranks."""
+_EXIT_TIMEOUT = 60.0
+"""Seconds without a byte from other ranks after which a process that exits abandons a save."""
 _WRITING, _DONE, _FAILED = 0, 1, 2
 
-_open_saves: dict[Path, Save] = {}
-_in_flight: Save | None = None
-# One for every call of `write` within a save: a model's state, an optimizer's.
-_arenas: list[Arena] = []
-_group: dist.ProcessGroup | None = None
 
-
-@dataclass(frozen=True, slots=True)
-class SaveOutcome:
-    """What the last finished save of this process was.
-
-    Attributes:
-        stall: seconds that the caller was held.
-    """
-
-    final: Path
-    asynchronous: bool
-    stall: float
-
-
-last_outcome: SaveOutcome | None = None
-
-
-class _GivenUp(CheckpointError):
-    """The consequence of an error on another rank, which is the one to tell."""
+class _OtherRankFailed(CheckpointError):
+    """The consequence of an error on another rank, which is the error to report."""
 
 
 class Save:
-    """Made by :func:`begin`. What ranks add goes through :meth:`write`; :meth:`finish` puts the checkpoint in place."""
+    """A checkpoint that is being written. :class:`CheckpointManager` creates, commits and polls it.
 
-    def __init__(self, final: Path, *, asynchronous: bool, into: bool = False) -> None:
-        self.staging = Staging(final, into=into)
+    Attributes:
+        models: numbers of the models whose state is in it.
+    """
+
+    def __init__(
+        self, final: Path, *, asynchronous: bool, into: bool, writer: PartWriter, buffers: StagingBuffers
+    ) -> None:
+        self.staging = StagingFolder(final, into=into)
         self.asynchronous = asynchronous
-        self.models: set[int] = set()  # numbers of those whose state is in it
-        # Asked for here: a save may outlive the process group.
+        self.models: set[int] = set()
+        self.started = time.monotonic()
+        self._writer, self._buffers = writer, buffers
+        # Read here, because a save may outlive the process group.
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._began = time.monotonic()
         self._records: list[FileRecord] = []
-        self._dcp: list[DcpPart] = []
-        self._staged: list[tuple[list[FileImage], torch.Tensor]] = []
-        self._manifest: Manifest | None = None
-        self._after: Callable[[], None] | None = None
+        self._dcp: list[DcpEntries] = []
+        self._staged: list[tuple[list[FilePart], torch.Tensor]] = []
         self._thread: threading.Thread | None = None
-        self._part_done = False
-        self._given_up = threading.Event()
+        self._record_written = False
+        self._abandoned = threading.Event()
         self._state = _WRITING
         self._error: Exception | None = None
 
     @property
+    def final(self) -> Path:
+        return self.staging.final
+
+    @property
     def folder(self) -> Path:
-        """Where the host writes its own files."""
+        """Where Accelerate and Transformers write their own files."""
         return self.staging.folder
 
-    def write(self, images: Sequence[FileImage], dcp: Sequence[DcpPart] = ()) -> None:
-        """Write this rank's images, or copy them out of the model to be written later."""
-        images = list(images)
-        with on_all_ranks(f"writing {self.staging.final}"), in_words(self.staging.final):
+    def write(self, parts: Sequence[FilePart], dcp: Sequence[DcpEntries] = ()) -> None:
+        """Write this rank's parts, or copy them out of the model to write them later."""
+        parts = list(parts)
+        with on_all_ranks(f"writing {self.final}"), os_errors_as_problems(self.final):
             self._dcp += dcp
             if self.asynchronous:
-                self._staged.append((images, self._copy(images)))
+                size = sum(part.span for part in parts)
+                memory = self._buffers.take(len(self._staged), size, pinned=on_accelerator(parts))
+                stage(parts, memory)
+                self._staged.append((parts, memory))
             else:
-                self._records += write_live(self.folder, images)
+                self._records += self._writer.write(self.folder, parts)
 
-    def _copy(self, images: list[FileImage]) -> torch.Tensor:
-        memory = _arena(len(self._staged)).take(sum(image.span for image in images), pinned=on_accelerator(images))
-        stage(images, memory)
-        return memory
-
-    def finish(self, manifest: Manifest, after: Callable[[], None] | None = None) -> None:
-        """Nothing more will be added: put the checkpoint in its place, now or as soon as all is written.
+    def commit(self, manifest: Manifest, after: Callable[[], None] | None = None) -> None:
+        """Commit the checkpoint now.
 
         Args:
-            manifest: with everything but the files; rank 0's counts.
-            after: called by rank 0 when the checkpoint is in its place.
+            manifest: complete but for the files; that of rank 0 is written.
+            after: called by rank 0 after the commit.
         """
-        global _in_flight
-        _open_saves.pop(self.folder, None)
-        self._manifest, self._after = manifest, after
-        if self.asynchronous:
-            _in_flight = self
-            _watch_training()
-            self._thread = threading.Thread(target=self._run, name="hf-fsdp-save", daemon=True)
-            self._thread.start()
-        else:
-            self._finish_here()
-        self._note()
-
-    def _finish_here(self) -> None:
-        final = self.staging.final
         try:
-            with on_all_ranks(f"writing {final}"), in_words(final):
-                self._put_part()
-            with on_all_ranks(f"finishing {final}"), in_words(final):
+            with on_all_ranks(f"writing {self.final}"), os_errors_as_problems(self.final):
+                self._write_record()
+            with on_all_ranks(f"committing {self.final}"), os_errors_as_problems(self.final):
                 if self._rank == 0:
-                    self._commit()
+                    self._commit(manifest, after)
         except Exception:
-            self.abandon()
+            self.discard()
             raise
 
-    def _put_part(self) -> None:
-        self.staging.put_part(self._rank, RankPart(tuple(self._records), tuple(self._dcp)))
-        self._part_done = True
+    def start(self, manifest: Manifest, after: Callable[[], None] | None = None) -> None:
+        """Write and commit in the background, with the arguments of :meth:`commit`."""
+        self._thread = threading.Thread(target=self._run, args=(manifest, after), name="hf-fsdp-save", daemon=True)
+        self._thread.start()
 
-    def abandon(self) -> None:
-        """An error has been raised on all ranks: leave nothing behind."""
-        _open_saves.pop(self.folder, None)
-        if self._rank == 0:
-            self.staging.discard()
-
-    def _note(self) -> None:
-        global last_outcome
-        last_outcome = SaveOutcome(self.staging.final, self.asynchronous, time.monotonic() - self._began)
-
-    def _run(self) -> None:
-        """In the background: no collective, and no tensor of the model."""
-        give_way()
+    def _run(self, manifest: Manifest, after: Callable[[], None] | None) -> None:
+        """In the background thread: no collective, and no tensor of the model."""
+        lower_thread_priority()
         try:
-            with in_words(self.staging.final):
-                for images, memory in self._staged:
-                    self._records += write_staged(self.folder, images, memory)
-                self._put_part()
+            with os_errors_as_problems(self.final):
+                for parts, memory in self._staged:
+                    self._records += self._writer.write_staged(self.folder, parts, memory)
+                self._write_record()
                 if self._rank == 0:
-                    self._commit()
+                    self._commit(manifest, after)
             self._state = _DONE
         except Exception as error:
             with suppress(OSError):
-                self.staging.put_failure(self._rank, str(error))
+                self.staging.write_failure(self._rank, str(error))
             self._error, self._state = error, _FAILED
 
-    def _commit(self) -> None:
-        while (parts := self.staging.parts(self._world_size)) is None:
-            failures = self.staging.failures()
-            if failures or self._given_up.wait(_LOOK_AGAIN):
-                raise _GivenUp([_other_rank_failed(self.staging.final, failures)])
-        assert self._manifest is not None
-        self.staging.commit(parts, self._manifest)
-        if self._after is not None:
-            self._after()
+    def _write_record(self) -> None:
+        self.staging.write_record(self._rank, RankRecord(tuple(self._records), tuple(self._dcp)))
+        self._record_written = True
 
-    def settled(self) -> bool:
-        """Whether no rank writes any more. Raises on all ranks what went wrong on one."""
+    def _commit(self, manifest: Manifest, after: Callable[[], None] | None) -> None:
+        while (records := self.staging.read_records(self._world_size)) is None:
+            failures = self.staging.read_failures()
+            if failures or self._abandoned.wait(POLL_INTERVAL):
+                raise _OtherRankFailed([_abandoned(self.final, failures)])
+        self.staging.commit(records, manifest)
+        if after is not None:
+            after()
+
+    def poll(self, group: dist.ProcessGroup | None) -> bool:
+        """Whether no rank writes in the background any more. Raises the error of one rank on all of them.
+
+        Args:
+            group: a process group for CPU tensors; ``None`` for the default one.
+        """
         state = self._state
         seen = torch.tensor([state == _FAILED, state == _WRITING], dtype=torch.int32)
-        dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=_cpu_group())
-        if seen[0]:
-            self._given_up.set()
+        dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=group)
+        failed, writing = (bool(flag) for flag in seen)
+        if failed:
+            self._abandoned.set()
             assert self._thread is not None
             self._thread.join()
             try:
-                with on_all_ranks(f"writing {self.staging.final} in the background"):
-                    if self._error is not None and not isinstance(self._error, _GivenUp):
+                with on_all_ranks(f"writing {self.final} in the background"):
+                    if self._error is not None and not isinstance(self._error, _OtherRankFailed):
                         raise self._error
             finally:
-                self._retire()
-                if self._rank == 0:
-                    self.staging.discard()
-        if not seen[1]:
-            self._retire()
-            return True
-        return False
+                self.discard()
+        return failed or not writing
 
-    def _retire(self) -> None:
-        global _in_flight
-        _in_flight = None
-        self._staged.clear()
-        _leave_training()
+    def discard(self) -> None:
+        """Remove what was written. Called when all ranks have raised an error."""
+        if self._rank == 0:
+            self.staging.discard()
 
-    def wait_here(self, seconds: float) -> None:
-        """This rank alone, when the process has to end: until its part is done, but not longer than that."""
+    def join(self, timeout: float) -> None:
+        """Wait until this rank has written its part, at most ``timeout`` seconds. Not collective."""
         if self._thread is not None:
-            self._thread.join(seconds)
+            self._thread.join(timeout)
 
-    def wait_while_written(self) -> None:
-        """This rank alone, when the process ends in its own time: as long as any rank gets on. Raises what it knows."""
+    def join_at_exit(self) -> None:
+        """Wait as long as any rank makes progress, and raise this rank's error. Not collective."""
         assert self._thread is not None
-        seen, since = -1, time.monotonic()
+        last, since = -1, time.monotonic()
         while self._thread.is_alive():
-            self._thread.join(_LOOK_AGAIN)
-            if (newest := self.staging.newest()) != seen or not self._part_done:
-                seen, since = newest, time.monotonic()
-            elif time.monotonic() - since > _LAST_PATIENCE:
-                raise _GivenUp([_other_rank_failed(self.staging.final, self.staging.failures())])
+            self._thread.join(POLL_INTERVAL)
+            if (modified := self.staging.last_modified()) != last or not self._record_written:
+                last, since = modified, time.monotonic()
+            elif time.monotonic() - since > _EXIT_TIMEOUT:
+                raise _OtherRankFailed([_abandoned(self.final, self.staging.read_failures())])
         if self._error is not None:
-            if self._rank == 0:
-                self.staging.discard()
+            self.discard()
             raise self._error
 
 
-def begin(final: Path, *, asynchronous: bool, into: bool = False) -> Save:
-    """Start a save; one that is still being written in the background is waited for first."""
-    wait()
-    save = Save(final, asynchronous=asynchronous, into=into)
-    save.staging.open()
-    _open_saves[save.folder] = save
-    return save
-
-
-def open_save(folder: Path) -> Save | None:
-    """The save whose staging folder this is."""
-    return _open_saves.get(folder)
-
-
-def wait() -> None:
-    """Until the save in flight is in its place; raises what went wrong with it."""
-    while (save := _in_flight) is not None:
-        if not save.settled():
-            time.sleep(_LOOK_AGAIN)
-
-
-def prepare(sizes: Sequence[int], *, pinned: bool) -> None:
-    """Have memory ready for the calls of ``write`` to come, beside the training. Not collective."""
-    for number, size in enumerate(sizes):
-        _arena(number).prepare(size, pinned=pinned)
-
-
-def _arena(number: int) -> Arena:
-    while len(_arenas) <= number:
-        _arenas.append(Arena())
-    return _arenas[number]
-
-
-def _cpu_group() -> dist.ProcessGroup | None:
-    """A group whose collectives take CPU tensors."""
-    global _group
-    if _group is None and "gloo" not in str(dist.get_backend_config()):
-        _group = dist.new_group(backend="gloo")
-    return _group
-
-
-def _other_rank_failed(final: Path, failures: dict[int, str]) -> Problem:
+def _abandoned(final: Path, failures: dict[int, str]) -> Problem:
     who = ", ".join(f"rank {rank}" for rank in failures) or "another rank"
     why = "".join(f" rank {rank}: {text}" for rank, text in failures.items())
-    return Problem(severity="error", message=f"{final} was given up, as {who} could not write its part.{why}")
-
-
-# While a save is in flight: a look at every optimizer step, and manners for the end of the process.
-
-_step_hook: Any = None
-_handler_before: Any = None
-
-
-def _watch_training() -> None:
-    global _step_hook, _handler_before
-    _cpu_group()
-    _step_hook = register_optimizer_step_post_hook(lambda *_: _look())
-    atexit.register(_at_exit)
-    if threading.current_thread() is threading.main_thread():
-        _handler_before = signal.signal(signal.SIGTERM, _on_sigterm)
-
-
-def _leave_training() -> None:
-    global _step_hook, _handler_before
-    if _step_hook is not None:
-        _step_hook.remove()
-        _step_hook = None
-    atexit.unregister(_at_exit)
-    if _handler_before is not None and signal.getsignal(signal.SIGTERM) is _on_sigterm:
-        signal.signal(signal.SIGTERM, _handler_before)
-    _handler_before = None
-
-
-def _look() -> None:
-    if _in_flight is not None:
-        _in_flight.settled()
-
-
-def _at_exit() -> None:
-    """Nobody has waited for the last save. Without a collective: the other ranks may be gone, or in another one."""
-    if _in_flight is not None:
-        _in_flight.wait_while_written()
-
-
-def _on_sigterm(number: int, frame: FrameType | None) -> None:
-    """Let the write finish if it can in time, then end as the process would have without us."""
-    if _in_flight is not None:
-        _in_flight.wait_here(_LAST_WAIT)
-    before = _handler_before
-    if callable(before):
-        before(number, frame)
-    elif before is not signal.SIG_IGN:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)
+    return Problem(
+        code="FSDP-E406",
+        message=f"the save of {final} was abandoned, because {who} could not write its part.{why}",
+        fix="See the error of that rank.",
+    )

@@ -1,15 +1,15 @@
-"""A checkpoint comes to be in a folder beside its place and is renamed into it: it exists whole or not at all.
+"""The staging folder of a save, and its atomic commit: a checkpoint is written beside its place and renamed.
 
 ::
 
-    run/.checkpoint-20.saving/checkpoint-20/      what the ranks and the host write
-    run/.checkpoint-20.saving/parts/rank0.json    what rank 0 has written, there when all of it is synced
-    run/.checkpoint-20.saving/parts/rank0.failed  instead of it, why there is none
+    run/.checkpoint-20.saving/checkpoint-20/      files of the ranks, of Accelerate and of Transformers
+    run/.checkpoint-20.saving/parts/rank0.json    record of what rank 0 has written, once all of it is synced
+    run/.checkpoint-20.saving/parts/rank0.failed  instead of it, the error of rank 0
     run/checkpoint-20/                            after the rename
-    run/.checkpoint-20.replaced/                  for an instant, the folder that stood there before
-    run/.checkpoint-10.removed.saving/            for an instant, one that is being removed
+    run/.checkpoint-20.replaced/                  during the commit, the folder that had this name before
+    run/.checkpoint-10.removed.saving/            a checkpoint during its removal
 
-The parts are files, not messages: a save that goes on in the background must not mix with training's collectives.
+Ranks exchange files, not messages: a save in the background must not interleave with the collectives of training.
 """
 
 from __future__ import annotations
@@ -30,103 +30,103 @@ from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, Ma
 from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
 from hf_fsdp_plugin.checkpoint.io import sync, write_text
 from hf_fsdp_plugin.checkpoint.names import CHECKPOINT_STEMS, MANIFEST_NAME, REPLACED, SAVING, hidden
-from hf_fsdp_plugin.checkpoint.writing.dcp import Chunk, DcpPart, Small, last_files
-from hf_fsdp_plugin.checkpoint.writing.failures import in_words
-from hf_fsdp_plugin.checkpoint.writing.write import write_live
+from hf_fsdp_plugin.checkpoint.writing.dcp import Chunk, DcpEntries, SmallEntry, final_files
+from hf_fsdp_plugin.checkpoint.writing.errors import os_errors_as_problems
+from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 
 
 @dataclass(frozen=True, slots=True)
-class RankPart:
+class RankRecord:
     """What one rank has written and synced."""
 
     files: tuple[FileRecord, ...]
-    dcp: tuple[DcpPart, ...]
+    dcp: tuple[DcpEntries, ...]
 
 
-class Staging:
-    """The folder in which one checkpoint comes to be.
+class StagingFolder:
+    """The folder in which one checkpoint is written until its commit.
 
     Attributes:
-        final: where it is going to be.
-        folder: where it is written.
+        final: path of the checkpoint after the commit.
+        folder: path of the checkpoint until then.
+        root: path of the staging folder itself.
     """
 
     def __init__(self, final: Path, *, into: bool = False) -> None:
-        """``into``: the files are moved into ``final``, beside what is there, instead of replacing it."""
-        # What a link stands for is replaced, not the link.
+        """``into``: add the files to the folder ``final`` instead of replacing it."""
+        # The target of a link is replaced, not the link.
         self.final = final = final.resolve() if final.is_symlink() else final
         self._into = into
-        # A folder that files are moved into exists, and may be the only place where we may write.
+        # A folder that files are added to exists, and may be the only place with write permission.
         self.root = final / SAVING if into else hidden(final, SAVING)
         self.folder = self.root / final.name
-        self._parts = self.root / "parts"
+        self._records = self.root / "parts"
 
-    def open(self) -> None:
-        """Collective: an empty folder, seen by all ranks."""
+    def create(self) -> None:
+        """Create the folder, empty, and check that all ranks see it. Collective."""
         try:
-            self._make()
+            with on_all_ranks(f"preparing {self.root}"), os_errors_as_problems(self.final):
+                if dist.get_rank() == 0:
+                    self._create()
+            with on_all_ranks(f"preparing {self.root}"):
+                if not self.folder.is_dir():
+                    raise CheckpointError([_not_shared(self.folder)])
         except CheckpointError:
             if dist.get_rank() == 0:
                 self.discard()
             raise
 
-    def _make(self) -> None:
-        with on_all_ranks(f"preparing {self.root}"), in_words(self.final):
-            if dist.get_rank() == 0:
-                if self.final.exists() and not self.final.is_dir():
-                    raise NotADirectoryError(errno.ENOTDIR, "there is a file of that name")
-                settle(self.final)
-                shutil.rmtree(self.root, ignore_errors=True)
-                self.folder.mkdir(parents=True)
-                self._parts.mkdir()
-        with on_all_ranks(f"preparing {self.root}"):
-            if not self.folder.is_dir():
-                raise CheckpointError([_not_shared(self.folder)])
+    def _create(self) -> None:
+        if self.final.exists() and not self.final.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "a file of that name exists")
+        recover_interrupted_commit(self.final)
+        shutil.rmtree(self.root, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        self._records.mkdir()
 
     def discard(self) -> None:
-        """By rank 0, when no rank writes any more."""
+        """Remove the folder. Called by rank 0 when no rank writes any more."""
         shutil.rmtree(self.root, ignore_errors=True)
 
-    def newest(self) -> int:
-        """When a file was last written to, in nanoseconds; 0 where there is none. By any rank."""
+    def last_modified(self) -> int:
+        """When a file was last written to, in nanoseconds since the epoch; 0 where there is no file."""
         times = [0]
-        with suppress(OSError):  # it may be renamed under our eyes
+        with suppress(OSError):  # the commit may rename the folder meanwhile
             times += [path.stat().st_mtime_ns for path in self.root.rglob("*")]
         return max(times)
 
-    def put_part(self, rank: int, part: RankPart) -> None:
-        write_text(self._parts / f"rank{rank}.json", json.dumps(asdict(part), default=_bytes_to_text))
+    def write_record(self, rank: int, record: RankRecord) -> None:
+        write_text(self._records / f"rank{rank}.json", json.dumps(asdict(record), default=_bytes_to_text))
 
-    def put_failure(self, rank: int, text: str) -> None:
-        """So that rank 0 does not wait for the part; if there is no room even for this, it has to."""
-        write_text(self._parts / f"rank{rank}.failed", text)
+    def write_failure(self, rank: int, text: str) -> None:
+        """Record an error instead. If the disk is full even for this, rank 0 stops waiting when the ranks next poll."""
+        write_text(self._records / f"rank{rank}.failed", text)
 
-    def failures(self) -> dict[int, str]:
-        """What went wrong, by rank."""
+    def read_failures(self) -> dict[int, str]:
+        """Errors by rank."""
         return {
             int(path.stem.removeprefix("rank")): path.read_text(encoding="utf-8")
-            for path in sorted(self._parts.glob("*.failed"))
+            for path in sorted(self._records.glob("*.failed"))
         }
 
-    def parts(self, world_size: int) -> list[RankPart] | None:
-        """All ranks' parts, in rank order; ``None`` as long as one is missing."""
-        paths = [self._parts / f"rank{rank}.json" for rank in range(world_size)]
-        if not all(path.exists() for path in paths):
-            return None
-        return [_read_part(path) for path in paths]
+    def read_records(self, world_size: int) -> list[RankRecord] | None:
+        """The records of all ranks, in rank order; ``None`` as long as one is missing."""
+        paths = [self._records / f"rank{rank}.json" for rank in range(world_size)]
+        return [_read_record(path) for path in paths] if all(path.exists() for path in paths) else None
 
-    def commit(self, parts: Sequence[RankPart], manifest: Manifest) -> None:
-        """By rank 0, when all ranks have put their parts: write what is left, sync all, rename.
+    def commit(self, ranks: Sequence[RankRecord], manifest: Manifest) -> None:
+        """Complete the checkpoint, sync it and rename it. Called by rank 0 when all ranks have written their records.
 
         Args:
-            manifest: with everything but the files.
+            manifest: complete but for the files.
         """
-        written = [record for part in parts for record in part.files]
-        for folder in dict.fromkeys(dcp.folder for part in parts for dcp in part.dcp):
-            dcps = [dcp for part in parts for dcp in part.dcp if dcp.folder == folder]
-            written += write_live(self.folder, last_files(folder, dcps))
-        records = joined(written)
+        written = [file for record in ranks for file in record.files]
+        writer = PartWriter()  # not the manager's: a commit in the background must not share its memory
+        for folder in dict.fromkeys(dcp.folder for record in ranks for dcp in record.dcp):
+            entries = [dcp for record in ranks for dcp in record.dcp if dcp.folder == folder]
+            written += writer.write(self.folder, final_files(folder, entries))
+        records = joined_records(written)
         for path in sorted(self.folder.rglob("*")):
             relative = path.relative_to(self.folder).as_posix()
             if path.is_file() and relative not in records:
@@ -136,39 +136,39 @@ class Staging:
         write_text(self.folder / MANIFEST_NAME, to_text(manifest))
         for folder_path in (self.folder, *(path for path in self.folder.rglob("*") if path.is_dir())):
             sync(folder_path)
-        _move_into(self.folder, self.final) if self._into else _put_in_place(self.folder, self.final)
+        _move_files(self.folder, self.final) if self._into else _rename_folder(self.folder, self.final)
         sync(self.final.parent)
         self.discard()
 
 
-def settle(final: Path) -> None:
-    """Undo a replacement that was cut off between its two renames, or end one that was cut off behind them."""
-    before = _replaced(final)
+def recover_interrupted_commit(final: Path) -> None:
+    """Undo a commit that was interrupted before its second rename, or complete one that was interrupted after it."""
+    before = hidden(final, REPLACED)
     if before.is_dir():
         if final.exists():
-            _clear_away(before, final)
+            _remove_replaced(before, final)
         else:
             before.rename(final)
 
 
-def settle_all(run: Path, prefix: str) -> None:
-    """:func:`settle` every checkpoint of a run, and remove what saves that were cut off have left."""
+def recover_run(run: Path, prefix: str) -> None:
+    """Recover the interrupted commits of a run's checkpoints, and remove the staging folders of interrupted saves."""
     for path in run.glob(f".{prefix}*{REPLACED}"):
-        settle(run / path.name.removeprefix(".").removesuffix(REPLACED))
+        recover_interrupted_commit(run / path.name.removeprefix(".").removesuffix(REPLACED))
     for path in run.glob(f".{prefix}*{SAVING}"):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def remove(checkpoint: Path) -> None:
-    """A checkpoint goes as it has come, at once: while its files go, it has the name of a staging folder."""
-    remains = checkpoint.with_name(f".{checkpoint.name.removeprefix('.')}.removed{SAVING}")
-    shutil.rmtree(remains, ignore_errors=True)
-    checkpoint.rename(remains)
-    shutil.rmtree(remains, ignore_errors=True)
+def remove_checkpoint(checkpoint: Path) -> None:
+    """Rename a checkpoint to a staging folder, then delete it: it never exists incomplete under its own name."""
+    removed = hidden(checkpoint.with_name(checkpoint.name.removeprefix(".")), f".removed{SAVING}")
+    shutil.rmtree(removed, ignore_errors=True)
+    checkpoint.rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
-def joined(written: Sequence[FileRecord]) -> dict[str, FileRecord]:
-    """One record a file, for files that several ranks have written parts of."""
+def joined_records(written: Sequence[FileRecord]) -> dict[str, FileRecord]:
+    """One record for each file, of which several ranks may have written parts."""
     ranges: dict[str, list[FileRange]] = {}
     for record in written:
         ranges.setdefault(record.path, []).extend(record.ranges)
@@ -179,41 +179,33 @@ def joined(written: Sequence[FileRecord]) -> dict[str, FileRecord]:
     }
 
 
-def _replaced(final: Path) -> Path:
-    """Where the folder goes that stands in the place of a new checkpoint."""
-    return hidden(final, REPLACED)
-
-
-def _put_in_place(folder: Path, final: Path) -> None:
+def _rename_folder(folder: Path, final: Path) -> None:
     if not final.exists():
         folder.rename(final)
         return
-    before = _replaced(final)
+    before = hidden(final, REPLACED)
     final.rename(before)
     try:
         folder.rename(final)
     except OSError:
         before.rename(final)
         raise
-    _clear_away(before, final)
+    _remove_replaced(before, final)
 
 
-def _clear_away(before: Path, final: Path) -> None:
-    """Of a folder that was replaced, the user's files go to ``final``, and the rest goes."""
-    for relative in _not_the_checkpoint(before):
+def _remove_replaced(before: Path, final: Path) -> None:
+    """Move the user's files from a replaced folder to ``final``, and remove the rest."""
+    for relative in _files_of_user(before):
         target = final / relative
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             (before / relative).rename(target)
-    remove(before)
+    remove_checkpoint(before)
 
 
-def _not_the_checkpoint(folder: Path) -> list[Path]:
-    """Files in a folder that is to be replaced that no checkpoint put there."""
-    try:
-        manifest = read_manifest(folder)
-    except CheckpointError:
-        manifest = None
+def _files_of_user(folder: Path) -> list[Path]:
+    """The files in a checkpoint's folder that no save wrote."""
+    manifest = _read_manifest(folder)
     files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     if manifest is not None:
         listed = {record.path for record in manifest.files} | {MANIFEST_NAME}
@@ -221,13 +213,10 @@ def _not_the_checkpoint(folder: Path) -> list[Path]:
     return [path for path in files if not path.parts[0].startswith(CHECKPOINT_STEMS)]
 
 
-def _move_into(folder: Path, final: Path) -> None:
-    """File by file, the manifest last; what an earlier manifest lists and this one does not is stale and goes."""
+def _move_files(folder: Path, final: Path) -> None:
+    """Move each file, the manifest last, and remove the files that only the previous manifest lists."""
     final.mkdir(parents=True, exist_ok=True)
-    try:
-        before = read_manifest(final)
-    except CheckpointError:
-        before = None
+    before = _read_manifest(final)
     (final / MANIFEST_NAME).unlink(missing_ok=True)
     new = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     for relative in sorted(new, key=lambda path: path.name == MANIFEST_NAME):
@@ -239,16 +228,24 @@ def _move_into(folder: Path, final: Path) -> None:
     sync(final)
 
 
-def _read_part(path: Path) -> RankPart:
+def _read_manifest(folder: Path) -> Manifest | None:
+    """``None`` also for a damaged manifest."""
+    try:
+        return read_manifest(folder)
+    except CheckpointError:
+        return None
+
+
+def _read_record(path: Path) -> RankRecord:
     tree = json.loads(path.read_text(encoding="utf-8"))
     files = [
         FileRecord(path=f["path"], size=f["size"], ranges=tuple(FileRange(**r) for r in f["ranges"]))
         for f in tree["files"]
     ]
-    return RankPart(tuple(files), tuple(_read_dcp(dcp) for dcp in tree["dcp"]))
+    return RankRecord(tuple(files), tuple(_read_entries(entries) for entries in tree["dcp"]))
 
 
-def _read_dcp(tree: dict[str, Any]) -> DcpPart:
+def _read_entries(tree: dict[str, Any]) -> DcpEntries:
     chunks = [
         Chunk(
             path=tuple(c["path"]), dtype=c["dtype"], shape=tuple(c["shape"]), offsets=tuple(c["offsets"]),
@@ -256,9 +253,11 @@ def _read_dcp(tree: dict[str, Any]) -> DcpPart:
         )
         for c in tree["chunks"]
     ]  # fmt: skip
-    smalls = [Small(tuple(s["path"]), bytes.fromhex(s["data"]), s["dtype"], tuple(s["shape"])) for s in tree["smalls"]]
+    smalls = [
+        SmallEntry(tuple(s["path"]), bytes.fromhex(s["data"]), s["dtype"], tuple(s["shape"])) for s in tree["smalls"]
+    ]
     aliases = [(tuple(alias), tuple(path)) for alias, path in tree["aliases"]]
-    return DcpPart(tree["folder"], chunks, smalls, aliases)
+    return DcpEntries(tree["folder"], chunks, smalls, aliases)
 
 
 def _bytes_to_text(value: Any) -> str:
@@ -269,7 +268,7 @@ def _bytes_to_text(value: Any) -> str:
 
 def _not_shared(folder: Path) -> Problem:
     return Problem(
-        severity="error",
-        message=f"rank 0 has made {folder}, and this rank does not see it: the ranks' file systems are not one.",
+        code="FSDP-E405",
+        message=f"rank 0 created {folder}, and this rank does not see it: the ranks have no common file system.",
         fix="Save to a folder that all machines share.",
     )

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 
 from hf_fsdp_plugin.backends.clipping import clip_grad_norm
 from hf_fsdp_plugin.backends.shard import plan_of
-from hf_fsdp_plugin.checkpoint.writing.state_files import full_model_state
+from hf_fsdp_plugin.checkpoint import full_model_state
 from hf_fsdp_plugin.integrations import run_report, session
 from hf_fsdp_plugin.integrations.accelerate import prepare as planned
 from hf_fsdp_plugin.integrations.accelerate import private

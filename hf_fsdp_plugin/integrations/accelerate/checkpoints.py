@@ -13,17 +13,19 @@ import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.shard import plan_of
-from hf_fsdp_plugin.checkpoint.checking.completeness import newest_complete, numbered
-from hf_fsdp_plugin.checkpoint.writing import save as saves
-from hf_fsdp_plugin.checkpoint.writing import state_files
-from hf_fsdp_plugin.checkpoint.writing.staging import remove, settle, settle_all
+from hf_fsdp_plugin.checkpoint import (
+    newest_complete,
+    numbered,
+    recover_interrupted_commit,
+    recover_run,
+    remove_checkpoint,
+)
+from hf_fsdp_plugin.checkpoint.names import ACCELERATE_PREFIX, ACCELERATE_RUN
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, if_sharded
 from hf_fsdp_plugin.integrations.resuming import check_complete, tell_differences, tell_passed_over
-from hf_fsdp_plugin.integrations.saving import manifest, saving
+from hf_fsdp_plugin.integrations.saving import manager, manifest
 from hf_fsdp_plugin.plan.names import unwrapped
-
-PREFIX = "checkpoint_"
 
 
 @if_sharded
@@ -34,15 +36,15 @@ def save_state(
     plugin: PlannedFsdpPlugin = accelerator.state.fsdp_plugin
     project = accelerator.project_configuration
     named_by_us = project.automatic_checkpoint_naming
-    run = Path(accelerator.project_dir) / "checkpoints" if named_by_us else None
-    final = Path(output_dir).expanduser() if run is None else run / f"{PREFIX}{accelerator.save_iteration}"
+    run = Path(accelerator.project_dir) / ACCELERATE_RUN if named_by_us else None
+    final = Path(output_dir).expanduser() if run is None else run / f"{ACCELERATE_PREFIX}{accelerator.save_iteration}"
     if run is not None and final.exists():
         raise ValueError(
             f"checkpoint {final} already exists. Set accelerator.project_configuration.iteration to the number of the "
             "next checkpoint."
         )
     asynchronous = plugin.spec.checkpoint.asynchronous
-    with saving(final, asynchronous=asynchronous) as save:
+    with manager.saving(final, asynchronous=asynchronous) as save:
         project.automatic_checkpoint_naming = False
         try:
             original(str(save.folder), *args, **kwargs)
@@ -56,7 +58,7 @@ def save_state(
         asynchronous=asynchronous,
         batch={"world_size": dist.get_world_size()},
     )
-    save.finish(facts, after=lambda: _rotate(run, project.total_limit) if run is not None else None)
+    manager.finish(save, facts, after=lambda: _rotate(run, project.total_limit) if run is not None else None)
     return final
 
 
@@ -85,25 +87,25 @@ def write_model_config(model: Any, folder: Path) -> None:
 
 
 def _rotate(run: Path, limit: int | None) -> None:
-    for path in numbered(run, PREFIX)[limit:] if limit else ():
-        remove(path)
+    for path in numbered(run, ACCELERATE_PREFIX)[limit:] if limit else ():
+        remove_checkpoint(path)
 
 
 @if_sharded
 def load_state(original: Callable[..., Any], accelerator: Any, input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Load a complete checkpoint; without ``input_dir``, the newest one with Accelerate's automatic name."""
-    saves.wait()
+    manager.wait()
     with on_all_ranks("looking for a checkpoint"):
         path = Path(input_dir).expanduser() if input_dir is not None else None
-        run = Path(accelerator.project_dir) / "checkpoints" if accelerator.project_dir else None
+        run = Path(accelerator.project_dir) / ACCELERATE_RUN if accelerator.project_dir else None
         if dist.get_rank() == 0:
             if path is not None:
-                settle(path)
+                recover_interrupted_commit(path)
             elif run is not None:
-                settle_all(run, PREFIX)
+                recover_run(run, ACCELERATE_PREFIX)
     with on_all_ranks("looking for a checkpoint"):
         if path is None and accelerator.project_configuration.automatic_checkpoint_naming and run is not None:
-            path, passed_over = newest_complete(run, PREFIX)
+            path, passed_over = newest_complete(run, ACCELERATE_PREFIX)
             tell_passed_over(passed_over)
         if path is not None and path.is_dir():
             check_complete(path, "loaded", "Load a complete checkpoint.")
@@ -125,9 +127,9 @@ def save_model(
         original(model, save_directory, max_shard_size, safe_serialization)
         return
     size = private.parse_size(max_shard_size)
-    with saving(Path(save_directory), into=True) as save:
+    with manager.saving(Path(save_directory), into=True) as save:
         with on_all_ranks(f"writing {save_directory}"):
             if dist.get_rank() == 0:
                 write_model_config(model, save.folder)
-        state_files.save_model(model, save.folder, "full", max_shard_size=size)
-    save.finish(manifest(model, "full", step=accelerator.step or None, batch={}))
+        manager.save_model(model, save.folder, "full", max_shard_size=size)
+    manager.finish(save, manifest(model, "full", step=accelerator.step or None, batch={}))

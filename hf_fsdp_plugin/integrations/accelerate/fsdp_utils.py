@@ -12,11 +12,9 @@ from typing import Any
 
 from accelerate.utils.modeling import is_peft_model
 
-from hf_fsdp_plugin.checkpoint.reading.model import load_model
-from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer
-from hf_fsdp_plugin.checkpoint.writing import state_files
-from hf_fsdp_plugin.checkpoint.writing.save import open_save
+from hf_fsdp_plugin.checkpoint import load_model, load_optimizer
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin
+from hf_fsdp_plugin.integrations.saving import manager
 
 
 def _if_planned(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,10 +34,10 @@ def save_fsdp_model(
     plugin: PlannedFsdpPlugin, model: Any, output_dir: Any, model_index: int = 0, adapter_only: bool = False, **_: Any
 ) -> None:
     folder = Path(output_dir)
-    save = open_save(folder)
+    save = manager.open_save(folder)
     if save is None or model_index not in save.models:  # the replacement of Trainer.save_model has written it already
         adapters = _only_adapters(adapter_only, model)
-        state_files.save_model(model, folder, plugin.state_dict_kind, model_index, adapter_only=adapters)
+        manager.save_model(model, folder, plugin.state_dict_kind, model_index, adapter_only=adapters)
 
 
 @_if_planned
@@ -54,7 +52,7 @@ def save_fsdp_optimizer(
     plugin: PlannedFsdpPlugin, optimizer: Any, model: Any, output_dir: Any, optimizer_index: int = 0, **_: Any
 ) -> None:
     kind = plugin.state_dict_kind
-    state_files.save_optimizer(model, _unwrapped(optimizer), Path(output_dir), kind, optimizer_index)
+    manager.save_optimizer(model, _unwrapped(optimizer), Path(output_dir), kind, optimizer_index)
 
 
 @_if_planned

@@ -18,7 +18,7 @@ from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, planned_plugin
 from hf_fsdp_plugin.integrations.messages import print_warnings
 from hf_fsdp_plugin.integrations.run_report import track
-from hf_fsdp_plugin.integrations.saving import prepare_memory_after_first_step
+from hf_fsdp_plugin.integrations.saving import prepare_buffers_after_first_step
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -51,7 +51,7 @@ def prepare_objects(accelerator: Any, objects: Sequence[Any]) -> Any:
     track(accelerator)
     plugin = planned_plugin(accelerator)
     if plugin is not None and plugin.spec.checkpoint.asynchronous and new_optimizers:
-        prepare_memory_after_first_step(accelerator, plugin.state_dict_kind)
+        prepare_buffers_after_first_step(accelerator, plugin.state_dict_kind)
     private.mark_prepared(accelerator, *prepared)
     return tuple(prepared) if len(prepared) > 1 else prepared[0]
 

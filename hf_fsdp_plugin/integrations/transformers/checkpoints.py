@@ -9,25 +9,34 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
-from hf_fsdp_plugin.checkpoint.checking.completeness import newest_complete
-from hf_fsdp_plugin.checkpoint.shards import model_shards
-from hf_fsdp_plugin.checkpoint.writing import save as saves
-from hf_fsdp_plugin.checkpoint.writing import state_files
-from hf_fsdp_plugin.checkpoint.writing.staging import remove, settle, settle_all
+from hf_fsdp_plugin.checkpoint import (
+    model_shards,
+    newest_complete,
+    recover_interrupted_commit,
+    recover_run,
+    remove_checkpoint,
+    trainable_state,
+)
+from hf_fsdp_plugin.checkpoint.names import (
+    ADAPTER,
+    HF_MODEL,
+    TRAINER_PREFIX,
+    TRAINER_STATE,
+    safetensors_file,
+    trainer_rng_file,
+)
 from hf_fsdp_plugin.devices import available_device
 from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned, if_sharded, planned_plugin
 from hf_fsdp_plugin.integrations.messages import print_once
 from hf_fsdp_plugin.integrations.resuming import check_complete, tell_differences, tell_passed_over
-from hf_fsdp_plugin.integrations.saving import manifest, saving
+from hf_fsdp_plugin.integrations.saving import manager, manifest
 from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 
-PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"
 _RESUME_FIX = "Pass a complete checkpoint, or resume_from_checkpoint=True for the newest one."
 
 
@@ -37,10 +46,10 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
     plugin = planned_plugin(trainer.accelerator)
     assert plugin is not None
     run = private.run_folder(trainer, trial)
-    final = run / f"{PREFIX}{trainer.state.global_step}"
+    final = run / f"{TRAINER_PREFIX}{trainer.state.global_step}"
     # A checkpoint that is pushed to the Hub has to be complete when the Trainer's method returns.
     asynchronous = plugin.spec.checkpoint.asynchronous and not trainer.args.push_to_hub
-    with saving(final, asynchronous=asynchronous) as save:
+    with manager.saving(final, asynchronous=asynchronous) as save:
         with private.using_run_folder(trainer, save.staging.root):
             original(model, trial)
         _rename_best(trainer, staged=save.folder, final=final)
@@ -51,7 +60,7 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
         asynchronous=asynchronous,
         batch=_batch(trainer),
     )
-    save.finish(facts, after=lambda: _rotate(trainer, run, final))
+    manager.finish(save, facts, after=lambda: _rotate(trainer, run, final))
 
 
 def _rename_best(trainer: Any, *, staged: Path, final: Path) -> None:
@@ -60,7 +69,7 @@ def _rename_best(trainer: Any, *, staged: Path, final: Path) -> None:
     if state.best_model_checkpoint == str(staged):
         state.best_model_checkpoint = str(final)
         if trainer.args.should_save:
-            state.save_to_json(str(staged / "trainer_state.json"))
+            state.save_to_json(str(staged / TRAINER_STATE))
 
 
 def _rotate(trainer: Any, run: Path, newest: Path) -> None:
@@ -78,7 +87,7 @@ def _rotate(trainer: Any, run: Path, newest: Path) -> None:
     checkpoints = [Path(path) for path in sort_checkpoints(str(run), use_mtime=True)]
     num_to_remove = max(len(checkpoints) - max(limit, len(protected)), 0)
     for path in [path for path in checkpoints if path not in protected][:num_to_remove]:
-        remove(path)
+        remove_checkpoint(path)
 
 
 def _batch(trainer: Any) -> dict[str, Any]:
@@ -102,12 +111,12 @@ def save_model(
     plugin = planned_plugin(trainer.accelerator)
     assert plugin is not None
     folder = Path(output_dir if output_dir is not None else trainer.args.output_dir)
-    if saves.open_save(folder) is not None:
+    if manager.open_save(folder) is not None:
         _write_companions(trainer, folder)
         adapters, kind = _is_peft(trainer), plugin.state_dict_kind
         if adapters and kind == "full":
             kind = "sharded"  # PEFT's file has the full adapters already
-        state_files.save_model(trainer.model, folder, kind, adapter_only=adapters)
+        manager.save_model(trainer.model, folder, kind, adapter_only=adapters)
         return None
     _export(original, trainer, folder)
     if trainer.args.push_to_hub and not _internal_call:
@@ -127,11 +136,11 @@ def _export(original: Callable[..., Any], trainer: Any, folder: Path) -> None:
         finally:
             plugin.set_state_dict_type(kind)
         return
-    with saving(folder, into=True) as save:
+    with manager.saving(folder, into=True) as save:
         _write_companions(trainer, save.folder)
         if not _is_peft(trainer):
-            state_files.save_model(trainer.model, save.folder, "full")
-    save.finish(manifest(trainer.model, "full", step=trainer.state.global_step, batch=_batch(trainer)))
+            manager.save_model(trainer.model, save.folder, "full")
+    manager.finish(save, manifest(trainer.model, "full", step=trainer.state.global_step, batch=_batch(trainer)))
 
 
 def _write_companions(trainer: Any, folder: Path) -> None:
@@ -139,7 +148,7 @@ def _write_companions(trainer: Any, folder: Path) -> None:
 
     Adapters are written too: they are small, and PEFT loads them from its own format only.
     """
-    adapters = state_files.trainable_state(trainer.model) if _is_peft(trainer) else None
+    adapters = trainable_state(trainer.model) if _is_peft(trainer) else None
     with on_all_ranks(f"writing {folder}"):
         if not trainer.args.should_save:
             return
@@ -150,7 +159,7 @@ def _write_companions(trainer: Any, folder: Path) -> None:
             with _without_progress_bar():
                 private.save_files(trainer, folder, {})
             # Transformers writes an empty file.
-            (folder / "model.safetensors").unlink(missing_ok=True)
+            (folder / safetensors_file(HF_MODEL)).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -179,7 +188,7 @@ def _remove_wrapper_names(folder: Path) -> None:
     """Remove the names of wrappers from the parameters in the adapter files."""
     from safetensors.torch import load_file, save_file
 
-    for path in folder.rglob("adapter_model.safetensors"):
+    for path in folder.rglob(safetensors_file(ADAPTER)):
         state = load_file(path)
         clean = {canonical_name(name): tensor for name, tensor in state.items()}
         if clean.keys() != state.keys():
@@ -211,14 +220,14 @@ def _is_converted(trainer: Any) -> bool:
 @if_planned
 def load_best_model(original: Callable[[], Any], trainer: Any) -> Any:
     """Wait for the last save, which may be the best checkpoint."""
-    saves.wait()
+    manager.wait()
     return original()
 
 
 @if_planned
 def finalize_training(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Wait for the last save: the Trainer then reads all checkpoints."""
-    saves.wait()
+    manager.wait()
     return original(*args, **kwargs)
 
 
@@ -233,14 +242,14 @@ def checkpoint_to_resume(trainer: Any, resume: Any) -> Any:
     run = Path(trainer.args.output_dir)
     with on_all_ranks("looking for a checkpoint"):
         if dist.get_rank() == 0:
-            settle_all(run, PREFIX)
+            recover_run(run, TRAINER_PREFIX)
             if not isinstance(resume, bool):
-                settle(Path(resume))
+                recover_interrupted_commit(Path(resume))
     with on_all_ranks("looking for a checkpoint"):
         if resume is not True:
             check_complete(Path(resume), "resumed from", _RESUME_FIX)
             return resume
-        found, passed_over = newest_complete(run, PREFIX)
+        found, passed_over = newest_complete(run, TRAINER_PREFIX)
         tell_passed_over(passed_over)
         if found is None:
             if passed_over:
@@ -263,7 +272,7 @@ def load_rng_state(original: Callable[..., None], trainer: Any, checkpoint: str 
     """Load the RNG state as the Trainer does, and report if random numbers or data cannot continue unchanged."""
     if checkpoint is not None:
         tell_differences(Path(checkpoint), _batch(trainer))
-        saved_by_one, mine = Path(checkpoint) / "rng_state.pth", Path(checkpoint) / "rng_state_0.pth"
+        saved_by_one, mine = Path(checkpoint) / trainer_rng_file(None), Path(checkpoint) / trainer_rng_file(0)
         if dist.get_rank() == 0 and saved_by_one.exists() != mine.exists():
             _load_rng(saved_by_one if saved_by_one.exists() else mine)
             return

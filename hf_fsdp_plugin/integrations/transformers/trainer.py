@@ -20,13 +20,14 @@ from transformers import Trainer, TrainingArguments
 from transformers.utils import find_labels
 
 from hf_fsdp_plugin.backends.fsdp2 import reshard
-from hf_fsdp_plugin.checkpoint.writing import save as saves
+from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX
 from hf_fsdp_plugin.integrations import session
 from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.patching import install_hooks, override_hooked_methods
 from hf_fsdp_plugin.integrations.run_report import report_run
-from hf_fsdp_plugin.integrations.transformers.checkpoints import PREFIX, checkpoint_to_resume
+from hf_fsdp_plugin.integrations.saving import manager
+from hf_fsdp_plugin.integrations.transformers.checkpoints import checkpoint_to_resume
 from hf_fsdp_plugin.observe.report import BatchShape
 from hf_fsdp_plugin.plan.names import unwrapped
 
@@ -81,9 +82,9 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
         found = checkpoint_to_resume(trainer, resume)
         args, kwargs = (found, *args[1:]), {k: v for k, v in kwargs.items() if k != "resume_from_checkpoint"}
     result = original(*args, **kwargs)
-    saves.wait()
+    manager.wait()
     arguments = trainer.args
-    checkpoint = Path(arguments.output_dir) / f"{PREFIX}{trainer.state.global_step}"
+    checkpoint = Path(arguments.output_dir) / f"{TRAINER_PREFIX}{trainer.state.global_step}"
     report_run(
         trainer.accelerator,
         output_dir=arguments.output_dir,

@@ -1,7 +1,7 @@
-"""What a file will hold, before it is written: bytes and tensors at their places in it.
+"""What a rank writes of a file: bytes and tensors at their offsets, described before anything is written.
 
-An image is written either straight from the tensors, window by window, or is copied into an arena as a whole and
-written from there while training goes on. Both go through :func:`fill`.
+A part is either written straight from the tensors, window by window, or copied as a whole to a staging buffer and
+written from there during training. Both use :func:`fill`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Content = bytes | torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A stretch of a file with a hash of its own.
+    """A byte range with a hash of its own in the manifest.
 
     Attributes:
         offset: of its first byte in the file.
-        contents: what follows one another there; tensors as their bytes in row-major order.
-        name: of the tensor in it, for whoever finds the stretch damaged.
+        contents: bytes and tensors, one after the other; tensors as their bytes in row-major order.
+        name: the tensor in the range, which is named if the range is damaged.
     """
 
     offset: int
@@ -33,7 +33,7 @@ class Item:
 
     @property
     def size(self) -> int:
-        return sum(size_of(content) for content in self.contents)
+        return sum(num_bytes(content) for content in self.contents)
 
     @property
     def stop(self) -> int:
@@ -42,7 +42,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """An unbroken stretch of a file that one rank writes: items in order, the gaps between them zeros."""
+    """A contiguous byte range ``[start, stop)`` that one rank writes: items in order, with zeros between them."""
 
     start: int
     stop: int
@@ -50,23 +50,23 @@ class Extent:
 
     @property
     def origin(self) -> int:
-        """The file offset that stands at the first byte of an aligned buffer."""
+        """The file offset of the first byte of the aligned buffer that holds the extent."""
         return self.start // PAGE * PAGE
 
     @property
     def span(self) -> int:
-        """Bytes of aligned memory that hold it."""
+        """Bytes of the aligned buffer that holds the extent."""
         return round_up(self.stop - self.origin)
 
 
 @dataclass(frozen=True, slots=True)
-class FileImage:
-    """This rank's part of one file.
+class FilePart:
+    """What this rank writes of one file.
 
     Attributes:
         path: relative to the checkpoint, with ``/``.
-        size: of the whole file.
-        shared: other ranks write parts of it too.
+        size: bytes of the whole file.
+        shared: whether other ranks write to the file too.
     """
 
     path: str
@@ -76,28 +76,29 @@ class FileImage:
 
     @property
     def span(self) -> int:
+        """Bytes of aligned memory that hold all extents."""
         return sum(extent.span for extent in self.extents)
 
 
-def own_file(path: str, items: Iterable[Item]) -> FileImage:
-    """A file that this rank writes alone; it ends with its last item."""
+def whole_file(path: str, items: Iterable[Item]) -> FilePart:
+    """A file that this rank alone writes; it ends with its last item."""
     ordered = tuple(sorted(items, key=lambda item: item.offset))
     size = ordered[-1].stop if ordered else 0
-    return FileImage(path, size, (Extent(0, size, ordered),) if size else ())
+    return FilePart(path, size, (Extent(0, size, ordered),) if size else ())
 
 
-def shared_file(path: str, size: int, items: Iterable[Item]) -> FileImage:
-    """This rank's items in a file of ``size`` bytes; neighbours become one extent."""
+def shared_file(path: str, size: int, items: Iterable[Item]) -> FilePart:
+    """This rank's items of a file of ``size`` bytes; adjacent items become one extent."""
     runs: list[list[Item]] = []
     for item in sorted(items, key=lambda item: item.offset):
         if runs and runs[-1][-1].stop == item.offset:
             runs[-1].append(item)
         else:
             runs.append([item])
-    return FileImage(path, size, tuple(Extent(run[0].offset, run[-1].stop, tuple(run)) for run in runs), shared=True)
+    return FilePart(path, size, tuple(Extent(run[0].offset, run[-1].stop, tuple(run)) for run in runs), shared=True)
 
 
-def size_of(content: Content) -> int:
+def num_bytes(content: Content) -> int:
     return len(content) if isinstance(content, bytes) else content.numel() * content.element_size()
 
 
@@ -107,44 +108,44 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fill(target: torch.Tensor, extent: Extent, start: int, stop: int) -> None:
-    """Put the extent's bytes ``[start, stop)`` (file offsets) into ``target``; the gaps are not touched.
+    """Copy the extent's bytes ``[start, stop)`` (file offsets) to ``target``, leaving out the gaps between items.
 
-    Copies from an accelerator are only started.
+    Copies from an accelerator are asynchronous: call :func:`wait_for_copies` before the bytes are used.
     """
     for item in extent.items:
         if item.stop <= start or item.offset >= stop:
             continue
-        for at, content in _placed(item):
-            low, high = max(at, start), min(at + size_of(content), stop)
+        for offset, content in _with_offsets(item):
+            low, high = max(offset, start), min(offset + num_bytes(content), stop)
             if low >= high:
                 continue
             if isinstance(content, bytes):
-                source = torch.frombuffer(bytearray(content[low - at : high - at]), dtype=torch.uint8)
+                source = torch.frombuffer(bytearray(content[low - offset : high - offset]), dtype=torch.uint8)
             else:
-                source = bytes_of(content)[low - at : high - at]
+                source = bytes_of(content)[low - offset : high - offset]
             target[low - start : high - start].copy_(source, non_blocking=True)
 
 
-def _placed(item: Item) -> Iterator[tuple[int, Content]]:
-    at = item.offset
+def _with_offsets(item: Item) -> Iterator[tuple[int, Content]]:
+    offset = item.offset
     for content in item.contents:
-        yield at, content
-        at += size_of(content)
+        yield offset, content
+        offset += num_bytes(content)
 
 
-def on_accelerator(images: Iterable[FileImage]) -> bool:
+def on_accelerator(parts: Iterable[FilePart]) -> bool:
     """Whether any tensor has to be copied from an accelerator."""
     return any(
         isinstance(content, torch.Tensor) and content.device.type != "cpu"
-        for image in images
-        for extent in image.extents
+        for part in parts
+        for extent in part.extents
         for item in extent.items
         for content in item.contents
     )
 
 
 def wait_for_copies() -> None:
-    """Until copies that :func:`fill` started are done."""
+    """Wait for the copies that :func:`fill` started."""
     device = available_device()
     if device.is_initialized():
         device.synchronize()

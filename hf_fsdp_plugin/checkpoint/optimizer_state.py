@@ -1,0 +1,19 @@
+"""How the tensors of an optimizer's state are laid out: saving, loading and verifying follow this file.
+
+A state tensor is sharded like its parameter, or it is one number, equal on all ranks. To support state of another
+shape (Adafactor's rows and columns), add a layout here, and its case in ``shards.py`` and ``reading/optimizer.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+StateLayout = Literal["like_parameter", "scalar", "unsupported"]
+
+
+def state_layout(key: str, shape: tuple[int, ...], parameter_shape: tuple[int, ...]) -> StateLayout:
+    """The layout of the state tensor ``key``, given its shape and its parameter's (both whole, or both local)."""
+    if math.prod(shape) == 1 and (key == "step" or shape != parameter_shape):
+        return "scalar"
+    return "like_parameter" if shape == parameter_shape else "unsupported"

@@ -1,0 +1,47 @@
+"""Hooks that are installed while a save is in flight: optimizer steps, interpreter exit, SIGTERM."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from hf_fsdp_plugin.checkpoint.writing.save import Save
+
+_SIGTERM_TIMEOUT = 20.0
+"""Seconds that SIGTERM waits for a save: batch systems send SIGKILL after 30."""
+
+
+class SaveHooks:
+    """Polls a save after every optimizer step, and delays the end of the process until the save is written."""
+
+    def __init__(self, save: Save, poll: Callable[[], object]) -> None:
+        def poll_after_step(*_: object) -> None:
+            poll()
+
+        self._save = save
+        self._step_hook = register_optimizer_step_post_hook(poll_after_step)
+        atexit.register(save.join_at_exit)  # no collective: the other ranks may have ended, or be in another one
+        self._previous = None
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def remove(self) -> None:
+        self._step_hook.remove()
+        atexit.unregister(self._save.join_at_exit)
+        if self._previous is not None and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            signal.signal(signal.SIGTERM, self._previous)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        """Let this rank finish its part if it can in time, then end as the process would have without this hook."""
+        self._save.join(_SIGTERM_TIMEOUT)
+        if callable(self._previous):
+            self._previous(number, frame)
+        elif self._previous is not signal.SIG_IGN:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,58 @@
+"""Whole state dicts in the memory of rank 0, for callers that need tensors and not files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from hf_fsdp_plugin.backends.shard import plan_of
+from hf_fsdp_plugin.checkpoint.formats.boxes import slices, whole
+from hf_fsdp_plugin.checkpoint.shards import model_shards, shards_to_write
+
+
+def full_model_state(model: nn.Module) -> dict[str, Any]:
+    """The whole model's state dict under canonical names, on the CPU of rank 0; empty on other ranks. Collective.
+
+    Tied weights are one tensor under all their names, as in the model's own state dict.
+    """
+    # On CPU ranks there is nothing to offload, and FSDP1 crashes with cpu_offload.
+    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    options = StateDictOptions(full_state_dict=True, cpu_offload=not on_cpu)
+    state = _with_shared_tensors(model, get_model_state_dict(model, options=options))
+    return state if dist.get_rank() == 0 else {}
+
+
+def trainable_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The trainable parameters, whole, under canonical names, on the CPU of rank 0; empty elsewhere. Collective.
+
+    For adapters: their frozen base model, which may be many times their size, is not gathered.
+    """
+    mine = [
+        (shard.name, shard.shape, piece.box, piece.tensor.detach().cpu().contiguous())
+        for shard in shards_to_write(model_shards(model).tensors)
+        if not shard.frozen
+        for piece in shard.pieces
+    ]
+    rank = dist.get_rank()
+    gathered: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
+    dist.gather_object(mine, gathered)
+    state: dict[str, torch.Tensor] = {}
+    for name, shape, box, tensor in (piece for pieces in gathered or () for piece in pieces):
+        if name not in state:
+            state[name] = torch.empty(shape, dtype=tensor.dtype)
+        state[name][slices(box, whole(shape))] = tensor
+    return state
+
+
+def _with_shared_tensors(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Let the names of one tied parameter share one tensor again; torch gathers it once for each name."""
+    plan = plan_of(model)
+    for names in plan.ties if plan is not None else ():
+        present = [name for name in names if name in state]
+        for name in present[1:]:
+            state[name] = state[present[0]]
+    return state

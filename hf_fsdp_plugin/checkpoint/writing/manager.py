@@ -1,0 +1,216 @@
+"""The checkpoint manager: begins, commits and awaits the saves of a process, and owns what they share.
+
+All ranks call every method, unless its description says otherwise.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_fsdp_plugin.backends.agreement import on_all_ranks
+from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
+from hf_fsdp_plugin.checkpoint.io import write_text
+from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, optimizer_shards
+from hf_fsdp_plugin.checkpoint.writing.buffers import StagingBuffers
+from hf_fsdp_plugin.checkpoint.writing.dcp import DcpEntries, final_files
+from hf_fsdp_plugin.checkpoint.writing.errors import os_errors_as_problems
+from hf_fsdp_plugin.checkpoint.writing.exit_hooks import SaveHooks
+from hf_fsdp_plugin.checkpoint.writing.file_parts import on_accelerator
+from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
+from hf_fsdp_plugin.checkpoint.writing.safetensors_files import MAX_SHARD_SIZE
+from hf_fsdp_plugin.checkpoint.writing.save import POLL_INTERVAL, Save
+from hf_fsdp_plugin.checkpoint.writing.state_files import StateFiles, model_files, optimizer_files
+from hf_fsdp_plugin.spec.model import StateDictKind
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOutcome:
+    """The last save of a process that was committed, or handed to the background.
+
+    Attributes:
+        stall: seconds for which training was paused.
+    """
+
+    final: Path
+    asynchronous: bool
+    stall: float
+
+
+class CheckpointManager:
+    """Writes the checkpoints of one process. At most one save is in flight: the next one waits for it.
+
+    Attributes:
+        writer: writes this rank's parts of files.
+        save_in_flight: the save that is being written in the background.
+        last_outcome: of the last save.
+    """
+
+    def __init__(self) -> None:
+        self.writer = PartWriter()
+        self.save_in_flight: Save | None = None
+        self.last_outcome: SaveOutcome | None = None
+        self._open: dict[Path, Save] = {}
+        self._buffers = StagingBuffers()  # kept from save to save
+        self._hooks: SaveHooks | None = None
+        self._group: dist.ProcessGroup | None = None
+
+    @contextmanager
+    def saving(self, final: Path, *, asynchronous: bool = False, into: bool = False) -> Iterator[Save]:
+        """Begin a save, to whose folder the block adds files; call :meth:`finish` after the block.
+
+        An error in the block, on any rank, is raised on all ranks, and what was written is removed.
+
+        Args:
+            into: add the files to the folder ``final`` instead of replacing it.
+        """
+        self.wait()
+        save = Save(final.absolute(), asynchronous=asynchronous, into=into, writer=self.writer, buffers=self._buffers)
+        save.staging.create()
+        self._open[save.folder] = save
+        try:
+            with on_all_ranks(f"writing {final}"), os_errors_as_problems(save.final):
+                yield save
+        except Exception:
+            del self._open[save.folder]
+            save.discard()
+            raise
+
+    def finish(self, save: Save, manifest: Manifest, after: Callable[[], None] | None = None) -> None:
+        """Commit a save, now or in the background.
+
+        Args:
+            manifest: complete but for the files; that of rank 0 is written.
+            after: called by rank 0 after the commit.
+        """
+        del self._open[save.folder]
+        if save.asynchronous:
+            self._cpu_group()  # created here, where all ranks meet
+            self.save_in_flight = save
+            self._hooks = SaveHooks(save, self._poll)
+            save.start(manifest, after)
+        else:
+            save.commit(manifest, after)
+        self.last_outcome = SaveOutcome(save.final, save.asynchronous, time.monotonic() - save.started)
+
+    def open_save(self, folder: Path) -> Save | None:
+        """The save whose folder this is, between :meth:`saving` and :meth:`finish`. Not collective."""
+        return self._open.get(folder)
+
+    def wait(self) -> None:
+        """Wait until the save in flight is committed. Raises the error of one rank on all of them."""
+        while self.save_in_flight is not None:
+            if not self._poll():
+                time.sleep(POLL_INTERVAL)
+
+    def close(self) -> None:
+        """Wait for the save in flight, and release memory, hooks and process group. The manager can be used again."""
+        try:
+            if dist.is_initialized():
+                self.wait()
+            elif self.save_in_flight is not None:
+                self.save_in_flight.join_at_exit()
+        finally:
+            self._retire()
+            self._open.clear()
+            self._buffers.close()
+            self.writer.close()
+            if self._group is not None and dist.is_initialized():
+                dist.destroy_process_group(self._group)
+            self._group = None
+
+    def _poll(self) -> bool:
+        if self.save_in_flight is None:
+            return True
+        done = True
+        try:
+            done = self.save_in_flight.poll(self._cpu_group())
+        finally:
+            if done:
+                self._retire()
+        return done
+
+    def _retire(self) -> None:
+        self.save_in_flight = None
+        if self._hooks is not None:
+            self._hooks.remove()
+            self._hooks = None
+
+    def _cpu_group(self) -> dist.ProcessGroup | None:
+        """A process group for CPU tensors; ``None`` for the default one."""
+        if self._group is None and "gloo" not in str(dist.get_backend_config()):
+            self._group = dist.new_group(backend="gloo")
+        return self._group
+
+    def save_model(
+        self,
+        model: nn.Module,
+        folder: Path,
+        kind: StateDictKind,
+        index: int = 0,
+        *,
+        adapter_only: bool = False,
+        max_shard_size: int = MAX_SHARD_SIZE,
+    ) -> None:
+        """Write a model's state to ``folder``, as a part of the save that is open there, or else at once."""
+        with on_all_ranks("reading the layout of the model"):
+            shards = model_shards(model)
+            if adapter_only:
+                shards = ModelShards(tuple(shard for shard in shards.tensors if not shard.frozen), {})
+            files = model_files(shards, kind, index, max_shard_size=max_shard_size)
+        self._write(folder, files)
+        if (save := self.open_save(folder)) is not None:
+            save.models.add(index)
+
+    def save_optimizer(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, kind: StateDictKind, index: int = 0
+    ) -> None:
+        """Write an optimizer's state, keyed by the names of parameters, as :meth:`save_model` writes a model's."""
+        with on_all_ranks("reading the layout of the optimizer"):
+            files = optimizer_files(optimizer_shards(model, optimizer), kind, index)
+        self._write(folder, files)
+
+    def prepare_buffers(
+        self,
+        models: Iterable[nn.Module],
+        optimizers: Iterable[tuple[nn.Module, torch.optim.Optimizer]],
+        kind: StateDictKind,
+    ) -> None:
+        """Allocate the memory of an asynchronous save of these in the background. Not collective.
+
+        Args:
+            optimizers: each with its model, and with its state: optimizers have none before their first step.
+        """
+        files = [model_files(model_shards(model), kind) for model in models]
+        files += [optimizer_files(optimizer_shards(model, optimizer), kind) for model, optimizer in optimizers]
+        pinned = any(on_accelerator(state.parts) for state in files)
+        self._buffers.prepare([sum(part.span for part in state.parts) for state in files], pinned=pinned)
+
+    def _write(self, folder: Path, files: StateFiles) -> None:
+        save = self.open_save(folder)
+        with on_all_ranks(f"writing {folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
+            if dist.get_rank() == 0:
+                for name, text in files.texts:
+                    write_text(folder / name, text)
+            if save is None:
+                self.writer.write(folder, files.parts)
+        if save is not None:
+            save.write(files.parts, files.dcp)
+        elif files.dcp:
+            self._complete_dcp(folder, files.dcp)
+
+    def _complete_dcp(self, folder: Path, mine: Sequence[DcpEntries]) -> None:
+        ranks: list[Sequence[DcpEntries]] = [()] * dist.get_world_size()
+        dist.all_gather_object(ranks, mine)
+        with on_all_ranks(f"writing {folder}"):
+            if dist.get_rank() == 0:
+                for number, entries in enumerate(mine):
+                    self.writer.write(folder, final_files(entries.folder, [theirs[number] for theirs in ranks]))

@@ -1,0 +1,162 @@
+"""Writes file parts: past the page cache where possible, hashed on the way, synced at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import xxhash
+
+from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord
+from hf_fsdp_plugin.checkpoint.io import PAGE, OutputFile, round_up
+from hf_fsdp_plugin.checkpoint.writing.buffers import allocate_aligned, unpin
+from hf_fsdp_plugin.checkpoint.writing.file_parts import Extent, FilePart, fill, on_accelerator, wait_for_copies
+
+WINDOW = 32 << 20
+"""Bytes written at a time."""
+
+
+class PartWriter:
+    """Writes file parts below a folder, and keeps the memory that it needs for that."""
+
+    def __init__(self) -> None:
+        self._windows: dict[bool, torch.Tensor] = {}  # by whether it is pinned
+
+    def write(self, root: Path, parts: Sequence[FilePart]) -> list[FileRecord]:
+        """Write parts straight from their tensors, through one window of memory."""
+        window = self._window(pinned=on_accelerator(parts))
+        records = []
+        for part in parts:
+            with _PartFile(root / part.path, part) as file:
+                for extent in part.extents:
+                    for low in range(extent.origin, extent.stop, WINDOW):
+                        start, high = max(low, extent.start), min(low + WINDOW, extent.stop)
+                        _clear_gaps(window, extent, low, high)
+                        fill(window[start - low :], extent, start, high)
+                        if window.is_pinned():
+                            wait_for_copies()
+                        file.write(window, start, high)
+            records.append(file.record)
+        return records
+
+    def write_staged(self, root: Path, parts: Sequence[FilePart], memory: torch.Tensor) -> list[FileRecord]:
+        """Write what :func:`stage` has copied to ``memory``. Uses no tensor of the model."""
+        records, begin = [], 0
+        for part in parts:
+            with _PartFile(root / part.path, part) as file:
+                for extent in part.extents:
+                    buffer = memory[begin : begin + extent.span]
+                    for low in range(extent.origin, extent.stop, WINDOW):
+                        high = min(low + WINDOW, extent.stop)
+                        file.write(buffer[low - extent.origin :], max(low, extent.start), high)
+                    begin += extent.span
+            records.append(file.record)
+        return records
+
+    def close(self) -> None:
+        """Free the memory."""
+        for window in self._windows.values():
+            unpin(window)
+        self._windows.clear()
+
+    def _window(self, *, pinned: bool) -> torch.Tensor:
+        if pinned not in self._windows:
+            self._windows[pinned] = allocate_aligned(WINDOW, pinned=pinned)
+        return self._windows[pinned]
+
+
+def stage(parts: Sequence[FilePart], memory: torch.Tensor) -> None:
+    """Copy all extents to ``memory``, one after the other; it has to hold the sum of their spans."""
+    begin = 0
+    for part in parts:
+        for extent in part.extents:
+            buffer = memory[begin : begin + extent.span]
+            _clear_gaps(buffer, extent, extent.origin, extent.origin + extent.span)
+            fill(buffer[extent.start - extent.origin :], extent, extent.start, extent.stop)
+            begin += extent.span
+    wait_for_copies()
+
+
+def _clear_gaps(memory: torch.Tensor, extent: Extent, low: int, high: int) -> None:
+    """Zero what lies between items: the memory is reused, and must not write old contents to the file."""
+    before = extent.origin
+    for start, stop in [*((item.offset, item.stop) for item in extent.items), (extent.origin + extent.span,) * 2]:
+        gap = (max(before, low), min(start, high))
+        if gap[0] < gap[1]:
+            memory[gap[0] - low : gap[1] - low].zero_()
+        before = stop
+
+
+class _PartFile:
+    """One file that is being written and hashed."""
+
+    def __init__(self, path: Path, part: FilePart) -> None:
+        self._path, self._part = path, part
+        self._hashes = _RangeHashes(part)
+
+    def __enter__(self) -> _PartFile:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # Another rank may have created a shared file already; the first one gives it its size.
+        self._file = OutputFile(self._path)
+        try:
+            self._file.resize(self._part.size)
+        except OSError:
+            self._file.close()
+            raise
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                if not self._part.shared:  # the last page was written whole
+                    self._file.resize(self._part.size)
+                self._file.sync()
+        finally:
+            self._file.close()
+
+    def write(self, memory: torch.Tensor, start: int, stop: int) -> None:
+        """Write file bytes ``[start, stop)``; the page of ``start`` begins at the first byte of ``memory``."""
+        origin = start // PAGE * PAGE
+        view = memoryview(memory.numpy().data)
+        self._hashes.update(view[start - origin : stop - origin], start)
+        low, high = round_up(start), stop // PAGE * PAGE
+        if not self._part.shared:
+            # No other rank writes to these pages, and the file is cut to its size at the end.
+            low, high = origin, round_up(stop)
+        if low >= high:
+            low = high = stop
+        for first, last in ((min(start, low), low), (low, high), (high, stop)):
+            if first < last:
+                self._file.write(view[first - origin : last - origin], first)
+
+    @property
+    def record(self) -> FileRecord:
+        return FileRecord(path=self._part.path, size=self._part.size, ranges=self._hashes.finished())
+
+
+class _RangeHashes:
+    """A hash for each item and the gap after it; the ranges tile what the rank writes."""
+
+    def __init__(self, part: FilePart) -> None:
+        self._bounds: list[tuple[int, int, str]] = []
+        for extent in part.extents:
+            starts = [extent.start, *(item.offset for item in extent.items[1:]), extent.stop]
+            self._bounds += [(a, b, item.name) for a, b, item in zip(starts, starts[1:], extent.items, strict=False)]
+        self._done: list[FileRange] = []
+        self._hasher = xxhash.xxh3_128()
+
+    def update(self, view: memoryview, start: int) -> None:
+        position, stop = start, start + len(view)
+        while position < stop:
+            low, high, name = self._bounds[len(self._done)]
+            end = min(stop, high)
+            self._hasher.update(view[position - start : end - start])
+            if end == high:
+                self._done.append(FileRange(start=low, stop=high, hash=self._hasher.hexdigest(), name=name))
+                self._hasher = xxhash.xxh3_128()
+            position = end
+
+    def finished(self) -> tuple[FileRange, ...]:
+        assert len(self._done) == len(self._bounds), "every item was written"
+        return tuple(self._done)
