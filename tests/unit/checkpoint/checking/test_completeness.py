@@ -64,7 +64,7 @@ def test_local_format_without_manifest_is_unfinished(local):
 
 def test_staging_folder_is_incomplete(tmp_path, stock_once):
     assert SAVING == staging.SAVING
-    folder = staging.Staging(tmp_path / "checkpoint-9").folder
+    folder = staging.StagingFolder(tmp_path / "checkpoint-9").folder
     shutil.copytree(stock_once, folder)
     for path in (folder, folder.parent):
         assert codes(path) == ["FSDP-E452"]
