@@ -1,4 +1,4 @@
-"""What the Trainer's and Accelerate's ways of going on have in common: what is refused, and what is told."""
+"""Checks before the Trainer or Accelerate resumes from a checkpoint, and warnings about what differs."""
 
 from __future__ import annotations
 
@@ -13,34 +13,39 @@ from hf_fsdp_plugin.integrations.messages import print_once
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 
 
-def check_complete(path: Path, done: str, fix: str) -> None:
-    """Raise ``CheckpointError`` where ``path`` cannot be ``done`` (``loaded``), as it is not complete."""
-    why = why_incomplete(path) if path.is_dir() else "there is no such folder"
-    if why is not None:
-        raise CheckpointError([Problem(severity="error", message=f"{path} cannot be {done}: {why}", fix=fix)])
+def check_complete(path: Path, fix: str) -> None:
+    """Raise ``CheckpointError`` unless ``path`` is a complete checkpoint."""
+    reason = why_incomplete(path) if path.is_dir() else "the folder does not exist"
+    if reason is not None:
+        message = f"{path} is not a complete checkpoint: {reason}"
+        raise CheckpointError([Problem(code="FSDP-E431", message=message, fix=fix)])
 
 
-def tell_passed_over(checkpoints: Iterable[tuple[Path, str]]) -> None:
-    for path, why in checkpoints:
-        print_once(f"{path} is passed over: {why}")
+def warn_skipped(checkpoints: Iterable[tuple[Path, str]]) -> None:
+    """Print which incomplete checkpoints are skipped, and why."""
+    for path, reason in checkpoints:
+        print_once(Problem(code="FSDP-W432", message=f"{path} is skipped: {reason}"))
 
 
-def tell_differences(checkpoint: Path, now: dict[str, Any]) -> None:
-    """What another world size or batch changes, as far as the manifest knows."""
-    found = read_manifest(checkpoint)
-    if found is None:
+def warn_differences(checkpoint: Path, batch: dict[str, Any]) -> None:
+    """Print what another world size or batch changes, if the checkpoint has a manifest."""
+    manifest = read_manifest(checkpoint)
+    if manifest is None:
         return
     world_size = dist.get_world_size()
-    if found.world_size != world_size:
-        without = f"; ranks {found.world_size} to {world_size - 1} have none" if world_size > found.world_size else ""
-        print_once(
-            f"{checkpoint} holds the random state of {found.world_size} ranks, and {world_size} go on{without}: "
-            "dropout and the like will not repeat what the uninterrupted run would have drawn."
+    if manifest.world_size != world_size:
+        missing = f" (ranks {manifest.world_size} to {world_size - 1} have none)"
+        message = (
+            f"{checkpoint} has the random state of {manifest.world_size} ranks, and this run has {world_size}"
+            f"{missing if world_size > manifest.world_size else ''}: dropout and other random operations differ from "
+            "those of the uninterrupted run."
         )
-    before, after = found.batch.get("samples_per_step"), now.get("samples_per_step")
-    if before is not None and after is not None and before != after:
-        print_once(
-            f"{checkpoint} was written at {before} samples a step, and this run takes {after}: the data are skipped "
-            f"by steps, so it goes on at another sample. Set batch size x accumulation x ranks to {before} to go on "
-            "where it stopped."
+        print_once(Problem(code="FSDP-W433", message=message))
+    before, now = manifest.batch.get("samples_per_step"), batch.get("samples_per_step")
+    if before is not None and now is not None and before != now:
+        message = (
+            f"{checkpoint} was saved with {before} samples per step, and this run has {now}: the Trainer skips data by "
+            "steps, so it resumes at another sample."
         )
+        fix = f"Set batch size x gradient accumulation x ranks to {before} to resume at the same sample."
+        print_once(Problem(code="FSDP-W434", message=message, fix=fix))

@@ -329,7 +329,9 @@ def test_a_loop_may_end_while_its_last_save_is_written(
 def test_a_loops_last_save_that_fails_is_told_of(nursery: Nursery, tmp_path: Path) -> None:
     found = nursery.run(cases.loop_ends_after_saving, str(tmp_path), "with an error in the save", 2)
     assert found["in time"]
-    abandoned, failed = (next(line for line in found["log"].splitlines() if code in line) for code in ("E406", "E404"))
+    abandoned, failed = (
+        next(line for line in found["log"].splitlines() if code in line) for code in ("FSDP-E406", "FSDP-E404")
+    )
     assert str(tmp_path / "last") in abandoned and "rank 1" in abandoned
     assert str(tmp_path / "last") in failed
     assert not (tmp_path / "last").exists()

@@ -23,7 +23,7 @@ from hf_fsdp_plugin.checkpoint import (
 from hf_fsdp_plugin.checkpoint.names import ACCELERATE_PREFIX, ACCELERATE_RUN
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, if_sharded
-from hf_fsdp_plugin.integrations.resuming import check_complete, tell_differences, tell_passed_over
+from hf_fsdp_plugin.integrations.resuming import check_complete, warn_differences, warn_skipped
 from hf_fsdp_plugin.integrations.saving import manager, manifest
 from hf_fsdp_plugin.plan.names import unwrapped
 
@@ -105,11 +105,11 @@ def load_state(original: Callable[..., Any], accelerator: Any, input_dir: Any = 
                 recover_run(run, ACCELERATE_PREFIX)
     with on_all_ranks("looking for a checkpoint"):
         if path is None and accelerator.project_configuration.automatic_checkpoint_naming and run is not None:
-            path, passed_over = newest_complete(run, ACCELERATE_PREFIX)
-            tell_passed_over(passed_over)
+            path, skipped = newest_complete(run, ACCELERATE_PREFIX)
+            warn_skipped(skipped)
         if path is not None and path.is_dir():
-            check_complete(path, "loaded", "Load a complete checkpoint.")
-            tell_differences(path, {})
+            check_complete(path, "Load a complete checkpoint.")
+            warn_differences(path, {})
     return original(str(path) if path is not None else None, *args, **kwargs)
 
 

@@ -31,7 +31,7 @@ from hf_fsdp_plugin.checkpoint.names import (
 from hf_fsdp_plugin.devices import available_device
 from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned, if_sharded, planned_plugin
 from hf_fsdp_plugin.integrations.messages import print_once
-from hf_fsdp_plugin.integrations.resuming import check_complete, tell_differences, tell_passed_over
+from hf_fsdp_plugin.integrations.resuming import check_complete, warn_differences, warn_skipped
 from hf_fsdp_plugin.integrations.saving import manager, manifest
 from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
@@ -247,13 +247,13 @@ def checkpoint_to_resume(trainer: Any, resume: Any) -> Any:
                 recover_interrupted_commit(Path(resume))
     with on_all_ranks("looking for a checkpoint"):
         if resume is not True:
-            check_complete(Path(resume), "resumed from", _RESUME_FIX)
+            check_complete(Path(resume), _RESUME_FIX)
             return resume
-        found, passed_over = newest_complete(run, TRAINER_PREFIX)
-        tell_passed_over(passed_over)
+        found, skipped = newest_complete(run, TRAINER_PREFIX)
+        warn_skipped(skipped)
         if found is None:
-            if passed_over:
-                raise CheckpointError([_none_complete(run, len(passed_over))])
+            if skipped:
+                raise CheckpointError([_none_complete(run, len(skipped))])
             return True
         print_once(f"resuming from {found}, the newest complete checkpoint.")
         return str(found)
@@ -271,7 +271,7 @@ def _none_complete(run: Path, number: int) -> Problem:
 def load_rng_state(original: Callable[..., None], trainer: Any, checkpoint: str | None) -> None:
     """Load the RNG state as the Trainer does, and report if random numbers or data cannot continue unchanged."""
     if checkpoint is not None:
-        tell_differences(Path(checkpoint), _batch(trainer))
+        warn_differences(Path(checkpoint), _batch(trainer))
         saved_by_one, mine = Path(checkpoint) / trainer_rng_file(None), Path(checkpoint) / trainer_rng_file(0)
         if dist.get_rank() == 0 and saved_by_one.exists() != mine.exists():
             _load_rng(saved_by_one if saved_by_one.exists() else mine)

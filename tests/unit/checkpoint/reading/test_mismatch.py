@@ -1,0 +1,81 @@
+"""Checkpoints that do not match the model or the optimizer are refused with all differences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+
+from hf_fsdp_plugin.checkpoint import load_model, load_optimizer
+from hf_fsdp_plugin.problems import CheckpointError
+
+WEIGHT, BIAS = torch.ones(3, 4), torch.ones(3)
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+
+
+@pytest.mark.parametrize(
+    ("state", "codes"),
+    [
+        ({"weight": WEIGHT, "bias": BIAS}, []),
+        ({"weight": WEIGHT}, ["FSDP-E421"]),
+        ({"weight": WEIGHT, "bias": BIAS, "scale": BIAS}, ["FSDP-E422"]),
+        ({"weight": WEIGHT.T.contiguous(), "bias": BIAS}, ["FSDP-E423"]),
+        ({"weight": BIAS, "scale": BIAS}, ["FSDP-E421", "FSDP-E422", "FSDP-E423"]),
+    ],
+)
+def test_model_differences_are_reported_at_once(
+    tmp_path: Path, state: dict[str, torch.Tensor], codes: list[str]
+) -> None:
+    save_file({name: tensor.clone() for name, tensor in state.items()}, tmp_path / "model.safetensors")
+    model = nn.Linear(4, 3)
+    before = model.weight.clone()
+    if not codes:
+        load_model(model, tmp_path)
+        assert torch.equal(model.weight, WEIGHT)
+        return
+    with pytest.raises(CheckpointError) as caught:
+        load_model(model, tmp_path)
+    assert [problem.code for problem in caught.value.problems] == codes
+    assert {problem.origin.place for problem in caught.value.problems if problem.origin} == {str(tmp_path)}
+    assert torch.equal(model.weight, before)
+
+
+def saved(names: list[list[str]], **state: Any) -> dict[str, Any]:
+    groups = [{"params": each, "lr": 0.5} for each in names]
+    return {"state": {"weight": state} if state else {}, "param_groups": groups}
+
+
+@pytest.mark.parametrize(
+    ("stored", "code"),
+    [
+        (saved([["weight", "bias"]], momentum_buffer=WEIGHT), ""),
+        (None, "FSDP-E424"),
+        (saved([["weight"], ["bias"]]), "FSDP-E425"),
+        (saved([["weight", "bias", "scale"]]), "FSDP-E425"),
+        (saved([["weight", "bias"]], momentum_buffer=BIAS), "FSDP-E426"),
+    ],
+)
+def test_optimizer_differences_are_reported(tmp_path: Path, stored: dict[str, Any] | None, code: str) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if stored is not None:
+        torch.save(stored, tmp_path / "optimizer.bin")
+    if not code:
+        load_optimizer(model, optimizer, tmp_path)
+        assert torch.equal(optimizer.state[model.weight]["momentum_buffer"], WEIGHT)
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        return
+    with pytest.raises(CheckpointError) as caught:
+        load_optimizer(model, optimizer, tmp_path)
+    assert [problem.code for problem in caught.value.problems] == [code]
+    assert optimizer.param_groups[0]["lr"] == 0.1 and not optimizer.state

@@ -1,0 +1,110 @@
+"""The checkpoint manager in a world of one rank."""
+
+from __future__ import annotations
+
+import atexit
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from saved import manifest
+from torch import nn
+
+from hf_fsdp_plugin.checkpoint import CheckpointManager, load_model, why_incomplete
+from hf_fsdp_plugin.checkpoint.shards import optimizer_shards
+from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
+from hf_fsdp_plugin.problems import CheckpointError
+
+
+class BlockedWriter(PartWriter):
+    """Waits for an event in the background."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.event = threading.Event()
+
+    def write_staged(self, *args: Any) -> Any:
+        self.event.wait(10)
+        return super().write_staged(*args)
+
+
+@pytest.fixture
+def manager() -> Iterator[CheckpointManager]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    manager = CheckpointManager()
+    yield manager
+    manager.close()
+    dist.destroy_process_group()
+
+
+def save(manager: CheckpointManager, final: Path, model: nn.Module, *, asynchronous: bool) -> None:
+    with manager.saving(final, asynchronous=asynchronous) as save:
+        manager.save_model(model, save.folder, "full")
+    manager.finish(save, manifest(kind="full", parameters={}, ties=()))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_save_is_committed_and_loads(manager: CheckpointManager, tmp_path: Path, asynchronous: bool) -> None:
+    model, other = nn.Linear(4, 3), nn.Linear(4, 3)
+    save(manager, tmp_path / "checkpoint", model, asynchronous=asynchronous)
+    manager.wait()
+    assert why_incomplete(tmp_path / "checkpoint") is None
+    assert manager.last_outcome is not None and manager.last_outcome.asynchronous == asynchronous
+    load_model(other, tmp_path / "checkpoint")
+    assert torch.equal(other.weight, model.weight)
+
+
+def test_hooks_exist_while_a_save_is_in_flight(
+    manager: CheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered: set[Any] = set()
+    monkeypatch.setattr(atexit, "register", registered.add)
+    monkeypatch.setattr(atexit, "unregister", registered.discard)
+    before = signal.getsignal(signal.SIGTERM)
+    manager.writer = writer = BlockedWriter()
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters())
+    save(manager, tmp_path / "checkpoint", model, asynchronous=True)
+    in_flight = manager.save_in_flight
+    assert in_flight is not None and not (tmp_path / "checkpoint").exists()
+    assert in_flight.join_at_exit in registered and signal.getsignal(signal.SIGTERM) != before
+    optimizer.step()
+    assert manager.save_in_flight is in_flight
+    writer.event.set()
+    in_flight.join(10)
+    optimizer.step()  # polls
+    assert manager.save_in_flight is None
+    assert in_flight.join_at_exit not in registered and signal.getsignal(signal.SIGTERM) == before
+
+
+def test_close_waits_for_the_save_in_flight(manager: CheckpointManager, tmp_path: Path) -> None:
+    save(manager, tmp_path / "checkpoint", nn.Linear(4, 3), asynchronous=True)
+    manager.close()
+    assert why_incomplete(tmp_path / "checkpoint") is None
+
+
+def test_error_in_a_save_removes_its_files(manager: CheckpointManager, tmp_path: Path) -> None:
+    with pytest.raises(KeyError), manager.saving(tmp_path / "checkpoint") as save:
+        raise KeyError("user code")
+    assert manager.open_save(save.folder) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("shape", "supported"), [((3, 4), True), ((1,), True), ((3,), False)])
+@pytest.mark.usefixtures("manager")
+def test_optimizer_state_layout_must_be_known(shape: tuple[int, ...], supported: bool) -> None:
+    model = nn.Linear(4, 3, bias=False)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state[model.weight] = {"rows": torch.ones(shape)}
+    if supported:
+        assert optimizer_shards(model, optimizer).state["weight"]["rows"].shape == shape
+        return
+    with pytest.raises(CheckpointError) as caught:
+        optimizer_shards(model, optimizer)
+    [problem] = caught.value.problems
+    assert problem.code == "FSDP-E411" and "'rows' of weight" in problem.message

@@ -1,0 +1,58 @@
+"""The staging folder of a save, and what recovers an interrupted commit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from hf_fsdp_plugin.checkpoint.writing.staging import (
+    StagingFolder,
+    recover_interrupted_commit,
+    recover_run,
+    remove_checkpoint,
+)
+from hf_fsdp_plugin.problems import CheckpointError
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_staging_folder_must_be_seen_by_all_ranks(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a process group, rank 1 is alone, so that no rank 0 creates the folder."""
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    staging = StagingFolder(tmp_path / "checkpoint-4")
+    if rank == 0:
+        staging.create()
+        assert list(staging.folder.iterdir()) == []
+        return
+    with pytest.raises(CheckpointError) as caught:
+        staging.create()
+    assert [problem.code for problem in caught.value.problems] == ["FSDP-E405"]
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_interrupted_commit_is_recovered(committed: bool, tmp_path: Path) -> None:
+    final, replaced = tmp_path / "checkpoint-4", tmp_path / ".checkpoint-4.replaced"
+    replaced.mkdir()
+    (replaced / "optimizer.bin").write_text("old")
+    (replaced / "notes.txt").write_text("mine")
+    if committed:
+        final.mkdir()
+        (final / "optimizer.bin").write_text("new")
+    recover_interrupted_commit(final)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
+    assert (final / "optimizer.bin").read_text() == ("new" if committed else "old")
+    assert (final / "notes.txt").read_text() == "mine"
+
+
+def test_recover_run_removes_staging_folders_of_its_prefix(tmp_path: Path) -> None:
+    for name in (".checkpoint-4.saving", ".other.saving", "checkpoint-2"):
+        (tmp_path / name).mkdir()
+    recover_run(tmp_path, "checkpoint-")
+    assert {path.name for path in tmp_path.iterdir()} == {".other.saving", "checkpoint-2"}
+
+
+def test_remove_checkpoint_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-2" / "optimizer_0").mkdir(parents=True)
+    remove_checkpoint(tmp_path / "checkpoint-2")
+    assert list(tmp_path.iterdir()) == []
