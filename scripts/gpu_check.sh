@@ -24,7 +24,7 @@ sees_cuda() { "$1" -c 'import torch; raise SystemExit(not torch.cuda.is_availabl
 
 for python in "${PYTHON:-}" .venv/bin/python python3; do
   if [ -n "$python" ] && command -v "$python" >/dev/null && sees_cuda "$python"; then
-    exec "$python" scripts/gpu_check.py
+    exec "$python" scripts/bench/gpu_check.py
   fi
 done
 echo "gpu_check: torch finds no CUDA device. Nothing was checked." >&2

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +22,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-RESULT = Path(__file__).parents[2] / "docs" / "results" / "checkpoint_save.json"
+from common import make_dataset, make_llama, make_parser, run_two_ranks
+from update_results import write_result
+
 GB = 1e9
 # The saves of a round. After an asynchronous save a step follows, during which it is written.
 ROUNDS = ("sharded stock", "sharded ours", "sharded ours, asynchronous")
@@ -32,7 +32,7 @@ FULL = ("full stock", "full ours")
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "checkpoint_save")
     parser.add_argument("--rounds", type=int, default=4, help="saves of each sharded kind, after the first")
     parser.add_argument("--full-rounds", type=int, default=2)
     parser.add_argument("--layers", type=int, default=18)
@@ -40,7 +40,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--folder", type=Path, help="folder for checkpoints, on the disk to measure")
-    parser.add_argument("--out", type=Path, default=RESULT)
     return parser.parse_args()
 
 
@@ -54,38 +53,6 @@ def schedule(args: argparse.Namespace) -> list[str | None]:
     for number in range(args.full_rounds):
         plan += FULL if number % 2 == 0 else FULL[::-1]
     return plan
-
-
-def make_model(args: argparse.Namespace) -> Any:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=args.vocabulary,
-        hidden_size=args.hidden,
-        intermediate_size=args.hidden * 4,
-        num_hidden_layers=args.layers,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
-
-
-def make_dataset(args: argparse.Namespace) -> Any:
-    import torch
-
-    class Tokens(torch.utils.data.Dataset):
-        def __len__(self) -> int:
-            return 10_000
-
-        def __getitem__(self, index: int) -> dict[str, Any]:
-            generator = torch.Generator().manual_seed(index)
-            ids = torch.randint(0, args.vocabulary, (args.length,), generator=generator)
-            return {"input_ids": ids, "labels": ids}
-
-    return Tokens()
 
 
 @contextlib.contextmanager
@@ -122,9 +89,11 @@ def as_ours(trainer: Any, kind: str, *, asynchronous: bool) -> Iterator[None]:
         plugin.spec = spec
 
 
-def reset_peak() -> None:
+def reset_peak() -> int:
+    """Reset the peak resident size and return the current one, in bytes."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
+    return peak_bytes()
 
 
 def peak_bytes() -> int:
@@ -185,8 +154,7 @@ def measured_callback(args: argparse.Namespace, folder: Path, results: dict[str,
                     shutil.rmtree(path)
                 os.sync()
             dist.barrier()
-            before = peak_resident()
-            reset_peak()
+            before = reset_peak()
             stall = save(self.trainer, what)
             entry = {"stall": stall, "rank0_grew": peak_bytes() - before}
             results["saves"].setdefault(what, []).append(entry)
@@ -195,12 +163,6 @@ def measured_callback(args: argparse.Namespace, folder: Path, results: dict[str,
                 print(f"step {state.global_step}: {what}: {stall:.2f} s, rank 0 +{grew:.2f} GB", flush=True)
 
     return Measure()
-
-
-def peak_resident() -> int:
-    """Reset the peak and return the current resident size, in bytes."""
-    reset_peak()
-    return peak_bytes()
 
 
 def measure(args: argparse.Namespace, folder: Path) -> None:
@@ -214,7 +176,14 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     results: dict[str, Any] = {"saves": {}, "steps": []}
     callback = measured_callback(args, folder, results)
     trainer = hfp.FsdpTrainer(
-        model=make_model(args),
+        model=make_llama(
+            vocab_size=args.vocabulary,
+            hidden_size=args.hidden,
+            intermediate_size=args.hidden * 4,
+            num_hidden_layers=args.layers,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+        ),
         args=hfp.FsdpTrainingArguments(
             output_dir=str(folder),
             fsdp="full_shard auto_wrap",
@@ -227,7 +196,7 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
             disable_tqdm=True,
             use_cpu=True,
         ),
-        train_dataset=make_dataset(args),
+        train_dataset=make_dataset(vocab_size=args.vocabulary, length=args.length),
         callbacks=[callback],
     )
     callback.trainer = trainer
@@ -240,9 +209,6 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
 
 
 def write(args: argparse.Namespace, results: dict[str, Any], weights: int) -> None:
-    sys.path.insert(0, str(Path(__file__).parent))
-    from machine import describe
-
     saves = results["saves"]
     stalls = {what: [entry["stall"] for entry in entries] for what, entries in saves.items()}
     first, *later = stalls["sharded ours, asynchronous"]
@@ -251,7 +217,6 @@ def write(args: argparse.Namespace, results: dict[str, Any], weights: int) -> No
     free = [step["seconds"] for step in results["steps"] if not step["writing"]]
     busy = [step["seconds"] for step in results["steps"] if step["writing"]]
     result = {
-        **describe(),
         "command": "python scripts/bench/checkpoint_save.py",
         "model": f"Llama, {args.layers} layers, hidden {args.hidden}, {weights / 4e6:.0f} M parameters, fp32",
         "weights_bytes": weights,
@@ -269,13 +234,7 @@ def write(args: argparse.Namespace, results: dict[str, Any], weights: int) -> No
         },
         "full_memory_saved_bytes": grew["full stock"] - grew["full ours"],
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"ours / stock: {json.dumps(result['ratios'])}")
-    print(
-        f"stock stalls: sharded {stock:.2f} s, full {full_stock:.2f} s; during a full save rank 0 grows by "
-        f"{grew['full stock'] / GB:.2f} GB (stock) and {grew['full ours'] / GB:.2f} GB (ours); written: {args.out}"
-    )
+    write_result("checkpoint_save", args.out, result)
 
 
 def main() -> int:
@@ -284,11 +243,7 @@ def main() -> int:
         measure(args, args.folder)
         return 0
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="checkpoint_save_") as folder:
-        environ = {"OMP_NUM_THREADS": "1", **os.environ}
-        ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-        given = [word for word in sys.argv[1:] if not word.startswith("--folder")]
-        command = [sys.executable, *ranks, __file__, *given, f"--folder={folder}"]
-        return subprocess.run(command, env=environ, check=False).returncode
+        return run_two_ranks(__file__, [*sys.argv[1:], f"--folder={folder}"])
 
 
 if __name__ == "__main__":

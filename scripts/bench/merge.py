@@ -13,7 +13,6 @@ also imports torch and Transformers and builds the model on the meta device to c
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -25,8 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-RESULT = ROOT / "docs" / "results" / "merge.json"
+from common import make_parser, run_two_ranks
+from update_results import write_result
+
 LAYERS = {"1 GB": 5, "2 GB": 15, "4 GB": 32}
 MODEL = "pytorch_model_fsdp_0"
 OURS, OURS_AND_MODEL, STOCK, CP = "ours", "ours_and_model", "stock", "cp"
@@ -42,10 +42,9 @@ class Run:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "merge")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="folder for temporary checkpoints; default: the system's")
-    parser.add_argument("--out", type=Path, default=RESULT)
     return parser.parse_args()
 
 
@@ -123,13 +122,12 @@ def write_manifest(folder: Path, parameters: dict[str, tuple[str, tuple[int, ...
 
 def build(folder: Path, layers: int) -> None:
     """Write a checkpoint in child processes. This process must not import torch: a child inherits its parent's peak."""
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__]
-    subprocess.run([sys.executable, *command], env={**environ(), "BENCH_MERGE": f"{layers} {folder}"}, check=True)
+    if run_two_ranks(__file__, [], {**environ(), "BENCH_MERGE": f"{layers} {folder}"}) != 0:
+        raise SystemExit("the checkpoint could not be written")
 
 
 def environ() -> dict[str, str]:
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **os.environ, "PYTHONPATH": path}
+    return {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **os.environ}
 
 
 def commands(folder: Path, out: Path) -> dict[str, list[str]]:
@@ -161,8 +159,7 @@ def measure(command: list[str], folder: Path, out: Path) -> Run:
 
 
 def check_equal(ours: Path, stock: Path) -> None:
-    """Check that both programs write the same tensors; otherwise their times cannot be compared."""
-    sys.path.insert(0, str(ROOT))
+    """Check that both programs write the same tensors. Otherwise their times cannot be compared."""
     from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model
     from hf_fsdp_plugin.checkpoint.io import InputFiles
     from hf_fsdp_plugin.checkpoint.merging.output_checks import same_elements
@@ -192,9 +189,6 @@ def compare(folder: Path, pairs: int) -> dict[str, list[Run]]:
 
 
 def bench(args: argparse.Namespace) -> None:
-    sys.path.insert(0, str(Path(__file__).parent))
-    from machine import describe
-
     runs: dict[str, list[Run]] = {}
     peaks: dict[str, dict[str, float]] = {OURS: {}, OURS_AND_MODEL: {}, STOCK: {}}
     num_bytes: dict[str, int] = {}
@@ -212,7 +206,7 @@ def bench(args: argparse.Namespace) -> None:
                 else:
                     out = Path(work) / "out"
                     found[size] = measure(commands(folder, out)[name], folder, out).peak_mb
-    write(args, runs, peaks, num_bytes, describe())
+    write(args, runs, peaks, num_bytes)
 
 
 def write(
@@ -220,14 +214,12 @@ def write(
     runs: dict[str, list[Run]],
     peaks: dict[str, dict[str, float]],
     num_bytes: dict[str, int],
-    machine: dict[str, Any],
 ) -> None:
     faster = {
         name: [other.seconds / run.seconds for run, other in zip(runs[name], runs[STOCK], strict=True)]
         for name in (OURS, OURS_AND_MODEL, CP)
     }
     result = {
-        **machine,
         "command": "python scripts/bench/merge.py",
         "model": f"Llama, {LAYERS['2 GB']} layers, hidden 1536, fp32, sharded by 2 ranks",
         "checkpoint_bytes": num_bytes,
@@ -245,15 +237,7 @@ def write(
         },
         "targets": TARGETS,
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=2) + "\n")
-    for name in (OURS, OURS_AND_MODEL):
-        print(
-            f"{name}: {result['times_as_fast_as_stock'][name]} times as fast as stock (cp: "
-            f"{result['times_as_fast_as_stock'][CP]}), peak memory {result['peak_of_stock_at_2_gb'][name]} of stock's, "
-            f"at 4 GB {result['peak_at_4_gb_of_1_gb'][name]} of that at 1 GB"
-        )
-    print(f"Written: {args.out}")
+    write_result("merge", args.out, result)
 
 
 def main() -> int:

@@ -9,16 +9,14 @@ largest relative difference of the ten losses after the last resume.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-RESULT = ROOT / "docs" / "results" / "resume_parity.json"
-sys.path[:0] = [str(ROOT / "tests" / "gloo"), str(Path(__file__).parent)]
+from common import ROOT, make_parser
+from update_results import write_result
+
+sys.path.insert(0, str(ROOT / "tests" / "gloo"))
 
 Leg = tuple[int, int, str, str, bool]
 """Number of ranks, FSDP version, strategy, state dict type, asynchronous save."""
@@ -69,10 +67,7 @@ def run_chain(worlds: Any, chain: tuple[Leg, ...]) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULT)
-    args = parser.parse_args()
-    from machine import describe
+    args = make_parser(__doc__, "resume_parity").parse_args()
     from ranks import Ranks
 
     started: dict[int, Any] = {}
@@ -90,10 +85,8 @@ def main() -> int:
         print(f"{name:40} {distance:.1e}  (at most {limit:.0e})", flush=True)
     for ranks in started.values():
         ranks.stop()
-    result = {**describe(), "command": "python scripts/bench/resume_parity.py", "losses_compared": 10, "cases": rows}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"written: {args.out}")
+    command = "python scripts/bench/resume_parity.py"
+    write_result("resume_parity", args.out, {"command": command, "losses_compared": 10, "cases": rows})
     return int(any(row["largest_relative_difference"] > row["limit"] for row in rows))
 
 

@@ -10,18 +10,17 @@ result is the median of the ratios of all pairs, with quartiles and a bootstrap 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-RESULT = Path(__file__).parents[2] / "docs" / "results" / "step_overhead.json"
+from common import make_llama, make_parser, run_two_ranks
+from update_results import write_result
+
 CONFIG = {
     "distributed_type": "FSDP",
     "num_processes": 2,
@@ -36,7 +35,7 @@ MAX_GRAD_NORM = 1.0
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "step_overhead")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of blocks")
     parser.add_argument("--block", type=int, default=2, help="steps in a block")
     parser.add_argument("--warmup", type=int, default=3, help="steps of each loop before measuring")
@@ -44,25 +43,17 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--length", type=int, default=192)
     parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step")
-    parser.add_argument("--out", type=Path, default=RESULT)
     return parser.parse_args()
 
 
 def make_model(args: argparse.Namespace) -> Any:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=8192,
-            hidden_size=args.hidden,
-            intermediate_size=args.hidden * 3,
-            num_hidden_layers=args.layers,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            use_cache=False,
-        )
+    return make_llama(
+        vocab_size=8192,
+        hidden_size=args.hidden,
+        intermediate_size=args.hidden * 3,
+        num_hidden_layers=args.layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
     )
 
 
@@ -184,15 +175,11 @@ def measure(args: argparse.Namespace) -> None:
 def write(
     args: argparse.Namespace, times: dict[str, list[float]], losses: dict[str, list[float]], num_params: int
 ) -> None:
-    sys.path.insert(0, str(Path(__file__).parent))
-    from machine import describe
-
     ratios = [ours / theirs for ours, theirs in zip(times["plugin"], times["hand"], strict=True)]
     low, high = median_interval(ratios)
     quartiles = statistics.quantiles(ratios, n=4)
     apart = max(abs(a - b) / abs(b) for a, b in zip(losses["plugin"], losses["hand"], strict=True))
     result = {
-        **describe(),
         "command": "python scripts/bench/step_overhead.py",
         "model": f"Llama, {args.layers} layers, hidden {args.hidden}, {num_params / 1e6:.1f} M parameters, fp32",
         "per_rank_batch": [args.batch, args.length],
@@ -206,14 +193,7 @@ def write(
         "ratio_median_95": [round(low, 4), round(high, 4)],
         "largest_relative_loss_difference": apart,
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(
-        f"step time, plugin / by hand: {result['ratio_median']:.4f} "
-        f"(quartiles {quartiles[0]:.4f} to {quartiles[2]:.4f}, 95% of the median {low:.4f} to {high:.4f}); "
-        f"by hand {result['hand_step_seconds']:.3f} s per step; the losses differ by at most {apart:.1e}. "
-        f"Written: {args.out}"
-    )
+    write_result("step_overhead", args.out, result)
 
 
 def main() -> int:
@@ -221,9 +201,7 @@ def main() -> int:
     if "RANK" in os.environ:
         measure(args)
         return 0
-    environ = {"OMP_NUM_THREADS": "1", **os.environ}
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    return subprocess.run([sys.executable, *ranks, __file__, *sys.argv[1:]], env=environ, check=False).returncode
+    return run_two_ranks(__file__, sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import math
 import os
 import random
@@ -36,13 +35,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
+from common import make_llama, make_parser
 from forked_ranks import WORLD_SIZE, RanksFailed, World, preload
-from machine import describe
-from survival_ranks import INTERVAL, Setting, make_model, resume, train
+from survival_ranks import INTERVAL, Setting, resume, train
+from update_results import write_result
 
-RESULT = Path(__file__).parents[2] / "docs" / "results" / "survival.json"
 UNSHARED = "HF_FSDP_SURVIVAL_UNSHARED"
 # The phases of a save, in order. phase_of derives the phase from the staging folder.
 PHASES = ("between saves", "nothing written", "writing", "one part finished", "all parts finished", "manifest written",
@@ -55,12 +52,11 @@ SETTINGS = [
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "survival")
     parser.add_argument("--trials", type=int, default=100, help="number of kills; a tenth as many disks are filled")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-disk-full", action="store_true", help="for systems on which no tmpfs can be mounted")
     parser.add_argument("--folder", type=Path, help="folder for the runs")
-    parser.add_argument("--out", type=Path, default=RESULT)
     return parser.parse_args()
 
 
@@ -242,17 +238,17 @@ def uninterrupted(model: Any, folder: Path, setting: Setting) -> list[float]:
 def measure(args: argparse.Namespace) -> int:
     source = random.Random(args.seed)
     preload()
-    model = make_model()
+    model = make_llama(
+        vocab_size=8192, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4,
+    )  # fmt: skip
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="survival_") as name:
         root = Path(name)
         losses, flips, size = references(model, root, source)
         trials = list(run_trials(args, model, root, source, losses, size))
     result = summary(args, trials, flips, time.monotonic() - start)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=2) + "\n")
-    print_table(result)
-    print(f"Written: {args.out}")
+    write_result("survival", args.out, result)
     return 1 if result["lost"] or any(found["found"] < found["files"] for found in result["flipped_bytes"]) else 0
 
 
@@ -317,7 +313,6 @@ def summary(
     kills = [trial for trial in trials if trial.disturbance != "disk full"]
     phases = Counter(trial.phase for trial in kills)
     return {
-        **describe(),
         "command": f"python scripts/bench/survival.py --trials {args.trials} --seed {args.seed}",
         "model": "Llama, 4 layers, hidden 256, fp32, AdamW, 2 gloo ranks",
         "seconds": round(seconds),
@@ -337,22 +332,6 @@ def summary(
         "most_steps_lost_since_the_last_save_began": max((t.saves_lost_steps for t in kills), default=None),
         "flipped_bytes": flips,
     }
-
-
-def print_table(result: dict[str, Any]) -> None:
-    print()
-    for key in ("kills_by_way", "kills_by_phase", "most_steps_lost"):
-        print(f"{key.replace('_', ' ')}:")
-        for name, number in result[key].items():
-            print(f"    {name:20} {number!s:>5}")
-    for found in result["flipped_bytes"]:
-        print(f"flipped bytes found, {found['checkpoint']}: {found['found']} of {found['files']}")
-    for lost in result["lost"]:
-        print(f"LOST: {lost}")
-    print(
-        f"{result['kills']} kills, {result['full_disks']} full disks, {len(result['lost'])} lost, in "
-        f"{result['seconds']} s."
-    )
 
 
 def main() -> int:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common import make_dataset
+
 INTERVAL, LAST_STEP = 2, 40
 """Steps between two saves, and the maximum number of steps, which no run reaches."""
 
@@ -23,32 +25,6 @@ class Setting:
         return f"FSDP{self.version} {self.kind.lower()} {'asynchronous' if self.asynchronous else 'synchronous'}"
 
 
-def make_dataset() -> Any:
-    import torch
-
-    class Tokens(torch.utils.data.Dataset):
-        def __len__(self) -> int:
-            return 10_000
-
-        def __getitem__(self, index: int) -> dict[str, Any]:
-            ids = torch.randint(0, 8192, (16,), generator=torch.Generator().manual_seed(index))
-            return {"input_ids": ids, "labels": ids}
-
-    return Tokens()
-
-
-def make_model() -> Any:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=8192, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=4, use_cache=False,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
 def make_trainer(model: Any, run: Path, setting: Setting, callback: Any, **arguments: Any) -> Any:
     import hf_fsdp_plugin as hfp
 
@@ -61,7 +37,9 @@ def make_trainer(model: Any, run: Path, setting: Setting, callback: Any, **argum
         },
         **arguments,
     )  # fmt: skip
-    return hfp.FsdpTrainer(model=model, args=args, train_dataset=make_dataset(), callbacks=[callback])
+    return hfp.FsdpTrainer(
+        model=model, args=args, train_dataset=make_dataset(vocab_size=8192, length=16), callbacks=[callback]
+    )
 
 
 def train(rank: int, report: Callable[..., None], model: Any, run: Path, setting: Setting, **arguments: Any) -> None:

@@ -18,7 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from common import RESULTS, ROOT, describe_machine
+
 BLOCK = re.compile(r"(<!-- results:begin (?P<name>[\w-]+) -->\n).*?(<!-- results:end (?P=name) -->)", re.DOTALL)
 HEAD = ("date", "machine", "versions", "command", "device")
 
@@ -167,11 +168,18 @@ def render(text: str, results: Path) -> str:
     return BLOCK.sub(fill, text)
 
 
+def write_result(name: str, path: Path, result: Result) -> None:
+    """Write a result with the date, machine and versions of the measurement, and print its table."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**describe_machine(), **result}, indent=2) + "\n")
+    print("\n".join(["", *TABLES[name](result), "", f"written: {path}"]))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the document is out of date")
     parser.add_argument("--document", type=Path, default=ROOT / "docs" / "results.md")
-    parser.add_argument("--results", type=Path, default=ROOT / "docs" / "results")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     text = args.document.read_text()
     filled = render(text, args.results)

@@ -20,10 +20,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from common import RESULTS, ROOT, describe_machine, make_llama
+
 from hf_fsdp_plugin.strategies import STRATEGIES
 
-ROOT = Path(__file__).parents[1]
-RESULT = ROOT / "docs" / "results" / "gpu_check.json"
+RESULT = RESULTS / "gpu_check.json"
 NUM_STEPS = 10
 CASE_TIMEOUT_S = 240
 RESULT_PREFIX = "gpu_check result: "
@@ -72,7 +73,6 @@ def train(case: Case) -> Case:
     """Train on one rank of a case and return the measurements. Raises if a check fails."""
     import torch
     import torch.distributed as dist
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     import hf_fsdp_plugin as hfp
     from hf_fsdp_plugin.backends.shard import plan_of
@@ -83,18 +83,10 @@ def train(case: Case) -> Case:
     backend = "cpu:gloo,cuda:gloo" if case["backend"] == "gloo" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend)
     accelerator = hfp.accelerator(hfp.load_spec(config(case)))
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=1024,
-            hidden_size=256,
-            intermediate_size=512,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            use_cache=False,
-        )
-    )
+    model = make_llama(
+        vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     ids = torch.randint(0, 1024, (4, 64), generator=torch.Generator().manual_seed(1)).to(accelerator.device)
 
@@ -200,10 +192,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("gpu_check: torch finds no CUDA device. Nothing was checked.", file=sys.stderr)
         return 1
-    sys.path.insert(0, str(ROOT / "scripts" / "bench"))
-    from machine import describe
-
-    head = {**describe(), "command": "bash scripts/gpu_check.sh", "device": torch.cuda.get_device_name(0)}
+    head = {**describe_machine(), "command": "bash scripts/gpu_check.sh", "device": torch.cuda.get_device_name(0)}
     head["versions"]["cuda"] = torch.version.cuda
     results = []
     todo = cases()

@@ -1,0 +1,76 @@
+"""What the measurements share: options, models, data, ranks, and the description of the machine."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs" / "results"
+
+
+def make_parser(description: str | None, name: str) -> argparse.ArgumentParser:
+    """Return a parser with the option ``--out``, by default ``docs/results/NAME.json``."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS / f"{name}.json")
+    return parser
+
+
+def make_llama(**sizes: int) -> Any:
+    """Return a Llama of the given sizes in fp32. The initial weights are the same in every process."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False))
+
+
+def make_dataset(*, vocab_size: int, length: int) -> Any:
+    """Return a dataset of random tokens. A sequence depends on its index only."""
+    import torch
+
+    class Tokens(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 10_000
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            ids = torch.randint(0, vocab_size, (length,), generator=torch.Generator().manual_seed(index))
+            return {"input_ids": ids, "labels": ids}
+
+    return Tokens()
+
+
+def run_two_ranks(script: str, arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
+    """Run a script on two ranks, one thread each, and return the exit code."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [*torchrun, script, *arguments]
+    return subprocess.run(command, env={"OMP_NUM_THREADS": "1", **environ}, check=False).returncode
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return date, processor, number of cores, and versions, as a JSON object."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "machine": f"{_processor()}, {os.cpu_count()} cores",
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "transformers", "accelerate")},
+        },
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
