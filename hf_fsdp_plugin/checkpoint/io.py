@@ -135,7 +135,7 @@ class InputFiles:
             count = opened.read(position, out)
             if count == 0:
                 message = f"ends at byte {position:,}; {position + len(out):,} bytes were expected."
-                fix = "It was cut short: fetch it again, or take another checkpoint."
+                fix = "Copy the checkpoint again, or use another checkpoint."
                 raise CheckpointError(
                     [Problem(code="FSDP-E453", message=message, fix=fix, origin=Origin(source=str(self._root / file)))]
                 )

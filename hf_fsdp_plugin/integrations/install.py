@@ -65,8 +65,12 @@ def install(
 def uninstall() -> None:
     """Undo ``install``: hooks, import finder, ``sys.excepthook``, exit handler, environment variables and session.
 
-    Models, Accelerators and Trainers that exist already keep their plan; the process group stays.
+    Waits for a checkpoint that is being written; then it is collective. Models, Accelerators and Trainers that exist
+    already keep their plan; the process group stays.
     """
+    from hf_fsdp_plugin.integrations.saving import manager
+
+    manager.close()
     stop_reporting()
     session.close()
     remove_hooks()

@@ -1,4 +1,4 @@
-"""Run on ranks: Accelerate's own loop with ``save_state``, ``load_state`` and ``save_model``."""
+"""Cases that ranks run: an Accelerate loop with ``save_state``, ``load_state`` and ``save_model``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_fsdp_plugin.integrations.saving import manager
 
 
 class Loop:
-    """A model, an optimizer and a scheduler, prepared, and their steps."""
+    """A prepared model, optimizer and scheduler, and their steps."""
 
     def __init__(self, strategy: str, version: int, model: str = "llama", project: Any = None, **settings: Any) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -41,7 +41,7 @@ class Loop:
 
 
 def save_and_load(folder: str, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Two steps, a checkpoint, two more; then a fresh loop from the checkpoint takes the last two again."""
+    """Train two steps, save, train two more; then repeat the last two in a new loop from the checkpoint."""
     first = Loop(**before)
     for number in range(2):
         first.step(number)
@@ -61,7 +61,7 @@ def save_and_load(folder: str, before: dict[str, Any], after: dict[str, Any]) ->
 
 
 def save_over(folder: str) -> list[float]:
-    """Two saves to one place, with a file of the user's in it."""
+    """Save twice to one path, with a file of the user in the folder."""
     loop = Loop("full_shard", 2)
     loop.step(0)
     loop.accelerator.save_state(folder)
@@ -75,7 +75,7 @@ def save_over(folder: str) -> list[float]:
 
 
 def save_named(project: str, **settings: Any) -> dict[str, Any]:
-    """Accelerate's automatic names with a limit, and a newest checkpoint that is damaged."""
+    """Save with Accelerate's automatic names and a limit; the newest checkpoint is then damaged."""
     from accelerate.utils import ProjectConfiguration
 
     configuration = ProjectConfiguration(project_dir=project, automatic_checkpoint_naming=True, total_limit=2)
@@ -99,7 +99,7 @@ def save_named(project: str, **settings: Any) -> dict[str, Any]:
 
 
 def load_with_stock_functions(folder: str, version: int) -> dict[str, Any]:
-    """A checkpoint of ours, read into a live model by Accelerate's own functions."""
+    """Load a checkpoint of this package with Accelerate's original functions."""
     from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
 
     first = Loop("full_shard", version)
@@ -112,7 +112,7 @@ def load_with_stock_functions(folder: str, version: int) -> dict[str, Any]:
     accelerator = second.accelerator
     plugin = FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_type="SHARDED_STATE_DICT")
     if version == 1:
-        # Accelerate asks for state on the CPU, which FSDP1 on CPU ranks does not survive.
+        # Accelerate requests state on the CPU, and FSDP1 crashes with that on CPU ranks.
         plugin.state_dict_config.offload_to_cpu = plugin.optim_state_dict_config.offload_to_cpu = False
     delattr(second.model, PLAN_ATTRIBUTE)
     for name, arguments in (("load_fsdp_model", ()), ("load_fsdp_optimizer", (second.optimizer.optimizer,))):

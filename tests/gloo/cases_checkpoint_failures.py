@@ -1,4 +1,4 @@
-"""Run on ranks: saves that go wrong. And, on ranks of their own, processes that end while they save."""
+"""Cases that ranks run: saves that fail, and, on forked ranks, processes that end during a save."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"
 from forked_ranks import WORLD_SIZE, World, preload
 
 LEFT_FREE = 40 << 10
-"""Bytes on a disk that is said to be full; a checkpoint of the tiny model needs ten times as many."""
+"""Bytes left free on a full disk; a checkpoint of the tiny model needs ten times as many."""
 
 
 def listing(folder: Path) -> list[str]:
@@ -49,8 +49,8 @@ class At(TrainerCallback):
             self.function()
 
 
-class WriterFirst(TrainerCallback):
-    """Before each step, the writer in the background gets as far as it can without the other ranks' agreement."""
+class WaitForWriter(TrainerCallback):
+    """Lets the background writer run before each step, as far as it can without a poll."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if manager.save_in_flight is not None:
@@ -58,14 +58,14 @@ class WriterFirst(TrainerCallback):
         dist.barrier()
 
 
-def train_into_trouble(output_dir: str, trouble: Callable[[Any], None], **arguments: Any) -> dict[str, Any]:
-    """A checkpoint after step 2, then trouble, then one after step 4; training would end with step 5.
+def train_with_fault(output_dir: str, inject: Callable[[Any], None], **arguments: Any) -> dict[str, Any]:
+    """Save after step 2, inject a fault, and save after step 4; training would end with step 5.
 
-    Returns what this rank was told, in which step, and what the folder held then.
+    Return the error of this rank, its step, and the names in the folder.
     """
     defaults = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5, "save_total_limit": 1}
-    trainer = make_trainer(output_dir, callbacks=[WriterFirst()], **{**defaults, **arguments})
-    trainer.add_callback(At(3, lambda: trouble(trainer)))
+    trainer = make_trainer(output_dir, callbacks=[WaitForWriter()], **{**defaults, **arguments})
+    trainer.add_callback(At(3, lambda: inject(trainer)))
     error = ""
     try:
         trainer.train()
@@ -76,7 +76,7 @@ def train_into_trouble(output_dir: str, trouble: Callable[[Any], None], **argume
 
 
 def full_disk(output_dir: str, **arguments: Any) -> dict[str, Any]:
-    """``output_dir`` lies on a small disk of its own."""
+    """``output_dir`` is on a small disk of its own."""
     filler = Path(output_dir).parent / "filler"
 
     def fill(trainer: Any) -> None:
@@ -86,11 +86,11 @@ def full_disk(output_dir: str, **arguments: Any) -> dict[str, Any]:
             filler.write_bytes(bytes(free - LEFT_FREE))
         dist.barrier()
 
-    return train_into_trouble(output_dir, fill, **arguments)
+    return train_with_fault(output_dir, fill, **arguments)
 
 
 def read_only(output_dir: str, **arguments: Any) -> dict[str, Any]:
-    """The disk of ``output_dir`` is remounted without leave to write."""
+    """The disk of ``output_dir`` is remounted read-only."""
 
     def remount(trainer: Any) -> None:
         manager.wait()
@@ -98,12 +98,12 @@ def read_only(output_dir: str, **arguments: Any) -> dict[str, Any]:
             assert os.system(f"mount -o remount,ro {Path(output_dir).parent}") == 0
         dist.barrier()
 
-    return train_into_trouble(output_dir, remount, **arguments)
+    return train_with_fault(output_dir, remount, **arguments)
 
 
 @contextlib.contextmanager
 def small_files_only() -> Iterator[None]:
-    """The system refuses this process files of more than a page."""
+    """Limit the files of this process to the size of a page."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
@@ -113,7 +113,7 @@ def small_files_only() -> Iterator[None]:
 
 
 class RefusedWriter(PartWriter):
-    """The system refuses its files."""
+    """Fails for files larger than a page."""
 
     def write(self, *args: Any) -> Any:
         with small_files_only():
@@ -125,7 +125,7 @@ class RefusedWriter(PartWriter):
 
 
 def one_rank_cannot_write(output_dir: str, **arguments: Any) -> dict[str, Any]:
-    """The system refuses rank 1 its second checkpoint's tensors."""
+    """Rank 1 cannot write the tensors of its second checkpoint."""
 
     def refuse(trainer: Any) -> None:
         manager.wait()
@@ -133,16 +133,16 @@ def one_rank_cannot_write(output_dir: str, **arguments: Any) -> dict[str, Any]:
             manager.writer = RefusedWriter()
 
     try:
-        return train_into_trouble(output_dir, refuse, **arguments)
+        return train_with_fault(output_dir, refuse, **arguments)
     finally:
         manager.writer = PartWriter()
 
 
 def small_file_fails(output_dir: str, owner: str, rank: int, **arguments: Any) -> dict[str, Any]:
-    """What a rank says of its own state cannot be had."""
+    """A rank cannot read its own state."""
 
     def fail(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("no state today")
+        raise RuntimeError("no state")
 
     def break_it(trainer: Any) -> None:
         if dist.get_rank() == rank:
@@ -151,11 +151,11 @@ def small_file_fails(output_dir: str, owner: str, rank: int, **arguments: Any) -
             else:
                 trainer._save_rng_state = fail
 
-    return train_into_trouble(output_dir, break_it, **arguments)
+    return train_with_fault(output_dir, break_it, **arguments)
 
 
-def fails_and_goes_on(output_dir: str, **arguments: Any) -> dict[str, Any]:
-    """The save after step 2 fails on one rank; the user catches that, and trains on to the next save."""
+def fail_and_continue(output_dir: str, **arguments: Any) -> dict[str, Any]:
+    """The save after step 2 fails on one rank; the user catches the error and trains until the next save."""
     trainer = make_trainer(output_dir, save_strategy="steps", save_steps=2, max_steps=4, **arguments)
     original = trainer._save_checkpoint
     errors = []
@@ -177,7 +177,7 @@ def fails_and_goes_on(output_dir: str, **arguments: Any) -> dict[str, Any]:
 
 
 def watch_removals(output_dir: str, **arguments: Any) -> list[tuple[list[str], list[str]]]:
-    """The checkpoints that are complete before and after each removal of an old one, as rank 0 sees them."""
+    """Return the complete checkpoints before and after each removal of an old one, on rank 0."""
     with _watched(trainer_checkpoints, Path(output_dir)) as seen:
         make_trainer(
             output_dir, save_strategy="steps", save_steps=2, max_steps=6, save_total_limit=1, **arguments
@@ -186,7 +186,7 @@ def watch_removals(output_dir: str, **arguments: Any) -> list[tuple[list[str], l
 
 
 def watch_accelerates_removals(folder: str, asynchronous: bool) -> list[tuple[list[str], list[str]]]:
-    """The same of the checkpoints that Accelerate names and counts."""
+    """The same for checkpoints that Accelerate names."""
     accelerator = accelerate_loop(asynchronous, 2)
     project = accelerator.project_configuration
     project.project_dir, project.automatic_checkpoint_naming, project.total_limit = folder, True, 1
@@ -225,7 +225,7 @@ def train(output_dir: str, **arguments: Any) -> list[str]:
 
 
 def start_of_resume(output_dir: str, **arguments: Any) -> int:
-    """The step that ``resume_from_checkpoint=True`` goes on from."""
+    """Return the step from which ``resume_from_checkpoint=True`` resumes."""
     found = []
 
     class Stop(TrainerCallback):
@@ -240,7 +240,7 @@ def start_of_resume(output_dir: str, **arguments: Any) -> int:
 
 
 def second_rename_fails(output_dir: str, **arguments: Any) -> str:
-    """Saving over a checkpoint, of which the old one can be renamed away and the new one cannot be put in its place."""
+    """Save over a checkpoint; the second rename of the commit fails."""
     rename = Path.rename
 
     def failing(self: Path, target: Any) -> Path:
@@ -259,7 +259,7 @@ def second_rename_fails(output_dir: str, **arguments: Any) -> str:
 
 
 def accelerate_saves(folder: str, asynchronous: bool, version: int) -> list[str]:
-    """Two ``save_state`` one after the other without a step between them; rank 1 cannot write for the first."""
+    """Call ``save_state`` twice without a step between; rank 1 cannot write for the first one."""
     accelerator = accelerate_loop(asynchronous, version)
     errors = []
     for name in ("first", "second"):
@@ -277,7 +277,7 @@ def accelerate_saves(folder: str, asynchronous: bool, version: int) -> list[str]
 
 
 def save_state(path: str, asynchronous: bool) -> str:
-    """What a plain loop is told when it saves to ``path``."""
+    """Return the error of a plain loop that saves to ``path``."""
     accelerator = accelerate_loop(asynchronous, 2)
     try:
         accelerator.save_state(path)
@@ -289,7 +289,7 @@ def save_state(path: str, asynchronous: bool) -> str:
 
 
 def accelerate_loop(asynchronous: bool, version: int, num_steps: int = 2) -> Any:
-    """A plain loop of a few steps. Returns its Accelerator, which holds the rest."""
+    """Run a plain loop of a few steps, and return its Accelerator."""
     config = parallel_config("full_shard", version, 2, async_save=asynchronous)
     accelerator = hfp.accelerator(hfp.load_spec(config))
     model = tiny_llama()
@@ -302,11 +302,11 @@ def accelerate_loop(asynchronous: bool, version: int, num_steps: int = 2) -> Any
     return accelerator
 
 
-# On ranks that are forked for one case, and end in it.
+# Cases of ranks that are forked for one case, and end in it.
 
 
 def serve(pipe: Connection) -> None:
-    """In a process that has imported everything and started nothing: run cases, which fork ranks."""
+    """Run cases, which fork ranks, in a process that has imported everything and started no thread."""
     preload()
     while True:
         name, args = pipe.recv()
@@ -325,32 +325,34 @@ class SlowWriter(PartWriter):
 
 
 class SlowRefusedWriter(SlowWriter, RefusedWriter):
-    """Takes half a second, and is then refused."""
+    """Takes half a second, and then fails."""
 
 
-def train_slowly_written(rank: int, say: Callable[..., None], output_dir: str, handler: bool, settings: Any) -> None:
-    """Says when its first save is on its way, and trains on."""
+def train_slowly_written(rank: int, report: Callable[..., None], output_dir: str, handler: bool, settings: Any) -> None:
+    """Report when the first save was handed to the background, and continue training."""
     manager.writer = SlowWriter()
     if handler:
 
         def user_handler(number: int, frame: Any) -> None:
-            say("handler", listing(Path(output_dir)))
+            report("handler", listing(Path(output_dir)))
             sys.exit(7)
 
         signal.signal(signal.SIGTERM, user_handler)
 
-    class Tell(TrainerCallback):
+    class Report(TrainerCallback):
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            say("handed over", state.global_step)
+            report("handed over", state.global_step)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             time.sleep(0.05)
 
-    make_trainer(output_dir, callbacks=[Tell()], save_strategy="steps", save_steps=4, max_steps=400, **settings).train()
+    make_trainer(
+        output_dir, callbacks=[Report()], save_strategy="steps", save_steps=4, max_steps=400, **settings
+    ).train()
 
 
 def terminated_while_saving(output_dir: str, handler: bool, settings: dict[str, Any]) -> dict[str, Any]:
-    """SIGTERM to all ranks while all write in the background."""
+    """Send SIGTERM to all ranks while all of them write in the background."""
     log = Path(output_dir).parent / "log"
     world = World.fork(train_slowly_written, log, output_dir, handler, settings)
     try:
@@ -365,24 +367,24 @@ def terminated_while_saving(output_dir: str, handler: bool, settings: dict[str, 
     return {"before": before, "in time": ended, "codes": [world.ended[rank] for rank in (0, 1)], "handler": seen}
 
 
-def save_and_end(rank: int, say: Callable[..., None], folder: str, end: str, version: int) -> None:
+def save_and_end(rank: int, report: Callable[..., None], folder: str, end: str, version: int) -> None:
     manager.writer = SlowWriter()
-    os.chdir(folder)  # where the report goes
+    os.chdir(folder)  # the folder of the report
     accelerator = accelerate_loop(True, version)
-    if end == "with an error in the save" and rank == 1:
+    if end == "error in the save" and rank == 1:
         manager.writer = SlowRefusedWriter()
     accelerator.save_state(f"{folder}/last")
-    say("saved", (Path(folder) / "last").exists())
+    report("saved", (Path(folder) / "last").exists())
     if end == "end_training":
         accelerator.end_training()
-    elif end == "without the group":
+    elif end == "process group destroyed":
         dist.destroy_process_group()
-    elif end == "after an exception":
-        raise KeyError("the user's own mistake")
+    elif end == "exception":
+        raise KeyError("an error of the user")
 
 
 def loop_ends_after_saving(folder: str, end: str, version: int) -> dict[str, Any]:
-    """A loop whose last save is still being written when its script is through."""
+    """A loop whose last save is being written when its script ends."""
     log = Path(folder) / "log"
     world = World.fork(save_and_end, log, folder, end, version)
     try:

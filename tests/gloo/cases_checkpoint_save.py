@@ -1,4 +1,4 @@
-"""Run on ranks: checkpoints of real Trainers and Accelerators, read back by the stock tools."""
+"""Cases that ranks run: checkpoints of real Trainers, read by the tools of torch, Transformers and PEFT."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from hf_fsdp_plugin.integrations.saving import manager
 
 
 def read_dcp(folder: Path) -> dict[str, Any]:
-    """As ``accelerate merge-weights`` reads it: everything, by torch's own reader."""
+    """Read everything with torch's reader, as ``accelerate merge-weights`` does."""
     state: dict[str, Any] = {}
     _load_state_dict(state, storage_reader=FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
     return state
 
 
 def train_and_save(output_dir: str, **arguments: Any) -> dict[str, Any]:
-    """Three steps with a checkpoint at the end, and what stood in memory then."""
+    """Train three steps, save, and return the state in memory."""
     trainer = make_trainer(output_dir, **{"save_strategy": "steps", "save_steps": 3, "max_steps": 3, **arguments})
     trainer.train()
     options = StateDictOptions(full_state_dict=True)
@@ -38,7 +38,7 @@ def train_and_save(output_dir: str, **arguments: Any) -> dict[str, Any]:
 
 
 def train_mixture(output_dir: str, **arguments: Any) -> dict[str, Any]:
-    """A mixture of experts, whose experts Transformers computes with in one tensor and stores one by one."""
+    """Train a mixture of experts, which Transformers computes in one tensor and stores one by one."""
     import cases_trainer
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -59,7 +59,7 @@ def train_mixture(output_dir: str, **arguments: Any) -> dict[str, Any]:
 
 
 def train_with_only_models(output_dir: str, **arguments: Any) -> dict[str, Any]:
-    """``save_only_model`` with the best model at the end, which the stock Trainer refuses."""
+    """Train with ``save_only_model`` and ``load_best_model_at_end``, which the Trainer refuses for FSDP."""
     trainer = make_trainer(
         output_dir, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2, max_steps=4,
         save_only_model=True, load_best_model_at_end=True, metric_for_best_model="eval_loss", save_total_limit=1,
@@ -75,7 +75,7 @@ def train_with_only_models(output_dir: str, **arguments: Any) -> dict[str, Any]:
 
 
 def train_adapters(output_dir: str, **arguments: Any) -> dict[str, Any]:
-    """LoRA on a frozen Llama: three steps in one go, then the last of them again from a checkpoint, and an export."""
+    """Train LoRA adapters for three steps, repeat the last step from a checkpoint, and export."""
     import cases_trainer
     from cases_models import lora_config
     from peft import PeftModel, get_peft_model

@@ -1,4 +1,4 @@
-"""Run on ranks of any number: the same training on any world, mesh, version and kind of checkpoint."""
+"""Cases that ranks run: the same training in any world, mesh, version and type of checkpoint."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 from cases_trainer import losses, make_trainer
 
 NUM_STEPS = 14
-"""Of the whole run; it is cut at several steps, and ten are compared after the last cut."""
+"""Steps of the whole run. It is interrupted at several steps; ten steps are compared after the last interruption."""
 SAMPLES_PER_STEP = 12
 
 
 def train(
     output_dir: str, *, until: int, resume: bool | str = False, model: str = "llama", **arguments: Any
 ) -> dict[str, Any]:
-    """Train to step ``until`` of a schedule for ``NUM_STEPS``, and save there. Every world reads the same samples."""
+    """Train to step ``until`` of a schedule for ``NUM_STEPS``, and save there. All worlds read the same samples."""
     world_size = torch.distributed.get_world_size()
     trainer = make_trainer(
         output_dir,

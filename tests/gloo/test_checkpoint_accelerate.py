@@ -1,4 +1,4 @@
-"""Accelerate's ``save_state``, ``load_state`` and ``save_model``, and its own tools on what they wrote."""
+"""Accelerate's ``save_state``, ``load_state`` and ``save_model``, and Accelerate's tools on the files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ LOOPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("before", "after"), LOOPS, ids=str)
-def test_a_loop_goes_on(two_ranks: Ranks, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> None:
+def test_loop_resumes_with_same_losses(
+    two_ranks: Ranks, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
+) -> None:
     strategy = {"strategy": "full_shard"}
     folder = tmp_path / "state"
     runs = two_ranks.run(cases.save_and_load, str(folder), {**strategy, **before}, {**strategy, **after})
@@ -36,7 +38,7 @@ def test_a_loop_goes_on(two_ranks: Ranks, tmp_path: Path, before: dict[str, Any]
     assert runs[0]["saved"] == str(folder)
 
 
-def test_a_save_replaces_the_last_one_and_keeps_what_is_not_its_own(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_save_replaces_a_checkpoint_and_keeps_other_files(two_ranks: Ranks, tmp_path: Path) -> None:
     folder = tmp_path / "state"
     for expected, found in two_ranks.run(cases.save_over, str(folder)):
         assert found == expected
@@ -45,19 +47,19 @@ def test_a_save_replaces_the_last_one_and_keeps_what_is_not_its_own(two_ranks: R
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_automatic_names(two_ranks: Ranks, tmp_path: Path, asynchronous: bool) -> None:
+def test_automatic_naming_limits_and_skips_damaged(two_ranks: Ranks, tmp_path: Path, asynchronous: bool) -> None:
     run = two_ranks.run(cases.save_named, str(tmp_path), async_save=asynchronous)[0]
     assert run["names"] == ["checkpoint_2", "checkpoint_3"]
     assert run["loaded"] == [2]
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_accelerates_own_functions_load_ours(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
+def test_checkpoint_loads_with_functions_of_accelerate(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
     run = two_ranks.run(cases.load_with_stock_functions, str(tmp_path / "state"), version)[0]
     assert run["stock"] == pytest.approx(run["whole"], rel=1e-6)
 
 
-def test_accelerates_own_merge_reads_ours(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_accelerate_merge_weights_reads_checkpoint(two_ranks: Ranks, tmp_path: Path) -> None:
     folder = tmp_path / "state"
     loop = {"strategy": "full_shard", "version": 1}
     two_ranks.run(cases.save_and_load, str(folder), loop, loop)
@@ -73,7 +75,7 @@ def test_accelerates_own_merge_reads_ours(two_ranks: Ranks, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("version", [1, 2])
-def test_save_model_is_for_from_pretrained(two_ranks: Ranks, tmp_path: Path, version: int, tied: bool) -> None:
+def test_save_model_is_readable_by_from_pretrained(two_ranks: Ranks, tmp_path: Path, version: int, tied: bool) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path / "model"

@@ -1,4 +1,4 @@
-"""Saves that fail, and processes that end while they save: what was there stays, and everybody hears of it."""
+"""Saves that fail and processes that end during a save: earlier checkpoints stay, and all ranks raise the error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_fsdp_plugin.checkpoint.checking.completeness import why_incomplete
 from hf_fsdp_plugin.checkpoint.checking.verify import verify
 
 SURVIVAL = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "survival.py"
-# What fails is the same under both; the second half of the matrix is for those who have the time.
+# Both versions fail in the same way, so FSDP1 is a slow test.
 BOTH_VERSIONS = [pytest.param(1, marks=pytest.mark.slow), 2]
 IN_BOTH_WAYS = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 
@@ -41,8 +41,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", disk], check=True)
 
 
-class Nursery:
-    """A process that forks ranks which may end as they like."""
+class RankForker:
+    """A process that forks ranks, which may end in any way."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -63,14 +63,14 @@ class Nursery:
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    yield nursery
-    nursery.stop()
+def rank_forker() -> Iterator[RankForker]:
+    rank_forker = RankForker()
+    yield rank_forker
+    rank_forker.stop()
 
 
 def assert_only(run: Path, *names: str) -> None:
-    """These complete checkpoints, and nothing else that a save has left."""
+    """The run contains these complete checkpoints, and nothing else of a save."""
     left = {path.name for path in run.iterdir() if path.name != "fsdp_report.json"}
     assert left == set(names)
     for name in names:
@@ -78,7 +78,7 @@ def assert_only(run: Path, *names: str) -> None:
 
 
 def assert_refused(outcomes: list[dict[str, Any]], run: Path, *words: str) -> None:
-    """All ranks have raised one error that holds the words, and the checkpoint before it is what there is."""
+    """All ranks raised the same error with these words, and only the earlier checkpoint exists."""
     errors = {outcome["error"] for outcome in outcomes}
     assert len(errors) == 1
     for word in (str(run / "checkpoint-4"), *words):
@@ -94,44 +94,38 @@ def test_killed_ranks_and_full_disks_lose_no_checkpoint(tmp_path: Path) -> None:
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     run = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
-    told = json.loads(result.read_text())
-    assert told["lost"] == []
-    assert told["kills"] == 4
-    assert all(found["found"] == found["files"] > 10 for found in told["flipped_bytes"])
+    found = json.loads(result.read_text())
+    assert found["lost"] == []
+    assert found["kills"] == 4
+    assert all(flips["found"] == flips["files"] > 10 for flips in found["flipped_bytes"])
 
 
 @pytest.mark.parametrize("kind", ["SHARDED", "FULL", "LOCAL"])
 @IN_BOTH_WAYS
-def test_a_full_disk_is_an_error_on_all_ranks(
-    two_ranks: Ranks, small_disk: Path, asynchronous: bool, kind: str
-) -> None:
+def test_full_disk_is_an_error_on_all_ranks(two_ranks: Ranks, small_disk: Path, asynchronous: bool, kind: str) -> None:
     run = small_disk / "run"
     arguments = settings(asynchronous=asynchronous, kind=kind)
     outcomes = two_ranks.run(cases.full_disk, str(run), **arguments)
     assert_refused(outcomes, run, "CheckpointError", "FSDP-E401")
-    # In the background it fails beside the fifth step, which is where all ranks hear of it.
+    # In the background it fails during the fifth step, in which all ranks raise the error.
     assert [outcome["step"] for outcome in outcomes] == [4, 4]
 
 
-def test_the_last_save_of_a_training_that_fails_in_the_background_fails_the_training(
-    two_ranks: Ranks, small_disk: Path
-) -> None:
+def test_failed_last_save_in_the_background_fails_training(two_ranks: Ranks, small_disk: Path) -> None:
     run = small_disk / "run"
     outcomes = two_ranks.run(cases.full_disk, str(run), max_steps=4, **settings(asynchronous=True))
     assert_refused(outcomes, run, "FSDP-E401")
 
 
 @IN_BOTH_WAYS
-def test_a_read_only_disk_is_an_error_on_all_ranks(two_ranks: Ranks, small_disk: Path, asynchronous: bool) -> None:
+def test_read_only_disk_is_an_error_on_all_ranks(two_ranks: Ranks, small_disk: Path, asynchronous: bool) -> None:
     run = small_disk / "run"
     outcomes = two_ranks.run(cases.read_only, str(run), **settings(asynchronous=asynchronous))
     assert_refused(outcomes, run, "rank 0: ", "FSDP-E402")
 
 
 @IN_BOTH_WAYS
-def test_a_checkpoint_under_a_file_is_an_error_on_all_ranks(
-    two_ranks: Ranks, tmp_path: Path, asynchronous: bool
-) -> None:
+def test_checkpoint_below_a_file_is_an_error_on_all_ranks(two_ranks: Ranks, tmp_path: Path, asynchronous: bool) -> None:
     (tmp_path / "file").write_text("mine")
     errors = two_ranks.run(cases.save_state, str(tmp_path / "file" / "checkpoint"), asynchronous)
     assert errors[0] == errors[1]
@@ -141,7 +135,7 @@ def test_a_checkpoint_under_a_file_is_an_error_on_all_ranks(
 
 
 @IN_BOTH_WAYS
-def test_a_file_in_a_checkpoints_place_is_not_replaced(two_ranks: Ranks, tmp_path: Path, asynchronous: bool) -> None:
+def test_file_with_the_name_of_a_checkpoint_stays(two_ranks: Ranks, tmp_path: Path, asynchronous: bool) -> None:
     (tmp_path / "checkpoint").write_text("mine")
     errors = two_ranks.run(cases.save_state, str(tmp_path / "checkpoint"), asynchronous)
     assert errors[0] == errors[1]
@@ -151,9 +145,7 @@ def test_a_file_in_a_checkpoints_place_is_not_replaced(two_ranks: Ranks, tmp_pat
 
 
 @IN_BOTH_WAYS
-def test_a_link_in_a_checkpoints_place_stays_and_leads_to_the_checkpoint(
-    two_ranks: Ranks, tmp_path: Path, asynchronous: bool
-) -> None:
+def test_link_with_the_name_of_a_checkpoint_stays(two_ranks: Ranks, tmp_path: Path, asynchronous: bool) -> None:
     disk, link = tmp_path / "other disk" / "data", tmp_path / "checkpoint"
     disk.mkdir(parents=True)
     (disk / "notes.txt").write_text("mine")
@@ -168,7 +160,7 @@ def test_a_link_in_a_checkpoints_place_stays_and_leads_to_the_checkpoint(
 
 @pytest.mark.parametrize("version", BOTH_VERSIONS)
 @IN_BOTH_WAYS
-def test_what_one_rank_cannot_write_is_an_error_on_all_ranks(
+def test_write_error_of_one_rank_is_raised_on_all_ranks(
     two_ranks: Ranks, tmp_path: Path, asynchronous: bool, version: int
 ) -> None:
     run = tmp_path / "run"
@@ -180,38 +172,36 @@ def test_what_one_rank_cannot_write_is_an_error_on_all_ranks(
 
 @pytest.mark.parametrize(("owner", "rank"), [("scheduler", 0), ("random state", 1)])
 @IN_BOTH_WAYS
-def test_what_one_rank_cannot_say_of_its_state_is_an_error_on_all_ranks(
+def test_state_error_of_one_rank_is_raised_on_all_ranks(
     two_ranks: Ranks, tmp_path: Path, asynchronous: bool, owner: str, rank: int
 ) -> None:
     run = tmp_path / "run"
     arguments = settings(asynchronous=asynchronous)
     outcomes = two_ranks.run(cases.small_file_fails, str(run), owner, rank, **arguments)
-    assert_refused(outcomes, run, f"rank {rank}: ", "no state today")
+    assert_refused(outcomes, run, f"rank {rank}: ", "no state")
 
 
-def test_after_a_save_that_failed_the_next_one_works(two_ranks: Ranks, tmp_path: Path) -> None:
-    outcomes = two_ranks.run(cases.fails_and_goes_on, str(tmp_path), **settings(asynchronous=False))
+def test_next_save_works_after_a_failed_one(two_ranks: Ranks, tmp_path: Path) -> None:
+    outcomes = two_ranks.run(cases.fail_and_continue, str(tmp_path), **settings(asynchronous=False))
     assert [len(outcome["errors"]) for outcome in outcomes] == [1, 1]
     assert_only(tmp_path, "checkpoint-4")
 
 
 @pytest.mark.parametrize("version", BOTH_VERSIONS)
 @IN_BOTH_WAYS
-def test_the_next_save_tells_of_the_last_ones_failure(
+def test_failed_background_save_is_raised_by_the_next_one(
     two_ranks: Ranks, tmp_path: Path, asynchronous: bool, version: int
 ) -> None:
-    told = two_ranks.run(cases.accelerate_saves, str(tmp_path), asynchronous, version)
-    assert told[0] == told[1]
-    assert len(told[0]) == 1
-    assert told[0][0].startswith("second: " if asynchronous else "first: ")
-    assert str(tmp_path / "first") in told[0][0]
+    errors = two_ranks.run(cases.accelerate_saves, str(tmp_path), asynchronous, version)
+    assert errors[0] == errors[1]
+    assert len(errors[0]) == 1
+    assert errors[0][0].startswith("second: " if asynchronous else "first: ")
+    assert str(tmp_path / "first") in errors[0][0]
     assert_only(tmp_path, *([] if asynchronous else ["second"]))
 
 
 @IN_BOTH_WAYS
-def test_an_old_checkpoint_goes_when_the_new_one_is_in_its_place(
-    two_ranks: Ranks, tmp_path: Path, asynchronous: bool
-) -> None:
+def test_old_checkpoint_is_removed_after_the_commit(two_ranks: Ranks, tmp_path: Path, asynchronous: bool) -> None:
     seen = two_ranks.run(cases.watch_removals, str(tmp_path), **settings(asynchronous=asynchronous))[0]
     two, four, six = (f"checkpoint-{step}" for step in (2, 4, 6))
     assert seen == [([two, four], [four]), ([four, six], [six])]
@@ -219,7 +209,7 @@ def test_an_old_checkpoint_goes_when_the_new_one_is_in_its_place(
 
 
 @IN_BOTH_WAYS
-def test_an_old_checkpoint_of_accelerates_goes_when_the_new_one_is_in_its_place(
+def test_old_accelerate_checkpoint_is_removed_after_commit(
     two_ranks: Ranks, tmp_path: Path, asynchronous: bool
 ) -> None:
     seen = two_ranks.run(cases.watch_accelerates_removals, str(tmp_path), asynchronous)[0]
@@ -228,7 +218,7 @@ def test_an_old_checkpoint_of_accelerates_goes_when_the_new_one_is_in_its_place(
     assert_only(tmp_path / "checkpoints", two)
 
 
-def test_what_is_left_of_a_removal_is_no_checkpoint(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_interrupted_removal_leaves_no_checkpoint(two_ranks: Ranks, tmp_path: Path) -> None:
     arguments = settings(asynchronous=False)
     two_ranks.run(cases.train, str(tmp_path), **arguments)
     remains = tmp_path / ".checkpoint-4.removed.saving"
@@ -239,7 +229,7 @@ def test_what_is_left_of_a_removal_is_no_checkpoint(two_ranks: Ranks, tmp_path: 
 
 
 @IN_BOTH_WAYS
-def test_saving_again_keeps_the_users_files(two_ranks: Ranks, tmp_path: Path, asynchronous: bool) -> None:
+def test_saving_again_keeps_files_of_the_user(two_ranks: Ranks, tmp_path: Path, asynchronous: bool) -> None:
     arguments = settings(asynchronous=asynchronous)
     two_ranks.run(cases.train, str(tmp_path), max_steps=2, **arguments)
     folder = tmp_path / "checkpoint-2"
@@ -256,15 +246,13 @@ def test_saving_again_keeps_the_users_files(two_ranks: Ranks, tmp_path: Path, as
 
 
 @pytest.mark.parametrize("renames", [1, 2])
-def test_a_replacement_that_was_cut_off_is_settled_before_resuming(
-    two_ranks: Ranks, tmp_path: Path, renames: int
-) -> None:
+def test_interrupted_commit_is_recovered_before_resuming(two_ranks: Ranks, tmp_path: Path, renames: int) -> None:
     arguments = settings(asynchronous=False)
     two_ranks.run(cases.train, str(tmp_path), **arguments)
     old, away = tmp_path / "checkpoint-4", tmp_path / ".checkpoint-4.replaced"
     old.rename(away)
     if renames == 2:
-        # The new one is in its place, and the user's files are not.
+        # The new checkpoint was renamed, and the files of the user were not moved yet.
         two_ranks.run(cases.train, str(tmp_path / "again"), **arguments)
         (tmp_path / "again" / "checkpoint-4").rename(old)
     (away / "notes.txt").write_text("good one")
@@ -274,7 +262,7 @@ def test_a_replacement_that_was_cut_off_is_settled_before_resuming(
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_a_checkpoint_that_cannot_be_replaced_stays(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_checkpoint_stays_if_its_replacement_fails(two_ranks: Ranks, tmp_path: Path) -> None:
     arguments = settings(asynchronous=False)
     two_ranks.run(cases.train, str(tmp_path), max_steps=2, **arguments)
     inode = (tmp_path / "checkpoint-2").stat().st_ino
@@ -286,26 +274,26 @@ def test_a_checkpoint_that_cannot_be_replaced_stays(two_ranks: Ranks, tmp_path: 
 
 
 @pytest.mark.parametrize("version", BOTH_VERSIONS)
-def test_a_terminated_process_finishes_what_it_writes(nursery: Nursery, tmp_path: Path, version: int) -> None:
+def test_sigterm_waits_for_the_save_in_flight(rank_forker: RankForker, tmp_path: Path, version: int) -> None:
     run = tmp_path / "run"
     arguments = settings(asynchronous=True, version=version)
-    end = nursery.run(cases.terminated_while_saving, str(run), False, arguments)
+    end = rank_forker.run(cases.terminated_while_saving, str(run), False, arguments)
     assert "checkpoint-4" not in end["before"]
     assert end["in time"]
     assert end["codes"] == [-signal.SIGTERM, -signal.SIGTERM]
     assert_only(run, "checkpoint-4")
 
 
-def test_a_handler_of_the_users_own_is_called_when_the_checkpoint_is_there(nursery: Nursery, tmp_path: Path) -> None:
+def test_user_sigterm_handler_is_called_after_the_save(rank_forker: RankForker, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    end = nursery.run(cases.terminated_while_saving, str(run), True, settings(asynchronous=True))
+    end = rank_forker.run(cases.terminated_while_saving, str(run), True, settings(asynchronous=True))
     assert end["codes"] == [7, 7]
     assert end["handler"][0] == ["checkpoint-4"]
     assert end["handler"][1] is not None
     assert_only(run, "checkpoint-4")
 
 
-def test_training_ends_when_its_last_save_is_written(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_training_waits_for_its_last_save(two_ranks: Ranks, tmp_path: Path) -> None:
     left = two_ranks.run(cases.train, str(tmp_path), **settings(asynchronous=True))[0]
     assert left == ["checkpoint-2", "checkpoint-4", "fsdp_report.json"]
     assert_only(tmp_path, "checkpoint-2", "checkpoint-4")
@@ -313,21 +301,21 @@ def test_training_ends_when_its_last_save_is_written(two_ranks: Ranks, tmp_path:
 
 @pytest.mark.parametrize(
     ("end", "code"),
-    [("end_training", 0), ("without a word", 0), ("without the group", 0), ("after an exception", 1)],
+    [("end_training", 0), ("no call at the end", 0), ("process group destroyed", 0), ("exception", 1)],
 )
 @pytest.mark.parametrize("version", BOTH_VERSIONS)
-def test_a_loop_may_end_while_its_last_save_is_written(
-    nursery: Nursery, tmp_path: Path, end: str, code: int, version: int
+def test_exit_waits_for_the_save_in_flight(
+    rank_forker: RankForker, tmp_path: Path, end: str, code: int, version: int
 ) -> None:
-    found = nursery.run(cases.loop_ends_after_saving, str(tmp_path), end, version)
+    found = rank_forker.run(cases.loop_ends_after_saving, str(tmp_path), end, version)
     assert found["early"] == [False, False], found["log"]
     assert found["in time"]
     assert found["codes"] == [code, code], found["log"]
     assert verify(tmp_path / "last").problems == ()
 
 
-def test_a_loops_last_save_that_fails_is_told_of(nursery: Nursery, tmp_path: Path) -> None:
-    found = nursery.run(cases.loop_ends_after_saving, str(tmp_path), "with an error in the save", 2)
+def test_failed_save_is_reported_at_exit(rank_forker: RankForker, tmp_path: Path) -> None:
+    found = rank_forker.run(cases.loop_ends_after_saving, str(tmp_path), "error in the save", 2)
     assert found["in time"]
     abandoned, failed = (
         next(line for line in found["log"].splitlines() if code in line) for code in ("FSDP-E406", "FSDP-E404")

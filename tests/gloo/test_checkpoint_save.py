@@ -1,4 +1,4 @@
-"""Checkpoints of real Trainers: whole, and readable with the stock tools."""
+"""Checkpoints of real Trainers are complete, and readable with the tools of torch, Transformers and PEFT."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SETTINGS = {
 
 
 def slow(name: str) -> Any:
-    """The rest of a matrix, for those who have the time."""
+    """A setting that only slow runs test."""
     return pytest.param(name, marks=pytest.mark.slow)
 
 
@@ -37,7 +37,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_sharded_checkpoints_are_read_by_torch(two_ranks: Ranks, tmp_path: Path, name: str) -> None:
+def test_sharded_checkpoint_is_readable_by_torch(two_ranks: Ranks, tmp_path: Path, name: str) -> None:
     run = two_ranks.run(cases.train_and_save, str(tmp_path), **arguments(name, "SHARDED"))[0]
     folder = tmp_path / "checkpoint-3"
     assert_same(cases.read_dcp(folder / "pytorch_model_fsdp_0")["model"], run["weights"])
@@ -49,7 +49,7 @@ def test_sharded_checkpoints_are_read_by_torch(two_ranks: Ranks, tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_full_checkpoints_are_hugging_face_folders(two_ranks: Ranks, tmp_path: Path, name: str) -> None:
+def test_full_checkpoint_is_a_hugging_face_folder(two_ranks: Ranks, tmp_path: Path, name: str) -> None:
     from transformers import AutoModelForCausalLM
 
     run = two_ranks.run(cases.train_and_save, str(tmp_path), **arguments(name, "FULL"))[0]
@@ -61,7 +61,7 @@ def test_full_checkpoints_are_hugging_face_folders(two_ranks: Ranks, tmp_path: P
 
 @pytest.mark.parametrize("kind", ["SHARDED", "FULL", "LOCAL"])
 @pytest.mark.parametrize("name", [slow("fsdp2"), "fsdp1", slow("fsdp1-flat"), "fsdp2-async", slow("fsdp1-async")])
-def test_a_checkpoint_is_whole(two_ranks: Ranks, tmp_path: Path, name: str, kind: str) -> None:
+def test_checkpoint_is_complete(two_ranks: Ranks, tmp_path: Path, name: str, kind: str) -> None:
     from hf_fsdp_plugin.checkpoint.checking.verify import verify
 
     two_ranks.run(cases.train_and_save, str(tmp_path), **arguments(name, kind))
@@ -75,7 +75,7 @@ def test_a_checkpoint_is_whole(two_ranks: Ranks, tmp_path: Path, name: str, kind
 
 
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
-def test_fused_experts_are_read_by_transformers(two_ranks: Ranks, tmp_path: Path, kind: str) -> None:
+def test_fused_experts_are_readable_by_transformers(two_ranks: Ranks, tmp_path: Path, kind: str) -> None:
     from transformers import AutoModelForCausalLM
 
     expected = two_ranks.run(cases.train_mixture, str(tmp_path), **arguments("fsdp2", kind))[0]
@@ -83,11 +83,11 @@ def test_fused_experts_are_read_by_transformers(two_ranks: Ranks, tmp_path: Path
     for folder in folders:
         assert_same(dict(AutoModelForCausalLM.from_pretrained(folder).state_dict()), expected)
     stored = load_file(tmp_path / "final" / "model.safetensors")
-    assert any("experts.0." in name for name in stored), "as Transformers stores them"
+    assert any("experts.0." in name for name in stored), "not split as Transformers stores them"
 
 
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
-def test_checkpoints_of_the_model_alone(two_ranks: Ranks, tmp_path: Path, kind: str) -> None:
+def test_save_only_model_with_load_best_model_at_end(two_ranks: Ranks, tmp_path: Path, kind: str) -> None:
     run = two_ranks.run(cases.train_with_only_models, str(tmp_path), **arguments("fsdp2-async", kind))[0]
     assert run["again"] == pytest.approx(run["best"], rel=1e-6)
     best = Path(run["best_checkpoint"])
@@ -99,7 +99,7 @@ def test_checkpoints_of_the_model_alone(two_ranks: Ranks, tmp_path: Path, kind: 
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
 @pytest.mark.parametrize("name", ["fsdp1", "fsdp2"])
-def test_adapters_are_saved_alone_and_read_by_peft(two_ranks: Ranks, tmp_path: Path, name: str, kind: str) -> None:
+def test_adapters_are_saved_alone_and_readable_by_peft(two_ranks: Ranks, tmp_path: Path, name: str, kind: str) -> None:
     run = two_ranks.run(cases.train_adapters, str(tmp_path), **arguments(name, kind))[0]
     whole, resumed = run["losses"]
     assert resumed[-1] == pytest.approx(whole[-1], rel=1e-6)

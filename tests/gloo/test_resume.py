@@ -1,4 +1,4 @@
-"""A training goes on wherever its checkpoint is read: other worlds, strategies, versions, kinds of state."""
+"""Training resumes from a checkpoint in other world sizes, strategies, versions and state dict types."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def config(version: int, kind: str, strategy: str = "full_shard", **more: Any) -
     return {"fsdp": "auto_wrap", "fsdp_config": settings}
 
 
-def assert_goes_on(found: dict[str, Any], whole: dict[str, Any], start: int, tolerance: float) -> None:
-    """The next ten losses are those of the uninterrupted run."""
+def assert_continues(found: dict[str, Any], whole: dict[str, Any], start: int, tolerance: float) -> None:
+    """The next ten losses equal those of the uninterrupted run."""
     steps = range(start + 1, min(start + 10, cases.NUM_STEPS) + 1)
     for step in steps:
         assert found["losses"][step] == pytest.approx(whole["losses"][step], rel=tolerance), step
@@ -44,13 +44,13 @@ SAME_WORLD = [
 
 
 @pytest.mark.parametrize(("before", "after", "tolerance"), SAME_WORLD, ids=str)
-def test_between_versions_strategies_and_kinds(
+def test_resume_with_other_version_strategy_or_type(
     two_ranks: Ranks, tmp_path: Path, whole: dict[str, Any], before: Any, after: Any, tolerance: float
 ) -> None:
     two_ranks.run(cases.train, str(tmp_path), until=4, **config(*before))
     resumed = two_ranks.run(cases.train, str(tmp_path), until=cases.NUM_STEPS, resume=True, **config(*after))[0]
     assert min(resumed["losses"]) <= 5 and resumed["step"] == cases.NUM_STEPS
-    assert_goes_on(resumed, whole, 4, tolerance)
+    assert_continues(resumed, whole, 4, tolerance)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_between_versions_strategies_and_kinds(
         ),
     ],
 )
-def test_through_worlds_of_two_four_one_and_three(
+def test_resume_in_worlds_of_two_four_one_and_three(
     one_rank: Ranks,
     two_ranks: Ranks,
     three_ranks: Ranks,
@@ -87,11 +87,11 @@ def test_through_worlds_of_two_four_one_and_three(
     for number, (world, until) in enumerate(zip((two_ranks, four_ranks, one_rank, three_ranks), steps, strict=True)):
         run = world.run(cases.train, str(tmp_path), until=until, resume=number > 0, **settings)[0]
         assert run["step"] == until
-    assert_goes_on(run, whole, 4, REORDERED)
+    assert_continues(run, whole, 4, REORDERED)
 
 
 @pytest.mark.parametrize("version", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_between_meshes(four_ranks: Ranks, tmp_path: Path, whole: dict[str, Any], version: int) -> None:
+def test_resume_with_other_meshes(four_ranks: Ranks, tmp_path: Path, whole: dict[str, Any], version: int) -> None:
     for until, strategy, resume in [
         (2, "full_shard", False), (3, "hybrid_shard", True), (4, "no_shard", True),
         (5, "hybrid_shard_zero2", True), (cases.NUM_STEPS, "full_shard", True),
@@ -102,4 +102,4 @@ def test_between_meshes(four_ranks: Ranks, tmp_path: Path, whole: dict[str, Any]
             else config(version, "SHARDED", strategy)
         )
         run = four_ranks.run(cases.train, str(tmp_path), until=until, resume=resume, **settings)[0]
-    assert_goes_on(run, whole, 5, REORDERED)
+    assert_continues(run, whole, 5, REORDERED)

@@ -30,11 +30,9 @@ from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredOptimizer, labelled_tensors
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME, OPTIMIZER
+from hf_fsdp_plugin.checkpoint.optimizer_state import state_layout
 from hf_fsdp_plugin.problems import CheckpointError, Problem, has_errors
 from hf_fsdp_plugin.text import format_names, plural
-
-_SAME_SHAPE = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
-"""Keys of optimizer state with the shape of the parameter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,7 +176,8 @@ def _manifest_problems(model: StoredModel, optimizer: StoredOptimizer | None, ma
         other += [
             f"{label} ({_describe('', tensor.shape)}, the parameter {_describe('', shapes[tensor.name])})"
             for label, tensor in labelled_tensors(optimizer)
-            if label.partition(" of ")[0] in _SAME_SHAPE and shapes.get(tensor.name, tensor.shape) != tensor.shape
+            if tensor.name in shapes
+            and state_layout(label.partition(" of ")[0], tensor.shape, shapes[tensor.name]) == "unsupported"
         ]
     total = len(manifest.parameters)
     found = [

@@ -1,4 +1,4 @@
-"""Boxes against numpy's own slicing."""
+"""Boxes compared with numpy's slicing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def numbered(shape: tuple[int, ...]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_run_is_its_boxes_in_order_and_each_is_a_run(seed: int) -> None:
+def test_flat_range_is_contiguous_boxes_in_order(seed: int) -> None:
     draw = random.Random(seed)
     shape = some_shape(draw)
     start = draw.randint(0, math.prod(shape))
@@ -48,7 +48,7 @@ def test_a_run_is_its_boxes_in_order_and_each_is_a_run(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_only_a_run_has_a_start(seed: int) -> None:
+def test_only_contiguous_boxes_have_a_flat_start(seed: int) -> None:
     draw = random.Random(seed)
     shape = some_shape(draw)
     box = some_box(draw, shape)
@@ -58,7 +58,7 @@ def test_only_a_run_has_a_start(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_what_boxes_leave_uncovered_is_counted_once_however_they_overlap(seed: int) -> None:
+def test_uncovered_elements_are_counted_once(seed: int) -> None:
     draw = random.Random(seed)
     shape = some_shape(draw)
     boxes = [some_box(draw, shape) for _ in range(draw.randint(0, 5))]
@@ -69,7 +69,7 @@ def test_what_boxes_leave_uncovered_is_counted_once_however_they_overlap(seed: i
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_two_boxes_meet_where_their_elements_do(seed: int) -> None:
+def test_intersection_of_boxes_equals_that_of_elements(seed: int) -> None:
     draw = random.Random(seed)
     shape = some_shape(draw)
     a, b = some_box(draw, shape), some_box(draw, shape)
@@ -80,14 +80,14 @@ def test_two_boxes_meet_where_their_elements_do(seed: int) -> None:
     )
 
 
-def test_a_box_that_sticks_out_covers_what_is_inside() -> None:
+def test_box_beyond_the_tensor_covers_what_is_inside() -> None:
     assert uncovered((4, 2), [Box((3, 0), (5, 2))]) == 6
     assert not within(Box((3, 0), (5, 2)), (4, 2))
     assert within(Box((3, 0), (1, 2)), (4, 2))
     assert not within(Box((0,), (1,)), (4, 2))
 
 
-def test_scalars_and_empty_tensors() -> None:
+def test_boxes_of_scalars_and_empty_tensors() -> None:
     assert flat_range((), 0, 1) == [Box((), ())]
     assert intersect(Box((), ()), Box((), ())) == Box((), ())
     assert (Box((), ()).numel, uncovered((), []), uncovered((), [Box((), ())])) == (1, 1, 0)
