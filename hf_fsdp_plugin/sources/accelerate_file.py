@@ -56,8 +56,8 @@ def _without_path(entries: Iterable[Entry], out: Collector, file: ConfigFile, fi
             yield entry
             continue
         path = Path(entry.value.value)
-        beside = ConfigFile(path=file.path.parent / path, shown=str(Path(file.shown).parent / path))
-        named = beside if beside.path.exists() and not path.exists() else ConfigFile.at(path)
+        sibling = ConfigFile(path=file.path.parent / path, shown=str(Path(file.shown).parent / path))
+        named = sibling if sibling.path.exists() and not path.exists() else ConfigFile.at(path)
         inner = Collector(named.shown)
         try:
             add_fsdp_section(inner, files.tree(named))
