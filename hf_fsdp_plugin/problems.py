@@ -75,18 +75,20 @@ class Problem:
         rank: the rank that raised it, where only some did.
     """
 
+    code: str
     message: str
-    code: str = ""
-    severity: Severity = "error"  # transitional: derived from the code once every problem has one
     fix: str = ""
     setting: str | None = None
     origin: Origin | None = None
     rank: int | None = None
 
     def __post_init__(self) -> None:
-        if self.code:
-            assert CODE.fullmatch(self.code), f"{self.code!r} is not a problem code"
-            object.__setattr__(self, "severity", _SEVERITIES[self.code[len("FSDP-")]])
+        assert CODE.fullmatch(self.code), f"{self.code!r} is not a problem code"
+
+    @property
+    def severity(self) -> Severity:
+        """``error`` stops the run; ``warning`` and ``note`` are shown and carried into the report."""
+        return _SEVERITIES[self.code[len("FSDP-")]]
 
     def to_json(self) -> dict[str, Any]:
         """The object that ``check --json`` and ``fsdp_report.json`` print."""
@@ -106,8 +108,7 @@ class Problem:
         rank = f"rank {self.rank}: " if self.rank is not None else ""
         setting = f"{self.setting}: " if self.setting else ""
         fix = f" {self.fix}" if self.fix else ""
-        code = f" [{self.code}]" if self.code else ""
-        return f"{place}{label}{rank}{setting}{self.message}{fix}{code}"
+        return f"{place}{label}{rank}{setting}{self.message}{fix} [{self.code}]"
 
 
 def has_errors(problems: Iterable[Problem]) -> bool:

@@ -9,11 +9,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from hf_fsdp_plugin import __version__
 from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.checkpoint import CheckpointManager, Manifest, model_shards
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_optimizers
 from hf_fsdp_plugin.spec.model import StateDictKind
+from hf_fsdp_plugin.version import __version__
 
 manager = CheckpointManager()
 """Writes the checkpoints of this process, whichever Accelerator or Trainer saves them."""

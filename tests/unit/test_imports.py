@@ -12,7 +12,7 @@ import hf_fsdp_plugin
 
 PACKAGE = Path(hf_fsdp_plugin.__file__).parent
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "numpy"}
-TORCH_FREE = ("problems", "text", "strategies", "vocabulary", "sources", "spec")
+TORCH_FREE = ("version", "problems", "text", "strategies", "vocabulary", "sources", "spec")
 ORDER = (
     *TORCH_FREE,
     "devices",
