@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
     "checking.byte_ranges": ("Progress",),
-    "checking.completeness": ("newest_complete", "numbered", "why_incomplete"),
+    "checking.completeness": ("newest_complete", "numbered_checkpoints", "why_incomplete"),
     "checking.inspection": ("Summary", "checkpoints_of_run", "summarize"),
     "checking.verify": ("Verdict", "verify"),
     "formats.manifest": ("Manifest",),
@@ -31,7 +31,7 @@ _EXPORTS = {
 if TYPE_CHECKING:
     from hf_fsdp_plugin.checkpoint.checking.byte_ranges import Progress as Progress
     from hf_fsdp_plugin.checkpoint.checking.completeness import newest_complete as newest_complete
-    from hf_fsdp_plugin.checkpoint.checking.completeness import numbered as numbered
+    from hf_fsdp_plugin.checkpoint.checking.completeness import numbered_checkpoints as numbered_checkpoints
     from hf_fsdp_plugin.checkpoint.checking.completeness import why_incomplete as why_incomplete
     from hf_fsdp_plugin.checkpoint.checking.inspection import Summary as Summary
     from hf_fsdp_plugin.checkpoint.checking.inspection import checkpoints_of_run as checkpoints_of_run

@@ -60,7 +60,7 @@ def completeness_problems(folder: Path) -> list[Problem]:
 def newest_complete(run_folder: Path, prefix: str = TRAINER_PREFIX) -> tuple[Path | None, list[tuple[Path, str]]]:
     """Return the complete checkpoint with the highest number, and the newer incomplete ones with the reasons."""
     skipped: list[tuple[Path, str]] = []
-    for folder in numbered(run_folder, prefix):
+    for folder in numbered_checkpoints(run_folder, prefix):
         reason = why_incomplete(folder)
         if reason is None:
             return folder, skipped
@@ -68,7 +68,7 @@ def newest_complete(run_folder: Path, prefix: str = TRAINER_PREFIX) -> tuple[Pat
     return None, skipped
 
 
-def numbered(run_folder: Path, prefix: str) -> list[Path]:
+def numbered_checkpoints(run_folder: Path, prefix: str) -> list[Path]:
     """Return the folders ``<prefix><number>`` in a folder, the highest number first; none if it does not exist."""
     if not run_folder.is_dir():
         return []

@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_fsdp_plugin.checkpoint.checking.completeness import (
     checkpoint_of,
-    numbered,
+    numbered_checkpoints,
     own_files,
     why_incomplete,
 )
@@ -177,7 +177,7 @@ def checkpoints_of_run(folder: Path) -> list[Path]:
     Staging folders of interrupted saves come last.
     """
     places = (folder, folder / ACCELERATE_RUN)
-    found = [path for place in places for prefix in PREFIXES for path in numbered(place, prefix)]
+    found = [path for place in places for prefix in PREFIXES for path in numbered_checkpoints(place, prefix)]
     return found + [path for place in places for path in sorted(place.glob(f".checkpoint*{SAVING}"))]
 
 

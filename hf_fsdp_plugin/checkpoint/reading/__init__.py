@@ -1,1 +1,1 @@
-"""A checkpoint of any format -> a live model and its optimizer, in any world."""
+"""Loads a checkpoint of any format into a live model and its optimizer, in any world."""

@@ -1,1 +1,1 @@
-"""Shards in memory -> a checkpoint in its place."""
+"""Saves the shards of a model and an optimizer as a checkpoint."""

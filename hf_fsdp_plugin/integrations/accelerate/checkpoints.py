@@ -15,7 +15,7 @@ from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.checkpoint import (
     newest_complete,
-    numbered,
+    numbered_checkpoints,
     recover_interrupted_commit,
     recover_run,
     remove_checkpoint,
@@ -87,7 +87,7 @@ def write_model_config(model: Any, folder: Path) -> None:
 
 
 def _rotate(run: Path, limit: int | None) -> None:
-    for path in numbered(run, ACCELERATE_PREFIX)[limit:] if limit else ():
+    for path in numbered_checkpoints(run, ACCELERATE_PREFIX)[limit:] if limit else ():
         remove_checkpoint(path)
 
 

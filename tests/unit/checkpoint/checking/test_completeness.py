@@ -13,7 +13,7 @@ from hf_fsdp_plugin.checkpoint.checking.completeness import (
     checkpoint_of,
     completeness_problems,
     newest_complete,
-    numbered,
+    numbered_checkpoints,
     own_files,
     why_incomplete,
 )
@@ -159,7 +159,7 @@ def test_checkpoints_are_found_by_prefix(tmp_path):
     saved.local_checkpoint(tmp_path / "checkpoint_2")
     saved.local_checkpoint(tmp_path / "checkpoint-1")
     assert newest_complete(tmp_path, "checkpoint_")[0] == tmp_path / "checkpoint_2"
-    assert [path.name for path in numbered(tmp_path, "checkpoint-")] == ["checkpoint-1"]
+    assert [path.name for path in numbered_checkpoints(tmp_path, "checkpoint-")] == ["checkpoint-1"]
 
 
 def test_part_belongs_to_the_checkpoint_around_it(local, stock, tmp_path):
