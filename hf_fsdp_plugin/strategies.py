@@ -17,11 +17,10 @@ class Strategy:
 
     Attributes:
         name: canonical name.
-        number: the number in ``fsdp_sharding_strategy``; the value of torch's enum member.
-        torch_name: the member of ``torch.distributed.fsdp.ShardingStrategy``.
-        sharded: the state that is sharded between a unit's forward and its backward. Empty: nothing is ever sharded.
+        number: the number in ``fsdp_sharding_strategy``, which is the value of torch's enum member.
+        torch_name: name of the member of ``torch.distributed.fsdp.ShardingStrategy``.
+        sharded: the state that is sharded between a unit's forward and backward. Empty if nothing is ever sharded.
         hybrid: whether the shard groups are replicated over a second axis of the mesh.
-        spellings: other names, in lower case, without a leading underscore.
     """
 
     name: str
@@ -29,7 +28,6 @@ class Strategy:
     torch_name: str
     sharded: tuple[State, ...]
     hybrid: bool = False
-    spellings: tuple[str, ...] = ()
 
     @property
     def is_sharded(self) -> bool:
@@ -45,13 +43,13 @@ class Strategy:
         """``full_shard: parameters, gradients, optimizer state``."""
         return f"{self.name}: {', '.join(self.sharded) or 'nothing'}{' (per replica)' if self.hybrid else ''}"
 
-    def counterpart(self, *, hybrid: bool | None = None, reshard: bool | None = None) -> Strategy | None:
-        """The strategy that differs from this one only in the given properties; ``None`` where there is none."""
-        hybrid = self.hybrid if hybrid is None else hybrid
-        state: set[str] = {*self.sharded}
-        if reshard is not None and self.is_sharded:
-            state = state | {"parameters"} if reshard else state - {"parameters"}
-        return next((row for row in STRATEGIES.values() if row.hybrid == hybrid and {*row.sharded} == state), None)
+    def counterpart(self, *, hybrid: bool | None = None, reshard: bool | None = None) -> Strategy:
+        """Return the strategy that differs only in the given properties. ``no_shard`` returns itself."""
+        return strategy_of(
+            sharded=self.is_sharded,
+            hybrid=self.hybrid if hybrid is None else hybrid,
+            reshard=self.reshards_after_forward if reshard is None else reshard,
+        )
 
 
 STRATEGIES: Final[Mapping[str, Strategy]] = MappingProxyType(
@@ -77,9 +75,8 @@ DEFAULT: Final = STRATEGIES["full_shard"]
 
 
 def strategy_of(*, sharded: bool, hybrid: bool, reshard: bool) -> Strategy:
-    """The strategy of a unit whose mesh and reshard flag are known."""
+    """Return the strategy with these properties. Without sharding, ``hybrid`` and ``reshard`` have no effect."""
     if not sharded:
-        return next(row for row in STRATEGIES.values() if not row.is_sharded)
-    found = DEFAULT.counterpart(hybrid=hybrid, reshard=reshard)
-    assert found is not None, "every combination of hybrid and reshard has a row"
-    return found
+        return STRATEGIES["no_shard"]
+    rows = [row for row in STRATEGIES.values() if row.is_sharded]
+    return next(row for row in rows if row.hybrid == hybrid and row.reshards_after_forward == reshard)

@@ -66,7 +66,7 @@ class Row:
 
 
 STRATEGY_CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {row.name: (str(row.number), *row.spellings) for row in STRATEGIES.values()}
+    {row.name: (str(row.number),) for row in STRATEGIES.values()}
 )
 DTYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

@@ -1,4 +1,4 @@
-"""Resolves the sizes of the mesh's axes from the spec and the world size."""
+"""Resolves the sizes of the mesh's axes and the strategy on them from the spec and the world size."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from hf_fsdp_plugin.strategies import STRATEGIES
 def resolve_mesh(
     spec: FsdpSpec, world_size: int, local_world_size: int | None, problems: ProblemCollector
 ) -> tuple[MeshPlan, str]:
-    """Return the mesh and the strategy on it: a plain strategy on a mesh with replicas becomes the hybrid one.
+    """Return the mesh and the name of the strategy on it. On a mesh with replicas, this is the hybrid strategy.
 
     Args:
         world_size: number of ranks.
-        local_world_size: number of ranks on one machine; ``None`` computes it from the launch settings.
-        problems: receives the problems. After an error, the returned mesh is only a placeholder.
+        local_world_size: number of ranks on one machine. ``None``: computed from the launch settings.
+        problems: receives the problems. After an error, the returned mesh is a placeholder.
     """
     strategy = STRATEGIES[spec.sharding.strategy]
     if world_size < 1:
-        problems.add("FSDP-E201", None, f"the world size is {world_size}.", "Set a world size of 1 or more.")
+        problems.add(
+            "FSDP-E201",
+            None,
+            f"the world size is {world_size}.",
+            "Set a world size of 1 or more.",
+        )
         return MeshPlan(replicate=1, shard=1), strategy.name
     if not strategy.is_sharded:
         return _replicas_only(spec, world_size, problems), strategy.name
@@ -31,14 +36,14 @@ def resolve_mesh(
     if mesh is None:
         return MeshPlan(replicate=1, shard=world_size), strategy.name
     hybrid, plain = strategy.counterpart(hybrid=True), strategy.counterpart(hybrid=False)
-    if mesh.replicate > 1 and hybrid is not None and not strategy.hybrid:
+    if mesh.replicate > 1 and strategy is plain:
         problems.add(
             "FSDP-N111",
             "sharding.strategy",
             f"a mesh with {mesh.replicate} replicas changes the strategy {strategy.name} to {hybrid.name}.",
         )
         strategy = hybrid
-    elif mesh.replicate == 1 and plain is not None and strategy.hybrid and world_size > 1:
+    elif mesh.replicate == 1 and strategy is hybrid and world_size > 1:
         problems.add(
             "FSDP-W205",
             "sharding.strategy",
@@ -83,7 +88,7 @@ def _ranks_per_machine(spec: FsdpSpec, world_size: int, local_world_size: int | 
 def _complete(
     spec: FsdpSpec, world_size: int, shard: int | None, replicate: int | None, problems: ProblemCollector
 ) -> MeshPlan | None:
-    """Compute the missing size; ``None`` where the sizes do not fit the world size."""
+    """Return the mesh with the missing size computed; ``None`` if the sizes do not fit the world size."""
     if shard is not None and replicate is not None:
         num_ranks = shard * replicate
         if num_ranks == world_size:

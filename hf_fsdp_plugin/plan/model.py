@@ -10,14 +10,14 @@ from typing import Any, Final, Literal
 from hf_fsdp_plugin.plan.render import names_text, settings_text, units_text
 from hf_fsdp_plugin.plan.units import UnitPlan
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.spec.model import BackwardPrefetch, Checkpointing, FsdpSpec, StateDictKind, Version
+from hf_fsdp_plugin.spec.model import ActivationSection, FsdpSpec, PrefetchSection, StateDictKind, Version
 from hf_fsdp_plugin.text import format_count, plural
 
 Backend = Literal["fsdp1", "fsdp2"]
 PlannedDtype = Literal["fp32", "bf16", "fp16", "unchanged"]
 
 _SECTIONS: Final = ("mesh", "precision", "prefetch", "activation")
-"""Sections of the vocabulary that are an attribute of the plan with the same fields."""
+"""Sections of the spec that the plan has under the same name, with the same fields."""
 
 _ATTRIBUTES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -32,7 +32,7 @@ _ATTRIBUTES: Final[Mapping[str, str]] = MappingProxyType(
         "launch.num_processes": "world_size",
     }
 )
-"""Canonical name -> attribute of the plan, for the other settings that the plan decides."""
+"""Canonical name -> attribute of the plan, for the other settings that the plan resolves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,33 +55,16 @@ class PrecisionPlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PrefetchPlan:
-    backward: BackwardPrefetch
-    forward: bool
-    limit_all_gathers: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ActivationPlan:
-    """``native``: Transformers checkpoints the activations. Otherwise each unit of the wrap policy is checkpointed."""
-
-    checkpointing: Checkpointing
-    offload: bool
-    native: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class FsdpPlan:
     """Everything that a backend needs to shard a model.
 
     Attributes:
-        units: children before parents and otherwise in forward order, the order in which they are wrapped; the root is
-            last.
-        ties: groups of names of the same parameter, each group inside one unit.
+        units: in the order in which they are wrapped: children before parents, otherwise in forward order, root last.
+        ties: one tuple per tied parameter, with all its names. All of them are in the same unit.
         ignored_modules: names of modules whose parameters are not sharded.
-        ignored_parameters: names of the parameters that are not sharded: those of the ignored modules, and scalars,
-            which have no dimension to shard. Their gradients are averaged over all ranks.
-        pre_sharded: the model was sharded before it reached the plugin; its units are kept as they are.
+        ignored_parameters: names of the parameters that are not sharded: the parameters of ignored modules, and
+            scalars, which have no dimension to shard. Their gradients are averaged over all ranks.
+        pre_sharded: whether the model was sharded before it reached the plugin. Its units are kept.
         spec: the requested settings.
         problems: warnings and notes of the spec and of the plan.
     """
@@ -100,9 +83,9 @@ class FsdpPlan:
     offload_params: bool
     pin_memory: bool
     precision: PrecisionPlan
-    prefetch: PrefetchPlan
+    prefetch: PrefetchSection
     state_dict: StateDictKind
-    activation: ActivationPlan
+    activation: ActivationSection
     ram_efficient: bool
     sync_module_states: bool
     use_orig: bool
@@ -119,7 +102,7 @@ class FsdpPlan:
         return sum(unit.num_params for unit in self.units)
 
     def get(self, name: str) -> Any:
-        """The resolved value of a setting, or the spec's value where there is nothing to resolve.
+        """Return the resolved value of a setting, or the spec's value if the plan does not resolve it.
 
         Args:
             name: canonical name, such as ``prefetch.backward``.
@@ -134,12 +117,12 @@ class FsdpPlan:
         return getattr(self, _ATTRIBUTES[name]) if name in _ATTRIBUTES else requested
 
     def settings(self) -> Iterator[tuple[str, Any]]:
-        """Every setting of the vocabulary as (canonical name, resolved value), in the order of the spec's sections."""
+        """Yield every setting as (canonical name, resolved value), in the order of the spec's sections."""
         for name, _, _ in self.spec.settings():
             yield name, self.get(name)
 
     def to_json(self) -> dict[str, Any]:
-        """The ``plan`` object of ``check --json``. Counts are of whole parameters, not of shards."""
+        """Return the ``plan`` object of ``check --json``. Counts are of whole parameters, not of shards."""
         return {
             "backend": self.backend,
             "model_class": self.model_class,

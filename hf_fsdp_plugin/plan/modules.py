@@ -8,67 +8,54 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hf_fsdp_plugin.torch_private.modules import children
-
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Occurrence:
-    """One name of a parameter. ``module`` is the name of the module that it is registered in."""
-
-    module: str
-    name: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterEntry:
-    """A parameter with all its names. The first one is the name in ``named_parameters()``."""
+    """A parameter under all its names: several if it is tied. The first one is the name in ``named_parameters()``."""
 
     parameter: nn.Parameter
-    occurrences: tuple[Occurrence, ...]
+    names: tuple[str, ...]
     ignored: bool
 
     @property
     def name(self) -> str:
-        return self.occurrences[0].name
+        return self.names[0]
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(occurrence.name for occurrence in self.occurrences)
+    def modules(self) -> tuple[str, ...]:
+        """For each of ``names``, the name of the module in which the parameter is registered."""
+        return tuple(parent_of(name) for name in self.names)
 
 
 class ModuleTree:
-    """The modules and parameters of a model. Read once; does not change afterwards.
+    """The modules and parameters of a model, read once.
 
     Attributes:
         modules: name -> module, parents before children. A module that is registered twice has two names.
         first_names: ``id(module)`` -> the first of its names.
-        parameters: in the order of ``named_parameters()``.
         ignored: ids of the modules that FSDP ignores, and of all modules inside them.
+        parameters: in the order of ``named_parameters()``.
     """
 
     def __init__(self, model: nn.Module, ignored_modules: Iterable[nn.Module] = ()) -> None:
         self.model = model
-        self.modules: dict[str, nn.Module] = dict(_walk(model, "", ()))
-        self.first_names: dict[int, str] = {}
-        for name, module in self.modules.items():
-            self.first_names.setdefault(id(module), name)
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.first_names = {id(module): name for name, module in self.named()}
         self.ignored = {id(inner) for module in ignored_modules for inner in module.modules()}
         self.parameters = self._find_parameters()
 
+    def named(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield every module once, with its first name."""
+        return self.model.named_modules()
+
     def name_of(self, module: object) -> str | None:
-        """The first name of a module; ``None`` for an object that is not a module of this model."""
+        """Return the first name of a module; ``None`` for an object that is not a module of this model."""
         return self.first_names.get(id(module))
 
-    def named(self) -> Iterator[tuple[str, nn.Module]]:
-        """Every module once, under its first name."""
-        for name, module in self.modules.items():
-            if self.first_names[id(module)] == name:
-                yield name, module
-
     def class_counts(self) -> Counter[str]:
-        """Number of modules with parameters per class, without containers and the model itself.
+        """Return the number of modules with parameters per class, without containers and the model itself.
 
         The model's own classes come before torch's (``Linear``), which are rarely wrapped.
         """
@@ -79,7 +66,7 @@ class ModuleTree:
         return Counter(dict([*counts[0].most_common(), *counts[1].most_common()]))
 
     def repeated_classes(self) -> tuple[str, ...]:
-        """Likely layer classes: classes that repeat in the outermost lists of modules and contain most parameters."""
+        """Return the likely layer classes: those that repeat in the outermost module lists and have most parameters."""
         sizes: Counter[str] = Counter()
         lists: list[str] = []
         for name, module in self.named():
@@ -95,37 +82,27 @@ class ModuleTree:
         return tuple(found for found, size in sizes.most_common() if size and size * 5 >= largest)
 
     def _find_parameters(self) -> tuple[ParameterEntry, ...]:
-        found: dict[int, tuple[nn.Parameter, list[Occurrence]]] = {}
+        found: dict[int, tuple[nn.Parameter, list[str]]] = {}
         ignored: set[int] = set()
         for path, module in self.modules.items():
             for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                name = f"{path}.{key}" if path else key
-                found.setdefault(id(parameter), (parameter, []))[1].append(Occurrence(module=path, name=name))
+                found.setdefault(id(parameter), (parameter, []))[1].append(f"{path}.{key}" if path else key)
                 # Neither version of FSDP shards scalars: they have no dimension to shard.
                 if id(module) in self.ignored or parameter.dim() == 0:
                     ignored.add(id(parameter))
         return tuple(
-            ParameterEntry(parameter=parameter, occurrences=tuple(occurrences), ignored=key in ignored)
-            for key, (parameter, occurrences) in found.items()
+            ParameterEntry(parameter=parameter, names=tuple(names), ignored=key in ignored)
+            for key, (parameter, names) in found.items()
         )
 
 
-def _walk(module: nn.Module, path: str, parents: tuple[int, ...]) -> Iterator[tuple[str, nn.Module]]:
-    if id(module) in parents:  # a module that contains itself
-        return
-    yield path, module
-    for name, child in children(module).items():
-        if child is not None:
-            yield from _walk(child, f"{path}.{name}" if path else name, (*parents, id(module)))
-
-
 def parent_of(path: str) -> str:
-    """``a.b`` for ``a.b.c``; the empty name of the root for a top-level module."""
+    """Return ``a.b`` for ``a.b.c``, and the root's name, which is empty, for ``a``."""
     return path.rpartition(".")[0]
 
 
 def ancestors(path: str) -> Iterator[str]:
-    """``a.b.c``, ``a.b``, ``a`` for ``a.b.c``: the path itself and the modules around it, without the root."""
+    """Yield ``a.b.c``, ``a.b`` and ``a`` for ``a.b.c``: the path itself and the modules around it, without the root."""
     while path:
         yield path
         path = parent_of(path)
@@ -137,7 +114,7 @@ def is_inside(path: str, outer: str) -> bool:
 
 
 def common_path(paths: Iterable[str]) -> str:
-    """The innermost module that contains all paths."""
+    """Return the innermost module that contains all paths."""
     split = [path.split(".") if path else [] for path in paths]
     shared = []
     for parts in zip(*split, strict=False):

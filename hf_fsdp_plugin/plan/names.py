@@ -12,18 +12,18 @@ if TYPE_CHECKING:  # checkpoint readers use these names without torch
 
 
 def canonical_name(name: str) -> str:
-    """``model._orig_mod.layers.0._fsdp_wrapped_module.mlp`` -> ``model.layers.0.mlp``."""
+    """Return ``model.layers.0.mlp`` for ``model._orig_mod.layers.0._fsdp_wrapped_module.mlp``."""
     return ".".join(part for part in name.split(".") if part not in WRAPPER_ATTRIBUTES)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside any number of wrappers."""
+    """Return the module inside any number of wrappers."""
     while (inner := wrapped_module(module)) is not None:
         module = inner
     return module
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Canonical name and parameter. A tied parameter is yielded once per name."""
+    """Yield canonical names and parameters. A tied parameter is yielded under each of its names."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield canonical_name(name), parameter

@@ -1,9 +1,8 @@
-"""Checks dtypes and frozen parameters of each unit: what FSDP would refuse at the first step is refused in the plan."""
+"""Checks the dtypes and frozen parameters of each unit, which FSDP checks only at the first step."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 
 import torch
 
@@ -17,7 +16,7 @@ from hf_fsdp_plugin.text import format_names, plural
 _MASTER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Violation = tuple[UnitPlan, str]
-"""A unit and how it breaks a rule."""
+"""A unit that breaks a rule, and the details for the message."""
 
 
 def check_parameters(
@@ -31,16 +30,15 @@ def check_parameters(
     """Report units that the backend cannot create, and parameters that cannot be sharded."""
     entries = {entry.name: entry for entry in tree.parameters}
     _check_integers(tree, problems)
-    owned = {unit.name: [entries[name] for name in unit.parameters] for unit in units}
-    owned = {name: [entry for entry in listed if _is_floating(entry)] for name, listed in owned.items()}
+    owned = {u.name: [e for name in u.parameters if _is_floating(e := entries[name])] for u in units}
     _check_dtypes(units, owned, precision, version, problems)
     if version == 1 and not use_orig:
         _check_requires_grad(units, owned, problems)
     _check_ignored(tree, problems)
 
 
-def planned_dtype(entry: ParameterEntry, precision: PrecisionPlan) -> torch.dtype:
-    """The dtype in which a parameter is stored: the master dtype if it is trainable, else its own dtype."""
+def _planned_dtype(entry: ParameterEntry, precision: PrecisionPlan) -> torch.dtype:
+    """Return the dtype in which a parameter is stored: the master dtype if it is trainable, else its own dtype."""
     parameter = entry.parameter
     if precision.master == "unchanged" or not parameter.requires_grad or not _is_floating(entry):
         return parameter.dtype
@@ -61,13 +59,13 @@ def _check_integers(tree: ModuleTree, problems: ProblemCollector) -> None:
             "FSDP shards only floating-point parameters, but "
             f"{plural(len(integers), 'parameter has', 'parameters have')} an integer dtype ({', '.join(dtypes)}), as "
             f"quantized weights do: {format_names([entry.name for entry in integers])}.",
-            "Quantize with bnb_4bit_quant_storage set to a floating-point dtype (torch.bfloat16), or exclude those "
-            "modules with fsdp_ignored_modules.",
+            "Set bnb_4bit_quant_storage to a floating-point dtype such as torch.bfloat16, or exclude the modules with "
+            "fsdp_ignored_modules.",
         )
 
 
 def _check_dtypes(
-    units: Sequence[UnitPlan],
+    units: tuple[UnitPlan, ...],
     owned: dict[str, list[ParameterEntry]],
     precision: PrecisionPlan,
     version: Version,
@@ -80,7 +78,7 @@ def _check_dtypes(
         groups: dict[torch.dtype, list[ParameterEntry]] = defaultdict(list)
         for entry in owned[unit.name]:
             if version == 1 or entry.parameter.requires_grad:
-                groups[planned_dtype(entry, precision)].append(entry)
+                groups[_planned_dtype(entry, precision)].append(entry)
         if len(groups) < 2:
             continue
         names = {
@@ -98,11 +96,11 @@ def _check_dtypes(
     else:
         rule, setting = "FSDP2 requires one dtype for all trainable parameters of a unit", "precision.param"
         fix = f"Set mixed_precision: bf16, which stores trainable parameters in float32, or {cast}."
-    _add_violations(problems, "FSDP-E221", setting, rule, violations, fix)
+    _report_violations(problems, "FSDP-E221", setting, rule, violations, fix)
 
 
 def _check_requires_grad(
-    units: Sequence[UnitPlan], owned: dict[str, list[ParameterEntry]], problems: ProblemCollector
+    units: tuple[UnitPlan, ...], owned: dict[str, list[ParameterEntry]], problems: ProblemCollector
 ) -> None:
     violations: list[Violation] = []
     for unit in units:
@@ -111,17 +109,17 @@ def _check_requires_grad(
         if frozen and trainable:
             counts = f"{len(frozen)} parameters are frozen ({format_names(frozen)}) and {len(trainable)} are trainable"
             violations.append((unit, f"{counts} ({format_names(trainable)})"))
-    _add_violations(
+    _report_violations(
         problems,
         "FSDP-E222",
         "params.use_orig",
-        "FSDP1 with use_orig_params: false requires that all parameters of a unit are frozen, or none",
+        "FSDP1 with fsdp_use_orig_params: false requires that all parameters of a unit are frozen, or that none is",
         violations,
         "Set fsdp_use_orig_params: true, or fsdp_version: 2.",
     )
 
 
-def _add_violations(
+def _report_violations(
     problems: ProblemCollector, code: str, setting: str, rule: str, violations: list[Violation], fix: str
 ) -> None:
     """Report all units that break a rule as one problem, with the details of the first one."""
@@ -139,6 +137,6 @@ def _check_ignored(tree: ModuleTree, problems: ProblemCollector) -> None:
             "FSDP-N223",
             "wrap.ignored_modules",
             f"{plural(len(trainable), 'trainable parameter is', 'trainable parameters are')} not sharded: "
-            f"{format_names(trainable)}. FSDP does not reduce these gradients; the plugin averages them over all ranks "
-            "after each backward.",
+            f"{format_names(trainable)}. FSDP does not reduce their gradients, so the plugin averages them over all "
+            "ranks after each backward.",
         )

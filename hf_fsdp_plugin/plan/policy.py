@@ -1,4 +1,4 @@
-"""Selects the modules of the wrap policy, and the ignored modules, by name."""
+"""Selects the modules that the wrap policy wraps, and the modules that FSDP ignores."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import nn
 from hf_fsdp_plugin.plan.modules import ModuleTree, parent_of
 from hf_fsdp_plugin.plan.problem_collector import ProblemCollector
 from hf_fsdp_plugin.spec.model import FsdpSpec
-from hf_fsdp_plugin.spec.rules import check_ignored_modules
+from hf_fsdp_plugin.spec.rules import check_ignored_modules, check_size_threshold
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private.modules import CHECKPOINTED_ATTRIBUTE
 
-# As in torch's size_based_auto_wrap_policy: lists are never called, and attention reads its projections' weights.
+# From torch's size_based_auto_wrap_policy: lists are never called, and attention reads the weights of its projections.
 _NEVER_WRAPPED = (nn.ModuleList, nn.ModuleDict)
 _NEVER_ENTERED = (nn.MultiheadAttention,)
 
 
 def ignored_modules(spec: FsdpSpec, model: nn.Module, problems: ProblemCollector) -> tuple[str, ...]:
-    """Names of the modules whose full name matches the pattern ``wrap.ignored_modules``."""
+    """Return the names of the modules whose full name matches the regular expression ``wrap.ignored_modules``."""
     pattern = spec.wrap.ignored_modules
     if not pattern:
         return ()
     setting = "wrap.ignored_modules"
     if invalid := list(check_ignored_modules(spec)):
-        problems.extend(invalid)
+        problems.problems.extend(invalid)
         return ()
     compiled = re.compile(pattern)
     names = [name for name, _ in model.named_modules()]
@@ -36,14 +36,14 @@ def ignored_modules(spec: FsdpSpec, model: nn.Module, problems: ProblemCollector
         problems.add(
             "FSDP-E211",
             setting,
-            f"{pattern!r} matches the name of the root, so all parameters would be ignored.",
+            f"{pattern!r} matches the empty name of the root, so all parameters would be ignored.",
             "Write a pattern that matches only the modules to ignore.",
         )
         return ()
     if not matched:
         partial = [name for name in names if compiled.search(name)]
         near = partial or difflib.get_close_matches(pattern, names, n=3)
-        example = f" The pattern must match the full name, such as {format_names(near, 3)}." if near else ""
+        example = f" It must match a full name, such as {format_names(near, 3)}." if near else ""
         problems.add(
             "FSDP-E212",
             setting,
@@ -54,7 +54,7 @@ def ignored_modules(spec: FsdpSpec, model: nn.Module, problems: ProblemCollector
 
 
 def policy_modules(spec: FsdpSpec, tree: ModuleTree, problems: ProblemCollector) -> tuple[str, ...]:
-    """First names of the modules that the policy selects, children before parents. Never the root."""
+    """Return the first names of the modules that the policy selects, children before parents, without the root."""
     if spec.wrap.policy == "size":
         return _by_size(spec, tree, problems)
     if spec.wrap.policy == "transformer":
@@ -72,14 +72,14 @@ def _by_class(tree: ModuleTree, classes: set[str]) -> tuple[str, ...]:
 
 
 def _with_checkpoint_wrapper(tree: ModuleTree, name: str) -> str:
-    """The name of the wrapper around a module that the user's code checkpoints, else the module's own name."""
+    """Return the name of the checkpoint wrapper around a module; the module's own name if it has none."""
     parent = parent_of(name)
     is_wrapped = name.rpartition(".")[2] == CHECKPOINTED_ATTRIBUTE and parent
     return tree.first_names[id(tree.modules[parent])] if is_wrapped else name
 
 
 def post_order(names: Iterable[str]) -> tuple[str, ...]:
-    """Sort children before parents, and otherwise keep the order. Expects parents before children."""
+    """Return the names with children before parents, otherwise in order. Expects parents before children."""
     ordered: list[str] = []
     parents: list[str] = []
     for name in names:
@@ -90,20 +90,24 @@ def post_order(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def class_names(module: nn.Module) -> set[str]:
-    """Names of a module's class and its base classes, without ``Module``."""
+    """Return the names of a module's class and of its base classes, without ``Module``."""
     return {base.__name__ for base in type(module).__mro__ if base not in (nn.Module, object)}
 
 
 def _given_classes(spec: FsdpSpec, tree: ModuleTree, problems: ProblemCollector) -> set[str]:
-    present = {found for name, module in tree.named() if name for found in class_names(module)}
+    present = _present_classes(tree)
     matched = [name for name in spec.wrap.classes if name in present]
-    absent = list(dict.fromkeys(name for name in spec.wrap.classes if name not in present))
+    absent = [name for name in dict.fromkeys(spec.wrap.classes) if name not in present]
     if absent:
-        _add_absent_classes(tree, matched, absent, problems)
+        _report_absent_classes(tree, matched, absent, problems)
     return set(matched)
 
 
-def _add_absent_classes(
+def _present_classes(tree: ModuleTree) -> set[str]:
+    return {found for name, module in tree.named() if name for found in class_names(module)}
+
+
+def _report_absent_classes(
     tree: ModuleTree, matched: Collection[str], absent: Collection[str], problems: ProblemCollector
 ) -> None:
     counts = tree.class_counts()
@@ -133,7 +137,7 @@ def _counts_text(names: Iterable[str], counts: Mapping[str, int]) -> str:
 
 
 def no_split_classes(model: nn.Module) -> tuple[str, ...]:
-    """The layer classes that the model and its submodules declare in ``_no_split_modules`` (set, list or ``None``)."""
+    """Return the layer classes that the model and its submodules declare in ``_no_split_modules``."""
     found: set[str] = set()
     for module in model.modules():
         found.update(getattr(module, "_no_split_modules", None) or ())
@@ -142,8 +146,7 @@ def no_split_classes(model: nn.Module) -> tuple[str, ...]:
 
 def _own_classes(spec: FsdpSpec, tree: ModuleTree, problems: ProblemCollector) -> set[str]:
     declared = no_split_classes(tree.model)
-    present = {found for name, module in tree.named() if name for found in class_names(module)}
-    if matched := present.intersection(declared):
+    if matched := _present_classes(tree).intersection(declared):
         return matched
     counts = tree.class_counts()
     reason = f"declares {format_names(declared)}, but has no such module" if declared else "declares no layer classes"
@@ -164,13 +167,8 @@ def _class_advice(tree: ModuleTree) -> str:
 
 def _by_size(spec: FsdpSpec, tree: ModuleTree, problems: ProblemCollector) -> tuple[str, ...]:
     threshold = spec.wrap.min_num_params
-    if threshold <= 0:
-        problems.add(
-            "FSDP-E142",
-            "wrap.min_num_params" if spec.asked("wrap.min_num_params") else "wrap.policy",
-            f"the size policy requires min_num_params above 0; it is {threshold}.",
-            "Set fsdp_min_num_params, for example to 100M.",
-        )
+    if invalid := list(check_size_threshold(spec)):
+        problems.problems.extend(invalid)
         return ()
     ignored = {id(entry.parameter) for entry in tree.parameters if entry.ignored}
     sizes: dict[int, int] = {}
@@ -182,7 +180,7 @@ def _by_size(spec: FsdpSpec, tree: ModuleTree, problems: ProblemCollector) -> tu
         return sizes[id(module)]
 
     def select(module: nn.Module, is_root: bool) -> int:
-        """Return the number of parameters in units inside ``module``. Follows torch's ``_recursive_wrap``."""
+        """Return the number of parameters in units inside ``module``, as torch's ``_recursive_wrap`` does."""
         if size(module) < threshold or isinstance(module, _NEVER_ENTERED):
             return 0
         inner = sum(select(child, False) for child in module.children() if id(child) not in tree.ignored)

@@ -11,9 +11,9 @@ from hf_fsdp_plugin.plan.units import ParameterRow, UnitPlan, unit_plan
 
 
 def sharded_backend(model: nn.Module) -> Backend | None:
-    """The version of FSDP that sharded a model; ``None`` for a model that is not sharded.
+    """Return the version of FSDP that sharded a model; ``None`` for a model that is not sharded.
 
-    A model with ``DTensor`` parameters counts as sharded by version 2: their placement is already decided.
+    A model with ``DTensor`` parameters counts as sharded by version 2.
     """
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
@@ -26,7 +26,7 @@ def sharded_backend(model: nn.Module) -> Backend | None:
 
 
 def model_class_name(model: nn.Module) -> str:
-    """The class name of the model, without the prefix or wrapper of FSDP."""
+    """Return the name of the model's class before FSDP wrapped or renamed it."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     if isinstance(model, FullyShardedDataParallel):
@@ -36,7 +36,7 @@ def model_class_name(model: nn.Module) -> str:
 
 
 def sharded_units(model: nn.Module, backend: Backend) -> tuple[UnitPlan, ...]:
-    """The existing units, children before parents. Counts are of whole parameters, not of this rank's shards."""
+    """Return the existing units, children before parents. Counts are of whole parameters, not of shards."""
     return _fsdp1_units(model) if backend == "fsdp1" else _fsdp2_units(model)
 
 

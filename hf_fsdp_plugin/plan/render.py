@@ -1,4 +1,4 @@
-"""Text of a plan's parts: settings by section, and a table of units in which equal layers share one row."""
+"""Text of a plan: its settings by section, and a table of units in which equal layers share a row."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def _value_text(value: Any) -> str:
 
 
 def names_text(title: str, names: Sequence[str]) -> list[str]:
-    """Return a title and the first names below it; nothing where there are no names."""
+    """Return a blank line, a title and the first names as lines; an empty list if there are no names."""
     return ["", title, *truncate_lines((f"  {name}" for name in names), MAX_NAMES)] if names else []
 
 
 def units_text(units: Iterable[UnitPlan]) -> str:
-    """Return a table of units. Units that differ only in the numbers of their names share a row."""
+    """Return a table of units. Units that differ only in the numbers in their names share a row."""
     rows = [("unit", "class", "parameters", "dtype", "after forward")]
     for same in _groups(units):
         first = same[0]
@@ -58,7 +58,7 @@ def units_text(units: Iterable[UnitPlan]) -> str:
 
 
 def _groups(units: Iterable[UnitPlan]) -> list[list[UnitPlan]]:
-    """Groups of units that differ only in the numbers of their names, in the order of each group's first unit."""
+    """Group units that differ only in the numbers in their names, in the order of each group's first unit."""
     groups: dict[tuple[object, ...], list[UnitPlan]] = {}
     for unit in units:
         template = tuple("#" if part.isdigit() else part for part in unit.name.split("."))
@@ -69,7 +69,7 @@ def _groups(units: Iterable[UnitPlan]) -> list[list[UnitPlan]]:
 
 
 def _common_name(names: Sequence[str]) -> str:
-    """``model.layers.0–29`` for names that differ only in their numbers."""
+    """Return ``model.layers.0–29`` for names that differ only in their numbers."""
     columns = [list(dict.fromkeys(parts)) for parts in zip(*(name.split(".") for name in names), strict=True)]
     if len(list(product(*columns))) != len(names):  # some combinations are missing, so ranges would be wrong
         return f"{names[0]} … {names[-1]}"
@@ -77,7 +77,7 @@ def _common_name(names: Sequence[str]) -> str:
 
 
 def _ranges(values: Iterable[str]) -> str:
-    """``0–3,7`` for 0, 1, 2, 3, 7."""
+    """Return ``0–3,7`` for 0, 1, 2, 3, 7."""
     ranges: list[list[int]] = []
     for number in sorted(map(int, values)):
         if ranges and number == ranges[-1][-1] + 1:

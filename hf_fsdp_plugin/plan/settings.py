@@ -1,8 +1,9 @@
-"""Resolves and checks the settings that do not depend on the units: precision, offload, activation checkpointing."""
+"""Resolves the precision, and checks offload and activation checkpointing against the model and the device."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 
 import torch
 from torch import nn
@@ -15,30 +16,21 @@ from hf_fsdp_plugin.strategies import STRATEGIES
 
 def resolve_precision(spec: FsdpSpec, model: nn.Module, device_type: str, problems: ProblemCollector) -> PrecisionPlan:
     """Return all dtypes. With mixed precision, trainable parameters are stored in fp32 and cast for each all-gather."""
-    requested = spec.precision
-    if device_type == "cpu":
-        for field in ("param", "reduce", "output", "buffer"):
-            if getattr(requested, field) == "fp16":
-                problems.add(
-                    "FSDP-E147",
-                    f"precision.{field}",
-                    "fp16 training is not supported on CPU ranks: its gradient scaler requires an accelerator.",
-                    "Set mixed_precision to bf16 or no.",
-                )
-    param = _planned(requested.param)
-    if param in ("unchanged", "fp32"):
+    requested: dict[str, DtypeName] = asdict(spec.precision)
+    dtypes: dict[str, PlannedDtype] = {}
+    for field, dtype in requested.items():
+        dtypes[field] = "unchanged" if dtype == "auto" else dtype
+        if dtype == "fp16" and device_type == "cpu":
+            problems.add(
+                "FSDP-E147",
+                f"precision.{field}",
+                "fp16 training is not supported on CPU ranks: its gradient scaler requires an accelerator.",
+                "Set mixed_precision to bf16 or no.",
+            )
+    is_mixed = spec.precision.param in ("bf16", "fp16")
+    if not is_mixed:
         _check_master_weights(model, problems)
-    return PrecisionPlan(
-        param=param,
-        reduce=_planned(requested.reduce),
-        output=_planned(requested.output),
-        buffer=_planned(requested.buffer),
-        master="fp32" if requested.param in ("bf16", "fp16") else "unchanged",
-    )
-
-
-def _planned(dtype: DtypeName) -> PlannedDtype:
-    return "unchanged" if dtype == "auto" else dtype
+    return PrecisionPlan(**dtypes, master="fp32" if is_mixed else "unchanged")
 
 
 def _check_master_weights(model: nn.Module, problems: ProblemCollector) -> None:
@@ -68,34 +60,33 @@ def check_offload(spec: FsdpSpec, version: Version, device_type: str, problems: 
         problems.add(
             "FSDP-E232",
             "offload.params",
-            f"FSDP1 cannot save parameters with {strategy.name}, CPU offload and use_orig_params: false "
+            f"FSDP1 cannot save parameters with {strategy.name}, CPU offload and fsdp_use_orig_params: false "
             "('offload_to_cpu=True and NO_SHARD is not supported yet').",
             "Set fsdp_version: 2 or fsdp_use_orig_params: true.",
         )
     if device_type == "cpu":
-        problems.add("FSDP-N233", "offload.params", "offloading to the CPU has no effect: the ranks run on the CPU.")
+        problems.add("FSDP-N233", "offload.params", "fsdp_offload_params has no effect: the ranks run on the CPU.")
 
 
 def check_activation(spec: FsdpSpec, model: nn.Module, pre_sharded: bool, problems: ProblemCollector) -> None:
     """Check activation checkpointing against the wrap policy and the model."""
-    setting = "activation.checkpointing"
-    model_name = type(model).__name__
     if spec.activation.checkpointing == "none":
         return
+    setting, model_name = "activation.checkpointing", type(model).__name__
     if spec.activation.native:
         if not hasattr(model, "gradient_checkpointing_enable"):
             problems.add(
                 "FSDP-E240",
                 setting,
-                f"gradient_checkpointing needs a Transformers model, and {model_name} is not one.",
-                "Set fsdp_activation_checkpointing instead.",
+                f"gradient_checkpointing requires a Transformers model, and {model_name} is not one.",
+                "Set fsdp_activation_checkpointing: true instead.",
             )
         return
     if spec.wrap.policy == "none" and not pre_sharded:
         problems.add(
             "FSDP-E241",
             setting,
-            "fsdp_activation_checkpointing checkpoints each unit of the wrap policy, and there is no wrap policy.",
+            "fsdp_activation_checkpointing checkpoints the units of the wrap policy, and no wrap policy is set.",
             "Set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP.",
         )
     if getattr(model, "is_gradient_checkpointing", False):
@@ -107,6 +98,6 @@ def check_activation(spec: FsdpSpec, model: nn.Module, pre_sharded: bool, proble
     problems.add(
         "FSDP-E242",
         setting,
-        f"{model_name} {reason}. With fsdp_activation_checkpointing, its layers would be recomputed twice.",
+        f"{model_name} {reason}. With fsdp_activation_checkpointing, each layer would be recomputed twice.",
         f"Remove {enabled_by}, or fsdp_activation_checkpointing.",
     )

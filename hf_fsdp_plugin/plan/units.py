@@ -1,4 +1,4 @@
-"""One unit of a plan: a group of modules whose parameters are gathered and freed together."""
+"""A unit of a plan: a group of modules whose parameters are gathered and freed together."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ ParameterRow = tuple[str, int, torch.dtype, bool]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitPlan:
-    """One unit.
+    """A group of modules whose parameters are gathered and freed together.
 
     Attributes:
-        modules: names of the modules in the group (``named_modules`` names, in forward order); ``("",)`` is the root.
-        class_names: their classes, in the same order.
-        parameters: names of the parameters that the unit owns; parameters of a unit inside it are not included, and a
-            tied parameter is counted once.
+        modules: names of the modules, as in ``named_modules()``, in forward order; ``("",)`` for the root.
+        class_names: names of the modules' classes, in the same order.
+        parameters: names of the parameters, without those of units inside this one. A tied parameter occurs once.
         num_params: number of elements in ``parameters``.
         dtypes: dtype -> number of elements, before any cast.
-        frozen: those of ``parameters`` that do not require a gradient.
+        frozen: names of the parameters that do not require a gradient.
         reshard_after_forward: whether the gathered parameters are freed between forward and backward.
-        from_policy: whether the wrap policy chose the modules. False for embedding, norm, head and root units, and for
-            a layer inside another layer. Only units from the policy are checkpointed.
+        from_policy: whether the wrap policy selected the modules. False for the units of embedding, norm, head and
+            root, and for a layer inside another layer. Only units from the policy are checkpointed.
     """
 
     modules: tuple[str, ...]
@@ -50,7 +49,7 @@ class UnitPlan:
 
     @property
     def label(self) -> str:
-        """Name and class for messages."""
+        """Name and class, for messages."""
         return f"{self.name} ({self.class_name})" if self.name else f"the root unit ({self.class_name})"
 
 
@@ -62,7 +61,7 @@ def unit_plan(
     reshard: bool,
     from_policy: bool,
 ) -> UnitPlan:
-    """Build a unit from its parameters; counts and dtypes are summed here."""
+    """Return the unit with these modules and parameters."""
     rows = list(parameters)
     dtypes: Counter[str] = Counter()
     for _, num_elements, dtype, _ in rows:

@@ -1,4 +1,4 @@
-"""Resolves the units: the policy's layers, the units for embedding, norm and head under FSDP2, and the root."""
+"""Resolves the units: the layers of the wrap policy, under FSDP2 embedding, norm and head, and the root."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_fsdp_plugin.text import format_names, plural
 
 @dataclass(kw_only=True, slots=True)
 class UnitDraft:
-    """A unit before its parameters are known. Shared parameters can remove members."""
+    """A unit before its parameters are known. Members that share parameters with other units are removed."""
 
     members: list[str]
     from_policy: bool
@@ -31,16 +31,16 @@ def wrap_units(
 ) -> tuple[UnitPlan, ...]:
     """Return the units, children before parents, the root last.
 
-    Under version 2 these are the groups of Accelerate's ``fsdp2_prepare_model``: the layers of the policy, the input
-    embedding, and final norm with output head (with tied weights, all three together). Under version 1 they are the
-    layers and the root. A parameter that several units would share belongs to the innermost unit that contains all
-    modules that use it: FSDP2 refuses shared parameters, and FSDP1 would untie them silently.
+    Under version 1, the units are the layers of the policy and the root. Version 2 adds the groups of Accelerate's
+    ``fsdp2_prepare_model``: the input embedding, and the final norm with the output head; with tied weights, these
+    three are one group. A shared parameter belongs to the innermost unit that contains all modules that use it: FSDP2
+    refuses a parameter in two units, and FSDP1 would untie it silently.
     """
     reshard = STRATEGIES[strategy].reshards_after_forward
     num_before = len(problems.problems)
     selected = policy_modules(spec, tree, problems)
     if has_errors(problems.problems[num_before:]):
-        return ()  # the wrap policy failed, so checks of a root with all parameters would be misleading
+        return ()  # checks of a root with all parameters would be misleading
     drafts = [UnitDraft(members=[name], from_policy=True, reshard=reshard) for name in selected]
     if version == 2 and spec.wrap.policy != "none":
         drafts = _add_embedding_and_head(tree, drafts, reshard)
@@ -55,11 +55,11 @@ def wrap_units(
             units.append(_unit(tree, draft, entries))
     layers = {name for unit in units if unit.from_policy for name in unit.modules}
     units = [replace(unit, from_policy=unit.from_policy and not _is_nested(unit, layers)) for unit in units]
-    _add_removed_members(tree, removed, problems)
+    _report_removed_members(tree, removed, problems)
     if spec.wrap.policy == "none":
-        _add_no_policy(tree, problems)
+        _report_no_policy(tree, problems)
     elif not any(unit.from_policy or not {*selected}.isdisjoint(unit.modules) for unit in units):
-        _add_only_root(spec, tree, selected, removed, problems)
+        _report_only_root(spec, tree, selected, removed, problems)
     return tuple(units)
 
 
@@ -79,7 +79,7 @@ def _is_nested(unit: UnitPlan, layers: set[str]) -> bool:
 
 
 def _add_embedding_and_head(tree: ModuleTree, drafts: list[UnitDraft], reshard: bool) -> list[UnitDraft]:
-    """Add the input embedding, and the group of final norm and output head, which stays gathered until backward."""
+    """Add the input embedding, and the final norm with the output head, which stay gathered until backward."""
     embedding, head = _accessor(tree, "get_input_embeddings"), _accessor(tree, "get_output_embeddings")
     norm = _final_norm(tree)
     layers = {name for draft in drafts for name in draft.members}
@@ -99,7 +99,7 @@ def _add_embedding_and_head(tree: ModuleTree, drafts: list[UnitDraft], reshard: 
 
 
 def _is_outside(name: str | None, layers: set[str]) -> bool:
-    """Whether a module exists and no layer contains it, whose unit would gather it."""
+    """Whether a module exists and is in no layer. The unit of a layer gathers the modules inside it."""
     return name is not None and not any(is_inside(name, layer) for layer in layers)
 
 
@@ -110,13 +110,13 @@ def _in_order(tree: ModuleTree, drafts: list[UnitDraft]) -> list[UnitDraft]:
 
 
 def _accessor(tree: ModuleTree, method: str) -> str | None:
-    """Name of the module that a Transformers accessor returns, if it is a module of this model."""
+    """Return the name of the module that a Transformers accessor returns; ``None`` if it is not in this model."""
     getter = getattr(tree.model, method, None)
     if getter is None:
         return None
     try:
         found = getter()
-    except (NotImplementedError, AttributeError):  # raised by Transformers for a model that has none
+    except (NotImplementedError, AttributeError):  # Transformers raises these for a model without such a module
         return None
     return tree.name_of(found) or None
 
@@ -126,18 +126,17 @@ def _weight(tree: ModuleTree, name: str) -> object:
 
 
 def _final_norm(tree: ModuleTree) -> str | None:
-    """The last norm among the base model's direct children, as in Accelerate."""
-    model = tree.model
-    prefix = getattr(model, "base_model_prefix", "")
-    base = getattr(model, prefix, None) if prefix else model
+    """Return the last norm among the base model's direct children, as in Accelerate."""
+    prefix = getattr(tree.model, "base_model_prefix", "")
+    base = getattr(tree.model, prefix, None) if prefix else tree.model
     if not isinstance(base, nn.Module):
         return None
-    norms = [child for _, child in base.named_children() if "Norm" in type(child).__name__]
+    norms = [child for child in base.children() if "Norm" in type(child).__name__]
     return tree.name_of(norms[-1]) if norms else None
 
 
 def _owners(tree: ModuleTree, drafts: list[UnitDraft]) -> dict[str, int]:
-    """Path of every module -> index of the innermost unit that contains it."""
+    """Return the index of the innermost unit that contains each module, by module name."""
     unit_of = {id(tree.modules[name]): at for at, draft in enumerate(drafts) for name in draft.members}
     owners: dict[str, int] = {}
     for path, module in tree.modules.items():
@@ -150,7 +149,7 @@ def _owned_parameters(tree: ModuleTree, drafts: list[UnitDraft]) -> list[list[Pa
     owned: list[list[ParameterEntry]] = [[] for _ in drafts]
     for entry in tree.parameters:
         if not entry.ignored:
-            owned[owners[entry.occurrences[0].module]].append(entry)
+            owned[owners[entry.modules[0]]].append(entry)
     return owned
 
 
@@ -159,17 +158,14 @@ def _remove_empty_members(tree: ModuleTree, draft: UnitDraft, entries: Iterable[
     members = {id(tree.modules[name]): name for name in draft.members}
     used = set()
     for entry in entries:
-        for occurrence in entry.occurrences:
-            ids = (id(tree.modules[path]) for path in ancestors(occurrence.module))
+        for module in entry.modules:
+            ids = (id(tree.modules[path]) for path in ancestors(module))
             used.add(next((members[found] for found in ids if found in members), None))
     draft.members = [name for name in draft.members if name in used]
 
 
 def _remove_sharing_members(tree: ModuleTree, drafts: list[UnitDraft]) -> dict[str, str]:
-    """Remove members from units until no parameter is used in two units.
-
-    Returns: removed member -> name of the shared parameter.
-    """
+    """Remove members until no parameter is in two units. Return removed member -> name of the shared parameter."""
     removed: dict[str, str] = {}
     while found := _sharing_members(tree, drafts):
         for draft in drafts:
@@ -180,16 +176,16 @@ def _remove_sharing_members(tree: ModuleTree, drafts: list[UnitDraft]) -> dict[s
 
 
 def _sharing_members(tree: ModuleTree, drafts: list[UnitDraft]) -> dict[str, str]:
-    """Members that contain only some of the modules that use a parameter -> name of that parameter."""
+    """Return the members that contain some, but not all, modules that use a parameter -> name of that parameter."""
     owners = _owners(tree, drafts)
     members = {id(tree.modules[name]): name for draft in drafts for name in draft.members if name}
     found: dict[str, str] = {}
     for entry in tree.parameters:
-        if entry.ignored or len({owners[occurrence.module] for occurrence in entry.occurrences}) == 1:
+        if entry.ignored or len({owners[module] for module in entry.modules}) == 1:
             continue
-        top = common_path(occurrence.module for occurrence in entry.occurrences)
-        for occurrence in entry.occurrences:
-            for path in ancestors(occurrence.module):
+        top = common_path(entry.modules)
+        for module in entry.modules:
+            for path in ancestors(module):
                 if path == top:
                     break
                 if id(tree.modules[path]) in members:
@@ -197,7 +193,7 @@ def _sharing_members(tree: ModuleTree, drafts: list[UnitDraft]) -> dict[str, str
     return found
 
 
-def _add_removed_members(tree: ModuleTree, removed: dict[str, str], problems: ProblemCollector) -> None:
+def _report_removed_members(tree: ModuleTree, removed: dict[str, str], problems: ProblemCollector) -> None:
     if not removed:
         return
     shared = [" = ".join(entry.names) for entry in tree.parameters if entry.name in removed.values()]
@@ -210,17 +206,17 @@ def _add_removed_members(tree: ModuleTree, removed: dict[str, str], problems: Pr
     )
 
 
-def _add_no_policy(tree: ModuleTree, problems: ProblemCollector) -> None:
+def _report_no_policy(tree: ModuleTree, problems: ProblemCollector) -> None:
     problems.add(
         "FSDP-W218",
         "wrap.policy",
         f"without a wrap policy, {type(tree.model).__name__} is one unit: each rank gathers all parameters at once and "
-        "keeps them until the end of backward. Only gradients and optimizer state are sharded.",
-        "Set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP (auto_wrap).",
+        "keeps them until the end of backward, so only gradients and optimizer state are sharded.",
+        "Set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, or add auto_wrap to fsdp.",
     )
 
 
-def _add_only_root(
+def _report_only_root(
     spec: FsdpSpec, tree: ModuleTree, selected: tuple[str, ...], removed: dict[str, str], problems: ProblemCollector
 ) -> None:
     policy = spec.wrap.policy

@@ -177,7 +177,7 @@ def _combine_mesh(settings: Settings, problems: list[Problem]) -> None:
         return
     plain = STRATEGIES[strategy.value] if strategy is not None else DEFAULT
     hybrid = plain.counterpart(hybrid=True)
-    if hybrid is not None and hybrid is not plain:
+    if hybrid is not plain:
         settings["sharding.strategy"] = replace(strategy or replicate, name="sharding.strategy", value=hybrid.name)
         message = f"{replicate.written} changes the strategy {plain.name} to {hybrid.name}."
         problems.append(about(replicate, "FSDP-N111", message))

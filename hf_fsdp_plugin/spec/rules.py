@@ -25,8 +25,8 @@ def check_activation_offload(spec: FsdpSpec) -> Iterator[Problem]:
 
 
 def check_size_threshold(spec: FsdpSpec) -> Iterator[Problem]:
-    if spec.wrap.policy == "size" and spec.wrap.min_num_params == 0:
-        message = "the size policy requires min_num_params above 0; it is not set."
+    if spec.wrap.policy == "size" and spec.wrap.min_num_params <= 0:
+        message = f"the size policy requires min_num_params above 0; it is {spec.wrap.min_num_params}."
         fix = "Set fsdp_min_num_params, for example to 1e8, or wrap by layer class: TRANSFORMER_BASED_WRAP."
         yield about(spec, "FSDP-E142", "wrap.policy", message, fix)
 

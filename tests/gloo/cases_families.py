@@ -1,4 +1,4 @@
-"""Run on ranks: train, save and load one model family with FSDP; and the same steps in one process."""
+"""Functions that run on ranks: train, save and load a model family with FSDP. Also the same steps in one process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cases_equivalence import fresh_accelerator
-from families import TRAINED, Batch, build
+from model_families import FAMILIES, Batch
 from tiny import my_part
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -24,8 +24,8 @@ LEARNING_RATE = 0.05
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """SGD, because Adam amplifies rounding errors in gradients that are exactly zero (a key's bias before softmax)."""
-    return torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=LEARNING_RATE, momentum=0.9)
+    """Return SGD. Adam amplifies the rounding errors of zero gradients, such as of a key's bias before softmax."""
+    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
 
 
 def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -37,15 +37,15 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def reference(family: str) -> dict[str, Any]:
-    """Losses and norms of ``NUM_STEPS`` + 1 steps, and the weights before and after the last one."""
-    model = build(family)
+    """Return losses and norms of ``NUM_STEPS`` + 1 steps in one process, and the weights around the last step."""
+    model = FAMILIES[family].build()
     optimizer = sgd(model)
     run: dict[str, Any] = {"losses": [], "norms": [], "num_params": sum(p.numel() for p in model.parameters())}
     for step in range(NUM_STEPS + 1):
         if step == NUM_STEPS:
             run["shared"] = shared_names(model.state_dict())
-            run["saved"] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        loss = TRAINED[family].loss(model, TRAINED[family].batch(step))
+            run["saved"] = clones(model.state_dict())
+        loss = FAMILIES[family].loss(model, FAMILIES[family].batch(step))
         loss.backward()
         run["norms"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         optimizer.step()
@@ -59,7 +59,7 @@ def step_in_parallel(
 ) -> tuple[float, float]:
     """Train one step. Return the loss of the global batch and the gradient norm before clipping."""
     part = my_part(batch, accelerator.process_index, accelerator.num_processes)
-    loss = TRAINED[family].loss(model, part)
+    loss = FAMILIES[family].loss(model, part)
     accelerator.backward(loss)
     norm = accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
     optimizer.step()
@@ -74,7 +74,7 @@ def train(family: str, config: dict[str, Any], make_optimizer: Any = sgd) -> dic
     accelerator, model, optimizer = prepared(family, config, make_optimizer)
     run: dict[str, Any] = {"losses": [], "norms": []}
     for number in range(NUM_STEPS):
-        loss, norm = step_in_parallel(accelerator, family, model, optimizer, TRAINED[family].batch(number))
+        loss, norm = step_in_parallel(accelerator, family, model, optimizer, FAMILIES[family].batch(number))
         run["losses"].append(loss)
         run["norms"].append(norm)
     run["report"] = hfp.report(accelerator).to_json()
@@ -94,12 +94,12 @@ def train(family: str, config: dict[str, Any], make_optimizer: Any = sgd) -> dic
 
 def prepared(family: str, config: dict[str, Any], make_optimizer: Any = sgd) -> tuple[Any, nn.Module, Any]:
     accelerator = fresh_accelerator(config)
-    model = build(family)
+    model = FAMILIES[family].build()
     return (accelerator, *accelerator.prepare(model, make_optimizer(model)))
 
 
 def unsharded_parameters(model: nn.Module) -> list[str]:
-    """Names of the parameters that are not sharded."""
+    """Return the names of the parameters that are not sharded."""
     if isinstance(model, FullyShardedDataParallel):
         flat = {id(p) for unit in FullyShardedDataParallel.fsdp_modules(model) for p in unit._handle.flat_param._params}
         return [canonical_name(name) for name, p in model.named_parameters() if id(p) not in flat]
@@ -111,7 +111,7 @@ def num_states(optimizer: Any) -> int:
 
 
 def resume(family: str, config: dict[str, Any], kind: str, folder: Path, make_optimizer: Any) -> dict[str, Any]:
-    """Load a saved state into a new model of zeros, and train one step."""
+    """Load a saved state into a new model whose parameters are zero, and train one step."""
     accelerator, model, optimizer = prepared(family, config, make_optimizer)
     accelerator.state.fsdp_plugin.set_state_dict_type(kind)
     with torch.no_grad():
@@ -119,7 +119,7 @@ def resume(family: str, config: dict[str, Any], kind: str, folder: Path, make_op
             parameter.zero_()
     accelerator.load_state(str(folder))
     loaded, states = clones(accelerator.get_state_dict(model)), num_states(optimizer)
-    loss, norm = step_in_parallel(accelerator, family, model, optimizer, TRAINED[family].batch(NUM_STEPS))
+    loss, norm = step_in_parallel(accelerator, family, model, optimizer, FAMILIES[family].batch(NUM_STEPS))
     weights = clones(accelerator.get_state_dict(model))
     return {"loaded": loaded, "num_states": states, "loss": loss, "norm": norm, "weights": weights}
 
@@ -133,7 +133,7 @@ def shared_folder() -> Path:
 
 
 def shared_names(state: dict[str, torch.Tensor]) -> list[tuple[str, ...]]:
-    """Groups of names of tensors that share memory."""
+    """Return groups of names of tensors that share memory."""
     groups: dict[int, list[str]] = {}
     for name, tensor in state.items():
         if tensor.numel():

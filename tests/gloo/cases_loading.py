@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from cases_equivalence import fresh_accelerator
 from cases_families import NUM_STEPS, clones, sgd, step_in_parallel
-from families import TRAINED, build
+from model_families import FAMILIES, without_dropout
 from torch import nn
 
 import hf_fsdp_plugin as hfp
@@ -33,7 +33,7 @@ def environment_restored() -> Iterator[None]:
 def save_plain(family: str, folder: str) -> None:
     """Save the model on rank 0."""
     if dist.get_rank() == 0:
-        build(family).save_pretrained(folder)
+        FAMILIES[family].build().save_pretrained(folder)
     dist.barrier()
 
 
@@ -54,7 +54,7 @@ def load_and_train(family: str, folder: str, config: dict[str, Any], dtype: str 
     """Load, train some steps, and return what this rank has after loading and after each step."""
     with environment_restored():
         accelerator = fresh_accelerator(config)
-        model = type(build(family)).from_pretrained(folder, dtype=dtype)
+        model = FAMILIES[family].model.from_pretrained(folder, dtype=dtype)
         model.config.use_cache = False
         without_dropout(model)
         on_meta = sum(parameter.is_meta for parameter in model.parameters())
@@ -62,7 +62,7 @@ def load_and_train(family: str, folder: str, config: dict[str, Any], dtype: str 
         model, optimizer = accelerator.prepare(model.train(), sgd(model))
         losses, norms = [], []
         for number in range(NUM_STEPS):
-            loss, norm = step_in_parallel(accelerator, family, model, optimizer, TRAINED[family].batch(number))
+            loss, norm = step_in_parallel(accelerator, family, model, optimizer, FAMILIES[family].batch(number))
             losses.append(loss)
             norms.append(norm)
         weights = clones(accelerator.get_state_dict(model))
@@ -79,13 +79,6 @@ def bare(model: nn.Module) -> nn.Module:
     return model.module if hasattr(model, "module") else model
 
 
-def without_dropout(model: nn.Module) -> None:
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if ("drop" in name or name == "p") and isinstance(value, float):
-                setattr(module, name, 0.0)
-
-
 def trainer_from_pretrained(family: str, folder: str, output_dir: str, **fsdp_config: Any) -> dict[str, Any]:
     """Create the arguments, load the model, then train it with the Trainer."""
     with environment_restored():
@@ -93,9 +86,9 @@ def trainer_from_pretrained(family: str, folder: str, output_dir: str, **fsdp_co
             output_dir=output_dir, fsdp="full_shard auto_wrap", fsdp_config=fsdp_config, use_cpu=True, max_steps=2,
             per_device_train_batch_size=2, report_to="none", disable_tqdm=True, logging_steps=1, save_strategy="no",
         )  # fmt: skip
-        model = type(build(family)).from_pretrained(folder)
+        model = FAMILIES[family].model.from_pretrained(folder)
         on_meta = sum(parameter.is_meta for parameter in model.parameters())
-        rows = [{k: v[i] for k, v in TRAINED[family].batch(s).items()} for s in range(4) for i in range(4)]
+        rows = [{k: v[i] for k, v in FAMILIES[family].batch(s).items()} for s in range(4) for i in range(4)]
         trainer = hfp.FsdpTrainer(model=model, args=args, train_dataset=rows)
         trainer.train()
         return {

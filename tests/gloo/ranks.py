@@ -74,7 +74,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
         ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false",
         MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", TQDM_DISABLE="1", TMPDIR=folder,
     )  # fmt: skip
-    sys.path.insert(0, str(TESTS))
+    sys.path[:0] = [str(TESTS), str(TESTS.parent)]
     import torch
     import torch.distributed as dist
 

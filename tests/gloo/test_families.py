@@ -1,15 +1,16 @@
-"""Every model family trains, saves and resumes with both versions of FSDP as in one process."""
+"""Each model family trains, saves and resumes under both versions of FSDP as in one process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from cases_families import NUM_STEPS, adam, plain_sgd, reference, train
-from families import TRAINED
+from model_families import FAMILIES
 from ranks import Ranks
 from tiny import parallel_config
 
@@ -18,7 +19,7 @@ reference_of = cache(reference)
 
 
 def config_of(family: str, version: int) -> dict[str, Any]:
-    layers = ",".join(TRAINED[family].layers)
+    layers = ",".join(FAMILIES[family].layers)
     return parallel_config("full_shard", version, 2, fsdp_transformer_layer_cls_to_wrap=layers)
 
 
@@ -32,60 +33,54 @@ def assert_close(weights: dict[str, torch.Tensor], expected: dict[str, torch.Ten
         assert distance < RELATIVE, f"{name} is off by {distance:.1e}"
 
 
-Run = Callable[[str, int], dict[str, Any]]
-EACH = [pytest.mark.parametrize("version", [1, 2]), pytest.mark.parametrize("family", TRAINED)]
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A family trained on ranks with one version of FSDP, and the same steps in one process."""
+
+    version: int
+    run: dict[str, Any]
+    expected: dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def run_of(two_ranks: Ranks) -> Run:
-    """One parallel run per family and version, shared by the tests."""
-    return cache(lambda family, version: two_ranks.run(train, family, config_of(family, version))[0])
+@pytest.fixture(scope="module", params=product(FAMILIES, [1, 2]), ids=lambda param: f"{param[0]}-{param[1]}")
+def case(two_ranks: Ranks, request: pytest.FixtureRequest) -> Case:
+    """One run for each family and version, shared by the tests."""
+    family, version = request.param
+    run = two_ranks.run(train, family, config_of(family, version))[0]
+    return Case(version=version, run=run, expected=reference_of(family))
 
 
-def each(test: Any) -> Any:
-    for mark in EACH:
-        test = mark(test)
-    return test
+def test_family_trains_as_in_one_process(case: Case) -> None:
+    assert case.run["losses"] == pytest.approx(case.expected["losses"][:NUM_STEPS], rel=RELATIVE)
+    assert case.run["norms"] == pytest.approx(case.expected["norms"][:NUM_STEPS], rel=RELATIVE)
+    assert_close(case.run["saved"], case.expected["saved"])
 
 
-@each
-def test_family_trains_as_in_one_process(run_of: Run, family: str, version: int) -> None:
-    run, expected = run_of(family, version), reference_of(family)
-    assert run["losses"] == pytest.approx(expected["losses"][:NUM_STEPS], rel=RELATIVE)
-    assert run["norms"] == pytest.approx(expected["norms"][:NUM_STEPS], rel=RELATIVE)
-    assert_close(run["saved"], expected["saved"])
+def test_gathered_state_dict_keeps_ties(case: Case) -> None:
+    assert case.run["shared"] == case.expected["shared"]
 
 
-@each
-def test_gathered_state_dict_keeps_ties(run_of: Run, family: str, version: int) -> None:
-    assert run_of(family, version)["shared"] == reference_of(family)["shared"]
+def test_all_parameters_except_scalars_are_sharded(case: Case) -> None:
+    num_params, report = case.expected["num_params"], case.run["report"]
+    scalars = [name for name, weight in case.expected["saved"].items() if weight.dim() == 0]
+    assert sum(unit["num_params"] for unit in report["units"]) == num_params - len(scalars)
+    assert sum(rank["num_local_params"] for rank in report["ranks"]) == num_params + len(scalars)
+    assert case.run["unsharded"] == scalars
 
 
-@each
-def test_all_parameters_except_scalars_are_sharded(run_of: Run, family: str, version: int) -> None:
-    run, expected = run_of(family, version), reference_of(family)
-    scalars = [name for name, weight in expected["saved"].items() if weight.dim() == 0]
-    assert sum(unit["num_params"] for unit in run["report"]["units"]) == expected["num_params"] - len(scalars)
-    assert sum(rank["num_local_params"] for rank in run["report"]["ranks"]) == expected["num_params"] + len(scalars)
-    assert run["unsharded"] == scalars
-
-
-@each
-def test_report_has_no_differences(run_of: Run, family: str, version: int) -> None:
-    report = run_of(family, version)["report"]
-    assert report["backend"] == f"fsdp{version}"
+def test_report_has_no_differences(case: Case) -> None:
+    report = case.run["report"]
+    assert report["backend"] == f"fsdp{case.version}"
     assert [row for row in report["settings"] if row["status"] == "differs"] == []
     assert [problem for problem in report["problems"] if problem["severity"] != "note"] == []
 
 
-@each
-def test_full_and_sharded_states_resume_exactly(run_of: Run, family: str, version: int) -> None:
-    run, expected = run_of(family, version), reference_of(family)
-    for resumed in run["resumed"].values():
-        assert all(torch.equal(resumed["loaded"][name], weight) for name, weight in run["saved"].items())
-        assert resumed["loss"] == pytest.approx(expected["losses"][NUM_STEPS], rel=RELATIVE)
-        assert resumed["norm"] == pytest.approx(expected["norms"][NUM_STEPS], rel=RELATIVE)
-        assert_close(resumed["weights"], expected["weights"])
+def test_full_and_sharded_states_resume_exactly(case: Case) -> None:
+    for resumed in case.run["resumed"].values():
+        assert all(torch.equal(resumed["loaded"][name], weight) for name, weight in case.run["saved"].items())
+        assert resumed["loss"] == pytest.approx(case.expected["losses"][NUM_STEPS], rel=RELATIVE)
+        assert resumed["norm"] == pytest.approx(case.expected["norms"][NUM_STEPS], rel=RELATIVE)
+        assert_close(resumed["weights"], case.expected["weights"])
 
 
 @pytest.mark.parametrize("optimizer", [plain_sgd, adam], ids=["plain-sgd", "adam"])
@@ -93,7 +88,4 @@ def test_full_and_sharded_states_resume_exactly(run_of: Run, family: str, versio
 def test_resume_adds_no_optimizer_state(two_ranks: Ranks, version: int, optimizer: Any) -> None:
     run = two_ranks.run(train, "llava", config_of("llava", version), optimizer)[0]
     assert run["num_states"] < run["num_trained"], "the last layer of the vision tower must be unused"
-    assert {kind: resumed["num_states"] for kind, resumed in run["resumed"].items()} == {
-        "sharded": run["num_states"],
-        "full": run["num_states"],
-    }
+    assert [resumed["num_states"] for resumed in run["resumed"].values()] == [run["num_states"]] * 2

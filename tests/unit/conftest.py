@@ -1,6 +1,6 @@
-"""Fixtures for the tests of sources and spec."""
+"""A process group of one rank, and fixtures for the tests of sources and spec."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +9,15 @@ from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources.model import Sources, config_of
 from hf_fsdp_plugin.spec import load
 from hf_fsdp_plugin.spec.load import Assessment
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

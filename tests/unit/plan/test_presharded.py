@@ -2,54 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
+from plans import planned, wrapping
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from hf_fsdp_plugin.plan.resolve import resolve
+from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.problems import Origin
-from hf_fsdp_plugin.spec.model import FsdpSection, FsdpSpec, WrapSection
 
-
-@pytest.fixture(autouse=True)
-def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    rendezvous = tmp_path_factory.mktemp("rendezvous") / "file"
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
+ORIGIN = Origin(source="fsdp.yaml", line=3)
 
 
 def stack() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2))
 
 
-def spec_of(version: int) -> FsdpSpec:
-    return FsdpSpec(
-        fsdp=FsdpSection(version=version),  # type: ignore[arg-type]
-        wrap=WrapSection(policy="transformer", classes=("LlamaDecoderLayer",)),
-        origins={"wrap.classes": Origin(source="fsdp.yaml", line=3)},
-    )
+def plan_of(model: nn.Module, version: int = 2) -> FsdpPlan:
+    spec = replace(wrapping("LlamaDecoderLayer", version=version), origins={"wrap.classes": ORIGIN})
+    return planned(spec, model, world_size=1)
 
 
 def test_fully_sharded_model_keeps_its_units() -> None:
     model = stack()
     fully_shard([model[0], model[1]], reshard_after_forward=False)
     fully_shard(model)
-    plan = resolve(spec_of(2), model, world_size=1)
-    assert plan.pre_sharded
-    assert plan.backend == "fsdp2"
+    plan = plan_of(model)
+    assert (plan.pre_sharded, plan.backend) == (True, "fsdp2")
     assert [(unit.name, unit.num_params, unit.reshard_after_forward) for unit in plan.units] == [
         ("0 + 1", 144, False),
         ("", 18, False),
     ]
     assert [unit.class_name for unit in plan.units] == ["Linear + Linear", "Sequential"]
-    assert [(p.code, p.setting, p.origin) for p in plan.problems] == [
-        ("FSDP-W251", "wrap.classes", Origin(source="fsdp.yaml", line=3))
-    ]
+    assert [(p.code, p.setting, p.origin) for p in plan.problems] == [("FSDP-W251", "wrap.classes", ORIGIN)]
     assert "already sharded" in str(plan).splitlines()[0]
 
 
@@ -58,17 +46,16 @@ def test_model_in_fsdp1_wrappers_keeps_its_units(use_orig: bool) -> None:
     model = stack()
     model[1] = FullyShardedDataParallel(model[1], device_id=torch.device("cpu"), use_orig_params=use_orig)
     wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=use_orig)
-    plan = resolve(spec_of(1), wrapped, world_size=1)
-    assert plan.pre_sharded
-    assert plan.backend == "fsdp1"
-    assert [(unit.num_params, unit.class_name) for unit in plan.units] == [(72, "Linear"), (90, "Sequential")]
-    assert plan.units[0].name.endswith("1")
-    assert plan.units[1].name == ""
+    plan = plan_of(wrapped, version=1)
+    assert (plan.pre_sharded, plan.backend) == (True, "fsdp1")
+    assert [(unit.name, unit.class_name, unit.num_params) for unit in plan.units] == [
+        ("1", "Linear", 72),
+        ("", "Sequential", 90),
+    ]
 
 
 def test_sharded_model_overrides_the_version() -> None:
-    model = fully_shard(stack())
-    plan = resolve(spec_of(1), model, world_size=1)
+    plan = plan_of(fully_shard(stack()), version=1)
     assert plan.backend == "fsdp2"
     assert [(problem.code, problem.setting) for problem in plan.problems] == [
         ("FSDP-W250", "fsdp.version"),
@@ -80,12 +67,10 @@ def test_model_of_dtensors_counts_as_sharded() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_module
 
-    model = distribute_module(stack(), init_device_mesh("cpu", (1,)))
-    plan = resolve(spec_of(2), model, world_size=1)
+    plan = plan_of(distribute_module(stack(), init_device_mesh("cpu", (1,))))
     assert plan.pre_sharded
     assert [(unit.name, unit.num_params) for unit in plan.units] == [("", 162)]
 
 
 def test_model_without_fsdp_is_not_sharded() -> None:
-    spec = FsdpSpec(wrap=WrapSection(policy="transformer", classes=("Linear",)))
-    assert not resolve(spec, stack(), world_size=1).pre_sharded
+    assert not planned(wrapping("Linear"), stack(), world_size=1).pre_sharded

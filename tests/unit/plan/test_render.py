@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
-from model_families import on_meta, wrapping
+from model_families import on_meta
+from plans import planned, wrapping
 
-from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.spec.model import ActivationSection, FsdpSpec, MeshSection, PrecisionSection, ShardingSection
 from hf_fsdp_plugin.vocabulary import BY_NAME
 
 
 def test_text_has_settings_units_and_ties() -> None:
-    plan = resolve(wrapping("LlamaDecoderLayer"), on_meta("llama-tied"), world_size=4)
+    plan = planned(wrapping("LlamaDecoderLayer"), on_meta("llama-tied"), world_size=4)
     assert (
         str(plan)
         == """\
@@ -41,22 +41,22 @@ tied parameters
 
 
 def test_units_share_a_row_unless_they_differ() -> None:
-    assert "backbone.layers.0–1.mixer " in str(resolve(wrapping(), on_meta("mamba"), world_size=2))
+    assert "backbone.layers.0–1.mixer " in str(planned(wrapping(), on_meta("mamba")))
     model = on_meta("llama")
     model.model.layers[0].requires_grad_(False)
-    text = str(resolve(wrapping(), model, world_size=2))
+    text = str(planned(wrapping(), model))
     assert "model.layers.0 " in text
     assert "model.layers.1 " in text
     assert "frozen parameters: 9" in text
 
 
 def test_text_lists_problems_and_ignored_modules() -> None:
-    text = str(resolve(wrapping(ignored_modules="lm_head"), on_meta("llama"), world_size=2))
+    text = str(planned(wrapping(ignored_modules="lm_head"), on_meta("llama")))
     assert "ignored modules: 1\n  lm_head\n\nproblems\n  note: wrap.ignored_modules: " in text
 
 
 def test_json_has_documented_keys() -> None:
-    plan = resolve(wrapping("LlamaDecoderLayer"), on_meta("llama"), world_size=4)
+    plan = planned(wrapping("LlamaDecoderLayer"), on_meta("llama"), world_size=4)
     found = json.loads(json.dumps(plan.to_json()))
     assert found["backend"] == "fsdp2"
     assert found["mesh"] == {"replicate": 1, "shard": 4}
@@ -77,7 +77,7 @@ def test_get_returns_resolved_values_by_canonical_name() -> None:
         precision=PrecisionSection(param="bf16"),
         activation=ActivationSection(native=True),
     )
-    plan = resolve(spec, on_meta("llama"), world_size=4)
+    plan = planned(spec, on_meta("llama"), world_size=4)
     settings = dict(plan.settings())
     resolved = {"sharding.strategy": "hybrid_shard", "mesh.shard": 2, "precision.output": "unchanged"}
     assert {name: settings[name] for name in resolved} == resolved
@@ -89,6 +89,6 @@ def test_get_returns_resolved_values_by_canonical_name() -> None:
 
 @pytest.mark.parametrize("name", ["precision.master", "sharding.reshard", "units", "strategy", ""])
 def test_get_refuses_other_names(name: str) -> None:
-    plan = resolve(FsdpSpec(), on_meta("llama"), world_size=1)
+    plan = planned(FsdpSpec(), on_meta("llama"), world_size=1)
     with pytest.raises(KeyError):
         plan.get(name)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from model_families import on_meta, problem_in, refused
+from model_families import on_meta
+from plans import planned, problem_in, refused, wrapping
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from hf_fsdp_plugin.plan.model import FsdpPlan, PrecisionPlan
-from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.spec.model import (
     ActivationSection,
     FsdpSection,
-    FsdpSpec,
     OffloadSection,
     ParamsSection,
     PrecisionSection,
@@ -25,20 +26,20 @@ from hf_fsdp_plugin.spec.model import (
 )
 from hf_fsdp_plugin.strategies import STRATEGIES
 
-LAYERS = WrapSection(policy="transformer")
+FULL = ActivationSection(checkpointing="full")
+NATIVE = ActivationSection(checkpointing="full", native=True)
 
 
-def planned(model: nn.Module | None = None, *, device_type: Any = "cpu", **sections: Any) -> FsdpPlan:
-    spec = FsdpSpec(**{"wrap": LAYERS, **sections})
-    return resolve(spec, model or on_meta("llama"), world_size=2, device_type=device_type)
+def plan_of(model: nn.Module | None = None, *, device_type: str = "cpu", **sections: Any) -> FsdpPlan:
+    return planned(replace(wrapping(), **sections), model or on_meta("llama"), device_type=device_type)
 
 
 def refusal(code: str, model: nn.Module | None = None, *, device_type: str = "cpu", **sections: Any) -> Problem:
-    return refused(code, FsdpSpec(**{"wrap": LAYERS, **sections}), model or on_meta("llama"), device_type=device_type)
+    return refused(code, replace(wrapping(), **sections), model or on_meta("llama"), device_type=device_type)
 
 
 def test_without_mixed_precision_nothing_is_cast() -> None:
-    plan = planned()
+    plan = plan_of()
     assert plan.precision == PrecisionPlan(
         param="unchanged", reduce="fp32", output="unchanged", buffer="unchanged", master="unchanged"
     )
@@ -47,13 +48,13 @@ def test_without_mixed_precision_nothing_is_cast() -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_mixed_precision_keeps_master_and_reduction_in_fp32(dtype: Any) -> None:
-    precision = planned(precision=PrecisionSection(param=dtype), device_type="cuda").precision
+    precision = plan_of(precision=PrecisionSection(param=dtype), device_type="cuda").precision
     assert (precision.param, precision.master, precision.reduce) == (dtype, "fp32", "fp32")
 
 
 def test_each_dtype_is_resolved_separately() -> None:
     asked = PrecisionSection(param="bf16", reduce="bf16", output="fp32", buffer="fp32")
-    precision = planned(precision=asked).precision
+    precision = plan_of(precision=asked).precision
     assert (precision.reduce, precision.output, precision.buffer) == ("bf16", "fp32", "fp32")
 
 
@@ -61,13 +62,13 @@ def test_each_dtype_is_resolved_separately() -> None:
 def test_fp16_is_refused_on_cpu_only(field: str) -> None:
     section = PrecisionSection(**{field: "fp16"})
     assert refusal("FSDP-E147", precision=section).setting == f"precision.{field}"
-    planned(precision=section, device_type="cuda")
+    plan_of(precision=section, device_type="cuda")
 
 
 def test_bf16_model_without_mixed_precision_is_a_warning() -> None:
     model = on_meta("llama").to(torch.bfloat16)
-    assert "bfloat16" in problem_in(planned(model).problems, "FSDP-W231").message
-    assert planned(model, precision=PrecisionSection(param="bf16")).problems == ()
+    assert "bfloat16" in problem_in(plan_of(model).problems, "FSDP-W231").message
+    assert plan_of(model, precision=PrecisionSection(param="bf16")).problems == ()
 
 
 def test_plan_refuses_unsupported_device() -> None:
@@ -76,8 +77,8 @@ def test_plan_refuses_unsupported_device() -> None:
 
 def test_memory_is_pinned_for_accelerators_only() -> None:
     offload = OffloadSection(params=True, pin_memory=True)
-    assert planned(offload=offload, device_type="cuda").pin_memory
-    on_cpu = planned(offload=offload)
+    assert plan_of(offload=offload, device_type="cuda").pin_memory
+    on_cpu = plan_of(offload=offload)
     assert not on_cpu.pin_memory
     assert on_cpu.offload_params
     assert [problem.code for problem in on_cpu.problems] == ["FSDP-N233"]
@@ -95,12 +96,12 @@ def test_no_shard_with_offload_is_refused_if_it_cannot_be_saved(version: Any, us
     if version == 1 and not use_orig:
         assert "fsdp_version: 2" in refusal("FSDP-E232", device_type="cuda", **sections).fix
     else:
-        assert planned(**sections, device_type="cuda").offload_params
+        assert plan_of(**sections, device_type="cuda").offload_params
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_full_strategies_free_layers_after_forward(strategy: str) -> None:
-    plan = planned(sharding=ShardingSection(strategy=strategy))
+    plan = plan_of(sharding=ShardingSection(strategy=strategy))
     freed = {unit.reshard_after_forward for unit in plan.units if unit.from_policy}
     assert freed == {strategy in ("full_shard", "hybrid_shard")}
 
@@ -111,44 +112,37 @@ def test_settings_without_fsdp2_support_are_a_warning() -> None:
         "params": ParamsSection(use_orig=False),
     }
     asked = {name: Origin(source="fsdp.yaml", line=1) for name in ("prefetch.limit_all_gathers", "params.use_orig")}
-    plan = planned(**sections, origins=asked)
+    plan = plan_of(**sections, origins=asked)
     assert [(p.severity, p.setting) for p in plan.problems] == [
         ("warning", "prefetch.limit_all_gathers"),
         ("warning", "params.use_orig"),
     ]
     assert plan.use_orig
     assert plan.prefetch.limit_all_gathers
-    under_1 = planned(**sections, origins=asked, fsdp=FsdpSection(version=1))
+    under_1 = plan_of(**sections, origins=asked, fsdp=FsdpSection(version=1))
     assert (under_1.problems, under_1.use_orig, under_1.prefetch.limit_all_gathers) == ((), False, False)
 
 
 def test_checkpointing_needs_a_wrap_policy_unless_native() -> None:
-    refusal("FSDP-E241", wrap=WrapSection(), activation=ActivationSection(checkpointing="full"))
-    assert planned(activation=ActivationSection(checkpointing="full", offload=True)).activation.offload
-    assert planned(
-        wrap=WrapSection(), activation=ActivationSection(checkpointing="full", native=True)
-    ).activation.native
+    refusal("FSDP-E241", wrap=WrapSection(), activation=FULL)
+    assert plan_of(wrap=WrapSection(), activation=NATIVE).activation.native
+    assert plan_of(activation=replace(FULL, offload=True)).activation.offload
 
 
 def test_both_kinds_of_checkpointing_are_refused() -> None:
     model = on_meta("llama")
     model.gradient_checkpointing_enable()
-    refusal("FSDP-E242", model, activation=ActivationSection(checkpointing="full"))
-    planned(model, activation=ActivationSection(checkpointing="full", native=True))
-    planned(model)
+    refusal("FSDP-E242", model, activation=FULL)
+    plan_of(model, activation=NATIVE)
+    plan_of(model)
 
 
 def test_checkpointing_of_checkpointed_layers_is_refused() -> None:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
     model = on_meta("llama")
     model.model.layers[0] = checkpoint_wrapper(model.model.layers[0])
-    assert (
-        "CheckpointWrapper" in refusal("FSDP-E242", model, activation=ActivationSection(checkpointing="full")).message
-    )
-    planned(model)
+    assert "CheckpointWrapper" in refusal("FSDP-E242", model, activation=FULL).message
+    plan_of(model)
 
 
 def test_native_checkpointing_needs_a_transformers_model() -> None:
-    native = ActivationSection(checkpointing="full", native=True)
-    assert "Linear" in refusal("FSDP-E240", nn.Linear(2, 2), wrap=WrapSection(), activation=native).message
+    assert "Linear" in refusal("FSDP-E240", nn.Linear(2, 2), wrap=WrapSection(), activation=NATIVE).message

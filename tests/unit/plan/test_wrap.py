@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
-import torch
-from model_families import on_meta, problem_in, refused, wrapping
+from model_families import on_meta
+from plans import planned, problem_in, refused, units_of, wrapping
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from hf_fsdp_plugin.plan.model import FsdpPlan
-from hf_fsdp_plugin.plan.resolve import resolve, try_resolve
-from hf_fsdp_plugin.problems import Origin
-from hf_fsdp_plugin.spec.model import FsdpSection, FsdpSpec, WrapSection
+from hf_fsdp_plugin.problems import Origin, SpecError
+from hf_fsdp_plugin.spec.model import FsdpSpec
 
 
 class Block(nn.Module):
@@ -36,36 +36,35 @@ class Plain(nn.Module):
         self.last = nn.Linear(8, 2)
 
 
-def names(plan: FsdpPlan) -> list[str]:
-    return [unit.name for unit in plan.units]
+LAYERS = ["blocks.0", "blocks.1", "blocks.2"]
 
 
-def sized(threshold: int, **wrap: str) -> FsdpSpec:
-    return FsdpSpec(wrap=WrapSection(policy="size", min_num_params=threshold, **wrap))
+def sized(threshold: int, **settings: Any) -> FsdpSpec:
+    return wrapping(policy="size", min_num_params=threshold, **settings)
 
 
 def test_plain_module_is_wrapped_by_its_own_classes() -> None:
-    plan = resolve(wrapping("Block"), Plain(), world_size=2)
-    assert names(plan) == ["blocks.0", "blocks.1", "blocks.2", ""]
+    plan = planned(wrapping("Block"), Plain())
+    assert [unit.name for unit in plan.units] == [*LAYERS, ""]
     assert plan.units[-1].parameters == ("first.weight", "first.bias", "last.weight", "last.bias")
 
 
 def test_several_classes_are_wrapped() -> None:
     model = Plain()
     model.blocks.append(nn.LSTM(8, 8))
-    assert names(resolve(wrapping("Block", "LSTM"), model, world_size=2)) == [*(f"blocks.{i}" for i in range(4)), ""]
+    assert units_of(wrapping("Block", "LSTM"), model) == [*LAYERS, "blocks.3", ""]
 
 
 def test_base_class_selects_subclasses() -> None:
     model = Plain()
     model.blocks.append(WideBlock())
-    assert "blocks.3" in names(resolve(wrapping("Block"), model, world_size=2))
-    assert names(resolve(wrapping("WideBlock"), model, world_size=2)) == ["blocks.3", ""]
+    assert "blocks.3" in units_of(wrapping("Block"), model)
+    assert units_of(wrapping("WideBlock"), model) == ["blocks.3", ""]
 
 
 def test_absent_class_is_refused_with_the_models_classes() -> None:
     origin = Origin(source="fsdp.yaml", line=14, spelling="x", text="y")
-    spec = FsdpSpec(wrap=wrapping("LamaDecoderLayer").wrap, origins={"wrap.classes": origin})
+    spec = replace(wrapping("LamaDecoderLayer"), origins={"wrap.classes": origin})
     problem = refused("FSDP-E214", spec, on_meta("llama"))
     assert (problem.setting, problem.origin) == ("wrap.classes", origin)
     assert "'LamaDecoderLayer'" in problem.message
@@ -83,7 +82,7 @@ def test_class_of_another_model_is_refused_with_the_models_layer() -> None:
 
 def test_absent_classes_beside_a_present_one_are_one_warning() -> None:
     classes = ("LlamaDecoderLayer", "CLIPEncoderLayer", "ViTLayer")
-    problems = resolve(wrapping(*classes), on_meta("llama"), world_size=2).problems
+    problems = planned(wrapping(*classes), on_meta("llama")).problems
     assert [(p.code, p.setting) for p in problems] == [("FSDP-W213", "wrap.classes")]
     assert all(name in problems[0].message for name in classes)
 
@@ -99,18 +98,18 @@ def test_plain_module_without_classes_is_refused_with_advice() -> None:
 def test_model_declares_its_layers_in_any_collection(own: object) -> None:
     model = Plain()
     model._no_split_modules = own  # type: ignore[assignment]
-    assert names(resolve(wrapping(), model, world_size=2)) == ["blocks.0", "blocks.1", "blocks.2", ""]
+    assert units_of(wrapping(), model) == [*LAYERS, ""]
 
 
 def test_submodules_declare_their_layers() -> None:
     model = Plain()
     model.tower = on_meta("vit")
-    assert "tower.vit.layers.0" in names(resolve(wrapping(), model, world_size=2))
+    assert "tower.vit.layers.0" in units_of(wrapping(), model)
 
 
 def test_size_policy_wraps_modules_from_the_threshold() -> None:
     block = sum(p.numel() for p in Block().parameters())
-    assert names(resolve(sized(block), Plain(), world_size=2)) == ["blocks.0", "blocks.1", "blocks.2", ""]
+    assert units_of(sized(block), Plain()) == [*LAYERS, ""]
     problem = refused("FSDP-E219", sized(10**9), Plain())
     assert problem.setting == "wrap.min_num_params"
     assert "blocks, has 840 parameters" in problem.fix
@@ -123,12 +122,12 @@ def test_size_policy_without_a_threshold_is_refused(threshold: int) -> None:
 
 def test_size_policy_does_not_split_attention() -> None:
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(16, 2), "mlp": nn.Linear(64, 64)})
-    assert names(resolve(sized(100), nn.Sequential(model), world_size=2)) == ["0.mlp", ""]
+    assert units_of(sized(100), nn.Sequential(model)) == ["0.mlp", ""]
 
 
 def test_without_a_policy_the_root_is_the_only_unit() -> None:
-    plan = resolve(FsdpSpec(), on_meta("llama"), world_size=2)
-    assert names(plan) == [""]
+    plan = planned(FsdpSpec(), on_meta("llama"))
+    assert [unit.name for unit in plan.units] == [""]
     assert [(p.code, p.setting) for p in plan.problems] == [("FSDP-W218", "wrap.policy")]
 
 
@@ -137,9 +136,9 @@ def test_wrapping_the_root_class_is_refused() -> None:
 
 
 def test_ignored_modules_match_by_full_name() -> None:
-    plan = resolve(wrapping("Block", ignored_modules=r"first|blocks\.1"), Plain(), world_size=2)
+    plan = planned(wrapping("Block", ignored_modules=r"first|blocks\.1"), Plain())
     assert plan.ignored_modules == ("first", "blocks.1")
-    assert names(plan) == ["blocks.0", "blocks.2", ""]
+    assert [unit.name for unit in plan.units] == ["blocks.0", "blocks.2", ""]
     assert plan.units[-1].parameters == ("last.weight", "last.bias")
     message = problem_in(plan.problems, "FSDP-N223").message
     assert "first.weight, first.bias, blocks.1.up.weight" in message
@@ -148,7 +147,7 @@ def test_ignored_modules_match_by_full_name() -> None:
 def test_frozen_ignored_modules_are_not_reported() -> None:
     model = Plain()
     model.first.requires_grad_(False)
-    assert resolve(wrapping("Block", ignored_modules="first"), model, world_size=2).problems == ()
+    assert planned(wrapping("Block", ignored_modules="first"), model).problems == ()
 
 
 @pytest.mark.parametrize(
@@ -174,29 +173,21 @@ def test_ignoring_every_layer_is_refused() -> None:
 def test_layer_without_parameters_is_not_a_unit() -> None:
     model = Plain()
     model.blocks[1] = nn.Identity()
-    assert names(resolve(wrapping("Block", "Identity"), model, world_size=2)) == ["blocks.0", "blocks.2", ""]
+    assert units_of(wrapping("Block", "Identity"), model) == ["blocks.0", "blocks.2", ""]
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_layers_with_a_shared_parameter_are_not_units(version: int) -> None:
-    model = Plain()
-    model.blocks[2].up.weight = model.blocks[0].up.weight
-    plan = resolve(wrapping("Block", version=version), model, world_size=2)
-    assert names(plan) == ["blocks.1", ""]
-    assert plan.ties == (("blocks.0.up.weight", "blocks.2.up.weight"),)
-    assert plan.units[-1].parameters.count("blocks.0.up.weight") == 1
-    message = problem_in(plan.problems, "FSDP-N217").message
-    assert message.startswith("2 modules are not wrapped")
-    assert "blocks.0, blocks.2. Shared: blocks.0.up.weight = blocks.2.up.weight." in message
-
-
-def test_several_shared_parameters_are_one_note() -> None:
+def test_layers_with_shared_parameters_are_not_units(version: int) -> None:
     model = Plain(blocks=5)
     model.blocks[2].up.weight = model.blocks[0].up.weight
     model.blocks[3].up.weight = model.blocks[1].up.weight
-    plan = resolve(wrapping("Block"), model, world_size=2)
-    assert names(plan) == ["blocks.4", ""]
-    assert problem_in(plan.problems, "FSDP-N217").message.startswith("4 modules are not wrapped")
+    plan = planned(wrapping("Block", version=version), model)
+    assert [unit.name for unit in plan.units] == ["blocks.4", ""]
+    assert plan.ties == tuple((f"blocks.{i}.up.weight", f"blocks.{i + 2}.up.weight") for i in (0, 1))
+    assert plan.units[-1].parameters.count("blocks.0.up.weight") == 1
+    message = problem_in(plan.problems, "FSDP-N217").message
+    assert message.startswith("4 modules are not wrapped")
+    assert "Shared: blocks.0.up.weight = blocks.2.up.weight, blocks.1.up.weight = blocks.3.up.weight." in message
 
 
 def test_parameter_shared_by_all_layers_is_refused() -> None:
@@ -208,8 +199,8 @@ def test_parameter_shared_by_all_layers_is_refused() -> None:
 def test_module_registered_twice_is_one_unit() -> None:
     model = Plain(blocks=1)
     model.blocks.append(model.blocks[0])
-    plan = resolve(wrapping("Block"), model, world_size=2)
-    assert names(plan) == ["blocks.0", ""]
+    plan = planned(wrapping("Block"), model)
+    assert [unit.name for unit in plan.units] == ["blocks.0", ""]
     assert ("blocks.0.up.weight", "blocks.1.up.weight") in plan.ties
     assert sum(unit.num_params for unit in plan.units) == sum(p.numel() for p in model.parameters())
 
@@ -218,36 +209,31 @@ def test_tie_inside_one_unit_keeps_all_units() -> None:
     model = Plain()
     model.blocks[0].twin = nn.Linear(8, 16)
     model.blocks[0].twin.weight = model.blocks[0].up.weight
-    plan = resolve(wrapping("Block"), model, world_size=2)
-    assert names(plan) == ["blocks.0", "blocks.1", "blocks.2", ""]
+    plan = planned(wrapping("Block"), model)
+    assert [unit.name for unit in plan.units] == [*LAYERS, ""]
     assert plan.ties == (("blocks.0.up.weight", "blocks.0.twin.weight"),)
 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_size_policy_keeps_tied_embeddings_in_one_unit(version: int) -> None:
-    spec = FsdpSpec(fsdp=FsdpSection(version=version), wrap=WrapSection(policy="size", min_num_params=3_000))
-    plan = resolve(spec, on_meta("llama-tied"), world_size=2)
+    plan = planned(sized(3_000, version=version), on_meta("llama-tied"))
     holders = [unit for unit in plan.units if "model.embed_tokens.weight" in unit.parameters]
     assert len(holders) == 1
     assert ("lm_head" in holders[0].modules) == (version == 2)
 
 
 def test_layer_owns_the_embedding_inside_it() -> None:
-    plan = resolve(wrapping("LlamaModel"), on_meta("llama"), world_size=2)
-    assert names(plan) == ["model", "lm_head", ""]
+    assert units_of(wrapping("LlamaModel"), on_meta("llama")) == ["model", "lm_head", ""]
 
 
 def test_tied_embedding_inside_a_layer_is_grouped_with_the_head() -> None:
-    plan = resolve(wrapping("LlamaModel"), on_meta("llama-tied"), world_size=2)
-    assert names(plan) == ["model.embed_tokens + lm_head", "model", ""]
+    assert units_of(wrapping("LlamaModel"), on_meta("llama-tied")) == ["model.embed_tokens + lm_head", "model", ""]
 
 
 def test_checkpointed_layers_are_wrapped_with_their_wrapper() -> None:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
     model = Plain()
     model.blocks[1] = checkpoint_wrapper(model.blocks[1])
-    assert names(resolve(wrapping("Block"), model, world_size=2)) == ["blocks.0", "blocks.1", "blocks.2", ""]
+    assert units_of(wrapping("Block"), model) == [*LAYERS, ""]
 
 
 def test_model_without_parameters_is_refused() -> None:
@@ -255,30 +241,10 @@ def test_model_without_parameters_is_refused() -> None:
 
 
 def test_all_problems_are_reported_at_once() -> None:
-    spec = FsdpSpec(wrap=WrapSection(policy="transformer", classes=("Blok",), ignored_modules="nothing"))
-    plan, problems = try_resolve(spec, Plain(), world_size=0)
-    assert plan is None
-    assert {problem.code: problem.setting for problem in problems} == {
+    with pytest.raises(SpecError) as caught:
+        planned(wrapping("Blok", ignored_modules="nothing"), Plain(), world_size=0)
+    assert {problem.code: problem.setting for problem in caught.value.problems} == {
         "FSDP-E201": None,
         "FSDP-E212": "wrap.ignored_modules",
         "FSDP-E214": "wrap.classes",
-    }
-
-
-@pytest.mark.parametrize(
-    ("build", "layers"),
-    [
-        (lambda hf: hf.DistilBertForMaskedLM(hf.DistilBertConfig(n_layers=2, dim=32, n_heads=4)), "TransformerBlock"),
-        (lambda hf: hf.ElectraForMaskedLM(hf.ElectraConfig(num_hidden_layers=2)), "ElectraLayer"),
-        (lambda hf: hf.PvtForImageClassification(hf.PvtConfig()), "PvtLayer"),
-    ],
-)
-def test_advice_names_the_repeated_layers(build: Callable[..., nn.Module], layers: str) -> None:
-    import transformers as hf
-
-    with torch.device("meta"):
-        model = build(hf)
-    assert f"fsdp_transformer_layer_cls_to_wrap: {layers}, " in refused("FSDP-E215", wrapping(), model).fix
-    assert {unit.class_name for unit in resolve(wrapping(layers), model, world_size=2).units if unit.from_policy} == {
-        layers
     }
