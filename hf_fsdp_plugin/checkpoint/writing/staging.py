@@ -26,6 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
+from hf_fsdp_plugin.checkpoint.commit import put_in_place, replaced_path, restore_replaced
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, Manifest, record_file, to_text
 from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
 from hf_fsdp_plugin.checkpoint.io import sync, write_text
@@ -136,19 +137,19 @@ class StagingFolder:
         write_text(self.folder / MANIFEST_NAME, to_text(manifest))
         for folder_path in (self.folder, *(path for path in self.folder.rglob("*") if path.is_dir())):
             sync(folder_path)
-        _move_files(self.folder, self.final) if self._into else _rename_folder(self.folder, self.final)
+        if self._into:
+            _move_files(self.folder, self.final)
+        elif (replaced := put_in_place(self.folder, self.final)) is not None:
+            _remove_replaced(replaced, self.final)
         sync(self.final.parent)
         self.discard()
 
 
 def recover_interrupted_commit(final: Path) -> None:
     """Undo a commit that was interrupted before its second rename, or complete one that was interrupted after it."""
-    before = hidden(final, REPLACED)
-    if before.is_dir():
-        if final.exists():
-            _remove_replaced(before, final)
-        else:
-            before.rename(final)
+    restore_replaced(final)
+    if replaced_path(final).is_dir():
+        _remove_replaced(replaced_path(final), final)
 
 
 def recover_run(run: Path, prefix: str) -> None:
@@ -177,20 +178,6 @@ def joined_records(written: Sequence[FileRecord]) -> dict[str, FileRecord]:
         path: FileRecord(path=path, size=sizes[path], ranges=tuple(sorted(found, key=lambda item: item.start)))
         for path, found in ranges.items()
     }
-
-
-def _rename_folder(folder: Path, final: Path) -> None:
-    if not final.exists():
-        folder.rename(final)
-        return
-    before = hidden(final, REPLACED)
-    final.rename(before)
-    try:
-        folder.rename(final)
-    except OSError:
-        before.rename(final)
-        raise
-    _remove_replaced(before, final)
 
 
 def _remove_replaced(before: Path, final: Path) -> None:
