@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the settings and the problems. Returns 0 without errors, 1 with errors."""
     assessment = _assess(args)
     problems = list(assessment.problems)
-    plan: FsdpPlan | None = None
+    plan = None
     if args.model and assessment.ok:
         plan, more = _plan(assessment.spec, args.model, args.world_size)
         problems += [problem for problem in more if problem not in problems]
@@ -69,14 +69,8 @@ def _assess(args: argparse.Namespace) -> Assessment:
     if args.world_size is not None:
         overrides.append(f"launch.num_processes={args.world_size}")
     given = {name: value for name in ("fsdp", "fsdp_config") if (value := getattr(args, name)) is not None}
-    return assess(
-        Sources(
-            config=config_of(args.config),
-            training_arguments=given,
-            overrides=overrides,
-            default_file=not given,
-        )
-    )
+    config = config_of(args.config)
+    return assess(Sources(config=config, training_arguments=given, overrides=overrides, default_file=not given))
 
 
 def _plan(spec: FsdpSpec, model: str, world_size: int | None) -> tuple[FsdpPlan | None, tuple[Problem, ...]]:
@@ -102,7 +96,7 @@ def _plan(spec: FsdpSpec, model: str, world_size: int | None) -> tuple[FsdpPlan 
 
 
 def _smallest_world_size(spec: FsdpSpec) -> int:
-    """``num_processes``, or the number of ranks of the mesh if that is ``auto``."""
+    """Return ``num_processes``. If that is ``auto``, return the number of ranks that the mesh needs."""
     if spec.launch.num_processes != "auto":
         return spec.launch.num_processes
     return math.prod(size for size in (spec.mesh.shard, spec.mesh.replicate) if size != "auto")
@@ -129,7 +123,7 @@ def _jsonable(value: Any) -> Any:
 
 
 def _table(spec: FsdpSpec) -> str:
-    """The settings that a source sets, one per line with the origin, then the defaults on as few lines as possible."""
+    """Return the settings that a source sets, one per line with the origin, then the defaults in one paragraph."""
     rows = [(name, _format(value), str(origin)) for name, value, origin in spec.settings() if spec.asked(name)]
     defaults = [
         f"{name} {_format(value)}"

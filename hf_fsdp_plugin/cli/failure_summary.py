@@ -18,20 +18,20 @@ _CONNECTION_LOST = re.compile(
     r"recvValue|sendBytes|Gloo .*failed",
     re.IGNORECASE,
 )
-"""Exceptions of a rank whose peer has exited."""
+"""Messages of exceptions that a rank raises when its peer has exited."""
 
 _NUM_LAST_FRAMES = 2
 _MAX_LINE = 240
 _MAX_LINES = 30
 _HINTS = {
-    "SIGKILL": "If nobody sent it, the kernel's out-of-memory killer did: use fewer ranks or smaller batches.",
+    "SIGKILL": "Most likely sent by the kernel's out-of-memory killer: use fewer ranks or smaller batches.",
     "SIGSEGV": "A crash in native code: the stderr of the rank contains the Python stack.",
-    "SIGBUS": "Often a full /dev/shm: give the container more shared memory, or DataLoader fewer workers.",
+    "SIGBUS": "Often caused by a full /dev/shm: give the container more, or use fewer DataLoader workers.",
 }
 
 
 def exit_code(result: RunResult) -> int:
-    """Return the launcher's exit code: that of the first failed rank, or 128 plus the number of its signal."""
+    """Return the launcher's exit code: the code of the first failed rank, or 128 plus the number of its signal."""
     first = first_failure(result.exits)
     if first is None:
         return 1 if result.remote_failure else 0
@@ -102,7 +102,7 @@ def format_failures(result: RunResult, *, debug: bool = False, shown_live: Itera
 
 
 def _format_others(first: RankExit, exits: Sequence[RankExit], *, debug: bool) -> list[str]:
-    """One line for each way in which the other ranks failed."""
+    """Return one line for each way in which the other ranks failed, with their numbers."""
     groups: dict[str, list[int]] = {}
     for rank in exits:
         if rank is first or (rank.code == 0 and rank.failure is None):
@@ -132,7 +132,7 @@ def _first_line(failure: Mapping[str, Any]) -> str:
 
 
 def _format_frames(frames: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The frames of user code and the last frames; library frames in between are counted."""
+    """Format the frames of user code and the last frames. Library frames before them are only counted."""
     lines: list[str] = []
     num_skipped = 0
     for position, frame in enumerate(frames):

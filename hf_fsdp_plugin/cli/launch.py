@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import sys
 import tempfile
@@ -13,7 +14,7 @@ from pathlib import Path
 from hf_fsdp_plugin.cli.failure_summary import exit_code, first_failure, format_failures, summarize
 from hf_fsdp_plugin.cli.launch_flags import LaunchArguments, UsageError, add_help, parse_launch_arguments
 from hf_fsdp_plugin.cli.rank_env import rank_env, settings_env
-from hf_fsdp_plugin.cli.ranks import Ranks, RunResult
+from hf_fsdp_plugin.cli.ranks import Ranks
 from hf_fsdp_plugin.cli.rendezvous import Rendezvous, describe, endpoint, meet_locally, meet_machines
 from hf_fsdp_plugin.cli.run_script import FAILURE_VARIABLE
 from hf_fsdp_plugin.cli.script_path import check_script
@@ -50,16 +51,13 @@ def run(arguments: LaunchArguments) -> int:
     """Run the script. Returns its exit code, 1 for a config with errors, or 2 for wrong usage."""
     try:
         _check_usage(arguments)
+        return _launch(arguments)
     except UsageError as error:
         print(f"hf-fsdp launch: {error}", file=sys.stderr)
         return 2
-    try:
-        return _launch(arguments)
     except SpecError as error:
         print(error, file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # before or after the ranks run; while they run, signals are forwarded to them
-        return 130
 
 
 def _launch(arguments: LaunchArguments) -> int:
@@ -108,20 +106,17 @@ def _run_ranks(
             result = ranks.watch(grace=float(options.get("grace", DEFAULT_GRACE)), peers=rendezvous.peers)
         finally:
             ranks.kill()
-        if first := first_failure(result.exits):
+        first = first_failure(result.exits)
+        if first is not None:
             rendezvous.peers.announce(f"rank {first.rank}: {summarize(first)}")
         rendezvous.peers.leave()
     live = [rank.rank for rank in result.exits] if show_all else [rendezvous.first_rank]
-    _print_failures(result, log_dir=log_dir, live=live, debug=spec.launch.debug)
-    return exit_code(result)
-
-
-def _print_failures(result: RunResult, *, log_dir: Path | None, live: Sequence[int], debug: bool) -> None:
     sys.stdout.flush()
-    if text := format_failures(result, debug=debug, shown_live=live):
+    if text := format_failures(result, debug=spec.launch.debug, shown_live=live):
         print(text, file=sys.stderr)
-        if log_dir is not None and first_failure(result.exits) is not None:
+        if log_dir is not None and first is not None:
             print(f"hf-fsdp: all output is in {log_dir}/rank_*.log", file=sys.stderr)
+    return exit_code(result)
 
 
 def _check_usage(arguments: LaunchArguments) -> None:
@@ -134,10 +129,9 @@ def _check_usage(arguments: LaunchArguments) -> None:
     if options.get("max_restarts", "0") != "0":
         raise UsageError("--max_restarts: a failed run is not restarted. Resume it from its last checkpoint.")
     _check_writable(options)
-    for name in ("grace", "num_cpu_threads_per_process"):
-        text = options.get(name, "1")
-        if not text.replace(".", "", 1).isdigit() or (name != "grace" and not text.isdigit()):
-            raise UsageError(f"--{name} {text}: expected a number.")
+    for name, pattern in (("grace", r"\d+(\.\d+)?"), ("num_cpu_threads_per_process", r"\d+")):
+        if name in options and not re.fullmatch(pattern, options[name]):
+            raise UsageError(f"--{name} {options[name]}: expected a number.")
 
 
 def _check_writable(options: Mapping[str, str]) -> None:

@@ -9,7 +9,7 @@ from hf_fsdp_plugin.cli.rendezvous import Rendezvous
 from hf_fsdp_plugin.cli.run_script import LAUNCHER_VARIABLE
 from hf_fsdp_plugin.cli.world import World, num_threads
 from hf_fsdp_plugin.devices import DEVICES
-from hf_fsdp_plugin.spec.model import FsdpSpec, LaunchSection
+from hf_fsdp_plugin.spec.model import FsdpSpec
 
 
 def settings_env(spec: FsdpSpec, world: World, arguments: LaunchArguments) -> dict[str, str]:
@@ -28,7 +28,16 @@ def settings_env(spec: FsdpSpec, world: World, arguments: LaunchArguments) -> di
         env[DEVICES[world.device].visible_variable] = world.gpu_ids
     if world.device == "cuda" and "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ:
         env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # as torchrun does
-    return env | _accelerate_env(spec.launch)
+    if spec.launch.debug:
+        env["ACCELERATE_DEBUG_MODE"] = "true"
+    if spec.launch.enable_cpu_affinity:
+        env["ACCELERATE_CPU_AFFINITY"] = "1"
+    if spec.launch.downcast_bf16:
+        env["ACCELERATE_DOWNCAST_BF16"] = "true"
+    for key, value in spec.launch.dynamo_config.items():
+        text = str(value).upper() if key == "backend" else str(value)
+        env[f"ACCELERATE_DYNAMO_{key.removeprefix('dynamo_').upper()}"] = text
+    return env
 
 
 def rank_env(world: World, rendezvous: Rendezvous, local_rank: int, *, role: str) -> dict[str, str]:
@@ -51,17 +60,3 @@ def rank_env(world: World, rendezvous: Rendezvous, local_rank: int, *, role: str
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": str(rendezvous.hosted),
     }
-
-
-def _accelerate_env(launch: LaunchSection) -> dict[str, str]:
-    env = {}
-    if launch.debug:
-        env["ACCELERATE_DEBUG_MODE"] = "true"
-    if launch.enable_cpu_affinity:
-        env["ACCELERATE_CPU_AFFINITY"] = "1"
-    if launch.downcast_bf16:
-        env["ACCELERATE_DOWNCAST_BF16"] = "true"
-    for key, value in launch.dynamo_config.items():
-        text = str(value).upper() if key == "backend" else str(value)
-        env[f"ACCELERATE_DYNAMO_{key.removeprefix('dynamo_').upper()}"] = text
-    return env

@@ -26,7 +26,7 @@ from hf_fsdp_plugin.cli.rendezvous import Peers
 NUM_TAIL_LINES = 15
 _POLL_SECONDS = 0.05
 _SETTLE_SECONDS = 2.0
-"""Time the other ranks have to fail by themselves, which shows how they depend on each other, before SIGTERM."""
+"""Time from the first failure to SIGTERM. Ranks that wait for the failed rank often fail by themselves in this time."""
 _TEARDOWN_SECONDS = 10.0
 """Time a rank has to exit after its exception."""
 _TERM_SECONDS = 5.0
@@ -42,7 +42,7 @@ class RankExit:
     Attributes:
         code: exit code, or minus the number of the signal.
         stopped: whether the launcher stopped it.
-        time: seconds since the epoch; of its exception if it recorded one, otherwise of its exit.
+        time: when it raised its exception, or exited if it recorded none, in seconds since the epoch.
         failure: what the rank recorded (see ``run_script``); None if it recorded nothing.
         tail: last lines of its stderr; empty if stderr went to the terminal.
     """
@@ -129,7 +129,7 @@ class Ranks:
         self._print_lock = threading.Lock()
 
     def start(self, rank: int, command: Sequence[str], env: Mapping[str, str], *, failure_variable: str) -> None:
-        """Start one rank. The first one keeps the terminal; of the others, the end of stderr is kept."""
+        """Start one rank. The first rank writes to the terminal. Of the others, the last lines of stderr are kept."""
         failure_file = self._scratch / f"rank_{rank}.json"
         is_first = not self._ranks
         is_live = is_first and not self._show_all and self._log_dir is None
@@ -178,8 +178,9 @@ class Ranks:
             if failed_at is not None or self._signal or any(rank.has_failed for rank in self._ranks):
                 for rank in self._ranks:
                     rank.kill_group()
-        for reader in [reader for rank in self._ranks for reader in rank.readers]:
-            reader.join(1.0)  # a grandchild may keep the pipe open
+        for rank in self._ranks:
+            for reader in rank.readers:
+                reader.join(1.0)  # a grandchild may keep the pipe open
         exits = tuple(rank.result() for rank in self._ranks)
         return RunResult(exits=exits, signal_number=self._signal, remote_failure=remote_failure)
 
@@ -247,6 +248,6 @@ class Ranks:
 
 
 def _last_lines(tail: Sequence[str]) -> list[str]:
-    """The last lines that are not empty. Of a progress bar, which rewrites its line, only the last state is kept."""
+    """Return the last lines that are not empty, and of each progress bar only its last state."""
     lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in tail]
     return [line for line in lines if line][-NUM_TAIL_LINES:]

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from hf_fsdp_plugin.cli.world import World
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -32,30 +32,18 @@ class RendezvousError(SpecError):
     """The machines did not meet, or their worlds differ."""
 
 
-class Peers(Protocol):
-    """The launchers of the other machines."""
+class Peers:
+    """The launchers of the other machines: none, on one machine."""
 
     def failure(self) -> str | None:
         """Return the failure that another machine has announced, if any."""
+        return None
 
     def announce(self, text: str) -> None:
         """Announce to the other machines that a rank failed here."""
 
     def leave(self) -> None:
         """Announce that the ranks of this machine have exited. Returns when the store is no longer needed."""
-
-
-class NoPeers:
-    """The peers of a run on one machine."""
-
-    def failure(self) -> str | None:
-        return None
-
-    def announce(self, text: str) -> None:
-        del text
-
-    def leave(self) -> None:
-        return
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,14 +59,14 @@ class Rendezvous:
 
     address: str
     port: int
-    backend: str
     machine: int
     first_rank: int
     hosted: bool
-    peers: Peers = field(default_factory=NoPeers)
+    peers: Peers = field(default_factory=Peers)
     reserved: socket.socket | None = None
 
     def close(self) -> None:
+        """Release the port."""
         if self.reserved is not None:
             self.reserved.close()
 
@@ -92,16 +80,8 @@ def meet_locally(launch: LaunchSection) -> tuple[Rendezvous, tuple[Problem, ...]
         problems = (Problem(code="FSDP-W711", setting="launch.main_process_port", message=message),)
         reserved = _reserve(0)
         assert reserved is not None  # the kernel returns a free port, or raises
-    rendezvous = Rendezvous(
-        address="127.0.0.1",
-        port=reserved.getsockname()[1],
-        backend="static",
-        machine=0,
-        first_rank=0,
-        hosted=False,
-        reserved=reserved,
-    )
-    return rendezvous, problems
+    address, port = reserved.getsockname()
+    return Rendezvous(address=address, port=port, machine=0, first_rank=0, hosted=False, reserved=reserved), problems
 
 
 def describe(world: World, launch: LaunchSection, *, rendezvous: Rendezvous | None = None) -> str:
@@ -189,7 +169,6 @@ def _meet(launch: LaunchSection, world: World, rdzv_conf: str) -> Rendezvous:
     return Rendezvous(
         address=bootstrap.master_addr,
         port=bootstrap.master_port,
-        backend=launch.rdzv_backend,
         machine=info.rank,
         first_rank=info.rank * world.num_local,
         hosted=True,
@@ -229,8 +208,8 @@ def check_worlds_agree(store: Any, machine: int, world: World) -> None:
             raise RendezvousError([Problem(code="FSDP-E708", message=message, fix=fix)])
 
 
-class StorePeers:
-    """The other launchers, reached through the store of the rendezvous."""
+class StorePeers(Peers):
+    """The other launchers, which share the store of the rendezvous."""
 
     def __init__(self, *, handler: Any, store: Any, machine: int, num_machines: int) -> None:
         self._handler = handler  # under c10d it hosts the store

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from hf_fsdp_plugin.vocabulary import PREFIXES, ROWS, STRATEGY_CHOICES, Row, Scope
@@ -13,8 +14,14 @@ EXAMPLES = (
     "hf-fsdp schema > fsdp.schema.json",
     "hf-fsdp schema | jq .properties",
 )
-BOOL_WORDS = ("true", "false", "yes", "no", "on", "off")
-TITLE = "Accelerate config with FSDP, as read by hf-fsdp"
+_BOOL_WORDS = ("true", "false", "yes", "no", "on", "off")
+_BY_KIND: Mapping[str, Mapping[str, Any]] = {
+    "one": {"enum": [1, "1", None]},
+    "names": {"type": ["string", "array", "null"], "items": {"type": "string"}},
+    "text": {"type": ["string", "integer", "boolean", "null"]},
+    "mapping": {"type": ["object", "null"]},
+}
+"""Schema of the values of a kind that does not depend on the setting."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +41,7 @@ def schema() -> dict[str, Any]:
             whole["properties"][row.key] = _property(row, deprecated=True)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": TITLE,
+        "title": "Accelerate config with FSDP, as read by hf-fsdp",
         **whole,
         "$defs": {scope: _section(scope) for scope in ("fsdp", "parallelism", "precision", "dynamo")},
     }
@@ -59,10 +66,7 @@ def _keys(row: Row) -> list[str]:
 
 
 def _property(row: Row, *, deprecated: bool) -> dict[str, Any]:
-    about: dict[str, Any] = {"description": row.about}
-    if deprecated:
-        about["deprecated"] = True
-    return {**about, **_values(row)}
+    return {"description": row.about, **({"deprecated": True} if deprecated else {}), **_values(row)}
 
 
 def _values(row: Row) -> dict[str, Any]:
@@ -70,37 +74,22 @@ def _values(row: Row) -> dict[str, Any]:
         section: dict[str, Any] = {"$ref": f"#/$defs/{row.opens}"}
         return section if row.opens != "precision" else {"anyOf": [section, {"type": "string"}]}
     if row.kind in ("bool", "flag"):
-        words = [form for word in BOOL_WORDS for form in (word, word.capitalize(), word.upper())]
+        words = [form for word in _BOOL_WORDS for form in (word, word.capitalize(), word.upper())]
         return {"enum": [True, False, *words, "1", "0", 1, 0, None]}
+    integer = {"type": ["integer", "null"], "minimum": row.minimum}
     if row.kind == "integer":
-        return {
-            "anyOf": [{"type": ["integer", "null"], "minimum": row.minimum}, {"type": "string", "pattern": "^[0-9]"}]
-        }
+        return {"anyOf": [integer, {"type": "string", "pattern": "^[0-9]"}]}
     if row.kind == "size":
-        return {
-            "anyOf": [
-                {"type": ["integer", "null"], "minimum": row.minimum},
-                {"const": -1},
-                {"type": "string", "pattern": "^(auto|[0-9])"},
-            ]
-        }
-    if row.kind == "one":
-        return {"enum": [1, "1", None]}
+        return {"anyOf": [integer, {"const": -1}, {"type": "string", "pattern": "^(auto|[0-9])"}]}
     if row.kind in ("choice", "mode"):
         return {"enum": _forms(row.choices.items())}
     if row.kind == "reshard":
         return {"enum": [True, False, *_forms(STRATEGY_CHOICES.items())]}
-    if row.kind == "names":
-        return {"type": ["string", "array", "null"], "items": {"type": "string"}}
-    if row.kind == "text":
-        return {"type": ["string", "integer", "boolean", "null"]}
-    if row.kind == "mapping":
-        return {"type": ["object", "null"]}
-    return {}
+    return dict(_BY_KIND.get(row.kind, {}))
 
 
 def _forms(choices: Any) -> list[Any]:
-    """Every spelling of the values: names in both cases, numbers as numbers and text, ``false`` as a bool."""
+    """Return every spelling of the values: names in both cases, numbers also as text, ``true`` also as a bool."""
     forms: dict[tuple[type, Any], Any] = {}
     for value, others in choices:
         for form in (value, *others):

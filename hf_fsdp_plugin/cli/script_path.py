@@ -24,7 +24,11 @@ def check_script(arguments: LaunchArguments) -> None:
     except (OSError, ValueError):  # the name is too long for the file system, or contains a null byte
         exists = False
     if not exists:
-        hint = " If it is the value of a flag: that flag takes none." if script.lower() in ("true", "false") else ""
+        hint = (
+            " If it is the value of a flag, leave it out: the flag takes no value."
+            if script.lower() in ("true", "false")
+            else ""
+        )
         raise UsageError(f"{script[:200]}: no such script.{hint}")
     if not os.access(path, os.R_OK):
         raise UsageError(f"{script}: permission denied.")

@@ -20,11 +20,11 @@ from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.text import plural
 
 NUM_CPU_RANKS = 2
-"""Default number of ranks without an accelerator: the smallest number that really shards."""
+"""Default number of ranks without an accelerator: the smallest number at which FSDP shards."""
 
 MIN_CPU_LIMIT = 64
 CPU_RANKS_PER_CORE = 8
-"""More CPU ranks than these limits allow are most likely a typing error, and would exhaust the machine's memory."""
+"""A larger number of CPU ranks is most likely a typing error, and would exhaust the machine's memory."""
 
 _DEVICE_FILES = (
     "/dev/nvidia[0-9]*",
@@ -137,7 +137,7 @@ def num_cores() -> int:
 
 
 def _gpu_ids(spec: FsdpSpec, found: Accelerators) -> list[str]:
-    """The devices in ``launch.gpu_ids``; none for all devices."""
+    """Return the devices in ``launch.gpu_ids``; an empty list means all devices."""
     ids = [word for word in spec.launch.gpu_ids.replace(" ", "").split(",") if word]
     if [word.lower() for word in ids] == ["all"]:
         return []
@@ -172,13 +172,13 @@ def _check_cores(spec: FsdpSpec, num_local: int) -> None:
 
 
 def _num_cpu_ranks(spec: FsdpSpec) -> int:
-    """The number of ranks of the mesh, if the config sets one."""
+    """Return the number of ranks of the mesh on one machine, or ``NUM_CPU_RANKS`` if the config sets no mesh."""
     sizes = [size for size in (spec.mesh.shard, spec.mesh.replicate) if size != "auto"]
     return max(NUM_CPU_RANKS, math.prod(sizes) // spec.launch.num_machines)
 
 
 def _check_mesh(spec: FsdpSpec, size: int) -> None:
-    """Apply the spec's own rule, which needs the number of ranks, before a rank starts."""
+    """Check that the mesh has `size` ranks, before a rank starts."""
     if problems := list(check_mesh_size(replace(spec, launch=replace(spec.launch, num_processes=size)))):
         raise SpecError(problems)
 
