@@ -19,10 +19,7 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.plan.model import FsdpPlan
 
 HELP = "Check an FSDP config: print every setting with its origin, and every problem."
-EXAMPLES = (
-    "hf-fsdp check fsdp.yaml --world-size 8",
-    'hf-fsdp check --fsdp "full_shard auto_wrap" --json',
-)
+EXAMPLES = ("hf-fsdp check fsdp.yaml --world-size 8", 'hf-fsdp check --fsdp "full_shard auto_wrap" --json')
 MAX_WORLD_SIZE = 1 << 20
 
 

@@ -14,10 +14,7 @@ from hf_fsdp_plugin.problems import AREAS, CODE
 from hf_fsdp_plugin.text import format_table
 
 HELP = "Print what a problem code means, with an example and the remedy. Without a code, list all codes."
-EXAMPLES = (
-    "hf-fsdp explain FSDP-E701",
-    "hf-fsdp explain w711 --json",
-)
+EXAMPLES = ("hf-fsdp explain FSDP-E701", "hf-fsdp explain w711 --json")
 _HEADING = re.compile(rf"## ({CODE.pattern}): (\S.*)")
 
 

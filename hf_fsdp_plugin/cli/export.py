@@ -17,10 +17,7 @@ HELP = (
     "Write the newest complete checkpoint of a run, or its best one, as a Hugging Face folder. (A running Trainer does "
     "so itself: trainer.save_model.)"
 )
-EXAMPLES = (
-    "hf-fsdp export out model",
-    "hf-fsdp export out model --best --max-shard-size 2GB",
-)
+EXAMPLES = ("hf-fsdp export out model", "hf-fsdp export out model --best --max-shard-size 2GB")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,19 +14,14 @@ from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.text import format_bytes, format_table, truncate_lines
 
 HELP = "Describe a checkpoint, or all checkpoints of a run, from metadata alone: format, step, parameters, settings."
-EXAMPLES = (
-    "hf-fsdp inspect out/checkpoint-500",
-    "hf-fsdp inspect out --json",
-)
+EXAMPLES = ("hf-fsdp inspect out/checkpoint-500", "hf-fsdp inspect out --json")
 _FILES_SHOWN = 20
 _WIDTH = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "checkpoint",
-        type=Path,
-        help="a checkpoint of any kind, a Hugging Face folder, or a folder of checkpoints",
+        "checkpoint", type=Path, help="a checkpoint of any kind, a Hugging Face folder, or a folder of checkpoints"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
     parser.add_argument("--parameters", action="store_true", help="list every parameter")

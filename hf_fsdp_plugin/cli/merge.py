@@ -17,10 +17,7 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 HELP = "Write the model of any checkpoint as a Hugging Face folder. Memory use does not depend on the model's size."
-EXAMPLES = (
-    "hf-fsdp merge out/checkpoint-500 merged",
-    "hf-fsdp merge out/checkpoint-500 merged --dtype bf16 --verify",
-)
+EXAMPLES = ("hf-fsdp merge out/checkpoint-500 merged", "hf-fsdp merge out/checkpoint-500 merged --dtype bf16 --verify")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
@@ -38,10 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--max-shard-size", type=_size, default=_size("5GB"), metavar="SIZE", help="bytes per file (default: 5GB)"
     )
     parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="DIR",
-        help="folder of config and tokenizer (default: CKPT or above it)",
+        "--config", type=Path, metavar="DIR", help="folder of config and tokenizer (default: CKPT or above it)"
     )
     parser.add_argument(
         "--model-number",

@@ -10,10 +10,7 @@ from typing import Any
 from hf_fsdp_plugin.vocabulary import PREFIXES, ROWS, STRATEGY_CHOICES, Row, Scope
 
 HELP = "Print a JSON Schema (draft 2020-12) of the YAML config, for completion and validation in editors."
-EXAMPLES = (
-    "hf-fsdp schema > fsdp.schema.json",
-    "hf-fsdp schema | jq .properties",
-)
+EXAMPLES = ("hf-fsdp schema > fsdp.schema.json", "hf-fsdp schema | jq .properties")
 _BOOL_WORDS = ("true", "false", "yes", "no", "on", "off")
 _BY_KIND: Mapping[str, Mapping[str, Any]] = {
     "one": {"enum": [1, "1", None]},

@@ -13,10 +13,7 @@ from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.text import plural
 
 HELP = "Check every byte of a checkpoint against its manifest, and every name and shape against its config."
-EXAMPLES = (
-    "hf-fsdp verify out/checkpoint-500",
-    "hf-fsdp verify out/checkpoint-500 --no-config-check --json",
-)
+EXAMPLES = ("hf-fsdp verify out/checkpoint-500", "hf-fsdp verify out/checkpoint-500 --no-config-check --json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -210,10 +210,7 @@ def bench(args: argparse.Namespace) -> None:
 
 
 def write(
-    args: argparse.Namespace,
-    runs: dict[str, list[Run]],
-    peaks: dict[str, dict[str, float]],
-    num_bytes: dict[str, int],
+    args: argparse.Namespace, runs: dict[str, list[Run]], peaks: dict[str, dict[str, float]], num_bytes: dict[str, int]
 ) -> None:
     faster = {
         name: [other.seconds / run.seconds for run, other in zip(runs[name], runs[STOCK], strict=True)]

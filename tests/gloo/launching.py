@@ -18,6 +18,8 @@ fsdp_config:
   fsdp_version: 2
   fsdp_cpu_ram_efficient_loading: false
 """
+LAUNCH = [sys.executable, "-m", "hf_fsdp_plugin.cli.main", "launch", "--config_file", "fsdp.yaml"]
+Done = subprocess.CompletedProcess[str]
 _SOURCES = ("FSDP_", "ACCELERATE_", "PARALLELISM_", "HF_FSDP_")
 _RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
 
@@ -37,14 +39,10 @@ def write(folder: Path, text: str, *, name: str = "train.py") -> Path:
     return script
 
 
-def command(*words: str | Path) -> list[str]:
-    return [sys.executable, "-m", "hf_fsdp_plugin.cli.main", "launch", *map(str, words)]
-
-
-def start(folder: Path, *words: str | Path, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+def start(folder: Path, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
     """Start `hf-fsdp launch --config_file fsdp.yaml WORDS` in the folder."""
     return subprocess.Popen(
-        command("--config_file", "fsdp.yaml", *words),
+        [*LAUNCH, *words],
         cwd=folder,
         env=environment(folder, **(env or {})),
         stdout=subprocess.PIPE,
@@ -53,25 +51,36 @@ def start(folder: Path, *words: str | Path, env: dict[str, str] | None = None) -
     )
 
 
-def launch(
-    folder: Path, *words: str | Path, env: dict[str, str] | None = None, timeout: float = 120
-) -> subprocess.CompletedProcess[str]:
+def launch(folder: Path, *words: str, env: dict[str, str] | None = None) -> Done:
     """Start the launcher and wait for it."""
-    process = start(folder, *words, env=env)
-    return finish(process, timeout=timeout)
+    return finish(start(folder, *words, env=env))
 
 
-def finish(process: subprocess.Popen[str], *, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def launch_script(folder: Path, text: str, *flags: str, env: dict[str, str] | None = None) -> Done:
+    """Write `train.py` and launch it."""
+    write(folder, text)
+    return launch(folder, *flags, "train.py", env=env)
+
+
+def start_script(folder: Path, text: str, *flags: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """Start a script whose two ranks write their process ids to `ready_RANK`. Returns the launcher and these ids."""
+    write(folder, text)
+    process = start(folder, *flags, "train.py")
+    return process, [int(wait_for(folder / f"ready_{rank}")) for rank in (0, 1)]
+
+
+def finish(process: subprocess.Popen[str], *, timeout: float = 120) -> Done:
+    """Wait for the launcher. Kills it if it does not end in time."""
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
         raise
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    return Done(process.args, process.returncode, out, err)
 
 
-def run(folder: Path, words: Sequence[str], **env: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, words: Sequence[str | Path], **env: str) -> Done:
     """Run another program in the same folder and environment."""
     return subprocess.run(
         words, cwd=folder, env=environment(folder, **env), capture_output=True, text=True, timeout=180, check=False

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import finish, is_gone, launch, run, start, wait_for, write
+from launching import finish, is_gone, launch, launch_script, run, start_script, write
 
 SHOW = """
     import json, os, sys
@@ -22,7 +22,6 @@ SHOW = """
         json.dump(seen, file)
     print("shown by rank", seen["RANK"])
 """
-SLEEP = "import time; time.sleep(120)"
 
 
 def seen(folder: Path) -> list[dict[str, object]]:
@@ -32,18 +31,15 @@ def seen(folder: Path) -> list[dict[str, object]]:
 def test_script_runs_on_every_rank_as_under_python(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     script = write(tmp_path, SHOW, name="scripts/train.py")
-    done = launch(
-        tmp_path, "--num_processes", "3", "scripts/train.py", "--lr", "1e-3", "two words", "--config_file", "x"
-    )
+    arguments = ["scripts/train.py", "--lr", "1e-3", "two words", "--config_file", "x"]
+    done = launch(tmp_path, "--num_processes", "3", *arguments)
     assert done.returncode == 0, done.stderr
     ranks = seen(tmp_path)
-    assert [(r["RANK"], r["LOCAL_RANK"], r["WORLD_SIZE"], r["LOCAL_WORLD_SIZE"]) for r in ranks] == [
-        ("0", "0", "3", "3"),
-        ("1", "1", "3", "3"),
-        ("2", "2", "3", "3"),
-    ]
-    for rank in ranks:
-        assert rank["argv"] == ["scripts/train.py", "--lr", "1e-3", "two words", "--config_file", "x"]
+    assert len(ranks) == 3
+    for number, rank in enumerate(ranks):
+        assert (rank["RANK"], rank["LOCAL_RANK"]) == (str(number), str(number))
+        assert (rank["WORLD_SIZE"], rank["LOCAL_WORLD_SIZE"]) == ("3", "3")
+        assert rank["argv"] == arguments
         assert rank["path"] == str(script.parent)
         assert rank["file"] == rank["main"] == str(script)
         assert rank["name"] == "__main__"
@@ -58,45 +54,38 @@ def test_module_runs_with_the_working_directory_on_path(tmp_path: Path) -> None:
 
 
 def test_script_names_exist_in_exit_handlers(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        "import atexit, pickle\nclass A: pass\natexit.register(lambda: print(pickle.loads(pickle.dumps(A()))))",
-    )
-    done = launch(tmp_path, "--num_processes", "1", "train.py")
+    text = "import atexit, pickle\nclass A: pass\natexit.register(lambda: print(pickle.loads(pickle.dumps(A()))))"
+    done = launch_script(tmp_path, text, "--num_processes", "1")
     assert "__main__.A object" in done.stdout, done.stderr
 
 
 def test_stdout_is_rank_0_and_notices_are_on_stderr(tmp_path: Path) -> None:
-    write(tmp_path, SHOW)
-    done = launch(tmp_path, "train.py")
+    done = launch_script(tmp_path, SHOW)
     assert done.stdout == "shown by rank 0\n"
     assert "rendezvous: 1 machine, 2 ranks, 127.0.0.1:" in done.stderr
 
 
 def test_show_ranks_all_prefixes_each_line(tmp_path: Path) -> None:
-    write(tmp_path, SHOW)
-    done = launch(tmp_path, "--show-ranks", "all", "--log-dir", "logs", "train.py")
+    done = launch_script(tmp_path, SHOW, "--show-ranks", "all", "--log-dir", "logs")
     assert sorted(done.stdout.splitlines()) == ["[rank 0] shown by rank 0", "[rank 1] shown by rank 1"]
     assert (tmp_path / "logs" / "rank_1.log").read_text() == "shown by rank 1\n"
 
 
 def test_threads_are_divided_among_ranks_unless_set(tmp_path: Path) -> None:
-    write(tmp_path, SHOW)
-    launch(tmp_path, "--num_processes", "2", "train.py")
+    launch_script(tmp_path, SHOW, "--num_processes", "2")
     assert {rank["OMP_NUM_THREADS"] for rank in seen(tmp_path)} == {str(max(1, len(os.sched_getaffinity(0)) // 2))}
     launch(tmp_path, "train.py", env={"OMP_NUM_THREADS": "7"})
     assert {rank["OMP_NUM_THREADS"] for rank in seen(tmp_path)} == {"7"}
 
 
-def test_handover_has_only_variables_of_the_user(tmp_path: Path) -> None:
+def test_handover_contains_only_user_variables(tmp_path: Path) -> None:
     text = """
         import json, os
         handover = json.loads(os.environ["HF_FSDP_LAUNCH"])
         print(json.dumps([os.environ["ACCELERATE_USE_CPU"], handover]))
     """
-    write(tmp_path, text)
-    words = ("--cpu", "--set", "prefetch.forward=true", "--report", "r.json", "--fsdp_offload_params", "false")
-    done = launch(tmp_path, *words, "train.py", env={"FSDP_FORWARD_PREFETCH": "true"})
+    flags = ("--cpu", "--set", "prefetch.forward=true", "--report", "r.json", "--fsdp_offload_params", "false")
+    done = launch_script(tmp_path, text, *flags, env={"FSDP_FORWARD_PREFETCH": "true"})
     assert done.returncode == 0, done.stderr
     use_cpu, handover = json.loads(done.stdout)
     assert use_cpu == "true"
@@ -112,9 +101,8 @@ def test_handover_has_only_variables_of_the_user(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("rank", "code"), [(0, 3), (1, 42)])
-def test_exit_code_is_that_of_the_failed_rank(tmp_path: Path, rank: int, code: int) -> None:
-    write(tmp_path, f"import os, sys\nsys.exit({code} if os.environ['RANK'] == '{rank}' else 0)")
-    done = launch(tmp_path, "train.py")
+def test_launcher_returns_exit_code_of_failed_rank(tmp_path: Path, rank: int, code: int) -> None:
+    done = launch_script(tmp_path, f"import os, sys\nsys.exit({code} if os.environ['RANK'] == '{rank}' else 0)")
     assert done.returncode == code
     assert f"rank {rank} failed" in done.stderr
     assert f"exit code {code}" in done.stderr
@@ -130,9 +118,8 @@ def test_exception_is_shown_once_with_user_frames(tmp_path: Path) -> None:
             deep()
         time.sleep(120)
     """
-    write(tmp_path, text)
     began = time.monotonic()
-    done = launch(tmp_path, "train.py")
+    done = launch_script(tmp_path, text)
     assert time.monotonic() - began < 30
     assert done.returncode == 1
     assert "rank 1 failed (pid " in done.stderr
@@ -145,21 +132,18 @@ def test_exception_is_shown_once_with_user_frames(tmp_path: Path) -> None:
 
 
 def test_debug_shows_the_full_traceback(tmp_path: Path) -> None:
-    write(tmp_path, "raise RuntimeError('here')")
-    done = launch(tmp_path, "--debug", "--num_processes", "1", "train.py")
+    done = launch_script(tmp_path, "raise RuntimeError('here')", "--debug", "--num_processes", "1")
     assert "Traceback (most recent call last)" in done.stderr
 
 
 def test_same_exception_on_all_ranks_is_shown_once(tmp_path: Path) -> None:
-    write(tmp_path, "raise RuntimeError('the same everywhere')")
-    done = launch(tmp_path, "--num_processes", "3", "train.py")
+    done = launch_script(tmp_path, "raise RuntimeError('the same everywhere')", "--num_processes", "3")
     assert done.stderr.count("the same everywhere") == 2  # the message, and the line that raised it
     assert "ranks 1, 2 failed the same way" in done.stderr
 
 
 def test_syntax_error_shows_file_and_line(tmp_path: Path) -> None:
-    write(tmp_path, "def f(:\n    pass\n")
-    done = launch(tmp_path, "train.py")
+    done = launch_script(tmp_path, "def f(:\n    pass\n")
     assert done.returncode == 1
     assert "rank 0 failed" in done.stderr and "SyntaxError: " in done.stderr
     assert 'train.py", line 1' in done.stderr
@@ -177,13 +161,10 @@ def test_rank_with_a_lost_connection_is_one_line(tmp_path: Path) -> None:
         dist.all_reduce(total)
         dist.all_reduce(total)
     """
-    write(tmp_path, text)
-    done = launch(tmp_path, "train.py")
+    done = launch_script(tmp_path, text)
     assert done.returncode == 1
     assert "rank 1 failed" in done.stderr and "KeyError: 'the cause'" in done.stderr
-    assert [
-        line for line in done.stderr.splitlines() if line.startswith("hf-fsdp: rank 0 lost the connection afterwards")
-    ]
+    assert done.stderr.count("\nhf-fsdp: rank 0 lost the connection afterwards") == 1
 
 
 def test_killed_rank_stops_other_ranks_and_children(tmp_path: Path) -> None:
@@ -199,9 +180,8 @@ def test_killed_rank_stops_other_ranks_and_children(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(120)
     """
-    write(tmp_path, text)
     began = time.monotonic()
-    done = launch(tmp_path, "train.py")
+    done = launch_script(tmp_path, text)
     assert time.monotonic() - began < 30
     assert done.returncode == 128 + signal.SIGKILL
     assert "rank 1 failed" in done.stderr and "killed by SIGKILL" in done.stderr
@@ -218,9 +198,8 @@ def test_rank_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(120)
     """
-    write(tmp_path, text)
     began = time.monotonic()
-    done = launch(tmp_path, "train.py")
+    done = launch_script(tmp_path, text)
     assert done.returncode == 5
     assert time.monotonic() - began < 30
 
@@ -240,10 +219,7 @@ HANDLES = """
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_handled_signal_reaches_every_rank(tmp_path: Path, number: signal.Signals) -> None:
-    write(tmp_path, HANDLES)
-    process = start(tmp_path, "train.py")
-    for rank in (0, 1):
-        wait_for(tmp_path / f"ready_{rank}")
+    process, _ = start_script(tmp_path, HANDLES)
     process.send_signal(number)
     done = finish(process, timeout=30)
     assert done.returncode == 0, done.stderr
@@ -252,10 +228,8 @@ def test_handled_signal_reaches_every_rank(tmp_path: Path, number: signal.Signal
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_unhandled_signal_stops_the_ranks(tmp_path: Path, number: signal.Signals) -> None:
-    write(tmp_path, "import os, time\nopen('ready_' + os.environ['RANK'], 'w').write('x')\ntime.sleep(120)")
-    process = start(tmp_path, "train.py")
-    for rank in (0, 1):
-        wait_for(tmp_path / f"ready_{rank}")
+    text = "import os, time\nopen('ready_' + os.environ['RANK'], 'w').write(str(os.getpid()))\ntime.sleep(120)"
+    process, _ = start_script(tmp_path, text)
     process.send_signal(number)
     done = finish(process, timeout=30)
     assert done.returncode == 128 + number
@@ -264,12 +238,8 @@ def test_unhandled_signal_stops_the_ranks(tmp_path: Path, number: signal.Signals
 
 
 def test_ignored_signal_kills_after_the_grace_time(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        HANDLES.replace("sys.exit(0)", "pass").replace("time.sleep(120)", "[time.sleep(1) for _ in range(99)]"),
-    )
-    process = start(tmp_path, "--grace", "1", "train.py")
-    pids = [int(wait_for(tmp_path / f"ready_{rank}")) for rank in (0, 1)]
+    text = HANDLES.replace("sys.exit(0)", "pass").replace("time.sleep(120)", "[time.sleep(1) for _ in range(99)]")
+    process, pids = start_script(tmp_path, text, "--grace", "1")
     began = time.monotonic()
     process.send_signal(signal.SIGTERM)
     done = finish(process, timeout=30)
@@ -280,9 +250,7 @@ def test_ignored_signal_kills_after_the_grace_time(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ranks exit with a killed launcher on Linux only")
 def test_ranks_exit_with_a_killed_launcher(tmp_path: Path) -> None:
-    write(tmp_path, HANDLES)
-    process = start(tmp_path, "train.py")
-    pids = [int(wait_for(tmp_path / f"ready_{rank}")) for rank in (0, 1)]
+    process, pids = start_script(tmp_path, HANDLES)
     process.kill()
     assert all(is_gone(pid) for pid in pids)
     process.communicate()
@@ -293,8 +261,7 @@ def test_config_problem_in_a_rank_is_shown_once(tmp_path: Path) -> None:
         from hf_fsdp_plugin import Problem, SpecError
         raise SpecError([Problem(code="FSDP-E201", setting="wrap.classes", message="no such class.", fix="Name it.")])
     """
-    write(tmp_path, text)
-    done = launch(tmp_path, "--quiet", "train.py")
+    done = launch_script(tmp_path, text, "--quiet")
     assert (done.returncode, done.stderr) == (1, "wrap.classes: no such class. Name it. [FSDP-E201]\n")
 
 

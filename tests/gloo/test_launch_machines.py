@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from launching import finish, free_port, launch, run, start, write
+from launching import Done, finish, free_port, launch_script, run, start, write
 
 SUM = r"""
     import os, sys
@@ -24,7 +23,8 @@ SUM = r"""
     dist.barrier()
     dist.destroy_process_group()
 """
-Done = subprocess.CompletedProcess[str]
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
 def two_machines(folder: Path, *words: str, last: tuple[str, ...] = (), backend: str = "static") -> tuple[Done, Done]:
@@ -79,18 +79,9 @@ def test_machines_with_different_worlds_start_no_rank(tmp_path: Path) -> None:
 
 
 def test_missing_machine_is_an_error_after_the_timeout(tmp_path: Path) -> None:
-    write(tmp_path, "")
-    flags = [
-        "--num_machines",
-        "2",
-        "--num_processes",
-        "2",
-        "--main_process_ip",
-        "127.0.0.1",
-        "--rdzv_conf",
-        "timeout=3",
-    ]
-    done = launch(tmp_path, *flags, "--main_process_port", str(free_port()), "train.py")
+    flags = ["--num_machines", "2", "--num_processes", "2", "--main_process_ip", "127.0.0.1"]
+    flags += ["--main_process_port", str(free_port()), "--rdzv_conf", "timeout=3"]
+    done = launch_script(tmp_path, "", *flags)
     assert done.returncode == 1
     assert "did not meet at 127.0.0.1:" in done.stderr and "[FSDP-E707]" in done.stderr
     assert "Traceback" not in done.stderr
@@ -98,9 +89,8 @@ def test_missing_machine_is_an_error_after_the_timeout(tmp_path: Path) -> None:
 
 def test_accelerate_launch_runs_the_plugin(tmp_path: Path) -> None:
     write(tmp_path, SUM)
-    words = ["--config_file", "fsdp.yaml", "--num_processes", "2", "--main_process_port", "0"]
-    program = [sys.executable, "-m", "accelerate.commands.launch", *words, "-m", "hf_fsdp_plugin", "train.py"]
-    done = run(tmp_path, program)
+    flags = ["--config_file", "fsdp.yaml", "--num_processes", "2", "--main_process_port", "0"]
+    done = run(tmp_path, [*ACCELERATE, *flags, "-m", "hf_fsdp_plugin", "train.py"])
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("sum 1.0 world 2") == 2
 
@@ -126,25 +116,22 @@ PRINT_SETTING = r"""
 def test_keys_that_accelerate_ignores_reach_the_ranks(tmp_path: Path) -> None:
     (tmp_path / "fsdp.yaml").write_text(IGNORED_KEYS)
     write(tmp_path, PRINT_SETTING)
-    words = ["--config_file", "fsdp.yaml", "--main_process_port", "0"]
-    program = [sys.executable, "-m", "accelerate.commands.launch", *words, "-m", "hf_fsdp_plugin", "train.py"]
-    done = run(tmp_path, program)
+    flags = ["--config_file", "fsdp.yaml", "--main_process_port", "0"]
+    done = run(tmp_path, [*ACCELERATE, *flags, "-m", "hf_fsdp_plugin", "train.py"])
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("seen post fsdp.yaml:5 2") == 2
 
 
 def test_ram_efficient_loading_on_cpu_ranks(tmp_path: Path) -> None:
     (tmp_path / "fsdp.yaml").write_text(IGNORED_KEYS)
-    write(tmp_path, PRINT_SETTING)
-    done = launch(tmp_path, "--cpu", "train.py")
+    done = launch_script(tmp_path, PRINT_SETTING, "--cpu")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "seen post fsdp.yaml:5 2\n"
 
 
 def test_torchrun_runs_the_plugin(tmp_path: Path) -> None:
     write(tmp_path, SUM)
-    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = run(tmp_path, [*program, "-m", "hf_fsdp_plugin", "--config_file", "fsdp.yaml", "train.py"])
+    done = run(tmp_path, [*TORCHRUN, "-m", "hf_fsdp_plugin", "--config_file", "fsdp.yaml", "train.py"])
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("sum 1.0 world 2") == 2
 
@@ -152,8 +139,7 @@ def test_torchrun_runs_the_plugin(tmp_path: Path) -> None:
 def test_config_problem_under_torchrun_is_shown_once(tmp_path: Path) -> None:
     write(tmp_path, "")
     (tmp_path / "fsdp.yaml").write_text("fsdp_config:\n  fsdp_offload_param: true\n")
-    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = run(tmp_path, [*program, "-m", "hf_fsdp_plugin", "--config_file", "fsdp.yaml", "train.py"])
+    done = run(tmp_path, [*TORCHRUN, "-m", "hf_fsdp_plugin", "--config_file", "fsdp.yaml", "train.py"])
     assert done.returncode == 1
     assert done.stderr.count("Did you mean fsdp_offload_params?") == 1
 
@@ -167,6 +153,5 @@ def test_module_outside_a_launcher_prints_the_usage(tmp_path: Path) -> None:
 
 def test_plain_process_of_accelerate_is_an_error(tmp_path: Path) -> None:
     write(tmp_path, "")
-    program = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "-m", "hf_fsdp_plugin", "train.py"]
-    done = run(tmp_path, program)
+    done = run(tmp_path, [*ACCELERATE, "--cpu", "-m", "hf_fsdp_plugin", "train.py"])
     assert "accelerate launch has started a plain process instead of ranks" in done.stderr

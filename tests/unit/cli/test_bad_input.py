@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,10 +29,7 @@ BAD: dict[str, tuple[bytes, str]] = {
         FSDP + b"  fsdp_auto_wrap_policy: SIZE_BASED_WRAP\n  fsdp_min_num_params: .nan\n",
         "FSDP-E101",
     ),
-    "a class name with a blank": (
-        FSDP + b"  fsdp_transformer_layer_cls_to_wrap: Llama DecoderLayer\n",
-        "FSDP-E144",
-    ),
+    "a class name with a blank": (FSDP + b"  fsdp_transformer_layer_cls_to_wrap: Llama DecoderLayer\n", "FSDP-E144"),
     "a mesh of another size": (
         FSDP + b"  fsdp_version: 2\nnum_processes: 3\nparallelism_config:\n"
         b"  parallelism_config_dp_shard_size: 2\n  parallelism_config_dp_replicate_size: 2\n",
@@ -47,14 +45,8 @@ BAD: dict[str, tuple[bytes, str]] = {
         b"fsdp_config:\n  activation_checkpointing: true\n",
         "FSDP-E112",
     ),
-    "a deepspeed config": (
-        b"distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n",
-        "FSDP-E120",
-    ),
-    "MULTI_GPU with an fsdp_config": (
-        b"distributed_type: MULTI_GPU\nfsdp_config:\n  fsdp_version: 2\n",
-        "FSDP-E123",
-    ),
+    "a deepspeed config": (b"distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n", "FSDP-E120"),
+    "MULTI_GPU with an fsdp_config": (b"distributed_type: MULTI_GPU\nfsdp_config:\n  fsdp_version: 2\n", "FSDP-E123"),
     "an alias": (b"a: &x [*x]\n", "FSDP-E011"),
     "a Python tag": (b'!!python/object/apply:os.system ["true"]\n', "FSDP-E011"),
     "brackets without end": (b"a: " + b"[" * 5000 + b"]" * 5000, "FSDP-E012"),
@@ -66,41 +58,42 @@ BAD: dict[str, tuple[bytes, str]] = {
 }
 VERBS = {"check": ["check"], "launch": ["launch", "--dry-run", "--config_file"]}
 
+RunVerb = Callable[[str], tuple[int, list[str]]]
 
+
+@pytest.fixture(params=VERBS)
 def run_verb(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path, verb: str, config: str
-) -> tuple[int, list[str]]:
-    monkeypatch.chdir(folder)
-    (folder / "train.py").write_text("")
-    code = main([*VERBS[verb], config, *(["train.py"] if verb == "launch" else [])])
-    lines = capsys.readouterr().err.splitlines()
-    return code, [line for line in lines if ": note: " not in line]
+    request: pytest.FixtureRequest, hf_fsdp: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> RunVerb:
+    """Run each verb with a config. Returns the exit code and the lines of stderr, without notes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+
+    def run(config: str) -> tuple[int, list[str]]:
+        script = ["train.py"] if request.param == "launch" else []
+        code, _, err = hf_fsdp(*VERBS[request.param], config, *script)
+        return code, [line for line in err.splitlines() if ": note: " not in line]
+
+    return run
 
 
-@pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("case", BAD)
-def test_invalid_config_is_one_message(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str, verb: str
-) -> None:
+def test_invalid_config_is_one_message(run_verb: RunVerb, tmp_path: Path, case: str) -> None:
     content, expected = BAD[case]
     (tmp_path / "c.yaml").write_bytes(content)
-    code, lines = run_verb(capsys, monkeypatch, tmp_path, verb, "c.yaml")
+    code, lines = run_verb("c.yaml")
     assert code == 1
     assert len(lines) == 1 and lines[0].startswith("c.yaml"), lines
     assert all(part in lines[0] for part in expected.split()), lines
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_path_that_is_not_a_file_is_one_message(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verb: str
-) -> None:
+def test_path_that_is_not_a_file_is_one_message(run_verb: RunVerb, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
-    monkeypatch.chdir(tmp_path)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind("socket")
-        for name, message in (
+        for name, expected in (
             ("folder", "FSDP-E002"),
             ("pipe", "FSDP-E002"),
             ("socket", "FSDP-E002"),
@@ -108,27 +101,21 @@ def test_path_that_is_not_a_file_is_one_message(
             ("missing.yaml", "FSDP-E001"),
             ("x" * 5000, "FSDP-E003"),
         ):
-            code, lines = run_verb(capsys, monkeypatch, tmp_path, verb, name)
-            assert (code, len(lines)) == (1, 1) and message in lines[0], (name, lines)
+            code, lines = run_verb(name)
+            assert (code, len(lines)) == (1, 1) and expected in lines[0], (name, lines)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-@pytest.mark.parametrize("verb", VERBS)
-def test_unreadable_file_is_one_message(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verb: str
-) -> None:
+def test_unreadable_file_is_one_message(run_verb: RunVerb, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_bytes(FSDP)
     (tmp_path / "c.yaml").chmod(0)
-    code, lines = run_verb(capsys, monkeypatch, tmp_path, verb, "c.yaml")
+    code, lines = run_verb("c.yaml")
     assert code == 1 and len(lines) == 1 and "FSDP-E003" in lines[0]
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_valid_config_prints_no_message(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verb: str
-) -> None:
+def test_valid_config_prints_no_message(run_verb: RunVerb, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_bytes(FSDP + b"  fsdp_version: 2\nnum_processes: 2\n")
-    assert run_verb(capsys, monkeypatch, tmp_path, verb, "c.yaml") == (0, [])
+    assert run_verb("c.yaml") == (0, [])
 
 
 def test_full_disk_under_stdout_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

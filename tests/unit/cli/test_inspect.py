@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -250,16 +248,10 @@ def test_world_size_of_a_single_rank(stock):
 
 
 @pytest.mark.parametrize("kind", ["local", "stock", "run"])
-def test_inspect_is_fast_and_imports_no_torch(local, stock, kind):
+def test_inspect_is_fast_and_imports_no_torch(local, stock, kind, imports_no_heavy_library):
     path = {"local": local, "stock": stock, "run": local.parent}[kind]
-    program = (
-        "import sys; from hf_fsdp_plugin.cli.main import main\n"
-        f"code = main(['inspect', {str(path)!r}, '--parameters', '--optimizer'])\n"
-        "loaded = {'torch', 'transformers', 'accelerate', 'datasets', 'numpy'} & set(sys.modules)\n"
-        "sys.exit(f'loaded {loaded}' if loaded else code)"
-    )
     began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    libraries = ("torch", "transformers", "accelerate", "datasets", "numpy")
+    imports_no_heavy_library("inspect", path, "--parameters", "--optimizer", libraries=libraries)
     # 0.2 s on an idle machine; importing torch alone takes about 3 s.
     assert time.monotonic() - began < 2

@@ -1,0 +1,41 @@
+"""Runs verbs of ``hf-fsdp``, in this process or in a new one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from hf_fsdp_plugin.cli.main import main
+
+HEAVY_LIBRARIES = ("torch", "transformers", "accelerate", "datasets")
+
+
+@pytest.fixture
+def hf_fsdp(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run a verb, and return the exit code, stdout and stderr."""
+
+    def run(*argv: object) -> tuple[int, str, str]:
+        code = main([str(word) for word in argv])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def imports_no_heavy_library() -> Callable[..., None]:
+    """Run a verb in a new process, and check that it succeeds without importing these libraries."""
+
+    def run(*argv: object, libraries: Sequence[str] = HEAVY_LIBRARIES) -> None:
+        program = (
+            "import sys; from hf_fsdp_plugin.cli.main import main\n"
+            f"code = main({[str(word) for word in argv]!r})\n"
+            f"loaded = sorted({{*{libraries!r}}} & set(sys.modules))\n"
+            "sys.exit(f'loaded {loaded}' if loaded else code)"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+
+    return run
