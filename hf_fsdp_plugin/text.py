@@ -1,10 +1,8 @@
-"""Formatting of counts, sizes, lists of names and tables for messages and command output.
-
-Torch-free and free of imports from this package, so that every package can use it.
-"""
+"""Formatting of counts, sizes, lists of names and tables. Imports nothing from this package: any package can use it."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Collection, Iterable, Sequence
 
 
@@ -75,6 +73,17 @@ def truncate_lines(lines: Iterable[str], limit: int, indent: str = "  ") -> list
     lines = list(lines)
     rest = [f"{indent}… and {len(lines) - limit:,} more"] if len(lines) > limit else []
     return lines[:limit] + rest
+
+
+def wrap_items(items: Iterable[str], width: int, *, label: str = "") -> list[str]:
+    """Join items by commas, in lines of at most `width` characters. Lines are broken between items only.
+
+    Args:
+        label: begins the first line. The other lines are indented by its length.
+    """
+    text = ", ".join(item.replace(" ", "\N{NO-BREAK SPACE}") for item in items)
+    wrapper = textwrap.TextWrapper(width, label, " " * len(label), break_long_words=False, break_on_hyphens=False)
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in wrapper.wrap(text)]
 
 
 def _three_digits(value: float, unit: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -12,25 +11,22 @@ import pytest
 from leaks import ProcessState, differences, open_files_below
 
 _GRACE_SECONDS = 2.0
-"""Threads and child processes that have been told to stop get this long."""
+"""Time for threads and child processes to end after the test."""
 
 
 @pytest.fixture(autouse=True, scope="session")
 def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A temporary folder of this session alone, for this process and its children: what is left in it is a leak."""
-    before = os.environ.get("TMPDIR")
-    os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.mktemp("tmp"))
-    yield
-    tempfile.tempdir = None
-    if before is None:
-        del os.environ["TMPDIR"]
-    else:
-        os.environ["TMPDIR"] = before
+    """Use a separate temporary folder in this process and its children. A file that a test leaves in it is a leak."""
+    folder = str(tmp_path_factory.mktemp("tmp"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield
 
 
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compare the process before and after the test; fixtures of a wider scope are outside the comparison."""
+    """Compare the state of the process before and after a test. Fixtures of a wider scope are not compared."""
     folder = Path(request.getfixturevalue("tmp_path")) if "tmp_path" in request.fixturenames else None
     before = ProcessState.read()
     yield

@@ -1,4 +1,4 @@
-"""What a test must leave as it found it: environment variables, threads, child processes, process groups and files."""
+"""Compares environment variables, threads, child processes, process groups and files before and after a test."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LIBRARY_THREADS = ("tqdm", "pytest_timeout", "pin_memory")
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """The state of this process that a test may not change."""
+    """The state of this process that a test must not change."""
 
     environ: dict[str, str]
     threads: frozenset[str]
@@ -48,7 +48,7 @@ class ProcessState:
 
 
 def differences(before: ProcessState, after: ProcessState) -> list[str]:
-    """One line for each leak of ``after`` against ``before``; empty where there is none."""
+    """Return one line for each difference, which is a leak."""
     changed = sorted(
         name
         for name in before.environ.keys() | after.environ.keys()
@@ -64,7 +64,7 @@ def differences(before: ProcessState, after: ProcessState) -> list[str]:
 
 
 def open_files_below(folder: Path) -> list[str]:
-    """One line for each file below ``folder`` that this process still has open."""
+    """Return one line for each file below `folder` that this process has open."""
     return [f"open file {path}" for path in _open_paths() if path.is_relative_to(folder)]
 
 
@@ -75,7 +75,7 @@ def _threads() -> Iterator[str]:
 
 
 def _children() -> Iterator[int]:
-    """Direct children; none where the system has no ``/proc``."""
+    """Yield the direct children. Yields none on systems without ``/proc``."""
     for listing in Path("/proc/self/task").glob("*/children"):
         try:
             pids = [int(word) for word in listing.read_text().split()]

@@ -13,7 +13,7 @@ from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
 from hf_fsdp_plugin.sources.model import Sources, config_of
 from hf_fsdp_plugin.spec.load import Assessment, assess
 from hf_fsdp_plugin.spec.model import FsdpSpec
-from hf_fsdp_plugin.text import format_table
+from hf_fsdp_plugin.text import format_table, wrap_items
 
 if TYPE_CHECKING:
     from hf_fsdp_plugin.plan.model import FsdpPlan
@@ -127,7 +127,10 @@ def _table(spec: FsdpSpec) -> str:
         for name, value, _ in spec.settings()
         if not spec.asked(name) and not name.startswith(("launch.", "xla."))
     ]
-    return "\n".join([*([format_table(rows), ""] if rows else []), *_dimmed(_wrapped("defaults: ", defaults))])
+    lines = wrap_items(defaults, 110, label="defaults: ")
+    if sys.stdout.isatty():
+        lines = [f"\033[2m{line}\033[0m" for line in lines]  # dimmed
+    return "\n".join([*([format_table(rows), ""] if rows else []), *lines])
 
 
 def _format(value: Any) -> str:
@@ -138,20 +141,6 @@ def _format(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key}={_format(item)}" for key, item in value.items()) or "-"
     return str(value) if value != "" else "-"
-
-
-def _wrapped(label: str, items: list[str], width: int = 110) -> list[str]:
-    lines = [label]
-    for position, item in enumerate(items):
-        word = item + (", " if position + 1 < len(items) else "")
-        if len(lines[-1]) + len(word.rstrip()) > width:
-            lines.append(" " * len(label))
-        lines[-1] += word
-    return [line.rstrip() for line in lines]
-
-
-def _dimmed(lines: list[str]) -> list[str]:
-    return [f"\033[2m{line}\033[0m" for line in lines] if sys.stdout.isatty() else lines
 
 
 def _world_size(text: str) -> int:

@@ -62,9 +62,8 @@ def read_entries() -> dict[str, Entry]:
     entries = []
     for area in AREAS.values():
         page = files("hf_fsdp_plugin") / "problem_pages" / f"{area}.md"
-        if page.is_file():
-            entries += parse_page(page.read_text(encoding="utf-8"), area)
-    return {entry.code: entry for entry in sorted(entries, key=lambda entry: _number(entry.code))}
+        entries += parse_page(page.read_text(encoding="utf-8"), area)
+    return {entry.code: entry for entry in sorted(entries, key=lambda entry: entry.code[-3:])}
 
 
 def parse_page(text: str, area: str) -> list[Entry]:
@@ -83,20 +82,17 @@ def parse_page(text: str, area: str) -> list[Entry]:
 def find_entry(written: str, entries: dict[str, Entry]) -> Entry | None:
     """Return the entry of a code written as ``FSDP-E201``, ``e201`` or ``201``."""
     short = _short(written)
-    return next((entry for code, entry in entries.items() if short in (_short(code), _number(code))), None)
+    return next((entry for code, entry in entries.items() if short in (code[-4:], code[-3:])), None)
 
 
 def nearest_codes(written: str, entries: dict[str, Entry]) -> list[str]:
     """Return up to three codes that resemble what was written."""
     short = _short(written)
-    same_number = [code for code in entries if short[1:] == _number(code)]
-    near = difflib.get_close_matches(short, [_short(code) for code in entries], n=3, cutoff=0.7)
+    same_number = [code for code in entries if short[1:] == code[-3:]]
+    near = difflib.get_close_matches(short, [code[-4:] for code in entries], n=3, cutoff=0.7)
     return same_number or [f"FSDP-{code}" for code in near]
 
 
-def _short(code: str) -> str:
-    return re.sub(r"[^A-Z0-9]", "", code.upper()).removeprefix("FSDP")
-
-
-def _number(code: str) -> str:
-    return code[-3:]
+def _short(written: str) -> str:
+    """Return ``E201`` for ``fsdp_e201``."""
+    return re.sub(r"[^A-Z0-9]", "", written.upper()).removeprefix("FSDP")

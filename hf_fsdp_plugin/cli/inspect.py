@@ -11,12 +11,11 @@ from typing import Any
 
 from hf_fsdp_plugin.checkpoint import Summary, checkpoints_of_run, summarize, why_incomplete
 from hf_fsdp_plugin.problems import CheckpointError
-from hf_fsdp_plugin.text import format_bytes, format_table, truncate_lines
+from hf_fsdp_plugin.text import format_bytes, format_table, truncate_lines, wrap_items
 
 HELP = "Describe a checkpoint, or all checkpoints of a run, from metadata alone: format, step, parameters, settings."
 EXAMPLES = ("hf-fsdp inspect out/checkpoint-500", "hf-fsdp inspect out --json")
 _FILES_SHOWN = 20
-_WIDTH = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,7 +109,7 @@ def _table(rows: Iterable[Row]) -> str:
 def _text(summary: Summary, *, parameters: bool, optimizer: bool) -> str:
     lines = [f"{summary.path}: {'complete' if summary.incomplete is None else 'incomplete'}"]
     for label, text in _facts(summary):
-        lines += [f"  {'' if number else label:<10} {line}" for number, line in enumerate(_wrapped(text))]
+        lines += wrap_items(text.split(", "), 112, label=f"  {label:<10} ")
     if parameters:
         table = [("parameter", "dtype", "shape"), *((name, *_kind(kind)) for name, kind in summary.parameters.items())]
         lines += ["", format_table(table)]
@@ -143,16 +142,6 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
         ("batch", _pairs(manifest.batch) if manifest else ""),
         ("versions", _pairs(summary.versions)),
     ]
-
-
-def _wrapped(text: str) -> list[str]:
-    """Return lines that are broken at commas; none for an empty text."""
-    lines = [""]
-    for item in text.split(", "):
-        if lines[-1] and len(lines[-1]) + len(item) > _WIDTH:
-            lines.append("")
-        lines[-1] += f"{item}, "
-    return [line.removesuffix(", ").rstrip() if line is lines[-1] else line.rstrip() for line in lines] if text else []
 
 
 def _optimizer(summary: Summary) -> list[str]:

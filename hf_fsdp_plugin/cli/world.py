@@ -150,25 +150,17 @@ def _gpu_ids(spec: FsdpSpec, found: Accelerators) -> list[str]:
 def _check_devices(spec: FsdpSpec, num_local: int, num_devices: int, ids: list[str]) -> None:
     if num_local > num_devices:
         usable = plural(num_devices, "GPU") + (f" ({','.join(ids)} in gpu_ids)" if ids else "")
-        raise _error(
-            spec,
-            "FSDP-E701",
-            "launch.num_processes",
-            f"{plural(num_local, 'rank')} on this machine, which has {usable}.",
-            f"Pass --num_processes {num_devices * spec.launch.num_machines}, or --cpu for CPU ranks.",
-        )
+        message = f"{plural(num_local, 'rank')} on this machine, which has {usable}."
+        fix = f"Pass --num_processes {num_devices * spec.launch.num_machines}, or --cpu for CPU ranks."
+        raise _error(spec, "FSDP-E701", "launch.num_processes", message, fix)
 
 
 def _check_cores(spec: FsdpSpec, num_local: int) -> None:
     num_machines, limit = spec.launch.num_machines, max(MIN_CPU_LIMIT, CPU_RANKS_PER_CORE * num_cores())
     if num_local > limit:
-        raise _error(
-            spec,
-            "FSDP-E702",
-            "launch.num_processes",
-            f"{num_local} CPU ranks on this machine, which has {plural(num_cores(), 'core')}.",
-            f"Pass --num_processes {num_cores() * num_machines}, or at most {limit * num_machines}.",
-        )
+        message = f"{num_local} CPU ranks on this machine, which has {plural(num_cores(), 'core')}."
+        fix = f"Pass --num_processes {num_cores() * num_machines}, or at most {limit * num_machines}."
+        raise _error(spec, "FSDP-E702", "launch.num_processes", message, fix)
 
 
 def _num_cpu_ranks(spec: FsdpSpec) -> int:
@@ -188,29 +180,17 @@ def _check_machines(spec: FsdpSpec) -> None:
     if launch.num_machines == 1:
         return
     if not launch.main_process_ip:
-        raise _error(
-            spec,
-            "FSDP-E704",
-            "launch.main_process_ip",
-            f"{launch.num_machines} machines, but no address of machine 0.",
-            "Pass --main_process_ip ADDRESS, the same on every machine.",
-        )
+        message = f"{launch.num_machines} machines, but no address of machine 0."
+        fix = "Pass --main_process_ip ADDRESS, the same on every machine."
+        raise _error(spec, "FSDP-E704", "launch.main_process_ip", message, fix)
     if spec.asked("launch.main_process_port") and launch.main_process_port == 0:
-        raise _error(
-            spec,
-            "FSDP-E705",
-            "launch.main_process_port",
-            "port 0 (any free port) cannot be used with several machines: the others cannot know the port.",
-            "Set a port that is free on machine 0, such as 29500.",
-        )
+        message = "port 0 (any free port) cannot be used with several machines: the others cannot know the port."
+        fix = "Set a port that is free on machine 0, such as 29500."
+        raise _error(spec, "FSDP-E705", "launch.main_process_port", message, fix)
     if launch.rdzv_backend not in ("static", "c10d"):
-        raise _error(
-            spec,
-            "FSDP-E706",
-            "launch.rdzv_backend",
-            f"the rendezvous backend {launch.rdzv_backend!r} is not supported.",
-            "Write static, or c10d if machines may join in any order.",
-        )
+        message = f"the rendezvous backend {launch.rdzv_backend!r} is not supported."
+        fix = "Set static, or c10d if machines may join in any order."
+        raise _error(spec, "FSDP-E706", "launch.rdzv_backend", message, fix)
 
 
 def _error(spec: FsdpSpec, code: str, setting: str, message: str, fix: str) -> SpecError:

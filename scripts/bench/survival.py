@@ -18,7 +18,6 @@ A tenth as many trials fill a small tmpfs. The ranks are forked from one process
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import math
 import os
@@ -31,6 +30,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,9 +103,7 @@ def wait_for_moment(world: World, run: Path, source: random.Random) -> str:
     began, before, before_done = (
         world.time_of("began", step), world.time_of("began", step - INTERVAL), world.time_of("done", step - INTERVAL)
     )  # fmt: skip
-    assert began is not None
-    assert before is not None
-    assert before_done is not None
+    assert began is not None and before is not None and before_done is not None
     if way == "in a phase":
         wanted = PHASES.index(source.choice(PHASES[3:]))
         while PHASES.index(phase_of(run, step)) < wanted and world.time_of("done", step) is None:
@@ -124,16 +122,13 @@ def kill_trial(
     name, whom = kill
     trial = Trial(setting, f"{name} {whom}")
     limit = source.choice((None, 1, 2))
-    world = World.fork(train, log, model, run, setting, save_total_limit=limit)
-    try:
+    with closing(World.fork(train, log, model, run, setting, save_total_limit=limit)) as world:
         trial.phase = wait_for_moment(world, run, source)
         ranks = list(range(WORLD_SIZE)) if whom == "all" else [source.randrange(WORLD_SIZE)]
         in_background = min(world.last("handed over", rank) or 0 for rank in range(WORLD_SIZE))
         done, began, step = (world.last(event) or 0 for event in ("done", "began", "step"))
         world.signal(signal.Signals[name], ranks)
         world.end(patience=25.0 if kill == ("SIGTERM", "all") else 1.0)
-    finally:
-        world.close()
     if kill == ("SIGTERM", "all") and setting.asynchronous:
         done = max(done, in_background)
     _resume(trial, model, folder, losses)
@@ -148,12 +143,9 @@ def kill_trial(
 
 
 def _resume(trial: Trial, model: Any, folder: Path, losses: list[float]) -> None:
-    world = World.fork(resume, folder / "log", model, folder / "run", trial.setting)
-    try:
+    with closing(World.fork(resume, folder / "log", model, folder / "run", trial.setting)) as world:
         world.until(lambda: world.last("verdict") is not None)
         resumed, verdict, (step, loss) = (world.last(event) for event in ("resumed", "verdict", "loss"))
-    finally:
-        world.close()
     trial.resumed = resumed
     if verdict["problems"] or verdict["left"]:
         raise Lost(f"after the resume from step {resumed}: {verdict}")
@@ -172,12 +164,9 @@ def disk_full_trial(
     space = int(size * (1 + share))
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={space}", "tmpfs", run], check=True)
     try:
-        world = World.fork(train, folder / "log", model, run, setting)
-        try:
+        with closing(World.fork(train, folder / "log", model, run, setting)) as world:
             world.until(lambda: all(world.last("error", rank) is not None for rank in range(WORLD_SIZE)))
             errors = [world.last("error", rank) for rank in range(WORLD_SIZE)]
-        finally:
-            world.close()
         for rank, error in enumerate(errors):
             if "No space left on device" not in error or f"checkpoint-{2 * INTERVAL}" not in error:
                 raise Lost(f"rank {rank} does not report the full disk, but: {error}")
@@ -192,15 +181,17 @@ def disk_full_trial(
 
 
 def flip_trial(checkpoint: Path, source: random.Random) -> tuple[int, list[str]]:
-    """Flip a byte in each file. Returns the number of files and those in which `verify` did not find it."""
+    """Flip a byte in each file. Returns the number of files, and the files in which `verify` did not find it."""
     from hf_fsdp_plugin.checkpoint.checking.verify import verify
 
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
     overlooked = []
     for path in files:
-        at, flip = source.randrange(path.stat().st_size), source.randrange(1, 256)
-        with flipped(path, at, flip):
-            problems = verify(checkpoint).problems
+        original = path.read_bytes()
+        at, flip = source.randrange(len(original)), source.randrange(1, 256)
+        path.write_bytes(original[:at] + bytes([original[at] ^ flip]) + original[at + 1 :])
+        problems = verify(checkpoint).problems
+        path.write_bytes(original)
         if not any(path.name in str(problem) for problem in problems):
             overlooked.append(f"{path.relative_to(checkpoint)} byte {at} ^ {flip:#x}")
     if problems := verify(checkpoint).problems:
@@ -208,30 +199,12 @@ def flip_trial(checkpoint: Path, source: random.Random) -> tuple[int, list[str]]
     return len(files), overlooked
 
 
-@contextlib.contextmanager
-def flipped(path: Path, at: int, flip: int) -> Iterator[None]:
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte[0] ^ flip]))
-    try:
-        yield
-    finally:
-        with path.open("r+b") as file:
-            file.seek(at)
-            file.write(byte)
-
-
 def uninterrupted(model: Any, folder: Path, setting: Setting) -> list[float]:
     """Return the losses of a run that is not killed, by step (NaN at 0), for more steps than a killed run reaches."""
     last = 8 * INTERVAL
-    world = World.fork(train, folder / "log", model, folder / "run", setting)
-    try:
+    with closing(World.fork(train, folder / "log", model, folder / "run", setting)) as world:
         world.until(lambda: (world.last("loss") or [0])[0] >= last and world.last("done"))
         losses = dict(value for _, event, value in world.events[0] if event == "loss")
-    finally:
-        world.close()
     return [math.nan, *(losses[step] for step in range(1, last + 1))]
 
 

@@ -1,4 +1,4 @@
-"""The leak check of tests/conftest.py reports each kind of leak, and nothing for a test that cleans up."""
+"""The leak check of tests/conftest.py reports each kind of leak, and nothing after a cleanup."""
 
 from __future__ import annotations
 

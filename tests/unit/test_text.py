@@ -2,7 +2,16 @@
 
 import pytest
 
-from hf_fsdp_plugin.text import format_bytes, format_count, format_names, format_table, plural, shorten, truncate_lines
+from hf_fsdp_plugin.text import (
+    format_bytes,
+    format_count,
+    format_names,
+    format_table,
+    plural,
+    shorten,
+    truncate_lines,
+    wrap_items,
+)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +58,13 @@ def test_plural_one_and_many():
 def test_shorten_keeps_both_ends():
     assert shorten("abcdef", 6) == "abcdef"
     assert shorten("abcdefghij", 6) == "ab…hij"
+
+
+def test_wrap_items_breaks_between_items_only():
+    assert wrap_items(["a 1", "bb 2", "c 3"], 10) == ["a 1, bb 2,", "c 3"]
+    assert wrap_items(["longer than the width"], 10) == ["longer than the width"]
+    assert wrap_items(["a", "b"], 7, label="all: ") == ["all: a,", "     b"]
+    assert wrap_items([], 10) == []
 
 
 def test_truncate_lines_counts_the_rest():

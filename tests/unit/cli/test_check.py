@@ -17,7 +17,7 @@ fsdp_config:
 
 
 @pytest.fixture(autouse=True)
-def no_ambient_settings(monkeypatch, tmp_path):
+def no_other_settings(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     for name in ("FSDP_VERSION", "ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
@@ -32,18 +32,15 @@ def config(tmp_path):
 
 def check(capsys, *argv: str) -> tuple[int, dict]:
     code = main(["check", "--json", *argv])
-    out = capsys.readouterr().out
-    return code, json.loads(out)
+    return code, json.loads(capsys.readouterr().out)
 
 
 def test_clean_config_exits_0_with_every_setting(capsys, config):
     code, result = check(capsys, str(config))
     assert code == 0 and result["ok"] is True
     assert "plan" not in result
-    assert result["settings"]["sharding.strategy"] == {
-        "value": "shard_grad_op",
-        "origin": f"{config}:4 fsdp_sharding_strategy=2",
-    }
+    strategy = {"value": "shard_grad_op", "origin": f"{config}:4 fsdp_sharding_strategy=2"}
+    assert result["settings"]["sharding.strategy"] == strategy
     assert result["settings"]["wrap.classes"]["value"] == ["A"]
     assert result["settings"]["prefetch.forward"] == {"value": False, "origin": "default"}
     assert set(result["settings"]) == {name for name, _, _ in FsdpSpec().settings()}
@@ -83,10 +80,8 @@ def test_problem_text_has_place_setting_and_code(capsys, config):
 def test_fsdp_words_and_fsdp_config_flags(capsys, config):
     code, result = check(capsys, "--fsdp", "full_shard auto_wrap", "--fsdp-config", '{"offload_params": true}')
     assert code == 0
-    assert result["settings"]["offload.params"] == {
-        "value": True,
-        "origin": "TrainingArguments fsdp_config:1 offload_params=true",
-    }
+    offload = {"value": True, "origin": "TrainingArguments fsdp_config:1 offload_params=true"}
+    assert result["settings"]["offload.params"] == offload
     assert result["settings"]["fsdp.version"]["value"] == 2
     code, result = check(capsys, "--fsdp")
     assert code == 0 and result["settings"]["launch.distributed_type"]["value"] == "FSDP"
@@ -108,19 +103,9 @@ def test_default_file_is_read_without_a_config(capsys, tmp_path):
     assert code == 0 and result["settings"]["sharding.strategy"]["value"] == "shard_grad_op"
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        [],
-        ["frobnicate"],
-        ["check", "--frobnicate"],
-        ["check", "a", "b"],
-        ["check", "--world-size", "0"],
-        ["check", "--set"],
-    ],
-)
+@pytest.mark.parametrize("argv", ["", "check --frobnicate", "check a b", "check --world-size 0", "check --set"])
 def test_wrong_usage_exits_2(capsys, argv):
-    assert main(argv) == 2
+    assert main(argv.split()) == 2
     assert "Traceback" not in capsys.readouterr().err
 
 
@@ -129,9 +114,9 @@ def test_unknown_verb_lists_the_verbs(capsys):
     assert "unknown verb 'frobnicate'. The verbs are check, schema, launch" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["check", "--help"], ["schema", "--help"]])
-def test_help_and_version_exit_0(capsys, argv):
-    assert main(argv) == 0
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_help_and_version_exit_0(capsys, flag):
+    assert main([flag]) == 0
     assert capsys.readouterr().out
 
 

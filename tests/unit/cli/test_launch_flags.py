@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hf_fsdp_plugin.cli.launch_flags import UsageError, parse_launch_arguments
-from hf_fsdp_plugin.cli.main import main
 from hf_fsdp_plugin.sources.config_file import ConfigFile
 from hf_fsdp_plugin.sources.handover import LAUNCH_VARIABLE, LaunchHandover
 from hf_fsdp_plugin.sources.model import Sources
@@ -27,10 +28,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def launch(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
-    code = main(["launch", "--config_file", "fsdp.yaml", *argv])
-    shown = capsys.readouterr()
-    return code, shown.out, shown.err
+@pytest.fixture
+def launch(hf_fsdp: Callable) -> Callable[..., tuple[int, str, str]]:
+    return functools.partial(hf_fsdp, "launch", "--config_file", "fsdp.yaml")
 
 
 @pytest.mark.parametrize(
@@ -56,10 +56,8 @@ def launch(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, st
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_wrong_usage_exits_2_with_one_line(
-    capsys: pytest.CaptureFixture[str], folder: Path, argv: list[str], message: str
-) -> None:
-    code, _, err = launch(capsys, *argv)
+def test_wrong_usage_exits_2_with_one_line(launch: Callable, folder: Path, argv: list[str], message: str) -> None:
+    code, _, err = launch(*argv)
     assert (code, err.count("\n")) == (2, 1) and message in err, err
     assert not (folder / "started").exists()
 
@@ -71,38 +69,31 @@ def test_wrong_usage_exits_2_with_one_line(
         (["--num_processes", "0"], ["at least 1"]),
         (["--set", "foo=1"], ["'foo'"]),
         (["--num_machines", "2"], ["FSDP-E704"]),
-        (
-            ["--num_machines", "2", "--num_processes", "3", "--main_process_ip", "h"],
-            ["num_processes=3", "num_machines=2"],
-        ),
+        (["--num_machines", "2", "--num_processes", "3"], ["num_processes=3", "num_machines=2"]),
         (["--fsdp_sharding_strategy", "9", "--set", "foo=1"], ["fsdp_sharding_strategy", "'foo'"]),
     ],
     ids=str,
 )
-def test_config_errors_exit_1_all_at_once(
-    capsys: pytest.CaptureFixture[str], folder: Path, argv: list[str], parts: list[str]
-) -> None:
-    code, _, err = launch(capsys, *argv, "train.py")
+def test_all_config_errors_are_reported_at_once(launch: Callable, folder: Path, argv: list, parts: list) -> None:
+    code, _, err = launch(*argv, "train.py")
     assert code == 1 and all(part in err for part in parts), err
     assert not (folder / "started").exists()
 
 
-def test_dry_run_prints_command_and_rendezvous(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    code, out, _ = launch(capsys, "--dry-run", "--num_processes", "4", "--cpu", "train", "a b")
+def test_dry_run_prints_command_and_rendezvous(launch: Callable, folder: Path) -> None:
+    code, out, _ = launch("--dry-run", "--num_processes", "4", "--cpu", "train", "a b")
     assert code == 0
     assert "rendezvous: 1 machine, 4 ranks, 127.0.0.1:" in out
     assert "hf_fsdp_plugin.cli.run_script train 'a b'" in out
     assert not (folder / "started").exists()
 
 
-def test_launch_without_a_config_is_a_note(
-    capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launch_without_a_config_is_a_note(hf_fsdp: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(folder / "home"))
-    assert main(["launch", "--dry_run", "train.py"]) == 0
-    assert "[FSDP-N713]" in capsys.readouterr().err
-    assert main(["launch", "--dry_run", "--use_fsdp", "train.py"]) == 0
-    assert "[FSDP-N713]" not in capsys.readouterr().err
+    code, _, err = hf_fsdp("launch", "--dry_run", "train.py")
+    assert code == 0 and "[FSDP-N713]" in err
+    code, _, err = hf_fsdp("launch", "--dry_run", "--use_fsdp", "train.py")
+    assert code == 0 and "[FSDP-N713]" not in err
 
 
 def test_hyphens_equals_signs_and_scripts_without_suffix() -> None:

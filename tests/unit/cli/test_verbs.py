@@ -23,34 +23,35 @@ def test_help_ends_with_two_examples_that_parse(verb, capsys):
 
 
 @pytest.mark.parametrize("written", ["FSDP-E701", "e701", "fsdp_e701", "701"])
-def test_explain_accepts_spellings_of_a_code(written, capsys):
-    assert main(["explain", written]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("FSDP-E701: ") and "\nExample:\n" in out and "\nRemedy: " in out
+def test_explain_accepts_spellings_of_a_code(written, hf_fsdp):
+    code, out, _ = hf_fsdp("explain", written)
+    assert code == 0 and out.startswith("FSDP-E701: ") and "\nExample:\n" in out and "\nRemedy: " in out
 
 
-def test_explain_without_a_code_lists_all(capsys):
-    assert main(["explain"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert main(["explain", "--json"]) == 0
-    codes = json.loads(capsys.readouterr().out)["codes"]
-    assert [line.split()[0] for line in lines] == [row["code"] for row in codes]
+def test_explain_without_a_code_lists_all(hf_fsdp):
+    _, table, _ = hf_fsdp("explain")
+    _, printed, _ = hf_fsdp("explain", "--json")
+    codes = json.loads(printed)["codes"]
+    assert [line.split()[0] for line in table.splitlines()] == [row["code"] for row in codes]
     assert {"code": "FSDP-E701", "title": "more ranks on a machine than it has accelerators"} in codes
 
 
 @pytest.mark.parametrize(
     ("written", "hint"), [("W701", "Did you mean FSDP-E701?"), ("nonsense", "`hf-fsdp explain` lists all codes.")]
 )
-def test_explain_unknown_code_exits_2(written, hint, capsys):
-    assert main(["explain", written]) == 2
-    shown = capsys.readouterr()
-    assert (shown.out, shown.err) == ("", f"hf-fsdp explain: unknown problem code '{written}'. {hint}\n")
+def test_explain_unknown_code_exits_2(written, hint, hf_fsdp):
+    assert hf_fsdp("explain", written) == (2, "", f"hf-fsdp explain: unknown problem code '{written}'. {hint}\n")
 
 
-def test_explain_json_is_one_object(capsys):
-    assert main(["explain", "e701", "--json"]) == 0
-    entry = json.loads(capsys.readouterr().out)
-    assert (entry["code"], entry["area"], set(entry)) == ("FSDP-E701", "cli", {"code", "title", "area", "text"})
+def test_explain_json_is_one_object(hf_fsdp):
+    code, out, _ = hf_fsdp("explain", "e701", "--json")
+    entry = json.loads(out)
+    assert code == 0
+    assert (entry["code"], entry["area"], set(entry)) == (
+        "FSDP-E701",
+        "cli",
+        {"code", "title", "area", "text"},
+    )
 
 
 def test_parse_page_ignores_headings_in_fences():
