@@ -22,6 +22,10 @@ this module runs inside the ranks of a launcher. Use one of
   hf-fsdp launch --config_file CONFIG SCRIPT
   accelerate launch --config_file CONFIG -m hf_fsdp_plugin SCRIPT
   torchrun --nproc_per_node N -m hf_fsdp_plugin --config_file CONFIG SCRIPT"""
+_PLAIN_PROCESS = (
+    "accelerate launch has started a plain process instead of ranks. It does so for --cpu and for configs without "
+    "FSDP. Use `hf-fsdp launch --config_file CONFIG SCRIPT`, which also starts CPU ranks."
+)
 _OPTIONS = frozenset({"config_file", "set", "report", "module"})
 _SETTING_FLAGS = ("--fsdp", "--parallelism_config_", "--mixed_precision")
 
@@ -64,7 +68,8 @@ def main() -> int:
 def _parse_arguments(argv: list[str]) -> LaunchArguments:
     arguments = parse_launch_arguments(argv)
     if "RANK" not in os.environ:
-        raise UsageError(_no_rank())
+        # The only variable that `accelerate launch` sets in every mode.
+        raise UsageError(_PLAIN_PROCESS if "ACCELERATE_MIXED_PRECISION" in os.environ else _USAGE)
     others = [f"--{name}" for name in arguments.options if name not in _OPTIONS]
     others += [flag.partition("=")[0] for flag in arguments.command_line if not flag.startswith(_SETTING_FLAGS)]
     if others:
@@ -73,15 +78,6 @@ def _parse_arguments(argv: list[str]) -> LaunchArguments:
         raise UsageError(f"no script; {_USAGE}")
     check_script(arguments)
     return arguments
-
-
-def _no_rank() -> str:
-    if "ACCELERATE_MIXED_PRECISION" in os.environ:  # the only variable that `accelerate launch` sets in every mode
-        return (
-            "accelerate launch has started a plain process instead of ranks. It does so for --cpu and for configs "
-            "without FSDP. Use `hf-fsdp launch --config_file CONFIG SCRIPT`, which also starts CPU ranks."
-        )
-    return _USAGE
 
 
 if __name__ == "__main__":

