@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 from hf_fsdp_plugin.devices import DEVICES, get_device
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.spec.launch_rules import check_mesh_size
 from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.spec.rules import check_mesh_size
 from hf_fsdp_plugin.text import plural
 
 NUM_CPU_RANKS = 2

@@ -1,4 +1,4 @@
-"""From all sources to one checked spec."""
+"""Read all sources and return one checked spec: ``load_spec`` and ``assess``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hf_fsdp_plugin.spec.rules import check_rules
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assessment:
-    """A spec as far as it could be read, and all problems, errors included."""
+    """The spec that could be read, and all problems. If there are errors, the spec is incomplete."""
 
     spec: FsdpSpec
     problems: tuple[Problem, ...]
@@ -59,15 +59,15 @@ def load_spec(
         fsdp: ``fsdp`` of ``TrainingArguments``: a bool, or options as text or list.
         fsdp_config: ``fsdp_config`` of ``TrainingArguments``: a dict, the path of a JSON or YAML file, or JSON text.
         training_arguments: other keyword arguments of ``TrainingArguments``.
-        command_line: flags, those of ``accelerate launch`` among them; unknown flags are ignored.
-        overrides: ``--set`` pairs, as texts or as a mapping; the source of highest precedence.
+        command_line: flags of the script and of ``accelerate launch``; unknown flags are ignored.
+        overrides: ``NAME=VALUE`` of every ``--set``, as strings or as a mapping; the source of highest precedence.
         environ: environment variables, the source of lowest precedence; those of this process by default.
         plugin_object: constructor arguments of Accelerate's ``FullyShardedDataParallelPlugin``.
         default_file: if there is no config, read Accelerate's default file.
         as_launched: if there is no config, read the file of the ``accelerate launch`` that started this process.
 
     Raises:
-        SpecError: one of the problems is an error; it contains all of them.
+        SpecError: at least one problem is an error; the exception contains all problems.
     """
     given = {"fsdp": fsdp, "fsdp_config": fsdp_config}
     arguments = {**(training_arguments or {}), **{key: value for key, value in given.items() if value is not None}}
@@ -98,16 +98,14 @@ def assess(sources: Sources) -> Assessment:
 
 
 def _ambiguous_version(levels: Sequence[SourceSettings], spec: FsdpSpec) -> Iterator[Problem]:
-    """Two sources without a version whose dialects have different defaults."""
+    """Report that no source sets the version and that the dialects of the sources have different defaults."""
     dialects = {level.dialect for level in levels if level.dialect is not None and level.level != environment.SOURCE}
     if len(dialects) > 1 and not spec.asked("fsdp.version"):
-        yield Problem(
-            code="FSDP-W106",
-            setting="fsdp.version",
-            message="no source sets the FSDP version. The default is 1 for Accelerate's file and 2 for "
-            f"TrainingArguments; the source of higher precedence applies: {spec.fsdp.version}.",
-            fix="Set fsdp_version in one of them.",
+        message = (
+            "no source sets the FSDP version, which is 1 by default in Accelerate's file and 2 in TrainingArguments. "
+            f"The source of higher precedence selects {spec.fsdp.version}."
         )
+        yield Problem(code="FSDP-W106", setting="fsdp.version", message=message, fix="Set fsdp_version in one of them.")
 
 
 CHECKED_WITH = MappingProxyType(
@@ -122,7 +120,7 @@ CHECKED_WITH = MappingProxyType(
 
 
 def _check(spec: FsdpSpec, read_problems: list[Problem]) -> Iterator[Problem]:
-    """Yield what the rules find, except about values that could not be read."""
+    """Yield the problems that the rules find, except those about values that could not be read."""
     unread = {problem.setting for problem in read_problems if problem.severity == "error"}
     for problem in check_rules(spec):
         compared_with = CHECKED_WITH.get(problem.setting or "")
@@ -132,23 +130,20 @@ def _check(spec: FsdpSpec, read_problems: list[Problem]) -> Iterator[Problem]:
             yield problem
 
 
-OFF = ("launch.distributed_type", "NO")
-
-
 def _without_default_off(levels: Sequence[SourceSettings]) -> Sequence[SourceSettings]:
     """Drop ``fsdp=False`` if another source turns FSDP on: ``False`` is also the Trainer's default."""
     if not any(_turns_on(level) for level in levels):
         return levels
-    return [
-        replace(level, settings=tuple(s for s in level.settings if not (s.implied and (s.name, s.value) == OFF)))
-        if level.dialect is None
-        else level
-        for level in levels
-    ]
+    return [level if level.dialect is not None else _without_implied_off(level) for level in levels]
+
+
+def _without_implied_off(level: SourceSettings) -> SourceSettings:
+    off = ("launch.distributed_type", "NO")
+    return replace(level, settings=tuple(s for s in level.settings if not s.implied or (s.name, s.value) != off))
 
 
 def _turns_on(level: SourceSettings) -> bool:
-    """Any FSDP setting turns FSDP on, except environment variables: Transformers itself sets some of them."""
+    """Whether a source turns FSDP on. Environment variables alone do not: Transformers itself sets some of them."""
     if level.level != environment.SOURCE:
         return level.dialect is not None
     return any(setting.name == "launch.distributed_type" for setting in level.settings)

@@ -1,7 +1,7 @@
-"""``FsdpSpec``: the requested settings, typed, in sections. Also every default.
+"""``FsdpSpec``: the requested settings, typed and in sections, with every default.
 
 Attribute paths are the canonical names: ``spec.sharding.strategy`` is the setting ``sharding.strategy``. ``"auto"`` is
-replaced once, by ``plan.resolve``, with a value that fits the model and the world size.
+replaced by ``plan.resolve`` with a value for the model and the world size.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class MeshSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrapSection:
-    """Empty ``classes`` mean the model's own ``_no_split_modules``. ``min_num_params`` is a number of parameters."""
+    """If ``classes`` is empty, the model's own ``_no_split_modules`` apply. ``min_num_params`` counts parameters."""
 
     policy: WrapPolicy = "none"
     classes: tuple[str, ...] = ()
@@ -137,7 +137,7 @@ class FsdpSpec:
     """A checked FSDP config without errors, made by :func:`hf_fsdp_plugin.load_spec`.
 
     Attributes:
-        origins: canonical name -> where its value was written. Names that are missing have their default.
+        origins: canonical name -> origin of its value. Settings that are missing have their default value.
         problems: warnings and notes.
     """
 
@@ -158,7 +158,7 @@ class FsdpSpec:
     problems: tuple[Problem, ...] = ()
 
     def get(self, name: str) -> Any:
-        """Return the value of a canonical name. Raises ``KeyError`` for a name that is not in the vocabulary."""
+        """Return the value of a setting. Raises ``KeyError`` for a name that is not canonical."""
         section, _, setting = name.partition(".")
         try:
             return getattr(getattr(self, section), setting)
@@ -191,9 +191,9 @@ DIALECT_DEFAULTS: Final[Mapping[Dialect | None, Mapping[str, Any]]] = MappingPro
         None: {},
     }
 )
-"""Dialect -> the defaults in which it differs. The sections above contain all other defaults."""
+"""Dialect -> the defaults that depend on it. The sections above contain all other defaults."""
 
 VERSION_DEFAULTS: Final[Mapping[int, Mapping[str, Any]]] = MappingProxyType(
     {1: {"prefetch.backward": "none"}, 2: {"prefetch.backward": "pre"}}
 )
-"""FSDP version -> the defaults in which it differs."""
+"""FSDP version -> the defaults that depend on it."""

@@ -1,4 +1,4 @@
-"""Settings to an ``FsdpSpec``: type the values, derive the settings that follow from others, fill in the defaults."""
+"""Convert settings to an ``FsdpSpec``: parse the values, derive settings from others, fill in the defaults."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _FIELDS = frozenset(
 
 
 def parse_settings(level: SourceSettings) -> SourceSettings:
-    """Return the same settings with typed values; an invalid value becomes a problem."""
+    """Return the settings with typed values, and a problem for each invalid value."""
     settings: list[Setting] = []
     problems: list[Problem] = []
     for setting in level.settings:
         row = BY_NAME.get(setting.name)
         if row is None:
-            settings.append(setting)  # AUTO_WRAP, which is no key and has no row
+            settings.append(setting)  # AUTO_WRAP is not a key and has no row
             continue
         try:
-            parsed = setting.with_value(parse_value(row, setting.value))
+            parsed = replace(setting, value=parse_value(row, setting.value))
         except NoValue:
             continue
         except InvalidValue as invalid:
@@ -44,18 +44,18 @@ def parse_settings(level: SourceSettings) -> SourceSettings:
             parsed = replace(parsed, name="sharding.strategy")
         settings.append(parsed)
     if any(problem.code == "FSDP-E122" for problem in problems):
-        # without the unsupported mesh axis, the other axes do not multiply to the world size
+        # The product of the other axes is not the world size.
         settings = [setting for setting in settings if not setting.name.startswith("mesh.")]
     return replace(level, settings=tuple(settings), problems=(*level.problems, *problems))
 
 
 def dialect_of(levels: Iterable[SourceSettings]) -> Dialect | None:
-    """The dialect of the source of highest precedence that mentions FSDP."""
+    """Return the dialect of the source of highest precedence that mentions FSDP."""
     return next((level.dialect for level in levels if level.dialect is not None), None)
 
 
 def build(effective: Settings, dialect: Dialect | None) -> tuple[model.FsdpSpec, tuple[Problem, ...]]:
-    """Return the spec of these settings, and the problems found while settings were derived from others."""
+    """Return the spec of these settings, and the problems of the derived settings."""
     problems: list[Problem] = []
     settings = dict(effective)
     _derive_mode(settings)
@@ -71,7 +71,7 @@ def build(effective: Settings, dialect: Dialect | None) -> tuple[model.FsdpSpec,
 
 
 def _derive_mode(settings: Settings) -> None:
-    """A parameter dtype of higher precedence than ``mixed_precision`` overrides the launcher's mode too."""
+    """Override the launcher's mode with a parameter dtype of higher precedence than ``mixed_precision``."""
     mode, param = settings.get("launch.mixed_precision"), settings.get("precision.param")
     if mode is None or param is None or mode.origin == param.origin or param.implied or param.value == mode.value:
         return
@@ -81,7 +81,7 @@ def _derive_mode(settings: Settings) -> None:
 
 
 def _gather(settings: Settings, name: str, prefix: str) -> None:
-    """``launch.extra.x`` and ``launch.extra.y`` become one mapping ``launch.extra``."""
+    """Combine settings such as ``launch.extra.x`` and ``launch.extra.y`` into one mapping, ``launch.extra``."""
     parts = {key: settings.pop(key) for key in list(settings) if key.startswith(f"{name}.")}
     if parts:
         first = next(iter(parts.values()))
@@ -90,13 +90,13 @@ def _gather(settings: Settings, name: str, prefix: str) -> None:
 
 
 def _derive_checkpointing(settings: Settings, problems: list[Problem]) -> None:
-    """``gradient_checkpointing`` of TrainingArguments sets ``activation.checkpointing`` and marks it as native."""
+    """Set ``activation.checkpointing`` from ``gradient_checkpointing`` of TrainingArguments, and mark it as native."""
     trainer = settings.pop("activation.trainer", None)
     if trainer is None or not trainer.value:
         return
     own = settings.get("activation.checkpointing")
     if own is not None and own.value != "none":
-        message = f"{own.written} and {trainer.origin} would both recompute the activations."
+        message = f"{own.written} and {trainer.origin} both recompute the activations."
         fix = f"Remove {trainer.origin.spelling}: FSDP's checkpointing needs no second all-gather."
         problems.append(about(own, "FSDP-E112", message, fix))
         return
@@ -105,7 +105,7 @@ def _derive_checkpointing(settings: Settings, problems: list[Problem]) -> None:
 
 
 def _derive_wrap_policy(settings: Settings, problems: list[Problem]) -> None:
-    """Without a wrap policy, a size threshold, ``auto_wrap`` or class names select one, in this order."""
+    """Select the wrap policy, if none is set, by the size threshold, ``auto_wrap`` or the class names."""
     auto_wrap = settings.pop(AUTO_WRAP, None)
     if "wrap.policy" in settings:
         return
@@ -145,10 +145,10 @@ def _combine_reshard(
     if not row.is_sharded or row.reshards_after_forward == reshard.value:
         problems.append(about(reshard, "FSDP-N108", f"{reshard.written} has no effect with {strategy.origin}."))
     elif row.hybrid and row.reshards_after_forward:
-        settings["sharding.strategy"] = strategy.with_value(other.value)
+        settings["sharding.strategy"] = replace(strategy, value=other.value)
         problems.append(about(reshard, "FSDP-N109", f"{reshard.written} changes {strategy.origin} to {other.value}."))
     elif reshard.origin.source == strategy.origin.source == environment.SOURCE:
-        # accelerate launch always writes both variables; each version of FSDP reads one of them
+        # accelerate launch always writes both variables; each version of FSDP reads one of them.
         if version == 2:
             settings["sharding.strategy"] = _strategy_of(reshard)
         used = reshard if version == 2 else strategy
@@ -165,7 +165,7 @@ def _combine_reshard(
 
 
 def _combine_mesh(settings: Settings, problems: list[Problem]) -> None:
-    """With several replicas, a strategy becomes its hybrid counterpart; with a shard size of 1 it becomes no_shard."""
+    """Change the strategy to its hybrid counterpart if the mesh replicates; to no_shard if its shard size is 1."""
     replicate, shard = settings.get("mesh.replicate"), settings.get("mesh.shard")
     if replicate is None or replicate.value == "auto" or replicate.value == 1:
         return

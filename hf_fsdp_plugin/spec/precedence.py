@@ -1,10 +1,9 @@
-"""Precedence: the order of the sources, and what is reported about a value that another source overrides."""
+"""Precedence: the order of the sources, the effective settings, and the problems of overridden settings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Final
 
 from hf_fsdp_plugin.problems import Problem
@@ -22,19 +21,22 @@ from hf_fsdp_plugin.vocabulary import canonical
 
 Reader = Callable[[Sources], SourceSettings | None]
 
-READERS: Final[Mapping[str, Reader]] = MappingProxyType(
-    {
-        overrides.SOURCE: overrides.read,
-        command_line.SOURCE: command_line.read,
-        training_arguments.SOURCE: training_arguments.read,
-        plugin_object.SOURCE: plugin_object.read,
-        accelerate_file.SOURCE: accelerate_file.read,
-        environment.SOURCE: environment.read,
-    }
+PRECEDENCE: Final[tuple[tuple[str, Reader], ...]] = (
+    (overrides.SOURCE, overrides.read),
+    (command_line.SOURCE, command_line.read),
+    (training_arguments.SOURCE, training_arguments.read),
+    (training_arguments.SOURCE, plugin_object.read),
+    (accelerate_file.SOURCE, accelerate_file.read),
+    (environment.SOURCE, environment.read),
 )
-"""Every source, highest precedence first. A source overrides the ones after it; the defaults come last."""
+"""The level and the reader of every source, highest precedence first; the defaults come last.
 
-_LEVELS: Final = tuple(READERS)
+``TrainingArguments`` and ``FullyShardedDataParallelPlugin`` are one level, because both are part of the script. If they
+set a setting to different values, ``TrainingArguments`` overrides the plugin object. If one sets the strategy and the
+other a different ``reshard_after_forward``, neither has precedence: this is the error FSDP-E107.
+"""
+
+_LEVELS: Final = tuple(dict.fromkeys(level for level, _ in PRECEDENCE))
 COMPLEMENTARY = frozenset({"launch.distributed_type"})
 """Settings that several sources set together: ``fsdp=`` in a script turns FSDP on under any launcher."""
 
@@ -43,15 +45,15 @@ def read_all(sources: Sources) -> tuple[SourceSettings, ...]:
     """Read every source that is given, highest precedence first."""
     return tuple(
         replace(read, level=level, settings=tuple(replace(setting, level=level) for setting in read.settings))
-        for level, reader in READERS.items()
+        for level, reader in PRECEDENCE
         if (read := reader(sources)) is not None
     )
 
 
 def merge(levels: Iterable[SourceSettings]) -> tuple[dict[str, Setting], tuple[Problem, ...]]:
-    """Return the effective setting of every name, and a note or a warning for each overridden one.
+    """Return the effective setting of every name, and a note or a warning for each overridden setting.
 
-    The values are compared, so they must be typed: ``FULL_SHARD`` and ``1`` are then equal.
+    The values must be typed, because they are compared: ``FULL_SHARD`` and ``1`` are equal.
     """
     effective: dict[str, Setting] = {}
     problems: list[Problem] = []
@@ -67,7 +69,7 @@ def merge(levels: Iterable[SourceSettings]) -> tuple[dict[str, Setting], tuple[P
 
 
 def _merge_level(level: SourceSettings) -> tuple[dict[str, Setting], list[Problem]]:
-    """One setting per name of a single source. Explicit overrides implied; two different values are an error."""
+    """Return one setting per name of one source. An explicit value overrides an implied one; a conflict is an error."""
     settings: dict[str, Setting] = {}
     problems: list[Problem] = []
     for setting in sorted(level.settings, key=lambda setting: setting.implied):
@@ -83,12 +85,12 @@ def _merge_level(level: SourceSettings) -> tuple[dict[str, Setting], list[Proble
 
 
 def has_precedence(one: Setting, other: Setting) -> bool:
-    """Whether the first setting is from a source of higher precedence than the second."""
+    """Whether `one` is from a level of higher precedence than `other`."""
     return _LEVELS.index(one.level) < _LEVELS.index(other.level)
 
 
 def overridden(setting: Setting, effective: Setting) -> Problem:
-    """Return the note or warning about a setting that another one overrides."""
+    """Return the note or warning that `effective` overrides `setting`."""
     if setting.value == effective.value:
         return _repeated(setting, effective)
     message = f"{setting.written} is overridden by {effective.origin}."
@@ -98,7 +100,7 @@ def overridden(setting: Setting, effective: Setting) -> Problem:
 
 
 def about(setting: Setting, code: str, message: str, fix: str = "") -> Problem:
-    """Return a problem of one setting, at its origin."""
+    """Return a problem of one setting, with its origin."""
     return Problem(code=code, message=message, fix=fix, setting=canonical(setting.name), origin=setting.origin)
 
 

@@ -1,4 +1,4 @@
-"""Parse values as written into typed values: one function per kind of setting."""
+"""Parse values into the types of their settings: one function per kind of setting."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 
 
 class NoValue(Exception):
-    """The text means null: ``None`` in an environment variable."""
+    """The text means null, for example ``None`` in an environment variable."""
 
 
 class InvalidValue(ValueError):
@@ -131,7 +131,7 @@ def _mode(row: Row, raw: Any) -> str:
 
 
 def _reshard(row: Row, raw: Any) -> bool | str:
-    """A bool or a strategy, also by its number: ``accelerate to-fsdp2`` keeps the numbers of the strategy key."""
+    """Parse a bool, or the name or number of a strategy: ``accelerate to-fsdp2`` copies numbers to this key."""
     word = _value_key(raw)
     if word in TRUE_WORDS:
         return True
@@ -145,7 +145,7 @@ def _reshard(row: Row, raw: Any) -> bool | str:
 
 
 def _names(row: Row, raw: Any) -> tuple[str, ...]:
-    """A name, several with commas, a list, or a Python list as text (stock launchers write it into the environment)."""
+    """Parse a name, names with commas, a list, or a Python list as text, which stock launchers put in variables."""
     items = raw if isinstance(raw, list) else [raw]
     names: dict[str, None] = {}
     for item in items:
@@ -185,7 +185,7 @@ def _any(row: Row, raw: Any) -> Any:
 
 
 def look_up(choices: Mapping[str, tuple[str, ...]], raw: Any) -> str | None:
-    """Return the canonical value of a text, number or bool; ``None`` if it is not one of the choices."""
+    """Return the choice that a text, number or bool means; ``None`` if there is none."""
     word = _value_key(raw)
     for value, others in choices.items():
         if word == value.lower() or word in others:
@@ -194,7 +194,7 @@ def look_up(choices: Mapping[str, tuple[str, ...]], raw: Any) -> str | None:
 
 
 def _value_key(raw: Any) -> str:
-    """``ShardingStrategy._HYBRID_SHARD_ZERO2`` is ``hybrid_shard_zero2``; ``full shard`` is ``full_shard``."""
+    """Return a value in the form of a choice: ``full shard`` and ``ShardingStrategy.FULL_SHARD`` as ``full_shard``."""
     if isinstance(raw, float) and raw.is_integer():
         raw = int(raw)
     word = "_".join(_word(raw).rpartition(".")[2].replace("-", " ").split())
@@ -206,7 +206,7 @@ def _word(raw: Any) -> str:
         raise InvalidValue("a single value, not a list or a mapping")
     try:
         return str(raw).strip().lower()
-    except ValueError:  # an integer of more digits than Python prints
+    except ValueError:  # the integer has more digits than Python converts to text
         raise InvalidValue("a number of fewer digits") from None
 
 

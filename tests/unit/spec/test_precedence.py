@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.spec.precedence import READERS
+from hf_fsdp_plugin.spec.precedence import PRECEDENCE
 
 GIVEN: dict[str, Callable[[str], dict[str, Any]]] = {
     "--set": lambda value: {"overrides": [f"offload.params={value}"]},
@@ -23,8 +23,8 @@ def about_offload(assessment):
     return [problem for problem in assessment.problems if problem.setting == "offload.params"]
 
 
-def test_order_is_as_documented():
-    assert tuple(READERS) == tuple(GIVEN)
+def test_every_source_has_precedence_test():
+    assert len(PRECEDENCE) == len(GIVEN)
 
 
 @pytest.mark.parametrize(("high", "low"), PAIRS)
@@ -58,6 +58,11 @@ def test_two_values_in_one_source_are_error(problems):
 def test_equal_values_in_one_source_are_note(codes, section):
     assert codes({"fsdp_config": section}) == []
     assert codes({"fsdp_config": section}, severity="note") == ["FSDP-N104"]
+
+
+def test_training_arguments_and_plugin_object_are_one_level(codes):
+    assert codes(fsdp="full_shard", plugin_object={"reshard_after_forward": False}) == ["FSDP-E107"]
+    assert codes({"fsdp_config": {"fsdp_sharding_strategy": 1}}, plugin_object={"reshard_after_forward": False}) == []
 
 
 def test_fsdp_false_does_not_disable_launcher(assess):
