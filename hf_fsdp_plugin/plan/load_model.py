@@ -1,4 +1,4 @@
-"""Builds the model that a config describes, on the meta device and without weights."""
+"""Builds the model that a config describes, on the meta device."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import nn
 
 
 def meta_model(path_or_id: str | Path) -> nn.Module:
-    """Build the model that a checkpoint's config describes. Its parameters are on ``meta`` and tied as when loaded.
+    """Return the model that a config describes. Its parameters are on ``meta``, and tied as in a loaded model.
 
     Args:
-        path_or_id: a folder with a ``config.json`` or one GGUF file, a GGUF file, or a hub id.
+        path_or_id: a folder with a ``config.json`` or one GGUF file, one of these files, or a hub id.
 
     Raises:
-        ValueError: there is no config, or Transformers does not know the architecture.
+        ValueError: there is no config, it is invalid, or Transformers does not know the architecture.
     """
     config = _config(path_or_id)
     model_class = _model_class(config, path_or_id)
@@ -30,7 +30,7 @@ def meta_model(path_or_id: str | Path) -> nn.Module:
                 f"{path_or_id}: {model_class.__name__} cannot be built from its config: {error}"
             ) from error
     if not isinstance(model, nn.Module):
-        raise ValueError(f"{path_or_id}: {model_class.__name__} is not a torch module.")
+        raise ValueError(f"{path_or_id}: architectures names {model_class.__name__}, which is not a model.")
     return model
 
 
@@ -45,11 +45,11 @@ def _config(path_or_id: str | Path) -> Any:
     elif path.is_file() and path.name == "config.json":
         source = str(path.parent)
     elif path.is_file():
-        raise ValueError(f"{path}: expected a folder with a config.json, a GGUF file, or a hub id.")
+        raise ValueError(f"{path}: not a config.json or GGUF file. Give a folder with one of them, or a hub id.")
     elif path.is_dir() and not (path / "config.json").is_file():
         options["gguf_file"] = _only_gguf(path)
     elif not path.is_dir() and (path.is_absolute() or source.startswith((".", "~"))):
-        raise ValueError(f"{path}: no such file or folder.")
+        raise ValueError(f"{path}: no such file or folder. Correct the path, or give a hub id.")
     try:
         return AutoConfig.from_pretrained(source, **options)
     except ImportError as error:  # the gguf package is optional
@@ -69,11 +69,11 @@ def _only_gguf(folder: Path) -> str:
         return files[0].name
     if files:
         raise ValueError(f"{folder}: the folder contains {len(files)} GGUF files. Name one, such as {files[0]}.")
-    raise ValueError(f"{folder}: the folder contains neither a config.json nor a GGUF file.")
+    raise ValueError(f"{folder}: the folder contains neither a config.json nor a GGUF file. Give another folder.")
 
 
 def _model_class(config: Any, path_or_id: str | Path) -> Any:
-    """The class in ``architectures``, else the causal language model or base model of the config's type."""
+    """Return the class in ``architectures``, else the causal language model or base model of the config's type."""
     import transformers
 
     for name in getattr(config, "architectures", None) or ():
@@ -93,7 +93,7 @@ def _model_class(config: Any, path_or_id: str | Path) -> Any:
 
 @contextmanager
 def _default_dtype(config: Any) -> Iterator[None]:
-    """Create parameters in the config's dtype, in submodels too, as ``from_pretrained`` does."""
+    """Make the config's dtype the default, also of submodels, as ``from_pretrained`` does."""
     dtype, before = getattr(config, "dtype", None), torch.get_default_dtype()
     for name in getattr(config, "sub_configs", ()):
         if (sub_config := getattr(config, name, None)) is not None:
@@ -107,7 +107,7 @@ def _default_dtype(config: Any) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide warnings about generation settings, which do not matter for a plan."""
+    """Hide warnings about generation settings, which do not affect a plan."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()

@@ -51,7 +51,7 @@ class PrecisionPlan:
     reduce: PlannedDtype
     output: PlannedDtype
     buffer: PlannedDtype
-    master: PlannedDtype
+    master: Literal["fp32", "unchanged"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,8 +13,6 @@ from hf_fsdp_plugin.plan.units import UnitPlan
 from hf_fsdp_plugin.spec.model import Version
 from hf_fsdp_plugin.text import format_names, plural
 
-_MASTER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 Violation = tuple[UnitPlan, str]
 """A unit that breaks a rule, and the details for the message."""
 
@@ -35,14 +33,6 @@ def check_parameters(
     if version == 1 and not use_orig:
         _check_requires_grad(units, owned, problems)
     _check_ignored(tree, problems)
-
-
-def _planned_dtype(entry: ParameterEntry, precision: PrecisionPlan) -> torch.dtype:
-    """Return the dtype in which a parameter is stored: the master dtype if it is trainable, else its own dtype."""
-    parameter = entry.parameter
-    if precision.master == "unchanged" or not parameter.requires_grad or not _is_floating(entry):
-        return parameter.dtype
-    return _MASTER_DTYPES[precision.master]
 
 
 def _is_floating(entry: ParameterEntry) -> bool:
@@ -71,14 +61,16 @@ def _check_dtypes(
     version: Version,
     problems: ProblemCollector,
 ) -> None:
-    """FSDP1 requires one dtype per unit, FSDP2 one dtype for the trainable parameters of a unit."""
+    """Report units of several dtypes. FSDP1 requires one dtype per unit, FSDP2 one for its trainable parameters."""
     violations: list[Violation] = []
     main_dtypes: dict[str, None] = {}
     for unit in units:
         groups: dict[torch.dtype, list[ParameterEntry]] = defaultdict(list)
         for entry in owned[unit.name]:
-            if version == 1 or entry.parameter.requires_grad:
-                groups[_planned_dtype(entry, precision)].append(entry)
+            is_trainable = entry.parameter.requires_grad
+            if version == 1 or is_trainable:
+                is_cast = is_trainable and precision.master == "fp32"
+                groups[torch.float32 if is_cast else entry.parameter.dtype].append(entry)
         if len(groups) < 2:
             continue
         names = {

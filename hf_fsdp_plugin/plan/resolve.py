@@ -8,11 +8,7 @@ from torch import nn
 
 from hf_fsdp_plugin.devices import DEVICES, unsupported_device
 from hf_fsdp_plugin.plan.mesh import resolve_mesh
-from hf_fsdp_plugin.plan.model import (
-    Backend,
-    FsdpPlan,
-    PrecisionPlan,
-)
+from hf_fsdp_plugin.plan.model import Backend, FsdpPlan, PrecisionPlan
 from hf_fsdp_plugin.plan.modules import ModuleTree
 from hf_fsdp_plugin.plan.parameters import check_parameters
 from hf_fsdp_plugin.plan.policy import ignored_modules

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import asdict
 
 import torch
@@ -34,13 +33,9 @@ def resolve_precision(spec: FsdpSpec, model: nn.Module, device_type: str, proble
 
 
 def _check_master_weights(model: nn.Module, problems: ProblemCollector) -> None:
-    sizes: Counter[torch.dtype] = Counter()
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.is_floating_point():
-            sizes[parameter.dtype] += parameter.numel()
-    low = [dtype for dtype in (torch.bfloat16, torch.float16) if sizes[dtype] and len(sizes) == 1]
-    if low:
-        name = str(low[0]).removeprefix("torch.")
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point()}
+    if dtypes in ({torch.bfloat16}, {torch.float16}):
+        name = str(dtypes.pop()).removeprefix("torch.")
         problems.add(
             "FSDP-W231",
             "precision.param",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -19,11 +18,12 @@ from hf_fsdp_plugin.text import format_names, plural
 
 @dataclass(kw_only=True, slots=True)
 class UnitDraft:
-    """A unit before its parameters are known. Members that share parameters with other units are removed."""
+    """A unit while its members and parameters are determined. Members that share parameters are removed."""
 
     members: list[str]
     from_policy: bool
     reshard: bool
+    parameters: list[ParameterEntry] = field(default_factory=list)
 
 
 def wrap_units(
@@ -44,38 +44,31 @@ def wrap_units(
     drafts = [UnitDraft(members=[name], from_policy=True, reshard=reshard) for name in selected]
     if version == 2 and spec.wrap.policy != "none":
         drafts = _add_embedding_and_head(tree, drafts, reshard)
-    root = UnitDraft(members=[""], from_policy=False, reshard=False)
-    drafts.append(root)
+    drafts.append(UnitDraft(members=[""], from_policy=False, reshard=False))
     removed = _remove_sharing_members(tree, drafts)
-    units = []
-    for draft, entries in zip(drafts, _owned_parameters(tree, drafts), strict=True):
-        if draft is not root:
-            _remove_empty_members(tree, draft, entries)
-        if draft.members:
-            units.append(_unit(tree, draft, entries))
-    layers = {name for unit in units if unit.from_policy for name in unit.modules}
-    units = [replace(unit, from_policy=unit.from_policy and not _is_nested(unit, layers)) for unit in units]
+    _assign_parameters(tree, drafts)
+    for draft in drafts[:-1]:  # without the root
+        _remove_empty_members(draft)
+    layers = {name for draft in drafts if draft.from_policy for name in draft.members}
+    units = tuple(_unit(tree, draft, layers) for draft in drafts if draft.members)
     _report_removed_members(tree, removed, problems)
     if spec.wrap.policy == "none":
         _report_no_policy(tree, problems)
-    elif not any(unit.from_policy or not {*selected}.isdisjoint(unit.modules) for unit in units):
+    elif not any(name in selected for unit in units for name in unit.modules):
         _report_only_root(spec, tree, selected, removed, problems)
-    return tuple(units)
+    return units
 
 
-def _unit(tree: ModuleTree, draft: UnitDraft, entries: Iterable[ParameterEntry]) -> UnitPlan:
+def _unit(tree: ModuleTree, draft: UnitDraft, layers: set[str]) -> UnitPlan:
+    """Return the unit of a draft. A layer inside another layer is not checkpointed, because the outer one is."""
+    is_nested = any(path in layers for path in ancestors(parent_of(draft.members[0])))
     return unit_plan(
         draft.members,
         [type(tree.modules[name]).__name__ for name in draft.members],
-        [(e.name, e.parameter.numel(), e.parameter.dtype, e.parameter.requires_grad) for e in entries],
+        [(e.name, e.parameter.numel(), e.parameter.dtype, e.parameter.requires_grad) for e in draft.parameters],
         reshard=draft.reshard,
-        from_policy=draft.from_policy,
+        from_policy=draft.from_policy and not is_nested,
     )
-
-
-def _is_nested(unit: UnitPlan, layers: set[str]) -> bool:
-    """Whether a layer is inside another layer, which is checkpointed as a whole."""
-    return any(path in layers for path in ancestors(parent_of(unit.modules[0])))
 
 
 def _add_embedding_and_head(tree: ModuleTree, drafts: list[UnitDraft], reshard: bool) -> list[UnitDraft]:
@@ -84,7 +77,7 @@ def _add_embedding_and_head(tree: ModuleTree, drafts: list[UnitDraft], reshard: 
     norm = _final_norm(tree)
     layers = {name for draft in drafts for name in draft.members}
     added = []
-    if embedding is not None and head is not None and _weight(tree, embedding) is _weight(tree, head) is not None:
+    if embedding is not None and head is not None and _are_tied(tree, embedding, head):
         # Tied: one group for both, even where the policy selects one of them.
         drafts = [draft for draft in drafts if draft.members[0] not in (embedding, head)]
         layers -= {embedding, head}
@@ -104,7 +97,7 @@ def _is_outside(name: str | None, layers: set[str]) -> bool:
 
 
 def _in_order(tree: ModuleTree, drafts: list[UnitDraft]) -> list[UnitDraft]:
-    """Sort children before parents, and otherwise in forward order."""
+    """Return the drafts with children before parents, otherwise in forward order."""
     position = {name: at for at, name in enumerate(post_order(name for name, _ in tree.named() if name))}
     return sorted(drafts, key=lambda draft: min(position[name] for name in draft.members))
 
@@ -121,8 +114,9 @@ def _accessor(tree: ModuleTree, method: str) -> str | None:
     return tree.name_of(found) or None
 
 
-def _weight(tree: ModuleTree, name: str) -> object:
-    return getattr(tree.modules[name], "weight", None)
+def _are_tied(tree: ModuleTree, embedding: str, head: str) -> bool:
+    weight = getattr(tree.modules[embedding], "weight", None)
+    return weight is not None and weight is getattr(tree.modules[head], "weight", None)
 
 
 def _final_norm(tree: ModuleTree) -> str | None:
@@ -144,24 +138,17 @@ def _owners(tree: ModuleTree, drafts: list[UnitDraft]) -> dict[str, int]:
     return owners
 
 
-def _owned_parameters(tree: ModuleTree, drafts: list[UnitDraft]) -> list[list[ParameterEntry]]:
+def _assign_parameters(tree: ModuleTree, drafts: list[UnitDraft]) -> None:
     owners = _owners(tree, drafts)
-    owned: list[list[ParameterEntry]] = [[] for _ in drafts]
     for entry in tree.parameters:
         if not entry.ignored:
-            owned[owners[entry.modules[0]]].append(entry)
-    return owned
+            drafts[owners[entry.modules[0]]].parameters.append(entry)
 
 
-def _remove_empty_members(tree: ModuleTree, draft: UnitDraft, entries: Iterable[ParameterEntry]) -> None:
+def _remove_empty_members(draft: UnitDraft) -> None:
     """Remove the members that contain none of the unit's parameters."""
-    members = {id(tree.modules[name]): name for name in draft.members}
-    used = set()
-    for entry in entries:
-        for module in entry.modules:
-            ids = (id(tree.modules[path]) for path in ancestors(module))
-            used.add(next((members[found] for found in ids if found in members), None))
-    draft.members = [name for name in draft.members if name in used]
+    modules = {module for entry in draft.parameters for module in entry.modules}
+    draft.members = [name for name in draft.members if any(is_inside(module, name) for module in modules)]
 
 
 def _remove_sharing_members(tree: ModuleTree, drafts: list[UnitDraft]) -> dict[str, str]:
@@ -178,7 +165,7 @@ def _remove_sharing_members(tree: ModuleTree, drafts: list[UnitDraft]) -> dict[s
 def _sharing_members(tree: ModuleTree, drafts: list[UnitDraft]) -> dict[str, str]:
     """Return the members that contain some, but not all, modules that use a parameter -> name of that parameter."""
     owners = _owners(tree, drafts)
-    members = {id(tree.modules[name]): name for draft in drafts for name in draft.members if name}
+    members = {name for draft in drafts for name in draft.members}
     found: dict[str, str] = {}
     for entry in tree.parameters:
         if entry.ignored or len({owners[module] for module in entry.modules}) == 1:
@@ -188,8 +175,8 @@ def _sharing_members(tree: ModuleTree, drafts: list[UnitDraft]) -> dict[str, str
             for path in ancestors(module):
                 if path == top:
                     break
-                if id(tree.modules[path]) in members:
-                    found.setdefault(members[id(tree.modules[path])], entry.name)
+                if path in members:
+                    found.setdefault(path, entry.name)
     return found
 
 
@@ -234,7 +221,8 @@ def _report_only_root(
         classes = ", ".join(spec.wrap.classes) or "the model's own layer classes"
         reason = f"no module of {classes} can be wrapped, because it is ignored or is the model itself"
         fix = "Set fsdp_transformer_layer_cls_to_wrap to the class of the repeated layer."
-    setting = {"size": "wrap.min_num_params"}.get(policy, "wrap.classes" if spec.wrap.classes else "wrap.policy")
+    setting = "wrap.classes" if spec.wrap.classes else "wrap.policy"
+    setting = "wrap.min_num_params" if policy == "size" else setting
     problems.add("FSDP-E219", setting, f"the wrap policy would make the root the only unit: {reason}.", fix)
 
 

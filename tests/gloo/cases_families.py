@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cases_equivalence import fresh_accelerator
-from model_families import FAMILIES, Batch
+from model_families import FAMILIES
 from tiny import my_part
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -54,11 +54,9 @@ def reference(family: str) -> dict[str, Any]:
     return {**run, "weights": dict(model.state_dict())}
 
 
-def step_in_parallel(
-    accelerator: Any, family: str, model: nn.Module, optimizer: Any, batch: Batch
-) -> tuple[float, float]:
+def step_in_parallel(accelerator: Any, family: str, model: nn.Module, optimizer: Any, step: int) -> tuple[float, float]:
     """Train one step. Return the loss of the global batch and the gradient norm before clipping."""
-    part = my_part(batch, accelerator.process_index, accelerator.num_processes)
+    part = my_part(FAMILIES[family].batch(step), accelerator.process_index, accelerator.num_processes)
     loss = FAMILIES[family].loss(model, part)
     accelerator.backward(loss)
     norm = accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
@@ -69,20 +67,27 @@ def step_in_parallel(
     return total.item() / accelerator.num_processes, float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
+def train_steps(accelerator: Any, family: str, model: nn.Module, optimizer: Any) -> tuple[list[float], list[float]]:
+    """Train ``NUM_STEPS`` steps. Return the losses and the gradient norms."""
+    steps = [step_in_parallel(accelerator, family, model, optimizer, step) for step in range(NUM_STEPS)]
+    return [loss for loss, _ in steps], [norm for _, norm in steps]
+
+
 def train(family: str, config: dict[str, Any], make_optimizer: Any = sgd) -> dict[str, Any]:
     """Train ``NUM_STEPS`` steps, save a sharded and a full state, and train one step after loading each of them."""
     accelerator, model, optimizer = prepared(family, config, make_optimizer)
-    run: dict[str, Any] = {"losses": [], "norms": []}
-    for number in range(NUM_STEPS):
-        loss, norm = step_in_parallel(accelerator, family, model, optimizer, FAMILIES[family].batch(number))
-        run["losses"].append(loss)
-        run["norms"].append(norm)
-    run["report"] = hfp.report(accelerator).to_json()
-    run["unsharded"] = unsharded_parameters(model)
-    run["num_states"], run["num_trained"] = num_states(optimizer), len(optimizer.param_groups[0]["params"])
+    losses, norms = train_steps(accelerator, family, model, optimizer)
     state = accelerator.get_state_dict(model)
-    run["shared"] = shared_names(state)
-    run["saved"] = clones(state)
+    run = {
+        "losses": losses,
+        "norms": norms,
+        "report": hfp.report(accelerator).to_json(),
+        "unsharded": unsharded_parameters(model),
+        "num_states": num_states(optimizer),
+        "num_trained": len(optimizer.param_groups[0]["params"]),
+        "shared": shared_names(state),
+        "saved": clones(state),
+    }
     folders = {}
     for kind in ("sharded", "full"):
         accelerator.state.fsdp_plugin.set_state_dict_type(kind)
@@ -92,7 +97,7 @@ def train(family: str, config: dict[str, Any], make_optimizer: Any = sgd) -> dic
     return run
 
 
-def prepared(family: str, config: dict[str, Any], make_optimizer: Any = sgd) -> tuple[Any, nn.Module, Any]:
+def prepared(family: str, config: dict[str, Any], make_optimizer: Any) -> tuple[Any, nn.Module, Any]:
     accelerator = fresh_accelerator(config)
     model = FAMILIES[family].build()
     return (accelerator, *accelerator.prepare(model, make_optimizer(model)))
@@ -119,7 +124,7 @@ def resume(family: str, config: dict[str, Any], kind: str, folder: Path, make_op
             parameter.zero_()
     accelerator.load_state(str(folder))
     loaded, states = clones(accelerator.get_state_dict(model)), num_states(optimizer)
-    loss, norm = step_in_parallel(accelerator, family, model, optimizer, FAMILIES[family].batch(NUM_STEPS))
+    loss, norm = step_in_parallel(accelerator, family, model, optimizer, NUM_STEPS)
     weights = clones(accelerator.get_state_dict(model))
     return {"loaded": loaded, "num_states": states, "loss": loss, "norm": norm, "weights": weights}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 from cases_equivalence import fresh_accelerator
-from cases_families import NUM_STEPS, clones, sgd, step_in_parallel
+from cases_families import clones, sgd, train_steps
 from model_families import FAMILIES, without_dropout
 from torch import nn
 
@@ -60,11 +60,7 @@ def load_and_train(family: str, folder: str, config: dict[str, Any], dtype: str 
         on_meta = sum(parameter.is_meta for parameter in model.parameters())
         num_parameters = len(list(model.parameters()))
         model, optimizer = accelerator.prepare(model.train(), sgd(model))
-        losses, norms = [], []
-        for number in range(NUM_STEPS):
-            loss, norm = step_in_parallel(accelerator, family, model, optimizer, FAMILIES[family].batch(number))
-            losses.append(loss)
-            norms.append(norm)
+        losses, norms = train_steps(accelerator, family, model, optimizer)
         weights = clones(accelerator.get_state_dict(model))
         report = hfp.report(accelerator).to_json()
     return {

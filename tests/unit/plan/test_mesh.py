@@ -13,27 +13,22 @@ from hf_fsdp_plugin.spec.model import FsdpSpec, LaunchSection, MeshSection, Shar
 def mesh_of(
     strategy: str, world_size: int, *, local: int | None = None, launch: LaunchSection | None = None, **sizes: int
 ) -> tuple[tuple[int, int], str, list[Problem]]:
-    spec = FsdpSpec(
-        sharding=ShardingSection(strategy=strategy),
-        mesh=MeshSection(**sizes),
-        launch=launch or LaunchSection(),
-    )
+    section = ShardingSection(strategy=strategy)
+    spec = FsdpSpec(sharding=section, mesh=MeshSection(**sizes), launch=launch or LaunchSection())
     collector = ProblemCollector(spec)
     mesh, planned = resolve_mesh(spec, world_size, local, collector)
-    return (mesh.replicate, mesh.shard), planned, list(collector.problems)
+    return (mesh.replicate, mesh.shard), planned, collector.problems
 
 
 def codes_of(strategy: str, world_size: int, **sizes: int) -> list[tuple[str, str | None]]:
     return [(problem.code, problem.setting) for problem in mesh_of(strategy, world_size, **sizes)[2]]
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-def test_plain_strategies_shard_over_all_ranks(strategy: str) -> None:
-    assert mesh_of(strategy, 8) == ((1, 8), strategy, [])
-
-
-def test_no_shard_replicates_over_all_ranks() -> None:
-    assert mesh_of("no_shard", 8) == ((8, 1), "no_shard", [])
+@pytest.mark.parametrize(
+    ("strategy", "mesh"), [("full_shard", (1, 8)), ("shard_grad_op", (1, 8)), ("no_shard", (8, 1))]
+)
+def test_plain_strategies_use_one_axis(strategy: str, mesh: tuple[int, int]) -> None:
+    assert mesh_of(strategy, 8) == (mesh, strategy, [])
 
 
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2"])
