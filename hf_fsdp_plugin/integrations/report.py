@@ -1,4 +1,4 @@
-"""The public function ``report``: finds the prepared model of an ``Accelerator`` or ``Trainer`` and reports it."""
+"""The public function ``report``, for a prepared model, an ``Accelerator`` or a ``Trainer``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hf_fsdp_plugin.observe.report import BatchShape, Report
 
 
 def report(subject: Any) -> Report:
-    """Return the report of a prepared model, an ``Accelerator`` or a Trainer that has one. Collective.
+    """Return the report of a prepared model, an ``Accelerator`` or a ``Trainer``. Collective.
 
     Raises:
-        SpecError: the plugin has prepared no model there.
+        SpecError: ``subject`` is none of these, or the plugin has not prepared its model.
     """
     accelerator = getattr(subject, "accelerator", subject)
     if not is_accelerator(accelerator):
@@ -42,9 +42,9 @@ def report_accelerator(
     """Return the report of an ``Accelerator``. Collective.
 
     Args:
-        batch: the input of one step; by default that of the first prepared data loader with a batch size.
-        checkpoint: a checkpoint of this run; its files take precedence over the state dict type of the accelerator.
-        saved_asynchronously: how the last checkpoint was written; ``None`` if there is none.
+        batch: the input of one optimizer step; by default that of the first data loader with a batch size.
+        checkpoint: a checkpoint of this run; the state dict type of its files overrides the accelerator's.
+        saved_asynchronously: whether the last checkpoint was written asynchronously; ``None`` if there is none.
 
     Raises:
         SpecError: the plugin has prepared no model of this accelerator.
@@ -54,13 +54,13 @@ def report_accelerator(
         prepared_models(accelerator),
         prepared_optimizers(accelerator),
         batch=batch or _loader_batch(accelerator),
-        state_dict=saved or next_state_dict(accelerator),
+        state_dict=saved or _next_state_dict(accelerator),
         saved_asynchronously=saved_asynchronously,
     )
 
 
-def next_state_dict(accelerator: Any) -> str | None:
-    """Return the state dict type that the accelerator's next save will have: ``full``, ``sharded`` or ``local``."""
+def _next_state_dict(accelerator: Any) -> str | None:
+    """Return the state dict type of the accelerator's next save: ``full``, ``sharded`` or ``local``."""
     state_dict_type = getattr(getattr(accelerator.state, "fsdp_plugin", None), "state_dict_type", None)
     if state_dict_type is None:
         return None

@@ -25,7 +25,7 @@ REPORT_NAME = "fsdp_report.json"
 
 
 class RunReporter:
-    """Reports runs that have not been reported when the interpreter exits, such as loops without ``end_training``."""
+    """Reports the runs of this process at exit, unless ``end_training`` or the Trainer has already reported them."""
 
     def __init__(self) -> None:
         self._prepared: WeakSet[Any] = WeakSet()
@@ -34,34 +34,34 @@ class RunReporter:
         atexit.register(self._at_exit)
 
     def add_prepared(self, accelerator: Any) -> None:
-        """Remember an accelerator that has prepared a model."""
+        """Add an accelerator that has prepared a model."""
         self._prepared.add(accelerator)
         self._has_prepared = True
 
     def add_reported(self, accelerator: Any) -> None:
-        """Remember an accelerator whose run has been reported."""
+        """Add an accelerator whose run has been reported."""
         self._reported.add(accelerator)
 
     def close(self) -> None:
-        """Report nothing at exit."""
+        """Cancel the reports at exit."""
         atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:
-        # After an exception other ranks may have ended, and a collective would wait for them.
+        # After an exception, a collective may hang, because other ranks may have ended.
         if getattr(sys, "last_type", None) is not None:
             return
         if dist.is_initialized():
             for accelerator in self._prepared - self._reported:
                 report_run(accelerator)
         if session.current_session().ambient is not None and not self._has_prepared:
-            print_once("nothing was sharded: the config asks for FSDP, but the script prepared no model.")
+            print_once("nothing was sharded: the config enables FSDP, but the script prepared no model.")
 
 
 _reporter: RunReporter | None = None
 
 
 def start_reporting() -> None:
-    """Create the reporter of this process, unless it exists."""
+    """Create the reporter of this process if it does not exist."""
     global _reporter
     _reporter = _reporter or RunReporter()
 
@@ -75,7 +75,7 @@ def stop_reporting() -> None:
 
 
 def track(accelerator: Any) -> None:
-    """Record the first step of the models of an accelerator, for its report. Call it after each ``prepare``."""
+    """Record the first step of an accelerator's models for the report. Call it after each ``prepare``."""
     if _reporter is not None:
         _reporter.add_prepared(accelerator)
     for model in prepared_models(accelerator):
@@ -90,15 +90,14 @@ def report_run(
     batch: BatchShape | None = None,
     checkpoint: Path | None = None,
 ) -> None:
-    """Report the first prepared model that is trained: write ``fsdp_report.json`` and print the tables. Collective.
+    """Report the first trained model: write ``fsdp_report.json`` and print the tables. Collective.
 
-    Does nothing for an accelerator without a prepared model. A report that cannot be written is a message, not an
-    error: the training is complete, and the script may still have to save its result.
+    Does nothing for an accelerator without a prepared model. If the file cannot be written, a message is printed and
+    no error is raised, because the script may still have to save the trained model.
 
     Args:
-        output_dir: the Trainer's; by default the Accelerator's project folder or the working directory.
-        batch: the input of one step; by default that of the prepared data loader.
-        checkpoint: a checkpoint of this run, whose files show the state dict type.
+        output_dir: the Trainer's output folder; by default the Accelerator's project folder or the working directory.
+        batch, checkpoint: see :func:`report_accelerator`.
     """
     if not any(plan_of(model) is not None for model in prepared_models(accelerator)):
         return
@@ -118,7 +117,7 @@ def report_run(
     try:
         _publish(report, path)
     finally:
-        # After it every rank may read the file. A rank that fails must not leave the others waiting.
+        # Every rank may read the file afterwards. A rank that fails must not leave the others waiting.
         dist.barrier()
 
 
@@ -129,5 +128,5 @@ def _publish(report: Report, path: Path) -> None:
         print_once(f"cannot write the report to {path}: {error.strerror or error}. Pass a writable path as --report.")
         return
     if written is not None:
-        with contextlib.suppress(OSError):  # the reader of stdout (head, less) may have ended; the run has not failed
+        with contextlib.suppress(OSError):  # stdout may be a pipe whose reader (head, less) has ended
             print(f"\n{report}\n\nreport: {written}", flush=True)

@@ -1,10 +1,10 @@
-"""Builds the report: reads the live model on every rank and compares it with the plan."""
+"""Builds the report: reads the sharded model on every rank and compares it with the plan."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -13,9 +13,9 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.shard import plan_of
-from hf_fsdp_plugin.observe.first_step import FirstStep, recorded_first_step
+from hf_fsdp_plugin.observe.first_step import recorded_first_step
 from hf_fsdp_plugin.observe.live_run import LiveRun
-from hf_fsdp_plugin.observe.memory import MemoryObservation, observe_memory, unmanaged_parameters
+from hf_fsdp_plugin.observe.memory import observe_memory, unmanaged_parameters
 from hf_fsdp_plugin.observe.optimizer import check_optimizer, trained_pair, unwrapped_optimizer
 from hf_fsdp_plugin.observe.ranks import current_rank, gather_objects
 from hf_fsdp_plugin.observe.report import BatchShape, RankObservation, Report
@@ -26,17 +26,6 @@ from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.problems import Problem, SpecError
 
 _PACKAGES = ("torch", "transformers", "accelerate")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _RankState:
-    """The live model as read on this rank; ``num_unmanaged`` counts elements that no unit shards."""
-
-    units: tuple[UnitObservation, ...]
-    memory: MemoryObservation
-    device: torch.device
-    num_unmanaged: int
-    first_step: FirstStep
 
 
 def build_report(
@@ -52,47 +41,49 @@ def build_report(
 
     Args:
         model: the sharded model, as its backend returned it.
-        optimizer: torch's or Accelerate's; it is checked against the parameters of the model, and its state counted.
-        batch: the input of one step on one rank, for the effective batch size.
-        state_dict: ``full``, ``sharded`` or ``local``, of the last checkpoint or, if there is none, of the next one.
-        saved_asynchronously: how the last checkpoint was written; ``None`` if there is none.
+        optimizer: a torch optimizer, or Accelerate's wrapper of one.
+        batch: the input of one optimizer step on one rank.
+        state_dict: the state dict type of the last checkpoint or, if there is none, of the next one: ``full``,
+            ``sharded`` or ``local``.
+        saved_asynchronously: whether the last checkpoint was written asynchronously; ``None`` if there is none.
 
     Raises:
-        SpecError: a rank could not be read; all ranks raise it, and it names the rank.
+        SpecError: the model cannot be read on some rank. All ranks raise it, and the message names the rank.
     """
     optimizer = unwrapped_optimizer(optimizer)
     with on_all_ranks("reading the live model"):
-        state = _read_rank(model, optimizer)
-        observation = _rank_observation(state)
-    ranks: tuple[RankObservation, ...] = tuple(gather_objects(observation))
+        units = observe_units(model)
+        own = _observe_rank(model, units, optimizer)
+    ranks = tuple(gather_objects(own))
+    device_type = torch.device(own.device).type
     loads = plan.ram_efficient or plan.sync_module_states
-    weights = compare_weights(model, state.units) if loads else None
+    weights = compare_weights(model, units) if loads else None
     with on_all_ranks("comparing the live model with the plan"):
         run = LiveRun(
             model=model,
             plan=plan,
-            units=state.units,
+            units=units,
             world_size=len(ranks),
-            device_type=state.device.type,
+            device_type=device_type,
             num_hosts=len({row.host for row in ranks}),
-            output_dtype=state.first_step.output_dtype,
+            output_dtype=recorded_first_step(model).output_dtype,
             state_dict=state_dict,
             saved_asynchronously=saved_asynchronously,
             weights=weights,
         )
         settings = observe_settings(run)
-        problems = [*check_structure(state.units, plan), *check_optimizer(model, state.units, optimizer)]
+        problems = [*check_structure(units, plan), *check_optimizer(model, units, optimizer)]
     settings, problems = _merge_ranks(settings, problems)
     return Report(
-        backend=_backend(model, state.units),
+        backend=_backend(model, units),
         model_class=plan.model_class,
         world_size=len(ranks),
-        mesh=_mesh(state.units, len(ranks)),
-        device=state.device.type,
-        units=state.units,
-        num_params=sum(unit.num_params for unit in state.units) + state.num_unmanaged,
+        mesh=_mesh(units, len(ranks)),
+        device=device_type,
+        units=units,
+        num_params=sum(unit.num_params for unit in units) + _num_unmanaged(model, units),
         settings=settings,
-        memory=state.memory,
+        memory=own.memory,
         ranks=ranks,
         problems=(*plan.problems, *check_settings(settings, plan), *problems),
         batch=batch,
@@ -107,10 +98,10 @@ def build_report_of_trained(models: Sequence[Any], optimizers: Sequence[Any] = (
         facts: ``batch``, ``state_dict`` and ``saved_asynchronously`` of :func:`build_report`.
 
     Raises:
-        SpecError: none of the models was prepared.
+        SpecError: the plugin prepared none of the models.
     """
-    prepared = [model for model in models if find_plan(model) is not None]
-    if not prepared:
+    plans = {model: plan for model in models if (plan := _find_plan(model)) is not None}
+    if not plans:
         names = ", ".join(type(model).__name__ for model in models) or "it has no model"
         raise SpecError(
             [
@@ -121,18 +112,12 @@ def build_report_of_trained(models: Sequence[Any], optimizers: Sequence[Any] = (
                 )
             ]
         )
-    model, optimizer = trained_pair(prepared, optimizers)
-    plan = find_plan(model)
-    assert plan is not None
-    return build_report(model, plan, optimizer=optimizer, **facts)
+    model, optimizer = trained_pair([*plans], optimizers)
+    return build_report(model, plans[model], optimizer=optimizer, **facts)
 
 
-def find_plan(model: Any) -> FsdpPlan | None:
-    """Return the plan of a model or, if it is compiled or wrapped, of the prepared model inside it.
-
-    Raises:
-        SpecError: it is not a model.
-    """
+def _find_plan(model: Any) -> FsdpPlan | None:
+    """Return the plan of a model or, if the model is compiled or wrapped, the plan of the prepared model inside it."""
     if not isinstance(model, nn.Module):
         message = f"report() takes a prepared model, an Accelerator or a Trainer, not {type(model).__name__}."
         raise SpecError([Problem(code="FSDP-E507", message=message)])
@@ -140,14 +125,14 @@ def find_plan(model: Any) -> FsdpPlan | None:
 
 
 def check_structure(units: Sequence[UnitObservation], plan: FsdpPlan) -> list[Problem]:
-    """Find the problems that belong to no single setting: no unit at all, or weights kept in another dtype."""
+    """Check that the model has units, and that they keep their weights in the planned dtype."""
     if not units:
         return [
             Problem(
                 code="FSDP-E501",
                 message=f"nothing is sharded: no module of {plan.model_class} is an FSDP unit, so every rank has the "
                 "whole model.",
-                fix="Call install() before the Accelerator or Trainer is created, so that the plugin prepares it.",
+                fix="Call install() before the Accelerator or Trainer is created, so that the plugin shards the model.",
             )
         ]
     master = plan.precision.master
@@ -165,32 +150,30 @@ def check_structure(units: Sequence[UnitObservation], plan: FsdpPlan) -> list[Pr
     ]
 
 
-def _read_rank(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> _RankState:
-    first_step = recorded_first_step(model)
-    units = observe_units(model)
-    return _RankState(
-        units=units,
-        memory=observe_memory(model, units, optimizer, recorded_grads_bytes=first_step.grads_bytes),
-        device=_compute_device(model, units),
-        num_unmanaged=sum(parameter.numel() for parameter in unmanaged_parameters(model, units)),
-        first_step=first_step,
-    )
-
-
-def _rank_observation(state: _RankState) -> RankObservation:
+def _observe_rank(
+    model: nn.Module, units: Sequence[UnitObservation], optimizer: torch.optim.Optimizer | None
+) -> RankObservation:
     return RankObservation(
         rank=current_rank(),
         host=socket.gethostname(),
-        device=str(state.device),
-        num_local_params=sum(unit.num_local_params for unit in state.units) + state.num_unmanaged,
-        memory=state.memory,
+        device=str(_compute_device(model, units)),
+        num_local_params=sum(unit.num_local_params for unit in units) + _num_unmanaged(model, units),
+        memory=observe_memory(model, units, optimizer, recorded_grads_bytes=recorded_first_step(model).grads_bytes),
     )
+
+
+def _num_unmanaged(model: nn.Module, units: Sequence[UnitObservation]) -> int:
+    """Return the number of elements of the parameters that no unit shards."""
+    return sum(parameter.numel() for parameter in unmanaged_parameters(model, units))
 
 
 def _merge_ranks(
     settings: tuple[SettingObservation, ...], problems: list[Problem]
 ) -> tuple[tuple[SettingObservation, ...], list[Problem]]:
-    """Return the same result on all ranks: a setting differs if it does on any; a problem of some names the first."""
+    """Return the same settings and problems on all ranks. Collective.
+
+    A setting differs if it differs on any rank. A problem that only some ranks have names the first of them.
+    """
     results = gather_objects((settings, problems))
     rows = []
     for index, row in enumerate(results[0][0]):
@@ -206,11 +189,10 @@ def _merge_ranks(
 
 
 def _compute_device(model: nn.Module, units: Sequence[UnitObservation]) -> torch.device:
-    """Return the device that the units compute on (offloaded shards are elsewhere), else that of the parameters."""
+    """Return the device that the units compute on; offloaded shards are on another device."""
     devices = [unit.live.device for unit in units if unit.live.device is not None]
-    if devices:
-        return devices[0]
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    devices += [parameter.device for parameter in model.parameters()]
+    return devices[0] if devices else torch.device("cpu")
 
 
 def _mesh(units: Sequence[UnitObservation], world_size: int) -> dict[str, int]:

@@ -1,9 +1,9 @@
-"""Hooks that record the output dtype, and the size of the gradients before they are cleared, in the first step."""
+"""Hooks that record the output dtype and the size of the gradients in the first training step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,30 +19,30 @@ _ATTRIBUTE = "_hf_fsdp_first_step"
 
 @dataclass(kw_only=True)
 class FirstStep:
-    """Facts recorded during the first training step; later steps cost one comparison at most.
+    """Facts of the first training step. In later steps the hooks cost at most one comparison.
 
     Attributes:
-        output_dtype: of the first floating-point tensor that the model returned (the loss, if there is one).
-        grads_bytes: bytes of the gradients on this rank when the optimizer stepped.
+        output_dtype: dtype of the first floating-point tensor in the model's output: the loss, if there is one.
+        grads_bytes: bytes of the gradients on this rank just before the optimizer step.
     """
 
     output_dtype: torch.dtype | None = None
     grads_bytes: int | None = None
-    handles: list[Any] = field(default_factory=list, repr=False)
 
 
 def record_first_step(model: nn.Module, optimizer: Any = None) -> FirstStep:
-    """Record facts of the next training forward and the next optimizer step. Call it after the model is sharded."""
+    """Record the facts of the next training forward and optimizer step. Call it after the model is sharded."""
     first_step = FirstStep()
 
     def after_forward(module: nn.Module, args: Any, output: Any) -> None:
-        floats = [t for t in tree_leaves(_fields(output)) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        # torch's pytree knows only some of Transformers' output classes, which are mappings.
+        leaves = tree_leaves(list(output.values()) if isinstance(output, Mapping) else output)
+        floats = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
         if module.training and floats:
             first_step.output_dtype = floats[0].dtype
             output_handle.remove()
 
     output_handle = model.register_forward_hook(after_forward)
-    first_step.handles.append(output_handle)
     inner = unwrapped_optimizer(optimizer)
     if inner is not None:
 
@@ -51,16 +51,11 @@ def record_first_step(model: nn.Module, optimizer: Any = None) -> FirstStep:
             if first_step.grads_bytes is None:
                 first_step.grads_bytes = gradient_bytes(model, observe_units(model))
 
-        first_step.handles.append(inner.register_step_pre_hook(before_step))
+        inner.register_step_pre_hook(before_step)
     model.__dict__[_ATTRIBUTE] = first_step
     return first_step
 
 
 def recorded_first_step(model: nn.Module) -> FirstStep:
-    """Return what was recorded on a model; empty if :func:`record_first_step` was not called."""
+    """Return the recorded facts of a model; all are ``None`` if :func:`record_first_step` was not called."""
     return model.__dict__.get(_ATTRIBUTE) or FirstStep()
-
-
-def _fields(output: Any) -> Any:
-    """Return the entries of a Transformers output, whose first one is the loss; pytree knows only some classes."""
-    return list(output.values()) if isinstance(output, Mapping) else output

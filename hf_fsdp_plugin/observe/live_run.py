@@ -1,4 +1,4 @@
-"""Input and result of the functions that read one setting off the live model."""
+"""The input and the result of the functions that read one setting off the live model."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class ObservedValue:
     """The value of one setting on the live model.
 
     Attributes:
-        value: in the setting's canonical form; meaningless if ``unobservable``.
-        reason: why the setting is unobservable, or what explains the value.
+        value: the canonical value; ``None`` if ``unobservable``.
+        reason: why the setting is unobservable, or an explanation of the value.
         unobservable: whether nothing on the live model shows this setting.
-        matches: whether the value is the requested one; ``None`` compares the two for equality.
+        matches: whether the value matches the request; ``None`` if the two are to be compared for equality.
     """
 
     value: Any = None
@@ -33,14 +33,14 @@ class ObservedValue:
 
 @dataclass(frozen=True, kw_only=True)
 class LiveRun:
-    """The live objects and facts that settings are read off, and the plan that they are compared with.
+    """The live model, facts about its run, and the plan.
 
     Attributes:
-        num_hosts: distinct host names that the ranks report.
-        output_dtype: of the output or loss of a forward in training; ``None`` if none was observed.
-        state_dict: ``full``, ``sharded`` or ``local``, of the last or the next checkpoint; ``None`` if unknown.
-        saved_asynchronously: how the last checkpoint was written; ``None`` if none was.
-        weights: the comparison of weights across ranks; ``None`` if it was not made.
+        num_hosts: number of distinct host names of the ranks.
+        output_dtype: dtype of the loss or first output of a training forward; ``None`` if none was recorded.
+        state_dict: state dict type of the last or the next checkpoint; ``None`` if unknown.
+        saved_asynchronously: whether the last checkpoint was written asynchronously; ``None`` if there is none.
+        weights: the comparison of weights across ranks; ``None`` if they were not compared.
     """
 
     model: nn.Module
@@ -56,7 +56,7 @@ class LiveRun:
 
     @property
     def units_with_params(self) -> list[UnitObservation]:
-        """The units that own parameters; a root without any only coordinates the others."""
+        """The units that own parameters; a root may own none."""
         return [unit for unit in self.units if unit.num_params]
 
     @property
@@ -65,7 +65,7 @@ class LiveRun:
 
     @property
     def layers(self) -> list[UnitObservation]:
-        """The units that the wrap policy chose; if there are none, all units below the root, or the root."""
+        """The units that the wrap policy chose. If there are none: all units below the root, or else the root."""
         planned = {name for unit in self.plan.units if unit.from_policy for name in unit.modules}
         chosen = [unit for unit in self.units_with_params if planned.intersection(unit.module_names)]
         return chosen or self.units_below_root or self.units_with_params
@@ -76,6 +76,6 @@ def unobservable(reason: str) -> ObservedValue:
 
 
 def common_value(values: Iterable[Any]) -> Any:
-    """Return the value that all have in common, or ``mixed: a, b``."""
+    """Return the value if all values are equal, else ``mixed: a, b``."""
     distinct = list(dict.fromkeys(values))
     return distinct[0] if len(distinct) == 1 else "mixed: " + ", ".join(sorted(map(str, distinct)))

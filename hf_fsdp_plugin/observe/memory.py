@@ -1,4 +1,4 @@
-"""Memory on this rank, counted over the storages of the live tensors, and what plain data parallel would need."""
+"""Memory of this rank, measured from the storages of the live tensors, and the memory that DDP would need."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class MemoryObservation:
     """Bytes on this rank. A storage that several tensors share counts once.
 
     Attributes:
-        params_bytes: the shards, with FSDP's padding, and the parameters that no unit manages.
+        params_bytes: the shards, with FSDP's padding, and the parameters that no unit shards.
         grads_bytes: the gradients; see ``grads_source``.
         optimizer_bytes: the state tensors of the optimizer.
-        gathered_bytes: unsharded parameters that are not freed at this moment.
-        buffers_bytes: the buffers of the model, which are not sharded.
+        gathered_bytes: gathered parameters that are not freed now.
+        buffers_bytes: the buffers of the model, which are never sharded.
         peak_bytes: the peak so far; see ``peak_source``.
-        grads_source: ``alive`` for gradients that exist now, ``optimizer step`` for those recorded before a step, or
-            ``trainable shards`` for the computed size of the gradients after a backward.
+        grads_source: ``alive`` if the gradients exist now, ``optimizer step`` if their size was recorded before a
+            step, or ``trainable shards`` if it is computed from the shards.
         peak_source: an allocator (tensors on the device) or ``process resident set`` (libraries included).
-        ddp_params_bytes, ddp_grads_bytes, ddp_optimizer_bytes: the same tensors unsharded, in the same dtypes, as on
-            every rank of plain data parallel.
+        ddp_params_bytes, ddp_grads_bytes, ddp_optimizer_bytes: the same tensors unsharded, in the same dtypes, as
+            every rank of DistributedDataParallel has them.
     """
 
     params_bytes: int
@@ -51,7 +51,7 @@ class MemoryObservation:
 
     @property
     def ddp_bytes(self) -> int:
-        """The same sum under plain data parallel."""
+        """The same sum under DistributedDataParallel."""
         return self.ddp_params_bytes + self.ddp_grads_bytes + self.ddp_optimizer_bytes
 
     def to_json(self) -> dict[str, Any]:
@@ -65,10 +65,10 @@ def observe_memory(
     *,
     recorded_grads_bytes: int | None = None,
 ) -> MemoryObservation:
-    """Count the memory of this rank. No collectives.
+    """Measure the memory of this rank. No collectives.
 
     Args:
-        recorded_grads_bytes: gradients on this rank before an optimizer step; used if no gradient exists now.
+        recorded_grads_bytes: size of the gradients before an optimizer step; used if no gradient exists now.
     """
     unmanaged = unmanaged_parameters(model, units)
     trained = [parameter for parameter in unmanaged if parameter.requires_grad]
@@ -78,7 +78,9 @@ def observe_memory(
     elif grads_bytes == 0:
         grads_bytes = sum(unit.live.num_local_trainable * _master_itemsize(unit) for unit in units)
         grads_bytes, grads_source = grads_bytes + sum(map(_dense_bytes, trained)), "trainable shards"
-    peak_bytes, peak_source = peak_memory()
+    device = available_device()
+    if not device.is_initialized():
+        device = DEVICES["cpu"]
     optimizer_bytes = storage_bytes(state_tensors(optimizer))
     return MemoryObservation(
         params_bytes=storage_bytes([*(shard for unit in units for shard in unit.live.shards), *unmanaged]),
@@ -89,9 +91,9 @@ def observe_memory(
             excluding=[shard for unit in units for shard in unit.live.shards],
         ),
         buffers_bytes=storage_bytes(model.buffers()),
-        peak_bytes=peak_bytes,
+        peak_bytes=device.peak_memory(),
         grads_source=grads_source,
-        peak_source=peak_source,
+        peak_source=device.peak_source,
         ddp_params_bytes=sum(unit.num_params * _master_itemsize(unit) for unit in units)
         + sum(map(_dense_bytes, unmanaged)),
         ddp_grads_bytes=sum(_num_trainable(unit) * _master_itemsize(unit) for unit in units)
@@ -101,13 +103,13 @@ def observe_memory(
 
 
 def unmanaged_parameters(model: nn.Module, units: Iterable[UnitObservation]) -> list[nn.Parameter]:
-    """Return each parameter that no unit shards: those of ignored modules, or all of a model that is not sharded."""
+    """Return the parameters that no unit shards: those of ignored modules, or all if the model is not sharded."""
     managed = frozenset[int]().union(*(unit.live.parameter_ids for unit in units))
     return [parameter for parameter in model.parameters() if id(parameter) not in managed]
 
 
 def gradient_bytes(model: nn.Module, units: Sequence[UnitObservation]) -> int:
-    """Return the bytes of the gradients that exist on this rank; 0 after ``zero_grad``."""
+    """Return the bytes of the gradients that exist on this rank now; 0 after ``zero_grad``."""
     tensors = [gradient for unit in units for gradient in unit.live.gradients]
     tensors += [p.grad for p in unmanaged_parameters(model, units) if p.grad is not None]
     return storage_bytes(tensors)
@@ -121,33 +123,16 @@ def state_tensors(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]
 
 def storage_bytes(tensors: Iterable[torch.Tensor], *, excluding: Iterable[torch.Tensor] = ()) -> int:
     """Return the bytes of the distinct storages of the tensors' local parts; a freed or meta storage counts 0."""
-    storages = {_storage_key(tensor): _storage_size(tensor) for tensor in tensors}
-    for tensor in excluding:
-        storages.pop(_storage_key(tensor), None)
-    return sum(storages.values())
+    excluded = dict(map(_storage, excluding))
+    return sum(size for key, size in dict(map(_storage, tensors)).items() if key not in excluded)
 
 
-def peak_memory() -> tuple[int, str]:
-    """Return the peak so far in bytes, and its source; see :class:`MemoryObservation`."""
-    device = available_device()
-    if not device.is_initialized():
-        device = DEVICES["cpu"]
-    return device.peak_memory(), device.peak_source
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _storage_key(tensor: torch.Tensor) -> tuple[str, int]:
-    local = _local(tensor)
-    pointer = local.untyped_storage().data_ptr()
-    return str(local.device), pointer or -id(tensor)
-
-
-def _storage_size(tensor: torch.Tensor) -> int:
-    local = _local(tensor)
-    return 0 if local.is_meta else local.untyped_storage().nbytes()
+def _storage(tensor: torch.Tensor) -> tuple[tuple[str, int], int]:
+    """Return the identity and the bytes of the storage of a tensor's local part."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    storage = local.untyped_storage()
+    key = str(local.device), storage.data_ptr() or -id(tensor)
+    return key, 0 if local.is_meta else storage.nbytes()
 
 
 def _dense_bytes(tensor: torch.Tensor) -> int:
@@ -159,8 +144,7 @@ def _num_trainable(unit: UnitObservation) -> int:
 
 
 def _master_itemsize(unit: UnitObservation) -> int:
-    dtypes = unit.live.master_dtypes
-    return max((dtype.itemsize for dtype in dtypes), default=0)
+    return max((dtype.itemsize for dtype in unit.live.master_dtypes), default=0)
 
 
 def _whole_optimizer_bytes(
@@ -169,7 +153,7 @@ def _whole_optimizer_bytes(
     optimizer: torch.optim.Optimizer | None,
     optimizer_bytes: int,
 ) -> int:
-    """Return the bytes of the whole optimizer state: exact for DTensors, else scaled by the trainable elements."""
+    """Return the bytes of the unsharded optimizer state: exact for DTensors, else scaled by the trainable elements."""
     tensors = state_tensors(optimizer)
     if any(isinstance(tensor, DTensor) for tensor in tensors):
         return sum(map(_dense_bytes, tensors))

@@ -1,4 +1,4 @@
-"""Checks that the optimizer updates the parameters of the sharded model."""
+"""Finds the optimizer of a sharded model and checks that it updates the model's parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
 
 
 def optimizer_of(model: nn.Module, optimizers: Sequence[Any]) -> Any:
-    """Return the first optimizer that updates parameters of this model; ``None`` if no one does (a frozen teacher)."""
+    """Return the first optimizer that updates parameters of this model; ``None`` for a frozen model."""
     own = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
         if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
@@ -32,7 +32,8 @@ def optimizer_of(model: nn.Module, optimizers: Sequence[Any]) -> Any:
 def trained_pair(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> tuple[nn.Module, Any]:
     """Return the first model that an optimizer updates, and that optimizer.
 
-    If no optimizer updates any of the models, return the first of each: the report has to show that mistake.
+    If no optimizer updates any of the models, return the first model and the first optimizer, so that the report
+    contains this problem.
     """
     for model in models:
         if (optimizer := optimizer_of(model, optimizers)) is not None:
@@ -43,10 +44,9 @@ def trained_pair(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> tupl
 def check_optimizer(
     model: nn.Module, units: Sequence[UnitObservation], optimizer: torch.optim.Optimizer | None
 ) -> list[Problem]:
-    """Find parameters that the optimizer holds and the model does not, and the reverse.
+    """Check that the optimizer has exactly the trainable parameters of the model.
 
-    An optimizer that was created before wrapping keeps updating the old, unsharded parameters, and the loss stays
-    constant.
+    An optimizer that was created before wrapping updates the old, unsharded parameters, and the loss stays constant.
     """
     if optimizer is None:
         return []

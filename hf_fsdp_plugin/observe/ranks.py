@@ -1,4 +1,4 @@
-"""Collectives that also work without a process group."""
+"""The rank, and an all-gather of objects, with or without a process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of settings that can be read off a live model, and the function that reads each."""
+"""The table of settings that can be read off a live model, with the function that reads each one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SettingReader:
 
     Attributes:
         read: reads the value off the live model.
-        default_shown: whether the report has the setting also where no source sets it, because it determines the
+        default_shown: whether the report contains the setting even if no source sets it, because it determines the
             memory, the speed or the numerics of the run.
     """
 
@@ -65,7 +65,7 @@ READERS: Final[Mapping[str, SettingReader]] = MappingProxyType(
 UNOBSERVABLE: Final[Mapping[str, str]] = MappingProxyType(
     {"launch": "only the launcher uses it; the model does not record it"}
 )
-"""Section -> the reason why its settings without a reader are unobservable."""
+"""Section -> why its settings without a reader are unobservable."""
 
 
 def read_setting(name: str, run: LiveRun) -> ObservedValue:

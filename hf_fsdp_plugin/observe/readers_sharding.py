@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch import nn
-
 from hf_fsdp_plugin.observe.live_run import LiveRun, ObservedValue, common_value, unobservable
 from hf_fsdp_plugin.observe.memory import unmanaged_parameters
 from hf_fsdp_plugin.observe.units import UnitObservation, dtype_name
@@ -18,12 +16,12 @@ def read_version(run: LiveRun) -> ObservedValue:
 
 
 def read_strategy(run: LiveRun) -> ObservedValue:
-    """FSDP1 keeps the strategy; under FSDP2 it follows from the mesh and the layers' reshard flag."""
+    """Read FSDP1's strategy; under FSDP2, derive it from the mesh and the reshard flag of the layers."""
     value = common_value(unit.live.strategy or _strategy_of_mesh(unit) for unit in run.layers)
     if run.world_size == 1:
         return ObservedValue(value=value, reason="with one rank, all strategies are the same", matches=True)
     if all(unit.is_root for unit in run.layers) and _differs_in_reshard_only(value, run.plan.strategy):
-        # torch keeps the root's parameters until backward under both versions and every strategy.
+        # Both FSDP versions keep the root's gathered parameters until backward, whatever the strategy.
         reason = f"if the root is the only unit, {value} is the same"
         return ObservedValue(value=run.plan.strategy, reason=reason, matches=True)
     if value in STRATEGIES and not STRATEGIES[value].is_sharded and run.plan.mesh.shard == 1:
@@ -38,7 +36,7 @@ def _differs_in_reshard_only(value: str, planned: str) -> bool:
 
 
 def _strategy_of_mesh(unit: UnitObservation) -> str:
-    # None leaves it to FSDP2, which reshards all units but the root.
+    # None means that FSDP2 decides; it reshards all units except the root.
     reshard = unit.live.reshard_asked is None or unit.live.reshard_asked
     return strategy_of(sharded=unit.live.shard_size > 1, hybrid=unit.live.hybrid, reshard=reshard).name
 
@@ -52,9 +50,9 @@ def read_mesh_replicate(run: LiveRun) -> ObservedValue:
 
 
 def read_wrap_policy(run: LiveRun) -> ObservedValue:
-    """FSDP does not keep the policy, so this reads whether the modules that the policy chose became units."""
+    """Check that the modules that the policy chose are units: FSDP does not store the policy itself."""
     if run.plan.pre_sharded:
-        return ObservedValue(value="by hand", reason="the script wrapped the model itself")
+        return ObservedValue(value="by hand", reason="the script wrapped the model")
     wrapped = {name for unit in run.units for name in unit.module_names}
     chosen = [name for unit in run.plan.units if unit.from_policy for name in unit.modules]
     missing = [name for name in chosen if name not in wrapped]
@@ -65,13 +63,12 @@ def read_wrap_policy(run: LiveRun) -> ObservedValue:
     if chosen:
         reason = f"all {len(chosen)} modules that the policy chose are units"
         return ObservedValue(value=run.plan.spec.wrap.policy, reason=reason, matches=True)
-    return ObservedValue(
-        value="none", reason="no policy chose the units below the root" if has_units_below_root else ""
-    )
+    reason = "no policy chose the units below the root" if has_units_below_root else ""
+    return ObservedValue(value="none", reason=reason)
 
 
 def read_wrap_classes(run: LiveRun) -> ObservedValue:
-    """Read which of the requested classes are units; the plan has already reported classes that the model lacks."""
+    """Read which requested classes are units. The plan has already reported classes that the model does not contain."""
     asked = run.plan.spec.wrap.classes
     found = {name for unit in run.units for name in unit.class_name.split(" + ")}
     planned = {name for unit in run.plan.units if unit.from_policy for name in unit.class_names}
@@ -96,27 +93,21 @@ def read_min_num_params(run: LiveRun) -> ObservedValue:
 
 def read_ignored_modules(run: LiveRun) -> ObservedValue:
     unmanaged = {id(parameter) for parameter in unmanaged_parameters(run.model, run.units)}
-    unsharded: list[str] = []
+    found: list[str] = []
+    with_params = set()
     for name, module in run.model.named_modules():
-        parameters = list(module.parameters())
-        inside_another = any(name == outer or name.startswith(f"{outer}.") for outer in unsharded)
-        if parameters and not inside_another and all(id(parameter) in unmanaged for parameter in parameters):
-            unsharded.append(name)
-    found = [canonical_name(name) for name in unsharded]
-    sharded = [name for name in run.plan.ignored_modules if not _inside_any(name, found) and _owns(run.model, name)]
+        name, parameters = canonical_name(name), list(module.parameters())
+        if parameters:
+            with_params.add(name)
+            if not _inside_any(name, found) and all(id(parameter) in unmanaged for parameter in parameters):
+                found.append(name)
+    sharded = [name for name in run.plan.ignored_modules if name in with_params and not _inside_any(name, found)]
     reason = f"sharded: {', '.join(sharded[:3])}" if sharded else f"not sharded: {', '.join(found) or 'nothing'}"
     return ObservedValue(value=found, reason=reason, matches=not sharded)
 
 
 def _inside_any(name: str, outers: Iterable[str]) -> bool:
     return any(name == outer or not outer or name.startswith(f"{outer}.") for outer in outers)
-
-
-def _owns(model: nn.Module, name: str) -> bool:
-    return any(
-        canonical_name(found) == name and any(True for _ in module.parameters())
-        for found, module in model.named_modules()
-    )
 
 
 def read_offload(run: LiveRun) -> ObservedValue:
@@ -155,15 +146,15 @@ def read_reduce_dtype(run: LiveRun) -> ObservedValue:
 
 
 def read_output_dtype(run: LiveRun) -> ObservedValue:
-    """The dtype that a forward returned takes precedence over the root's policy."""
+    """Read the dtype of a recorded forward or, if there is none, of the root's policy."""
     matches = _true_if_unchanged(run.plan.precision.output)
     if run.output_dtype is not None:
-        return ObservedValue(value=dtype_name(run.output_dtype), reason="of an observed forward", matches=matches)
+        return ObservedValue(value=dtype_name(run.output_dtype), reason="of a recorded forward", matches=matches)
     policies = [unit.live.output_dtype for unit in run.units if unit.is_root and unit.version == 2]
     if policies:
         value = dtype_name(policies[0]) or "unchanged"
         return ObservedValue(value=value, reason="from the policy of the root", matches=matches)
-    return unobservable("FSDP1 keeps no output dtype, and no forward was observed")
+    return unobservable("FSDP1 does not store an output dtype, and no forward was recorded")
 
 
 def read_buffer_dtype(run: LiveRun) -> ObservedValue:
@@ -171,7 +162,7 @@ def read_buffer_dtype(run: LiveRun) -> ObservedValue:
     if not dtypes:
         return unobservable("the model has no floating-point buffers")
     if any(unit.version == 1 and unit.live.lazy for unit in run.units):
-        return unobservable("FSDP1 casts buffers in the first forward, which has not run")
+        return unobservable("FSDP1 casts buffers in the first forward, which has not run yet")
     return ObservedValue(value=common_value(dtypes), matches=_true_if_unchanged(run.plan.precision.buffer))
 
 
@@ -193,7 +184,7 @@ def read_forward_prefetch(run: LiveRun) -> ObservedValue:
     if num_units < 2:
         return unobservable(_NO_PREFETCH)
     num_prefetching = sum(unit.live.forward_prefetch for unit in run.units_below_root)
-    # Under FSDP2 the last unit has no unit to prefetch.
+    # Under FSDP2 the last unit has no next unit to prefetch.
     if num_prefetching in (0, num_units, num_units - 1):
         return ObservedValue(value=num_prefetching > 0)
     return ObservedValue(value=f"in {num_prefetching} of {num_units} units", matches=False)
@@ -201,11 +192,11 @@ def read_forward_prefetch(run: LiveRun) -> ObservedValue:
 
 def read_limit_all_gathers(run: LiveRun) -> ObservedValue:
     if any(unit.version == 2 for unit in run.units):
-        return ObservedValue(value=True, reason="FSDP2 always limits all-gathers; it has no option to turn it off")
+        return ObservedValue(value=True, reason="FSDP2 always limits all-gathers")
     return ObservedValue(value=common_value(unit.live.limit_all_gathers for unit in run.units))
 
 
 def read_use_orig(run: LiveRun) -> ObservedValue:
     if any(unit.version == 2 for unit in run.units):
-        return ObservedValue(value=True, reason="FSDP2 always shards each parameter separately and never flattens")
+        return ObservedValue(value=True, reason="FSDP2 always keeps the original parameters")
     return ObservedValue(value=common_value(unit.live.use_orig for unit in run.units))

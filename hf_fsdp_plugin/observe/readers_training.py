@@ -11,7 +11,7 @@ from hf_fsdp_plugin.torch_private.modules import is_compiled
 
 def read_state_dict(run: LiveRun) -> ObservedValue:
     if run.state_dict is None:
-        return unobservable("no checkpoint was saved, and no Accelerator was given")
+        return unobservable("no checkpoint was saved, and the report has no Accelerator")
     return ObservedValue(value=run.state_dict)
 
 
@@ -31,8 +31,8 @@ def read_checkpointing(run: LiveRun) -> ObservedValue:
         return ObservedValue(value="twice", reason=reason)
     if native:
         return ObservedValue(value="full", reason="Transformers' gradient checkpointing")
-    selective = ["context_fn" in getattr(module.checkpoint_fn, "keywords", {}) for module in wrappers]
-    kind = common_value("selective" if one else "full" for one in selective)
+    keywords = [getattr(module.checkpoint_fn, "keywords", {}) for module in wrappers]
+    kind = common_value("selective" if "context_fn" in names else "full" for names in keywords)
     not_checkpointed = [unit.name for unit in run.layers if not unit.checkpointed]
     if not_checkpointed and len(wrappers) < len(run.layers):
         return ObservedValue(value=f"{kind} in {len(wrappers)} of {len(run.layers)} units", matches=False)
@@ -53,23 +53,23 @@ def read_sync_module_states(run: LiveRun) -> ObservedValue:
 
 
 def read_ram_efficient(run: LiveRun) -> ObservedValue:
-    """After RAM-efficient loading, ranks other than 0 have received weights that they had not loaded."""
+    """Check that ranks other than 0 received weights from rank 0 that they had not loaded."""
     observed = _read_loading(run, planned=run.plan.ram_efficient)
     weights = run.weights
     if observed.matches and weights and weights.num_broadcast and not weights.num_filled and run.world_size > 1:
-        return unobservable("every rank had built or loaded all weights itself before it received rank 0's")
+        return unobservable("every rank had created or loaded all weights before it received them from rank 0")
     return observed
 
 
 def _read_loading(run: LiveRun, *, planned: bool) -> ObservedValue:
-    """Both settings have the same result: every rank has rank 0's weights, and no tensor is on the meta device."""
+    """Check that every rank has rank 0's weights and that no tensor is on the meta device."""
     if not planned:
-        return unobservable("every rank loads its own weights, and the model does not record it")
+        return unobservable("every rank loads all weights, which leaves no trace on the model")
     weights = run.weights
     if weights is None:
         return unobservable("the weights were not compared between ranks")
     if weights.num_on_meta:
-        reason = f"{weights.num_on_meta} tensors are on the meta device: they were not loaded"
+        reason = f"{weights.num_on_meta} tensors were not loaded: they are on the meta device"
         return ObservedValue(value=False, reason=reason, matches=False)
     if weights.differing:
         reason = f"ranks differ in {', '.join(weights.differing[:3])}"
@@ -80,7 +80,7 @@ def _read_loading(run: LiveRun, *, planned: bool) -> ObservedValue:
         return ObservedValue(value=True, reason=reason, matches=True)
     if weights.replicated:
         return ObservedValue(value=True, reason="replicas and buffers are equal on all ranks", matches=True)
-    return unobservable("buffers are equal on all ranks and all weights are loaded, but no weight is on two ranks")
+    return unobservable("all weights are loaded and buffers are equal, but no weight is on more than one rank")
 
 
 def read_num_processes(run: LiveRun) -> ObservedValue:
@@ -90,7 +90,9 @@ def read_num_processes(run: LiveRun) -> ObservedValue:
 def read_num_machines(run: LiveRun) -> ObservedValue:
     if run.num_hosts == run.plan.spec.launch.num_machines:
         return ObservedValue(value=run.num_hosts)
-    return unobservable(f"the ranks report {run.num_hosts} host names; containers may share a name or have several")
+    return unobservable(
+        f"the ranks have {run.num_hosts} host names, but containers of one machine may have different names"
+    )
 
 
 def read_mixed_precision(run: LiveRun) -> ObservedValue:
@@ -105,7 +107,7 @@ def read_mixed_precision(run: LiveRun) -> ObservedValue:
 
 def read_use_cpu(run: LiveRun) -> ObservedValue:
     if run.device_type == "cpu" and not run.plan.spec.launch.use_cpu:
-        reason = "there is no accelerator on this machine"
+        reason = "this machine has no accelerator"
         return ObservedValue(value=True, reason=reason, matches=accelerator_type() == "cpu")
     return ObservedValue(value=run.device_type == "cpu")
 

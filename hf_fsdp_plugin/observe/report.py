@@ -1,11 +1,9 @@
-"""The report as a value, with its JSON, its file and its text."""
+"""The report, with its JSON, its file and its text."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +21,9 @@ class BatchShape:
     """The input of one optimizer step on one rank.
 
     Attributes:
-        per_device: sequences of one forward.
-        accumulation: forwards of one optimizer step.
-        seq_len: tokens of one sequence, if known.
+        per_device: sequences per forward.
+        accumulation: forwards per optimizer step.
+        seq_len: tokens per sequence; ``None`` if unknown.
     """
 
     per_device: int
@@ -44,23 +42,18 @@ class RankObservation:
     memory: MemoryObservation
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "rank": self.rank,
-            "host": self.host,
-            "device": self.device,
-            "num_local_params": self.num_local_params,
-            **self.memory.to_json(),
-        }
+        own = {name: value for name, value in vars(self).items() if name != "memory"}
+        return {**own, **self.memory.to_json()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The live model compared with the plan. It is the same on all ranks, except for ``units`` and ``memory``.
+    """The live model compared with the plan. The same on all ranks, except for ``units`` and ``memory``.
 
     Attributes:
-        num_params: elements of the whole model.
-        ranks: one entry for each rank.
-        problems: the plan's warnings and notes, then the problems of the live model, with every setting that differs.
+        num_params: number of elements of the whole model.
+        ranks: one entry per rank.
+        problems: the plan's warnings and notes, then the problems of the live model.
         batch: the input of one step; ``None`` if unknown.
     """
 
@@ -84,17 +77,17 @@ class Report:
 
     @property
     def num_data_ranks(self) -> int:
-        """Ranks that read different samples: those of the mesh, as tensor-parallel ranks read the same ones."""
+        """Number of ranks that read different samples. Tensor-parallel ranks, outside the mesh, read the same ones."""
         return self.mesh["replicate"] * self.mesh["shard"]
 
     @property
     def effective_batch_size(self) -> int:
-        """Sequences of one optimizer step; 0 if unknown."""
+        """Sequences per optimizer step; 0 if unknown."""
         return self.batch.per_device * self.batch.accumulation * self.num_data_ranks if self.batch else 0
 
     @property
     def tokens(self) -> int:
-        """Tokens of one optimizer step; 0 if unknown."""
+        """Tokens per optimizer step; 0 if unknown."""
         return self.effective_batch_size * (self.batch.seq_len or 0) if self.batch else 0
 
     def to_json(self) -> dict[str, Any]:
@@ -117,26 +110,21 @@ class Report:
         }
 
     def write(self, path: str | os.PathLike[str]) -> Path | None:
-        """Write the JSON atomically on rank 0 and return its path; ``None`` on other ranks. Raises ``OSError``."""
+        """Write the JSON atomically on rank 0 and return its path; return ``None`` on other ranks."""
         if current_rank() != 0:
             return None
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(self.to_json(), file, indent=2)
-                file.write("\n")
-            os.chmod(name, 0o644)  # mkstemp makes the file readable by its owner only
-            os.replace(name, target)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name)
-            raise
+            temporary.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
         return target
 
     def __str__(self) -> str:
-        """Tables of at most 100 columns: similar units in one row, memory, and settings as asked and observed."""
+        """Return the tables of units, memory, settings and problems, at most 100 columns wide."""
         parts = [
             self._header(),
             units_table(self.units),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from hf_fsdp_plugin.observe.live_run import LiveRun, ObservedValue
@@ -18,14 +18,14 @@ _NOT_SUPPORTED_BY_FSDP2 = "FSDP-W148"
 
 @dataclass(frozen=True, kw_only=True)
 class SettingObservation:
-    """One setting of the report.
+    """One setting of the report. ``asked``, ``planned`` and ``observed`` are JSON values.
 
     Attributes:
-        asked: the value of the spec, or the planned value if no source sets it.
-        planned: the value that the plan decided for this model and world (``auto`` resolved).
+        asked: the requested value, or the planned value if no source sets it.
+        planned: the value of the plan for this model and world size; never ``auto``.
         observed: the value on the live model; ``None`` if ``unobservable``.
         origin: where the value was written, or ``default``.
-        reason: why the setting differs or is unobservable, or what explains an applied value.
+        reason: why the setting differs or is unobservable, or an explanation of an applied value.
     """
 
     setting: str
@@ -37,26 +37,18 @@ class SettingObservation:
     reason: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "setting": self.setting,
-            "asked": _json_value(self.asked),
-            "planned": _json_value(self.planned),
-            "observed": _json_value(self.observed),
-            "status": self.status,
-            "origin": self.origin,
-            "reason": self.reason,
-        }
+        return asdict(self)
 
 
 def observe_settings(run: LiveRun) -> tuple[SettingObservation, ...]:
-    """Compare every setting that a source sets, and those that matter by default, in the order of the spec."""
+    """Compare the settings that the report shows with the live model, in the order of the spec."""
     return tuple(_observe_setting(name, run) for name in _shown_settings(run.plan))
 
 
 def check_settings(settings: tuple[SettingObservation, ...], plan: FsdpPlan) -> list[Problem]:
     """Return a problem for each setting that differs.
 
-    It is a warning if FSDP2 supports only the observed value, or if the script wrapped the model itself.
+    The problem is a warning if FSDP2 supports only the observed value, or if the script wrapped the model.
     """
     not_supported = {problem.setting for problem in plan.problems if problem.code == _NOT_SUPPORTED_BY_FSDP2}
     problems = []
@@ -72,7 +64,7 @@ def check_settings(settings: tuple[SettingObservation, ...], plan: FsdpPlan) -> 
                 origin=plan.spec.origin(row.setting),
                 message=f"{format_value(row.asked)} was requested, but the live model has "
                 f"{format_value(row.observed)}{reason}.",
-                fix="" if expected else "Do not change the model after prepare(); if nothing does, report a bug.",
+                fix="" if expected else "Do not change the model after prepare(). If nothing changes it, report a bug.",
             )
         )
     return problems
@@ -96,7 +88,7 @@ def _observe_setting(name: str, run: LiveRun) -> SettingObservation:
     else:
         found = read_setting(name, run)
     if plan.pre_sharded and not plan.spec.asked(name) and not found.unobservable:
-        found = replace(found, reason=found.reason or "the script set it when it wrapped the model", matches=True)
+        found = replace(found, reason=found.reason or "set by the script when it wrapped the model", matches=True)
     matches = found.matches if found.matches is not None else _json_value(found.value) == _json_value(expected)
     status: Status = "unobservable" if found.unobservable else "applied" if matches else "differs"
     return SettingObservation(

@@ -16,7 +16,7 @@ _WIDTH = 100
 
 
 def units_table(units: Sequence[UnitObservation]) -> str:
-    """Format the units; consecutive ones that differ only in the number in their name share a row."""
+    """Format the units. Consecutive units that differ only in the number in their name share a row."""
     if not units:
         return "units: none, the model is not sharded"
     rows = [("unit", "class", "parameters", "compute", "reduce", "master", "reshard", "")]
@@ -65,7 +65,7 @@ def _common_name(units: Sequence[UnitObservation]) -> str:
 
 
 def memory_table(ranks: Sequence[MemoryObservation], own: MemoryObservation) -> str:
-    """Format the memory of all ranks and, from this rank, what plain data parallel would need."""
+    """Format the memory of all ranks, and the memory that this rank would need under DistributedDataParallel."""
     rows = [
         ("memory per rank", "this run", "data parallel"),
         ("  parameters", _range(m.params_bytes for m in ranks), _memory(own.ddp_params_bytes)),
@@ -78,7 +78,7 @@ def memory_table(ranks: Sequence[MemoryObservation], own: MemoryObservation) -> 
 
 
 def settings_table(settings: Sequence[SettingObservation]) -> str:
-    """Format each setting as asked and as observed; unobservable launcher settings share one line below."""
+    """Format the requested and observed value of each setting; unobservable launcher settings share the last line."""
     rows = [("setting", "asked", "observed", "")]
     reasons = {}
     launcher = [row for row in settings if row.status == "unobservable" and row.setting.startswith("launch.")]
@@ -101,10 +101,10 @@ def settings_table(settings: Sequence[SettingObservation]) -> str:
 
 
 def problem_lines(problems: Sequence[Problem], differing: Collection[str]) -> str:
-    """Format the errors and the settings that differ; other warnings were shown at the start and are only counted."""
+    """Format the errors and the settings that differ. Other warnings, printed before the run, are only counted."""
     warnings = [problem for problem in problems if problem.severity == "warning"]
     shown = [problem for problem in problems if problem.severity == "error"]
-    # The last warning of a setting is the one about the live model; earlier ones are the plan's.
+    # A setting's last warning is about the live model; earlier ones come from the plan.
     shown += {problem.setting: problem for problem in warnings if problem.setting in differing}.values()
     lines = [line for problem in shown for line in _wrap(str(problem))]
     if differing:

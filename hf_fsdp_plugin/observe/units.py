@@ -1,4 +1,4 @@
-"""The units of a live model, with the names and classes of the unwrapped model."""
+"""Observes the units of a live model."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ class UnitObservation:
     """One unit on this rank. Counts are in elements, without padding.
 
     Attributes:
-        name: ``model.layers.0``, ``model.norm + lm_head``, or empty for the root, without the names of wrappers.
-        class_name: the class of the wrapped module, joined like the name.
-        param_dtype: dtype of the gathered parameters, in which the unit computes; empty if it owns none.
+        name: the canonical name of the module, such as ``model.layers.0``; empty for the root. Names of several
+            modules are joined: ``model.norm + lm_head``.
+        class_name: the class of the unwrapped module; several are joined like the names.
+        param_dtype: dtype of the gathered parameters, in which the unit computes; empty without parameters.
         reduce_dtype: dtype of gradient reduction; empty if no parameter is trained.
         master_dtype: dtype in which the shards are kept and updated.
-        reshard_after_forward: whether gathered parameters are freed between forward and backward; neither version
-            frees the root's.
+        reshard_after_forward: whether gathered parameters are freed between forward and backward; never true for
+            the root.
         live: the torch objects of the unit; not part of the report.
     """
 
@@ -70,18 +71,19 @@ class UnitObservation:
 
 
 def observe_units(model: nn.Module) -> tuple[UnitObservation, ...]:
-    """Return every FSDP unit in the order of the module tree; the root, which owns the remaining parameters, is last.
+    """Return all FSDP units in the order of the module tree, with the root last.
 
-    Works before and after the first forward, in which both versions complete their initialization. No collectives.
+    The result is the same before and after the first forward, in which FSDP completes its initialization. No
+    collectives.
     """
     names = {id(module): canonical_name(name) for name, module in model.named_modules()}
     checkpointed = _checkpointed_names(model)
-    units = [_observe_unit(unit, names, checkpointed) for unit in live_units(model)]
+    units = [_observe_unit(unit, names, checkpointed) for unit in _live_units(model)]
     return tuple(sorted(units, key=lambda unit: unit.is_root))
 
 
-def live_units(model: nn.Module) -> Iterator[LiveUnit]:
-    """Yield every FSDP1 and FSDP2 unit in the order of the module tree, parents first, with or without parameters."""
+def _live_units(model: nn.Module) -> Iterator[LiveUnit]:
+    """Yield all FSDP1 and FSDP2 units in the order of the module tree, including those without parameters."""
     seen: set[int] = set()
     inside: set[int] = set()
     for module in model.modules():
@@ -103,13 +105,13 @@ def live_units(model: nn.Module) -> Iterator[LiveUnit]:
 
 def _observe_unit(live: LiveUnit, names: dict[int, str], checkpointed: set[str]) -> UnitObservation:
     order = {name: position for position, name in enumerate(names.values())}
-    # torch keeps the modules of a group in the order given; the order of the module tree never changes.
+    # torch stores the modules of a group in the order of the call; reports use the order of the module tree.
     modules = sorted(live.modules, key=lambda module: order[names[id(module)]])
     module_names = [names[id(module)] for module in modules]
     inner = [unwrapped(module) for module in modules]
     return UnitObservation(
         name=" + ".join(module_names),
-        class_name=" + ".join(plain_class_name(module) for module in inner),
+        class_name=" + ".join(_plain_class_name(module) for module in inner),
         num_params=live.num_params,
         num_local_params=live.num_local_params,
         num_frozen=live.num_frozen,
@@ -126,7 +128,7 @@ def _observe_unit(live: LiveUnit, names: dict[int, str], checkpointed: set[str])
 
 
 def _checkpointed_names(model: nn.Module) -> set[str]:
-    """Return the names of modules whose activations are recomputed, through torch's wrapper or by Transformers."""
+    """Return the names of modules with torch's or Transformers' activation checkpointing."""
     return {
         canonical_name(name)
         for name, module in model.named_modules()
@@ -135,13 +137,13 @@ def _checkpointed_names(model: nn.Module) -> set[str]:
 
 
 def checkpoints_natively(module: nn.Module) -> bool:
-    """Return whether Transformers' own gradient checkpointing is enabled on this module."""
+    """Return whether Transformers' gradient checkpointing is enabled on this module."""
     attributes = vars(module)
     return attributes.get("gradient_checkpointing") is True and "_gradient_checkpointing_func" in attributes
 
 
-def plain_class_name(module: nn.Module) -> str:
-    """Return the name of the module's own class; ``fully_shard`` replaces it by a subclass ``FSDP<Name>``."""
+def _plain_class_name(module: nn.Module) -> str:
+    """Return the name of the module's class before ``fully_shard`` replaced it by a subclass ``FSDP<Name>``."""
     cls = type(module)
     if cls.__name__.startswith("FSDP") and len(cls.__mro__) > 2 and cls.__name__ == f"FSDP{cls.__mro__[2].__name__}":
         return cls.__mro__[2].__name__

@@ -1,4 +1,4 @@
-"""Comparison of the weights that must be the same on several ranks."""
+"""Compares weights and buffers that must be equal on several ranks."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class WeightComparison:
     """The result over all ranks.
 
     Attributes:
-        num_on_meta: parameters and buffers on the meta device on the worst rank, that is, weights not loaded.
-        differing: names of what differs between ranks where it must not.
-        replicated: whether any weight is on more than one rank, so that there was something to compare.
-        num_broadcast: tensors that every rank received whole and bit-identical from rank 0 before sharding.
-        num_filled: the largest number of these that some rank had not loaded itself.
+        num_on_meta: largest number, over the ranks, of tensors on the meta device, that is, not loaded.
+        differing: names of the units, parameters and buffers that differ between ranks but must be equal.
+        replicated: whether any unit's shard is on more than one rank, so that replicas were compared.
+        num_broadcast: number of tensors that every rank received whole and bit-identical from rank 0 before sharding.
+        num_filled: largest number, over the ranks, of these tensors that the rank had not loaded.
     """
 
     num_on_meta: int
@@ -40,10 +40,9 @@ class WeightComparison:
 
 
 def compare_weights(model: nn.Module, units: Sequence[UnitObservation]) -> WeightComparison:
-    """Compare checksums of replicas, unmanaged parameters and non-persistent buffers across ranks. Collective.
+    """Compare checksums of replicas, unsharded parameters and non-persistent buffers across ranks. Collective.
 
-    Buffers in the state dict are left out, because running statistics differ between ranks. Reads the local weights
-    once.
+    Buffers in the state dict are not compared, because running statistics may differ between ranks.
     """
     checksums_by_rank = gather_objects(_checksums(model, units))
     first: dict[str, _Checksum | None] = {}
@@ -90,7 +89,7 @@ def _checksums(model: nn.Module, units: Sequence[UnitObservation]) -> dict[str, 
 
 @torch.no_grad()
 def _checksum(tensors: Sequence[torch.Tensor]) -> _Checksum | None:
-    """Return the sum and the sum of magnitudes in double precision; ``None`` for a tensor on the meta device."""
+    """Return the sum and the sum of magnitudes in double precision; ``None`` if a tensor is on the meta device."""
     if any(tensor.is_meta for tensor in tensors):
         return None
     doubles = [tensor.double() for tensor in tensors if tensor.numel()]
