@@ -1,56 +1,28 @@
-"""The checks of the whole model, and the report of a model without ranks."""
-
-from collections.abc import Callable
-from typing import Any
+"""The report of a model without ranks, and the checks of the whole model."""
 
 import pytest
-import torch
-from torch import nn
+from live_models import make_model, make_plan, make_unit
 
 from hf_fsdp_plugin import SpecError, report
 from hf_fsdp_plugin.observe.build import build_report, check_structure
 
-Make = Callable[..., Any]
 
-
-def codes(error: pytest.ExceptionInfo[SpecError]) -> list[str]:
-    return [problem.code for problem in error.value.problems]
-
-
-def test_report_of_an_unsupported_object_is_an_error() -> None:
+@pytest.mark.parametrize(("subject", "code"), [("model", "FSDP-E507"), (make_model(), "FSDP-E508")])
+def test_report_requires_a_prepared_model(subject: object, code: str) -> None:
     with pytest.raises(SpecError) as error:
-        report("model")
-    assert codes(error) == ["FSDP-E507"]
+        report(subject)
+    assert [problem.code for problem in error.value.problems] == [code]
 
 
-def test_report_of_an_unprepared_model_is_an_error(model: nn.Module) -> None:
-    with pytest.raises(SpecError) as error:
-        report(model)
-    assert codes(error) == ["FSDP-E508"] and "Sequential" in str(error.value)
-
-
-def test_model_without_units_is_not_sharded(model: nn.Module, make_plan: Make) -> None:
-    found = build_report(model, make_plan())
+def test_model_without_units_is_not_sharded() -> None:
+    found = build_report(make_model(), make_plan())
     assert "FSDP-E501" in [problem.code for problem in found.problems]
     assert (found.backend, found.num_params, found.units) == ("none", 50, ())
     assert "not sharded" in str(found)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_master_dtype_must_be_the_planned_one(make_plan: Make, make_unit: Make, dtype: str) -> None:
+@pytest.mark.parametrize(("num_frozen", "codes"), [(10, ["FSDP-E502"]), (20, [])])
+def test_trained_units_must_have_the_master_dtype(num_frozen: int, codes: list[str]) -> None:
     plan = make_plan(fsdp_mixed_precision_policy={"param_dtype": "bf16"})
-    problems = check_structure([make_unit("0"), make_unit("1", master_dtype=dtype)], plan)
-    assert [problem.code for problem in problems] == (["FSDP-E502"] if dtype == "bf16" else [])
-    assert all("example 1" in problem.message for problem in problems)
-
-
-def test_frozen_units_may_have_another_dtype(make_plan: Make, make_unit: Make) -> None:
-    plan = make_plan(fsdp_mixed_precision_policy={"param_dtype": "bf16"})
-    assert check_structure([make_unit("0", master_dtype="bf16", num_frozen=20)], plan) == []
-
-
-def test_report_is_written_as_json(model: nn.Module, make_plan: Make, tmp_path: Any) -> None:
-    found = build_report(model, make_plan(), optimizer=torch.optim.SGD(model.parameters()))
-    assert found.write(tmp_path / "new" / "report.json") == tmp_path / "new" / "report.json"
-    with pytest.raises(OSError):
-        found.write(tmp_path / "new" / "report.json" / "below_a_file")
+    problems = check_structure([make_unit("0"), make_unit("1", master_dtype="bf16", num_frozen=num_frozen)], plan)
+    assert [problem.code for problem in problems] == codes

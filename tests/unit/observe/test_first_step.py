@@ -1,13 +1,16 @@
-"""Facts that only a running step shows."""
+"""The facts that are recorded in the first training step."""
 
 import torch
-from torch import nn
+from live_models import make_model
 
 from hf_fsdp_plugin.observe.first_step import record_first_step, recorded_first_step
-from hf_fsdp_plugin.observe.memory import gradient_bytes, storage_bytes
+from hf_fsdp_plugin.observe.memory import gradient_bytes
 
 
-def test_first_training_step_is_recorded(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def test_first_training_step_is_recorded() -> None:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert recorded_first_step(model).grads_bytes is None
     first_step = record_first_step(model, optimizer)
     model.eval()(torch.ones(1, 4))
     assert first_step.output_dtype is None
@@ -18,13 +21,3 @@ def test_first_training_step_is_recorded(model: nn.Module, optimizer: torch.opti
     assert first_step.output_dtype is torch.float32
     assert first_step.grads_bytes == 4 * 50 and gradient_bytes(model, []) == 0
     assert recorded_first_step(model) is first_step
-
-
-def test_model_without_recording_has_empty_facts(model: nn.Module) -> None:
-    assert recorded_first_step(model).grads_bytes is None
-
-
-def test_shared_storage_is_counted_once() -> None:
-    tensor = torch.ones(8)
-    assert storage_bytes([tensor, tensor[:2], torch.ones(2, device="meta")]) == 32
-    assert storage_bytes([tensor, torch.ones(1)], excluding=[tensor]) == 4

@@ -1,37 +1,39 @@
-"""The optimizer must hold the parameters of the model."""
+"""The optimizer of a model, and the check that it updates the model's parameters."""
 
+from types import SimpleNamespace
+
+import pytest
 import torch
+from live_models import make_model
 from torch import nn
 
 from hf_fsdp_plugin.observe.optimizer import check_optimizer, optimizer_of, trained_pair, unwrapped_optimizer
 
 
-class Wrapper:
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self.param_groups = optimizer.param_groups
+@pytest.fixture
+def model() -> nn.Module:
+    return make_model()
 
 
-def codes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[str]:
-    return [problem.code for problem in check_optimizer(model, [], optimizer)]
+@pytest.fixture
+def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
 
 
 def test_optimizer_of_the_model_has_no_problem(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    assert codes(model, optimizer) == codes(model, None) == []
+    assert check_optimizer(model, [], optimizer) == check_optimizer(model, [], None) == []
 
 
-def test_optimizer_of_other_parameters_is_an_error(model: nn.Module) -> None:
-    others = [nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
-    [problem] = check_optimizer(model, [], torch.optim.AdamW(others))
+def test_optimizer_of_another_model_is_an_error(model: nn.Module) -> None:
+    [problem] = check_optimizer(model, [], torch.optim.AdamW(make_model().parameters()))
     assert problem.code == "FSDP-E504" and "6 of the 6 parameters of AdamW" in problem.message
 
 
-def test_parameters_without_optimizer_are_a_note(model: nn.Module) -> None:
+def test_trainable_parameters_without_optimizer_are_a_note(model: nn.Module) -> None:
     optimizer = torch.optim.AdamW([next(model.parameters())])
-    assert codes(model, optimizer) == ["FSDP-N505"]
-    for parameter in list(model.parameters())[1:]:
-        parameter.requires_grad_(False)
-    assert codes(model, optimizer) == []
+    assert [problem.code for problem in check_optimizer(model, [], optimizer)] == ["FSDP-N505"]
+    model.requires_grad_(False)
+    assert check_optimizer(model, [], optimizer) == []
 
 
 def test_trained_model_is_reported_before_a_teacher(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -42,5 +44,6 @@ def test_trained_model_is_reported_before_a_teacher(model: nn.Module, optimizer:
 
 
 def test_wrapped_optimizer_is_unwrapped(optimizer: torch.optim.Optimizer) -> None:
-    assert unwrapped_optimizer(Wrapper(optimizer)) is unwrapped_optimizer(optimizer) is optimizer
+    wrapper = SimpleNamespace(optimizer=optimizer, param_groups=optimizer.param_groups)
+    assert unwrapped_optimizer(wrapper) is unwrapped_optimizer(optimizer) is optimizer
     assert unwrapped_optimizer(None) is None

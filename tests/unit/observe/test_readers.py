@@ -1,20 +1,19 @@
-"""The table of readers covers the vocabulary, and its functions return the value of the live model."""
+"""The table of readers covers the vocabulary, and readers return the value of the live model.
 
-from collections.abc import Callable
+``tests/gloo/test_observe.py`` tests the other readers on sharded models.
+"""
+
 from typing import Any
 
 import pytest
 import torch
+from live_models import make_plan, make_run
 
-from hf_fsdp_plugin.observe.live_run import LiveRun, common_value
 from hf_fsdp_plugin.observe.readers import READERS, UNOBSERVABLE, read_setting
 from hf_fsdp_plugin.observe.weights import WeightComparison
-from hf_fsdp_plugin.plan.model import FsdpPlan
-
-Make = Callable[..., Any]
 
 
-def test_every_setting_has_a_reader_or_a_reason(make_plan: Callable[..., FsdpPlan], make_run: Make) -> None:
+def test_every_setting_has_a_reader_or_a_reason() -> None:
     plan = make_plan()
     names = [name for name, _ in plan.settings()]
     assert set(names) >= READERS.keys()
@@ -30,24 +29,17 @@ def test_every_setting_has_a_reader_or_a_reason(make_plan: Callable[..., FsdpPla
 @pytest.mark.parametrize(
     ("name", "facts", "value", "matches"),
     [
-        ("sharding.strategy", {}, "full_shard", None),
         ("sharding.strategy", {"world_size": 1}, "full_shard", True),
-        ("mesh.shard", {}, 2, None),
-        ("wrap.policy", {}, "transformer", True),
-        ("wrap.classes", {}, ("Block",), True),
         ("precision.output", {"output_dtype": torch.bfloat16}, "bf16", True),
-        ("prefetch.backward", {}, "pre", None),
-        ("prefetch.limit_all_gathers", {}, True, None),
         ("checkpoint.state_dict", {"state_dict": "local"}, "local", None),
         ("checkpoint.asynchronous", {"saved_asynchronously": True}, True, None),
-        ("activation.checkpointing", {}, "none", None),
         ("launch.num_processes", {"world_size": 3}, 3, None),
         ("launch.num_machines", {}, 1, None),
         ("launch.dynamo_config", {}, "not compiled", True),
         ("xla.enabled", {}, False, True),
     ],
 )
-def test_reader_returns_live_value(make_run: Make, name: str, facts: Any, value: Any, matches: bool | None) -> None:
+def test_reader_returns_live_value(name: str, facts: Any, value: Any, matches: bool | None) -> None:
     observed = read_setting(name, make_run(**facts))
     assert (observed.value, observed.matches, observed.unobservable) == (value, matches, False)
 
@@ -55,18 +47,8 @@ def test_reader_returns_live_value(make_run: Make, name: str, facts: Any, value:
 @pytest.mark.parametrize(
     "name", ["checkpoint.state_dict", "checkpoint.asynchronous", "offload.pin_memory", "launch.machine_rank"]
 )
-def test_reader_without_evidence_is_unobservable(make_run: Make, name: str) -> None:
+def test_reader_without_evidence_is_unobservable(name: str) -> None:
     assert read_setting(name, make_run()).unobservable
-
-
-@pytest.mark.parametrize(
-    ("strategy", "live"),
-    [("full_shard", {}), ("shard_grad_op", {"reshard_asked": False}), ("no_shard", {"shard_size": 1})],
-)
-def test_strategy_of_fsdp2_follows_from_mesh_and_reshard(
-    make_run: Make, make_unit: Make, strategy: str, live: Any
-) -> None:
-    assert read_setting("sharding.strategy", make_run(units=(make_unit("0", **live),))).value == strategy
 
 
 @pytest.mark.parametrize(
@@ -79,15 +61,8 @@ def test_strategy_of_fsdp2_follows_from_mesh_and_reshard(
         ({}, None, None),
     ],
 )
-def test_ram_efficient_follows_from_compared_weights(
-    make_run: Make, make_plan: Make, weights: Any, value: Any, matches: bool | None
-) -> None:
+def test_ram_efficient_follows_from_compared_weights(weights: Any, value: Any, matches: bool | None) -> None:
     compared = WeightComparison(**{"num_on_meta": 0, "differing": (), "replicated": False, **weights})
-    run: LiveRun = make_run(make_plan(fsdp_cpu_ram_efficient_loading=True), weights=compared)
+    run = make_run(make_plan(fsdp_cpu_ram_efficient_loading=True), weights=compared)
     observed = read_setting("loading.ram_efficient", run)
     assert (observed.value, observed.matches, observed.unobservable) == (value, matches, value is None)
-
-
-def test_common_value_of_different_values_is_mixed() -> None:
-    assert common_value(["bf16", "bf16"]) == "bf16"
-    assert common_value(["fp32", "bf16", "fp32"]) == "mixed: bf16, fp32"

@@ -1,16 +1,14 @@
 """The tables of the printed report."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from live_models import make_unit
 
 from hf_fsdp_plugin.observe.memory import MemoryObservation
 from hf_fsdp_plugin.observe.settings import SettingObservation
 from hf_fsdp_plugin.observe.tables import memory_table, problem_lines, settings_table, units_table
 from hf_fsdp_plugin.problems import Problem
-
-Make = Callable[..., Any]
 
 
 def row(name: str, **facts: Any) -> SettingObservation:
@@ -18,7 +16,7 @@ def row(name: str, **facts: Any) -> SettingObservation:
     return SettingObservation(setting=name, **given)
 
 
-def test_units_that_differ_in_a_number_share_a_row(make_unit: Make) -> None:
+def test_units_that_differ_in_a_number_share_a_row() -> None:
     units = [make_unit(f"model.layers.{index}") for index in range(3)] + [make_unit("", num_frozen=5)]
     lines = units_table(units).splitlines()
     assert len(lines) == 3
@@ -26,12 +24,12 @@ def test_units_that_differ_in_a_number_share_a_row(make_unit: Make) -> None:
     assert lines[2].startswith("(root)") and lines[2].endswith("5 frozen")
 
 
-def test_units_that_differ_in_a_fact_have_rows_of_their_own(make_unit: Make) -> None:
+def test_units_that_differ_in_a_fact_have_separate_rows() -> None:
     units = [make_unit("layers.0"), make_unit("layers.1", checkpointed=True)]
     assert [line.split()[0] for line in units_table(units).splitlines()] == ["unit", "layers.0", "layers.1"]
 
 
-def test_memory_of_ranks_is_a_range() -> None:
+def test_memory_of_different_ranks_is_a_range() -> None:
     names = [name for name in MemoryObservation.__dataclass_fields__ if name.endswith("bytes")]
     small, large = (
         MemoryObservation(**dict.fromkeys(names, size), grads_source="alive", peak_source="process resident set")
@@ -41,7 +39,7 @@ def test_memory_of_ranks_is_a_range() -> None:
     assert "1.0 KiB to 2.0 KiB" in table and "3.0 KiB to 6.0 KiB" in table and "peak (process resident set)" in table
 
 
-def test_settings_table_explains_what_is_not_applied() -> None:
+def test_settings_table_shows_reasons_of_differing_settings() -> None:
     lines = settings_table(
         [
             row("mesh.shard", asked="auto", planned=2, observed=2),
