@@ -5,14 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from hf_fsdp_plugin.problems import CheckpointError, Problem, SpecError
 from hf_fsdp_plugin.text import format_names
 
+T = TypeVar("T")
 _AGREED = "_hf_fsdp_agreed"
 """Attribute of an exception that all ranks raise; outer blocks then exchange nothing."""
+
+
+def gather_objects(own: T) -> list[T]:
+    """Return the object of every rank, in rank order. Collective."""
+    if not dist.is_initialized():
+        return [own]
+    objects = [own] * dist.get_world_size()
+    dist.all_gather_object(objects, own)
+    return objects
 
 
 def same_on_all_ranks(what: str, value: str) -> None:
@@ -23,10 +34,7 @@ def same_on_all_ranks(what: str, value: str) -> None:
     Raises:
         SpecError: on all ranks, if any value differs.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    values: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values = gather_objects(value)
     different = [rank for rank, other in enumerate(values) if other != values[0]]
     if different:
         message = f"{what} is not the same on all ranks. Different from rank 0: {format_names(different)}."
@@ -56,9 +64,8 @@ def on_all_ranks(doing: str) -> Iterator[None]:
         if failure is not None:
             raise failure
         return
-    failures: list[tuple[str, str, tuple[Problem, ...]] | None] = [None] * dist.get_world_size()
     own = None if failure is None else (type(failure).__name__, str(failure), getattr(failure, "problems", ()))
-    dist.all_gather_object(failures, own)
+    failures = gather_objects(own)
     failed = {rank: other for rank, other in enumerate(failures) if other is not None}
     if not failed:
         return

@@ -9,15 +9,15 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from hf_fsdp_plugin.backends.agreement import on_all_ranks
+from hf_fsdp_plugin.backends.agreement import gather_objects, on_all_ranks
 from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.observe.first_step import recorded_first_step
 from hf_fsdp_plugin.observe.live_run import LiveRun
 from hf_fsdp_plugin.observe.memory import observe_memory, unmanaged_parameters
 from hf_fsdp_plugin.observe.optimizer import check_optimizer, trained_pair, unwrapped_optimizer
-from hf_fsdp_plugin.observe.ranks import current_rank, gather_objects
 from hf_fsdp_plugin.observe.report import BatchShape, RankObservation, Report
 from hf_fsdp_plugin.observe.settings import SettingObservation, check_settings, observe_settings
 from hf_fsdp_plugin.observe.units import UnitObservation, observe_units
@@ -154,7 +154,7 @@ def _observe_rank(
     model: nn.Module, units: Sequence[UnitObservation], optimizer: torch.optim.Optimizer | None
 ) -> RankObservation:
     return RankObservation(
-        rank=current_rank(),
+        rank=dist.get_rank() if dist.is_initialized() else 0,
         host=socket.gethostname(),
         device=str(_compute_device(model, units)),
         num_local_params=sum(unit.num_local_params for unit in units) + _num_unmanaged(model, units),
@@ -203,7 +203,7 @@ def _mesh(units: Sequence[UnitObservation], world_size: int) -> dict[str, int]:
 
 
 def _backend(model: nn.Module, units: Sequence[UnitObservation]) -> str:
-    versions = sorted({unit.version for unit in units})
+    versions = sorted({unit.live.version for unit in units})
     if not versions:
         return "ddp" if isinstance(model, nn.parallel.DistributedDataParallel) else "none"
     return " and ".join(f"fsdp{number}" for number in versions)

@@ -61,7 +61,7 @@ class LiveRun:
 
     @property
     def units_below_root(self) -> list[UnitObservation]:
-        return [unit for unit in self.units_with_params if not unit.is_root]
+        return [unit for unit in self.units_with_params if not unit.live.is_root]
 
     @property
     def layers(self) -> list[UnitObservation]:

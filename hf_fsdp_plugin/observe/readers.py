@@ -62,19 +62,13 @@ READERS: Final[Mapping[str, SettingReader]] = MappingProxyType(
     }
 )
 
-UNOBSERVABLE: Final[Mapping[str, str]] = MappingProxyType(
-    {"launch": "only the launcher uses it; the model does not record it"}
-)
-"""Section -> why its settings without a reader are unobservable."""
-
 
 def read_setting(name: str, run: LiveRun) -> ObservedValue:
     """Read one setting off the live model, by canonical name."""
     if name in READERS:
         return READERS[name].read(run)
-    section = name.partition(".")[0]
-    if section == "xla":
+    if name.startswith("xla."):
         asked = run.plan.spec.get(name)
         value = False if asked else asked
         return ObservedValue(value=value, reason="the model is not on an XLA device", matches=not asked)
-    return unobservable(UNOBSERVABLE[section])
+    return unobservable("only the launcher uses this setting; the model does not record it")

@@ -12,7 +12,7 @@ from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
 
 
 def read_version(run: LiveRun) -> ObservedValue:
-    return ObservedValue(value=common_value(unit.version for unit in run.units))
+    return ObservedValue(value=common_value(unit.live.version for unit in run.units))
 
 
 def read_strategy(run: LiveRun) -> ObservedValue:
@@ -20,7 +20,7 @@ def read_strategy(run: LiveRun) -> ObservedValue:
     value = common_value(unit.live.strategy or _strategy_of_mesh(unit) for unit in run.layers)
     if run.world_size == 1:
         return ObservedValue(value=value, reason="with one rank, all strategies are the same", matches=True)
-    if all(unit.is_root for unit in run.layers) and _differs_in_reshard_only(value, run.plan.strategy):
+    if all(unit.live.is_root for unit in run.layers) and _differs_in_reshard_only(value, run.plan.strategy):
         # Both FSDP versions keep the root's gathered parameters until backward, whatever the strategy.
         reason = f"if the root is the only unit, {value} is the same"
         return ObservedValue(value=run.plan.strategy, reason=reason, matches=True)
@@ -56,7 +56,7 @@ def read_wrap_policy(run: LiveRun) -> ObservedValue:
     wrapped = {name for unit in run.units for name in unit.module_names}
     chosen = [name for unit in run.plan.units if unit.from_policy for name in unit.modules]
     missing = [name for name in chosen if name not in wrapped]
-    has_units_below_root = any(not unit.is_root for unit in run.units)
+    has_units_below_root = any(not unit.live.is_root for unit in run.units)
     if missing:
         reason = f"{len(missing)} of {len(chosen)} planned units are missing, for example {missing[0]}"
         return ObservedValue(value="other units" if has_units_below_root else "none", reason=reason)
@@ -150,7 +150,7 @@ def read_output_dtype(run: LiveRun) -> ObservedValue:
     matches = _true_if_unchanged(run.plan.precision.output)
     if run.output_dtype is not None:
         return ObservedValue(value=dtype_name(run.output_dtype), reason="of a recorded forward", matches=matches)
-    policies = [unit.live.output_dtype for unit in run.units if unit.is_root and unit.version == 2]
+    policies = [unit.live.output_dtype for unit in run.units if unit.live.is_root and unit.live.version == 2]
     if policies:
         value = dtype_name(policies[0]) or "unchanged"
         return ObservedValue(value=value, reason="from the policy of the root", matches=matches)
@@ -161,7 +161,7 @@ def read_buffer_dtype(run: LiveRun) -> ObservedValue:
     dtypes = [dtype_name(buffer.dtype) for buffer in run.model.buffers() if buffer.is_floating_point()]
     if not dtypes:
         return unobservable("the model has no floating-point buffers")
-    if any(unit.version == 1 and unit.live.lazy for unit in run.units):
+    if any(unit.live.version == 1 and unit.live.lazy for unit in run.units):
         return unobservable("FSDP1 casts buffers in the first forward, which has not run yet")
     return ObservedValue(value=common_value(dtypes), matches=_true_if_unchanged(run.plan.precision.buffer))
 
@@ -191,12 +191,12 @@ def read_forward_prefetch(run: LiveRun) -> ObservedValue:
 
 
 def read_limit_all_gathers(run: LiveRun) -> ObservedValue:
-    if any(unit.version == 2 for unit in run.units):
+    if any(unit.live.version == 2 for unit in run.units):
         return ObservedValue(value=True, reason="FSDP2 always limits all-gathers")
     return ObservedValue(value=common_value(unit.live.limit_all_gathers for unit in run.units))
 
 
 def read_use_orig(run: LiveRun) -> ObservedValue:
-    if any(unit.version == 2 for unit in run.units):
+    if any(unit.live.version == 2 for unit in run.units):
         return ObservedValue(value=True, reason="FSDP2 always keeps the original parameters")
     return ObservedValue(value=common_value(unit.live.use_orig for unit in run.units))

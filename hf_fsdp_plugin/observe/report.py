@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from hf_fsdp_plugin.observe.memory import MemoryObservation
-from hf_fsdp_plugin.observe.ranks import current_rank
 from hf_fsdp_plugin.observe.settings import SettingObservation
 from hf_fsdp_plugin.observe.tables import memory_table, problem_lines, settings_table, units_table
 from hf_fsdp_plugin.observe.units import UnitObservation
@@ -111,7 +112,7 @@ class Report:
 
     def write(self, path: str | os.PathLike[str]) -> Path | None:
         """Write the JSON atomically on rank 0 and return its path; return ``None`` on other ranks."""
-        if current_rank() != 0:
+        if dist.is_initialized() and dist.get_rank() != 0:
             return None
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,8 +46,6 @@ class UnitObservation:
     reshard_after_forward: bool
     offloaded: bool
     checkpointed: bool
-    version: Literal[1, 2]
-    is_root: bool
     live: LiveUnit = field(repr=False, compare=False)
 
     @property
@@ -55,19 +53,8 @@ class UnitObservation:
         return tuple(self.name.split(" + "))
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "class": self.class_name,
-            "num_params": self.num_params,
-            "num_local_params": self.num_local_params,
-            "num_frozen": self.num_frozen,
-            "param_dtype": self.param_dtype,
-            "reduce_dtype": self.reduce_dtype,
-            "master_dtype": self.master_dtype,
-            "reshard_after_forward": self.reshard_after_forward,
-            "offloaded": self.offloaded,
-            "checkpointed": self.checkpointed,
-        }
+        facts = {name: value for name, value in vars(self).items() if name != "live"}
+        return {"name": facts.pop("name"), "class": facts.pop("class_name"), **facts}
 
 
 def observe_units(model: nn.Module) -> tuple[UnitObservation, ...]:
@@ -79,7 +66,7 @@ def observe_units(model: nn.Module) -> tuple[UnitObservation, ...]:
     names = {id(module): canonical_name(name) for name, module in model.named_modules()}
     checkpointed = _checkpointed_names(model)
     units = [_observe_unit(unit, names, checkpointed) for unit in _live_units(model)]
-    return tuple(sorted(units, key=lambda unit: unit.is_root))
+    return tuple(sorted(units, key=lambda unit: unit.live.is_root))
 
 
 def _live_units(model: nn.Module) -> Iterator[LiveUnit]:
@@ -121,8 +108,6 @@ def _observe_unit(live: LiveUnit, names: dict[int, str], checkpointed: set[str])
         reshard_after_forward=live.reshards,
         offloaded=live.offloaded,
         checkpointed=all(name in checkpointed for name in module_names),
-        version=live.version,
-        is_root=live.is_root,
         live=live,
     )
 

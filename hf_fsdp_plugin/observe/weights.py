@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_fsdp_plugin.backends.agreement import gather_objects
 from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE
 from hf_fsdp_plugin.observe.memory import unmanaged_parameters
-from hf_fsdp_plugin.observe.ranks import gather_objects
 from hf_fsdp_plugin.observe.units import UnitObservation
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.torch_private.modules import buffers, non_persistent_buffers

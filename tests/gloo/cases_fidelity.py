@@ -1,26 +1,21 @@
-"""Run on ranks: train one step with settings as users write them, and report the model."""
+"""Functions that run on ranks: train one step with settings as users write them, and report the model."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
-from cases_trainer import losses, make_trainer
+from cases_trainer import make_trainer
 from tiny import MODELS, global_batch, my_part
 
 import hf_fsdp_plugin as hfp
 
 
-def report_of_yaml(text: str, folder: str, model_name: str = "llama") -> dict[str, Any]:
-    """Return the report of an Accelerate loop with a YAML of this text."""
-    path = Path(folder) / f"rank{torch.distributed.get_rank()}.yaml"
-    path.write_text(text)
-    return report_of_file(str(path), model_name)
-
-
 def report_of_file(path: str, model_name: str = "llama") -> dict[str, Any]:
-    """Return the report of an Accelerate loop with a config file; its number of processes is overridden."""
+    """Return the report of an Accelerate loop with a config file, and its loss.
+
+    The number of processes in the file is overridden.
+    """
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -41,4 +36,4 @@ def report_of_arguments(output_dir: str, **arguments: Any) -> dict[str, Any]:
     """Return the report of a Trainer with these TrainingArguments."""
     trainer = make_trainer(output_dir, max_steps=1, **arguments)
     trainer.train()
-    return {**hfp.report(trainer).to_json(), "losses": losses(trainer)}
+    return hfp.report(trainer).to_json()

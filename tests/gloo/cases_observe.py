@@ -1,8 +1,7 @@
-"""Run on ranks: shard a tiny model, by the plan or by hand, train one step and report it."""
+"""Functions that run on ranks: shard a tiny model, by the plan or by hand, train one step and report it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +11,8 @@ import torch.distributed as dist
 from tiny import MODELS, global_batch, my_part
 from torch import nn
 
-from hf_fsdp_plugin import load_spec, resolve
+from hf_fsdp_plugin import load_spec, report, resolve
 from hf_fsdp_plugin.backends.shard import shard
-from hf_fsdp_plugin.integrations.report import report
 from hf_fsdp_plugin.integrations.run_report import report_run
 from hf_fsdp_plugin.observe.build import build_report
 from hf_fsdp_plugin.observe.first_step import record_first_step
@@ -25,97 +23,90 @@ from hf_fsdp_plugin.plan.model import FsdpPlan
 CPU = torch.device("cpu")
 
 
-def make(name: str, config: dict[str, Any]) -> tuple[nn.Module, FsdpPlan]:
+def make(config: dict[str, Any], name: str = "llama") -> tuple[nn.Module, FsdpPlan]:
     model = MODELS[name]()
     return model, resolve(load_spec(config, environ={}), model, world_size=dist.get_world_size())
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    batch = my_part(global_batch(0), dist.get_rank(), dist.get_world_size())
-    model(**batch).loss.backward()
+def make_sharded(config: dict[str, Any], name: str = "llama") -> tuple[Any, FsdpPlan]:
+    model, plan = make(config, name)
+    return shard(plan, model, CPU), plan
+
+
+def backward(model: nn.Module) -> None:
+    model(**my_part(global_batch(0), dist.get_rank(), dist.get_world_size())).loss.backward()
+
+
+def report_of_trained(model: nn.Module, plan: FsdpPlan) -> dict[str, Any]:
+    """Train one step; return the report of this rank and its text."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    record_first_step(model, optimizer)
+    backward(model)
     optimizer.step()
     optimizer.zero_grad()
+    batch = BatchShape(per_device=4, accumulation=2, seq_len=12)
+    return to_json(build_report(model, plan, optimizer=optimizer, batch=batch))
 
 
-def planned(config: dict[str, Any], name: str = "llama", steps: int = 1) -> dict[str, Any]:
-    """Shard and train a model; return the report of this rank and its text."""
-    model, plan = make(name, config)
-    return _trained(shard(plan, model, CPU), plan, steps)
+def to_json(found: Report) -> dict[str, Any]:
+    return {**found.to_json(), "text": str(found)}
+
+
+def planned(config: dict[str, Any], name: str = "llama") -> dict[str, Any]:
+    return report_of_trained(*make_sharded(config, name))
 
 
 def unlike_the_plan(config: dict[str, Any], ran: dict[str, Any]) -> dict[str, Any]:
-    """Shard a model by one config, and compare it with the plan of another."""
-    _, plan = make("llama", config)
-    other = MODELS["llama"]()
-    really = resolve(load_spec(ran, environ={}), other, world_size=dist.get_world_size())
-    return _trained(shard(really, other, CPU), plan, 1)
+    """Shard a model by the config ``ran``, and compare it with the plan of another config."""
+    model, _ = make_sharded(ran)
+    _, plan = make(config)
+    return report_of_trained(model, plan)
 
 
 def not_sharded(config: dict[str, Any]) -> dict[str, Any]:
-    """Train with plain data parallel, as Accelerate does on CPU ranks without the plugin."""
-    model, plan = make("llama", config)
-    return _trained(nn.parallel.DistributedDataParallel(model), plan, 1)
+    """Train with DistributedDataParallel, as Accelerate does on CPU ranks without the plugin."""
+    model, plan = make(config)
+    return report_of_trained(nn.parallel.DistributedDataParallel(model), plan)
 
 
 def changed_after_sharding(config: dict[str, Any], how: str) -> dict[str, Any]:
-    """Shard a model as planned, then change the live model."""
-    model, plan = make("llama", config)
-    sharded = shard(plan, model, CPU)
+    """Shard a model as planned, then change the live model, in two cases on the last rank only."""
+    model, plan = make_sharded(config)
+    is_last = dist.get_rank() == dist.get_world_size() - 1
     if how == "half":
-        sharded.to(torch.bfloat16)
-    else:
-        with torch.no_grad():
-            CHANGES[how](sharded)
-    return _summary(build_report(sharded, plan))
-
-
-def _keep_gathered(model: Any) -> None:
-    model.model.layers[0].set_reshard_after_forward(False)
-
-
-def _change_buffer_on_last_rank(model: Any) -> None:
-    if dist.get_rank() == dist.get_world_size() - 1:
+        model.to(torch.bfloat16)
+    elif how == "reshard":
+        model.model.layers[0].set_reshard_after_forward(False)
+    elif how == "buffer" and is_last:
         model.model.rotary_emb.inv_freq.add_(1.0)
-
-
-def _change_weights_on_last_rank(model: Any) -> None:
-    if dist.get_rank() == dist.get_world_size() - 1:
-        next(model.parameters()).to_local().add_(1.0)
-
-
-CHANGES: dict[str, Callable[[Any], None]] = {
-    "reshard": _keep_gathered,
-    "buffer": _change_buffer_on_last_rank,
-    "weights": _change_weights_on_last_rank,
-}
+    elif how == "weights" and is_last:
+        next(model.parameters()).detach().to_local().add_(1.0)
+    return to_json(build_report(model, plan))
 
 
 def before_and_after_first_forward(config: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    model, plan = make("llama", config)
-    sharded = shard(plan, model, CPU)
-    before = [unit.to_json() for unit in observe_units(sharded)]
-    step(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
-    return [before, [unit.to_json() for unit in observe_units(sharded)]]
+    model, _ = make_sharded(config)
+    before = [unit.to_json() for unit in observe_units(model)]
+    backward(model)
+    return [before, [unit.to_json() for unit in observe_units(model)]]
 
 
 def gradient_sources(config: dict[str, Any]) -> list[tuple[int, str]]:
     """Return gradient bytes and their source: before any backward, after a backward, and after ``zero_grad``."""
-    model, plan = make("llama", config)
-    sharded = shard(plan, model, CPU)
-    optimizer = torch.optim.AdamW(sharded.parameters())
-    observed = [build_report(sharded, plan).memory]
-    record_first_step(sharded, optimizer)
-    batch = my_part(global_batch(0), dist.get_rank(), dist.get_world_size())
-    sharded(**batch).loss.backward()
-    observed.append(build_report(sharded, plan).memory)
+    model, plan = make_sharded(config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    observed = [build_report(model, plan).memory]
+    record_first_step(model, optimizer)
+    backward(model)
+    observed.append(build_report(model, plan).memory)
     optimizer.step()
     optimizer.zero_grad()
-    observed.append(build_report(sharded, plan).memory)
+    observed.append(build_report(model, plan).memory)
     return [(memory.grads_bytes, memory.grads_source) for memory in observed]
 
 
 def wrapped_by_hand(version: int) -> list[dict[str, Any]]:
-    """Shard the layers with torch alone, without a root, as observation must not depend on our backends."""
+    """Shard the layers with torch alone, without a root: observation must not depend on the plugin's backends."""
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
 
     model = MODELS["llama"]()
@@ -129,24 +120,16 @@ def wrapped_by_hand(version: int) -> list[dict[str, Any]]:
     return [unit.to_json() for unit in observe_units(model)]
 
 
-def public_report(subject: str, config: dict[str, Any]) -> dict[str, Any]:
-    model, plan = make("llama", config)
-    if subject == "unprepared":
-        return _summary(report(model))
-    sharded = shard(plan, model, CPU)
-    return _summary(report(sharded))
-
-
 def written(config: dict[str, Any], path: str) -> str | None:
-    model, plan = make("llama", config)
-    file = build_report(shard(plan, model, CPU), plan).write(Path(path))
+    """Write the public report of a model; return the path that it returns."""
+    model, _ = make_sharded(config)
+    file = report(model).write(Path(path))
     return None if file is None else str(file)
 
 
 def unreadable_on_one_rank(config: dict[str, Any]) -> str:
-    model, plan = make("llama", config)
-    sharded = shard(plan, model, CPU)
-    unreadable: Any = object() if dist.get_rank() == 1 else sharded
+    model, plan = make_sharded(config)
+    unreadable: Any = object() if dist.get_rank() == 1 else model
     try:
         build_report(unreadable, plan)
     except ValueError as error:
@@ -156,23 +139,8 @@ def unreadable_on_one_rank(config: dict[str, Any]) -> str:
 
 def unwritable_report(config: dict[str, Any]) -> str:
     """End a run whose report cannot be written, then take part in another collective."""
-    model, plan = make("llama", config)
-    sharded = shard(plan, model, CPU)
-    accelerator = SimpleNamespace(_models=[sharded], _optimizers=[], _dataloaders=[], state=None)
+    model, _ = make_sharded(config)
+    accelerator = SimpleNamespace(_models=[model], _optimizers=[], _dataloaders=[], state=None)
     report_run(accelerator, output_dir="/dev/null/no/folder")
     dist.barrier()
     return "done"
-
-
-def _trained(model: nn.Module, plan: FsdpPlan, steps: int) -> dict[str, Any]:
-    optimizer = torch.optim.AdamW(model.parameters())
-    record_first_step(model, optimizer)
-    for _ in range(steps):
-        step(model, optimizer)
-    return _summary(
-        build_report(model, plan, optimizer=optimizer, batch=BatchShape(per_device=4, accumulation=2, seq_len=12))
-    )
-
-
-def _summary(found: Report) -> dict[str, Any]:
-    return {**found.to_json(), "text": str(found)}

@@ -41,8 +41,6 @@ def make_unit(name: str, **facts: Any) -> UnitObservation:
         reshard_after_forward=True,
         offloaded=False,
         checkpointed=False,
-        version=2,
-        is_root=not name,
         live=LiveUnit(version=2, modules=(), is_root=not name, num_params=20, shard_size=2),
     )
     own = {key: value for key, value in facts.items() if hasattr(unit, key)}
