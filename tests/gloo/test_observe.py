@@ -117,7 +117,12 @@ def test_setting_that_took_effect_is_applied(
         ({"top": BF16}, {}, "precision.param", "fp32"),
         ({}, {"fsdp_activation_checkpointing": True}, "activation.checkpointing", "full"),
         ({"fsdp_forward_prefetch": True}, {}, "prefetch.forward", False),
-        ({"fsdp_backward_prefetch": "NO_PREFETCH"}, {}, "prefetch.backward", "pre"),
+        (
+            {"fsdp_backward_prefetch": "NO_PREFETCH"},
+            {"fsdp_backward_prefetch": "BACKWARD_PRE"},
+            "prefetch.backward",
+            "pre",
+        ),
         ({}, {"fsdp_auto_wrap_policy": "NO_WRAP"}, "wrap.policy", "none"),
         ({"fsdp_transformer_layer_cls_to_wrap": "LlamaMLP"}, {}, "wrap.classes", ANY),
     ],
