@@ -92,7 +92,7 @@ class _Rank:
         return (self.poll() or 0) != 0 or self.failure_file.exists()
 
     def send(self, number: int) -> None:
-        """Send a signal to the rank alone, which handles its own children."""
+        """Send a signal to the rank only. The rank handles its children."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number)
 

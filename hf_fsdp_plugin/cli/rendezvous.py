@@ -2,7 +2,7 @@
 
 On one machine the launcher imports no torch, which saves seconds: rank 0 hosts the store, on a port that the launcher
 reserves. On several machines this is torchrun's own rendezvous (``static`` or ``c10d``), which waits for all machines
-and hosts the store. The launchers also use that store to compare their worlds and to stop together.
+and hosts the store. The launchers also use that store to compare their worlds, and to stop all ranks when one fails.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hf_fsdp_plugin.text import plural
 DEFAULT_PORT = 29500
 _RUN_ID = "hf_fsdp"
 _EXIT_BARRIER_SECONDS = 300.0
-"""Time a launcher keeps the store for machines whose ranks exit later, as torchrun's exit barrier."""
+"""Time that a launcher keeps the store open for machines whose ranks exit later. Same as torchrun's exit barrier."""
 
 
 class RendezvousError(SpecError):
@@ -180,7 +180,7 @@ def _meet(launch: LaunchSection, world: World, rdzv_conf: str) -> Rendezvous:
 def _torch_log_level() -> Iterator[None]:
     """Import torch with a log level at which a closed store prints no C++ stacks. Python raises these errors anyway.
 
-    Torch reads the variable when it is imported. The environment of the ranks is not changed.
+    Torch reads the variable when it is imported. It is removed afterwards, because the ranks inherit the environment.
     """
     name = "TORCH_CPP_LOG_LEVEL"
     is_set = name in os.environ
@@ -193,7 +193,7 @@ def _torch_log_level() -> Iterator[None]:
 
 
 def check_worlds_agree(store: Any, machine: int, world: World) -> None:
-    """Raise ``RendezvousError`` unless all machines start equally many ranks on the same device type."""
+    """Raise ``RendezvousError`` unless all machines start the same number of ranks on the same device type."""
     mine = {"ranks": world.num_local, "device": world.device}
     store.set(f"world/{machine}", json.dumps(mine))
     for other in range(world.num_machines):

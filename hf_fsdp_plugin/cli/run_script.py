@@ -96,7 +96,7 @@ def _exit_with_launcher(launcher: int) -> None:
     """Kill this process when the launcher is killed, so that no rank is orphaned. Linux only."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != launcher:  # it exited before the line above
+        if os.getppid() != launcher:  # the launcher exited before the line above
             os._exit(1)
 
 
@@ -124,7 +124,7 @@ def _record_failure(error: BaseException, file: Path) -> None:
             "frames": [
                 {"file": f.filename, "line": f.lineno, "name": f.name, "code": f.line or "", "library": _is_library(f)}
                 for f in details.stack
-                if not _is_own(f.filename)
+                if f.filename != __file__ and not f.filename.startswith("<frozen ")
             ],
             "traceback": "".join(details.format()),
         }
@@ -142,10 +142,6 @@ def _without_stderr(hook: Callable[..., Any]) -> Callable[..., None]:
             hook(*details)
 
     return call
-
-
-def _is_own(filename: str) -> bool:
-    return filename == __file__ or filename.startswith("<frozen ")
 
 
 def _is_library(frame: traceback.FrameSummary) -> bool:

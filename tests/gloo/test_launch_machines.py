@@ -87,14 +87,6 @@ def test_missing_machine_is_an_error_after_the_timeout(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_accelerate_launch_runs_the_plugin(tmp_path: Path) -> None:
-    write(tmp_path, SUM)
-    flags = ["--config_file", "fsdp.yaml", "--num_processes", "2", "--main_process_port", "0"]
-    done = run(tmp_path, [*ACCELERATE, *flags, "-m", "hf_fsdp_plugin", "train.py"])
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("sum 1.0 world 2") == 2
-
-
 IGNORED_KEYS = """\
 distributed_type: FSDP
 num_processes: 2
@@ -113,27 +105,11 @@ PRINT_SETTING = r"""
 """
 
 
-def test_keys_that_accelerate_ignores_reach_the_ranks(tmp_path: Path) -> None:
-    (tmp_path / "fsdp.yaml").write_text(IGNORED_KEYS)
-    write(tmp_path, PRINT_SETTING)
-    flags = ["--config_file", "fsdp.yaml", "--main_process_port", "0"]
-    done = run(tmp_path, [*ACCELERATE, *flags, "-m", "hf_fsdp_plugin", "train.py"])
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("seen post fsdp.yaml:5 2") == 2
-
-
 def test_ram_efficient_loading_on_cpu_ranks(tmp_path: Path) -> None:
     (tmp_path / "fsdp.yaml").write_text(IGNORED_KEYS)
     done = launch_script(tmp_path, PRINT_SETTING, "--cpu")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "seen post fsdp.yaml:5 2\n"
-
-
-def test_torchrun_runs_the_plugin(tmp_path: Path) -> None:
-    write(tmp_path, SUM)
-    done = run(tmp_path, [*TORCHRUN, "-m", "hf_fsdp_plugin", "--config_file", "fsdp.yaml", "train.py"])
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("sum 1.0 world 2") == 2
 
 
 def test_config_problem_under_torchrun_is_shown_once(tmp_path: Path) -> None:

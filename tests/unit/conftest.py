@@ -1,9 +1,12 @@
-"""A process group of one rank, and fixtures for the tests of sources and spec."""
+"""A process group of one rank, sources to assess, and checkpoints to check."""
 
+import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import saved
 
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources.model import Sources, config_of
@@ -50,3 +53,23 @@ def codes(problems: Callable[..., list[Problem]]) -> Callable[..., list[str]]:
         return [problem.code for problem in problems(config, **given)]
 
     return run
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    """A checkpoint in the local format, with a manifest."""
+    return saved.local_checkpoint(tmp_path / "checkpoint-20")
+
+
+@pytest.fixture(scope="session")
+def stock_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+
+    torch.manual_seed(0)
+    return saved.stock_checkpoint(tmp_path_factory.mktemp("stock") / "checkpoint-7", saved.tiny_llama())
+
+
+@pytest.fixture
+def stock(tmp_path: Path, stock_once: Path) -> Path:
+    """A copy of a sharded checkpoint as Accelerate writes it."""
+    return Path(shutil.copytree(stock_once, tmp_path / "checkpoint-7"))

@@ -3,7 +3,6 @@
 import json
 import shutil
 import time
-from pathlib import Path
 
 import pytest
 import saved
@@ -11,31 +10,21 @@ import torch
 
 from hf_fsdp_plugin.checkpoint.checking.inspection import summarize
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
-from hf_fsdp_plugin.cli.main import main
 
 
 @pytest.fixture
-def local(tmp_path) -> Path:
-    return saved.local_checkpoint(tmp_path / "checkpoint-20")
+def inspect_json(hf_fsdp):
+    """Run ``inspect --json``, and return the exit code and the printed object."""
+
+    def run(*argv: object) -> tuple[int, dict]:
+        code, out, _ = hf_fsdp("inspect", "--json", *argv)
+        return code, json.loads(out)
+
+    return run
 
 
-@pytest.fixture(scope="module")
-def stock_once(tmp_path_factory) -> Path:
-    return saved.stock_checkpoint(tmp_path_factory.mktemp("stock") / "checkpoint-7", saved.tiny_llama())
-
-
-@pytest.fixture
-def stock(tmp_path, stock_once) -> Path:
-    return Path(shutil.copytree(stock_once, tmp_path / "checkpoint-7"))
-
-
-def inspect(capsys, *argv: str) -> tuple[int, dict]:
-    code = main(["inspect", "--json", *argv])
-    return code, json.loads(capsys.readouterr().out)
-
-
-def test_checkpoint_with_manifest(local, capsys):
-    code, found = inspect(capsys, str(local))
+def test_checkpoint_with_manifest(local, inspect_json):
+    code, found = inspect_json(local)
     files = found.pop("files")
     assert code == 0 and found == {
         "checkpoint": str(local),
@@ -64,8 +53,8 @@ def test_checkpoint_with_manifest(local, capsys):
     assert files == {path.relative_to(local).as_posix(): path.stat().st_size for path in local.rglob("*.*")}
 
 
-def test_stock_checkpoint(stock, capsys):
-    code, found = inspect(capsys, str(stock))
+def test_stock_checkpoint(stock, inspect_json):
+    code, found = inspect_json(stock)
     model = saved.tiny_llama()
     elements = sum(parameter.numel() for parameter in model.parameters())
     assert code == 0 and found["complete"] is True and found["manifest"] is False
@@ -76,51 +65,51 @@ def test_stock_checkpoint(stock, capsys):
     assert found["settings"] is None and found["mesh"] is None and found["backend"] is None
 
 
-def test_part_of_a_checkpoint_shows_the_checkpoint(stock, capsys):
-    _, found = inspect(capsys, str(stock / "pytorch_model_fsdp_0"))
+def test_part_of_a_checkpoint_shows_the_checkpoint(stock, inspect_json):
+    _, found = inspect_json(stock / "pytorch_model_fsdp_0")
     assert found["checkpoint"] == str(stock) and found["step"] == 7
 
 
-def test_moved_part_is_shown_alone(stock, tmp_path, capsys):
+def test_moved_part_is_shown_alone(stock, tmp_path, inspect_json):
     alone = (stock / "pytorch_model_fsdp_0").rename(tmp_path / "pytorch_model_fsdp_0")
-    code, found = inspect(capsys, str(alone))
+    code, found = inspect_json(alone)
     assert code == 0 and (found["format"], found["step"], found["optimizer_bytes"]) == ("dcp", None, 0)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_hugging_face_folder(tmp_path, capsys, tied):
+def test_hugging_face_folder(tmp_path, tied, inspect_json):
     model = saved.tiny_llama(tied=tied).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
-    code, found = inspect(capsys, str(tmp_path))
+    code, found = inspect_json(tmp_path)
     elements = sum(parameter.numel() for parameter in model.parameters())
     assert code == 0 and (found["format"], found["kind"], found["step"]) == ("full", "full", None)
     assert found["dtypes"] == {"bfloat16": elements} and found["model_bytes"] == 2 * elements
     assert found["versions"].keys() == {"transformers"}
 
 
-def test_full_state_dict_of_accelerate(tmp_path, capsys):
+def test_full_state_dict_of_accelerate(tmp_path, inspect_json):
     model = saved.tiny_llama(tied=True)
     torch.save(model.state_dict(), tmp_path / "pytorch_model_fsdp.bin")
-    code, found = inspect(capsys, str(tmp_path))
+    code, found = inspect_json(tmp_path)
     assert code == 0 and (found["format"], found["kind"]) == ("bin", "full")
     assert found["num_elements"] == sum(parameter.numel() for parameter in model.parameters())
     assert found["ties"] == [["model.embed_tokens.weight", "lm_head.weight"]]
 
 
-def test_parameters_option_lists_parameters(local, stock, capsys):
-    _, found = inspect(capsys, str(local), "--parameters")
+def test_parameters_option_lists_parameters(local, stock, inspect_json, hf_fsdp):
+    _, found = inspect_json(local, "--parameters")
     assert found["parameters"] == {
         name: {"dtype": "float32", "shape": list(shape)} for name, shape in saved.SHAPES.items()
     }
-    _, found = inspect(capsys, str(stock), "--parameters")
+    _, found = inspect_json(stock, "--parameters")
     assert found["parameters"]["model.norm.weight"] == {"dtype": "float32", "shape": [16]}
-    assert main(["inspect", str(stock), "--parameters"]) == 0
-    out = capsys.readouterr().out
+    code, out, _ = hf_fsdp("inspect", stock, "--parameters")
+    assert code == 0
     assert any(line.split() == ["model.embed_tokens.weight", "float32", "32×16"] for line in out.splitlines())
 
 
-def test_optimizer_option_lists_groups_and_state(local, stock, capsys):
-    _, found = inspect(capsys, str(local), "--optimizer")
+def test_optimizer_option_lists_groups_and_state(local, stock, inspect_json, hf_fsdp):
+    _, found = inspect_json(local, "--optimizer")
     assert found["optimizer"] == {
         "groups": [{"params": ["embed.weight", "norm.weight"], "lr": 0.001}],
         "state": {
@@ -128,18 +117,17 @@ def test_optimizer_option_lists_groups_and_state(local, stock, capsys):
             "norm.weight": {"step": 20.0, "exp_avg": {"dtype": "float32", "shape": [2]}},
         },
     }
-    _, found = inspect(capsys, str(stock), "--optimizer")
+    _, found = inspect_json(stock, "--optimizer")
     (group,) = found["optimizer"]["groups"]
     assert group["lr"] == 0.001 and group["betas"] == [0.9, 0.999] and "model.norm.weight" in group["params"]
     assert found["optimizer"]["state"]["lm_head.weight"]["exp_avg_sq"] == {"dtype": "float32", "shape": [32, 16]}
-    assert main(["inspect", str(stock), "--optimizer"]) == 0
-    assert "lm_head.weight exp_avg_sq " in capsys.readouterr().out
+    code, out, _ = hf_fsdp("inspect", stock, "--optimizer")
+    assert code == 0 and "lm_head.weight exp_avg_sq " in out
 
 
-def test_text_contains_all_facts(local, capsys):
-    assert main(["inspect", str(local)]) == 0
-    out, err = capsys.readouterr()
-    assert err == "" and out.startswith(f"{local}: complete\n")
+def test_text_contains_all_facts(local, hf_fsdp):
+    code, out, err = hf_fsdp("inspect", local)
+    assert code == 0 and err == "" and out.startswith(f"{local}: complete\n")
     lines = [" ".join(line.split()) for line in out.splitlines()]
     for line in (
         "format local",
@@ -155,65 +143,64 @@ def test_text_contains_all_facts(local, capsys):
         assert line in lines
 
 
-def test_long_settings_are_wrapped_at_commas(local, capsys):
+def test_long_settings_are_wrapped_at_commas(local, hf_fsdp):
     settings = {f"section.setting_{n}": n for n in range(20)}
     saved.write_manifest(local, settings=settings)
-    assert main(["inspect", str(local)]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if "section.setting" in line]
+    _, out, _ = hf_fsdp("inspect", local)
+    lines = [line for line in out.splitlines() if "section.setting" in line]
     assert 3 < len(lines) < 8 and all(len(line) < 116 for line in lines)
     found = " ".join(line[12:].strip() for line in lines)
     assert found == ", ".join(f"{key} {value}" for key, value in settings.items())
 
 
-def test_incomplete_checkpoint_exits_1_with_the_reason(local, capsys):
+def test_incomplete_checkpoint_exits_1_with_the_reason(local, hf_fsdp):
     (local / "optimizer_local" / "0_rank1.safetensors").unlink()
-    assert main(["inspect", str(local)]) == 1
-    out, err = capsys.readouterr()
-    assert f"{local}: incomplete" in out and "step       20" in out
+    code, out, err = hf_fsdp("inspect", local)
+    assert code == 1 and f"{local}: incomplete" in out and "step       20" in out
     assert err.startswith(f"{local}: optimizer_local/0_rank1.safetensors: is missing")
 
 
-def test_damaged_model_is_described_by_the_manifest(local, capsys):
+def test_damaged_model_is_described_by_the_manifest(local, inspect_json):
     shutil.rmtree(local / "pytorch_model_fsdp_local")
-    code, found = inspect(capsys, str(local))
+    code, found = inspect_json(local)
     assert code == 1 and found["complete"] is False and (found["format"], found["num_elements"]) == ("local", 10)
 
 
-def test_damaged_manifest_is_reported(local, capsys):
+def test_damaged_manifest_is_reported(local, inspect_json):
     saved.flip(local / MANIFEST_NAME, 100)
-    code, found = inspect(capsys, str(local))
+    code, found = inspect_json(local)
     assert code == 1 and "fsdp_manifest.json: is" in found["incomplete"]
     assert (found["manifest"], found["step"], found["num_elements"]) == (False, 20, 10)
 
 
 @pytest.mark.parametrize("extra", [[], ["--json"]])
-def test_other_folder_exits_1(tmp_path, capsys, extra):
+def test_other_folder_exits_1(tmp_path, extra, hf_fsdp):
     (tmp_path / "README.md").write_text("x")
-    assert main(["inspect", str(tmp_path), *extra]) == 1
-    out, err = capsys.readouterr()
-    assert "FSDP-E451" in (json.loads(out)["problems"][0]["code"] if extra else err)
+    code, out, err = hf_fsdp("inspect", tmp_path, *extra)
+    assert code == 1 and "FSDP-E451" in (json.loads(out)["problems"][0]["code"] if extra else err)
 
 
-def test_missing_folder_exits_2(tmp_path, capsys):
-    assert main(["inspect", str(tmp_path / "nowhere")]) == 2
-    assert "nowhere is not a folder" in capsys.readouterr().err
+def test_missing_folder_exits_2(tmp_path, hf_fsdp):
+    code, _, err = hf_fsdp("inspect", tmp_path / "nowhere")
+    assert code == 2 and "nowhere is not a folder" in err
 
 
-def test_run_lists_checkpoints_newest_first(local, stock, tmp_path, capsys):
+def test_run_lists_checkpoints_newest_first(local, stock, tmp_path, hf_fsdp):
     saved.local_checkpoint(tmp_path / "checkpoint-100")
     (tmp_path / "checkpoint-100" / MANIFEST_NAME).unlink()
     (tmp_path / ".checkpoint-120.saving").mkdir()
-    assert main(["inspect", str(tmp_path)]) == 0
-    rows = [line.split(maxsplit=6) for line in capsys.readouterr().out.splitlines()]
+    code, out, _ = hf_fsdp("inspect", tmp_path)
+    rows = [line.split(maxsplit=6) for line in out.splitlines()]
+    assert code == 0
     assert [row[0] for row in rows[1:]] == ["checkpoint-100", "checkpoint-20", "checkpoint-7", ".checkpoint-120.saving"]
     assert rows[2][1:4] == ["20", "local", "2"] and rows[2][-1] == "complete"
     assert rows[3][1:4] == ["7", "sharded", "2"] and rows[3][-1] == "complete"
     assert "the save was not finished" in rows[1][-1] and "staging folder" in rows[4][-1]
 
 
-def test_json_of_a_run_has_the_newest_complete_checkpoint(local, tmp_path, capsys):
+def test_json_of_a_run_has_the_newest_complete_checkpoint(local, tmp_path, inspect_json):
     (tmp_path / "checkpoint-30").mkdir()
-    code, found = inspect(capsys, str(tmp_path))
+    code, found = inspect_json(tmp_path)
     assert code == 0 and found["newest_complete"] == str(local)
     assert [(entry["checkpoint"], entry["complete"]) for entry in found["checkpoints"]] == [
         (str(tmp_path / "checkpoint-30"), False),
@@ -221,24 +208,23 @@ def test_json_of_a_run_has_the_newest_complete_checkpoint(local, tmp_path, capsy
     ]
 
 
-def test_run_without_complete_checkpoint_exits_1(local, tmp_path, capsys):
+def test_run_without_complete_checkpoint_exits_1(local, tmp_path, hf_fsdp):
     (local / "trainer_state.json").unlink()
-    assert main(["inspect", str(tmp_path)]) == 1
-    out, err = capsys.readouterr()
-    assert "incomplete: trainer_state.json: is missing" in out and "none of the checkpoints is complete" in err
+    code, out, err = hf_fsdp("inspect", tmp_path)
+    assert code == 1 and "incomplete: trainer_state.json: is missing" in out
+    assert "none of the checkpoints is complete" in err
 
 
-def test_accelerate_checkpoints_are_found_in_the_project(tmp_path, capsys):
+def test_accelerate_checkpoints_are_found_in_the_project(tmp_path, hf_fsdp):
     saved.local_checkpoint(tmp_path / "checkpoints" / "checkpoint_0")
-    assert main(["inspect", str(tmp_path)]) == 0
-    assert "checkpoint_0" in capsys.readouterr().out
+    code, out, _ = hf_fsdp("inspect", tmp_path)
+    assert code == 0 and "checkpoint_0" in out
 
 
-def test_finished_run_shows_model_and_checkpoints(local, tmp_path, capsys):
+def test_finished_run_shows_model_and_checkpoints(local, tmp_path, hf_fsdp):
     saved.tiny_llama().save_pretrained(tmp_path)
-    assert main(["inspect", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith(f"{tmp_path}: complete") and "\ncheckpoint-20 " in out and "0_rank0" not in out
+    code, out, _ = hf_fsdp("inspect", tmp_path)
+    assert code == 0 and out.startswith(f"{tmp_path}: complete") and "\ncheckpoint-20 " in out and "0_rank0" not in out
 
 
 def test_world_size_of_a_single_rank(stock):

@@ -1,17 +1,10 @@
 """``hf-fsdp verify``: exit codes and output."""
 
 import json
-from pathlib import Path
 
-import pytest
 import saved
 
 FILES = ["pytorch_model_fsdp_local/0_rank1.safetensors", "trainer_state.json"]
-
-
-@pytest.fixture
-def local(tmp_path) -> Path:
-    return saved.local_checkpoint(tmp_path / "checkpoint-20")
 
 
 def test_undamaged_checkpoint_exits_0(local, hf_fsdp):

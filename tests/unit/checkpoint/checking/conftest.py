@@ -1,6 +1,5 @@
-"""Checkpoints to check: one of this package, a stock one, and a Hugging Face folder."""
+"""A Hugging Face folder to check."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -8,25 +7,10 @@ import saved
 import torch
 
 
-@pytest.fixture
-def local(tmp_path) -> Path:
-    return saved.local_checkpoint(tmp_path / "checkpoint-20")
-
-
 @pytest.fixture(scope="session")
 def model():
     torch.manual_seed(0)
     return saved.tiny_llama()
-
-
-@pytest.fixture(scope="session")
-def stock_once(tmp_path_factory, model) -> Path:
-    return saved.stock_checkpoint(tmp_path_factory.mktemp("stock") / "checkpoint-7", model)
-
-
-@pytest.fixture
-def stock(tmp_path, stock_once) -> Path:
-    return Path(shutil.copytree(stock_once, tmp_path / "checkpoint-7"))
 
 
 @pytest.fixture
