@@ -1,6 +1,6 @@
 """The table of settings: names, values and accepted keys. To support another key or value, add it to a row.
 
-Each setting is one ``Row``. Keys are compared in lower case, with ``-`` as ``_`` and without the prefix of their scope:
+Keys are compared in lower case, with ``-`` as ``_`` and without the prefix of their scope:
 ``fsdp_offload_params``, ``OFFLOAD_PARAMS`` and ``--fsdp-offload-params`` are the same key.
 """
 
@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
 
@@ -190,52 +190,39 @@ _PARALLELISM_ROWS = (
                   "sp_seq_length_is_variable", "sp_attn_implementation", "sp_handler", "tp_handler")),
 )  # fmt: skip
 
+
+def _launch(key: str, kind: Kind, about: str, **options: Any) -> Row:
+    """Return the row of a key at the top level of Accelerate's file."""
+    return Row(name=f"launch.{key}", kind=kind, scope="launch", spellings=(key,), about=about, **options)
+
+
 _LAUNCH_ROWS = (
-    Row(name="launch.compute_environment", kind="choice", scope="launch", spellings=("compute_environment",),
-        choices={n: (n.lower(),) for n in ("LOCAL_MACHINE", "CUSTOM_CLUSTER", "AMAZON_SAGEMAKER")},
-        about="Environment of the run."),
-    Row(name="launch.distributed_type", kind="choice", scope="launch", spellings=("distributed_type",),
-        choices=_DISTRIBUTED,
-        about="Kind of parallelism. FSDP settings require FSDP."),
-    Row(name="launch.num_processes", kind="size", scope="launch", minimum=1, spellings=("num_processes",),
-        about="World size: the number of ranks on all machines."),
-    Row(name="launch.num_machines", kind="integer", scope="launch", minimum=1, spellings=("num_machines",),
-        about="Number of machines."),
-    Row(name="launch.machine_rank", kind="integer", scope="launch", minimum=0, spellings=("machine_rank",),
-        about="Rank of this machine, from 0."),
-    Row(name="launch.main_process_ip", kind="text", scope="launch", spellings=("main_process_ip",),
-        about="Address of machine 0."),
-    Row(name="launch.main_process_port", kind="integer", scope="launch", minimum=0, spellings=("main_process_port",),
-        about="Port on machine 0; 0 selects a free port."),
-    Row(name="launch.mixed_precision", kind="mode", scope="launch", spellings=("mixed_precision",), choices=_MODES,
-        about="Mixed precision mode. It sets precision.param; gradients are still reduced in fp32."),
-    Row(name="launch.use_cpu", kind="bool", scope="launch", spellings=("use_cpu",), about="Run on CPU ranks."),
-    Row(name="launch.debug", kind="bool", scope="launch", spellings=("debug",),
-        about="Enable the collective checks of Accelerate."),
-    Row(name="launch.downcast_bf16", kind="bool", scope="launch", spellings=("downcast_bf16",),
-        about="Use bf16 on TPUs."),
-    Row(name="launch.rdzv_backend", kind="text", scope="launch", spellings=("rdzv_backend",),
-        about="Rendezvous backend: static or c10d."),
-    Row(name="launch.same_network", kind="bool", scope="launch", spellings=("same_network",),
-        about="Whether all machines are in the same network."),
-    Row(name="launch.gpu_ids", kind="text", scope="launch", spellings=("gpu_ids",),
-        about="Devices of this machine: all, or numbers separated by commas."),
-    Row(name="launch.main_training_function", kind="text", scope="launch", spellings=("main_training_function",),
-        about="Function to call in notebooks and on TPUs."),
-    Row(name="launch.enable_cpu_affinity", kind="bool", scope="launch", spellings=("enable_cpu_affinity",),
-        about="Pin each rank to the CPU cores of its NUMA node."),
-    Row(name="launch.dynamo_config", kind="section", opens="dynamo", scope="launch", spellings=("dynamo_config",),
-        about="Settings of torch.compile."),
+    _launch("compute_environment", "choice", "Environment of the run.",
+            choices={n: (n.lower(),) for n in ("LOCAL_MACHINE", "CUSTOM_CLUSTER", "AMAZON_SAGEMAKER")}),
+    _launch("distributed_type", "choice", "Kind of parallelism. FSDP settings require FSDP.", choices=_DISTRIBUTED),
+    _launch("num_processes", "size", "World size: the number of ranks on all machines.", minimum=1),
+    _launch("num_machines", "integer", "Number of machines.", minimum=1),
+    _launch("machine_rank", "integer", "Rank of this machine, from 0.", minimum=0),
+    _launch("main_process_ip", "text", "Address of machine 0."),
+    _launch("main_process_port", "integer", "Port on machine 0; 0 selects a free port.", minimum=0),
+    _launch("mixed_precision", "mode",
+            "Mixed precision mode. It sets precision.param; gradients are still reduced in fp32.", choices=_MODES),
+    _launch("use_cpu", "bool", "Run on CPU ranks."),
+    _launch("debug", "bool", "Enable the collective checks of Accelerate."),
+    _launch("downcast_bf16", "bool", "Use bf16 on TPUs."),
+    _launch("rdzv_backend", "text", "Rendezvous backend: static or c10d."),
+    _launch("same_network", "bool", "Whether all machines are in the same network."),
+    _launch("gpu_ids", "text", "Devices of this machine: all, or numbers separated by commas."),
+    _launch("main_training_function", "text", "Function to call in notebooks and on TPUs."),
+    _launch("enable_cpu_affinity", "bool", "Pin each rank to the CPU cores of its NUMA node."),
+    _launch("dynamo_config", "section", "Settings of torch.compile.", opens="dynamo"),
     *(Row(name=f"launch.dynamo_config.{key}", kind="text" if key in ("backend", "mode") else "bool",
           scope="dynamo", internal=True, spellings=(key,), about=f"Option {key} of torch.compile.")
       for key in ("backend", "mode", "use_fullgraph", "use_dynamic", "use_regional_compilation")),
-    Row(name="launch.fp16", kind="flag", scope="launch", internal=True, spellings=("fp16",),
-        about="Same as mixed_precision: fp16."),
-    Row(name="launch.fsdp_config", kind="section", opens="fsdp", scope="launch", internal=True,
-        spellings=("fsdp_config",),
-        about="Section with the FSDP settings."),
-    Row(name="launch.parallelism_config", kind="section", opens="parallelism", scope="launch", internal=True,
-        spellings=("parallelism_config",), about="Section with the sizes of the device mesh."),
+    _launch("fp16", "flag", "Same as mixed_precision: fp16.", internal=True),
+    _launch("fsdp_config", "section", "Section with the FSDP settings.", opens="fsdp", internal=True),
+    _launch("parallelism_config", "section", "Section with the sizes of the device mesh.", opens="parallelism",
+            internal=True),
     *(Row(name=f"launch.extra.{key}", kind="any", scope="launch", internal=True, spellings=(key,),
           about="Not used by the plugin.")
       for key in (
@@ -251,8 +238,7 @@ _TRAINING_ROWS = (
     Row(name="training.fsdp", kind="options", scope="training", internal=True, spellings=("fsdp",),
         about="Options: a strategy, auto_wrap, offload; or true."),
     Row(name="training.fsdp_config", kind="section", opens="fsdp", scope="training", internal=True,
-        spellings=("fsdp_config",),
-        about="Section with the FSDP settings."),
+        spellings=("fsdp_config",), about="Section with the FSDP settings."),
     Row(name="training.bf16", kind="flag", scope="training", internal=True, spellings=("bf16",),
         about="Same as mixed_precision: bf16."),
     Row(name="training.fp16", kind="flag", scope="training", internal=True, spellings=("fp16",),
@@ -269,12 +255,12 @@ TRAINING_FILE_MARKS = frozenset(
         "num_epochs",
     }
 )  # fmt: skip
-"""Keys by which the config of a training script (axolotl, LLaMA-Factory, TRL) is distinguished from Accelerate's."""
+"""Keys that distinguish the config of a training script (axolotl, LLaMA-Factory, TRL) from Accelerate's file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnsupportedKey:
-    """A known key without a setting: why it is not supported, what to do instead, and the code of the problem."""
+    """A known key that is not a setting: the reason, the remedy and the code of the problem."""
 
     why: str
     fix: str
@@ -326,7 +312,7 @@ _DERIVED = {
 
 
 def canonical(name: str) -> str | None:
-    """Return the setting of ``FsdpSpec`` that an internal name belongs to, for messages; ``None`` if there is none."""
+    """Return the setting of ``FsdpSpec`` for an internal name, for messages; ``None`` if there is none."""
     name = _DERIVED.get(name, name)
     for gathered in ("launch.extra", "launch.dynamo_config"):
         if name.startswith(f"{gathered}."):
@@ -336,7 +322,7 @@ def canonical(name: str) -> str | None:
 
 
 def find(key: str, scopes: Iterable[Scope]) -> Row | None:
-    """Return the row of a key in the first scope that has it, or of a canonical name; ``None`` if it is unknown."""
+    """Return the row of a key in the first scope that has it, or of a canonical name; ``None`` if there is none."""
     for scope in scopes:
         if row := BY_KEY.get((scope, plain_key(key, scope))):
             return row

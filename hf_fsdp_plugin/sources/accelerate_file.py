@@ -1,7 +1,4 @@
-"""The config: Accelerate's file, its ``fsdp_config`` section alone, a training script's own file, or a dict of them.
-
-Files are YAML or JSON.
-"""
+"""Reads the config: Accelerate's file, its ``fsdp_config`` section alone, the file of a training script, or a dict."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ def read(sources: Sources) -> SourceSettings | None:
 
 
 def _add_tree(out: Collector, root: Node, file: ConfigFile, files: ConfigFiles) -> None:
-    """Add a config of any form; `file` resolves the relative paths that it contains."""
+    """Add a config of any form. Relative paths in it are resolved from the folder of `file`."""
     keys = {entry.key.strip().lower() for entry in root.value}
     if keys & TRAINING_FILE_MARKS and "distributed_type" not in keys:
         out.add_training_file(_without_path(root.value, out, file, files))
@@ -47,9 +44,9 @@ def _add_tree(out: Collector, root: Node, file: ConfigFile, files: ConfigFiles) 
 
 
 def _without_path(entries: Iterable[Entry], out: Collector, file: ConfigFile, files: ConfigFiles) -> Iterator[Entry]:
-    """Yield the entries, except an ``fsdp_config`` that is a path: that file is read here.
+    """Yield the entries except an ``fsdp_config`` that is a path, whose file is added to `out`.
 
-    The path is relative to the working directory, as for the script, or else to the file that contains it.
+    The path is relative to the working directory, as in the script, or else to the folder of `file`.
     """
     for entry in entries:
         if plain_key(entry.key, "training") != "fsdp_config" or not isinstance(entry.value.value, str):
@@ -68,7 +65,7 @@ def _without_path(entries: Iterable[Entry], out: Collector, file: ConfigFile, fi
 
 
 def add_fsdp_section(out: Collector, root: Node) -> None:
-    """Add the content of an ``fsdp_config``; also a whole file in its place."""
+    """Add the content of an ``fsdp_config``, which may also be a whole file of Accelerate."""
     keys = {entry.key.strip().lower() for entry in root.value}
     if keys & {"fsdp_config", "distributed_type"}:
         out.add_mapping(root.value, ("launch", "training"), misplaced=("fsdp", "parallelism"))

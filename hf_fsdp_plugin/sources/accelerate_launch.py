@@ -1,7 +1,7 @@
 """The config of the ``accelerate launch`` that started this process.
 
-Stock ``accelerate launch`` passes on only the variables that it knows. The plugin therefore takes the launcher's
-command line from the process table and reads its config file again.
+Stock ``accelerate launch`` passes on only the settings for which it has variables. The plugin therefore reads the
+launcher's command line from the process table, and its config file again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from hf_fsdp_plugin.sources.config_file import ConfigFile
 from hf_fsdp_plugin.sources.model import Sources
 
 MAX_PARENTS = 32
-MODULES = frozenset({"accelerate.commands.launch", "accelerate.commands.accelerate_cli"})
+CONFIG_NOT_FOUND = Problem(
+    code="FSDP-W041",
+    message="this process was started by accelerate launch, whose config file was not found. Only the environment "
+    "is read, which contains fewer settings.",
+    fix="Use hf-fsdp launch --config_file, or call hf_fsdp_plugin.install(config) in the script.",
+    origin=Origin(source=environment.SOURCE),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,8 +32,8 @@ class AccelerateLaunch:
     """What ``accelerate launch`` was started with.
 
     Attributes:
-        config: the file that it read; ``None`` if there was none.
-        flags: its own flags, as given; read by ``sources.command_line``.
+        config: the config file; ``None`` if there is none.
+        flags: the launcher's flags, as given.
     """
 
     config: ConfigFile | None
@@ -37,8 +43,8 @@ class AccelerateLaunch:
 def locate_config(sources: Sources) -> Sources:
     """Resolve ``as_launched`` and ``default_file`` to the config that they select.
 
-    If ``accelerate launch`` started this process, its flags are added to the command line. The environment is then no
-    longer a source, because the launcher wrote its variables from the config.
+    If ``accelerate launch`` started this process, its flags are added to the command line, and the environment is
+    ignored, because the launcher wrote its variables from the config.
     """
     problems = list(sources.problems)
     variables = environment.variables_of(sources)
@@ -46,21 +52,19 @@ def locate_config(sources: Sources) -> Sources:
         launch = find_launch(variables)
         if launch is not None:
             shown = launch.config.shown if launch.config is not None else "the launcher's flags"
-            problems.append(
-                Problem(
-                    code="FSDP-N040",
-                    message=f"this process was started by accelerate launch; its settings are read from {shown}.",
-                )
-            )
+            message = f"this process was started by accelerate launch; its settings are read from {shown}."
+            problems.append(Problem(code="FSDP-N040", message=message))
             flags = (*launch.flags, *sources.command_line)
             sources = replace(sources, config=launch.config, command_line=flags, environ={})
         elif environment.written_by_accelerate(variables):
-            problems.append(_config_not_found())
+            problems.append(CONFIG_NOT_FOUND)
     if sources.config is None and sources.default_file:
         default = default_config_file(variables)
         sources = replace(sources, config=default)
         if default is None:
-            problems.append(_no_default_file(variables))
+            message = f"no config is given, and {environment.accelerate_cache(variables)} contains no default config."
+            fix = "Name a config file, or write the default one with accelerate config."
+            problems.append(Problem(code="FSDP-E042", message=message, fix=fix))
     return replace(sources, as_launched=False, default_file=False, problems=tuple(problems))
 
 
@@ -71,29 +75,27 @@ def find_launch(
 
     Args:
         variables: the environment variables of this process.
-        proc: the process file system. Systems without one (macOS) only find Accelerate's default file.
-        pid: the process to start from; this one by default.
+        proc: the process file system. Without one (macOS), only Accelerate's default file can be found.
+        pid: the process whose parents are searched; by default the current one.
     """
     for ancestor in _ancestors(proc, os.getpid() if pid is None else pid):
         if (line := launch_line(_words(proc, ancestor))) is not None:
-            return AccelerateLaunch(
-                config=_config_of(line, _directory(proc, ancestor)) or default_config_file(variables), flags=line.flags
-            )
+            config = _config_of(line, _directory(proc, ancestor)) or default_config_file(variables)
+            return AccelerateLaunch(config=config, flags=line.flags)
     if environment.written_by_accelerate(variables) and (default := default_config_file(variables)) is not None:
         return AccelerateLaunch(config=default, flags=())
     return None
 
 
 def launch_line(words: Sequence[str]) -> LaunchLine | None:
-    """Return the arguments of ``accelerate launch`` from a process's command line; ``None`` for other programs."""
+    """Parse the command line of a process; return ``None`` if it is not ``accelerate launch``."""
     for position, word in enumerate(words[:4]):
         name = os.path.basename(word)
-        following = words[position + 1] if position + 1 < len(words) else ""
-        if name == "accelerate-launch" or (word in MODULES and word.endswith(".launch")):
+        is_file = word.replace(os.sep, "/").endswith("accelerate/commands/launch.py")
+        if is_file or name == "accelerate-launch" or word == "accelerate.commands.launch":
             return split_launch(words[position + 1 :])
-        if word.replace(os.sep, "/").endswith("accelerate/commands/launch.py"):
-            return split_launch(words[position + 1 :])
-        if (name == "accelerate" or word in MODULES) and following == "launch":
+        is_command = name == "accelerate" or word == "accelerate.commands.accelerate_cli"
+        if is_command and words[position + 1 : position + 2] == ["launch"]:
             return split_launch(words[position + 2 :])
     return None
 
@@ -106,28 +108,10 @@ def default_config_file(variables: Mapping[str, str]) -> ConfigFile | None:
 
 
 def _config_of(line: LaunchLine, directory: Path | None) -> ConfigFile | None:
-    """``--config_file``, relative to the launcher's directory: the script may have changed its own."""
+    """Return the file of ``--config_file``, which is relative to the working directory of the launcher."""
     if not line.config_file:
         return None
     return ConfigFile(path=(directory or Path()) / Path(line.config_file).expanduser(), shown=line.config_file)
-
-
-def _config_not_found() -> Problem:
-    return Problem(
-        code="FSDP-W041",
-        message="this process was started by accelerate launch, whose config file was not found. Only the environment "
-        "is read, which contains fewer settings.",
-        fix="Use hf-fsdp launch --config_file, or call hf_fsdp_plugin.install(config) in the script.",
-        origin=Origin(source=environment.SOURCE),
-    )
-
-
-def _no_default_file(variables: Mapping[str, str]) -> Problem:
-    return Problem(
-        code="FSDP-E042",
-        message=f"no config is given, and {environment.accelerate_cache(variables)} contains no default config.",
-        fix="Name a config file, or write the default one with accelerate config.",
-    )
 
 
 def _ancestors(proc: Path, pid: int) -> Sequence[int]:

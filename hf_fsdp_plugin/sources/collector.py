@@ -1,4 +1,4 @@
-"""Keys as written to canonical names: the only place where spellings are looked up."""
+"""Converts keys as written to settings under their canonical names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Collector:
         self.mentions_fsdp = False
 
     def result(self, dialect: Dialect | None) -> SourceSettings:
-        """Everything collected; `dialect` applies if the source mentions FSDP."""
+        """Return what was collected. `dialect` applies only if the source mentions FSDP."""
         return SourceSettings(
             settings=tuple(self.settings),
             problems=tuple(self.problems),
@@ -41,7 +41,7 @@ class Collector:
         )
 
     def extend(self, other: Collector) -> None:
-        """Add what another collector read."""
+        """Add the content of another collector."""
         self.settings += other.settings
         self.problems += other.problems
         self.mentions_fsdp |= other.mentions_fsdp
@@ -49,9 +49,9 @@ class Collector:
     def add_mapping(
         self, entries: Iterable[Entry], scopes: Sequence[Scope], *, misplaced: Sequence[Scope] = ()
     ) -> None:
-        """Add all keys of a mapping. A key that is only known in one of the `misplaced` scopes is a warning."""
+        """Add all keys of a mapping. A key that is only valid in a `misplaced` scope is added with a warning."""
         for entry in entries:
-            # dynamo_backend was a top-level key before dynamo_config existed
+            # dynamo_backend was a top-level key before dynamo_config existed.
             older: tuple[Scope, ...] = ("dynamo",) if entry.key.lower().startswith("dynamo_") else ()
             if row := find(entry.key, (*scopes, *older)):
                 self.add_entry(row, entry)
@@ -67,7 +67,7 @@ class Collector:
         for entry in entries:
             scopes: tuple[Scope, ...] = ("training", "parallelism")
             row = find(entry.key, (*scopes, "fsdp") if entry.key.lower().startswith("fsdp") else scopes)
-            if row is not None and row.scope in ("training", "parallelism", "fsdp"):
+            if row is not None and row.scope in (*scopes, "fsdp"):
                 self.add_entry(row, entry)
             elif entry.key.lower().startswith("fsdp"):
                 self._report_unknown(entry, ("training", "fsdp"))
@@ -76,13 +76,11 @@ class Collector:
             else:
                 num_ignored += 1
         if num_ignored:
-            message = (
-                f"this is a training script's own config; {num_ignored} keys that do not concern FSDP are ignored."
-            )
+            message = f"this is the config of a training script; {num_ignored} keys without FSDP meaning are ignored."
             self.problems.append(Problem(code="FSDP-N028", message=message, origin=Origin(source=self.source)))
 
     def add_entry(self, row: Row, entry: Entry) -> None:
-        """Add one key. Empty values (null, ``""``, ``[]``, ``{}``) are skipped."""
+        """Add one key. An empty value (null, ``""``, ``[]``, ``{}``) is skipped."""
         if row.scope in FSDP_SCOPES or row.kind == "options":
             self.mentions_fsdp = True
         if row.opens is not None and not (row.opens == "precision" and not entry.value.is_mapping):
@@ -103,13 +101,19 @@ class Collector:
                 self.mentions_fsdp = True
             self.add(row.name, entry)
 
+    def add_key(self, scope: Scope, key: str, value: object, *, written: str = "") -> None:
+        """Add a key of the vocabulary with a Python value. Messages name the key `written`, by default `key`."""
+        row = find(key, (scope,))
+        assert row is not None, f"the vocabulary has no key {key} in the scope {scope}"
+        self.add_entry(row, entry_of(written or key, value))
+
     def add(self, name: str, entry: Entry, *, value: object = ..., implied: bool = False) -> None:
-        """Add a setting under its canonical name, with the entry's value or another one."""
+        """Add a setting by its canonical name, with the value of the entry or with `value`."""
         raw = entry.value.plain() if value is ... else value
         self.settings.append(Setting(name=name, value=raw, origin=self._origin(entry), implied=implied))
 
     def report(self, code: str, entry: Entry, message: str, fix: str = "", *, setting: str | None = None) -> None:
-        """Add a problem of this entry."""
+        """Add a problem with the origin of an entry."""
         problem = Problem(code=code, message=message, fix=fix, setting=setting, origin=self._origin(entry))
         self.problems.append(problem)
 
@@ -128,7 +132,7 @@ class Collector:
         self.add_mapping(entry.value.value, FSDP_SCOPES if row.opens == "fsdp" else (row.opens,))
 
     def _add_options(self, entry: Entry) -> None:
-        """``fsdp="full_shard auto_wrap"``: options separated by spaces or commas, a list of them, or a bool."""
+        """Add the value of ``fsdp``: options separated by spaces or commas, a list of options, or a bool."""
         value = entry.value.value
         if isinstance(value, Entries):
             self.add_mapping(value, FSDP_SCOPES)
@@ -166,7 +170,7 @@ class Collector:
         )
 
     def _add_flag(self, row: Row, entry: Entry) -> None:
-        """``bf16: true``. Axolotl also writes ``auto`` and ``full``, which mean true."""
+        """Add ``bf16: true`` or ``fp16: true``. ``auto`` and ``full``, which axolotl accepts, also mean true."""
         word = str(entry.value.value).strip().lower()
         dtype = row.name.rpartition(".")[2]
         if word in TRUE_WORDS or word in ("auto", "full"):
@@ -178,7 +182,7 @@ class Collector:
             self.report("FSDP-E024", entry, message, fix, setting="launch.mixed_precision")
 
     def _add_param_dtype(self, entry: Entry, mode: str) -> None:
-        """Add the parameter dtype that a mixed precision mode implies. An invalid mode implies none."""
+        """Add the parameter dtype that a mixed precision mode implies, if the mode is valid."""
         word = mode.strip().lower()
         if word in ("bf16", "fp16", "bfloat16", "float16"):
             self.add("precision.param", entry, value=word, implied=True)
@@ -205,12 +209,12 @@ class Collector:
 
 
 def entry_of(key: str, value: object) -> Entry:
-    """Return a key and a Python value as an entry without a line."""
+    """Return an entry without a line, from a key and a Python value."""
     return Entry(key=key, line=None, value=from_python(value))
 
 
 def _options(text: str) -> list[str]:
-    """Split into lower-case options; ``full shard`` and ``FSDPOption.FULL_SHARD`` become ``full_shard``."""
+    """Split text into lower-case options. ``full shard`` and ``FSDPOption.FULL_SHARD`` are ``full_shard``."""
     joined = " ".join(word.rpartition(".")[2] for word in text.lower().replace(",", " ").replace("-", "_").split())
     for name in sorted((*STRATEGIES, "auto_wrap"), key=len, reverse=True):
         joined = f" {joined} ".replace(f" {name.replace('_', ' ')} ", f" {name} ").strip()

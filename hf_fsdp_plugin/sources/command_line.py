@@ -1,4 +1,4 @@
-"""The command line: ``--fsdp``, ``--fsdp-config`` and the flags of ``accelerate launch``."""
+"""Reads the command line: ``--fsdp``, ``--fsdp-config`` and the flags of ``accelerate launch``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hf_fsdp_plugin.sources.collector import Collector, entry_of
 from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.sources.settings import SourceSettings
 from hf_fsdp_plugin.sources.training_arguments import add_fsdp_arguments
-from hf_fsdp_plugin.vocabulary import Row, Scope, find, plain_key, suggest
+from hf_fsdp_plugin.vocabulary import PREFIXES, Row, Scope, find, plain_key, suggest
 
 SOURCE = "command line"
 SWITCHES = frozenset(
@@ -18,8 +18,7 @@ SWITCHES = frozenset(
         "quiet", "cpu", "multi_gpu", "tpu", "enable_cpu_affinity", "dynamo_use_fullgraph", "dynamo_use_dynamic",
         "dynamo_use_regional_compilation", "use_deepspeed", "use_fsdp", "use_parallelism_config", "use_megatron_lm",
         "same_network", "module", "no_python", "tpu_cluster", "no_tpu_cluster", "tpu_use_sudo", "downcast_bf16",
-        "debug",
-        "fp8_override_linear_precision", "fp8_enable_fsdp_float8_all_gather", "help",
+        "debug", "fp8_override_linear_precision", "fp8_enable_fsdp_float8_all_gather", "help",
     }
 )  # fmt: skip
 """Flags of ``accelerate launch`` that take no value; every other flag takes one."""
@@ -46,7 +45,7 @@ class Flag:
         written: as given, without its value: ``--fsdp-offload-params``.
         name: without dashes, with underscores: ``fsdp_offload_params``.
         value: empty if the flag has none.
-        num_words: the number of command line words that it takes.
+        num_words: the number of words of the command line that form the flag.
     """
 
     written: str
@@ -60,7 +59,7 @@ class LaunchLine:
     """The arguments of ``accelerate launch``, parsed.
 
     Attributes:
-        flags: everything before the script, as given.
+        flags: the words before the script, as given.
         config_file: the value of ``--config_file``; empty if not given.
         script: the script or module; empty if there is none.
     """
@@ -74,7 +73,7 @@ class LaunchLine:
 
 
 def split_launch(argv: Sequence[str]) -> LaunchLine:
-    """Separate the launcher's flags from the script and its arguments."""
+    """Split the arguments of ``accelerate launch`` into its flags, the script and the script's arguments."""
     values: dict[str, str] = {}
     position = 0
     while position < len(argv) and argv[position].startswith("-") and argv[position] != "--":
@@ -107,7 +106,7 @@ def parse_flags(argv: Sequence[str]) -> Iterator[Flag]:
 
 
 def read(sources: Sources) -> SourceSettings | None:
-    """Read ``sources.command_line``, without ``--set``. Unknown flags are ignored, except misspelled ``--fsdp…``."""
+    """Read ``sources.command_line``, except ``--set``. An unknown flag is ignored unless it begins with ``--fsdp``."""
     if not sources.command_line:
         return None
     flags, arguments = Collector(SOURCE), Collector(SOURCE)
@@ -168,16 +167,9 @@ def _add_flag(out: Collector, flag: Flag) -> None:
 
 
 def _row_of_flag(name: str) -> Row | None:
-    scopes: tuple[Scope, ...] = ("launch",)
-    if name.startswith("fsdp_"):
-        scopes = ("fsdp",)
-    elif name.startswith("parallelism_config_"):
-        scopes = ("parallelism",)
-    elif name.startswith("dynamo_"):
-        scopes = ("dynamo",)
-    elif name in OPTIONAL_VALUE:
-        scopes = ("training",)
-    row = find(name, scopes)
+    default: Scope = "training" if name in OPTIONAL_VALUE else "launch"
+    scope = next((scope for scope, prefix in PREFIXES.items() if prefix and name.startswith(prefix)), default)
+    row = find(name, (scope,))
     if row is None or row.opens is not None or plain_key(name, row.scope) not in row.spellings:
         return None
     return row

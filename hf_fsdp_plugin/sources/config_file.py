@@ -1,4 +1,4 @@
-"""Config files: read with limits, and parsed once as long as they do not change."""
+"""Reads config files, with limits. A file is parsed again only if it changes."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class ConfigFile:
 
 
 class ConfigFiles:
-    """The config files parsed so far. A file is parsed again only if its size or modification time changes."""
+    """A cache of parsed config files. A file is parsed again if its size or modification time changes."""
 
     def __init__(self) -> None:
         self._trees: dict[Path, tuple[tuple[int, int], Node]] = {}
 
     def tree(self, file: ConfigFile) -> Node:
-        """The content of `file`. Raises ``ConfigFileError``."""
+        """Return the content of `file`. Raises ``ConfigFileError``."""
         version = _version(file.path)
         parsed = self._trees.get(file.path)
         if parsed is None or parsed[0] != version:
@@ -57,17 +57,12 @@ def _version(path: Path) -> tuple[int, int]:
 
 def _read_text(path: Path, source: str) -> str:
     try:
-        if path.is_dir():
-            raise ConfigFileError(
-                "FSDP-E002", "the path is a directory.", "Name the YAML file inside it.", source=source
-            )
         if not path.exists():
             fix = "Check the path. accelerate config writes a config file."
             raise ConfigFileError("FSDP-E001", "the file does not exist.", fix, source=source)
         if not path.is_file():
-            raise ConfigFileError(
-                "FSDP-E002", "the path is not a regular file.", "Name a YAML or JSON file.", source=source
-            )
+            message = "the path is a directory." if path.is_dir() else "the path is not a regular file."
+            raise ConfigFileError("FSDP-E002", message, "Name a YAML or JSON file.", source=source)
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except ConfigFileError:

@@ -1,4 +1,4 @@
-"""Environment variables. The only reader of ``os.environ`` for settings."""
+"""Reads environment variables. No other module reads settings from ``os.environ``."""
 
 from __future__ import annotations
 
@@ -43,10 +43,8 @@ def _add(out: Collector, name: str, value: str, variables: Mapping[str, str]) ->
     if upper == "FSDP_MIN_NUM_PARAMS" and value.strip() == LAUNCHER_MIN_NUM_PARAMS and not _is_size_policy(variables):
         return
     if upper in ACCELERATE:
-        row = find(ACCELERATE[upper], ("launch",))
-        assert row is not None
-        if row.name != "launch.use_cpu" or value.strip().lower() not in FALSE_WORDS:
-            out.add_entry(row, entry_of(name, value))
+        if ACCELERATE[upper] != "use_cpu" or value.strip().lower() not in FALSE_WORDS:
+            out.add_key("launch", ACCELERATE[upper], value, written=name)
         return
     for prefix, scope in PREFIXES:
         if not upper.startswith(prefix):
@@ -58,7 +56,7 @@ def _add(out: Collector, name: str, value: str, variables: Mapping[str, str]) ->
         else:
             nearest = suggest(key, (scope,)).removeprefix(prefix.lower()).upper()
             fix = f"Did you mean {prefix}{nearest}?" if nearest else "Unset it."
-            message = f"the environment variable {name} is unknown and is ignored."
+            message = f"the environment variable {name} is not a setting and is ignored."
             out.report("FSDP-W035", entry_of(name, value), message, fix)
 
 
@@ -67,12 +65,12 @@ def _is_size_policy(variables: Mapping[str, str]) -> bool:
 
 
 def variables_of(sources: Sources) -> Mapping[str, str]:
-    """Return ``sources.environ``, or the variables of this process."""
+    """Return ``sources.environ``; if it is ``None``, the variables of this process."""
     return os.environ if sources.environ is None else sources.environ
 
 
 def accelerate_cache(variables: Mapping[str, str]) -> str:
-    """Return the folder of Accelerate's default config: below ``HF_HOME``, ``XDG_CACHE_HOME`` or ``~/.cache``."""
+    """Return the folder of Accelerate's default config, in ``HF_HOME``, ``XDG_CACHE_HOME`` or ``~/.cache``."""
     home = variables.get("HF_HOME") or os.path.join(variables.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     if home.startswith("~") and "HOME" in variables:
         home = variables["HOME"] + home[1:]
@@ -80,5 +78,5 @@ def accelerate_cache(variables: Mapping[str, str]) -> str:
 
 
 def written_by_accelerate(variables: Mapping[str, str]) -> bool:
-    """Whether ``accelerate launch`` started this process: it always sets its mixed precision variable."""
+    """Whether ``accelerate launch`` started this process. It always sets ``ACCELERATE_MIXED_PRECISION``."""
     return "ACCELERATE_MIXED_PRECISION" in variables or "ACCELERATE_USE_FSDP" in variables

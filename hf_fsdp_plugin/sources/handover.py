@@ -1,8 +1,8 @@
-"""What ``hf-fsdp launch`` passes to its ranks: one environment variable, ``HF_FSDP_LAUNCH``, which contains JSON.
+"""``hf-fsdp launch`` passes its sources to the ranks as JSON in one environment variable, ``HF_FSDP_LAUNCH``.
 
-The launcher sets some of Accelerate's variables for its ranks (``ACCELERATE_USE_CPU`` and others). Read as a source,
-they would look like settings of the user. The handover therefore contains the user's variables as they were before, and
-a rank that finds a handover reads these instead of ``os.environ``.
+The launcher sets some of Accelerate's variables for its ranks (``ACCELERATE_USE_CPU`` and others), which are not
+settings of the user. The handover therefore contains the user's variables, and a rank reads these instead of
+``os.environ``.
 
 ::
 
@@ -22,23 +22,21 @@ from hf_fsdp_plugin.sources.config_file import ConfigFile
 from hf_fsdp_plugin.sources.model import Sources
 
 LAUNCH_VARIABLE = "HF_FSDP_LAUNCH"
-"""The name of the environment variable."""
-
-_USER_PREFIXES = ("FSDP_", "ACCELERATE_", "PARALLELISM_")
 
 
 def user_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that are a source of settings: ``FSDP_*``, ``ACCELERATE_*``, ``PARALLELISM_*``."""
-    return {name: value for name, value in environ.items() if name.startswith(_USER_PREFIXES)}
+    """Return the variables that can be settings."""
+    prefixes = ("FSDP_", "ACCELERATE_", "PARALLELISM_")
+    return {name: value for name, value in environ.items() if name.startswith(prefixes)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchHandover:
-    """What the launcher was started with, for its ranks.
+    """The sources and options of the launcher.
 
     Attributes:
         sources: a config file, command line, overrides, and the user's environment variables.
-        quiet: ranks print errors only.
+        quiet: whether the ranks print errors only.
         report: absolute path of the report; ``None`` for the default path.
     """
 
@@ -49,7 +47,7 @@ class LaunchHandover:
     def to_env(self) -> dict[str, str]:
         """Return the variables to add to a rank's environment."""
         file = self.sources.config
-        assert file is None or isinstance(file, ConfigFile), "a launcher has no config but a file"
+        assert file is None or isinstance(file, ConfigFile), "the launcher reads its config from a file"
         content = {
             "config": str(file.path) if file is not None else None,
             "config_shown": file.shown if file is not None else None,

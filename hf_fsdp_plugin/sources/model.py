@@ -1,4 +1,4 @@
-"""``Sources``: everything that settings are read from, in one value."""
+"""``Sources``: the input of all readers of settings."""
 
 from __future__ import annotations
 
@@ -14,19 +14,11 @@ from hf_fsdp_plugin.sources.config_file import ConfigFile, ConfigFiles
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sources:
-    """The places that settings are read from.
+    """The sources of settings. Attributes with the names of arguments of ``load_spec`` are documented there.
 
     Attributes:
-        config: Accelerate's YAML or JSON, its ``fsdp_config`` section alone, or a dict of either form.
-        training_arguments: keyword arguments of ``TrainingArguments``, ``fsdp`` and ``fsdp_config`` among them.
-        plugin_object: constructor arguments of Accelerate's ``FullyShardedDataParallelPlugin``; ``None`` if there is no
-            such object.
-        command_line: flags, those of ``accelerate launch`` among them; unknown flags are ignored.
-        overrides: ``NAME=VALUE`` of every ``--set``, as strings or as a mapping.
-        environ: environment variables; ``None`` for those of this process.
-        default_file: if there is no config, read Accelerate's default file.
-        as_launched: if there is no config, read the file of the ``accelerate launch`` that started this process.
-        problems: found while the config was located; see :func:`sources.locate.locate_config`.
+        training_arguments: keyword arguments of ``TrainingArguments``, including ``fsdp`` and ``fsdp_config``.
+        problems: the problems found by :func:`sources.accelerate_launch.locate_config`.
         files: the config files parsed so far. Copies made with ``dataclasses.replace`` share it.
     """
 
@@ -43,5 +35,5 @@ class Sources:
 
 
 def config_of(config: str | Path | ConfigFile | Mapping[str, Any] | None) -> ConfigFile | Mapping[str, Any] | None:
-    """A config as users pass it -> ``Sources.config``: paths become absolute."""
+    """Return the value of ``Sources.config`` for a config as users pass it."""
     return ConfigFile.at(config) if isinstance(config, (str, os.PathLike)) else config

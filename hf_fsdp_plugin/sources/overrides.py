@@ -1,4 +1,4 @@
-"""``--set NAME=VALUE``: a canonical name, or any key of any scope."""
+"""Reads ``--set NAME=VALUE``. The name is canonical, or a key of any scope."""
 
 from __future__ import annotations
 
@@ -20,12 +20,8 @@ ALL_SCOPES: tuple[Scope, ...] = ("launch", "fsdp", "parallelism", "precision", "
 def read(sources: Sources) -> SourceSettings | None:
     """Read ``sources.overrides`` and the ``--set`` flags of ``sources.command_line``; ``None`` if there are none."""
     out = Collector(SOURCE)
-    given = sources.overrides
-    pairs: list[tuple[str, Any]] = []
-    if isinstance(given, Mapping):
-        pairs += given.items()
-    else:
-        pairs += _split([given] if isinstance(given, str) else given, out)
+    given = [sources.overrides] if isinstance(sources.overrides, str) else sources.overrides
+    pairs: list[tuple[str, Any]] = list(given.items() if isinstance(given, Mapping) else _split(given, out))
     pairs += _split((flag.value for flag in parse_flags(sources.command_line) if flag.name == "set"), out)
     if not pairs and not out.problems:
         return None
@@ -48,7 +44,7 @@ def _split(texts: Iterable[Any], out: Collector) -> Iterable[tuple[str, str]]:
             yield name.strip(), value
         else:
             message = f"'{text}' is not of the form NAME=VALUE."
-            fix = "For example: --set sharding.strategy=shard_grad_op."
+            fix = "Write, for example, --set sharding.strategy=shard_grad_op."
             out.problems.append(Problem(code="FSDP-E031", message=message, fix=fix, origin=Origin(source=SOURCE)))
 
 

@@ -1,6 +1,6 @@
-"""Accelerate's ``FullyShardedDataParallelPlugin``: the arguments that a script passed to its constructor.
+"""Reads the arguments that a script passed to the constructor of Accelerate's ``FullyShardedDataParallelPlugin``.
 
-The object itself is not read, because its constructor fills in missing values from the environment and from defaults.
+The object itself is not read, because its constructor adds values from the environment and default values.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 from hf_fsdp_plugin.sources.collector import Collector, entry_of
 from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.sources.settings import SourceSettings
-from hf_fsdp_plugin.vocabulary import find
 
 SOURCE = "FullyShardedDataParallelPlugin"
 _STATE_CONFIGS = ("state_dict_config", "optim_state_dict_config")
@@ -23,10 +22,10 @@ _SIZE_DEFAULT = 100_000_000
 
 
 def read(sources: Sources) -> SourceSettings | None:
-    """Read ``sources.plugin_object``; arguments that are ``None`` are skipped.
+    """Read ``sources.plugin_object``: arguments of the constructor, and attributes assigned later. ``None`` is skipped.
 
-    The arguments are those of the constructor, and attributes assigned later. Torch's objects among them (enums,
-    ``CPUOffload``, ``MixedPrecision``, wrap policies) are identified by their names and attributes.
+    Objects of torch (enums, ``CPUOffload``, ``MixedPrecision``, wrap policies) are identified by their names and
+    attributes, because torch is not imported.
     """
     if (given := sources.plugin_object) is None:
         return None
@@ -49,24 +48,24 @@ def _add(out: Collector, key: str, value: Any, given: Mapping[str, Any]) -> None
     elif key in _STATE_CONFIGS:
         if given.get("state_dict_type") is None and key == _STATE_CONFIGS[0]:
             kind = type(value).__name__.removesuffix("StateDictConfig").lower()  # FullStateDictConfig
-            out.add_entry(_row("state_dict_type"), entry_of(key, kind))
+            out.add_key("fsdp", "state_dict_type", kind, written=key)
     elif key == "param_init_fn":
         _report(out, key, value, "the plugin itself initializes modules on the meta device", "Remove it.")
     elif key == "ignored_modules" and not isinstance(value, str):
         reason = "modules are selected by name, not as objects"
         _report(out, key, value, reason, "Pass a regular expression on their names, such as '.*lm_head'.")
     else:
-        out.add_entry(_row(key), entry_of(key, value))
+        out.add_key("fsdp", key, value)
 
 
 def _add_offload(out: Collector, key: str, value: Any) -> None:
-    """Add a bool, FSDP1's ``CPUOffload``, FSDP2's ``CPUOffloadPolicy`` or its base class, which offloads nothing."""
+    """Add a bool, FSDP1's ``CPUOffload``, FSDP2's ``CPUOffloadPolicy``, or its base class, which does not offload."""
     offloads = value if isinstance(value, bool | str) else getattr(value, "offload_params", None)
     if offloads is None:
         offloads = type(value).__name__ == "CPUOffloadPolicy"
-    out.add_entry(_row(key), entry_of(key, offloads))
+    out.add_key("fsdp", key, offloads)
     if hasattr(value, "pin_memory"):
-        out.add_entry(_row("pin_memory"), entry_of("pin_memory", value.pin_memory))
+        out.add_key("fsdp", "pin_memory", value.pin_memory)
 
 
 def _add_precision(out: Collector, key: str, value: Any) -> None:
@@ -75,11 +74,11 @@ def _add_precision(out: Collector, key: str, value: Any) -> None:
         value = {name: dtype for name in _DTYPES if (dtype := getattr(value, name, None)) is not None}
     if isinstance(value, Mapping):
         value = {name: str(dtype).removeprefix("torch.") for name, dtype in value.items() if dtype is not None}
-    out.add_entry(_row(key), entry_of(key, value))
+    out.add_key("fsdp", key, value)
 
 
 def _add_policy(out: Collector, key: str, value: Any) -> None:
-    """Add one of torch's wrap policies: a function, a ``functools.partial``, or a ``ModuleWrapPolicy``."""
+    """Add a wrap policy of torch: a function, a ``functools.partial`` of a function, or a ``ModuleWrapPolicy``."""
     keywords: Mapping[str, Any] = getattr(value, "keywords", {})
     name = getattr(getattr(value, "func", value), "__name__", type(value).__name__)
     classes = keywords.get("transformer_layer_cls") or getattr(value, "_module_classes", None)
@@ -88,10 +87,9 @@ def _add_policy(out: Collector, key: str, value: Any) -> None:
         out.add("wrap.policy", entry_of(key, name), value=policy)
         if classes:
             names = sorted(kind.__name__ for kind in classes if inspect.isclass(kind))
-            out.add_entry(_row("transformer_layer_cls_to_wrap"), entry_of("transformer_layer_cls", names))
+            out.add_key("fsdp", "transformer_layer_cls", names)
         if policy == "size":
-            threshold = keywords.get("min_num_params", _SIZE_DEFAULT)
-            out.add_entry(_row("min_num_params"), entry_of("min_num_params", threshold))
+            out.add_key("fsdp", "min_num_params", keywords.get("min_num_params", _SIZE_DEFAULT))
         return
     fix = "Pass transformer_cls_names_to_wrap, min_num_params, or one of torch's policies."
     _report(out, key, name, "a custom wrap function is not supported", fix)
@@ -100,9 +98,3 @@ def _add_policy(out: Collector, key: str, value: Any) -> None:
 def _report(out: Collector, key: str, value: Any, reason: str, fix: str) -> None:
     entry = entry_of(key, value if isinstance(value, str) else type(value).__name__)
     out.report("FSDP-E037", entry, f"{key} is {entry.value.text}: {reason}.", fix)
-
-
-def _row(key: str) -> Any:
-    row = find(key, ("fsdp",))
-    assert row is not None, f"the vocabulary has no row for Accelerate's argument {key}"
-    return row

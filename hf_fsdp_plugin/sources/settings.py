@@ -1,15 +1,14 @@
-"""What every source returns: settings under their canonical names, with values as written and with their origin."""
+"""The output of every reader: settings with their canonical names, values as written, and origins."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from hf_fsdp_plugin.problems import Origin, Problem
 
 Dialect = Literal["accelerate", "training_arguments"]
-"""The defaults that apply: FSDP1 and no wrapping for Accelerate, FSDP2 and the model's own layers for
-TrainingArguments."""
+"""Selects the defaults: FSDP1 without wrapping (Accelerate), or FSDP2 with the model's layers (TrainingArguments)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,9 +18,9 @@ class Setting:
     Attributes:
         name: canonical name.
         value: as written; typed after ``spec.parse.parse_settings``.
-        implied: derived from another setting (``mixed_precision`` implies ``precision.param``). An explicit value of
-            the same source overrides it.
-        level: the source in the order of precedence; set by ``spec.precedence``.
+        implied: whether another setting implies this one (``mixed_precision`` implies ``precision.param``). An
+            explicit value of the same source overrides it.
+        level: level of precedence; set by ``spec.precedence``.
     """
 
     name: str
@@ -35,17 +34,14 @@ class Setting:
         """Key and value as written: ``fsdp_sharding_strategy=1``."""
         return f"{self.origin.spelling}={self.origin.text}"
 
-    def with_value(self, value: Any) -> Setting:
-        return replace(self, value=value)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceSettings:
     """All settings and problems of one source.
 
     Attributes:
-        dialect: whose defaults the source brings; ``None`` if it does not mention FSDP.
-        level: the source in the order of precedence; set by ``spec.precedence``.
+        dialect: selects the defaults; ``None`` if the source does not mention FSDP.
+        level: level of precedence; set by ``spec.precedence``.
     """
 
     settings: tuple[Setting, ...] = ()

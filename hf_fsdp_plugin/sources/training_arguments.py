@@ -1,4 +1,4 @@
-"""``TrainingArguments``: its FSDP settings, from keyword arguments. Transformers is not imported."""
+"""Reads the FSDP settings of ``TrainingArguments`` from its keyword arguments. Transformers is not imported."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.accelerate_file import add_fsdp_section
-from hf_fsdp_plugin.sources.collector import Collector, entry_of
+from hf_fsdp_plugin.sources.collector import Collector
 from hf_fsdp_plugin.sources.config_file import ConfigFile, ConfigFiles
 from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.sources.settings import SourceSettings
 from hf_fsdp_plugin.sources.tree import Node
 from hf_fsdp_plugin.sources.yaml_tree import ConfigFileError, dict_tree, parse_text
-from hf_fsdp_plugin.vocabulary import Scope, find
+from hf_fsdp_plugin.vocabulary import Scope
 
 SOURCE = "TrainingArguments"
 KEYS: Mapping[str, Scope] = {
@@ -38,9 +38,7 @@ def read(sources: Sources) -> SourceSettings | None:
     out = Collector(SOURCE)
     for key, scope in KEYS.items():
         if arguments.get(key):  # False is the Trainer's default, not a setting
-            row = find(key, (scope,))
-            assert row is not None
-            out.add_entry(row, entry_of(key, arguments[key]))
+            out.add_key(scope, key, arguments[key])
     add_fsdp_arguments(out, arguments.get("fsdp"), arguments.get("fsdp_config"), sources.files)
     return out.result("training_arguments")
 
@@ -53,9 +51,7 @@ def add_fsdp_arguments(out: Collector, fsdp: FsdpOptions, fsdp_config: FsdpConfi
         fsdp_config: a dict, the path of a JSON or YAML file, or JSON text.
     """
     if fsdp is not None:
-        row = find("fsdp", ("training",))
-        assert row is not None
-        out.add_entry(row, entry_of("fsdp", fsdp))
+        out.add_key("training", "fsdp", fsdp)
     if fsdp_config is None or fsdp_config == "" or fsdp_config == {}:
         return
     if fsdp is not None and not out.mentions_fsdp:

@@ -1,4 +1,4 @@
-"""A config as a tree with line numbers, from a file or from Python objects."""
+"""``Node``: a config as a tree with line numbers, from a file or from Python objects."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def shorten(text: str) -> str:
 
 
 def from_python(value: Any, *, line: int | None = None, depth: int = 0) -> Node:
-    """Return the tree of a Python object. Enums, classes and dtypes become the text that a file would contain.
+    """Return the tree of a Python object. Enums, classes and dtypes become text, as in a file.
 
     Raises:
         ValueError: the object is nested more than 20 levels deep.
@@ -86,11 +86,9 @@ def from_python(value: Any, *, line: int | None = None, depth: int = 0) -> Node:
 
 
 def _scalar(value: Any) -> Any:
-    if value is None or (isinstance(value, (bool, int, float)) and not isinstance(value, Enum)):
-        return value
-    if isinstance(value, Enum):  # torch's enums have numbers as values; the name is clearer
+    if isinstance(value, Enum):  # the values of torch's enums are numbers
         return str(value.value) if isinstance(value.value, str) else value.name
-    if isinstance(value, str):
+    if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, type):
         return value.__name__

@@ -1,4 +1,4 @@
-"""YAML or JSON text to a tree that keeps line numbers."""
+"""Parses YAML or JSON text into a tree with line numbers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ _EVENTS: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class ConfigFileError(ValueError):
-    """A config that cannot be read at all.
-
-    Attributes:
-        problem: the reason, and what to do.
-    """
+    """A config that cannot be parsed. ``problem`` contains the reason and the remedy."""
 
     def __init__(self, code: str, message: str, fix: str, *, source: str, line: int | None = None) -> None:
         self.problem = Problem(code=code, message=message, fix=fix, origin=Origin(source=source, line=line))
@@ -30,7 +26,7 @@ class ConfigFileError(ValueError):
 
 
 def parse_text(text: str, *, source: str, is_json: bool = False) -> Node:
-    """Parse YAML or JSON whose top level is a mapping. Raises ``ConfigFileError``, which names `source`."""
+    """Parse YAML or JSON whose top level is a mapping. Raises ``ConfigFileError`` with the name `source`."""
     if is_json or text.lstrip().startswith("{"):
         if is_json:
             _check_json(text, source)
@@ -70,7 +66,7 @@ def _check_json(text: str, source: str) -> None:
 
 
 class _Composer:
-    """YAML events to a tree. Aliases, tags, duplicate keys, and excessive depth or size are errors."""
+    """Builds a tree from YAML events. Rejects aliases, tags, duplicate keys, and excessive depth or size."""
 
     def __init__(self, text: str, source: str) -> None:
         self._text = text
@@ -137,7 +133,7 @@ class _Composer:
         try:
             value = self._resolver.construct_object(yaml.ScalarNode(tag, event.value), deep=True)
         except (yaml.YAMLError, ValueError, ArithmeticError, LookupError):
-            return event.value  # 2024-99-99 matches the form of a date but is not one; keep the text
+            return event.value  # for example 2024-99-99, which looks like a date
         return value if value is None or isinstance(value, (bool, int, float, str)) else event.value
 
     def _error(self, code: str, message: str, fix: str, event: Any) -> ConfigFileError:
@@ -146,13 +142,11 @@ class _Composer:
     def _syntax_error(self, error: yaml.YAMLError) -> ConfigFileError:
         mark: Any = getattr(error, "problem_mark", None)
         lines = self._text.splitlines()
-        # an unclosed bracket is reported after the last line
+        # An unclosed bracket is reported after the last line.
         line = max(1, min(mark.line + 1, len(lines))) if mark is not None else None
         written = lines[line - 1] if line is not None and line <= len(lines) else ""
-        message, fix = (
-            f"invalid YAML: {getattr(error, 'problem', None) or 'it cannot be parsed'}.",
-            "Correct this line.",
-        )
+        reason = getattr(error, "problem", None) or "the text cannot be parsed"
+        message, fix = f"invalid YAML: {reason}.", "Correct this line."
         if "\t" in written:
             message, fix = "invalid YAML: the line contains a tab.", "Indent with spaces."
         return ConfigFileError("FSDP-E006", message, fix, source=self._source, line=line)
