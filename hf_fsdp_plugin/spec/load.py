@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
@@ -108,14 +107,12 @@ def _ambiguous_version(levels: Sequence[SourceSettings], spec: FsdpSpec) -> Iter
         yield Problem(code="FSDP-W106", setting="fsdp.version", message=message, fix="Set fsdp_version in one of them.")
 
 
-CHECKED_WITH = MappingProxyType(
-    {
-        "wrap.policy": "wrap.min_num_params",
-        "launch.distributed_type": "launch.distributed_type",
-        "activation.offload": "activation.checkpointing",
-        "loading.sync_module_states": "loading.ram_efficient",
-    }
-)
+CHECKED_WITH: Mapping[str | None, str] = {
+    "wrap.policy": "wrap.min_num_params",
+    "launch.distributed_type": "launch.distributed_type",
+    "activation.offload": "activation.checkpointing",
+    "loading.sync_module_states": "loading.ram_efficient",
+}
 """Setting of a problem -> the setting whose value the rule compares it with."""
 
 
@@ -123,8 +120,7 @@ def _check(spec: FsdpSpec, read_problems: list[Problem]) -> Iterator[Problem]:
     """Yield the problems that the rules find, except those about values that could not be read."""
     unread = {problem.setting for problem in read_problems if problem.severity == "error"}
     for problem in check_rules(spec):
-        compared_with = CHECKED_WITH.get(problem.setting or "")
-        if compared_with and compared_with in unread:
+        if CHECKED_WITH.get(problem.setting, "") in unread:
             continue
         if problem.severity != "note" or not has_errors(read_problems):
             yield problem

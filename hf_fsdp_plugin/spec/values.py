@@ -23,19 +23,11 @@ class NoValue(Exception):
 
 
 class InvalidValue(ValueError):
-    """A value that is not valid for its setting.
-
-    Attributes:
-        expected: the valid values.
-        fix: what to do.
-        code: the code of the problem.
-    """
+    """A value that is not valid for its setting: the expected values, the remedy and the code of the problem."""
 
     def __init__(self, expected: str, fix: str = "", *, code: str = "FSDP-E101") -> None:
-        self.expected = expected
-        self.fix = fix
-        self.code = code
         super().__init__(expected)
+        self.expected, self.fix, self.code = expected, fix, code
 
 
 def parse_value(row: Row, raw: Any) -> Any:
@@ -180,10 +172,6 @@ def _mapping(row: Row, raw: Any) -> Mapping[str, Any]:
     return raw
 
 
-def _any(row: Row, raw: Any) -> Any:
-    return raw
-
-
 def look_up(choices: Mapping[str, tuple[str, ...]], raw: Any) -> str | None:
     """Return the choice that a text, number or bool means; ``None`` if there is none."""
     word = _value_key(raw)
@@ -230,7 +218,7 @@ def _or(forms: list[str]) -> str:
 
 _PARSERS: Mapping[Kind, Callable[[Row, Any], Any]] = {
     "bool": _bool, "integer": _integer, "size": _size, "choice": _choice, "names": _names, "text": _text,
-    "mapping": _mapping, "any": _any, "reshard": _reshard, "one": _one, "mode": _mode,
+    "mapping": _mapping, "any": lambda row, raw: raw, "reshard": _reshard, "one": _one, "mode": _mode,
 }  # fmt: skip
 
 

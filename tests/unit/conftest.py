@@ -11,11 +11,11 @@ import saved
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources.model import Sources, config_of
 from hf_fsdp_plugin.spec import load
-from hf_fsdp_plugin.spec.load import Assessment
 
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
+    """A process group of one rank."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -24,10 +24,10 @@ def one_rank() -> Iterator[None]:
 
 
 @pytest.fixture
-def assess() -> Callable[..., Assessment]:
-    """``load.assess`` of a config and further sources, without the environment of the test run."""
+def assess() -> Callable[..., load.Assessment]:
+    """Assess a config and other sources, without the environment of the test run."""
 
-    def run(config: Any = None, **sources: Any) -> Assessment:
+    def run(config: Any = None, **sources: Any) -> load.Assessment:
         given = {name: sources.pop(name) for name in ("fsdp", "fsdp_config") if name in sources}
         sources["training_arguments"] = {**sources.get("training_arguments", {}), **given}
         return load.assess(Sources(config=config_of(config), **{"environ": {}, **sources}))
@@ -36,8 +36,8 @@ def assess() -> Callable[..., Assessment]:
 
 
 @pytest.fixture
-def problems(assess: Callable[..., Assessment]) -> Callable[..., list[Problem]]:
-    """The problems of one severity."""
+def problems(assess: Callable[..., load.Assessment]) -> Callable[..., list[Problem]]:
+    """Return the problems of one severity."""
 
     def run(config: Any = None, *, severity: str = "error", **sources: Any) -> list[Problem]:
         return [problem for problem in assess(config, **sources).problems if problem.severity == severity]
@@ -47,12 +47,8 @@ def problems(assess: Callable[..., Assessment]) -> Callable[..., list[Problem]]:
 
 @pytest.fixture
 def codes(problems: Callable[..., list[Problem]]) -> Callable[..., list[str]]:
-    """The codes of the problems of one severity."""
-
-    def run(config: Any = None, **given: Any) -> list[str]:
-        return [problem.code for problem in problems(config, **given)]
-
-    return run
+    """Return the codes of the problems of one severity."""
+    return lambda *config, **given: [problem.code for problem in problems(*config, **given)]
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -13,40 +14,29 @@ import hf_fsdp_plugin
 PACKAGE = Path(hf_fsdp_plugin.__file__).parent
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "numpy"}
 TORCH_FREE = ("version", "problems", "text", "strategies", "vocabulary", "sources", "spec")
-ORDER = (
-    *TORCH_FREE,
-    "devices",
-    "torch_private",
-    "plan",
-    "backends",
-    "checkpoint",
-    "observe",
-    "integrations",
-    "cli",
-)
-"""A package may import itself and what is named before it."""
+OTHERS = ("devices", "torch_private", "plan", "backends", "checkpoint", "observe", "integrations", "cli")
+ORDER = TORCH_FREE + OTHERS
+"""A package may import itself and the packages before it."""
+
+
+@cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def imported(path: Path) -> set[str]:
-    """Names of the modules that a file imports, anywhere in it."""
+    """Return the names of the modules that a file imports, also inside functions."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            names.add(node.module)
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return names
 
 
 def files_of(part: str) -> list[Path]:
-    folder = PACKAGE / part
-    return sorted(folder.rglob("*.py")) if folder.is_dir() else [PACKAGE / f"{part}.py"]
-
-
-def parts_imported(path: Path) -> set[str]:
-    own = [name.split(".") for name in imported(path) if name.startswith("hf_fsdp_plugin.")]
-    return {parts[1] for parts in own if (PACKAGE / parts[1]).is_dir() or (PACKAGE / f"{parts[1]}.py").is_file()}
+    return sorted((PACKAGE / part).rglob("*.py")) or [PACKAGE / f"{part}.py"]
 
 
 def module_name(path: Path) -> str:
@@ -54,16 +44,20 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+MODULES = {module_name(path): path for path in PACKAGE.rglob("*.py")}
+
+
 def test_order_names_every_package_and_module():
-    found = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
-    assert found - {"__init__", "__main__"} == set(ORDER)
+    parts = {name.split(".")[1] for name in MODULES if name != "hf_fsdp_plugin"}
+    assert parts - {"__main__"} == set(ORDER)
 
 
 @pytest.mark.parametrize("part", ORDER)
 def test_package_imports_only_what_is_before_it(part: str):
-    allowed = set(ORDER[: ORDER.index(part) + 1])
-    wrong = {str(path): parts - allowed for path in files_of(part) if (parts := parts_imported(path)) - allowed}
-    assert not wrong
+    later = set(ORDER[ORDER.index(part) + 1 :])
+    for path in files_of(part):
+        own = {name.split(".")[1] for name in imported(path) if name.startswith("hf_fsdp_plugin.")}
+        assert not own & later, path
 
 
 @pytest.mark.parametrize("part", TORCH_FREE)
@@ -73,15 +67,14 @@ def test_torch_free_package_imports_no_heavy_library(part: str):
 
 
 def test_modules_import_each_other_without_cycles():
-    files = {module_name(path): path for path in PACKAGE.rglob("*.py")}
-    graph = {name: imported(path) & files.keys() - {name} for name, path in files.items()}
-    for name, path in files.items():
-        if path.name == "__init__.py":  # a package re-exports its modules; they do not import it
-            graph[name] = set()
+    graph = {  # a package re-exports its modules, but does not depend on them
+        name: set() if path.name == "__init__.py" else imported(path) & MODULES.keys() - {name}
+        for name, path in MODULES.items()
+    }
     TopologicalSorter(graph).prepare()  # raises CycleError with the modules of a cycle
 
 
-def test_nothing_imports_the_package_root_but_the_command_line():
+def test_only_command_line_imports_package_root():
     for part in set(ORDER) - {"cli"}:
         for path in files_of(part):
             assert "hf_fsdp_plugin" not in imported(path), path
@@ -92,9 +85,8 @@ def test_one_torch_free_file_reads_the_environment():
         path.name
         for part in TORCH_FREE
         for path in files_of(part)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") and isinstance(node.value, ast.Name)
-        if node.value.id == "os"
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv")
     }
     assert readers == {"environment.py"}
 

@@ -62,9 +62,7 @@ def test_default_file_without_config_file_flag(tmp_path):
 def test_default_file_without_visible_launcher(assess, tmp_path):
     folder = tmp_path / "accelerate"
     folder.mkdir()
-    (folder / "default_config.yaml").write_text(
-        "distributed_type: FSDP\nfsdp_config:\n  fsdp_limit_all_gathers: false\n"
-    )
+    (folder / "default_config.yaml").write_text("fsdp_config:\n  fsdp_limit_all_gathers: false\n")
     environ = {"HF_HOME": str(tmp_path), "ACCELERATE_MIXED_PRECISION": "no", "FSDP_VERSION": "2"}
     assessment = assess(environ=environ, as_launched=True)
     assert not assessment.spec.prefetch.limit_all_gathers

@@ -1,38 +1,21 @@
 """``TrainingArguments`` as keyword arguments."""
 
-import enum
 import json
 
 import pytest
-
-
-class FsdpOption(str, enum.Enum):  # noqa: UP042 (Transformers declares it so)
-    FULL_SHARD = "full_shard"
-    AUTO_WRAP = "auto_wrap"
-
-
-class ShardingStrategy(enum.Enum):
-    FULL_SHARD = enum.auto()
-    SHARD_GRAD_OP = enum.auto()
-
+import yaml
+from torch.distributed.fsdp import ShardingStrategy
+from transformers.trainer_utils import FSDPOption
 
 CONFIG = {"fsdp_transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "backward_prefetch": "backward_post"}
 
 
 def test_fsdp_config_is_dict_path_or_json(assess, tmp_path):
     (tmp_path / "c.json").write_text(json.dumps(CONFIG))
-    (tmp_path / "c.yaml").write_text(
-        "fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer\nbackward_prefetch: backward_post"
-    )
-    whole = {"distributed_type": "FSDP", "fsdp_config": CONFIG}
-    (tmp_path / "whole.json").write_text(json.dumps(whole))
-    for config in (
-        CONFIG,
-        json.dumps(CONFIG),
-        tmp_path / "c.json",
-        str(tmp_path / "c.yaml"),
-        str(tmp_path / "whole.json"),
-    ):
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(CONFIG))
+    (tmp_path / "whole.json").write_text(json.dumps({"distributed_type": "FSDP", "fsdp_config": CONFIG}))
+    files = (tmp_path / "c.json", str(tmp_path / "c.yaml"), str(tmp_path / "whole.json"))
+    for config in (CONFIG, json.dumps(CONFIG), *files):
         assessment = assess(fsdp="full_shard auto_wrap", fsdp_config=config)
         assert assessment.ok, assessment.problems
         assert assessment.spec.wrap.classes == ("LlamaDecoderLayer",)
@@ -48,19 +31,14 @@ def test_fsdp_config_path_has_line_numbers(assess, tmp_path):
 
 @pytest.mark.parametrize(
     ("config", "code"),
-    [
-        ("missing.json", "FSDP-E001"),
-        ('{"a": }', "FSDP-E007"),
-        (5, "FSDP-E034"),
-        ({"offlaod_params": True}, "FSDP-E020"),
-    ],
+    [("missing.json", "FSDP-E001"), ('{"a": }', "FSDP-E007"), (5, "FSDP-E034"), ({"offlaod_params": 1}, "FSDP-E020")],
 )
 def test_invalid_fsdp_config_is_error(codes, config, code):
     assert codes(fsdp=True, fsdp_config=config) == [code]
 
 
 def test_enum_is_read_by_name(assess):
-    spec = assess(fsdp=[FsdpOption.FULL_SHARD, FsdpOption.AUTO_WRAP]).spec
+    spec = assess(fsdp=[FSDPOption.FULL_SHARD, FSDPOption.AUTO_WRAP]).spec
     assert spec.asked("sharding.strategy")
     spec = assess(fsdp=True, fsdp_config={"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}).spec
     assert spec.sharding.strategy == "shard_grad_op"

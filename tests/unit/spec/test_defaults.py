@@ -17,14 +17,11 @@ def test_training_arguments_dialect_is_version_2_with_wrapping(assess):
     assert (spec.fsdp.version, spec.wrap.policy, spec.prefetch.backward) == (2, "transformer", "pre")
 
 
-def test_environment_dialect_is_version_1(assess):
-    assert assess(environ={"ACCELERATE_USE_FSDP": "true"}).spec.fsdp.version == 1
-
-
-def test_highest_source_with_fsdp_decides_dialect(assess):
+def test_highest_source_with_fsdp_selects_dialect(assess):
     config = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_offload_params": True}}
     assert assess(config, fsdp="full_shard").spec.fsdp.version == 2
     assert assess(config, training_arguments={"bf16": True}).spec.fsdp.version == 1
+    assert assess(environ={"ACCELERATE_USE_FSDP": "true"}).spec.fsdp.version == 1
 
 
 def test_common_defaults(assess):
@@ -47,11 +44,6 @@ def test_common_defaults(assess):
 )
 def test_wrap_policy_is_derived(assess, section, policy):
     assert assess({"fsdp_config": section}).spec.wrap.policy == policy
-
-
-def test_auto_wrap_with_threshold_is_size_policy(assess):
-    spec = assess(fsdp="full_shard auto_wrap", fsdp_config={"min_num_params": 2000}).spec
-    assert (spec.wrap.policy, spec.wrap.min_num_params) == ("size", 2000)
 
 
 def test_threshold_and_classes_without_policy_are_error(codes):
@@ -88,11 +80,7 @@ def test_dtype_of_higher_source_overrides_launch_mode(assess):
         ({"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_reshard_after_forward": True}, "full_shard", ["FSDP-N108"]),
         ({"dp_replicate_size": 2}, "hybrid_shard", ["FSDP-N111"]),
         ({"dp_replicate_size": 2, "fsdp_reshard_after_forward": False}, "hybrid_shard_zero2", ["FSDP-N111"]),
-        (
-            {"dp_replicate_size": 2, "dp_shard_size": 2, "fsdp_sharding_strategy": 2},
-            "hybrid_shard_zero2",
-            ["FSDP-N111"],
-        ),
+        ({"dp_replicate_size": 2, "dp_shard_size": 2, "strategy": 2}, "hybrid_shard_zero2", ["FSDP-N111"]),
         ({"dp_replicate_size": 2, "dp_shard_size": 1}, "no_shard", []),
         ({"dp_replicate_size": 1}, "full_shard", []),
     ],
@@ -128,10 +116,6 @@ def test_reshard_of_higher_source_overrides_strategy(assess):
     assert problem.setting == "sharding.strategy" and "--set" in problem.message
 
 
-def test_ram_efficient_loading_syncs_module_states(assess):
-    assert assess({"fsdp_config": {"fsdp_cpu_ram_efficient_loading": True}}).spec.loading.sync_module_states
-
-
 def test_gradient_checkpointing_is_native(assess):
     spec = assess(training_arguments={"fsdp": True, "gradient_checkpointing": True}).spec
     assert (spec.activation.checkpointing, spec.activation.native) == ("full", True)
@@ -140,9 +124,7 @@ def test_gradient_checkpointing_is_native(assess):
 
 
 def test_launch_extra_keeps_unused_keys(assess):
-    spec = assess(
-        {"distributed_type": "FSDP", "tpu_use_sudo": False, "dynamo_config": {"dynamo_backend": "INDUCTOR"}}
-    ).spec
+    spec = assess({"tpu_use_sudo": False, "dynamo_config": {"dynamo_backend": "INDUCTOR"}}).spec
     assert dict(spec.launch.extra) == {"tpu_use_sudo": False}
     assert dict(spec.launch.dynamo_config) == {"dynamo_backend": "INDUCTOR"}
 

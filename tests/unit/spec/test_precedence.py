@@ -19,30 +19,19 @@ GIVEN: dict[str, Callable[[str], dict[str, Any]]] = {
 PAIRS = list(itertools.combinations(GIVEN, 2))
 
 
-def about_offload(assessment):
-    return [problem for problem in assessment.problems if problem.setting == "offload.params"]
-
-
 def test_every_source_has_precedence_test():
     assert len(PRECEDENCE) == len(GIVEN)
 
 
+@pytest.mark.parametrize(("lower_value", "code"), [("false", "FSDP-W103"), ("yes", "FSDP-N104")])
 @pytest.mark.parametrize(("high", "low"), PAIRS)
-def test_higher_source_overrides_lower_with_warning(assess, high, low):
-    assessment = assess(**GIVEN[high]("true"), **GIVEN[low]("false"))
+def test_higher_source_overrides_lower(assess, high, low, lower_value, code):
+    assessment = assess(**GIVEN[high]("true"), **GIVEN[low](lower_value))
     assert assessment.ok
     assert assessment.spec.offload.params is True
-    (problem,) = about_offload(assessment)
-    assert problem.code == "FSDP-W103"
-    assert problem.origin.text == "false"
+    (problem,) = (problem for problem in assessment.problems if problem.setting == "offload.params")
+    assert (problem.code, problem.origin.text) == (code, lower_value)
     assert str(assessment.spec.origin("offload.params")) in problem.message
-
-
-@pytest.mark.parametrize(("high", "low"), PAIRS)
-def test_equal_value_of_lower_source_is_note(assess, high, low):
-    assessment = assess(**GIVEN[high]("true"), **GIVEN[low]("yes"))
-    (problem,) = about_offload(assessment)
-    assert (problem.code, assessment.spec.offload.params) == ("FSDP-N104", True)
 
 
 def test_two_values_in_one_source_are_error(problems):

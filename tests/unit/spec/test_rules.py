@@ -85,12 +85,8 @@ def test_valid_config_is_accepted(codes, given):
     [
         (config(fsdp_version=2, fsdp_limit_all_gathers=False), "FSDP-W148", "prefetch.limit_all_gathers"),
         (config(fsdp_version=2, fsdp_use_orig_params=False), "FSDP-W148", "params.use_orig"),
-        (
-            config(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=9, transformer_layer_cls_to_wrap="A"),
-            "FSDP-W143",
-            "wrap.classes",
-        ),
-        (config(auto_wrap_policy="NO_WRAP", transformer_layer_cls_to_wrap="A"), "FSDP-W143", "wrap.classes"),
+        (config(wrap_policy="SIZE_BASED", min_num_param=9, transformer_layer_cls="A"), "FSDP-W143", "wrap.classes"),
+        (config(wrap_policy="NO_WRAP", transformer_layer_cls="A"), "FSDP-W143", "wrap.classes"),
         (config(auto_wrap_policy="TRANSFORMER_BASED_WRAP", min_num_params=9), "FSDP-W143", "wrap.min_num_params"),
         ({"distributed_type": "MULTI_GPU", "fsdp_config": {}}, "FSDP-W124", "launch.distributed_type"),
         ({**FSDP, "compute_environment": "AMAZON_SAGEMAKER"}, "FSDP-W135", "launch.compute_environment"),
