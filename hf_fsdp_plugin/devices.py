@@ -1,8 +1,7 @@
 """What differs between device types: one row of :data:`DEVICES` per supported type.
 
 To support another device type, add a row: an :class:`Accelerator` if ``torch.<type>`` has the functions used here, a
-subclass of it otherwise. torch is imported by the methods, not by this file: the launcher reads the table and starts
-ranks without loading torch.
+subclass of it otherwise. Only methods import torch, so that the launcher reads the table without loading torch.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """One device type, and the base class for accelerators. As it is, it describes the CPU.
+    """The CPU, and the base class of accelerators.
 
     Attributes:
         type: torch's name, such as ``cuda``.
         collectives: torch's name for the library that communicates this device's tensors.
-        visible_variable: environment variable that limits a process to some devices; empty where there is none.
+        visible_variable: environment variable that limits a process to some devices; empty if there is none.
         peak_source: what :meth:`peak_memory` measures.
     """
 
@@ -59,7 +58,7 @@ class Device:
         """Wait for all kernels and copies on the current device."""
 
     def pin(self, memory: torch.Tensor) -> bool:
-        """Page-lock existing CPU memory. Returns ``False`` where that is not possible: copies are slower, and work."""
+        """Page-lock existing CPU memory. Returns ``False`` if that is impossible; copies are then slower."""
         return False
 
     def unpin(self, memory: torch.Tensor) -> None:
@@ -73,17 +72,8 @@ class Device:
         # Linux reports KiB, macOS bytes (getrusage(2) of each).
         return peak if sys.platform == "darwin" else peak * 1024
 
-    def reset_peak_memory(self) -> None:
-        """Start a new measurement of :meth:`peak_memory`. Has no effect on the CPU: no process can reset ru_maxrss."""
-
-    def get_rng_state(self) -> torch.Tensor:
-        """State of the random number generator of the current device."""
-        import torch
-
-        return torch.random.get_rng_state()
-
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Restore what :meth:`get_rng_state` returned."""
+        """Restore the random number generator of the current device from what torch's ``get_rng_state`` returned."""
         import torch
 
         torch.random.set_rng_state(state)
@@ -121,12 +111,6 @@ class Accelerator(Device):
     def peak_memory(self) -> int:
         return self._module.max_memory_allocated()
 
-    def reset_peak_memory(self) -> None:
-        self._module.reset_peak_memory_stats()
-
-    def get_rng_state(self) -> torch.Tensor:
-        return self._module.get_rng_state()
-
     def set_rng_state(self, state: torch.Tensor) -> None:
         self._module.set_rng_state(state)
 
@@ -142,33 +126,19 @@ class Cuda(Accelerator):
         self._module.cudart().cudaHostUnregister(memory.data_ptr())
 
 
-DEVICES: Final[Mapping[str, Device]] = MappingProxyType(
-    {
-        device.type: device
-        for device in (
-            Device(type="cpu", collectives="gloo"),
-            Cuda(
-                type="cuda",
-                collectives="nccl",
-                visible_variable="CUDA_VISIBLE_DEVICES",
-                peak_source="cuda allocator",
-            ),
-            Accelerator(
-                type="xpu",
-                collectives="xccl",
-                visible_variable="ZE_AFFINITY_MASK",
-                peak_source="xpu allocator",
-            ),
-        )
-    }
+_ROWS: Final = (
+    Device(type="cpu", collectives="gloo"),
+    Cuda(type="cuda", collectives="nccl", visible_variable="CUDA_VISIBLE_DEVICES", peak_source="cuda allocator"),
+    Accelerator(type="xpu", collectives="xccl", visible_variable="ZE_AFFINITY_MASK", peak_source="xpu allocator"),
 )
+DEVICES: Final[Mapping[str, Device]] = MappingProxyType({device.type: device for device in _ROWS})
 """Every supported device type, by torch's name for it."""
 
 
 def accelerator_type() -> str:
-    """torch's name for the accelerator of this process, supported or not; ``cpu`` where there is none.
+    """torch's name for the accelerator of this process, supported or not; ``cpu`` if there is none.
 
-    Apple's GPU (``mps``) counts as none: it serves one process, and torch has no collectives for it.
+    Apple's GPU (``mps``) does not count: torch has no collectives for it.
     """
     import torch
 
@@ -177,9 +147,9 @@ def accelerator_type() -> str:
 
 
 def available_device() -> Device:
-    """The row of this process's accelerator; the CPU's where it has none, or none that is supported.
+    """The row of this process's accelerator; the CPU if it has no supported accelerator.
 
-    Plans and the launcher refuse unsupported device types (:func:`get_device`), and CPU ranks run on any machine.
+    CPU ranks run on any machine, so that an unsupported accelerator is an error in plans and in the launcher only.
     """
     return DEVICES.get(accelerator_type(), DEVICES["cpu"])
 
@@ -199,5 +169,5 @@ def unsupported_device(device_type: str) -> Problem:
     return Problem(
         code="FSDP-E301",
         message=f"device type {device_type!r} is not supported. Supported: {', '.join(DEVICES)}.",
-        fix="Run on one of these; use_cpu: true (--cpu) runs on the CPU.",
+        fix="Run on a supported device type; use_cpu: true (--cpu) selects the CPU.",
     )

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from leaks import ProcessState, differences, open_files_below
-
-_GRACE_SECONDS = 2.0
-"""Time for threads and child processes to end after the test."""
+from leaks import ProcessState, leaks_since, open_files_below
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -30,11 +26,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     folder = Path(request.getfixturevalue("tmp_path")) if "tmp_path" in request.fixturenames else None
     before = ProcessState.read()
     yield
-    deadline = time.monotonic() + _GRACE_SECONDS
-    while (leaks := differences(before, ProcessState.read())) and time.monotonic() < deadline:
-        if not any(line.startswith(("thread", "child process")) for line in leaks):
-            break
-        time.sleep(0.05)
+    leaks = leaks_since(before)
     before.restore_environment()
     if folder is not None:
         leaks += open_files_below(folder)

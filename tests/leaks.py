@@ -6,8 +6,9 @@ import os
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -16,6 +17,7 @@ _CACHES = frozenset({"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache
 # Set by the libraries at their first import or by pytest for every test.
 _LIBRARY_VARIABLES = ("PYTEST_", "TORCH", "TRITON_", "KMP_", "KINETO_", "CUDA_MODULE_LOADING", "TF_")
 _LIBRARY_THREADS = ("tqdm", "pytest_timeout", "pin_memory")
+_GRACE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,21 @@ class ProcessState:
             if not name.startswith(_LIBRARY_VARIABLES):
                 del os.environ[name]
         os.environ.update(self.environ)
+
+
+def leaks_since(before: ProcessState, *, files: bool = True) -> list[str]:
+    """:func:`differences` between now and ``before``. Threads and child processes get time to end.
+
+    Args:
+        files: whether new files count as leaks.
+    """
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while True:
+        after = ProcessState.read()
+        leaks = differences(before, after if files else replace(after, files=before.files))
+        if time.monotonic() > deadline or not any(line.startswith(("thread", "child process")) for line in leaks):
+            return leaks
+        time.sleep(0.05)
 
 
 def differences(before: ProcessState, after: ProcessState) -> list[str]:

@@ -26,8 +26,8 @@ _MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 class ActivationOffload(ActivationWrapper):
     """Moves what the wrapped module saves for backward to CPU memory until backward needs it.
 
-    A checkpointed unit saves only its input. With that in CPU memory, the device memory for activations does not grow
-    with the number of layers. torch's ``OffloadWrapper`` always pins memory, which requires an accelerator.
+    A checkpointed unit saves only its input. If the input is in CPU memory, the device memory for activations does not
+    grow with the number of layers. torch's ``OffloadWrapper`` always pins memory, which requires an accelerator.
     """
 
     def __init__(self, module: nn.Module, *, pin_memory: bool) -> None:
@@ -40,7 +40,7 @@ class ActivationOffload(ActivationWrapper):
 
 
 def _save_every_second_matmul() -> Any:
-    """A context for selective checkpointing: attention and every second matmul are saved, the rest is recomputed.
+    """A context for selective checkpointing: saves attention and every second matmul, recomputes everything else.
 
     Matmuls are the expensive part of a recompute. Saving half of them is the usual compromise (as in torchtitan).
     """
@@ -50,7 +50,7 @@ def _save_every_second_matmul() -> Any:
         if op in ATTENTION_OPS:
             return CheckpointPolicy.MUST_SAVE
         if op in _MATMULS:
-            # Forward and recompute have separate counters, so that both decide the same for the same matmul.
+            # Forward and recompute have separate counters, so that both make the same decision for a matmul.
             seen[context.is_recompute] += 1
             if seen[context.is_recompute] % 2:
                 return CheckpointPolicy.MUST_SAVE
@@ -63,8 +63,8 @@ def apply_activation_checkpointing(plan: FsdpPlan, model: nn.Module) -> None:
     """Wrap each unit of the wrap policy in place, before sharding.
 
     FSDP(checkpoint(layer)) gathers a unit's parameters once for recompute and backward, checkpoint(FSDP(layer)) twice.
-    The random state is restored for the recompute. Accelerate does not do that under FSDP2, so with dropout its
-    recomputed activations differ from those of the forward.
+    The random state is restored for the recompute. Accelerate does not restore it under FSDP2, so that dropout draws
+    other random numbers in the recompute than in the forward.
     """
     activation = plan.activation
     if activation.native or activation.checkpointing == "none":
@@ -81,11 +81,7 @@ def apply_activation_checkpointing(plan: FsdpPlan, model: nn.Module) -> None:
             if activation.offload:
                 wrapped = ActivationOffload(wrapped, pin_memory=plan.device_type != "cpu")
             replace_module(model, module, wrapped)
-    _disable_cache(model)
-
-
-def _disable_cache(model: nn.Module) -> None:
-    """Disable the key-value cache: the recompute would append to it again, and shapes would not match."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
-        config.use_cache = False  # type: ignore[union-attr]
+        # The recompute would append to the key-value cache again, and shapes would not match.
+        config.use_cache = False

@@ -13,8 +13,10 @@ from hf_fsdp_plugin.problems import CheckpointError, Problem, SpecError
 from hf_fsdp_plugin.text import format_names
 
 T = TypeVar("T")
+_Failure = tuple[str, str, tuple[Problem, ...]]
+"""Class and message of an exception, and the problems of a :class:`SpecError`."""
 _AGREED = "_hf_fsdp_agreed"
-"""Attribute of an exception that all ranks raise; outer blocks then exchange nothing."""
+"""Attribute of an exception that all ranks raise. Outer blocks do not exchange it again."""
 
 
 def gather_objects(own: T) -> list[T]:
@@ -37,18 +39,18 @@ def same_on_all_ranks(what: str, value: str) -> None:
     values = gather_objects(value)
     different = [rank for rank, other in enumerate(values) if other != values[0]]
     if different:
-        message = f"{what} is not the same on all ranks. Different from rank 0: {format_names(different)}."
+        message = f"{what} is not the same on all ranks. Ranks that differ from rank 0: {format_names(different)}."
         fix = "Start every rank with the same config, environment and model."
         raise SpecError([Problem(code="FSDP-E302", message=message, fix=fix)])
 
 
 @contextmanager
 def on_all_ranks(doing: str) -> Iterator[None]:
-    """Run the block on every rank. If it fails on some ranks, raise on all, and name the ranks that failed.
+    """Run the block on every rank. If it fails on some ranks, raise on all ranks and name those that failed.
 
-    The block may contain no collectives except blocks like this one: a rank that fails between two inner blocks
-    exchanges its failure in the next one, and then all ranks leave the outer block without another exchange. A
-    ``SpecError`` that is the same on all ranks is raised unchanged.
+    The only collectives in the block may be inner blocks of this kind. A rank that fails between two inner blocks
+    exchanges its failure in the next one, and then all ranks leave the outer block without another exchange. An
+    exception that is the same on all ranks is raised unchanged.
 
     Args:
         doing: what the block does, for the message, such as ``reading checkpoint-5``.
@@ -60,26 +62,23 @@ def on_all_ranks(doing: str) -> Iterator[None]:
         if getattr(error, _AGREED, False):
             raise
         failure = error
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        if failure is not None:
-            raise failure
-        return
     own = None if failure is None else (type(failure).__name__, str(failure), getattr(failure, "problems", ()))
-    failures = gather_objects(own)
+    failures: list[_Failure | None] = gather_objects(own)
     failed = {rank: other for rank, other in enumerate(failures) if other is not None}
     if not failed:
         return
-    if failure is not None and len(set(failures)) == 1:
-        setattr(failure, _AGREED, True)
-        raise failure
-    problems = [problem for rank, other in failed.items() for problem in _problems(rank, other, doing)]
-    is_checkpoint = any(kind == CheckpointError.__name__ for kind, _, _ in failed.values())
-    agreed = (CheckpointError if is_checkpoint else SpecError)(problems)
+    agreed = failure
+    if agreed is None or len(set(failures)) > 1:
+        problems = [problem for rank, other in failed.items() for problem in _problems(rank, other, doing)]
+        is_checkpoint = any(kind == CheckpointError.__name__ for kind, _, _ in failed.values())
+        agreed = (CheckpointError if is_checkpoint else SpecError)(problems)
     setattr(agreed, _AGREED, True)
+    if agreed is failure:
+        raise agreed
     raise agreed from failure
 
 
-def _problems(rank: int, failure: tuple[str, str, tuple[Problem, ...]], doing: str) -> list[Problem]:
+def _problems(rank: int, failure: _Failure, doing: str) -> list[Problem]:
     """The problems of one rank: those of its ``SpecError``, or one for any other exception."""
     kind, text, problems = failure
     if problems:

@@ -21,7 +21,7 @@ _EPSILON = 1e-6
 
 @dataclass(kw_only=True, slots=True)
 class _Group:
-    """Local gradients whose norms are reduced over the same process groups; over none for unsharded gradients."""
+    """Local gradients whose norms are reduced over the same process groups. Unsharded gradients have no group."""
 
     process_groups: tuple[dist.ProcessGroup, ...]
     device: torch.device | None
@@ -34,8 +34,8 @@ def clip_grad_norm(
 ) -> torch.Tensor:
     """Scale the gradients of ``parameters`` so that their total norm is at most ``max_norm``. Collective.
 
-    Accelerate decides by the config's FSDP version and by whether the parameters are those of one whole model. For a
-    subset of them, for models of both versions or for a second model it uses the norm of one rank's shards, or raises.
+    Accelerate supports the parameters of one whole model with the config's FSDP version. For a subset of them, for a
+    second model or for models of both versions, it uses the norm of one rank's shards, or raises.
 
     Args:
         models: the prepared models, which are searched for FSDP1's flat parameters.
@@ -61,7 +61,7 @@ def clip_grad_norm(
 
 
 def _by_device(groups: Iterable[_Group]) -> dict[torch.device, list[torch.Tensor]]:
-    """Device -> its gradients, so that each device needs one kernel launch and not one per gradient."""
+    """Device -> its gradients, so that each device needs one kernel launch instead of one per gradient."""
     found: dict[torch.device, list[torch.Tensor]] = {}
     for group in groups:
         for gradient in group.gradients:
@@ -70,7 +70,7 @@ def _by_device(groups: Iterable[_Group]) -> dict[torch.device, list[torch.Tensor
 
 
 def _groups(models: Sequence[nn.Module], parameters: Iterable[nn.Parameter]) -> list[_Group]:
-    """Group gradients by process groups. A rank with an empty shard has no gradient, and needs the group all the same:
+    """Group gradients by process groups. A rank with an empty shard has no gradient but still needs the group, because
     it must take part in the reduction.
     """
     flat = _flat_shards(models)
@@ -80,20 +80,18 @@ def _groups(models: Sequence[nn.Module], parameters: Iterable[nn.Parameter]) -> 
         if isinstance(parameter, DTensor):
             mesh, placements = parameter.device_mesh, parameter.placements
             over = tuple(mesh.get_group(axis) for axis, place in enumerate(placements) if place.is_shard())
-            group = groups.setdefault(over, _Group(process_groups=over, device=torch.device(mesh.device_type)))
+            device: torch.device | None = torch.device(mesh.device_type)
             gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        elif id(parameter) in flat:
-            over, device = flat[id(parameter)]
-            group = groups.setdefault(over, _Group(process_groups=over, device=device))
         else:
-            group = groups.setdefault((), _Group(process_groups=(), device=None))
+            over, device = flat.get(id(parameter), ((), None))
+        group = groups.setdefault(over, _Group(process_groups=over, device=device))
         if gradient is not None:
             group.gradients.append(gradient)
     return list(groups.values())
 
 
 def _flat_shards(models: Sequence[nn.Module]) -> dict[int, tuple[tuple[dist.ProcessGroup, ...], torch.device | None]]:
-    """``id`` of each parameter that FSDP1 has sharded -> its shard group, and the device of the computation."""
+    """``id`` of each parameter that FSDP1 has sharded -> its shard group, and the device on which it is computed."""
     found: dict[int, tuple[tuple[dist.ProcessGroup, ...], torch.device | None]] = {}
     for model in models:
         for unit in FullyShardedDataParallel.fsdp_modules(model):

@@ -30,8 +30,8 @@ _BACKWARD_PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPref
 def apply_fsdp1(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Module:
     """Wrap ``model`` unit by unit and return the root ``FullyShardedDataParallel``.
 
-    Units are wrapped one by one instead of by an ``auto_wrap_policy``: exactly the planned units are wrapped, and each
-    receives rank 0's weights just before it is sharded. Needs a process group of ``plan.world_size`` ranks.
+    Units are wrapped one by one instead of by an ``auto_wrap_policy``, so that exactly the planned units are wrapped
+    and each receives rank 0's weights just before it is sharded. Needs a process group of ``plan.world_size`` ranks.
     """
     record = BroadcastRecord()
     apply_activation_checkpointing(plan, model)
@@ -74,10 +74,12 @@ def _constructor_arguments(plan: FsdpPlan, device: torch.device) -> dict[str, An
 
 
 def _mixed_precision(plan: FsdpPlan) -> MixedPrecision | None:
-    """``None`` where nothing is cast: FSDP1 then keeps no second, low-precision copy of its shards."""
+    """``None`` if nothing is cast: FSDP1 then keeps no second, low-precision copy of its shards."""
     precision = plan.precision
-    if precision.param == "unchanged" and precision.buffer == "unchanged" and precision.reduce in ("fp32", "unchanged"):
-        return MixedPrecision(reduce_dtype=torch_dtype(precision.reduce)) if _has_low_precision(plan) else None
+    casts = (precision.param, precision.buffer) != ("unchanged", "unchanged")
+    reduces_fp32 = precision.reduce in ("fp32", "unchanged")
+    if not casts and reduces_fp32 and all(dtype == "float32" for unit in plan.units for dtype in unit.dtypes):
+        return None
     return MixedPrecision(
         param_dtype=torch_dtype(precision.param),
         reduce_dtype=torch_dtype(precision.reduce),
@@ -85,12 +87,8 @@ def _mixed_precision(plan: FsdpPlan) -> MixedPrecision | None:
     )
 
 
-def _has_low_precision(plan: FsdpPlan) -> bool:
-    return any(dtype != "float32" for unit in plan.units for dtype in unit.dtypes)
-
-
 def _cast_output(plan: FsdpPlan, root: FSDP) -> None:
-    """Cast the model's output in a hook of the root, as FSDP2's ``output_dtype`` does. FSDP1 has no such argument."""
+    """Cast the model's output in a forward hook of the root. FSDP1 has no argument like FSDP2's ``output_dtype``."""
     dtype = torch_dtype(plan.precision.output)
     if dtype is None:
         return

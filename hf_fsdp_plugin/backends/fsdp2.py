@@ -33,7 +33,7 @@ from hf_fsdp_plugin.torch_private.fsdp2 import mark_backward_prefetch
 def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Module:
     """Shard ``model`` in place, unit by unit, and return it. Needs a process group of ``plan.world_size`` ranks.
 
-    Parameters become ``DTensor`` objects; optimizers that exist already need the new objects
+    Parameters become ``DTensor`` objects. Existing optimizers need the new objects
     (:mod:`hf_fsdp_plugin.backends.optimizer`).
     """
     record = BroadcastRecord()
@@ -55,10 +55,10 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
             **kwargs,
         )
     if not isinstance(model, FSDPModule):
-        # Every parameter belongs to an inner unit. A root unit is needed all the same: it orders the others' hooks.
+        # Every parameter belongs to an inner unit. A root unit is still needed: it orders the hooks of the others.
         fully_shard(model, mp_policy=_mixed_precision(plan, is_root=True), **kwargs)
-    set_forward_prefetch(plan, model)
-    set_backward_prefetch(plan, model)
+    _set_forward_prefetch(plan, model)
+    _set_backward_prefetch(plan, model)
     if hasattr(model, "generate"):
         register_fsdp_forward_method(model, "generate")
     setattr(model, BROADCAST_ATTRIBUTE, record)
@@ -68,26 +68,26 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
 def reshard(model: nn.Module) -> None:
     """Free every gathered parameter of a model, so that ``model.parameters()`` are the shards.
 
-    A unit that keeps its parameters for the backward keeps them after a forward without a backward (an evaluation). An
-    optimizer that is built then would update the gathered copies.
+    A unit without reshard after forward stays gathered after an evaluation, which has no backward. An optimizer that is
+    created then would update the gathered copies.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def set_forward_prefetch(plan: FsdpPlan, model: nn.Module) -> None:
+def _set_forward_prefetch(plan: FsdpPlan, model: nn.Module) -> None:
     """Make each unit start the all-gather of the next unit before its own forward.
 
-    The next unit is the next one in the module tree. Where a model executes its modules in another order, that costs
-    memory; the result is the same.
+    The next unit is the next one in the module tree. If the model executes its modules in another order, prefetch
+    costs memory but does not change results.
     """
     if plan.prefetch.forward:
         for unit, successor in pairwise(_units_in_order(plan, model)):
             unit.set_modules_to_forward_prefetch([successor])
 
 
-def set_backward_prefetch(plan: FsdpPlan, model: nn.Module) -> None:
+def _set_backward_prefetch(plan: FsdpPlan, model: nn.Module) -> None:
     """Set when the all-gather of the preceding unit starts in backward.
 
     ``pre``: during this unit's backward, which is FSDP2's default. ``none``: when the preceding unit needs it; a list
@@ -106,7 +106,7 @@ def set_backward_prefetch(plan: FsdpPlan, model: nn.Module) -> None:
 
 
 def _unshard_after_backward(unit: Any, predecessor: FSDPModule) -> None:
-    """Gather ``predecessor`` at the end of the backward of ``unit``: when the gradient of its input is computed."""
+    """Gather ``predecessor`` when the gradient of the input of ``unit`` is computed: at the end of its backward."""
 
     def on_input_gradient(gradient: torch.Tensor) -> None:
         predecessor.unshard(async_op=True)

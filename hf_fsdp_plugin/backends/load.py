@@ -1,8 +1,8 @@
 """Prepare parameters and buffers for sharding: allocate, broadcast from rank 0, cast.
 
 This implements ``sync_module_states`` and the second half of ``cpu_ram_efficient_loading``. One unit is broadcast at a
-time, so a rank holds at most one whole unit on its device. FSDP1's own broadcast rejects CPU modules and FSDP2 has
-none; this one works for both versions and every device type.
+time, so a rank holds at most one whole unit on its device. FSDP1's broadcast rejects CPU modules, and FSDP2 has none.
+This one works for both versions and every device type.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class BroadcastRecord:
 
     Attributes:
         num_tensors: parameters and buffers.
-        num_filled: those that had no memory on this rank before (meta tensors).
-        checksum: over the bits of all of them. Equal on all ranks if all received the same weights.
+        num_filled: those that were meta tensors on this rank before.
+        checksum: over the bits of all tensors. Equal on all ranks if all received the same weights.
     """
 
     num_tensors: int = 0
@@ -49,22 +49,39 @@ class BroadcastRecord:
 
 
 def prepare_buffers(plan: FsdpPlan, model: nn.Module, device: torch.device, record: BroadcastRecord) -> None:
-    """Move the buffers to ``device`` with rank 0's values, where the plan broadcasts."""
-    if plan.ram_efficient or plan.sync_module_states:
-        broadcast_buffers(model, device, record)
+    """Overwrite all buffers with rank 0's values, on ``device``, if the plan broadcasts. Collective.
+
+    This includes non-persistent buffers (rotary frequencies, position ids). No checkpoint contains them: on ranks that
+    loaded no weights they are zeros, and the loss would be NaN or wrong.
+    """
+    if not (plan.ram_efficient or plan.sync_module_states):
+        return
+    for module in model.modules():
+        registered = own_buffers(module)
+        for name, buffer in registered.items():
+            if buffer is None:
+                continue
+            record.num_filled += buffer.is_meta
+            tensor = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device).contiguous()
+            dist.broadcast(tensor, src=0)
+            record.add(tensor)
+            registered[name] = tensor
 
 
 def prepare_unit(
     plan: FsdpPlan, unit: UnitPlan, model: nn.Module, device: torch.device, record: BroadcastRecord
 ) -> None:
-    """Allocate, broadcast and cast the parameters of one unit, so that it can be sharded."""
+    """Allocate, broadcast and cast the parameters of one unit before it is sharded."""
     cast_to_master(plan, _prepare_parameters(plan, unit.parameters, model, device, record))
 
 
 def prepare_ignored(
     plan: FsdpPlan, model: nn.Module, device: torch.device, record: BroadcastRecord
 ) -> list[nn.Parameter]:
-    """Place the ignored parameters, which FSDP does not move, and average their gradients. Returns them, each once."""
+    """Move the ignored parameters to ``device``, which FSDP does not do, and average their gradients in hooks.
+
+    Returns each parameter once.
+    """
     parameters = _prepare_parameters(plan, plan.ignored_parameters, model, device, record)
     for parameter in parameters:
         parameter.data = parameter.data.to(device)
@@ -87,7 +104,7 @@ def _prepare_parameters(
 
 
 def materialize(model: nn.Module, names: Iterable[str], device: torch.device, record: BroadcastRecord) -> None:
-    """Allocate memory on ``device`` for those of the named parameters that are on meta. Ties are kept.
+    """Allocate memory on ``device`` for the named parameters that are meta tensors. Tied parameters stay tied.
 
     With RAM-efficient loading, the parameters of every rank except rank 0 are on the meta device until the broadcast.
     """
@@ -115,24 +132,6 @@ def broadcast_parameters(parameters: Iterable[nn.Parameter], device: torch.devic
         parameter.data = tensor
 
 
-def broadcast_buffers(model: nn.Module, device: torch.device, record: BroadcastRecord) -> None:
-    """Overwrite all buffers with rank 0's values, on ``device``. Collective.
-
-    This includes non-persistent buffers (rotary frequencies, position ids): no checkpoint contains them, they are
-    zeros on the ranks that loaded no weights, and the loss would be NaN or wrong.
-    """
-    for module in model.modules():
-        registered = own_buffers(module)
-        for name, buffer in registered.items():
-            if buffer is None:
-                continue
-            record.num_filled += buffer.is_meta
-            tensor = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device).contiguous()
-            dist.broadcast(tensor, src=0)
-            record.add(tensor)
-            registered[name] = tensor
-
-
 def cast_to_master(plan: FsdpPlan, parameters: Iterable[nn.Parameter]) -> None:
     """Cast trainable floating-point parameters in place to the dtype in which the optimizer updates them.
 
@@ -147,7 +146,7 @@ def cast_to_master(plan: FsdpPlan, parameters: Iterable[nn.Parameter]) -> None:
 
 
 def cast_buffers(plan: FsdpPlan, model: nn.Module) -> None:
-    """Cast floating-point buffers in place. FSDP1 does that itself; FSDP2 does not touch buffers."""
+    """Cast floating-point buffers in place, which FSDP1 does itself and FSDP2 does not."""
     dtype = torch_dtype(plan.precision.buffer)
     if dtype is None:
         return
@@ -159,8 +158,8 @@ def cast_buffers(plan: FsdpPlan, model: nn.Module) -> None:
 def _average_gradient(parameter: torch.Tensor) -> None:
     """Average a gradient over all ranks. Neither FSDP version reduces the gradients of ignored parameters.
 
-    It runs after every backward, which is correct under gradient accumulation too: what was averaged before is equal
-    on all ranks.
+    It runs after every backward. This is correct under gradient accumulation too, because gradients that are averaged
+    already are equal on all ranks.
     """
     if parameter.grad is not None:
         dist.all_reduce(parameter.grad)

@@ -30,8 +30,8 @@ def detach_optimizers(optimizers: Iterable[torch.optim.Optimizer], model: nn.Mod
     """Remove the model's parameters from its optimizers. Optimizers of other models are left unchanged.
 
     Raises:
-        SpecError: an optimizer has parameters of this model and others, or has already stepped: its state belongs to
-            unsharded parameters.
+        SpecError: an optimizer also has parameters of other models, or has already stepped, so that its state belongs
+            to unsharded parameters.
     """
     names: dict[int, str] = {}
     for name, parameter in named_parameters(model):
@@ -53,7 +53,7 @@ def detach_optimizers(optimizers: Iterable[torch.optim.Optimizer], model: nn.Mod
 
 
 def attach_optimizers(detached: Iterable[DetachedOptimizer], model: nn.Module) -> None:
-    """Give each optimizer the sharded parameters with the same names.
+    """Set each optimizer's parameters to the sharded ones with the same names.
 
     Raises:
         SpecError: FSDP1 has merged parameters of different groups into one flat parameter.
@@ -99,7 +99,7 @@ def _mixed_optimizer(optimizer: torch.optim.Optimizer, num_foreign: int) -> Prob
 def _stepped_optimizer(optimizer: torch.optim.Optimizer) -> Problem:
     return Problem(
         code="FSDP-E305",
-        message=f"{type(optimizer).__name__} has already stepped: its state belongs to unsharded parameters.",
+        message=f"{type(optimizer).__name__} has stepped before sharding: its state belongs to unsharded parameters.",
         fix="Prepare the model before the first step, and load the optimizer's state afterwards.",
     )
 

@@ -1,4 +1,4 @@
-"""Shard one model and its optimizers as planned. The other packages call this file."""
+"""Shard one model and its optimizers as planned: the interface of this package."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def shard(
 ) -> nn.Module:
     """Shard ``model`` in place as planned. Collective.
 
-    Optimizers with parameters of the model receive the sharded ones.
+    Args:
+        optimizers: optimizers with parameters of the model, which are replaced by the sharded ones.
 
     Returns:
-        The model to use instead: under FSDP1 a new root module.
+        The sharded model: under FSDP1 a new root module.
     """
-    optimizers = list(optimizers)
     detached = [] if plan.pre_sharded else detach_optimizers(optimizers, model)
     if plan.pre_sharded:
         sharded = model
@@ -42,9 +42,9 @@ def shard(
 
 
 def rebind(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Give the shards to optimizers that were built while FSDP2 parameters were gathered.
+    """Replace gathered FSDP2 parameters by their shards in optimizers that were created after an evaluation.
 
-    FSDP1 is not affected: gathered and sharded parameters are the same objects.
+    FSDP1 is not affected: its gathered and sharded parameters are the same objects.
     """
     plan = plan_of(model)
     if plan is None or plan.backend != "fsdp2":

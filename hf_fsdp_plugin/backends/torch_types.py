@@ -1,8 +1,7 @@
-"""torch's objects for what a plan names: dtypes and device meshes."""
+"""torch's dtypes and device meshes for the names in a plan."""
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -15,9 +14,7 @@ REPLICATE_AXIS: Final = "dp_replicate"
 SHARD_AXIS: Final = "dp_shard"
 """Accelerate's names for the axes of the mesh."""
 
-_DTYPES: Final = MappingProxyType(
-    {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "unchanged": None}
-)
+_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "unchanged": None}
 
 
 def torch_dtype(name: PlannedDtype) -> torch.dtype | None:

@@ -25,10 +25,10 @@ class Member:
         name: relative to the unit's module; it may contain wrappers' names.
         module, attribute: where the parameter is registered.
         shape: of the whole parameter.
-        requires_grad: without ``use_orig_params`` that of the flat parameter.
+        requires_grad: without ``use_orig_params``, the value of the flat parameter.
         parameter: the object in the module tree; ``None`` without ``use_orig_params``.
-        start, stop: the elements of the flattened parameter that this rank's shard contains; equal if none.
-        offset: where they start in this rank's shard.
+        start, stop: range of elements of the flattened parameter in this rank's shard; equal if the shard has none.
+        offset: index of element ``start`` in this rank's shard.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedMember:
-    """A further place of a parameter that a flat parameter contains once (tied weights)."""
+    """Another place of a tied parameter, which a flat parameter contains only once."""
 
     module: nn.Module
     attribute: str
@@ -57,35 +57,32 @@ def strategy_of(unit: Any) -> Strategy:
 
 
 def flat_parameter(unit: Any) -> Any | None:
-    """The unit's flat parameter; ``None`` for a unit without parameters of its own."""
+    """The unit's flat parameter; ``None`` for a unit without parameters."""
     return unit._handle.flat_param if unit._handle is not None else None
 
 
 def members(flat: Any) -> list[Member]:
     """The original parameters in a flat parameter, in its order."""
     parameters = flat._params if flat._params is not None else [None] * len(flat._fqns)
-    found = []
-    for name, info, shape, run, parameter in zip(
-        flat._fqns, flat._param_infos, flat._shapes, flat._shard_param_infos, parameters, strict=True
-    ):
-        found.append(
-            Member(
-                name=name,
-                module=info.module,
-                attribute=info.param_name,
-                shape=shape,
-                requires_grad=bool((flat if parameter is None else parameter).requires_grad),
-                parameter=parameter,
-                start=run.intra_param_start_idx if run.in_shard else 0,
-                stop=run.intra_param_end_idx + 1 if run.in_shard else 0,
-                offset=run.offset_in_shard if run.in_shard else 0,
-            )
+    columns = zip(flat._fqns, flat._param_infos, flat._shapes, flat._shard_param_infos, parameters, strict=True)
+    return [
+        Member(
+            name=name,
+            module=info.module,
+            attribute=info.param_name,
+            shape=shape,
+            requires_grad=bool((flat if parameter is None else parameter).requires_grad),
+            parameter=parameter,
+            start=shard.intra_param_start_idx if shard.in_shard else 0,
+            stop=shard.intra_param_end_idx + 1 if shard.in_shard else 0,
+            offset=shard.offset_in_shard if shard.in_shard else 0,
         )
-    return found
+        for name, info, shape, shard, parameter in columns
+    ]
 
 
 def shared_members(flat: Any) -> list[SharedMember]:
-    """The tied parameters of a flat parameter, each with the place under which it is a :class:`Member`."""
+    """The other places of tied parameters, each with the place at which the parameter is a :class:`Member`."""
     return [
         SharedMember(
             module=info.module,
@@ -98,7 +95,7 @@ def shared_members(flat: Any) -> list[SharedMember]:
 
 
 def names_in(flat: Any, name: str) -> list[str]:
-    """Names of the parameters in a flat parameter that ``named_parameters`` lists as ``name``, tied names included.
+    """Names of all parameters in a flat parameter that ``named_parameters`` lists as ``name``, including tied names.
     They may contain wrappers' names.
     """
     prefix = name.removesuffix(FLAT_PARAM)
@@ -123,7 +120,7 @@ def shard_group(unit: Any) -> dist.ProcessGroup | None:
 
 
 def replicate_group(unit: Any) -> dist.ProcessGroup | None:
-    """The ranks that have the same shard; ``None`` if no other rank has it."""
+    """The ranks that have the same shard; ``None`` if this rank is the only one."""
     strategy = strategy_of(unit)
     if not strategy.is_sharded:
         return unit.process_group
@@ -131,10 +128,10 @@ def replicate_group(unit: Any) -> dist.ProcessGroup | None:
 
 
 def free_gathered(unit: Any) -> None:
-    """Free parameters that an evaluation has left gathered or in low precision.
+    """Free parameters that are still gathered or in low precision after an evaluation.
 
-    The next forward would not read what is loaded into the shards, and parameters would not have the shapes of their
-    optimizer state.
+    Otherwise the next forward would ignore what is loaded into the shards, and parameters would have other shapes than
+    their optimizer state.
     """
     handle = unit._handle
     if handle is None or not hasattr(handle.flat_param, "_local_shard"):  # before the first forward
@@ -145,7 +142,7 @@ def free_gathered(unit: Any) -> None:
 
 
 def read_unit(unit: Any, *, is_root: bool) -> LiveUnit:
-    """The unit that one ``FullyShardedDataParallel`` module forms."""
+    """The unit of one ``FullyShardedDataParallel`` module."""
     strategy = strategy_of(unit)
     group, replicas = unit.process_group, replicate_group(unit)
     facts: dict[str, Any] = {
@@ -159,14 +156,14 @@ def read_unit(unit: Any, *, is_root: bool) -> LiveUnit:
         "replicate_size": replicas.size() if replicas is not None else 1,
         "hybrid": strategy.hybrid,
         "reshard_asked": strategy.reshards_after_forward,
-        # _post_forward keeps the root's parameters, whatever the strategy is.
+        # _post_forward keeps the root's parameters under every strategy.
         "reshards": strategy.reshards_after_forward and not is_root,
         "offloaded": bool(unit.cpu_offload.offload_params),
         "backward_prefetch": _BACKWARD_PREFETCH_NAMES.get(getattr(unit.backward_prefetch, "name", ""), "none"),
         "forward_prefetch": bool(unit.forward_prefetch),
         "limit_all_gathers": bool(unit.limit_all_gathers),
         "use_orig": bool(unit._use_orig_params),
-        # _lazy_init sets it in the first forward; until then torch has not decided which unit is the root.
+        # _lazy_init sets _is_root in the first forward.
         "lazy": unit._is_root is None,
     }
     if unit._handle is None:

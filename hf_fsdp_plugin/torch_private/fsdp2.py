@@ -24,19 +24,19 @@ def modules_of(state: Any) -> tuple[nn.Module, ...]:
 
 
 def mark_backward_prefetch(module: Any, kind: str) -> None:
-    """Record what replaces torch's implicit backward prefetch: hooks of ours leave no trace that could be read."""
+    """Record what replaces torch's implicit backward prefetch, which cannot be read from the module's hooks."""
     setattr(module, _BACKWARD_PREFETCH_MARK, kind)
 
 
 def reshards_after_forward(state: Any, *, is_root: bool) -> bool:
-    """Whether any parameters are freed after forward. torch decides for an unspecified root at its first step."""
+    """Whether any parameters are freed after forward. For an unspecified root, torch decides in the first forward."""
     if is_root and getattr(state, "_auto_reshard_after_forward", False):
         return False
     return any(group.post_forward_mesh_info is not None for group in _parameter_groups(state))
 
 
 def read_units(state: Any, *, is_root: bool) -> Iterator[LiveUnit]:
-    """The units of one ``fully_shard`` call: one for each mesh, and one without parameters where there are none."""
+    """The units of one ``fully_shard`` call: one for each mesh; if there are no parameters, one unit without any."""
     modules = modules_of(state)
     ahead = [other for other in state._states_to_backward_prefetch if other is not state]
     backward = "pre"
@@ -70,7 +70,7 @@ def read_units(state: Any, *, is_root: bool) -> Iterator[LiveUnit]:
 
 
 def _parameter_groups(state: Any) -> list[Any]:
-    """torch 2.13 has a list (one group for each mesh); 2.11 one group or ``None``."""
+    """The parameter groups: torch 2.13 has a list with one group for each mesh, torch 2.11 one group or ``None``."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return list(groups)
@@ -108,7 +108,7 @@ def _parameter_group_facts(group: Any) -> dict[str, Any]:
         "num_local_trainable": sum(t.numel() for t, p in zip(local, parameters, strict=True) if p.requires_grad),
         "master_dtypes": tuple(master),
         "compute_dtype": compute,
-        # foreach_reduce takes the gradients' own dtype, the compute dtype, where no reduce dtype is set.
+        # Without a reduce dtype, foreach_reduce uses the dtype of the gradients, which is the compute dtype.
         "reduce_dtype": (policy.reduce_dtype or compute) if trainable else None,
         "casts": policy.param_dtype is not None,
         "shard_size": getattr(mesh, "shard_mesh_size", 1),

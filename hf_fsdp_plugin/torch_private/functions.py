@@ -9,6 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointWrapper,
     checkpoint_wrapper,
 )
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -18,6 +19,7 @@ __all__ = [
     "ActivationWrapper",
     "CheckpointWrapper",
     "IncompatibleKeys",
+    "StorageInfo",
     "checkpoint_wrapper",
     "checkpointed_module",
     "compute_local_shape_and_global_offset",
@@ -33,7 +35,7 @@ ATTENTION_OPS = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 )
-"""What ``scaled_dot_product_attention`` calls."""
+"""The operators that ``scaled_dot_product_attention`` calls."""
 
 
 def checkpointed_module(wrapper: ActivationWrapper) -> nn.Module:
@@ -42,7 +44,7 @@ def checkpointed_module(wrapper: ActivationWrapper) -> nn.Module:
 
 
 def scale_tensors(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply all tensors in place, in one kernel launch where possible."""
+    """Multiply all tensors by ``factor`` in place, in one kernel launch if possible."""
     torch._foreach_mul_(tensors, factor)
 
 

@@ -1,4 +1,4 @@
-"""One FSDP unit as it is now on this rank: what :mod:`fsdp1` and :mod:`fsdp2` are read into."""
+"""One FSDP unit of either version, as :mod:`fsdp1` and :mod:`fsdp2` read it from a live model."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class LiveUnit:
 
     Attributes:
         modules: the wrapped modules, in torch's order; FSDP1 has exactly one, the wrapper itself.
-        device: where it computes; offloaded shards are elsewhere.
+        device: where the unit is computed; offloaded shards are in CPU memory.
         num_params: elements of the whole unit, padding excluded.
         num_local_params: elements of this rank's shard, padding excluded.
-        num_frozen: those of ``num_params`` that need no gradient.
-        num_local_trainable: those of ``num_local_params`` that need a gradient.
+        num_frozen: the part of ``num_params`` that needs no gradient.
+        num_local_trainable: the part of ``num_local_params`` that needs a gradient.
         master_dtypes: dtypes of the trainable shards (of all shards if none is trainable).
-        compute_dtype: dtype of the gathered parameters; ``None`` if the unit owns none.
+        compute_dtype: dtype of the gathered parameters; ``None`` if the unit has no parameters.
         reduce_dtype: dtype of the gradient reduction; ``None`` if nothing is reduced.
         output_dtype: dtype to which FSDP2 casts outputs; ``None`` for no cast.
         casts: whether a compute dtype was set explicitly.
@@ -29,11 +29,11 @@ class LiveUnit:
         hybrid: whether the mesh has a replicate axis and a shard axis.
         reshard_asked: the reshard flag as set; ``None`` if FSDP2 chose it.
         backward_prefetch: ``pre``, ``post`` or ``none``.
-        forward_prefetch: whether it gathers another unit ahead in forward.
-        lazy: torch has not initialised the unit yet, which it does in the first forward.
-        shards: this rank's parameter memory.
-        gathered: whole parameters that are not freed.
-        gradients: the gradients that exist.
+        forward_prefetch: whether another unit is gathered before this unit's forward.
+        lazy: whether torch has not initialized the unit yet, which it does in the first forward.
+        shards: memory of this rank's parameters.
+        gathered: memory of whole parameters that are not freed.
+        gradients: the gradients that are not ``None``.
         parameter_ids: ``id`` of every parameter object that can represent the unit in the module tree.
     """
 

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 _COMPILED: Final = "_orig_mod"
 CHECKPOINTED_ATTRIBUTE: Final = "_checkpoint_wrapped_module"
 WRAPPER_ATTRIBUTES: Final = ("_fsdp_wrapped_module", CHECKPOINTED_ATTRIBUTE, _COMPILED)
-"""Names under which FSDP1, activation checkpointing and ``torch.compile`` keep the module that they wrap."""
+"""Attributes of the module that FSDP1, activation checkpointing and ``torch.compile`` wrap."""
 
 
 def children(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Attribute -> child, which may be assigned. ``named_children`` leaves out a module's second name."""
+    """Attribute -> child, which may be assigned. ``named_children`` omits a module's second name."""
     return module._modules
 
 
@@ -36,12 +36,10 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 
 
 def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Replace ``old`` by ``new`` at every place in ``model`` that refers to it."""
+    """Replace ``old`` by ``new`` in every parent in ``model``."""
     for parent in list(model.modules()):
-        if parent is new or parent is old:
-            continue
-        for attribute, child in list(parent._modules.items()):
-            if child is old:
+        for attribute, child in parent._modules.items():
+            if child is old and parent is not new:
                 parent._modules[attribute] = new
 
 
@@ -56,7 +54,7 @@ def compiled_module(module: nn.Module) -> nn.Module | None:
 
 
 def compile_call(module: nn.Module, compiler: Callable[..., Any]) -> None:
-    """Compile the module's call including its hooks, as ``module.compile()`` does with a compiler of its own."""
+    """Compile the module's call including its hooks, as ``module.compile()`` does, with this compiler."""
     module._compiled_call_impl = compiler(module._call_impl)
 
 
@@ -69,8 +67,9 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def mark_fsdp_managed(model: nn.Module) -> None:
-    """Mark every module as FSDP's. torch.compile reads the mark, and so does Transformers, before it skips a layer or
-    ends a generation on one rank alone.
+    """Mark every module as managed by FSDP.
+
+    torch.compile reads the mark. Transformers does so before it skips a layer or ends a generation on one rank only.
     """
     for module in model.modules():
         module._is_fsdp_managed_module = True  # type: ignore[assignment]

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate.utils import fsdp_utils
-from cases_equivalence import fresh_accelerator
 from tiny import global_batch, my_part, parallel_config, tiny_llama
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from training import fresh_accelerator
 
 from hf_fsdp_plugin.checkpoint.layouts import LocalShard
 from hf_fsdp_plugin.checkpoint.reading.model import load_model

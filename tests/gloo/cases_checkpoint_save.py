@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases_trainer import gathered, make_trainer
+from cases_trainer import gathered, losses, make_trainer
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
@@ -76,16 +76,9 @@ def train_with_only_models(output_dir: str, **arguments: Any) -> dict[str, Any]:
 
 def train_adapters(output_dir: str, **arguments: Any) -> dict[str, Any]:
     """Train LoRA adapters for three steps, repeat the last step from a checkpoint, and export."""
-    import cases_trainer
-    from cases_models import lora_config
-    from peft import PeftModel, get_peft_model
+    from peft import PeftModel
     from tiny import tiny_llama
 
-    def adapted() -> Any:
-        torch.manual_seed(1)
-        return get_peft_model(tiny_llama(), lora_config())
-
-    cases_trainer.MODELS["lora"] = adapted
     schedule = {"save_strategy": "steps", "save_steps": 2, "max_steps": 3, "fp16": False, **arguments}
     whole = make_trainer(output_dir, "lora", **schedule)
     whole.train()
@@ -99,7 +92,7 @@ def train_adapters(output_dir: str, **arguments: Any) -> dict[str, Any]:
         loaded = PeftModel.from_pretrained(tiny_llama(), str(Path(output_dir) / name))
         logits[name] = loaded(input_ids=tokens).logits.detach()
     return {
-        "losses": (cases_trainer.losses(whole), cases_trainer.losses(resumed)),
+        "losses": (losses(whole), losses(resumed)),
         "live": resumed.model(input_ids=tokens).logits.detach().clone(),
         "loaded": logits,
         "bytes": sum(path.stat().st_size for path in (Path(output_dir) / "checkpoint-3").rglob("*") if path.is_file()),

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases_equivalence import fresh_accelerator
 from model_families import FAMILIES
 from tiny import my_part
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from training import fresh_accelerator
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.plan.names import canonical_name

@@ -16,10 +16,6 @@ def report_of_file(path: str, model_name: str = "llama") -> dict[str, Any]:
 
     The number of processes in the file is overridden.
     """
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     overrides = (f"launch.num_processes={world_size}", "launch.use_cpu=true")
     accelerator = hfp.accelerator(hfp.load_spec(path, overrides=overrides, environ={}))

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from cases_equivalence import fresh_accelerator
 from cases_families import clones, sgd, train_steps
 from model_families import FAMILIES, without_dropout
 from torch import nn
+from training import fresh_accelerator
 
 import hf_fsdp_plugin as hfp
-
-_VARIABLES = ("FSDP_CPU_RAM_EFFICIENT_LOADING", "ACCELERATE_USE_FSDP")
-
-
-@contextmanager
-def environment_restored() -> Iterator[None]:
-    """Restore the environment variables that ``from_pretrained`` reads and the plugin sets."""
-    before = {name: os.environ.get(name) for name in _VARIABLES}
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
 
 
 def save_plain(family: str, folder: str) -> None:
@@ -52,17 +36,16 @@ def save_both_names(folder: str, equal: bool) -> None:
 
 def load_and_train(family: str, folder: str, config: dict[str, Any], dtype: str = "float32") -> dict[str, Any]:
     """Load, train some steps, and return what this rank has after loading and after each step."""
-    with environment_restored():
-        accelerator = fresh_accelerator(config)
-        model = FAMILIES[family].model.from_pretrained(folder, dtype=dtype)
-        model.config.use_cache = False
-        without_dropout(model)
-        on_meta = sum(parameter.is_meta for parameter in model.parameters())
-        num_parameters = len(list(model.parameters()))
-        model, optimizer = accelerator.prepare(model.train(), sgd(model))
-        losses, norms = train_steps(accelerator, family, model, optimizer)
-        weights = clones(accelerator.get_state_dict(model))
-        report = hfp.report(accelerator).to_json()
+    accelerator = fresh_accelerator(config)
+    model = FAMILIES[family].model.from_pretrained(folder, dtype=dtype)
+    model.config.use_cache = False
+    without_dropout(model)
+    on_meta = sum(parameter.is_meta for parameter in model.parameters())
+    num_parameters = len(list(model.parameters()))
+    model, optimizer = accelerator.prepare(model.train(), sgd(model))
+    losses, norms = train_steps(accelerator, family, model, optimizer)
+    weights = clones(accelerator.get_state_dict(model))
+    report = hfp.report(accelerator).to_json()
     return {
         "losses": losses, "norms": norms, "weights": weights, "report": report, "on_meta": on_meta,
         "num_parameters": num_parameters,
@@ -77,18 +60,17 @@ def bare(model: nn.Module) -> nn.Module:
 
 def trainer_from_pretrained(family: str, folder: str, output_dir: str, **fsdp_config: Any) -> dict[str, Any]:
     """Create the arguments, load the model, then train it with the Trainer."""
-    with environment_restored():
-        args = hfp.FsdpTrainingArguments(
-            output_dir=output_dir, fsdp="full_shard auto_wrap", fsdp_config=fsdp_config, use_cpu=True, max_steps=2,
-            per_device_train_batch_size=2, report_to="none", disable_tqdm=True, logging_steps=1, save_strategy="no",
-        )  # fmt: skip
-        model = FAMILIES[family].model.from_pretrained(folder)
-        on_meta = sum(parameter.is_meta for parameter in model.parameters())
-        rows = [{k: v[i] for k, v in FAMILIES[family].batch(s).items()} for s in range(4) for i in range(4)]
-        trainer = hfp.FsdpTrainer(model=model, args=args, train_dataset=rows)
-        trainer.train()
-        return {
-            "on_meta": on_meta,
-            "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-            "report": hfp.report(trainer).to_json(),
-        }
+    args = hfp.FsdpTrainingArguments(
+        output_dir=output_dir, fsdp="full_shard auto_wrap", fsdp_config=fsdp_config, use_cpu=True, max_steps=2,
+        per_device_train_batch_size=2, report_to="none", disable_tqdm=True, logging_steps=1, save_strategy="no",
+    )  # fmt: skip
+    model = FAMILIES[family].model.from_pretrained(folder)
+    on_meta = sum(parameter.is_meta for parameter in model.parameters())
+    rows = [{k: v[i] for k, v in FAMILIES[family].batch(s).items()} for s in range(4) for i in range(4)]
+    trainer = hfp.FsdpTrainer(model=model, args=args, train_dataset=rows)
+    trainer.train()
+    return {
+        "on_meta": on_meta,
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "report": hfp.report(trainer).to_json(),
+    }

@@ -5,16 +5,19 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).resolve().parent
+from leaks import ProcessState, leaks_since
+
 CASE_TIMEOUT_S = 300
+_LIBRARY_VARIABLES = (
+    "ACCELERATE_USE_FSDP",  # set by Accelerator if it has an FSDP plugin
+    "FSDP_CPU_RAM_EFFICIENT_LOADING",  # set by FullyShardedDataParallelPlugin and TrainingArguments
+)
 
 
 class RankError(AssertionError):
@@ -74,7 +77,6 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
         ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false",
         MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", TQDM_DISABLE="1", TMPDIR=folder,
     )  # fmt: skip
-    sys.path[:0] = [str(TESTS), str(TESTS.parent)]
     import torch
     import torch.distributed as dist
 
@@ -85,8 +87,33 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
             module, name, args, kwargs = pipe.recv()
         except EOFError:
             return
+        before = ProcessState.read()
         try:
             result = getattr(importlib.import_module(module), name)(*args, **kwargs)
-            pipe.send((True, result))
+            reply = (True, result)
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            reply = (False, traceback.format_exc())
+        reset_process()
+        # Files are not compared: all ranks use the same temporary folder.
+        if (leaks := leaks_since(before, files=False)) and reply[0]:
+            reply = (False, f"{name} leaks {'; '.join(leaks)}")
+        before.restore_environment()
+        pipe.send(reply)
+
+
+def reset_accelerate() -> None:
+    """Reset Accelerate's singletons, so that the next Accelerator has a new configuration."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def reset_process() -> None:
+    """Undo what the plugin, Accelerate and Transformers leave in a process by design."""
+    import hf_fsdp_plugin as hfp
+
+    hfp.uninstall()
+    reset_accelerate()
+    for variable in _LIBRARY_VARIABLES:
+        os.environ.pop(variable, None)

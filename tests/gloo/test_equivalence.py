@@ -2,53 +2,30 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from cases_equivalence import prepare_different_models, reference, train, train_ddp_bf16
 from ranks import Ranks
 from tiny import parallel_config
+from training import assert_same_training, prepare_different_models, reference, train, train_ddp_bf16
 
-RELATIVE = 1e-5
-PLAIN = ("full_shard", "shard_grad_op", "no_shard")
-HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
-
-
-@pytest.fixture(scope="module")
-def references() -> dict[str, Any]:
-    return {name: reference(name) for name in ("llama", "bert")}
-
-
-def assert_equal(parallel: dict[str, Any], single: dict[str, Any]) -> None:
-    assert parallel["losses"] == pytest.approx(single["losses"], rel=RELATIVE)
-    assert parallel["norms"] == pytest.approx(single["norms"], rel=RELATIVE)
-    assert parallel["weights"].keys() == single["weights"].keys()
-    for name, weight in single["weights"].items():
-        if name.endswith("key.bias"):
-            # The softmax cancels this bias: its gradient is zero, and Adam scales rounding errors up to full steps.
-            continue
-        # Relative to the whole tensor: elements near zero have no relative accuracy in fp32.
-        distance = (parallel["weights"][name].float() - weight).norm() / weight.norm().clamp(min=1e-3)
-        assert distance < RELATIVE, f"{name} is off by {distance:.1e}"
+reference_of = cache(reference)
 
 
 @pytest.mark.parametrize("model", ["llama", "bert"])
 @pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("strategy", PLAIN)
-def test_two_ranks_match_single_process(
-    two_ranks: Ranks, references: dict[str, Any], model: str, version: int, strategy: str
-) -> None:
-    assert_equal(two_ranks.run(train, model, parallel_config(strategy, version, 2))[0], references[model])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_two_ranks_match_single_process(two_ranks: Ranks, model: str, version: int, strategy: str) -> None:
+    assert_same_training(two_ranks.run(train, model, parallel_config(strategy, version, 2))[0], reference_of(model))
 
 
 @pytest.mark.parametrize("model", ["llama", "bert"])
 @pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("strategy", HYBRID)
-def test_hybrid_mesh_matches_single_process(
-    four_ranks: Ranks, references: dict[str, Any], model: str, version: int, strategy: str
-) -> None:
-    assert_equal(four_ranks.run(train, model, parallel_config(strategy, version, 4))[0], references[model])
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2"])
+def test_hybrid_mesh_matches_single_process(four_ranks: Ranks, model: str, version: int, strategy: str) -> None:
+    assert_same_training(four_ranks.run(train, model, parallel_config(strategy, version, 4))[0], reference_of(model))
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -69,29 +46,23 @@ def test_hybrid_mesh_matches_single_process(
     ],
     ids=lambda settings: "-".join(f"{key.removeprefix('fsdp_')}={value}" for key, value in settings.items()),
 )
-def test_setting_does_not_change_results(
-    two_ranks: Ranks, references: dict[str, Any], version: int, settings: dict[str, Any]
-) -> None:
+def test_setting_does_not_change_results(two_ranks: Ranks, version: int, settings: dict[str, Any]) -> None:
     config = parallel_config("full_shard", version, 2, **settings)
-    assert_equal(two_ranks.run(train, "llama", config)[0], references["llama"])
+    assert_same_training(two_ranks.run(train, "llama", config)[0], reference_of("llama"))
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_gradient_accumulation_matches_whole_batch(two_ranks: Ranks, references: dict[str, Any], version: int) -> None:
+@pytest.mark.parametrize("loop", [{"accumulation": 2}, {"order": "first"}], ids=["accumulation", "model-first"])
+def test_loop_does_not_change_results(two_ranks: Ranks, version: int, loop: dict[str, Any]) -> None:
+    """Gradient accumulation, and a model that is prepared before its optimizer is created."""
     config = parallel_config("full_shard", version, 2)
-    assert_equal(two_ranks.run(train, "llama", config, accumulation=2)[0], references["llama"])
+    assert_same_training(two_ranks.run(train, "llama", config, **loop)[0], reference_of("llama"))
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_model_prepared_before_optimizer_matches(two_ranks: Ranks, references: dict[str, Any], version: int) -> None:
-    config = parallel_config("full_shard", version, 2)
-    assert_equal(two_ranks.run(train, "llama", config, order="first")[0], references["llama"])
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_bf16_error_is_close_to_that_of_ddp(two_ranks: Ranks, references: dict[str, Any], version: int) -> None:
+def test_bf16_error_is_close_to_that_of_ddp(two_ranks: Ranks, version: int) -> None:
     config = {**parallel_config("full_shard", version, 2), "mixed_precision": "bf16"}
-    fp32 = torch.tensor(references["llama"]["losses"])
+    fp32 = torch.tensor(reference_of("llama")["losses"])
     ddp = (torch.tensor(two_ranks.run(train_ddp_bf16, "llama")[0]) - fp32).abs().max().item()
     ours = (torch.tensor(two_ranks.run(train, "llama", config)[0]["losses"]) - fp32).abs().max().item()
     # Both errors are a few bf16 roundings; the bound leaves room for another order of operations.

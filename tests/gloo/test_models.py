@@ -7,48 +7,27 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import cases_models as cases
 import pytest
 import torch
-from cases_models import (
-    clip_subset,
-    dropout_step,
-    evaluate_only,
-    reference,
-    reference_adapter,
-    train,
-    train_adapter,
-    train_compiled,
-    train_two,
-    train_wrapped_by_author,
-    train_wrapped_in_trainer,
-)
 from ranks import RankError, Ranks
 from tiny import parallel_config, tiny_llama
+from training import RELATIVE, assert_same_training, assert_same_weights, differing, reference, sgd, train
 
-RELATIVE = 1e-5
 VERSIONS = pytest.mark.parametrize("version", [1, 2])
-reference_of = cache(reference)
+
+
+@cache
+def reference_of(name: str) -> dict[str, Any]:
+    return reference(name, sgd, cases.NUM_STEPS)
+
+
+def train_model(ranks: Ranks, name: str, config: dict[str, Any]) -> dict[str, Any]:
+    return ranks.run(train, name, config, sgd, cases.NUM_STEPS)[0]
 
 
 def config_of(version: int, **settings: Any) -> dict[str, Any]:
     return parallel_config("full_shard", version, 2, **settings)
-
-
-def assert_matches(run: dict[str, Any], expected: dict[str, Any], relative: float = RELATIVE) -> None:
-    assert run["losses"] == pytest.approx(expected["losses"], rel=relative)
-    assert run["norms"] == pytest.approx(expected["norms"], rel=relative)
-    assert_weights(run["weights"], expected["weights"], relative)
-
-
-def assert_weights(weights: dict[str, Any], expected: dict[str, Any], relative: float = RELATIVE) -> None:
-    assert weights.keys() == expected.keys()
-    for name, weight in expected.items():
-        assert weights[name].dtype == weight.dtype
-        assert (weights[name] - weight).norm() <= relative * weight.norm().clamp(min=1e-3), name
-
-
-def differing(run: dict[str, Any]) -> list[str]:
-    return [row["setting"] for row in run["report"]["settings"] if row["status"] == "differs"]
 
 
 @VERSIONS
@@ -62,15 +41,15 @@ def differing(run: dict[str, Any]) -> list[str]:
     ids=["none", "size", "classes"],
 )
 def test_plain_module_trains_with_every_wrap_policy(two_ranks: Ranks, version: int, policy: dict[str, Any]) -> None:
-    run = two_ranks.run(train, "simple", config_of(version, **policy))[0]
-    assert_matches(run, reference_of("simple"))
-    assert differing(run) == []
+    run = train_model(two_ranks, "simple", config_of(version, **policy))
+    assert_same_training(run, reference_of("simple"))
+    assert differing(run["report"]) == []
 
 
 @VERSIONS
 def test_plain_module_without_layer_classes_is_refused(two_ranks: Ranks, version: int) -> None:
     with pytest.raises(RankError, match=r"SimpleModel.*Linear ×2.*FSDP-E215"):
-        two_ranks.run(train, "simple", config_of(version))
+        train_model(two_ranks, "simple", config_of(version))
 
 
 @pytest.mark.parametrize("config_version", [1, 2])
@@ -80,14 +59,14 @@ def test_plain_module_without_layer_classes_is_refused(two_ranks: Ranks, version
 def test_model_wrapped_by_author_keeps_units_and_trains(
     two_ranks: Ranks, name: str, order: str, version: int, use_orig: bool, config_version: int
 ) -> None:
-    run = two_ranks.run(train_wrapped_by_author, name, config_of(config_version), version, order, use_orig)[0]
+    run = two_ranks.run(cases.train_wrapped_by_author, name, config_of(config_version), version, order, use_orig)[0]
     assert run["same"]
-    assert_matches(run, reference_of(name))
+    assert_same_training(run, reference_of(name))
     report = run["report"]
     layers = ["layer1", "layer2"] if name == "simple" else [f"model.layers.{i}" for i in range(3)]
     assert [unit["name"] for unit in report["units"]] == [*layers, ""]
     assert report["backend"] == f"fsdp{version}"
-    assert differing(run) == [*(["fsdp.version"] if version != config_version else []), "wrap.policy"]
+    assert differing(run["report"]) == [*(["fsdp.version"] if version != config_version else []), "wrap.policy"]
     assert "FSDP-W251" in [problem["code"] for problem in report["problems"]]
     assert not [problem for problem in report["problems"] if problem["severity"] == "error"]
 
@@ -95,20 +74,20 @@ def test_model_wrapped_by_author_keeps_units_and_trains(
 @pytest.mark.parametrize(("version", "use_orig"), [(1, False), (2, True)])
 def test_optimizer_created_before_wrapping_is_refused(two_ranks: Ranks, version: int, use_orig: bool) -> None:
     with pytest.raises(RankError, match=r"4 parameters of SGD.*FSDP-E604"):
-        two_ranks.run(train_wrapped_by_author, "simple", config_of(version), version, "before wrapping", use_orig)
+        two_ranks.run(cases.train_wrapped_by_author, "simple", config_of(version), version, "before wrapping", use_orig)
 
 
 def test_use_orig_accepts_optimizer_created_before_wrapping(two_ranks: Ranks) -> None:
-    run = two_ranks.run(train_wrapped_by_author, "simple", config_of(1), 1, "before wrapping", True)[0]
-    assert_matches(run, reference_of("simple"))
+    run = two_ranks.run(cases.train_wrapped_by_author, "simple", config_of(1), 1, "before wrapping", True)[0]
+    assert_same_training(run, reference_of("simple"))
 
 
 @VERSIONS
 def test_trainer_accepts_model_wrapped_by_author(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
-    runs = two_ranks.run(train_wrapped_in_trainer, str(tmp_path), version)[0]
+    runs = two_ranks.run(cases.train_wrapped_in_trainer, str(tmp_path), version)[0]
     assert runs["by author"]["losses"] == pytest.approx(runs["by config"]["losses"], rel=RELATIVE)
     assert [unit["name"] for unit in runs["by author"]["report"]["units"]][-1] == ""
-    assert differing(runs["by author"]) == ["wrap.policy"]
+    assert differing(runs["by author"]["report"]) == ["wrap.policy"]
 
 
 @pytest.mark.parametrize(
@@ -116,14 +95,14 @@ def test_trainer_accepts_model_wrapped_by_author(two_ranks: Ranks, tmp_path: Pat
     [(1, True, "half"), (1, False, "half"), (1, True, "embeddings"), (2, True, "half"), (2, True, "embeddings")],
 )
 def test_frozen_parameters_keep_their_values(two_ranks: Ranks, version: int, use_orig: bool, frozen: str) -> None:
-    run = two_ranks.run(train, frozen, config_of(version, fsdp_use_orig_params=use_orig))[0]
-    assert_matches(run, reference_of(frozen))
-    assert "params.use_orig" not in differing(run) or version == 2
+    run = train_model(two_ranks, frozen, config_of(version, fsdp_use_orig_params=use_orig))
+    assert_same_training(run, reference_of(frozen))
+    assert "params.use_orig" not in differing(run["report"]) or version == 2
 
 
 def test_partly_frozen_unit_is_refused_without_use_orig(two_ranks: Ranks) -> None:
     with pytest.raises(RankError, match=r"(?s)model\.embed_tokens\.weight.*FSDP-E222"):
-        two_ranks.run(train, "embeddings", config_of(1, fsdp_use_orig_params=False))
+        train_model(two_ranks, "embeddings", config_of(1, fsdp_use_orig_params=False))
 
 
 @VERSIONS
@@ -140,23 +119,23 @@ def test_partly_frozen_unit_is_refused_without_use_orig(two_ranks: Ranks) -> Non
 )
 def test_recompute_repeats_dropout_of_forward(two_ranks: Ranks, version: int, settings: dict[str, Any]) -> None:
     ours = {key: value for key, value in settings.items() if key != "native"}
-    bare, sharded = two_ranks.run(dropout_step, config_of(version, **ours), "native" in settings)[0]
-    assert_weights(sharded, bare)
+    bare, sharded = two_ranks.run(cases.dropout_step, config_of(version, **ours), "native" in settings)[0]
+    assert_same_weights(sharded, bare)
 
 
 @VERSIONS
 def test_bf16_model_is_trained_with_fp32_master_weights(two_ranks: Ranks, version: int) -> None:
-    run = two_ranks.run(train, "llama-bf16", {**config_of(version), "mixed_precision": "bf16"})[0]
+    run = train_model(two_ranks, "llama-bf16", {**config_of(version), "mixed_precision": "bf16"})
     assert run["masters"] == {"torch.float32"}
     assert {unit["master_dtype"] for unit in run["report"]["units"] if unit["num_params"]} == {"fp32"}
     # bf16 has 8 significant bits, so results differ by up to 1/256; weights, which change little, differ less.
-    assert_matches(run, reference_of("llama-bf16"), relative=4e-3)
-    assert differing(run) == []
+    assert_same_training(run, reference_of("llama-bf16"), relative=4e-3)
+    assert differing(run["report"]) == []
 
 
 @VERSIONS
 def test_bf16_model_without_mixed_precision_is_warned_about(two_ranks: Ranks, version: int) -> None:
-    run = two_ranks.run(train, "llama-bf16", config_of(version))[0]
+    run = train_model(two_ranks, "llama-bf16", config_of(version))
     assert run["masters"] == {"torch.bfloat16"}
     assert "FSDP-W231" in [problem["code"] for problem in run["report"]["problems"]]
 
@@ -169,43 +148,41 @@ def test_compiled_model_trains_with_its_compiler(two_ranks: Ranks, version: int,
     config = config_of(version)
     if how == "config":
         config["dynamo_config"] = {"dynamo_backend": "aot_eager"}
-    run = two_ranks.run(train_compiled, config, how)[0]
-    assert_matches(run, reference_of("llama"))
+    run = two_ranks.run(cases.train_compiled, config, how)[0]
+    assert_same_training(run, reference_of("llama"))
     assert run["dynamo"] > 0
     assert how == "config" or run["num_graphs"] > 0
-    assert differing(run) == []
+    assert differing(run["report"]) == []
 
 
 @VERSIONS
 def test_two_models_are_prepared_in_one_call(two_ranks: Ranks, version: int) -> None:
     config = config_of(version, fsdp_auto_wrap_policy="SIZE_BASED_WRAP", fsdp_min_num_params=2000)
-    llama, simple = two_ranks.run(train_two, config)[0]
-    assert_matches(llama, reference_of("llama"))
-    assert_matches(simple, reference_of("simple"))
+    llama, simple = two_ranks.run(cases.train_two, config)[0]
+    assert_same_training(llama, reference_of("llama"))
+    assert_same_training(simple, reference_of("simple"))
 
 
 @VERSIONS
 @pytest.mark.parametrize("trained", [False, True], ids=["alone", "with-student"])
 def test_model_without_optimizer_is_prepared(two_ranks: Ranks, version: int, trained: bool) -> None:
-    run = two_ranks.run(evaluate_only, config_of(version), trained)[0]
+    run = two_ranks.run(cases.evaluate_only, config_of(version), trained)[0]
     assert run["loss"] == pytest.approx(reference_of("llama")["losses"][0], rel=RELATIVE)
-    assert_weights(run["weights"], tiny_llama().state_dict())
+    assert_same_weights(run["weights"], tiny_llama().state_dict())
     if trained:
-        assert_matches(run["student"], reference_of("llama"))
+        assert_same_training(run["student"], reference_of("llama"))
         assert not [problem for problem in run["student"]["report"]["problems"] if problem["severity"] == "error"]
 
 
 @VERSIONS
 def test_norm_of_parameter_subset_covers_all_ranks(two_ranks: Ranks, version: int) -> None:
-    norm, expected = two_ranks.run(clip_subset, config_of(version))[0]
+    norm, expected = two_ranks.run(cases.clip_subset, config_of(version))[0]
     assert norm == pytest.approx(expected, rel=RELATIVE)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 @VERSIONS
 def test_adapter_trains_on_frozen_base(two_ranks: Ranks, version: int) -> None:
-    run = two_ranks.run(train_adapter, config_of(version))[0]
-    expected = reference_adapter()
-    assert torch.isfinite(torch.tensor(run["losses"])).all()
-    assert_matches(run, expected)
+    run = train_model(two_ranks, "lora", config_of(version))
+    assert_same_training(run, reference_of("lora"))
     assert torch.equal(run["weights"]["base_model.model.lm_head.weight"], tiny_llama().state_dict()["lm_head.weight"])

@@ -8,51 +8,36 @@ from pathlib import Path
 import pytest
 import torch
 from cases_trainer import train_and_resume
-from launching import CONFIG, launch, run, write
+from launching import CONFIG, run, write
 from ranks import Ranks
 
 SCRIPT = """
-    import torch, hf_fsdp_plugin
-    hf_fsdp_plugin.install(CONFIG)
+    import torch, hf_fsdp_plugin as hfp
+    hfp.install(CONFIG)
     from accelerate import Accelerator
     accelerator = Accelerator()
     model = accelerator.prepare(torch.nn.Linear(4, 2))
     print("CREATED", type(model.weight).__name__, accelerator.num_processes, torch.distributed.get_backend())
 """
-CREATED = "CREATED DTensor 1 gloo"
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
+WITH_CONFIG = ["--config_file", "fsdp.yaml", "--num_processes", "1", "--cpu"]
 
 
-def test_hf_fsdp_launch_starts_one_rank(tmp_path: Path) -> None:
-    write(tmp_path, SCRIPT.replace("CONFIG", ""))
-    done = launch(tmp_path, "--num_processes", "1", "--cpu", "train.py")
-    assert CREATED in done.stdout, done.stderr
-
-
-def test_torchrun_starts_one_rank(tmp_path: Path) -> None:
-    write(tmp_path, SCRIPT.replace("CONFIG", "'fsdp.yaml'"))
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1", "train.py"]
-    done = run(tmp_path, words)
-    assert CREATED in done.stdout, done.stderr
-
-
-def test_torchrun_starts_one_rank_for_accelerator_of_spec(tmp_path: Path) -> None:
-    script = """
-        import torch, hf_fsdp_plugin as hfp
-        accelerator = hfp.accelerator(hfp.load_spec("fsdp.yaml"))
-        model = accelerator.prepare(torch.nn.Linear(4, 2))
-        print("CREATED", type(model.weight).__name__, accelerator.num_processes, torch.distributed.get_backend())
-    """
+@pytest.mark.parametrize(
+    ("launcher", "script"),
+    [
+        (["hf_fsdp_plugin.cli.main", "launch", *WITH_CONFIG], SCRIPT.replace("CONFIG", "")),
+        (["accelerate.commands.launch", *WITH_CONFIG], SCRIPT.replace("CONFIG", "")),
+        (TORCHRUN, SCRIPT.replace("CONFIG", "'fsdp.yaml'")),
+        (TORCHRUN, SCRIPT.replace("Accelerator()", "hfp.accelerator(hfp.load_spec('fsdp.yaml'))")
+                         .replace("hfp.install(CONFIG)", "")),
+    ],
+    ids=["hf-fsdp", "accelerate", "torchrun", "torchrun-spec"],
+)  # fmt: skip
+def test_launcher_starts_one_rank(tmp_path: Path, launcher: list[str], script: str) -> None:
     write(tmp_path, script)
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1", "train.py"]
-    done = run(tmp_path, words)
-    assert CREATED in done.stdout, done.stderr
-
-
-def test_accelerate_launch_starts_one_rank(tmp_path: Path) -> None:
-    write(tmp_path, SCRIPT.replace("CONFIG", ""))
-    accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "fsdp.yaml"]
-    done = run(tmp_path, [*accelerate, "--num_processes", "1", "--cpu", "train.py"])
-    assert CREATED in done.stdout, done.stderr
+    done = run(tmp_path, [sys.executable, "-m", *launcher, "train.py"])
+    assert "CREATED DTensor 1 gloo" in done.stdout, done.stderr
 
 
 def test_script_without_launcher_is_refused(tmp_path: Path) -> None:

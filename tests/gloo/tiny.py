@@ -1,7 +1,8 @@
-"""Tiny models of real architectures, and global batches that can be split over any number of ranks."""
+"""Small models of real architectures, and global batches that can be split over any number of ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,15 +14,38 @@ GLOBAL_BATCH = 8
 LENGTH = 12
 
 
-def tiny_llama(*, tied: bool = False, layers: int = 3) -> nn.Module:
+def tiny_llama(*, tied: bool = False, layers: int = 3, **settings: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
+    defaults = {"hidden_size": 32, "intermediate_size": 48}
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied, use_cache=False,
+        vocab_size=VOCABULARY, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=64, tie_word_embeddings=tied, use_cache=False, **{**defaults, **settings},
     )  # fmt: skip
     return LlamaForCausalLM(config)
+
+
+def small_llama() -> nn.Module:
+    """A llama that is large enough for the size threshold of the files in configs/."""
+    return tiny_llama(layers=2, hidden_size=64, intermediate_size=160)
+
+
+def frozen_llama(what: str) -> nn.Module:
+    """A llama with frozen parameters: ``half`` of the layers, or the input ``embeddings``."""
+    model: Any = tiny_llama(layers=4)
+    frozen = model.model.layers[:2] if what == "half" else model.model.embed_tokens
+    frozen.requires_grad_(False)
+    return model
+
+
+def lora_llama() -> nn.Module:
+    """A LoRA adapter on a frozen llama."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["q_proj", "v_proj"]
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM")
+    return get_peft_model(tiny_llama(), config)  # type: ignore[arg-type, return-value]
 
 
 def tiny_bert() -> nn.Module:
@@ -35,13 +59,40 @@ def tiny_bert() -> nn.Module:
     return BertForMaskedLM(config)
 
 
-MODELS = {"llama": tiny_llama, "bert": tiny_bert}
+class SimpleModel(nn.Module):
+    """The model of a well-known FSDP tutorial: it has no config and declares no layer classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer1 = nn.Linear(256, 256)
+        self.layer2 = nn.Linear(256, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer2(self.layer1(x))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": tiny_llama,
+    "small-llama": small_llama,
+    "half": lambda: frozen_llama("half"),
+    "embeddings": lambda: frozen_llama("embeddings"),
+    "llama-bf16": lambda: tiny_llama().to(torch.bfloat16),
+    "lora": lora_llama,
+    "bert": tiny_bert,
+    "simple": SimpleModel,
+}
 
 
 def global_batch(step: int) -> dict[str, torch.Tensor]:
     """Batch number ``step``: ``GLOBAL_BATCH`` x ``LENGTH`` tokens, the same on every rank."""
     tokens = torch.randint(0, VOCABULARY, (GLOBAL_BATCH, LENGTH), generator=torch.Generator().manual_seed(1000 + step))
     return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def simple_batch(step: int) -> torch.Tensor:
+    """Batch number ``step`` for :class:`SimpleModel`."""
+    return torch.randn(GLOBAL_BATCH, 256, generator=torch.Generator().manual_seed(step))
 
 
 def my_part(batch: dict[str, torch.Tensor], rank: int, world_size: int) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Private APIs of torch, Accelerate and Transformers are used in one place each."""
+"""The private APIs of each library are used in one place."""
 
 import ast
 import re
@@ -14,6 +14,7 @@ PRIVATE = re.compile(r"_[a-zA-Z]\w*")
 HOMES = {
     "torch": PACKAGE / "torch_private",
     "accelerate": PACKAGE / "integrations" / "accelerate" / "private.py",
+    "huggingface_hub": PACKAGE / "integrations" / "accelerate" / "private.py",
     "transformers": PACKAGE / "integrations" / "transformers" / "private.py",
 }
 """Library -> the file or folder that may use its private APIs."""

@@ -37,7 +37,7 @@ from hf_fsdp_plugin.checkpoint.io import round_up
 from hf_fsdp_plugin.checkpoint.layouts import LocalShard
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, dcp_file
 from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, Item, bytes_of, whole_file
-from hf_fsdp_plugin.torch_private.dcp import StorageInfo
+from hf_fsdp_plugin.torch_private.functions import StorageInfo
 
 StatePath = tuple[str | int, ...]
 """Path of an entry in the nested state dict: ``("optimizer", "state", "lm_head.weight", "exp_avg")``."""

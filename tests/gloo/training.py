@@ -1,0 +1,162 @@
+"""Cases for ranks: an Accelerate training loop with a config. The same steps in one process are the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import reset_accelerate
+from tiny import MODELS, NUM_STEPS, global_batch, my_part, parallel_config, simple_batch, tiny_llama
+from torch import nn
+
+import hf_fsdp_plugin as hfp
+
+MAX_NORM = 0.5
+RELATIVE = 1e-5
+OptimizerOf = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+
+
+def fresh_accelerator(config: dict[str, Any]) -> Any:
+    """A new Accelerator in a process that has created others."""
+    reset_accelerate()
+    return hfp.accelerator(hfp.load_spec(config, environ={}))
+
+
+def loss_of(model: nn.Module, name: str, step: int, part: int = 0, num_parts: int = 1) -> torch.Tensor:
+    """The loss of one of ``num_parts`` equal parts of a global batch."""
+    if name == "simple":
+        return model(simple_batch(step).chunk(num_parts)[part]).square().mean()
+    return model(**my_part(global_batch(step), part, num_parts)).loss
+
+
+def reference(name: str, optimizer_of: OptimizerOf = adamw, num_steps: int = NUM_STEPS) -> dict[str, Any]:
+    """Losses, gradient norms and final weights of one process in fp32 on the global batches."""
+    model = MODELS[name]().float()
+    optimizer = optimizer_of(model)
+    losses, norms = [], []
+    for step in range(num_steps):
+        loss = loss_of(model, name, step)
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "norms": norms, "weights": dict(model.state_dict())}
+
+
+def train(
+    name: str,
+    config: dict[str, Any],
+    optimizer_of: OptimizerOf = adamw,
+    num_steps: int = NUM_STEPS,
+    *,
+    accumulation: int = 1,
+    order: str = "together",
+) -> dict[str, Any]:
+    """The results of :func:`train_prepared` for a new model.
+
+    Args:
+        order: whether model and optimizer are prepared ``together``, or the model ``first``.
+    """
+    accelerator = fresh_accelerator(config)
+    model = MODELS[name]()
+    if accelerator.process_index != 0:
+        # Only rank 0 has weights, so that the test fails unless the other ranks receive them.
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float("nan"))
+    if order == "together":
+        model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    else:
+        model = accelerator.prepare(model)
+        optimizer = accelerator.prepare(optimizer_of(model))
+    return train_prepared(accelerator, model, optimizer, name, num_steps, accumulation)
+
+
+def train_prepared(
+    accelerator: Any, model: nn.Module, optimizer: Any, name: str, num_steps: int, accumulation: int = 1
+) -> dict[str, Any]:
+    """The results of :func:`reference`, the report, and the dtypes in which the optimizer updates parameters."""
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    losses, norms = [], []
+    for step in range(num_steps):
+        total = torch.zeros(())
+        for index in range(accumulation):
+            with nullcontext() if index == accumulation - 1 else accelerator.no_sync(model):
+                part = loss_of(model, name, step, rank * accumulation + index, world_size * accumulation)
+                accelerator.backward(part / accumulation)
+            total += part.detach().float() / accumulation
+        norms.append(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(total)
+        losses.append(total.item() / world_size)
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": accelerator.get_state_dict(model),
+        "report": hfp.report(accelerator).to_json(),
+        "masters": {str(p.dtype) for group in optimizer.param_groups for p in group["params"]},
+    }
+
+
+def train_ddp_bf16(name: str) -> list[float]:
+    """Losses of DDP under bf16 autocast, as a reference for bf16."""
+    model = nn.parallel.DistributedDataParallel(MODELS[name]())
+    optimizer = adamw(model)
+    losses = torch.zeros(NUM_STEPS)
+    for step in range(NUM_STEPS):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model, name, step, dist.get_rank(), dist.get_world_size())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses[step] = loss.detach()
+    dist.all_reduce(losses)
+    return (losses / dist.get_world_size()).tolist()
+
+
+def prepare_different_models() -> list[str]:
+    """Prepare a model with a different number of layers on each rank. Returns the codes of the problems."""
+    accelerator = fresh_accelerator(parallel_config("full_shard", 2, dist.get_world_size()))
+    try:
+        accelerator.prepare(tiny_llama(layers=2 + accelerator.process_index))
+    except hfp.SpecError as error:
+        return [problem.code for problem in error.problems]
+    return []
+
+
+def assert_same_training(run: dict[str, Any], expected: dict[str, Any], relative: float = RELATIVE) -> None:
+    """Compare losses, gradient norms and final weights."""
+    assert run["losses"] == pytest.approx(expected["losses"], rel=relative)
+    assert run["norms"] == pytest.approx(expected["norms"], rel=relative)
+    assert_same_weights(run["weights"], expected["weights"], relative)
+
+
+def assert_same_weights(weights: dict[str, Any], expected: dict[str, Any], relative: float = RELATIVE) -> None:
+    """Compare whole tensors, because elements near zero have no relative accuracy in fp32."""
+    assert weights.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert weights[name].dtype == weight.dtype
+        if name.endswith("key.bias"):
+            # The softmax cancels this bias: its gradient is zero, and Adam scales rounding errors up to full steps.
+            continue
+        assert (weights[name] - weight).norm() <= relative * weight.norm().clamp(min=1e-3), name
+
+
+def differing(report: dict[str, Any]) -> list[str]:
+    """The settings that differ from the requested ones."""
+    return [row["setting"] for row in report["settings"] if row["status"] == "differs"]
