@@ -82,7 +82,15 @@ def differences(before: ProcessState, after: ProcessState) -> list[str]:
 
 def open_files_below(folder: Path) -> list[str]:
     """Return one line for each file below `folder` that this process has open."""
-    return [f"open file {path}" for path in _open_paths() if path.is_relative_to(folder)]
+    found = []
+    for descriptor in Path("/proc/self/fd").glob("*"):
+        try:
+            path = os.readlink(descriptor)
+        except OSError:  # closed since it was listed
+            continue
+        if Path(path).is_relative_to(folder):
+            found.append(f"open file {path}")
+    return found
 
 
 def _threads() -> Iterator[str]:
@@ -113,11 +121,3 @@ def _files() -> Iterator[Path]:
         yield from (Path(entry.path) for entry in os.scandir(folder) if entry.name not in _CACHES)
     temporary = os.scandir(tempfile.gettempdir())
     yield from (Path(entry.path) for entry in temporary if not entry.name.startswith("torchinductor_"))
-
-
-def _open_paths() -> Iterator[Path]:
-    for descriptor in Path("/proc/self/fd").glob("*"):
-        try:
-            yield Path(os.readlink(descriptor))
-        except OSError:  # closed since it was listed
-            continue

@@ -67,14 +67,13 @@ def on_all_ranks(doing: str) -> Iterator[None]:
     failed = {rank: other for rank, other in enumerate(failures) if other is not None}
     if not failed:
         return
-    agreed = failure
-    if agreed is None or len(set(failures)) > 1:
-        problems = [problem for rank, other in failed.items() for problem in _problems(rank, other, doing)]
-        is_checkpoint = any(kind == CheckpointError.__name__ for kind, _, _ in failed.values())
-        agreed = (CheckpointError if is_checkpoint else SpecError)(problems)
+    if failure is not None and len(set(failures)) == 1:
+        setattr(failure, _AGREED, True)
+        raise failure
+    problems = [problem for rank, other in failed.items() for problem in _problems(rank, other, doing)]
+    is_checkpoint = any(kind == CheckpointError.__name__ for kind, _, _ in failed.values())
+    agreed = (CheckpointError if is_checkpoint else SpecError)(problems)
     setattr(agreed, _AGREED, True)
-    if agreed is failure:
-        raise agreed
     raise agreed from failure
 
 

@@ -59,13 +59,9 @@ def prepare_buffers(plan: FsdpPlan, model: nn.Module, device: torch.device, reco
     for module in model.modules():
         registered = own_buffers(module)
         for name, buffer in registered.items():
-            if buffer is None:
-                continue
-            record.num_filled += buffer.is_meta
-            tensor = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device).contiguous()
-            dist.broadcast(tensor, src=0)
-            record.add(tensor)
-            registered[name] = tensor
+            if buffer is not None:
+                record.num_filled += buffer.is_meta
+                registered[name] = _broadcast(buffer, device, record)
 
 
 def prepare_unit(
@@ -93,13 +89,17 @@ def prepare_ignored(
 def _prepare_parameters(
     plan: FsdpPlan, names: Iterable[str], model: nn.Module, device: torch.device, record: BroadcastRecord
 ) -> list[nn.Parameter]:
-    """Allocate and broadcast the named parameters as planned. Returns each once, in the same order on all ranks."""
+    """Allocate and broadcast the named parameters as planned. Returns each once, in the same order on all ranks.
+
+    Collective, with the same parameters on all ranks.
+    """
     names = list(names)
     if plan.ram_efficient:
         materialize(model, names, device, record)
     parameters = list({id(parameter): parameter for parameter in map(model.get_parameter, names)}.values())
     if plan.ram_efficient or plan.sync_module_states:
-        broadcast_parameters(parameters, device, record)
+        for parameter in parameters:
+            parameter.data = _broadcast(parameter.data, device, record)
     return parameters
 
 
@@ -123,13 +123,12 @@ def materialize(model: nn.Module, names: Iterable[str], device: torch.device, re
             registered[attribute] = allocated.get(id(parameter), parameter)
 
 
-def broadcast_parameters(parameters: Iterable[nn.Parameter], device: torch.device, record: BroadcastRecord) -> None:
-    """Overwrite the parameters with rank 0's values, on ``device``. Collective, with the same parameters everywhere."""
-    for parameter in parameters:
-        tensor = parameter.data.to(device).contiguous()
-        dist.broadcast(tensor, src=0)
-        record.add(tensor)
-        parameter.data = tensor
+def _broadcast(tensor: torch.Tensor, device: torch.device, record: BroadcastRecord) -> torch.Tensor:
+    """Return rank 0's values of a tensor, on ``device``. Collective."""
+    received = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device).contiguous()
+    dist.broadcast(received, src=0)
+    record.add(received)
+    return received
 
 
 def cast_to_master(plan: FsdpPlan, parameters: Iterable[nn.Parameter]) -> None:

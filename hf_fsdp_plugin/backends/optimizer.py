@@ -41,10 +41,14 @@ def detach_optimizers(optimizers: Iterable[torch.optim.Optimizer], model: nn.Mod
         num_foreign = foreign_parameters(optimizer, [model])
         if num_foreign == sum(len(group["params"]) for group in optimizer.param_groups):
             continue
+        kind = type(optimizer).__name__
         if num_foreign:
-            raise SpecError([_mixed_optimizer(optimizer, num_foreign)])
+            message = f"{kind} has {num_foreign} parameters that do not belong to the model."
+            raise SpecError([Problem(code="FSDP-E304", message=message, fix="Create one optimizer for each model.")])
         if optimizer.state:
-            raise SpecError([_stepped_optimizer(optimizer)])
+            message = f"{kind} has stepped before sharding: its state belongs to unsharded parameters."
+            fix = "Prepare the model before the first step, and load the optimizer's state afterwards."
+            raise SpecError([Problem(code="FSDP-E305", message=message, fix=fix)])
         groups = tuple(tuple(names[id(p)] for p in group["params"]) for group in optimizer.param_groups)
         for group in optimizer.param_groups:
             group["params"] = []
@@ -86,22 +90,6 @@ def foreign_parameters(optimizer: torch.optim.Optimizer, models: Sequence[nn.Mod
     """Number of the optimizer's parameters that belong to none of the models."""
     own = {id(p) for model in models for p in model.parameters()}
     return sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
-
-
-def _mixed_optimizer(optimizer: torch.optim.Optimizer, num_foreign: int) -> Problem:
-    return Problem(
-        code="FSDP-E304",
-        message=f"{type(optimizer).__name__} has {num_foreign} parameters that do not belong to the model.",
-        fix="Create one optimizer for each model.",
-    )
-
-
-def _stepped_optimizer(optimizer: torch.optim.Optimizer) -> Problem:
-    return Problem(
-        code="FSDP-E305",
-        message=f"{type(optimizer).__name__} has stepped before sharding: its state belongs to unsharded parameters.",
-        fix="Prepare the model before the first step, and load the optimizer's state afterwards.",
-    )
 
 
 def _split_flat_parameter(name: str) -> Problem:

@@ -168,9 +168,8 @@ def _add_flat_parameter(
             # The original parameter is a view of its own run, so its state is laid out as that run alone.
             layout.by_id[id(member.parameter)] = (replace(own, start=None, numel=0),)
     layout.by_id[id(flat)] = tuple(in_unit)
-    for shared in fsdp1.shared_members(flat):
-        alias = full_name(shared.module, shared.attribute)
-        layout.aliases[alias] = full_name(shared.primary_module, shared.primary_attribute)
+    for place, primary_place in fsdp1.tied_places(flat):
+        layout.aliases[full_name(*place)] = full_name(*primary_place)
     yield from map(id, fsdp1.parameter_objects(flat))
 
 

@@ -14,6 +14,8 @@ from torch.distributed.fsdp.fully_sharded_data_parallel import FLAT_PARAM
 from hf_fsdp_plugin.strategies import BY_TORCH_NAME, Strategy
 from hf_fsdp_plugin.torch_private.live_unit import LiveUnit
 
+Place = tuple[nn.Module, str]
+"""A module, and the name under which a parameter is registered in it."""
 _BACKWARD_PREFETCH_NAMES = {"BACKWARD_PRE": "pre", "BACKWARD_POST": "post"}
 
 
@@ -40,16 +42,6 @@ class Member:
     start: int
     stop: int
     offset: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SharedMember:
-    """Another place of a tied parameter, which a flat parameter contains only once."""
-
-    module: nn.Module
-    attribute: str
-    primary_module: nn.Module
-    primary_attribute: str
 
 
 def strategy_of(unit: Any) -> Strategy:
@@ -81,16 +73,10 @@ def members(flat: Any) -> list[Member]:
     ]
 
 
-def shared_members(flat: Any) -> list[SharedMember]:
-    """The other places of tied parameters, each with the place at which the parameter is a :class:`Member`."""
+def tied_places(flat: Any) -> list[tuple[Place, Place]]:
+    """Each further place of a tied parameter, and the place of its :class:`Member`."""
     return [
-        SharedMember(
-            module=info.module,
-            attribute=info.param_name,
-            primary_module=info.prim_module,
-            primary_attribute=info.prim_param_name,
-        )
-        for info in flat._shared_param_infos
+        ((info.module, info.param_name), (info.prim_module, info.prim_param_name)) for info in flat._shared_param_infos
     ]
 
 

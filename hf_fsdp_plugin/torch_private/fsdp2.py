@@ -85,22 +85,10 @@ def _parameter_group_facts(group: Any) -> dict[str, Any]:
     trainable = [p for p in parameters if p.requires_grad]
     master = sorted({p.dtype for p in (trainable or parameters)}, key=str)
     compute = policy.param_dtype or master[0]
-    shards, gathered, gradients, ids = [], [], [], []
-    for item, parameter in zip(managed, parameters, strict=True):
-        ids.append(id(parameter))
-        shards.append(item._sharded_param_data)
-        gathered += item.all_gather_outputs
-        if getattr(item, "_sharded_post_forward_param_data", None) is not None:
-            gathered.append(item._sharded_post_forward_param_data)
-        if parameter.grad is not None:
-            gradients.append(parameter.grad)
-        if item.unsharded_accumulated_grad is not None:
-            gradients.append(item.unsharded_accumulated_grad)
-        whole = getattr(item, "_unsharded_param", None)
-        if whole is not None:
-            ids.append(id(whole))
-            if whole.grad is not None:
-                gradients.append(whole.grad)
+    wholes = [whole for item in managed if (whole := getattr(item, "_unsharded_param", None)) is not None]
+    gathered = [tensor for item in managed for tensor in item.all_gather_outputs]
+    gathered += [getattr(item, "_sharded_post_forward_param_data", None) for item in managed]
+    gradients = [p.grad for p in [*parameters, *wholes]] + [item.unsharded_accumulated_grad for item in managed]
     return {
         "num_params": sum(p.numel() for p in parameters),
         "num_local_params": sum(t.numel() for t in local),
@@ -116,8 +104,8 @@ def _parameter_group_facts(group: Any) -> dict[str, Any]:
         "replicate_size": getattr(mesh, "replicate_mesh_size", 1),
         "hybrid": hasattr(mesh, "shard_mesh_size") and hasattr(mesh, "replicate_mesh_size"),
         "offloaded": isinstance(group.offload_policy, CPUOffloadPolicy),
-        "shards": tuple(shards),
-        "gathered": tuple(gathered),
-        "gradients": tuple(gradients),
-        "parameter_ids": frozenset(ids),
+        "shards": tuple(item._sharded_param_data for item in managed),
+        "gathered": tuple(tensor for tensor in gathered if tensor is not None),
+        "gradients": tuple(tensor for tensor in gradients if tensor is not None),
+        "parameter_ids": frozenset(id(p) for p in [*parameters, *wholes]),
     }

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases_trainer import Batches, losses
+from cases_trainer import losses, make_trainer
 from tiny import MODELS, SimpleModel, tiny_llama
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from training import fresh_accelerator, loss_of, sgd, train_prepared
@@ -82,7 +82,7 @@ def with_dropout() -> nn.Module:
 def train_compiled(config: dict[str, Any], how: str) -> dict[str, Any]:
     """``how``: dynamo settings of the config, or ``torch.compile(model)`` or ``model.compile()`` in the script."""
     torch._dynamo.reset()
-    counter = CountingBackend()
+    counter = CompileCounter()
     accelerator = fresh_accelerator(config)
     model: Any = tiny_llama()
     if how == "wrapper":
@@ -91,18 +91,7 @@ def train_compiled(config: dict[str, Any], how: str) -> dict[str, Any]:
         model.compile(backend=counter)
     model, optimizer = accelerator.prepare(model, sgd(model))
     run = train_prepared(accelerator, model, optimizer, "llama", NUM_STEPS)
-    return {**run, "num_graphs": counter.num_graphs, "dynamo": torch._dynamo.utils.counters["frames"]["ok"]}
-
-
-class CountingBackend:
-    """A compiler that counts the graphs and runs them unchanged."""
-
-    def __init__(self) -> None:
-        self.num_graphs = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        self.num_graphs += 1
-        return graph.forward
+    return {**run, "num_graphs": counter.frame_count, "dynamo": torch._dynamo.utils.counters["frames"]["ok"]}
 
 
 def train_two(config: dict[str, Any]) -> list[dict[str, Any]]:
@@ -145,20 +134,13 @@ def clip_subset(config: dict[str, Any]) -> tuple[float, float]:
     return accelerator.clip_grad_norm_(list(model.parameters())[::2], 1.0).item(), expected
 
 
-def train_wrapped_in_trainer(output_dir: str, version: int) -> dict[str, Any]:
-    """Train a model that its author has wrapped, and one that the plan wraps, with the Trainer."""
-    runs = {}
-    for wrapped in (True, False):
-        args = hfp.FsdpTrainingArguments(
-            output_dir=output_dir, fsdp="full_shard auto_wrap", fsdp_config={"version": version}, use_cpu=True,
-            max_steps=3, per_device_train_batch_size=4, report_to="none", disable_tqdm=True, logging_steps=1,
-            save_strategy="no", seed=3,
-        )  # fmt: skip
-        model = tiny_llama()
-        if wrapped:
-            model = wrap_by_author(model, version, use_orig=True)
-        trainer = hfp.FsdpTrainer(model=model, args=args, train_dataset=Batches(3), eval_dataset=Batches(1))
+def train_wrapped_in_trainer(output_dir: str, version: int) -> list[dict[str, Any]]:
+    """Train a model that its author has wrapped, then one that the plan wraps, with the Trainer."""
+    runs = []
+    for model in (wrap_by_author(tiny_llama(), version, use_orig=True), tiny_llama()):
+        config = {"version": version}
+        trainer = make_trainer(output_dir, model, fsdp="full_shard auto_wrap", fsdp_config=config, max_steps=3)
         trainer.train()
         evaluated = trainer.evaluate()["eval_loss"]
-        runs[wrapped] = {"losses": [*losses(trainer), evaluated], "report": hfp.report(trainer).to_json()}
-    return {"by author": runs[True], "by config": runs[False]}
+        runs.append({"losses": [*losses(trainer), evaluated], "report": hfp.report(trainer).to_json()})
+    return runs

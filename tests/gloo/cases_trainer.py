@@ -29,7 +29,7 @@ class Batches(torch.utils.data.Dataset):
         return self.rows[index]
 
 
-def make_trainer(output_dir: str, model_name: str = "llama", callbacks: Any = (), **arguments: Any) -> Any:
+def make_trainer(output_dir: str, model: str | torch.nn.Module = "llama", callbacks: Any = (), **arguments: Any) -> Any:
     world_size = torch.distributed.get_world_size()
     defaults: dict[str, Any] = {
         "per_device_train_batch_size": GLOBAL_BATCH // world_size, "max_steps": 6, "learning_rate": 1e-3,
@@ -38,7 +38,7 @@ def make_trainer(output_dir: str, model_name: str = "llama", callbacks: Any = ()
     }  # fmt: skip
     args = hfp.FsdpTrainingArguments(output_dir=output_dir, **{**defaults, **arguments})
     return hfp.FsdpTrainer(
-        model=MODELS[model_name](),
+        model=MODELS[model]() if isinstance(model, str) else model,
         args=args,
         train_dataset=Batches(6),
         eval_dataset=Batches(1),

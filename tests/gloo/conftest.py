@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from ranks import Ranks
 
 
-def _world(size: int) -> Iterator[Ranks]:
-    ranks = Ranks(size)
-    yield ranks
-    ranks.stop()
+def _ranks(size: int) -> Any:
+    @pytest.fixture(scope="session")
+    def ranks() -> Iterator[Ranks]:
+        world = Ranks(size)
+        yield world
+        world.stop()
+
+    return ranks
 
 
-@pytest.fixture(scope="session")
-def one_rank() -> Iterator[Ranks]:
-    yield from _world(1)
-
-
-@pytest.fixture(scope="session")
-def two_ranks() -> Iterator[Ranks]:
-    yield from _world(2)
-
-
-@pytest.fixture(scope="session")
-def three_ranks() -> Iterator[Ranks]:
-    yield from _world(3)
-
-
-@pytest.fixture(scope="session")
-def four_ranks() -> Iterator[Ranks]:
-    yield from _world(4)
+one_rank = _ranks(1)
+two_ranks = _ranks(2)
+three_ranks = _ranks(3)
+four_ranks = _ranks(4)

@@ -44,16 +44,34 @@ def loss_of(model: nn.Module, name: str, step: int, part: int = 0, num_parts: in
 def reference(name: str, optimizer_of: OptimizerOf = adamw, num_steps: int = NUM_STEPS) -> dict[str, Any]:
     """Losses, gradient norms and final weights of one process in fp32 on the global batches."""
     model = MODELS[name]().float()
-    optimizer = optimizer_of(model)
+    losses, norms = train_without_accelerate(model, optimizer_of(model), name, num_steps)
+    return {"losses": losses, "norms": norms, "weights": dict(model.state_dict())}
+
+
+def train_without_accelerate(
+    model: nn.Module, optimizer: torch.optim.Optimizer, name: str, num_steps: int, part: int = 0, num_parts: int = 1
+) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of a model that computes one of ``num_parts`` equal parts of each global batch."""
     losses, norms = [], []
     for step in range(num_steps):
-        loss = loss_of(model, name, step)
+        loss = loss_of(model, name, step, part, num_parts)
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return {"losses": losses, "norms": norms, "weights": dict(model.state_dict())}
+    return losses, norms
+
+
+def train_ddp_bf16(name: str) -> list[float]:
+    """Losses of DDP under bf16 autocast, as a reference for bf16."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = MODELS[name]()
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    model = nn.parallel.DistributedDataParallel(model)
+    losses = torch.tensor(train_without_accelerate(model, adamw(model), name, NUM_STEPS, rank, world_size)[0])
+    dist.all_reduce(losses)
+    return (losses / world_size).tolist()
 
 
 def train(
@@ -110,23 +128,6 @@ def train_prepared(
         "report": hfp.report(accelerator).to_json(),
         "masters": {str(p.dtype) for group in optimizer.param_groups for p in group["params"]},
     }
-
-
-def train_ddp_bf16(name: str) -> list[float]:
-    """Losses of DDP under bf16 autocast, as a reference for bf16."""
-    model = nn.parallel.DistributedDataParallel(MODELS[name]())
-    optimizer = adamw(model)
-    losses = torch.zeros(NUM_STEPS)
-    for step in range(NUM_STEPS):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(model, name, step, dist.get_rank(), dist.get_world_size())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses[step] = loss.detach()
-    dist.all_reduce(losses)
-    return (losses / dist.get_world_size()).tolist()
 
 
 def prepare_different_models() -> list[str]:

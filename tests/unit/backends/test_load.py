@@ -8,12 +8,12 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.load import (
     BroadcastRecord,
-    broadcast_parameters,
     cast_buffers,
     cast_to_master,
     materialize,
     prepare_buffers,
     prepare_ignored,
+    prepare_unit,
 )
 from hf_fsdp_plugin.plan.model import FsdpPlan
 
@@ -49,7 +49,8 @@ def test_broadcast_counts_parameters_and_buffers(one_rank: None, plan_for: Calla
     prepare_buffers(replace(plan, sync_module_states=False), model, CPU, record)
     assert record.num_tensors == 0
     prepare_buffers(replace(plan, sync_module_states=True), model, CPU, record)
-    broadcast_parameters(model.parameters(), CPU, record)
+    for unit in plan.units:
+        prepare_unit(replace(plan, sync_module_states=True), unit, model, CPU, record)
     assert (record.num_tensors, record.num_filled) == (3, 1)
     assert not model.positions.is_meta
 

@@ -21,11 +21,6 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": weights}, {"params": biases, "lr": 0.5}], lr=0.1)
 
 
-def code_of(refusal: pytest.ExceptionInfo[SpecError]) -> str:
-    (problem,) = refusal.value.problems
-    return problem.code
-
-
 def test_attached_optimizer_has_parameters_of_same_names():
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer = two_groups(model)
@@ -46,9 +41,8 @@ def test_optimizer_of_other_model_is_unchanged():
 
 def test_optimizer_of_two_models_is_refused():
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    with pytest.raises(SpecError) as refusal:
+    with pytest.raises(SpecError, match="FSDP-E304"):
         detach_optimizers([torch.optim.SGD([*model.parameters(), other.bias])], model)
-    assert code_of(refusal) == "FSDP-E304"
 
 
 def test_stepped_optimizer_is_refused():
@@ -56,18 +50,16 @@ def test_stepped_optimizer_is_refused():
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    with pytest.raises(SpecError) as refusal:
+    with pytest.raises(SpecError, match="FSDP-E305"):
         detach_optimizers([optimizer], model)
-    assert code_of(refusal) == "FSDP-E305"
 
 
 @pytest.mark.filterwarnings("ignore:FSDP is switching:UserWarning")
 def test_flat_parameter_in_two_groups_is_refused(one_rank: None, plan_for: Callable[..., FsdpPlan]):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     plan = plan_for(model, fsdp_version=1, fsdp_use_orig_params=False)
-    with pytest.raises(SpecError) as refusal:
+    with pytest.raises(SpecError, match="FSDP-E306"):
         shard(plan, model, CPU, [two_groups(model)])
-    assert code_of(refusal) == "FSDP-E306"
 
 
 @pytest.mark.filterwarnings("ignore:FSDP is switching:UserWarning")
