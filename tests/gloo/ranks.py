@@ -89,14 +89,15 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
             return
         before = ProcessState.read()
         try:
-            result = getattr(importlib.import_module(module), name)(*args, **kwargs)
-            reply = (True, result)
+            try:
+                reply = (True, getattr(importlib.import_module(module), name)(*args, **kwargs))
+            finally:
+                reset_process()
+            # Files are not compared: all ranks use the same temporary folder.
+            if leaks := leaks_since(before, files=False):
+                reply = (False, f"{name} leaks {'; '.join(leaks)}")
         except BaseException:
             reply = (False, traceback.format_exc())
-        reset_process()
-        # Files are not compared: all ranks use the same temporary folder.
-        if (leaks := leaks_since(before, files=False)) and reply[0]:
-            reply = (False, f"{name} leaks {'; '.join(leaks)}")
         before.restore_environment()
         pipe.send(reply)
 
