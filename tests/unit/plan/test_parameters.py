@@ -57,7 +57,7 @@ def test_version_2_accepts_frozen_parameters_of_another_dtype() -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_mixed_precision_allows_trainable_parameters_of_two_dtypes(version: int) -> None:
+def test_mixed_precision_allows_trainable_params_of_two_dtypes(version: int) -> None:
     model = Stack()
     model.layers[1].adapter.to(torch.bfloat16)
     assert "bfloat16: layers.1.adapter.weight" in refused("FSDP-E221", spec_of(version=version), model).message
