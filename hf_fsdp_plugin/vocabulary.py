@@ -93,6 +93,9 @@ _DISTRIBUTED: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 _DISTRIBUTED["NO"] = ("no", "false", "none")
 
+_SHARD_SIZE = "Number of ranks that one copy of the model is sharded over, or auto."
+_REPLICATE_SIZE = "Number of sharded copies of the model, or auto."
+
 _FSDP_ROWS = (
     Row(name="fsdp.version", kind="choice", spellings=("version",), choices={"1": ("fsdp1",), "2": ("fsdp2",)},
         about="FSDP version: 1 is FullyShardedDataParallel, 2 is fully_shard."),
@@ -103,10 +106,8 @@ _FSDP_ROWS = (
         about="Whether gathered parameters are freed after forward: true is "
               + " and false is ".join(strategy_of(sharded=True, hybrid=False, reshard=flag).name
                                       for flag in (True, False)) + "; or a strategy."),
-    Row(name="mesh.shard", kind="size", scope="fsdp", minimum=1, spellings=("size", "dp_shard_size"),
-        about="Number of ranks that one copy of the model is sharded over, or auto."),
-    Row(name="mesh.replicate", kind="size", scope="fsdp", minimum=1, spellings=("dp_replicate_size",),
-        about="Number of sharded copies of the model, or auto."),
+    Row(name="mesh.shard", kind="size", minimum=1, spellings=("size", "dp_shard_size"), about=_SHARD_SIZE),
+    Row(name="mesh.replicate", kind="size", minimum=1, spellings=("dp_replicate_size",), about=_REPLICATE_SIZE),
     Row(name="wrap.policy", kind="choice", spellings=("auto_wrap_policy", "wrap_policy"),
         choices={"transformer": ("transformer_based_wrap", "transformer_based", "transformer_auto_wrap_policy"),
                  "size": ("size_based_wrap", "size_based", "size_based_auto_wrap_policy"),
@@ -177,9 +178,9 @@ _FSDP_ROWS = (
 
 _PARALLELISM_ROWS = (
     Row(name="mesh.shard", kind="size", scope="parallelism", minimum=1, spellings=("dp_shard_size",),
-        about="Number of ranks that one copy of the model is sharded over, or auto."),
+        about=_SHARD_SIZE),
     Row(name="mesh.replicate", kind="size", scope="parallelism", minimum=1, spellings=("dp_replicate_size",),
-        about="Number of sharded copies of the model, or auto."),
+        about=_REPLICATE_SIZE),
     *(Row(name=f"mesh.{axis}", kind="one", scope="parallelism", internal=True,
           spellings=(f"{axis}_size", f"{what.lower()}_parallel_size"),
           about=f"{what} parallel degree; only 1 is supported.")
@@ -239,10 +240,8 @@ _TRAINING_ROWS = (
         about="Options: a strategy, auto_wrap, offload; or true."),
     Row(name="training.fsdp_config", kind="section", opens="fsdp", scope="training", internal=True,
         spellings=("fsdp_config",), about="Section with the FSDP settings."),
-    Row(name="training.bf16", kind="flag", scope="training", internal=True, spellings=("bf16",),
-        about="Same as mixed_precision: bf16."),
-    Row(name="training.fp16", kind="flag", scope="training", internal=True, spellings=("fp16",),
-        about="Same as mixed_precision: fp16."),
+    *(Row(name=f"training.{dtype}", kind="flag", scope="training", internal=True, spellings=(dtype,),
+          about=f"Same as mixed_precision: {dtype}.") for dtype in ("bf16", "fp16")),
     Row(name="launch.use_cpu", kind="bool", scope="training", spellings=("use_cpu", "no_cuda"),
         about="Run on CPU ranks."),
 )  # fmt: skip

@@ -17,7 +17,6 @@ from hf_fsdp_plugin.sources.command_line import LaunchLine, split_launch
 from hf_fsdp_plugin.sources.config_file import ConfigFile
 from hf_fsdp_plugin.sources.model import Sources
 
-MAX_PARENTS = 32
 CONFIG_NOT_FOUND = Problem(
     code="FSDP-W041",
     message="this process was started by accelerate launch, whose config file was not found. Only the environment "
@@ -80,7 +79,10 @@ def find_launch(
     """
     for ancestor in _ancestors(proc, os.getpid() if pid is None else pid):
         if (line := launch_line(_words(proc, ancestor))) is not None:
-            config = _config_of(line, _directory(proc, ancestor)) or default_config_file(variables)
+            config = default_config_file(variables)
+            if line.config_file:  # relative to the launcher's working directory
+                path = _directory(proc, ancestor) / Path(line.config_file).expanduser()
+                config = ConfigFile(path=path, shown=line.config_file)
             return AccelerateLaunch(config=config, flags=line.flags)
     if environment.written_by_accelerate(variables) and (default := default_config_file(variables)) is not None:
         return AccelerateLaunch(config=default, flags=())
@@ -107,16 +109,9 @@ def default_config_file(variables: Mapping[str, str]) -> ConfigFile | None:
     return next((ConfigFile(path=path, shown=str(path)) for path in paths if path.is_file()), None)
 
 
-def _config_of(line: LaunchLine, directory: Path | None) -> ConfigFile | None:
-    """Return the file of ``--config_file``, which is relative to the working directory of the launcher."""
-    if not line.config_file:
-        return None
-    return ConfigFile(path=(directory or Path()) / Path(line.config_file).expanduser(), shown=line.config_file)
-
-
 def _ancestors(proc: Path, pid: int) -> Sequence[int]:
     found: list[int] = []
-    while pid > 1 and len(found) < MAX_PARENTS:
+    while pid > 1 and len(found) < 32:
         found.append(pid)
         try:
             stat = (proc / str(pid) / "stat").read_text(errors="replace")
@@ -134,8 +129,8 @@ def _words(proc: Path, pid: int) -> Sequence[str]:
     return [word.decode(errors="replace") for word in data.split(b"\0")[:-1]]
 
 
-def _directory(proc: Path, pid: int) -> Path | None:
+def _directory(proc: Path, pid: int) -> Path:
     try:
         return Path(os.readlink(proc / str(pid) / "cwd"))
     except OSError:
-        return None
+        return Path()

@@ -75,7 +75,7 @@ def _read_text(path: Path, source: str) -> str:
         raise ConfigFileError("FSDP-E003", message, "Check the path.", source=shorten(source)) from None
     if len(data) > MAX_BYTES:
         message = "the file is larger than 1 MiB, the limit for configs."
-        raise ConfigFileError("FSDP-E004", message, "Name the config file.", source=source)
+        raise ConfigFileError("FSDP-E004", message, "Check that the path names a config.", source=source)
     if b"\0" in data:
         raise ConfigFileError("FSDP-E005", "the file is binary.", "Name a YAML or JSON file in UTF-8.", source=source)
     try:

@@ -18,13 +18,11 @@ from hf_fsdp_plugin.sources.yaml_tree import ConfigFileError, dict_tree, parse_t
 from hf_fsdp_plugin.vocabulary import Scope
 
 SOURCE = "TrainingArguments"
-KEYS: Mapping[str, Scope] = {
-    **dict.fromkeys(
-        ("bf16", "fp16", "gradient_checkpointing", "activation_checkpointing", "use_cpu", "no_cuda"), "training"
-    ),
-    **dict.fromkeys(("fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap"), "fsdp"),  # removed from Transformers
+KEYS: Mapping[Scope, tuple[str, ...]] = {
+    "training": ("bf16", "fp16", "gradient_checkpointing", "activation_checkpointing", "use_cpu", "no_cuda"),
+    "fsdp": ("fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap"),  # removed from Transformers
 }
-"""Arguments besides ``fsdp`` and ``fsdp_config`` that concern FSDP, and their scopes."""
+"""Scope -> arguments that concern FSDP, besides ``fsdp`` and ``fsdp_config``."""
 
 FsdpOptions = bool | str | Enum | Sequence[str | Enum] | None
 FsdpConfig = Mapping[str, Any] | str | Path | None
@@ -36,7 +34,7 @@ def read(sources: Sources) -> SourceSettings | None:
     if not arguments:
         return None
     out = Collector(SOURCE)
-    for key, scope in KEYS.items():
+    for scope, key in ((scope, key) for scope, keys in KEYS.items() for key in keys):
         if arguments.get(key):  # False is the Trainer's default, not a setting
             out.add_key(scope, key, arguments[key])
     add_fsdp_arguments(out, arguments.get("fsdp"), arguments.get("fsdp_config"), sources.files)

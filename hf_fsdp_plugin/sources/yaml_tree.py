@@ -13,7 +13,7 @@ from hf_fsdp_plugin.sources.tree import Entries, Entry, Node, from_python, short
 
 MAX_NODES = 20_000
 MAX_DEPTH = 20
-_TOO_DEEP = "the content is nested too deeply or too long for a config."
+_TOO_DEEP = "the content is nested too deeply or too long for a config.", "Check that the path names a config."
 _EVENTS: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -62,7 +62,7 @@ def _check_json(text: str, source: str) -> None:
         message = f"invalid JSON: {error.msg}."
         raise ConfigFileError("FSDP-E007", message, "Correct this line.", source=source, line=error.lineno) from None
     except (RecursionError, ValueError):
-        raise ConfigFileError("FSDP-E012", _TOO_DEEP, "Name the config file.", source=source) from None
+        raise ConfigFileError("FSDP-E012", *_TOO_DEEP, source=source) from None
 
 
 class _Composer:
@@ -97,7 +97,7 @@ class _Composer:
     def _node(self, event: Any, events: Any, depth: int) -> Node:
         self._num_nodes += 1
         if self._num_nodes > MAX_NODES or depth > MAX_DEPTH:
-            raise self._error("FSDP-E012", _TOO_DEEP, "Name the config file.", event)
+            raise self._error("FSDP-E012", *_TOO_DEEP, event)
         if isinstance(event, yaml.AliasEvent):
             message = f"the YAML alias '*{event.anchor}' is not supported."
             raise self._error("FSDP-E011", message, "Write the value instead.", event)
@@ -118,8 +118,8 @@ class _Composer:
         entries: dict[str, Entry] = {}
         while not isinstance(event := next(events), yaml.MappingEndEvent):
             if not isinstance(event, yaml.ScalarEvent):
-                message = "invalid YAML: a key must be a single word."
-                raise self._error("FSDP-E006", message, "Write 'key: value'; quote braces.", event)
+                message = "invalid YAML: a key is a list or a mapping."
+                raise self._error("FSDP-E006", message, "Write 'key: value', and put braces in quotes.", event)
             key, key_line = event.value, _line(event)
             if key in entries:
                 message = f"the key '{shorten(key)}' occurs twice, here and in line {entries[key].line}."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -18,9 +18,7 @@ from hf_fsdp_plugin.strategies import DEFAULT, STRATEGIES, Strategy, strategy_of
 from hf_fsdp_plugin.vocabulary import BY_NAME
 
 Settings = dict[str, Setting]
-_FIELDS = frozenset(
-    f"{section}.{f.name}" for section in model.SECTIONS for f in fields(getattr(model.FsdpSpec(), section))
-)
+_FIELDS = frozenset(name for name, _, _ in model.FsdpSpec().settings())
 
 
 def parse_settings(level: SourceSettings) -> SourceSettings:

@@ -1,27 +1,21 @@
 """The table of settings is consistent with the fields of the spec and with itself."""
 
 import ast
-import dataclasses
 import importlib.util
 from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.spec.model import SECTIONS, FsdpSpec
+from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.vocabulary import BY_KEY, PREFIXES, ROWS, Row, find, plain_key, suggest
 
 DERIVED = {"activation.native", "launch.extra"}
 """Fields without a key, derived from other settings."""
 
 
-def spec_fields() -> set[str]:
-    spec = FsdpSpec()
-    return {f"{section}.{field.name}" for section in SECTIONS for field in dataclasses.fields(getattr(spec, section))}
-
-
 def test_public_rows_are_fields_of_spec():
     public = {row.name for row in ROWS if not row.internal}
-    assert public | DERIVED == spec_fields()
+    assert public | DERIVED == {name for name, _, _ in FsdpSpec().settings()}
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.choices], ids=lambda row: f"{row.scope}:{row.name}")
@@ -60,18 +54,12 @@ def test_unrelated_key_has_no_suggestion():
     assert suggest("zzzzzz", ("fsdp", "launch")) == ""
 
 
-def accelerate_config_keys() -> list[str]:
-    """Return the fields of Accelerate's config classes from its source; importing it would load torch."""
-    accelerate = importlib.util.find_spec("accelerate")
-    if accelerate is None or accelerate.origin is None:
-        pytest.skip("accelerate is not installed")
-    source = (Path(accelerate.origin).parent / "commands/config/config_args.py").read_text(encoding="utf-8")
-    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
-    fields = [node.target for config in classes for node in config.body if isinstance(node, ast.AnnAssign)]
-    return [field.id for field in fields if isinstance(field, ast.Name)]
-
-
 def test_every_key_of_accelerate_config_is_known():
-    keys = accelerate_config_keys()
+    """The keys are parsed from the source of Accelerate, because importing it would load torch."""
+    accelerate = importlib.util.find_spec("accelerate")
+    assert accelerate is not None and accelerate.origin is not None
+    source = (Path(accelerate.origin).parent / "commands/config/config_args.py").read_text(encoding="utf-8")
+    fields = [node.target for node in ast.walk(ast.parse(source)) if isinstance(node, ast.AnnAssign)]
+    keys = [field.id for field in fields if isinstance(field, ast.Name)]
     assert "parallelism_config" in keys
     assert not [key for key in keys if find(key, ("launch",)) is None]

@@ -66,7 +66,7 @@ def test_default_file_without_visible_launcher(assess, tmp_path):
     environ = {"HF_HOME": str(tmp_path), "ACCELERATE_MIXED_PRECISION": "no", "FSDP_VERSION": "2"}
     assessment = assess(environ=environ, as_launched=True)
     assert not assessment.spec.prefetch.limit_all_gathers
-    assert assessment.spec.fsdp.version == 1, "the launcher's variables are not a source besides its file"
+    assert assessment.spec.fsdp.version == 1, "the variables of the launcher must be ignored"
     assert assessment.problems[0].code == "FSDP-N040"
 
 

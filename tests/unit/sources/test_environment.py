@@ -7,15 +7,14 @@ import pytest
 from hf_fsdp_plugin.sources import environment
 from hf_fsdp_plugin.spec.load import load_spec
 
-LAUNCHED = {  # as accelerate launch writes them for a file with SHARD_GRAD_OP
+LAUNCHED = {  # written by accelerate launch for a file with SHARD_GRAD_OP
     "ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": "bf16", "FSDP_VERSION": "1",
     "FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP", "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_OFFLOAD_PARAMS": "false",
     "FSDP_MIN_NUM_PARAMS": "100000000", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_FORWARD_PREFETCH": "false",
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": "['LlamaDecoderLayer']", "FSDP_USE_ORIG_PARAMS": "true",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_SYNC_MODULE_STATES": "true",
-    "FSDP_ACTIVATION_CHECKPOINTING": "false",
-    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT", "ACCELERATE_DYNAMO_BACKEND": "NO", "OMP_NUM_THREADS": "1",
+    "FSDP_FORWARD_PREFETCH": "false", "FSDP_TRANSFORMER_CLS_TO_WRAP": "['LlamaDecoderLayer']",
+    "FSDP_USE_ORIG_PARAMS": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_SYNC_MODULE_STATES": "true",
+    "FSDP_ACTIVATION_CHECKPOINTING": "false", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    "ACCELERATE_DYNAMO_BACKEND": "NO", "OMP_NUM_THREADS": "1",
 }  # fmt: skip
 
 

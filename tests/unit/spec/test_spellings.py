@@ -5,6 +5,10 @@ import pytest
 FULL = "full_shard"
 YES = [True, "true", "True", "TRUE", "yes", "on", "1", 1]
 NO = [False, "false", "False", "no", "off", "0", 0]
+ZERO2 = "hybrid_shard_zero2"
+ZERO2_SPELLINGS = [5, "HYBRID_SHARD_ZERO2", "_HYBRID_SHARD_ZERO2", "ShardingStrategy._HYBRID_SHARD_ZERO2"]
+CLASS_KEYS = ["fsdp_transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap", "fsdp_transformer_cls_to_wrap"]
+HUNDRED_MILLION = [100000000, "1e8", 1e8, "100M", "100m", "0.1B", "100_000_000", "100,000,000", "100000k"]
 
 SPELLINGS = [
     ("fsdp.version", 1, [1, "1", 1.0], ["fsdp_version", "version"]),
@@ -15,35 +19,16 @@ SPELLINGS = [
     ("sharding.strategy", "shard_grad_op", ["SHARD_GRAD_OP", False, "false", 2], ["reshard_after_forward"]),
     ("sharding.strategy", "no_shard", [3, "3", "NO_SHARD", "no_shard"], ["fsdp_sharding_strategy"]),
     ("sharding.strategy", "hybrid_shard", [4, "4", "HYBRID_SHARD", "hybrid-shard"], ["fsdp_sharding_strategy"]),
-    (
-        "sharding.strategy",
-        "hybrid_shard_zero2",
-        [5, "HYBRID_SHARD_ZERO2", "_HYBRID_SHARD_ZERO2", "ShardingStrategy._HYBRID_SHARD_ZERO2"],
-        ["fsdp_sharding_strategy", "fsdp_reshard_after_forward"],
-    ),
+    ("sharding.strategy", ZERO2, ZERO2_SPELLINGS, ["fsdp_sharding_strategy", "fsdp_reshard_after_forward"]),
     ("mesh.shard", 4, [4, "4"], ["fsdp_size", "dp_shard_size"]),
     ("mesh.shard", "auto", ["auto", -1], ["fsdp_size"]),
     ("mesh.replicate", 2, [2, "2"], ["dp_replicate_size"]),
-    (
-        "wrap.policy",
-        "transformer",
-        ["TRANSFORMER_BASED_WRAP", "transformer_based_wrap", "transformer"],
-        ["fsdp_auto_wrap_policy", "fsdp_wrap_policy"],
-    ),
+    ("wrap.policy", "transformer", ["TRANSFORMER_BASED_WRAP", "transformer"], ["fsdp_auto_wrap_policy"]),
+    ("wrap.policy", "transformer", ["transformer_based_wrap"], ["fsdp_auto_wrap_policy", "fsdp_wrap_policy"]),
     ("wrap.policy", "none", ["NO_WRAP", "no_wrap", "none"], ["fsdp_auto_wrap_policy", "wrap_policy"]),
-    (
-        "wrap.classes",
-        ("A", "B"),
-        ["A,B", "A, B", " A , B ", ["A", "B"], ["A, B"], "['A', 'B']"],
-        ["fsdp_transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap", "fsdp_transformer_cls_to_wrap"],
-    ),
+    ("wrap.classes", ("A", "B"), ["A,B", "A, B", " A , B ", ["A", "B"], ["A, B"], "['A', 'B']"], CLASS_KEYS),
     ("wrap.classes", ("BertLayer",), ["BertLayer", ["BertLayer"], "BertLayer,"], ["transformer_layer_cls_to_wrap"]),
-    (
-        "wrap.min_num_params",
-        100_000_000,
-        [100000000, "1e8", 1e8, "100M", "100m", "0.1B", "100_000_000", "100,000,000", "100000k"],
-        ["min_num_params", "fsdp_min_num_params", "min_num_param"],
-    ),
+    ("wrap.min_num_params", 100_000_000, HUNDRED_MILLION, ["min_num_params", "fsdp_min_num_params", "min_num_param"]),
     ("wrap.ignored_modules", ".*lora.*", [".*lora.*"], ["fsdp_ignored_modules"]),
     ("offload.params", True, YES, ["fsdp_offload_params", "offload_params", "cpu_offload", "fsdp_cpu_offload"]),
     ("offload.params", False, NO, ["fsdp_offload_params", "cpu_offload"]),
@@ -86,7 +71,7 @@ def test_every_spelling_is_read(assess, name, meant, value, key):
         ("full_shard, auto_wrap, offload", FULL, True),
         ("full shard", FULL, False),
         ("full shard auto wrap", FULL, False),
-        ("hybrid shard zero2", "hybrid_shard_zero2", False),
+        ("hybrid shard zero2", ZERO2, False),
         (["shard_grad_op", "offload"], "shard_grad_op", True),
         (["FSDPOption.NO_SHARD"], "no_shard", False),
         ("hybrid_shard auto_wrap", "hybrid_shard", False),
