@@ -1,4 +1,4 @@
-"""hf_fsdp_plugin: FSDP settings as people write them, run as they are written, and proved.
+"""hf_fsdp_plugin: applies every FSDP setting of Accelerate and Transformers, and reports what ran.
 
 The public names are loaded on first use: importing the package imports neither torch nor transformers.
 """
@@ -8,59 +8,46 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_plugin.version import __version__
+from hf_fsdp_plugin.version import __version__ as __version__
 
-_PUBLIC = {
-    "FsdpPlan": "hf_fsdp_plugin.plan.model",
-    "FsdpSpec": "hf_fsdp_plugin.spec.model",
-    "FsdpTrainer": "hf_fsdp_plugin.integrations.transformers.trainer",
-    "FsdpTrainerMixin": "hf_fsdp_plugin.integrations.transformers.trainer",
-    "FsdpTrainingArguments": "hf_fsdp_plugin.integrations.transformers.trainer",
-    "Origin": "hf_fsdp_plugin.problems",
-    "Problem": "hf_fsdp_plugin.problems",
-    "SpecError": "hf_fsdp_plugin.problems",
-    "accelerator": "hf_fsdp_plugin.integrations.accelerate.accelerator",
-    "install": "hf_fsdp_plugin.integrations.install",
-    "load_spec": "hf_fsdp_plugin.spec.load",
-    "report": "hf_fsdp_plugin.integrations.report",
-    "resolve": "hf_fsdp_plugin.plan.resolve",
-    "uninstall": "hf_fsdp_plugin.integrations.install",
+_EXPORTS = {
+    "integrations.accelerate.accelerator": ("accelerator",),
+    "integrations.install": ("install", "uninstall"),
+    "integrations.report": ("report",),
+    "integrations.transformers.trainer": ("FsdpTrainer", "FsdpTrainerMixin", "FsdpTrainingArguments"),
+    "plan.model": ("FsdpPlan",),
+    "plan.resolve": ("resolve",),
+    "problems": ("Origin", "Problem", "SpecError"),
+    "spec.load": ("load_spec",),
+    "spec.model": ("FsdpSpec",),
 }
+"""Module below this package -> the names that it provides."""
 
-__all__ = [
-    "FsdpPlan",
-    "FsdpSpec",
-    "FsdpTrainer",
-    "FsdpTrainerMixin",
-    "FsdpTrainingArguments",
-    "Origin",
-    "Problem",
-    "SpecError",
-    "__version__",
-    "accelerator",
-    "install",
-    "load_spec",
-    "report",
-    "resolve",
-    "uninstall",
-]
+__all__ = ["__version__"]
+__all__ += [name for names in _EXPORTS.values() for name in names]
 
 if TYPE_CHECKING:
-    from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator
-    from hf_fsdp_plugin.integrations.install import install, uninstall
-    from hf_fsdp_plugin.integrations.report import report
-    from hf_fsdp_plugin.integrations.transformers.trainer import FsdpTrainer, FsdpTrainerMixin, FsdpTrainingArguments
-    from hf_fsdp_plugin.plan.model import FsdpPlan
-    from hf_fsdp_plugin.plan.resolve import resolve
-    from hf_fsdp_plugin.problems import Origin, Problem, SpecError
-    from hf_fsdp_plugin.spec.load import load_spec
-    from hf_fsdp_plugin.spec.model import FsdpSpec
+    from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator as accelerator
+    from hf_fsdp_plugin.integrations.install import install as install
+    from hf_fsdp_plugin.integrations.install import uninstall as uninstall
+    from hf_fsdp_plugin.integrations.report import report as report
+    from hf_fsdp_plugin.integrations.transformers.trainer import FsdpTrainer as FsdpTrainer
+    from hf_fsdp_plugin.integrations.transformers.trainer import FsdpTrainerMixin as FsdpTrainerMixin
+    from hf_fsdp_plugin.integrations.transformers.trainer import FsdpTrainingArguments as FsdpTrainingArguments
+    from hf_fsdp_plugin.plan.model import FsdpPlan as FsdpPlan
+    from hf_fsdp_plugin.plan.resolve import resolve as resolve
+    from hf_fsdp_plugin.problems import Origin as Origin
+    from hf_fsdp_plugin.problems import Problem as Problem
+    from hf_fsdp_plugin.problems import SpecError as SpecError
+    from hf_fsdp_plugin.spec.load import load_spec as load_spec
+    from hf_fsdp_plugin.spec.model import FsdpSpec as FsdpSpec
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
+    for module, names in _EXPORTS.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

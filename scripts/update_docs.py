@@ -99,8 +99,7 @@ def hooks() -> str:
         rows = [
             f"| `{hook.target}` | `{hook.replacement.replace('.', '/').replace(':', '.py:')}` | {hook.reason} "
             f"| {hook.until} |"
-            for hook in HOOKS
-            if hook.group == group
+            for hook in HOOKS[group]
         ]
         head = ["| function | replacement | reason | until |", "|---|---|---|---|"]
         parts += [f"## Group `{group}`", "", installed_by, "", *head, *rows, ""]

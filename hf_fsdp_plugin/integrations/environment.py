@@ -20,11 +20,9 @@ class ProcessEnvironment:
             os.environ[name] = value
 
     def restore(self) -> None:
-        for name, value in self._before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in self._before:
+            os.environ.pop(name, None)
+        os.environ.update({name: value for name, value in self._before.items() if value is not None})
         self._before.clear()
 
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from hf_fsdp_plugin.devices import accelerator_type
-from hf_fsdp_plugin.integrations import session
 from hf_fsdp_plugin.integrations.environment import restore_variables, set_loading_variables, set_variables
-from hf_fsdp_plugin.integrations.messages import close_messages, install_excepthook, print_warnings, set_quiet
+from hf_fsdp_plugin.integrations.messages import printer
 from hf_fsdp_plugin.integrations.patching import install_hooks, remove_hooks
 from hf_fsdp_plugin.integrations.run_report import start_reporting, stop_reporting
+from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.sources.handover import LaunchHandover, absolute
 from hf_fsdp_plugin.sources.model import Sources, config_of
 from hf_fsdp_plugin.spec.model import FsdpSpec
@@ -35,12 +35,12 @@ def install(
         The spec of these sources, or ``None`` if they do not enable FSDP. The script's TrainingArguments still may.
 
     Raises:
-        SpecError: one of the problems is an error; it contains those of all sources.
+        SpecError: with all problems of all sources, if one of them is an error.
     """
-    install_excepthook()
+    printer.install_excepthook()
     handover = LaunchHandover.from_env(os.environ)
     if handover is not None and handover.quiet:
-        set_quiet()
+        printer.quiet = True
     before, report_before = _sources_before(handover)
     sources = replace(
         before,
@@ -49,24 +49,29 @@ def install(
         overrides=(*before.overrides, *overrides),
     )
     spec = session.begin(sources, report=absolute(report) or report_before)
-    print_warnings(spec.problems, printed_by_launcher=handover is not None)
+    printer.print_warnings(spec.problems, printed_by_launcher=handover is not None)
     install_hooks("accelerate", "transformers")
-    asked = session.asks_for_fsdp(spec)
-    # After the session has read the environment: the variables set here are not settings of the user.
-    _choose_cpu_ranks(spec)
-    if asked:
+    # The session has read the environment by now, so variables that are set here are not settings of the user.
+    cpu = spec.launch.use_cpu or accelerator_type() == "cpu"
+    if "RANK" in os.environ and cpu:
+        # Without it, Accelerate creates no process group on the CPU ranks of a stock launcher.
+        set_variables(ACCELERATE_USE_CPU="true")
+    if session.ambient is not None:
         set_loading_variables(spec)
-        if spec.loading.ram_efficient:
-            _start_process_group(spec)
+        if spec.loading.ram_efficient and "RANK" in os.environ:
+            from accelerate import PartialState
+
+            # Create the process group, which `from_pretrained` requires before the script creates an Accelerator.
+            PartialState(cpu=cpu)
     start_reporting()
-    return spec if asked else None
+    return session.ambient
 
 
 def uninstall() -> None:
     """Undo ``install``: hooks, import finder, ``sys.excepthook``, exit handler, environment variables and session.
 
-    Waits for a checkpoint that is being written; then it is collective. Models, Accelerators and Trainers that exist
-    already keep their plan; the process group stays.
+    Collective if a checkpoint is being written in the background: the call waits for it. Existing models, Accelerators
+    and Trainers keep their plan, and the process group remains.
     """
     from hf_fsdp_plugin.integrations.saving import manager
 
@@ -75,29 +80,13 @@ def uninstall() -> None:
     session.close()
     remove_hooks()
     restore_variables()
-    close_messages()
+    printer.close()
 
 
 def _sources_before(handover: LaunchHandover | None) -> tuple[Sources, str | None]:
-    """Return the sources, and the path of the report, of an ``install`` before this one or of the launcher."""
-    if session.is_installed():
-        return session.current_session().sources, session.current_session().report
+    """Return the sources and the report path of an earlier ``install``, or else of the launcher."""
+    if session.installed:
+        return session.sources, session.report
     if handover is not None:
         return handover.sources, handover.report
     return Sources(environ=dict(os.environ), as_launched=True), None
-
-
-def _choose_cpu_ranks(spec: FsdpSpec) -> None:
-    """Set the variable without which Accelerate creates no process group on the CPU ranks of a stock launcher."""
-    if "RANK" in os.environ and (spec.launch.use_cpu or accelerator_type() == "cpu"):
-        set_variables(ACCELERATE_USE_CPU="true")
-
-
-def _start_process_group(spec: FsdpSpec) -> None:
-    """Create the process group that RAM-efficient loading in ``from_pretrained`` requires; scripts create it later."""
-    if "RANK" not in os.environ:
-        return
-    from accelerate import PartialState
-
-    # Without an accelerator, Accelerate creates a process group only if cpu=True.
-    PartialState(cpu=spec.launch.use_cpu or accelerator_type() == "cpu")

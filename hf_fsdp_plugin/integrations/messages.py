@@ -1,4 +1,4 @@
-"""Messages of a rank on stderr: printed by rank 0, each one once, even if several models or configs cause it."""
+"""Messages on stderr. Rank 0 prints each of them once, even if several models or configs cause it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ A launcher ends the other ranks sooner, so the error is printed once. It is stil
 """
 
 
+def print_error(error: SpecError) -> None:
+    """Print the problems without a traceback: the config is wrong, not a line of code."""
+    if int(os.environ.get("LOCAL_RANK") or "0") > 0:
+        time.sleep(_RANK_0_LEAD)
+    print(error, file=sys.stderr, flush=True)
+
+
 class MessagePrinter:
     """Prints messages, and remembers which ones were printed.
 
@@ -27,7 +34,7 @@ class MessagePrinter:
     def __init__(self) -> None:
         self.quiet = False
         self._printed: set[str] = set()
-        self._excepthook: Callable[..., object] | None = None
+        self._previous_hook: Callable[..., object] | None = None
 
     def print_once(self, message: object, *, printed_by_launcher: bool = False) -> None:
         """Print ``hf-fsdp: MESSAGE`` unless this process, or the launcher, has printed it before."""
@@ -43,39 +50,26 @@ class MessagePrinter:
             if problem.severity == "warning":
                 self.print_once(problem, printed_by_launcher=printed_by_launcher)
 
-    def set_quiet(self) -> None:
-        """Print errors only from now on."""
-        self.quiet = True
-
-    def print_error(self, error: SpecError) -> None:
-        """Print the problems without a traceback: the config is wrong, not a line of code."""
-        if int(os.environ.get("LOCAL_RANK") or "0") > 0:
-            time.sleep(_RANK_0_LEAD)
-        print(error, file=sys.stderr, flush=True)
-
     def install_excepthook(self) -> None:
-        """Show a ``SpecError`` that ends the script by :meth:`print_error`; other exceptions as before."""
-        if self._excepthook is None:
-            self._excepthook = sys.excepthook
-            sys.excepthook = self._handle_exception
+        """Print a ``SpecError`` that ends the script by :func:`print_error`. Other exceptions are not affected."""
+        if self._previous_hook is None:
+            self._previous_hook, sys.excepthook = sys.excepthook, self._excepthook
 
-    def _handle_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, SpecError) and self._excepthook is not None:
-            self.print_error(error)
+    def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, SpecError):
+            print_error(error)
         else:
-            (self._excepthook or sys.__excepthook__)(kind, error, trace)
+            (self._previous_hook or sys.__excepthook__)(kind, error, trace)
 
     def close(self) -> None:
         """Restore ``sys.excepthook`` and forget what was printed."""
-        if self._excepthook is not None and sys.excepthook == self._handle_exception:
-            sys.excepthook = self._excepthook
-        self.__init__()  # type: ignore[misc]
+        if self._previous_hook is not None and sys.excepthook == self._excepthook:
+            sys.excepthook = self._previous_hook
+        self.quiet, self._previous_hook = False, None
+        self._printed.clear()
 
 
-_printer = MessagePrinter()
-close_messages = _printer.close
-install_excepthook = _printer.install_excepthook
-print_error = _printer.print_error
-print_once = _printer.print_once
-print_warnings = _printer.print_warnings
-set_quiet = _printer.set_quiet
+printer = MessagePrinter()
+"""Prints the messages of this process."""
+print_once = printer.print_once
+print_warnings = printer.print_warnings

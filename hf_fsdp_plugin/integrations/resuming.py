@@ -1,44 +1,74 @@
-"""Checks before the Trainer or Accelerate resumes from a checkpoint, and warnings about what differs."""
+"""The checkpoint that the Trainer or Accelerate resumes from, and warnings about what differs from the saved run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from hf_fsdp_plugin.checkpoint import read_manifest, why_incomplete
+from hf_fsdp_plugin.backends.agreement import on_all_ranks
+from hf_fsdp_plugin.checkpoint import (
+    newest_complete,
+    read_manifest,
+    recover_interrupted_commit,
+    recover_run,
+    why_incomplete,
+)
 from hf_fsdp_plugin.integrations.messages import print_once
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 
 
-def check_complete(path: Path, fix: str) -> None:
-    """Raise ``CheckpointError`` unless ``path`` is a complete checkpoint."""
-    reason = why_incomplete(path) if path.is_dir() else "the folder does not exist"
-    if reason is not None:
-        message = f"{path} is not a complete checkpoint: {reason}"
-        raise CheckpointError([Problem(code="FSDP-E431", message=message, fix=fix)])
+def find_checkpoint(run: Path | None, prefix: str, selected: Path | None, *, fix: str) -> Path | None:
+    """Return ``selected``, or the newest complete checkpoint of a run folder if it is ``None``. Collective.
 
+    Interrupted commits are recovered first. Incomplete checkpoints of the run that are newer are reported.
 
-def warn_skipped(checkpoints: Iterable[tuple[Path, str]]) -> None:
-    """Print which incomplete checkpoints are skipped, and why."""
-    for path, reason in checkpoints:
-        print_once(Problem(code="FSDP-W432", message=f"{path} is skipped: {reason}"))
+    Args:
+        run: the folder of the checkpoints; ``None`` if there is none.
+        prefix: of the names of the checkpoints, before the number.
+        selected: the checkpoint that the user selected.
+        fix: what to do if ``selected`` is incomplete.
+
+    Returns:
+        ``None`` if ``selected`` is ``None`` and the run has no checkpoint.
+
+    Raises:
+        CheckpointError: the selected checkpoint is incomplete, or all checkpoints of the run are.
+    """
+    with on_all_ranks("recovering interrupted commits"):
+        if dist.get_rank() == 0:
+            if run is not None:
+                recover_run(run, prefix)
+            if selected is not None:
+                recover_interrupted_commit(selected)
+    with on_all_ranks("looking for a checkpoint"):
+        if selected is not None:
+            reason = why_incomplete(selected) if selected.is_dir() else "the folder does not exist"
+            if reason is not None:
+                message = f"{selected} is not a complete checkpoint: {reason}"
+                raise CheckpointError([Problem(code="FSDP-E431", message=message, fix=fix)])
+            return selected
+        found, skipped = newest_complete(run, prefix) if run is not None else (None, [])
+        for path, reason in skipped:
+            print_once(Problem(code="FSDP-W432", message=f"{path} is skipped: {reason}"))
+        if found is None and skipped:
+            message = f"none of the {len(skipped)} checkpoints in {run} is complete."
+            fix = "Restore one from a backup, or start without resuming."
+            raise CheckpointError([Problem(code="FSDP-E606", message=message, fix=fix)])
+        return found
 
 
 def warn_differences(checkpoint: Path, batch: dict[str, Any]) -> None:
-    """Print what another world size or batch changes, if the checkpoint has a manifest."""
+    """Report the effects of another world size or batch than the checkpoint's. Does nothing without a manifest."""
     manifest = read_manifest(checkpoint)
     if manifest is None:
         return
     world_size = dist.get_world_size()
     if manifest.world_size != world_size:
-        missing = f" (ranks {manifest.world_size} to {world_size - 1} have none)"
         message = (
-            f"{checkpoint} has the random state of {manifest.world_size} ranks, and this run has {world_size}"
-            f"{missing if world_size > manifest.world_size else ''}: dropout and other random operations differ from "
-            "those of the uninterrupted run."
+            f"{checkpoint} has the random state of {manifest.world_size} ranks, and this run has {world_size} ranks: "
+            "dropout and other random operations differ from those of the uninterrupted run."
         )
         print_once(Problem(code="FSDP-W433", message=message))
     before, now = manifest.batch.get("samples_per_step"), batch.get("samples_per_step")

@@ -12,11 +12,11 @@ from weakref import WeakSet
 import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.shard import plan_of
-from hf_fsdp_plugin.integrations import session
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_optimizers
 from hf_fsdp_plugin.integrations.messages import print_once
 from hf_fsdp_plugin.integrations.report import report_accelerator
 from hf_fsdp_plugin.integrations.saving import manager
+from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.observe.first_step import record_first_step
 from hf_fsdp_plugin.observe.optimizer import optimizer_of
 from hf_fsdp_plugin.observe.report import BatchShape, Report
@@ -53,7 +53,7 @@ class RunReporter:
         if dist.is_initialized():
             for accelerator in self._prepared - self._reported:
                 report_run(accelerator)
-        if session.current_session().ambient is not None and not self._has_prepared:
+        if session.ambient is not None and not self._has_prepared:
             print_once("nothing was sharded: the config enables FSDP, but the script prepared no model.")
 
 
@@ -111,8 +111,8 @@ def report_run(
     )
     if _reporter is not None:
         _reporter.add_reported(accelerator)
-    path = Path(session.current_session().report or output_dir or accelerator.project_dir or ".")
-    if path.is_dir() or not session.current_session().report:
+    path = Path(session.report or output_dir or accelerator.project_dir or ".")
+    if path.is_dir() or not session.report:
         path /= REPORT_NAME
     try:
         _publish(report, path)

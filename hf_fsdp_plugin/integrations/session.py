@@ -20,22 +20,37 @@ class Session:
     """The sources outside the script, and the specs read so far.
 
     Attributes:
+        installed: whether ``install`` began the session. Otherwise the script's own arguments are the only source.
         sources: as given to ``install`` or by the launcher.
         report: path of the report; ``None`` for the output folder of the script.
-        installed: whether ``install`` began this session. Without it, the script's own arguments are the only source.
         ambient: the spec of the sources; ``None`` if they do not enable FSDP.
     """
 
-    def __init__(
-        self, sources: Sources | None = None, *, report: str | None = None, before: Session | None = None
-    ) -> None:
-        self.sources = sources or Sources(environ={})
-        self.report = report
-        self.installed = sources is not None
-        self.ambient: FsdpSpec | None = None
-        self._located = locate_config(self.sources)  # once: the file behind the launcher does not change
+    def __init__(self) -> None:
         # By id: TrainingArguments is unhashable, and its attributes are pickled into every checkpoint.
-        self._of_arguments: dict[int, FsdpSpec] = before._of_arguments if before is not None else {}
+        self._of_arguments: dict[int, FsdpSpec] = {}
+        self._of_trainer: ContextVar[FsdpSpec | None] = ContextVar("hf_fsdp_spec", default=None)
+        self.ambient: FsdpSpec | None = None
+        self.close()
+
+    def begin(self, sources: Sources, *, report: str | None = None) -> FsdpSpec:
+        """Begin the session and return the spec of its sources. Raises ``SpecError`` with all problems.
+
+        If the sources enable FSDP, Accelerators without an FSDP plugin of their own use this spec.
+        """
+        self._set(sources, installed=True, report=report)
+        spec = self.load()
+        self.ambient = spec if asks_for_fsdp(spec) else None
+        return spec
+
+    def close(self) -> None:
+        """End the session: the state is as before ``install``."""
+        self._set(Sources(environ={}), installed=False)
+        self._of_arguments.clear()
+
+    def _set(self, sources: Sources, *, installed: bool, report: str | None = None) -> None:
+        self.installed, self.sources, self.report, self.ambient = installed, sources, report, None
+        self._located = locate_config(sources)  # once: the file behind the launcher does not change
 
     def load(
         self, training_arguments: Mapping[str, Any] | None = None, *, plugin_object: Mapping[str, Any] | None = None
@@ -53,6 +68,20 @@ class Session:
     def spec_of_arguments(self, arguments: Any) -> FsdpSpec | None:
         return self._of_arguments.get(id(arguments))
 
+    @contextmanager
+    def in_trainer(self, spec: FsdpSpec | None) -> Iterator[None]:
+        """Give Accelerators that are created in this context ``spec``, the spec of their Trainer's arguments."""
+        token = self._of_trainer.set(spec)
+        try:
+            yield
+        finally:
+            self._of_trainer.reset(token)
+
+    @property
+    def trainer_spec(self) -> FsdpSpec | None:
+        """The spec of the Trainer that is creating an Accelerator, if there is one."""
+        return self._of_trainer.get()
+
 
 def asks_for_fsdp(spec: FsdpSpec) -> bool:
     """Whether a source enables FSDP, and not only a precision or a number of processes.
@@ -69,53 +98,5 @@ def asks_for_fsdp(spec: FsdpSpec) -> bool:
     return spec.asked("launch.distributed_type") or any(origin.source != environment.SOURCE for origin in about_fsdp)
 
 
-_session = Session()
-_current: ContextVar[FsdpSpec | None] = ContextVar("hf_fsdp_spec", default=None)
-
-
-def begin(sources: Sources, *, report: str | None = None) -> FsdpSpec:
-    """Begin this process's session and return the spec of its sources.
-
-    If the sources enable FSDP, Accelerators without an FSDP plugin of their own use this spec.
-    """
-    global _session
-    _session = Session(sources, report=report, before=_session)
-    spec = _session.load()
-    _session.ambient = spec if asks_for_fsdp(spec) else None
-    return spec
-
-
-def close() -> None:
-    """End the session: the state is as before ``install``."""
-    global _session
-    _session = Session()
-
-
-def current_session() -> Session:
-    """Return the session that ``install`` began; without ``install``, one without sources."""
-    return _session
-
-
-def is_installed() -> bool:
-    """Whether ``install`` was called in this process."""
-    return _session.installed
-
-
-def current_spec() -> FsdpSpec | None:
-    """Return the spec for an Accelerator that is being created: its Trainer's, or else the session's."""
-    return _current.get() or _session.ambient
-
-
-def in_trainer() -> bool:
-    """Whether the Accelerator that is being created belongs to a Trainer whose arguments were read."""
-    return _current.get() is not None
-
-
-@contextmanager
-def using(spec: FsdpSpec | None) -> Iterator[None]:
-    """Accelerators created in this context get this spec."""
-    token = _current.set(spec)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+session = Session()
+"""The session of this process."""

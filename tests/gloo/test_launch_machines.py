@@ -98,8 +98,8 @@ fsdp_config:
 PRINT_SETTING = r"""
     import os
     from accelerate import PartialState
-    from hf_fsdp_plugin.integrations.session import current_spec
-    spec = current_spec()
+    from hf_fsdp_plugin.integrations.session import session
+    spec = session.ambient
     place = spec.origin("prefetch.backward").place
     os.write(1, f"seen {spec.prefetch.backward} {place} {PartialState().num_processes}\n".encode())
 """

@@ -13,18 +13,19 @@ from accelerate import Accelerator
 from hf_fsdp_plugin.backends.clipping import clip_grad_norm
 from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.checkpoint import full_model_state
-from hf_fsdp_plugin.integrations import run_report, session
 from hf_fsdp_plugin.integrations.accelerate import prepare as planned
-from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.plugin import (
     PlannedFsdpPlugin,
     dynamo_plugin,
     if_planned,
     spec_of_stock_plugin,
 )
+from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_optimizers
 from hf_fsdp_plugin.integrations.environment import set_loading_variables
 from hf_fsdp_plugin.integrations.messages import print_once
 from hf_fsdp_plugin.integrations.patching import install_hooks
+from hf_fsdp_plugin.integrations.run_report import report_run
+from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.spec.model import FsdpSpec
 
@@ -48,12 +49,13 @@ def accelerator(spec: FsdpSpec, **kwargs: Any) -> Accelerator:
 
 
 def init_accelerator(original: Callable[..., None], accelerator: Any, *args: Any, **kwargs: Any) -> None:
+    """Create the Accelerator with a plugin, a precision and ``torch.compile`` settings from the spec."""
     arguments = inspect.signature(original).bind(*args, **kwargs).arguments
     plugin = arguments.get("fsdp_plugin")
-    spec = session.current_spec() if plugin is None else spec_of_stock_plugin(plugin)
+    spec = session.trainer_spec or session.ambient if plugin is None else spec_of_stock_plugin(plugin)
     if spec is not None:
         # The spec of a Trainer has the precision of its arguments already.
-        given = None if session.in_trainer() else arguments.get("mixed_precision")
+        given = None if session.trainer_spec is not None else arguments.get("mixed_precision")
         plugin = PlannedFsdpPlugin(_with_mixed_precision(spec, given))
     if isinstance(plugin, PlannedFsdpPlugin):
         arguments["fsdp_plugin"] = plugin
@@ -62,12 +64,19 @@ def init_accelerator(original: Callable[..., None], accelerator: Any, *args: Any
         param = plugin.spec.precision.param
         arguments["mixed_precision"] = param if param in ("bf16", "fp16") else "no"
     original(**arguments)
-    if plugin is None and accelerator.num_processes > 1 and session.is_installed():
-        print_once(_no_fsdp(accelerator))
+    if plugin is None and accelerator.num_processes > 1 and session.installed:
+        print_once(
+            Problem(
+                code="FSDP-W602",
+                message="neither the launcher, nor the environment, nor the script enables FSDP: this Accelerator runs "
+                f"{accelerator.distributed_type.value} on {accelerator.num_processes} ranks.",
+                fix="Pass a config: --config_file CONFIG.",
+            )
+        )
 
 
 def _with_mixed_precision(spec: FsdpSpec, given: Any) -> FsdpSpec:
-    """``Accelerator(mixed_precision=…)`` in a script overrides the precision of the spec."""
+    """Return ``spec`` with the precision of ``Accelerator(mixed_precision=…)``, which overrides that of the sources."""
     if given is None or (given == "no" and not spec.asked("precision.param")):
         return spec
     param: Any = given if given in ("bf16", "fp16") else "auto"
@@ -90,15 +99,6 @@ def _with_mixed_precision(spec: FsdpSpec, given: Any) -> FsdpSpec:
     )
 
 
-def _no_fsdp(accelerator: Any) -> Problem:
-    return Problem(
-        code="FSDP-W602",
-        message="neither the launcher, nor the environment, nor the script enables FSDP: this Accelerator runs "
-        f"{accelerator.distributed_type.value} on {accelerator.num_processes} ranks.",
-        fix="Pass a config: --config_file CONFIG.",
-    )
-
-
 @if_planned
 def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
     return planned.prepare_objects(accelerator, args)
@@ -108,7 +108,7 @@ def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs
 def prepare_model(original: Callable[..., Any], accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("evaluation_mode", args[1] if len(args) > 1 else False):
         return original(model, *args, **kwargs)
-    optimizers = [wrapper.optimizer for wrapper in private.prepared_optimizers(accelerator)]
+    optimizers = [wrapper.optimizer for wrapper in prepared_optimizers(accelerator)]
     return planned.prepare_model(accelerator, model, optimizers)
 
 
@@ -122,9 +122,9 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     accelerator.unscale_gradients()
     parameters = [parameters] if hasattr(parameters, "grad") else list(parameters)
-    return clip_grad_norm(private.prepared_models(accelerator), parameters, float(max_norm), float(norm_type))
+    return clip_grad_norm(prepared_models(accelerator), parameters, float(max_norm), float(norm_type))
 
 
 def end_training(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    run_report.report_run(accelerator)
+    report_run(accelerator)
     return original(*args, **kwargs)

@@ -29,10 +29,10 @@ from torch.distributed.fsdp import (
 )
 
 from hf_fsdp_plugin.backends.shard import plan_of
-from hf_fsdp_plugin.integrations import session
-from hf_fsdp_plugin.integrations.accelerate import private
+from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.environment import set_loading_variables
 from hf_fsdp_plugin.integrations.messages import print_warnings
+from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spec.model import FsdpSpec, StateDictKind
 from hf_fsdp_plugin.strategies import STRATEGIES
@@ -40,16 +40,12 @@ from hf_fsdp_plugin.strategies import STRATEGIES
 _ARGUMENTS = "_hf_fsdp_arguments"
 """Attribute of a stock plugin: the arguments of its constructor, and the fields that the constructor set."""
 
-_STATE_DICT_TYPES: dict[StateDictKind, StateDictType] = {
-    "full": StateDictType.FULL_STATE_DICT,
-    "sharded": StateDictType.SHARDED_STATE_DICT,
-    "local": StateDictType.LOCAL_STATE_DICT,
+_STATE_DICTS: dict[StateDictKind, tuple[StateDictType, type, type]] = {
+    "full": (StateDictType.FULL_STATE_DICT, FullStateDictConfig, FullOptimStateDictConfig),
+    "sharded": (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig, ShardedOptimStateDictConfig),
+    "local": (StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig, LocalOptimStateDictConfig),
 }
-_STATE_DICT_CONFIGS: dict[StateDictType, tuple[type, type]] = {
-    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
-    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
-    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
-}
+"""State dict type -> torch's enum member, and torch's options of the model's and the optimizer's state dict."""
 
 
 class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
@@ -86,18 +82,18 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
         self.cpu_ram_efficient_loading = spec.loading.ram_efficient
         self.transformer_cls_names_to_wrap = list(spec.wrap.classes) or None
         self.min_num_params = spec.wrap.min_num_params or None
-        self.set_state_dict_type(_STATE_DICT_TYPES[spec.checkpoint.state_dict])
+        self.set_state_dict_type(spec.checkpoint.state_dict)
 
     @property
     def state_dict_kind(self) -> StateDictKind:
-        """The current state dict type. Scripts change it before the last save, by ``set_state_dict_type``."""
-        return next(kind for kind, kind_type in _STATE_DICT_TYPES.items() if kind_type is self.state_dict_type)
+        """The name of the current state dict type. Scripts change the type before the last save."""
+        return _parse_state_dict_type(self.state_dict_type)
 
     def set_state_dict_type(self, state_dict_type: StateDictType | str | int | None = None) -> None:
         """Set the state dict type: torch's enum, its number, or a name with or without ``_STATE_DICT``."""
         if state_dict_type is not None:
-            self.state_dict_type = _parse_state_dict_type(state_dict_type)
-        config, optim_config = _STATE_DICT_CONFIGS[self.state_dict_type]
+            self.state_dict_type = state_dict_type
+        self.state_dict_type, config, optim_config = _STATE_DICTS[self.state_dict_kind]
         self.state_dict_config, self.optim_state_dict_config = config(), optim_config()
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
@@ -108,15 +104,14 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
 
 
 def planned_plugin(accelerator: Any) -> PlannedFsdpPlugin | None:
-    """The accelerator's plugin if it was made from a spec, else ``None``."""
+    """Return the accelerator's plugin if it was made from a spec, else ``None``."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     return plugin if isinstance(plugin, PlannedFsdpPlugin) else None
 
 
 def has_sharded_model(accelerator: Any) -> bool:
-    """Whether the accelerator has prepared a model by a plan."""
-    models = private.prepared_models(accelerator)
-    return planned_plugin(accelerator) is not None and any(plan_of(model) is not None for model in models)
+    """Return whether the accelerator has prepared a model by a plan."""
+    return planned_plugin(accelerator) is not None and any(plan_of(model) for model in prepared_models(accelerator))
 
 
 def _replace_if(condition: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -144,7 +139,7 @@ if_sharded = _replace_if(has_sharded_model)
 def init_plugin(original: Callable[..., None], plugin: Any, *args: Any, **kwargs: Any) -> None:
     """Record the arguments of a stock plugin and suppress the constructor's errors, if ``install`` was called."""
     given = dict(inspect.signature(original).bind(*args, **kwargs).arguments)
-    if not session.is_installed():
+    if not session.installed:
         original(**given)
         return
     # A setting that is refused here may be supported. If it is not, the spec reports it with the reason.
@@ -154,29 +149,25 @@ def init_plugin(original: Callable[..., None], plugin: Any, *args: Any, **kwargs
 
 
 def spec_of_stock_plugin(plugin: Any) -> FsdpSpec | None:
-    """The spec of a stock plugin and the session's sources; ``None`` for a planned plugin, or without ``install``."""
-    if isinstance(plugin, PlannedFsdpPlugin) or not session.is_installed():
+    """Return the spec of a stock plugin and the session's sources.
+
+    Returns ``None`` for a planned plugin, and for any plugin without ``install``.
+    """
+    if isinstance(plugin, PlannedFsdpPlugin) or not session.installed:
         return None
     if not hasattr(plugin, _ARGUMENTS):
-        raise SpecError([_plugin_before_install(plugin)])
+        message = f"a {type(plugin).__name__} was created before install(), so its arguments are unknown."
+        raise SpecError([Problem(code="FSDP-E603", message=message, fix="Call hf_fsdp_plugin.install() first.")])
     given, fields = getattr(plugin, _ARGUMENTS)
     assigned = {k: value for k, value in vars(plugin).items() if k != _ARGUMENTS and value is not fields.get(k)}
-    spec = session.current_session().load(plugin_object={**given, **assigned})
+    spec = session.load(plugin_object={**given, **assigned})
     print_warnings(spec.problems)
     set_loading_variables(spec)
     return spec
 
 
-def _plugin_before_install(plugin: Any) -> Problem:
-    return Problem(
-        code="FSDP-E603",
-        message=f"a {type(plugin).__name__} was created before install(), so its arguments are unknown.",
-        fix="Call hf_fsdp_plugin.install() first.",
-    )
-
-
 def dynamo_plugin(spec: FsdpSpec) -> TorchDynamoPlugin | None:
-    """Accelerate's settings of ``torch.compile``; ``None`` if the spec has none. Launchers set variables for them."""
+    """Return Accelerate's settings of ``torch.compile``, which launchers set by variables; ``None`` without any."""
     given = {str(key).removeprefix("dynamo_"): value for key, value in spec.launch.dynamo_config.items()}
     if not given:
         return None
@@ -195,15 +186,9 @@ def _cpu_offload(spec: FsdpSpec) -> CPUOffload | OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=spec.offload.pin_memory) if spec.offload.params else OffloadPolicy()
 
 
-def _parse_state_dict_type(value: StateDictType | str | int) -> StateDictType:
-    if isinstance(value, StateDictType):
-        return value
-    text = str(value).strip().upper()
-    if text.isdigit() and int(text) in {kind.value for kind in StateDictType}:
-        return StateDictType(int(text))
-    try:
-        return StateDictType[text if text.endswith("_STATE_DICT") else f"{text}_STATE_DICT"]
-    except KeyError:
-        raise ValueError(
-            f"state_dict_type {value!r} is invalid. Use full, sharded or local, or 1, 2 or 3 as in torch."
-        ) from None
+def _parse_state_dict_type(value: StateDictType | str | int) -> StateDictKind:
+    name = (value.name if isinstance(value, StateDictType) else str(value)).strip().lower().removesuffix("_state_dict")
+    for kind, (member, *_) in _STATE_DICTS.items():
+        if name in (kind, str(member.value)):
+            return kind
+    raise ValueError(f"state_dict_type {value!r} is invalid. Use full, sharded or local, or 1, 2 or 3 as in torch.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,18 +28,20 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_objects(accelerator: Any, objects: Sequence[Any]) -> Any:
-    """Prepare any number of models and optimizers, together or one after the other, as ``Accelerator.prepare`` does.
+    """Prepare models, optimizers and other objects as ``Accelerator.prepare`` does. Collective.
 
-    A model may come without an optimizer (evaluation before training, a frozen teacher); Accelerate refuses that under
-    FSDP2.
+    Models and optimizers may be prepared in separate calls, and a model without an optimizer (for an evaluation before
+    training, or a frozen teacher). Stock Accelerate refuses both under FSDP2.
 
     Raises:
         SpecError: on all ranks, if a plan cannot be resolved or an optimizer has parameters of no prepared model.
     """
-    prepared: list[Any] = [
-        obj if isinstance(obj, nn.Module) else private.prepare_one(accelerator, obj, first_pass=True) for obj in objects
-    ]
-    prepared = [obj if isinstance(obj, nn.Module) else private.prepare_one(accelerator, obj) for obj in prepared]
+    prepared = list(objects)
+    for first_pass in (True, False):
+        prepared = [
+            obj if isinstance(obj, nn.Module) else private.prepare_one(accelerator, obj, first_pass=first_pass)
+            for obj in prepared
+        ]
     optimizers: list[torch.optim.Optimizer] = [obj.optimizer for obj in private.prepared_optimizers(accelerator)]
     prepared = [prepare_model(accelerator, obj, optimizers) if isinstance(obj, nn.Module) else obj for obj in prepared]
     models = private.prepared_models(accelerator)
@@ -57,7 +59,7 @@ def prepare_objects(accelerator: Any, objects: Sequence[Any]) -> Any:
 
 
 def prepare_model(accelerator: Any, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()) -> nn.Module:
-    """Plan and shard one model. A model that was prepared before is returned as is. Collective."""
+    """Plan and shard one model, and return the sharded model. Collective. A prepared model is returned unchanged."""
     models = private.prepared_models(accelerator)
     if private.is_prepared(model):
         if not any(model is known for known in models):
@@ -65,7 +67,10 @@ def prepare_model(accelerator: Any, model: nn.Module, optimizers: Sequence[torch
         return model
     plugin = planned_plugin(accelerator)
     assert plugin is not None, "prepare_model is for accelerators with a planned plugin"
-    compiled, model = _without_compilation(model)
+    compiler: Any = None
+    inner = compiled_module(model)
+    if inner is not None:
+        compiler, model = model.dynamo_ctx, inner
     with on_all_ranks("planning"):
         plan = make_plan(accelerator, plugin, model)
     same_on_all_ranks("the plan", json.dumps(plan.to_json(), sort_keys=True))
@@ -74,9 +79,9 @@ def prepare_model(accelerator: Any, model: nn.Module, optimizers: Sequence[torch
         logger.info("%s", plan)
     _compile_units(accelerator, plan, model)
     sharded = shard(plan, model, accelerator.device, optimizers)
-    if compiled is not None:
+    if compiler is not None:
         # torch.compile breaks its graphs at the FSDP hooks of the module, so the sharded module is compiled again.
-        compile_call(sharded, compiled)
+        compile_call(sharded, compiler)
     private.mark_prepared(accelerator, sharded)
     models.append(sharded)
     return sharded
@@ -85,7 +90,9 @@ def prepare_model(accelerator: Any, model: nn.Module, optimizers: Sequence[torch
 def make_plan(accelerator: Any, plugin: PlannedFsdpPlugin, model: nn.Module) -> FsdpPlan:
     """Resolve the plan for ``model`` in this accelerator's world. Raises ``SpecError`` with all problems."""
     if accelerator.verify_device_map(model):
-        raise SpecError([_device_map(model)])
+        message = f"{type(model).__name__} was loaded with a device_map over several devices."
+        fix = "Load it without device_map: FSDP places the model."
+        raise SpecError([Problem(code="FSDP-E605", message=message, fix=fix)])
     return resolve(
         plugin.spec,
         model,
@@ -96,7 +103,7 @@ def make_plan(accelerator: Any, plugin: PlannedFsdpPlugin, model: nn.Module) -> 
 
 
 def _compile_units(accelerator: Any, plan: FsdpPlan, model: nn.Module) -> None:
-    """With a ``dynamo_backend`` other than ``no``, compile the units of the wrap policy in place before sharding.
+    """Compile the units of the wrap policy in place, if ``dynamo_backend`` is other than ``no``.
 
     The copies of a layer share one compilation, and no graph breaks at an FSDP hook inside it.
     """
@@ -110,16 +117,8 @@ def _compile_units(accelerator: Any, plan: FsdpPlan, model: nn.Module) -> None:
                 model.get_submodule(name).compile(**kwargs)
 
 
-def _without_compilation(model: nn.Module) -> tuple[Callable[..., Any] | None, nn.Module]:
-    """The compiler of a ``torch.compile`` wrapper (``None`` without one), and the module inside."""
-    inner = compiled_module(model)
-    if inner is None:
-        return None, model
-    return model.dynamo_ctx, inner  # type: ignore[return-value]
-
-
 def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module]) -> None:
-    """Refuse an optimizer of parameters that the sharded model no longer has: the loss would not change."""
+    """Raise ``SpecError`` for an optimizer whose parameters no sharded model has: the loss would not change."""
     if not any(plan_of(model) for model in models):
         return
     problems = [
@@ -134,11 +133,3 @@ def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], models: Seque
     ]
     if problems:
         raise SpecError(problems)
-
-
-def _device_map(model: nn.Module) -> Problem:
-    return Problem(
-        code="FSDP-E605",
-        message=f"{type(model).__name__} was loaded with a device_map over several devices.",
-        fix="Load it without device_map: FSDP places the model.",
-    )

@@ -1,4 +1,7 @@
-"""Replacements of the constructors of ``PartialState`` and ``AcceleratorState``: FSDP on CPU ranks, both backends."""
+"""Replacements of the constructors of ``PartialState`` and ``AcceleratorState``.
+
+They enable FSDP on CPU ranks, and process groups for both CPU and accelerator tensors.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,19 @@ from hf_fsdp_plugin.spec.model import FsdpSpec
 
 
 def init_partial_state(original: Callable[..., None], state: Any, *args: Any, **kwargs: Any) -> None:
-    """Start a process group for CPU and accelerator tensors first, unless ``cpu`` or a backend is given."""
-    if not state.initialized and kwargs.get("backend") is None and not (args and args[0]) and not kwargs.get("cpu"):
-        _start_both_backends({name: value for name, value in kwargs.items() if name == "timeout"})
+    """On ranks with an accelerator, start a process group for its tensors and for CPU tensors first.
+
+    Offloaded gradients, for example, are on the CPU. Accelerate's own process group is started if ``cpu`` or a backend
+    is given.
+    """
+    is_given = kwargs.get("backend") is not None or (args and args[0]) or kwargs.get("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", -1))
+    if not state.initialized and not is_given and local_rank >= 0 and not dist.is_initialized():
+        device = available_device()
+        if device.type != "cpu":
+            device.set_current(local_rank % device.count())
+            timeout = {name: value for name, value in kwargs.items() if name == "timeout"}
+            dist.init_process_group(device.process_group_backend, **timeout)
     original(*args, **kwargs)
 
 
@@ -35,18 +48,22 @@ def init_accelerator_state(original: Callable[..., None], state: Any, *args: Any
         private.reset_single_process_state(state)
     original(*args, **kwargs)
     if state.distributed_type == DistributedType.NO:
-        raise SpecError([_single_process()])
+        message = "FSDP is configured, but this is a single process without a process group."
+        fix = (
+            "Start the script with `hf-fsdp launch`, `accelerate launch` or `torchrun`. Use `--num_processes 1` for a "
+            "single rank."
+        )
+        raise SpecError([Problem(code="FSDP-E601", message=message, fix=fix)])
     if state.distributed_type in (DistributedType.MULTI_CPU, DistributedType.FSDP):
         private.set_fsdp(state)
         state.fsdp_plugin = plugin
 
 
 def _is_cpu_rank(spec: FsdpSpec) -> bool:
-    """Whether a launcher started this process as a rank on the CPU, including a single rank.
+    """Return whether a launcher started this process as a rank on the CPU. Starts the process group of a single rank.
 
     Accelerate treats a CPU rank as a process without a launcher unless ``cpu`` is set, and ``accelerate launch`` gives
-    a single rank neither rank nor address. This function sets the variables of a single rank and starts its process
-    group.
+    a single rank neither rank nor address.
     """
     if accelerator_type() != "cpu" and not spec.launch.use_cpu:
         return False
@@ -59,21 +76,3 @@ def _is_cpu_rank(spec: FsdpSpec) -> bool:
             set_variables(LOCAL_RANK="0")
         dist.init_process_group(DEVICES["cpu"].process_group_backend, store=dist.HashStore(), rank=0, world_size=1)
     return True
-
-
-def _start_both_backends(kwargs: dict[str, Any]) -> None:
-    """On accelerators, start a process group for their tensors and for CPU tensors, such as offloaded gradients."""
-    local_rank = int(os.environ.get("LOCAL_RANK", -1))
-    if local_rank < 0 or dist.is_initialized() or (device := available_device()).type == "cpu":
-        return
-    device.set_current(local_rank % device.count())
-    dist.init_process_group(device.process_group_backend, **kwargs)
-
-
-def _single_process() -> Problem:
-    return Problem(
-        code="FSDP-E601",
-        message="FSDP is configured, but this is a single process without a process group.",
-        fix="Start the script with `hf-fsdp launch`, `accelerate launch` or `torchrun`. Use `--num_processes 1` for a "
-        "single rank.",
-    )

@@ -6,17 +6,17 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hf_fsdp_plugin.integrations import session
 from hf_fsdp_plugin.integrations.environment import set_loading_variables
 from hf_fsdp_plugin.integrations.messages import print_warnings
 from hf_fsdp_plugin.integrations.patching import install_hooks
+from hf_fsdp_plugin.integrations.session import asks_for_fsdp, session
 
 _SWITCHES = ("bf16", "fp16", "gradient_checkpointing", "activation_checkpointing")
 """Fields that are settings only when true: false is their default, so it may not have been written."""
 
 
 def validate_arguments(original: Callable[..., None], arguments: Any, *args: Any, **kwargs: Any) -> None:
-    """On CPU ranks that a launcher selected, set ``use_cpu`` first. Without it Transformers refuses bf16."""
+    """Set ``use_cpu`` first on CPU ranks that a launcher selected. Without it Transformers refuses bf16."""
     install_hooks("accelerate")
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on"):
         arguments.use_cpu = True
@@ -24,9 +24,7 @@ def validate_arguments(original: Callable[..., None], arguments: Any, *args: Any
 
 
 def process_fsdp_args(original: Callable[[], Any], arguments: Any) -> Any:
-    """Parse the FSDP settings, and keep the spec for the Trainer that gets these arguments.
-
-    The original is called if no source enables FSDP.
+    """Parse the FSDP settings, and keep the spec for the Trainer. Call the original if no source enables FSDP.
 
     Returns:
         The keyword arguments of Accelerate's plugin: ``None``, as the plugin is made from the spec.
@@ -34,11 +32,11 @@ def process_fsdp_args(original: Callable[[], Any], arguments: Any) -> Any:
     Raises:
         SpecError: with all problems of all sources.
     """
-    spec = session.current_session().load(fsdp_arguments(arguments))
-    if not session.asks_for_fsdp(spec):
+    spec = session.load(fsdp_arguments(arguments))
+    if not asks_for_fsdp(spec):
         return original()
     print_warnings(spec.problems)
-    session.current_session().remember(arguments, spec)
+    session.remember(arguments, spec)
     if arguments.fsdp:
         arguments.fsdp = True
         # The Trainer reads these keys without a default.
@@ -49,7 +47,7 @@ def process_fsdp_args(original: Callable[[], Any], arguments: Any) -> Any:
 
 
 def fsdp_arguments(arguments: Any) -> dict[str, Any]:
-    """The fields of a ``TrainingArguments`` that are about FSDP and set, as keyword arguments."""
+    """Return the fields of a ``TrainingArguments`` that are about FSDP and set, as keyword arguments."""
     given = {name: getattr(arguments, name, None) for name in ("fsdp", "fsdp_config")}
     given |= {name: True for name in _SWITCHES if getattr(arguments, name, None)}
     return {name: value for name, value in given.items() if value not in (None, "", [], {})}

@@ -1,4 +1,4 @@
-"""Replacements of the Trainer's methods for checkpoints: staged, complete, resumed in any world size."""
+"""Replacements of the Trainer's methods that write and read checkpoints."""
 
 from __future__ import annotations
 
@@ -12,14 +12,7 @@ import torch.distributed as dist
 from transformers.utils import logging
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
-from hf_fsdp_plugin.checkpoint import (
-    model_shards,
-    newest_complete,
-    recover_interrupted_commit,
-    recover_run,
-    remove_checkpoint,
-    trainable_state,
-)
+from hf_fsdp_plugin.checkpoint import model_shards, remove_checkpoint, trainable_state
 from hf_fsdp_plugin.checkpoint.names import (
     ADAPTER,
     HF_MODEL,
@@ -29,22 +22,18 @@ from hf_fsdp_plugin.checkpoint.names import (
     trainer_rng_file,
 )
 from hf_fsdp_plugin.devices import available_device
-from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned, if_sharded, planned_plugin
+from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, if_planned, if_sharded
 from hf_fsdp_plugin.integrations.messages import print_once
-from hf_fsdp_plugin.integrations.resuming import check_complete, warn_differences, warn_skipped
+from hf_fsdp_plugin.integrations.resuming import find_checkpoint, warn_differences
 from hf_fsdp_plugin.integrations.saving import manager, manifest
 from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
-from hf_fsdp_plugin.problems import CheckpointError, Problem
-
-_RESUME_FIX = "Pass a complete checkpoint, or resume_from_checkpoint=True for the newest one."
 
 
 @if_sharded
 def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, trial: Any = None) -> None:
-    """Let the Trainer write to a staging folder, which is renamed when the checkpoint is complete."""
-    plugin = planned_plugin(trainer.accelerator)
-    assert plugin is not None
+    """Let the Trainer write to a staging folder, which is renamed when the checkpoint is complete. Collective."""
+    plugin: PlannedFsdpPlugin = trainer.accelerator.state.fsdp_plugin
     run = private.run_folder(trainer, trial)
     final = run / f"{TRAINER_PREFIX}{trainer.state.global_step}"
     # A checkpoint that is pushed to the Hub has to be complete when the Trainer's method returns.
@@ -64,7 +53,7 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
 
 
 def _rename_best(trainer: Any, *, staged: Path, final: Path) -> None:
-    """If the staged checkpoint is the best one, record its final name."""
+    """Record the final name of the staged checkpoint if it is the best one."""
     state = trainer.state
     if state.best_model_checkpoint == str(staged):
         state.best_model_checkpoint = str(final)
@@ -75,7 +64,7 @@ def _rename_best(trainer: Any, *, staged: Path, final: Path) -> None:
 def _rotate(trainer: Any, run: Path, newest: Path) -> None:
     """Delete the oldest checkpoints as the Trainer does, but each one atomically.
 
-    An interrupted deletion would leave a partial folder with a new date, which is kept longer than a complete one.
+    An interrupted deletion would leave a partial folder with a new date, and newer folders are kept longer.
     """
     from transformers.trainer_utils import sort_checkpoints
 
@@ -91,6 +80,7 @@ def _rotate(trainer: Any, run: Path, newest: Path) -> None:
 
 
 def _batch(trainer: Any) -> dict[str, Any]:
+    """Return the size of a step and the seeds, for the manifest."""
     arguments = trainer.args
     per_device = private.train_batch_size(trainer)
     return {
@@ -107,9 +97,8 @@ def _batch(trainer: Any) -> dict[str, Any]:
 def save_model(
     original: Callable[..., Any], trainer: Any, output_dir: str | None = None, _internal_call: bool = False
 ) -> Any:
-    """Write the model and its companions for a checkpoint; outside a save, a folder for ``from_pretrained``."""
-    plugin = planned_plugin(trainer.accelerator)
-    assert plugin is not None
+    """Write the model and its companions: to an open checkpoint, or else for ``from_pretrained``. Collective."""
+    plugin: PlannedFsdpPlugin = trainer.accelerator.state.fsdp_plugin
     folder = Path(output_dir if output_dir is not None else trainer.args.output_dir)
     if manager.open_save(folder) is not None:
         _write_companions(trainer, folder)
@@ -125,10 +114,9 @@ def save_model(
 
 
 def _export(original: Callable[..., Any], trainer: Any, folder: Path) -> None:
-    """Write a Hugging Face folder; every rank writes its shards."""
-    plugin = planned_plugin(trainer.accelerator)
-    assert plugin is not None
+    """Write a Hugging Face folder. Every rank writes its shards, except for models that Transformers converts."""
     if _is_converted(trainer):
+        plugin: PlannedFsdpPlugin = trainer.accelerator.state.fsdp_plugin
         kind = plugin.state_dict_kind
         plugin.set_state_dict_type("full")
         try:
@@ -144,9 +132,9 @@ def _export(original: Callable[..., Any], trainer: Any, folder: Path) -> None:
 
 
 def _write_companions(trainer: Any, folder: Path) -> None:
-    """Write config, generation config, tokenizer or processor, and arguments, but no weights. Collective.
+    """Write config, generation config, tokenizer or processor, and arguments. Collective.
 
-    Adapters are written too: they are small, and PEFT loads them from its own format only.
+    The only weights written are PEFT's adapters: they are small, and PEFT loads them from its own format only.
     """
     adapters = trainable_state(trainer.model) if _is_peft(trainer) else None
     with on_all_ranks(f"writing {folder}"):
@@ -164,7 +152,7 @@ def _write_companions(trainer: Any, folder: Path) -> None:
 
 @contextmanager
 def _without_progress_bar() -> Iterator[None]:
-    """Transformers shows a progress bar even for an empty state dict."""
+    """Hide the progress bar, which Transformers shows even for an empty state dict."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -175,7 +163,7 @@ def _without_progress_bar() -> Iterator[None]:
 
 
 def _with_module_names(state: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
-    """``state`` with FSDP1's wrappers in the names: PEFT looks parameters up by the current names of the modules."""
+    """Return ``state`` with FSDP1's wrappers in the names. PEFT finds parameters by the current names of modules."""
     live = {canonical_name(name): name for name, _ in model.named_modules()}
     named = {}
     for name, tensor in state.items():
@@ -202,9 +190,9 @@ def _is_peft(trainer: Any) -> bool:
 
 
 def _is_converted(trainer: Any) -> bool:
-    """Whether Transformers stores this model under other names or shapes than the module's, such as fused experts.
+    """Return whether Transformers stores this model with other names or shapes, such as those of fused experts.
 
-    The conversion needs full tensors, so rank 0 gathers them.
+    Its conversion needs full tensors, so such a model is gathered on rank 0.
     """
     if _is_peft(trainer):
         return False
@@ -218,60 +206,35 @@ def _is_converted(trainer: Any) -> bool:
 
 
 @if_planned
-def load_best_model(original: Callable[[], Any], trainer: Any) -> Any:
-    """Wait for the last save, which may be the best checkpoint."""
-    manager.wait()
-    return original()
-
-
-@if_planned
 def finalize_training(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wait for the last save: the Trainer then reads all checkpoints."""
+    """Wait for the last save: the Trainer loads the best checkpoint, and may delete others."""
     manager.wait()
     return original(*args, **kwargs)
 
 
 def checkpoint_to_resume(trainer: Any, resume: Any) -> Any:
-    """The checkpoint that ``resume_from_checkpoint=resume`` selects: the newest complete one for ``True``.
+    """Return the checkpoint that ``resume_from_checkpoint=resume`` selects: the newest complete one for ``True``.
 
-    Returns ``True`` if there is no checkpoint at all; the Trainer raises its own error for it.
+    Returns ``True`` if there is no checkpoint at all, for which the Trainer raises its own error. Collective.
 
     Raises:
         CheckpointError: the selected checkpoint is incomplete, or all of them are.
     """
-    run = Path(trainer.args.output_dir)
-    with on_all_ranks("looking for a checkpoint"):
-        if dist.get_rank() == 0:
-            recover_run(run, TRAINER_PREFIX)
-            if not isinstance(resume, bool):
-                recover_interrupted_commit(Path(resume))
-    with on_all_ranks("looking for a checkpoint"):
-        if resume is not True:
-            check_complete(Path(resume), _RESUME_FIX)
-            return resume
-        found, skipped = newest_complete(run, TRAINER_PREFIX)
-        warn_skipped(skipped)
-        if found is None:
-            if skipped:
-                raise CheckpointError([_none_complete(run, len(skipped))])
-            return True
-        print_once(f"resuming from {found}, the newest complete checkpoint.")
-        return str(found)
-
-
-def _none_complete(run: Path, number: int) -> Problem:
-    return Problem(
-        code="FSDP-E606",
-        message=f"none of the {number} checkpoints in {run} is complete.",
-        fix="Restore one from a backup, or start without resume_from_checkpoint.",
-    )
+    selected = None if resume is True else Path(resume)
+    fix = "Pass a complete checkpoint, or resume_from_checkpoint=True for the newest one."
+    found = find_checkpoint(Path(trainer.args.output_dir), TRAINER_PREFIX, selected, fix=fix)
+    if resume is not True or found is None:
+        return resume
+    print_once(f"resuming from {found}, the newest complete checkpoint.")
+    return str(found)
 
 
 @if_planned
 def load_rng_state(original: Callable[..., None], trainer: Any, checkpoint: str | None) -> None:
-    """Load the RNG state as the Trainer does, and report if random numbers or data cannot continue unchanged."""
+    """Load the RNG state, and report whether random numbers or data differ from the uninterrupted run."""
     if checkpoint is not None:
         warn_differences(Path(checkpoint), _batch(trainer))
+        # The Trainer's file has another name for a single rank than for rank 0 of several.
         saved_by_one, mine = Path(checkpoint) / trainer_rng_file(None), Path(checkpoint) / trainer_rng_file(0)
         if dist.get_rank() == 0 and saved_by_one.exists() != mine.exists():
             _load_rng(saved_by_one if saved_by_one.exists() else mine)
@@ -280,7 +243,7 @@ def load_rng_state(original: Callable[..., None], trainer: Any, checkpoint: str 
 
 
 def _load_rng(path: Path) -> None:
-    """Load the RNG state of one rank. The Trainer names the file otherwise for one rank than for several."""
+    """Load the RNG state of one rank, as the Trainer does."""
     import random
 
     import numpy as np

@@ -21,12 +21,12 @@ from transformers.utils import find_labels
 
 from hf_fsdp_plugin.backends.fsdp2 import reshard
 from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX
-from hf_fsdp_plugin.integrations import session
 from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.patching import install_hooks, override_hooked_methods
 from hf_fsdp_plugin.integrations.run_report import report_run
 from hf_fsdp_plugin.integrations.saving import manager
+from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.transformers.checkpoints import checkpoint_to_resume
 from hf_fsdp_plugin.observe.report import BatchShape
 from hf_fsdp_plugin.plan.names import unwrapped
@@ -35,15 +35,15 @@ from hf_fsdp_plugin.plan.names import unwrapped
 def create_accelerator(original: Callable[[], None], trainer: Any) -> None:
     """Create the Accelerator with the spec of the Trainer's arguments.
 
-    The Trainer refuses ``save_only_model`` with a sharded state dict, whose model it would not save, and with
-    ``load_best_model_at_end``. The checkpoints of this package contain the model for every state dict type.
+    The Trainer refuses ``save_only_model`` together with a sharded state dict or ``load_best_model_at_end``, because it
+    would not save the model. The checkpoints of this package contain the model for every state dict type.
     """
     install_hooks("accelerate")
-    spec = session.current_session().spec_of_arguments(trainer.args)
+    spec = session.spec_of_arguments(trainer.args)
     only_model = trainer.args.save_only_model
     trainer.args.save_only_model = only_model and spec is None
     try:
-        with session.using(spec):
+        with session.in_trainer(spec):
             original()
     finally:
         trainer.args.save_only_model = only_model
@@ -83,14 +83,12 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
         args, kwargs = (found, *args[1:]), {k: v for k, v in kwargs.items() if k != "resume_from_checkpoint"}
     result = original(*args, **kwargs)
     manager.wait()
-    arguments = trainer.args
-    checkpoint = Path(arguments.output_dir) / f"{TRAINER_PREFIX}{trainer.state.global_step}"
+    given = trainer.args
+    checkpoint = Path(given.output_dir) / f"{TRAINER_PREFIX}{trainer.state.global_step}"
     report_run(
         trainer.accelerator,
-        output_dir=arguments.output_dir,
-        batch=BatchShape(
-            per_device=arguments.per_device_train_batch_size, accumulation=arguments.gradient_accumulation_steps
-        ),
+        output_dir=given.output_dir,
+        batch=BatchShape(per_device=given.per_device_train_batch_size, accumulation=given.gradient_accumulation_steps),
         checkpoint=checkpoint if checkpoint.is_dir() else None,
     )
     return result

@@ -1,4 +1,4 @@
-"""Shared by the tests of the integrations, which run in one process without ranks."""
+"""Fixtures of the tests of the integrations, which run in one process without ranks."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ from hf_fsdp_plugin.integrations.hooks import HOOKS
 @pytest.fixture(scope="package", autouse=True)
 def libraries() -> None:
     """Import the hooked modules before the leak check: one of their imports creates a folder."""
-    for hook in HOOKS:
+    for hook in (hook for hooks in HOOKS.values() for hook in hooks):
         importlib.import_module(hook.module)

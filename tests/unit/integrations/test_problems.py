@@ -1,16 +1,14 @@
-"""Problems of the replacements: each one is raised or printed, and a similar input is accepted."""
+"""Problems that the replacements raise or print, each beside a similar input that is accepted."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from accelerate import FullyShardedDataParallelPlugin
+from accelerate import FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DistributedType
 
 import hf_fsdp_plugin as hfp
@@ -18,14 +16,13 @@ from hf_fsdp_plugin.integrations.accelerate.accelerator import init_accelerator
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, spec_of_stock_plugin
 from hf_fsdp_plugin.integrations.accelerate.prepare import make_plan
 from hf_fsdp_plugin.integrations.accelerate.state import init_accelerator_state
-from hf_fsdp_plugin.integrations.transformers.checkpoints import checkpoint_to_resume
 
 FSDP = {"distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": {"fsdp_version": 2}}
 
 
 @pytest.fixture(autouse=True)
 def uninstalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No hooks before and after; the stock plugin's constructor sets this variable."""
+    """Run the test without hooks. The stock plugin's constructor sets this variable."""
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
     hfp.uninstall()
     yield
@@ -37,7 +34,7 @@ def codes(error: pytest.ExceptionInfo[hfp.SpecError]) -> list[str]:
 
 
 def create_accelerator(num_processes: int = 2, **arguments: Any) -> dict[str, Any]:
-    """The arguments that the replacement of ``Accelerator.__init__`` passes to the original."""
+    """Return the arguments that the replacement of ``Accelerator.__init__`` passes to the original."""
     passed: dict[str, Any] = {}
 
     def original(fsdp_plugin: Any = None, mixed_precision: Any = None, dynamo_plugin: Any = None) -> None:
@@ -48,20 +45,16 @@ def create_accelerator(num_processes: int = 2, **arguments: Any) -> dict[str, An
     return passed
 
 
-@pytest.mark.parametrize("distributed_type", [DistributedType.NO, DistributedType.MULTI_CPU])
-def test_single_process_without_group_is_refused(distributed_type: DistributedType) -> None:
-    state: Any = SimpleNamespace(distributed_type=distributed_type)
+def test_single_process_without_group_is_refused() -> None:
     plugin = PlannedFsdpPlugin(hfp.load_spec(FSDP))
-    if distributed_type == DistributedType.NO:
-        with pytest.raises(hfp.SpecError) as error:
-            init_accelerator_state(lambda **_: None, state, fsdp_plugin=plugin)
-        assert codes(error) == ["FSDP-E601"]
-    else:
-        from accelerate.state import PartialState
-
+    state: Any = SimpleNamespace(distributed_type=DistributedType.NO)
+    with pytest.raises(hfp.SpecError) as error:
         init_accelerator_state(lambda **_: None, state, fsdp_plugin=plugin)
-        assert state.distributed_type == DistributedType.FSDP and state.fsdp_plugin is plugin
-        PartialState._reset_state()
+    assert codes(error) == ["FSDP-E601"]
+    state.distributed_type = DistributedType.MULTI_CPU
+    init_accelerator_state(lambda **_: None, state, fsdp_plugin=plugin)
+    assert state.distributed_type == DistributedType.FSDP and state.fsdp_plugin is plugin
+    PartialState._reset_state()
 
 
 @pytest.mark.parametrize(("given", "param", "code"), [("no", "auto", "FSDP-W103"), ("bf16", "bf16", None)])
@@ -95,25 +88,12 @@ def test_plugin_created_before_install_is_refused() -> None:
     assert spec is not None and (spec.fsdp.version, spec.prefetch.forward) == (2, True)
 
 
-@pytest.mark.parametrize("device_map", [True, False])
-def test_model_with_device_map_is_refused(device_map: bool) -> None:
-    accelerator = SimpleNamespace(
-        verify_device_map=lambda model: device_map, num_processes=2, device=torch.device("cpu")
-    )
+def test_model_with_device_map_is_refused() -> None:
+    accelerator: Any = SimpleNamespace(num_processes=2, device=torch.device("cpu"))
     plugin = PlannedFsdpPlugin(hfp.load_spec(FSDP))
-    if device_map:
-        with pytest.raises(hfp.SpecError) as error:
-            make_plan(accelerator, plugin, torch.nn.Linear(4, 4))
-        assert codes(error) == ["FSDP-E605"]
-    else:
-        assert make_plan(accelerator, plugin, torch.nn.Linear(4, 4)).backend == "fsdp2"
-
-
-def test_resume_without_complete_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    trainer = SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path)))
-    assert checkpoint_to_resume(trainer, True) is True
-    (tmp_path / "checkpoint-3").mkdir()
+    accelerator.verify_device_map = lambda model: False
+    assert make_plan(accelerator, plugin, torch.nn.Linear(4, 4)).backend == "fsdp2"
+    accelerator.verify_device_map = lambda model: True
     with pytest.raises(hfp.SpecError) as error:
-        checkpoint_to_resume(trainer, True)
-    assert codes(error) == ["FSDP-E606"]
+        make_plan(accelerator, plugin, torch.nn.Linear(4, 4))
+    assert codes(error) == ["FSDP-E605"]
