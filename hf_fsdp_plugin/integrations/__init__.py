@@ -1,6 +1,6 @@
-"""The integrations of Accelerate and Transformers.
+"""Integrations with Accelerate and Transformers.
 
 ``install`` replaces functions of both libraries in this process, as listed in ``hooks.py``. ``accelerator`` and
-``FsdpTrainer`` do the same for one object. All of them prepare models in ``accelerate/prepare.py``, where a model is
-planned and sharded. ``run_report.py`` writes the report at the end.
+``FsdpTrainer`` do the same for one object. All of them plan and shard models in ``accelerate/prepare.py``.
+``run_report.py`` writes the report at the end.
 """

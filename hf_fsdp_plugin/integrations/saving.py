@@ -1,4 +1,4 @@
-"""What the Trainer's and Accelerate's saves have in common: the process's checkpoint manager, and the manifest."""
+"""The checkpoint manager of the process and the manifest, for saves by the Trainer and by Accelerate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ manager = CheckpointManager()
 def manifest(
     model: nn.Module, kind: StateDictKind, *, step: int | None, asynchronous: bool = False, batch: dict[str, Any]
 ) -> Manifest:
-    """The manifest of a checkpoint of ``model``, complete but for the files. No communication."""
+    """Return the manifest of a checkpoint of ``model``, without the list of files. No communication."""
     plan = plan_of(model)
     assert plan is not None, "models without a plan are saved by Accelerate"
     shards = model_shards(model)
@@ -50,9 +50,9 @@ def manifest(
 
 
 def prepare_buffers_after_first_step(accelerator: Any, kind: StateDictKind) -> None:
-    """Allocate the memory of the first asynchronous save in the background, from the second step on.
+    """After the first step, allocate the memory of the first asynchronous save in the background.
 
-    Before the first step an optimizer has no state, and the size of the save is unknown.
+    Before that step an optimizer has no state, so the size of the save is unknown.
     """
     if not prepared_optimizers(accelerator):
         return

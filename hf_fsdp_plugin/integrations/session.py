@@ -1,4 +1,4 @@
-"""The FSDP settings of this process: those from outside the script, and those of each ``TrainingArguments``."""
+"""The FSDP settings of this process: from outside the script, and from each ``TrainingArguments``."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Session:
 
 
 def asks_for_fsdp(spec: FsdpSpec) -> bool:
-    """Whether a source enables FSDP, and not only a precision or a number of processes.
+    """Return whether a source enables FSDP, and not only a precision or a number of processes.
 
     ``FSDP_*`` variables alone configure FSDP but do not enable it; ``ACCELERATE_USE_FSDP`` does.
     """

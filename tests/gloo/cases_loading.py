@@ -7,11 +7,13 @@ from typing import Any
 
 import torch.distributed as dist
 from cases_families import clones, sgd, train_steps
+from cases_trainer import losses
 from model_families import FAMILIES, without_dropout
-from torch import nn
 from training import fresh_accelerator
 
 import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE
+from hf_fsdp_plugin.plan.names import unwrapped
 
 
 def save_plain(family: str, folder: str) -> None:
@@ -40,25 +42,20 @@ def load_and_train(family: str, folder: str, config: dict[str, Any], dtype: str 
     model = FAMILIES[family].model.from_pretrained(folder, dtype=dtype)
     model.config.use_cache = False
     without_dropout(model)
-    on_meta = sum(parameter.is_meta for parameter in model.parameters())
-    num_parameters = len(list(model.parameters()))
+    on_meta = [parameter.is_meta for parameter in model.parameters()]
     model, optimizer = accelerator.prepare(model.train(), sgd(model))
-    losses, norms = train_steps(accelerator, family, model, optimizer)
-    weights = clones(accelerator.get_state_dict(model))
-    report = hfp.report(accelerator).to_json()
     return {
-        "losses": losses, "norms": norms, "weights": weights, "report": report, "on_meta": on_meta,
-        "num_parameters": num_parameters,
-        "buffers": {name: buffer.clone() for name, buffer in bare(model).named_buffers()},
-        "num_filled": model._hf_fsdp_broadcast.num_filled if hasattr(model, "_hf_fsdp_broadcast") else 0,
-    }  # fmt: skip
+        "steps": train_steps(accelerator, family, model, optimizer),
+        "weights": clones(accelerator.get_state_dict(model)),
+        "report": hfp.report(accelerator).to_json(),
+        "on_meta": sum(on_meta),
+        "num_parameters": len(on_meta),
+        "num_filled": getattr(getattr(model, BROADCAST_ATTRIBUTE, None), "num_filled", 0),
+        "buffers": clones(dict(unwrapped(model).named_buffers())),
+    }
 
 
-def bare(model: nn.Module) -> nn.Module:
-    return model.module if hasattr(model, "module") else model
-
-
-def trainer_from_pretrained(family: str, folder: str, output_dir: str, **fsdp_config: Any) -> dict[str, Any]:
+def load_and_train_with_trainer(family: str, folder: str, output_dir: str, **fsdp_config: Any) -> dict[str, Any]:
     """Create the arguments, load the model, then train it with the Trainer."""
     args = hfp.FsdpTrainingArguments(
         output_dir=output_dir, fsdp="full_shard auto_wrap", fsdp_config=fsdp_config, use_cpu=True, max_steps=2,
@@ -69,8 +66,4 @@ def trainer_from_pretrained(family: str, folder: str, output_dir: str, **fsdp_co
     rows = [{k: v[i] for k, v in FAMILIES[family].batch(s).items()} for s in range(4) for i in range(4)]
     trainer = hfp.FsdpTrainer(model=model, args=args, train_dataset=rows)
     trainer.train()
-    return {
-        "on_meta": on_meta,
-        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        "report": hfp.report(trainer).to_json(),
-    }
+    return {"on_meta": on_meta, "losses": losses(trainer), "report": hfp.report(trainer).to_json()}

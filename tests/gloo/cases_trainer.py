@@ -16,11 +16,8 @@ class Batches(torch.utils.data.Dataset):
     """The sequences of ``num_batches`` global batches."""
 
     def __init__(self, num_batches: int) -> None:
-        self.rows = [
-            {key: value[i] for key, value in global_batch(step).items()}
-            for step in range(num_batches)
-            for i in range(GLOBAL_BATCH)
-        ]
+        batches = [global_batch(step) for step in range(num_batches)]
+        self.rows = [{key: value[i] for key, value in batch.items()} for batch in batches for i in range(GLOBAL_BATCH)]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -54,19 +51,27 @@ def gathered(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.accelerator.get_state_dict(trainer.model).items()}
 
 
+def train(output_dir: str, **arguments: Any) -> dict[str, Any]:
+    """Train six steps."""
+    trainer = make_trainer(output_dir, **arguments)
+    trainer.train()
+    return {"losses": losses(trainer), "report": json.loads((Path(output_dir) / "fsdp_report.json").read_text())}
+
+
 def train_and_resume(output_dir: str, **arguments: Any) -> dict[str, Any]:
     """Train six steps without interruption, then again from the checkpoint at step 3."""
-    whole = make_trainer(output_dir, save_strategy="steps", save_steps=3, **arguments)
+    arguments = {"save_strategy": "steps", "save_steps": 3, **arguments}
+    whole = make_trainer(output_dir, **arguments)
     whole.train()
-    resumed = make_trainer(output_dir, save_strategy="steps", save_steps=3, **arguments)
-    resumed.train(resume_from_checkpoint=str(Path(output_dir) / "checkpoint-3"))
-    report = Path(output_dir) / "fsdp_report.json"
+    resumed = make_trainer(output_dir, **arguments)
+    checkpoint = Path(output_dir) / "checkpoint-3"
+    resumed.train(resume_from_checkpoint=str(checkpoint))
     return {
         "whole": losses(whole),
         "resumed": losses(resumed),
-        "files": sorted(path.name for path in (Path(output_dir) / "checkpoint-3").iterdir()),
+        "files": sorted(path.name for path in checkpoint.iterdir()),
         "weights": (gathered(whole), gathered(resumed)),
-        "report": json.loads(report.read_text()),
+        "report": json.loads((Path(output_dir) / "fsdp_report.json").read_text()),
     }
 
 
@@ -80,22 +85,30 @@ def evaluate_around_training(output_dir: str, **arguments: Any) -> dict[str, Any
     return {"before": before, "losses": losses(trainer), "after": after, "generated": generated.tolist()}
 
 
-def save_model(output_dir: str, **arguments: Any) -> dict[str, Any]:
-    """Call ``trainer.save_model`` after training, and load the folder with ``from_pretrained``."""
+def save_model(output_dir: str, save_as: str | None = None, **arguments: Any) -> dict[str, Any]:
+    """Call ``trainer.save_model`` after training, and load the folder with ``from_pretrained``.
+
+    Args:
+        save_as: the state dict type that is set before saving, as the Hugging Face guide does.
+    """
     from transformers import LlamaForCausalLM
 
     trainer = make_trainer(output_dir, **arguments)
     trainer.train()
-    folder = Path(output_dir) / "final"
-    trainer.save_model(str(folder))
+    if save_as is not None:
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type(save_as)
+    trainer.save_model(output_dir)
     torch.distributed.barrier()
-    loaded = LlamaForCausalLM.from_pretrained(folder).state_dict()
+    loaded = LlamaForCausalLM.from_pretrained(output_dir).state_dict()
     weights = gathered(trainer)
-    distance = max((loaded[name] - weight).abs().max().item() for name, weight in weights.items()) if weights else 0.0
-    return {"files": sorted(path.name for path in folder.iterdir()), "distance": distance, "keys": len(weights)}
+    return {
+        "files": sorted(path.name for path in Path(output_dir).iterdir()),
+        "num_equal": sum(torch.equal(loaded[name], weight) for name, weight in weights.items()),
+        "num_weights": len(weights),
+    }
 
 
-def train_with_the_best_model(output_dir: str, **arguments: Any) -> dict[str, Any]:
+def train_with_best_model(output_dir: str, **arguments: Any) -> dict[str, Any]:
     """Evaluate and save every second step, keep two checkpoints, and load the best one at the end."""
     trainer = make_trainer(
         output_dir, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2, save_total_limit=2,
@@ -103,31 +116,5 @@ def train_with_the_best_model(output_dir: str, **arguments: Any) -> dict[str, An
     )  # fmt: skip
     trainer.train()
     best = trainer.state.best_metric
-    return {
-        "best": best,
-        "again": trainer.evaluate()["eval_loss"],
-        "checkpoints": sorted(path.name for path in Path(output_dir).glob("checkpoint-*")),
-    }
-
-
-def save_after_changing_state_dict_type(output_dir: str, **arguments: Any) -> dict[str, Any]:
-    """Change the state dict type after training, then save the model, as the Hugging Face guide does."""
-    from transformers import LlamaForCausalLM
-
-    trainer = make_trainer(output_dir, **arguments)
-    trainer.train()
-    if trainer.is_fsdp_enabled:
-        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-    trainer.save_model(output_dir)
-    torch.distributed.barrier()
-    loaded = LlamaForCausalLM.from_pretrained(output_dir).state_dict()
-    weights = gathered(trainer)
-    return {"equal": all(torch.equal(loaded[name], weight) for name, weight in weights.items()), "keys": len(weights)}
-
-
-def accumulate(output_dir: str, **arguments: Any) -> dict[str, Any]:
-    """Return the losses and the effective batch size in the report."""
-    trainer = make_trainer(output_dir, **arguments)
-    trainer.train()
-    report = json.loads((Path(output_dir) / "fsdp_report.json").read_text())
-    return {"losses": losses(trainer), "effective_batch_size": report["effective_batch_size"]}
+    num_checkpoints = len(list(Path(output_dir).glob("checkpoint-*")))
+    return {"best": best, "again": trainer.evaluate()["eval_loss"], "num_checkpoints": num_checkpoints}

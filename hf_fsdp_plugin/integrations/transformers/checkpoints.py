@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +41,8 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
         with private.using_run_folder(trainer, save.staging.root):
             original(model, trial)
         _rename_best(trainer, staged=save.folder, final=final)
-    facts = manifest(
-        trainer.model,
-        plugin.state_dict_kind,
-        step=trainer.state.global_step,
-        asynchronous=asynchronous,
-        batch=_batch(trainer),
-    )
+    kind, step = plugin.state_dict_kind, trainer.state.global_step
+    facts = manifest(trainer.model, kind, step=step, asynchronous=asynchronous, batch=_batch(trainer))
     manager.finish(save, facts, after=lambda: _rotate(trainer, run, final))
 
 
@@ -144,22 +138,15 @@ def _write_companions(trainer: Any, folder: Path) -> None:
             private.save_files(trainer, folder, _with_module_names(adapters, unwrapped(trainer.model)))
             _remove_wrapper_names(folder)
         else:
-            with _without_progress_bar():
+            # Transformers shows a progress bar and writes a file even for an empty state dict.
+            shown = logging.is_progress_bar_enabled()
+            logging.disable_progress_bar()
+            try:
                 private.save_files(trainer, folder, {})
-            # Transformers writes an empty file.
+            finally:
+                if shown:
+                    logging.enable_progress_bar()
             (folder / safetensors_file(HF_MODEL)).unlink(missing_ok=True)
-
-
-@contextmanager
-def _without_progress_bar() -> Iterator[None]:
-    """Hide the progress bar, which Transformers shows even for an empty state dict."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _with_module_names(state: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:

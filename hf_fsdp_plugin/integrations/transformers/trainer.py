@@ -1,13 +1,13 @@
-"""The Trainer: replacements of its methods, and the classes that use them in a subclass.
+"""Replacements of methods of the Trainer, and subclasses that use them.
 
-``Trainer`` of another library:
+To support the Trainer of another library:
 
 - A subclass of ``transformers.Trainer`` needs :class:`FsdpTrainerMixin`, or ``install``.
 - Any other Trainer that trains with an ``accelerate.Accelerator`` needs ``install`` only: models are prepared, clipped,
   saved and loaded by the replacements of Accelerate's methods.
 - If its own methods have to change, add ``integrations/<library>/trainer.py`` with one function for each method, like
-  the functions below, and one row for each in :mod:`hf_fsdp_plugin.integrations.hooks`. Private attributes that the
-  functions use are in ``integrations/<library>/private.py``.
+  the functions below, and one row for each in :mod:`hf_fsdp_plugin.integrations.hooks`. Private attributes are used in
+  ``integrations/<library>/private.py`` only.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
 
 @override_hooked_methods(Trainer)
 class FsdpTrainerMixin:
-    """For Trainers of other libraries: ``class MyTrainer(FsdpTrainerMixin, SFTTrainer)``.
+    """Mixin for Trainers of other libraries: ``class MyTrainer(FsdpTrainerMixin, SFTTrainer)``.
 
-    Use it with :class:`FsdpTrainingArguments` (or after ``install``), which read the settings.
+    The settings are read by :class:`FsdpTrainingArguments`, or by any ``TrainingArguments`` after ``install``.
     """
 
 
