@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
 
@@ -257,8 +257,7 @@ TRAINING_FILE_MARKS = frozenset(
 """Keys that distinguish the config of a training script (axolotl, LLaMA-Factory, TRL) from Accelerate's file."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnsupportedKey:
+class UnsupportedKey(NamedTuple):
     """A known key that is not a setting: the reason, the remedy and the code of the problem."""
 
     why: str

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources import environment
@@ -26,8 +27,7 @@ CONFIG_NOT_FOUND = Problem(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AccelerateLaunch:
+class AccelerateLaunch(NamedTuple):
     """What ``accelerate launch`` was started with.
 
     Attributes:

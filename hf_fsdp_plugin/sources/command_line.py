@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_fsdp_plugin.sources.collector import Collector, entry_of
 from hf_fsdp_plugin.sources.model import Sources
@@ -37,8 +36,7 @@ OPTIONAL_VALUE = frozenset({"bf16", "fp16", "gradient_checkpointing", "fsdp"})
 """Flags of a training script whose value is optional; ``--fsdp`` without a value turns FSDP on."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Flag:
+class Flag(NamedTuple):
     """One flag.
 
     Attributes:
@@ -54,8 +52,7 @@ class Flag:
     num_words: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchLine:
+class LaunchLine(NamedTuple):
     """The arguments of ``accelerate launch``, parsed.
 
     Attributes:
