@@ -39,6 +39,11 @@ def format_names(names: Collection[object], limit: int = 4) -> str:
     return ", ".join(shown) + rest
 
 
+def format_shape(shape: Iterable[int]) -> str:
+    """Format the shape of a tensor: ``32×16``; ``scalar`` if it has no dims."""
+    return "×".join(map(str, shape)) or "scalar"
+
+
 def format_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
     """Align the columns of a table.
 

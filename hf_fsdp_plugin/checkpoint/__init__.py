@@ -11,7 +11,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
-    "checking.byte_ranges": ("Progress",),
     "checking.completeness": ("newest_complete", "numbered_checkpoints", "why_incomplete"),
     "checking.inspection": ("Summary", "checkpoints_of_run", "summarize"),
     "checking.verify": ("Verdict", "verify"),
@@ -29,7 +28,6 @@ _EXPORTS = {
 """Module below this package -> the names that it provides."""
 
 if TYPE_CHECKING:
-    from hf_fsdp_plugin.checkpoint.checking.byte_ranges import Progress as Progress
     from hf_fsdp_plugin.checkpoint.checking.completeness import newest_complete as newest_complete
     from hf_fsdp_plugin.checkpoint.checking.completeness import numbered_checkpoints as numbered_checkpoints
     from hf_fsdp_plugin.checkpoint.checking.completeness import why_incomplete as why_incomplete

@@ -14,8 +14,8 @@ from hf_fsdp_plugin.cli import merge
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem
 
 HELP = (
-    "Write the newest complete checkpoint of a run, or its best one, as a Hugging Face folder. (A running Trainer does "
-    "so itself: trainer.save_model.)"
+    "Write the newest complete checkpoint of a run, or its best one, as a Hugging Face folder. (In a running Trainer, "
+    "call trainer.save_model instead.)"
 )
 EXAMPLES = ("hf-fsdp export out model", "hf-fsdp export out model --best --max-shard-size 2GB")
 
@@ -29,15 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0 if the output folder is complete, 1 otherwise."""
+    """Merge the checkpoint. Returns 0 if the output folder is complete, 1 otherwise."""
     try:
         args.checkpoint = find_checkpoint(args.run, best=args.best)
     except CheckpointError as error:
-        if args.json:
-            print(json.dumps({"ok": False, "problems": [problem.to_json() for problem in error.problems]}, indent=2))
-        else:
-            print(error, file=sys.stderr)
-        return 1
+        return merge.print_problems(error.problems, as_json=args.json)
     return merge.run(args)
 
 

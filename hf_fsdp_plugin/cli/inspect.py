@@ -11,7 +11,7 @@ from typing import Any
 
 from hf_fsdp_plugin.checkpoint import Summary, checkpoints_of_run, summarize, why_incomplete
 from hf_fsdp_plugin.problems import CheckpointError
-from hf_fsdp_plugin.text import format_bytes, format_table, truncate_lines, wrap_items
+from hf_fsdp_plugin.text import format_bytes, format_shape, format_table, truncate_lines, wrap_items
 
 HELP = "Describe a checkpoint, or all checkpoints of a run, from metadata alone: format, step, parameters, settings."
 EXAMPLES = ("hf-fsdp inspect out/checkpoint-500", "hf-fsdp inspect out --json")
@@ -158,7 +158,7 @@ def _optimizer(summary: Summary) -> list[str]:
 
 
 def _kind(kind: tuple[str, tuple[int, ...]]) -> tuple[str, str]:
-    return kind[0], "×".join(str(size) for size in kind[1]) or "scalar"
+    return kind[0], format_shape(kind[1])
 
 
 def _pairs(table: Mapping[str, Any]) -> str:

@@ -6,15 +6,13 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_plugin.checkpoint import Merged, MergeOptions, merge
+from hf_fsdp_plugin.cli.progress import ProgressBars
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, has_errors
 from hf_fsdp_plugin.text import format_bytes, plural
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
 
 HELP = "Write the model of any checkpoint as a Hugging Face folder. Memory use does not depend on the model's size."
 EXAMPLES = ("hf-fsdp merge out/checkpoint-500 merged", "hf-fsdp merge out/checkpoint-500 merged --dtype bf16 --verify")
@@ -55,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0 if the output folder is complete and every option was carried out, 1 otherwise."""
+    """Merge. Returns 0 if the output folder is complete and every option was carried out, 1 otherwise."""
     options = MergeOptions(
         dtype=DTYPES.get(args.dtype),
         max_shard_size=args.max_shard_size,
@@ -65,23 +63,21 @@ def run(args: argparse.Namespace) -> int:
         verify=args.verify,
         delete_input=args.delete_input,
     )
-    bar = _Bar() if sys.stderr.isatty() else None
     try:
-        merged = merge(args.checkpoint, args.out, options, bar)
+        with ProgressBars() as progress:
+            merged = merge(args.checkpoint, args.out, options, progress)
     except CheckpointError as error:
-        return _failed(list(error.problems), as_json=args.json)
+        return print_problems(error.problems, as_json=args.json)
     except OSError as error:
-        return _failed([_disk_problem(error, args.out)], as_json=args.json)
-    finally:
-        if bar is not None:
-            bar.close()
+        return print_problems([_disk_problem(error, args.out)], as_json=args.json)
     print(json.dumps(merged.to_json(), indent=2, ensure_ascii=False) if args.json else _text(merged))
     for problem in merged.problems if not args.json else ():
         print(problem, file=sys.stderr)
     return 1 if has_errors(merged.problems) else 0
 
 
-def _failed(problems: list[Problem], *, as_json: bool) -> int:
+def print_problems(problems: Sequence[Problem], *, as_json: bool) -> int:
+    """Print the problems of a failed merge: JSON to stdout, text to stderr. Returns the exit code 1."""
     if as_json:
         print(json.dumps({"ok": False, "problems": [problem.to_json() for problem in problems]}, indent=2))
     else:
@@ -90,11 +86,9 @@ def _failed(problems: list[Problem], *, as_json: bool) -> int:
 
 
 def _disk_problem(error: OSError, out: Path) -> Problem:
+    message = f"cannot be read or written: {error.strerror or error}."
     fix = "Solve this and merge again; finished files are kept."
-    origin = Origin(source=str(error.filename or out))
-    return Problem(
-        code="FSDP-E495", message=f"cannot be read or written: {error.strerror or error}.", fix=fix, origin=origin
-    )
+    return Problem(code="FSDP-E495", message=message, fix=fix, origin=Origin(source=str(error.filename or out)))
 
 
 def _text(merged: Merged) -> str:
@@ -120,21 +114,3 @@ def _size(text: str) -> int:
     if size < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a size; use a form such as 5GB, 500MB or 2GiB")
     return size
-
-
-class _Bar:
-    """A progress bar on the terminal for each step."""
-
-    def __init__(self) -> None:
-        self._bars: dict[str, tqdm[Any]] = {}
-
-    def __call__(self, step: str, count: int, total: int) -> None:
-        from tqdm import tqdm
-
-        if step not in self._bars:
-            self._bars[step] = tqdm(total=total, desc=step, unit="B", unit_scale=True, leave=False)
-        self._bars[step].update(count)
-
-    def close(self) -> None:
-        for bar in self._bars.values():
-            bar.close()

@@ -7,8 +7,9 @@ import json
 import sys
 from pathlib import Path
 
-from hf_fsdp_plugin.checkpoint import Progress, Verdict, checkpoints_of_run, read_stored_model, verify
+from hf_fsdp_plugin.checkpoint import Verdict, checkpoints_of_run, read_stored_model, verify
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
+from hf_fsdp_plugin.cli.progress import ProgressBars
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.text import plural
 
@@ -33,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
         message = f"{args.checkpoint} is the folder of a run. Give one of its checkpoints, such as {newest}."
         print(f"hf-fsdp verify: {message}", file=sys.stderr)
         return 2
-    verdict = verify(args.checkpoint, config_check=not args.no_config_check, progress=_bar())
+    with ProgressBars() as progress:
+        verdict = verify(args.checkpoint, config_check=not args.no_config_check, progress=progress)
     if args.json:
         print(json.dumps(verdict.to_json(), indent=2, ensure_ascii=False))
     else:
@@ -59,20 +61,3 @@ def _text(verdict: Verdict) -> str:
     errors = sum(problem.severity == "error" for problem in verdict.problems)
     result = "undamaged" if verdict.ok else plural(errors, "problem")
     return f"{verdict.checkpoint}: {result}; {plural(verdict.num_files, 'file')}, {verdict.num_bytes:,} bytes"
-
-
-def _bar() -> Progress | None:
-    """Return a progress bar if stderr is a terminal, else ``None``."""
-    if not sys.stderr.isatty():
-        return None
-    from tqdm import tqdm
-
-    bar = tqdm(unit="B", unit_scale=True, leave=False)
-
-    def show(done: int, total: int) -> None:
-        bar.total = total
-        bar.update(done - bar.n)
-        if done == total:
-            bar.close()
-
-    return show

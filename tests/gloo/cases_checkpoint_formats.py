@@ -16,8 +16,10 @@ from tiny import global_batch, my_part, tiny_llama
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+FULL = StateDictOptions(full_state_dict=True)
 
 
 def save_with_stock_accelerate(
@@ -48,8 +50,7 @@ def save_with_stock_accelerate(
     truth = _truth(model, optimizer)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_type=kind)
     if kind == "FULL_STATE_DICT" and version == 1:
-        # FSDP1 crashes on CPU ranks when it gathers to the CPU, so the same file is written without it.
-        _save_full(model, optimizer, Path(folder))
+        save_full_fsdp1(model, optimizer, Path(folder))
     else:
         fsdp_utils.save_fsdp_model(plugin, accelerator, model, folder, number, use_dcp=use_dcp)
         fsdp_utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder, number, use_dcp=use_dcp)
@@ -70,21 +71,24 @@ def _sharded(version: int, model: nn.Module, on_mesh: bool, use_orig_params: boo
     )
 
 
-def _save_full(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-        state = model.state_dict()
-    # FSDP's optim_state_dict returns the same buffer for exp_avg and exp_avg_sq on the CPU.
-    optimizer_state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+def save_full_fsdp1(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Write the files that Accelerate writes on GPUs.
+
+    On CPU ranks, FSDP1 crashes when it gathers the model, and returns one buffer for ``exp_avg`` and ``exp_avg_sq``.
+    """
+    states = {
+        "pytorch_model_fsdp": get_model_state_dict(model, options=FULL),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=FULL),
+    }
     if dist.get_rank() == 0:
         folder.mkdir(exist_ok=True)
-        torch.save(state, folder / "pytorch_model_fsdp.bin")
-        torch.save(optimizer_state, folder / "optimizer.bin")
+        for name, state in states.items():
+            torch.save(state, folder / f"{name}.bin")
 
 
 def _truth(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    options = StateDictOptions(full_state_dict=True)
-    tensors = get_model_state_dict(model, options=options)
-    state = get_optimizer_state_dict(model, optimizer, options=options)
+    tensors = get_model_state_dict(model, options=FULL)
+    state = get_optimizer_state_dict(model, optimizer, options=FULL)
     return {
         "model": {name: _raw(tensor) for name, tensor in tensors.items()},
         "state": {name: {key: _raw(value) for key, value in entry.items()} for name, entry in state["state"].items()},

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate.utils import fsdp_utils
+from cases_checkpoint_formats import FULL, save_full_fsdp1
 from tiny import global_batch, my_part, parallel_config, tiny_llama
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from training import fresh_accelerator
 
 from hf_fsdp_plugin.checkpoint.layouts import LocalShard
@@ -25,6 +26,7 @@ from hf_fsdp_plugin.problems import SpecError
 
 WEIGHT_DECAY = 0.1
 LEARNING_RATE = 1e-2
+HYPERPARAMETERS = ("lr", "betas", "weight_decay", "eps", "initial_lr")
 
 NO_PART = LocalShard("", torch.float32, (), ())
 
@@ -59,17 +61,14 @@ class Run:
 
     def full_state(self) -> dict[str, Any]:
         """Return full weights and optimizer state, gathered by torch, and the parameter groups."""
-        options = StateDictOptions(full_state_dict=True)
-        weights = get_model_state_dict(self.model, options=options)
-        optimizer = get_optimizer_state_dict(self.model, self.inner, options=StateDictOptions(full_state_dict=True))
+        weights = get_model_state_dict(self.model, options=FULL)
+        optimizer = get_optimizer_state_dict(self.model, self.inner, options=FULL)
         state = {f"{name}.{key}": value for name, entry in optimizer["state"].items() for key, value in entry.items()}
         return {
             "weights": {name: tensor.clone() for name, tensor in weights.items()},
             "state": {key: torch.as_tensor(value).clone() for key, value in state.items()},
             "groups": {
-                min(group["params"]): {
-                    key: group.get(key) for key in ("lr", "betas", "weight_decay", "eps", "initial_lr")
-                }
+                min(group["params"]): {key: group.get(key) for key in HYPERPARAMETERS}
                 for group in optimizer["param_groups"]
             },
         }
@@ -116,26 +115,10 @@ def _save_with_accelerate(run: Run, folder: str, kind: str) -> None:
     plugin = run.accelerator.state.fsdp_plugin
     plugin.set_state_dict_type("full" if kind == "bin" else "sharded")
     if kind == "bin" and plugin.fsdp_version == 1:
-        _save_full_fsdp1(run, Path(folder))
+        save_full_fsdp1(run.model, run.inner, Path(folder))
         return
     fsdp_utils.save_fsdp_model(plugin, run.accelerator, run.model, folder, use_dcp=kind != "per_rank")
     fsdp_utils.save_fsdp_optimizer(plugin, run.accelerator, run.inner, run.model, folder, use_dcp=kind != "per_rank")
-
-
-def _save_full_fsdp1(run: Run, folder: Path) -> None:
-    """Write the files that Accelerate writes on GPUs.
-
-    On CPU ranks, FSDP1 crashes when it gathers the model, and returns optimizer state under the wrong keys.
-    """
-    options = StateDictOptions(full_state_dict=True)
-    states = {
-        "pytorch_model_fsdp": get_model_state_dict(run.model, options=options),
-        "optimizer": get_optimizer_state_dict(run.model, run.inner, options=options),
-    }
-    if dist.get_rank() == 0:
-        folder.mkdir(exist_ok=True)
-        for name, state in states.items():
-            torch.save(state, folder / f"{name}.bin")
 
 
 def read(folder: str, layout: Layout, *, tied: bool = False) -> dict[str, Any]:
@@ -186,10 +169,8 @@ def write_and_read_without_state(folder: str, layout: Layout, other: Layout) -> 
     run = Run(layout, optimizer=without_state)
     run.train(range(1))
     run.inner.param_groups[0]["lr"] = 0.5
-    dcp.save(
-        {"optimizer": get_optimizer_state_dict(run.model, run.inner)},
-        storage_writer=dcp.FileSystemWriter(Path(folder) / "optimizer_0"),
-    )
+    state = {"optimizer": get_optimizer_state_dict(run.model, run.inner)}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(Path(folder) / "optimizer_0"))
     resumed = Run(other, optimizer=without_state)
     load_optimizer(resumed.model, resumed.inner, Path(folder))
     return {"lr": resumed.inner.param_groups[0]["lr"], "state": len(resumed.inner.state)}
@@ -201,7 +182,7 @@ def read_in_bf16(folder: str, layout: Layout) -> dict[str, torch.Tensor]:
     accelerator = fresh_accelerator(parallel_config(strategy, version, dist.get_world_size()))
     model = accelerator.prepare(tiny_llama(layers=2).to(torch.bfloat16))
     load_model(model, Path(folder))
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    return get_model_state_dict(model, options=FULL)
 
 
 def write_uneven_state(folder: str, layout: Layout) -> None:
@@ -242,15 +223,15 @@ def write_and_read_adapters(folder: str, layout: Layout, other: Layout, kind: st
     model = first._models[0]
     fsdp_utils.save_fsdp_model(plugin, first, model, folder, adapter_only=True)
     dist.barrier()
-    written = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    written = get_model_state_dict(model, options=FULL)
     second = _with_adapters(other, seed=2)._models[0]
-    fresh = get_model_state_dict(second, options=StateDictOptions(full_state_dict=True))
+    fresh = get_model_state_dict(second, options=FULL)
     try:
         load_model(second, Path(folder))
     except SpecError as error:
         refused = str(error)
     missing = load_model(second, Path(folder), adapter_only=True).missing_keys
-    read = get_model_state_dict(second, options=StateDictOptions(full_state_dict=True))
+    read = get_model_state_dict(second, options=FULL)
     return {"written": written, "fresh": fresh, "read": read, "missing": missing, "refused": refused}
 
 

@@ -7,27 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from assembled import assembled
 from cases_checkpoint_formats import save_with_stock_accelerate
 from ranks import Ranks
 
-from hf_fsdp_plugin.checkpoint.formats.boxes import slices, whole
-from hf_fsdp_plugin.checkpoint.formats.element_types import numpy_dtype
-from hf_fsdp_plugin.checkpoint.formats.stored import StoredTensor
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.problems import CheckpointError
 
 SHARDED, FULL, LOCAL = "SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT"
-
-
-def assembled(root: Path, tensor: StoredTensor) -> np.ndarray:
-    dtype = numpy_dtype(tensor.dtype)
-    result = np.empty(tensor.shape, dtype)
-    for piece in tensor.pieces:
-        data = np.memmap(root / piece.file, np.uint8, "r")
-        strides = [stride * dtype.itemsize for stride in piece.strides]
-        part = np.ndarray(piece.box.sizes, dtype, data, offset=piece.offset, strides=strides)
-        result[slices(piece.box, whole(tensor.shape))] = part
-    return result
 
 
 def assert_model_is(checkpoint: Path, truth: dict[str, np.ndarray], form: str, number: int = 0) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import saved
+from merge_inputs import checkpoint, out  # noqa: F401 (fixtures)
 
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources.model import Sources, config_of

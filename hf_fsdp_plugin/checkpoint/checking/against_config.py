@@ -7,29 +7,30 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_plugin.checkpoint.formats.errors import problem
+from hf_fsdp_plugin.checkpoint.formats.errors import problem, refuse
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel
 from hf_fsdp_plugin.checkpoint.formats.table import format_named
-from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.text import format_names, plural
+from hf_fsdp_plugin.problems import CheckpointError, Problem
+from hf_fsdp_plugin.text import format_names, format_shape, plural
 
 _NOT_COMPARED = "names and shapes were not compared with a model"
 _OTHER = "Use the config.json of the checkpoint's model, or a checkpoint of this config's model."
 _REPLACE = "Replace it with the config.json of the model."
 
-Shapes = Mapping[str, tuple[int, ...]]
-
 
 def config_problems(stored: StoredModel, folder: Path) -> list[Problem]:
     """Return errors for missing and unexpected names and other shapes; a note if no model can be built to compare."""
     path = folder / "config.json"
-    config = _config(path)
-    if isinstance(config, Problem):
-        return [config]
+    try:
+        config = read_config(folder)
+    except CheckpointError as error:
+        return list(error.problems)
+    if config is None:
+        return [problem("FSDP-N475", folder, f"has no config.json; {_NOT_COMPARED}.")]
     if any(name.startswith("base_model.model.") for name in stored.tensors):
         return [problem("FSDP-N475", path, f"the checkpoint contains the weights of an adapter; {_NOT_COMPARED}.")]
     if "quantization_config" in config:
@@ -44,15 +45,21 @@ def config_problems(stored: StoredModel, folder: Path) -> list[Problem]:
     return _compare(stored, model, path)
 
 
-def _config(path: Path) -> dict[str, Any] | Problem:
+def read_config(folder: Path, fix: str = _REPLACE) -> dict[str, Any] | None:
+    """Return the ``config.json`` of a folder, or ``None`` if there is none.
+
+    Raises:
+        CheckpointError: it is not a JSON object.
+    """
+    path = folder / "config.json"
     try:
         config = json.loads(path.read_bytes())
     except FileNotFoundError:
-        return problem("FSDP-N475", path.parent, f"has no config.json; {_NOT_COMPARED}.")
+        return None
     except (OSError, ValueError, RecursionError) as error:
-        return problem("FSDP-E476", path, f"cannot be read as JSON: {error}.", _REPLACE)
+        refuse("FSDP-E476", path, f"cannot be read as JSON: {error}.", fix)
     if not isinstance(config, dict):
-        return problem("FSDP-E476", path, "is not a JSON object.", _REPLACE)
+        refuse("FSDP-E476", path, "is not a JSON object.", fix)
     return config
 
 
@@ -71,7 +78,7 @@ def _compare(stored: StoredModel, model: Any, path: Path) -> list[Problem]:
     unexpected = [name for name in stored.tensors if names[name] not in expected]
     unexpected = _not_matching(unexpected, getattr(model, "_keys_to_ignore_on_load_unexpected", None))
     other = [
-        f"{name} ({_shape(shape)} in the checkpoint, {_shape(expected[name])} in the model)"
+        f"{name} ({format_shape(shape)} in the checkpoint, {format_shape(expected[name])} in the model)"
         for name, shape in shapes.items()
         if expected.get(name, shape) != shape
     ]
@@ -112,7 +119,3 @@ def _loaded_names(stored: StoredModel, model: Any) -> tuple[dict[str, str], set[
 def _not_matching(names: Iterable[str], patterns: Iterable[str] | None) -> list[str]:
     """Return the names that match none of the patterns that the model's class ignores."""
     return [name for name in names if not any(re.search(pattern, name) for pattern in patterns or ())]
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return "×".join(str(size) for size in shape) or "scalar"

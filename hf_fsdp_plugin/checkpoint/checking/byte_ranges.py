@@ -12,8 +12,8 @@ from hf_fsdp_plugin.checkpoint.formats.errors import problem
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_names
 
-Progress = Callable[[int, int], None]
-"""Called with the number of bytes checked so far, and the total."""
+Progress = Callable[[str, int, int], None]
+"""Called with the step (``merge``, ``verify``), the number of bytes since the last call, and the total."""
 
 REPLACE_FILE = "Replace this file with an undamaged copy, or resume from an earlier checkpoint."
 
@@ -34,7 +34,6 @@ def find_damaged(
 ) -> tuple[dict[Path, list[ByteRange]], list[Problem]]:
     """Return the ranges with another checksum, by file, and a problem for each file that cannot be read."""
     total = sum(item.stop - item.start for item in ranges)
-    done = 0
     damaged: dict[Path, list[ByteRange]] = {}
     unreadable: dict[Path, Problem] = {}
 
@@ -49,9 +48,8 @@ def find_damaged(
     # Hashing and reading release the GIL, so that threads use all cores.
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         for item, found in zip(ranges, pool.map(examine, ranges), strict=True):
-            done += item.stop - item.start
             if progress is not None:
-                progress(done, total)
+                progress("verify", item.stop - item.start, total)
             if isinstance(found, str):
                 unreadable[item.path] = problem("FSDP-E472", item.path, f"cannot be read: {found}.", REPLACE_FILE)
             elif not found:

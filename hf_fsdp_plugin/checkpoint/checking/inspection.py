@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from hf_fsdp_plugin.checkpoint.checking.completeness import (
 from hf_fsdp_plugin.checkpoint.formats.element_types import dtype_size
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
-from hf_fsdp_plugin.checkpoint.formats.stored import StoredOptimizer, StoredTensor, labelled_tensors, shared_tensors
+from hf_fsdp_plugin.checkpoint.formats.stored import StoredOptimizer, StoredTensor, shared_tensors
 from hf_fsdp_plugin.checkpoint.formats.table import (
     format_named,
     read_stored_model,
@@ -39,6 +40,9 @@ from hf_fsdp_plugin.checkpoint.names import (
 from hf_fsdp_plugin.problems import CheckpointError
 
 _RANK_IN_NAME = re.compile(rf"(?:{TRAINER_RNG}_|{ACCELERATE_RNG}_|__|_rank)(\d+)(?:_\d+\{DCP_SUFFIX}|\.\w+)")
+
+_MANIFEST_FACTS = ("backend", "mesh", "strategy", "asynchronous", "created", "settings", "batch")
+"""Fields of the manifest in a summary as JSON."""
 
 Kind = tuple[str, tuple[int, ...]]
 """Dtype and shape."""
@@ -107,21 +111,16 @@ class Summary:
 
     def to_json(self, *, parameters: bool = False, optimizer: bool = False) -> dict[str, Any]:
         """Return the object that ``inspect --json`` prints, with optional tables of parameters and optimizer state."""
-        manifest = self.manifest
         return {
             "checkpoint": str(self.path),
             "complete": self.incomplete is None,
             "incomplete": self.incomplete,
             "format": self.format,
             "kind": self.kind,
-            "manifest": manifest is not None,
+            "manifest": self.manifest is not None,
             "step": self.step,
             "world_size": self.world_size,
-            "backend": manifest.backend if manifest else None,
-            "mesh": manifest.mesh if manifest else None,
-            "strategy": manifest.strategy if manifest else None,
-            "asynchronous": manifest.asynchronous if manifest else None,
-            "created": manifest.created if manifest else None,
+            **{name: getattr(self.manifest, name, None) for name in _MANIFEST_FACTS},
             "num_parameters": len(self.distinct),
             "num_elements": self.num_elements,
             "dtypes": self.dtypes,
@@ -129,8 +128,6 @@ class Summary:
             "optimizer_bytes": self.optimizer_bytes,
             "ties": [list(tie) for tie in self.ties],
             "files": dict(self.files),
-            "settings": manifest.settings if manifest else None,
-            "batch": manifest.batch if manifest else None,
             "versions": dict(self.versions),
             **({"parameters": _kinds_json(self.parameters)} if parameters else {}),
             **({"optimizer": {"groups": list(self.groups), "state": _state_json(self.state)}} if optimizer else {}),
@@ -144,15 +141,17 @@ def summarize(path: Path) -> Summary:
         CheckpointError: there is neither a manifest nor a readable model.
     """
     folder = checkpoint_of(path)
-    incomplete = why_incomplete(folder)
-    manifest = _manifest(folder)
+    incomplete = why_incomplete(folder)  # reports the problems that are suppressed below
+    manifest = model = optimizer = None
+    with suppress(CheckpointError):
+        manifest = read_manifest(folder)
     try:
         model = read_stored_model(folder)
     except CheckpointError:
         if manifest is None:
             raise
-        model = None
-    optimizer = _optimizer(folder)
+    with suppress(CheckpointError):
+        optimizer = read_stored_optimizer(folder)
     files = {file.relative_to(folder).as_posix(): file.stat().st_size for file in sorted(own_files(folder))}
     parameters = {name: (tensor.dtype, tensor.shape) for name, tensor in model.tensors.items()} if model else {}
     return Summary(
@@ -179,20 +178,6 @@ def checkpoints_of_run(folder: Path) -> list[Path]:
     places = (folder, folder / ACCELERATE_RUN)
     found = [path for place in places for prefix in PREFIXES for path in numbered_checkpoints(place, prefix)]
     return found + [path for place in places for path in sorted(place.glob(f".checkpoint*{SAVING}"))]
-
-
-def _manifest(folder: Path) -> Manifest | None:
-    try:
-        return read_manifest(folder)
-    except CheckpointError:  # why_incomplete reports it
-        return None
-
-
-def _optimizer(folder: Path) -> StoredOptimizer | None:
-    try:
-        return read_stored_optimizer(folder)
-    except CheckpointError:  # why_incomplete reports it, unless the manifest does not list its files
-        return None
 
 
 def _trainer_step(folder: Path) -> int | None:
@@ -222,13 +207,11 @@ def _ranks(files: Iterable[str]) -> int | None:
 
 
 def _state(optimizer: StoredOptimizer) -> dict[str, dict[str, Any]]:
-    state: dict[str, dict[str, Any]] = {
-        name: {key: value for key, value in entry.items() if not isinstance(value, StoredTensor)}
+    """Return the optimizer's state with the dtype and shape of each tensor in its place."""
+    return {
+        name: {key: (v.dtype, v.shape) if isinstance(v, StoredTensor) else v for key, v in entry.items()}
         for name, entry in optimizer.state.items()
     }
-    for label, tensor in labelled_tensors(optimizer):
-        state[tensor.name][label.removesuffix(f" of {tensor.name}")] = (tensor.dtype, tensor.shape)
-    return state
 
 
 def _is_kind(value: Any) -> bool:

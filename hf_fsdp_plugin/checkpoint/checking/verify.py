@@ -15,24 +15,17 @@ from typing import Any
 
 from hf_fsdp_plugin.checkpoint.checking.against_config import config_problems
 from hf_fsdp_plugin.checkpoint.checking.against_crc import crc_problems
-from hf_fsdp_plugin.checkpoint.checking.byte_ranges import (
-    REPLACE_FILE,
-    ByteRange,
-    Progress,
-    damage_problem,
-    find_damaged,
-)
+from hf_fsdp_plugin.checkpoint.checking.against_manifest import manifest_problems
+from hf_fsdp_plugin.checkpoint.checking.byte_ranges import ByteRange, Progress, damage_problem, find_damaged
 from hf_fsdp_plugin.checkpoint.checking.completeness import checkpoint_of, file_problems, own_files, structure_problems
 from hf_fsdp_plugin.checkpoint.formats.errors import problem
 from hf_fsdp_plugin.checkpoint.formats.hashing import hash_file
 from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, Manifest
 from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
-from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredOptimizer, labelled_tensors
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME, OPTIMIZER
-from hf_fsdp_plugin.checkpoint.optimizer_state import state_layout
 from hf_fsdp_plugin.problems import CheckpointError, Problem, has_errors
-from hf_fsdp_plugin.text import format_names, plural
+from hf_fsdp_plugin.text import format_names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +125,13 @@ def _extra_files(folder: Path, manifest: Manifest) -> list[Problem]:
     if not extra:
         return []
     names = sorted(path.as_posix() for path in extra)
-    return [problem("FSDP-N473", folder, f"not in the manifest, and not verified: {format_names(names, 3)}.")]
+    return [
+        problem(
+            "FSDP-N473",
+            folder,
+            f"contains files that are not in the manifest and were not verified: {format_names(names, 3)}.",
+        )
+    ]
 
 
 def _contents_problems(folder: Path, manifest: Manifest | None, *, config_check: bool, damaged: bool) -> list[Problem]:
@@ -145,7 +144,7 @@ def _contents_problems(folder: Path, manifest: Manifest | None, *, config_check:
     except CheckpointError as error:
         return [] if damaged else list(error.problems)
     if manifest is not None:
-        problems += _manifest_problems(model, optimizer, manifest)
+        problems += manifest_problems(model, optimizer, manifest)
     if config_check:
         problems += config_problems(model, folder)
     return problems
@@ -156,36 +155,6 @@ def _further_optimizers(folder: Path) -> list[int]:
     names = (path.name for path in folder.iterdir())
     found = {int(match[1]) for name in names if (match := re.fullmatch(rf"{OPTIMIZER}_([1-9]\d*)(\.bin)?", name))}
     return sorted(found)
-
-
-def _manifest_problems(model: StoredModel, optimizer: StoredOptimizer | None, manifest: Manifest) -> list[Problem]:
-    group_of = {name: tie for tie in manifest.ties for name in tie}
-    # One name of each group of tied names is enough, in the files and in the manifest.
-    stored = {other for name in model.tensors for other in group_of.get(name, (name,))}
-    known = {other for name in manifest.parameters for other in group_of.get(name, (name,))}
-    missing = [name for name in manifest.parameters if name not in stored]
-    unexpected = [name for name in model.tensors if name not in known]
-    other = [
-        f"{name} ({_describe(tensor.dtype, tensor.shape)}, in the manifest {_describe(*manifest.parameters[name])})"
-        for name, tensor in model.tensors.items()
-        if name in manifest.parameters and manifest.parameters[name] != (tensor.dtype, tensor.shape)
-    ]
-    if optimizer is not None:
-        shapes = {name: shape for name, (_, shape) in manifest.parameters.items()}
-        unexpected += [f"optimizer state of {name}" for name in optimizer.state if name not in known]
-        other += [
-            f"{label} ({_describe('', tensor.shape)}, the parameter {_describe('', shapes[tensor.name])})"
-            for label, tensor in labelled_tensors(optimizer)
-            if tensor.name in shapes
-            and state_layout(label.partition(" of ")[0], tensor.shape, shapes[tensor.name]) == "unsupported"
-        ]
-    total = len(manifest.parameters)
-    found = [
-        ("FSDP-E477", missing, f"does not contain {len(missing)} of the {total} parameters of its manifest"),
-        ("FSDP-E478", unexpected, f"contains {plural(len(unexpected), 'parameter')} that its manifest does not list"),
-        ("FSDP-E479", other, f"contains {plural(len(other), 'tensor')} with another dtype or shape than its manifest"),
-    ]
-    return [problem(code, model.root, f"{text}: {format_names(n, 3)}.", REPLACE_FILE) for code, n, text in found if n]
 
 
 def _without_manifest(folder: Path, problems: list[Problem], config_check: bool, progress: Progress | None) -> Verdict:
@@ -202,7 +171,7 @@ def _without_manifest(folder: Path, problems: list[Problem], config_check: bool,
         problems += _contents_problems(folder, None, config_check=config_check, damaged=True)
     sizes = [_size(path) or 0 for path in files]
     if not has_errors(problems) and checked < sum(sizes):
-        message = f"has no {MANIFEST_NAME}; the {checked:,} of {sum(sizes):,} bytes with a checksum were verified."
+        message = f"has no {MANIFEST_NAME}; only {checked:,} of {sum(sizes):,} bytes have a checksum and were verified."
         problems.append(problem("FSDP-N474", folder, message))
     return Verdict(checkpoint=folder, problems=tuple(problems), num_files=len(files), num_bytes=sum(sizes))
 
@@ -213,8 +182,3 @@ def _size(path: Path) -> int | None:
         return path.stat().st_size if path.is_file() else None
     except OSError:
         return None
-
-
-def _describe(dtype: str, shape: tuple[int, ...]) -> str:
-    sizes = "×".join(str(size) for size in shape) or "scalar"
-    return f"{dtype} {sizes}".strip()

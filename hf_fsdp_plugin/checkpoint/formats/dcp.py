@@ -47,7 +47,7 @@ def read_model(root: Path, number: int) -> StoredModel | None:
         return None
     entries = _read(root, folder)
     if entries and all(path[0] == "optimizer" for path in entries):
-        fix = "Give the folder of the checkpoint, or that of its model."
+        fix = "Give the folder of the checkpoint, or of its model."
         refuse("FSDP-E451", folder, "contains an optimizer and no model.", fix)
     if any(path[0] == "model" and len(path) > 1 for path in entries):
         entries = {path[1:]: value for path, value in entries.items() if path[0] == "model"}

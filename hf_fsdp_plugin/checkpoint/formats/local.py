@@ -29,7 +29,7 @@ from hf_fsdp_plugin.problems import Problem
 METADATA_KEY = "fsdp_local"
 """The key of the safetensors metadata that holds the description of a file."""
 MAX_RANKS = 1 << 20
-"""The largest world size that is read; larger numbers are damage."""
+"""The largest world size of a file; files with a larger one are reported as damaged."""
 
 _ONE_CHECKPOINT = "Keep the files of one checkpoint only."
 
@@ -78,14 +78,9 @@ def _read_files(folder: Path, number: int) -> list[_RankFile]:
     world_sizes = sorted({file.description["world_size"] for file in files})
     if len(world_sizes) > 1:
         refuse("FSDP-E459", folder, f"contains files of runs with world sizes {world_sizes}.", _ONE_CHECKPOINT)
-    missing = [rank for rank in range(world_sizes[0]) if rank not in paths]
+    missing = [folder / local_file(number, rank) for rank in range(world_sizes[0]) if rank not in paths]
     message = f"is missing: the files of {len(missing)} of the {world_sizes[0]} ranks are not in the folder."
-    raise_if_any(
-        [
-            problem("FSDP-E457", folder / local_file(number, rank), message, COPY_ALL_RANKS)
-            for rank in missing[:MAX_PROBLEMS]
-        ]
-    )
+    raise_if_any([problem("FSDP-E457", path, message, COPY_ALL_RANKS) for path in missing[:MAX_PROBLEMS]])
     return files
 
 

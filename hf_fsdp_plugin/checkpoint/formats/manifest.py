@@ -105,7 +105,7 @@ def hash_entry(digest: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to the form in which JSON returns it."""
+    """Convert a value to the types that ``json.loads`` returns."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from hf_fsdp_plugin.checkpoint.formats.errors import COPY_AGAIN, problem, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats.hashing import HASH, hash_bytes
@@ -15,6 +15,9 @@ from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.model import StateDictKind
 
 _NO_LINKS = "Copy the checkpoint with its links resolved (cp -rL), and use the copy."
+
+_T = TypeVar("_T")
+_EXPECTED: Mapping[type, str] = {str: "a string", bool: "true or false", dict: "an object", list: "a list"}
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -77,65 +80,42 @@ class _Reader:
 
     def manifest(self, tree: Mapping[str, Any]) -> Manifest:
         step = tree.get("step")
-        kind = self.text(tree, "kind")
+        kind = self.field(tree, "kind", str)
         if kind not in get_args(StateDictKind):
             self.report("kind", kind, "one of " + ", ".join(get_args(StateDictKind)))
         return Manifest(
             kind=kind,
-            backend=self.text(tree, "backend"),
-            world_size=self.number(tree, "world_size", minimum=1),
-            mesh={axis: self.count(size, f"mesh.{axis}") for axis, size in self.table(tree, "mesh").items()},
-            strategy=self.text(tree, "strategy"),
+            backend=self.field(tree, "backend", str),
+            world_size=self.count(tree.get("world_size"), "world_size", minimum=1),
+            mesh={axis: self.count(size, f"mesh.{axis}") for axis, size in self.field(tree, "mesh", dict).items()},
+            strategy=self.field(tree, "strategy", str),
             step=None if step is None else self.count(step, "step"),
-            asynchronous=self.flag(tree, "asynchronous"),
-            created=self.text(tree, "created"),
-            versions={name: str(version) for name, version in self.table(tree, "versions").items()},
-            settings=self.table(tree, "settings"),
-            parameters=self.parameters(self.table(tree, "parameters")),
-            ties=tuple(self.names(tie, "ties") for tie in self.items(tree, "ties")),
-            files=self.files(self.items(tree, "files")),
-            batch=self.table(tree, "batch"),
+            asynchronous=self.field(tree, "asynchronous", bool),
+            created=self.field(tree, "created", str),
+            versions={name: str(version) for name, version in self.field(tree, "versions", dict).items()},
+            settings=self.field(tree, "settings", dict),
+            parameters=self.parameters(self.field(tree, "parameters", dict)),
+            ties=tuple(self.names(tie, "ties") for tie in self.field(tree, "ties", list)),
+            files=self.files(self.field(tree, "files", list)),
+            batch=self.field(tree, "batch", dict),
         )
 
     def report(self, place: str, value: Any, expected: str) -> None:
-        self.problems.append(
-            problem("FSDP-E463", self.path, f"{place} is {_shown(value)}, expected {expected}.", COPY_AGAIN)
-        )
+        message = f"{place} is {_shown(value)}, expected {expected}."
+        self.problems.append(problem("FSDP-E463", self.path, message, COPY_AGAIN))
 
-    def text(self, tree: Mapping[str, Any], key: str) -> str:
+    def field(self, tree: Mapping[str, Any], key: str, kind: type[_T], place: str = "") -> _T:
+        """Return a field of the type ``kind``; an empty value of this type if the field has another type."""
         value = tree.get(key)
-        if not isinstance(value, str):
-            self.report(key, value, "a string")
-            return ""
+        if not isinstance(value, kind):
+            self.report(place + key, value, _EXPECTED[kind])
+            return kind()
         return value
-
-    def flag(self, tree: Mapping[str, Any], key: str) -> bool:
-        value = tree.get(key)
-        if not isinstance(value, bool):
-            self.report(key, value, "true or false")
-        return value is True
-
-    def number(self, tree: Mapping[str, Any], key: str, minimum: int = 0) -> int:
-        return self.count(tree.get(key), key, minimum)
 
     def count(self, value: Any, place: str, minimum: int = 0) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             self.report(place, value, f"an integer of at least {minimum}")
             return minimum
-        return value
-
-    def table(self, tree: Mapping[str, Any], key: str) -> dict[str, Any]:
-        value = tree.get(key)
-        if not isinstance(value, dict):
-            self.report(key, value, "an object")
-            return {}
-        return value
-
-    def items(self, tree: Mapping[str, Any], key: str, place: str = "") -> list[Any]:
-        value = tree.get(key)
-        if not isinstance(value, list):
-            self.report(place + key, value, "a list")
-            return []
         return value
 
     def names(self, value: Any, place: str) -> tuple[str, ...]:
@@ -165,7 +145,7 @@ class _Reader:
             if path in records:
                 self.report(f"{place}.path", path, "each file once")
             size = self.count(value.get("size"), f"{place}.size")
-            ranges = self.ranges(self.items(value, "ranges", f"{place}."), size, place)
+            ranges = self.ranges(self.field(value, "ranges", list, f"{place}."), size, place)
             records[path] = FileRecord(path=path, size=size, ranges=ranges)
         return tuple(records.values())
 

@@ -51,14 +51,9 @@ def _rank_files(root: Path, stem: str) -> list[str]:
     """Return the files of all ranks in rank order. Raises for those missing before the highest rank that exists."""
     pattern = re.compile(rf"{re.escape(stem)}_rank(\d{{1,7}})\.bin")
     ranks = {int(match[1]) for path in root.iterdir() if (match := pattern.fullmatch(path.name))}
-    missing = [rank for rank in range(max(ranks, default=0)) if rank not in ranks]
+    missing = [root / f"{stem}_rank{rank}.bin" for rank in range(max(ranks, default=0)) if rank not in ranks]
     message = "is missing, although files of higher ranks exist."
-    raise_if_any(
-        [
-            problem("FSDP-E457", root / f"{stem}_rank{rank}.bin", message, COPY_ALL_RANKS)
-            for rank in missing[:MAX_PROBLEMS]
-        ]
-    )
+    raise_if_any([problem("FSDP-E457", path, message, COPY_ALL_RANKS) for path in missing[:MAX_PROBLEMS]])
     return [f"{stem}_rank{rank}.bin" for rank in sorted(ranks)]
 
 

@@ -10,7 +10,7 @@ import io
 import pickle
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint.formats.element_types import SIZES
 from hf_fsdp_plugin.checkpoint.formats.errors import refuse
@@ -38,6 +38,10 @@ class PickledTensor(NamedTuple):
 class Kept:
     """A stand-in: an object of a known class, with the attributes that were pickled."""
 
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
 
 class Properties(Kept):
     """DCP's ``TensorProperties``, pickled as a tuple that begins with the dtype."""
@@ -51,61 +55,32 @@ class Properties(Kept):
 class Metadata(Kept):
     """The contents of ``.metadata``: entries by name, the places of their bytes, and their paths by name."""
 
-    state_dict_metadata: dict[str, Any]
-    storage_data: dict[Any, Any]
-    planner_data: Any
-
 
 class TensorMetadata(Kept):
-    """A tensor of a state dict."""
-
-    properties: Properties
-    size: tuple[int, ...]
-    chunks: list[Any]
+    """A tensor of a state dict: its ``properties``, its ``size``, and its boxes (``chunks``)."""
 
 
 class BytesMetadata(Kept):
     """An entry of a state dict that is not a tensor."""
 
 
-class ChunkMetadata(Kept):
-    """One box of a tensor."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-class Place(Kept):
-    """DCP's ``MetadataIndex``: the name and the offset of a chunk."""
-
-    fqn: str
-    offset: tuple[int, ...] | None
-
-
 class Region(Kept):
     """DCP's ``_StorageInfo``: the file, and the range of its bytes that contains an entry."""
 
-    relative_path: str
-    offset: int
-    length: int
-    transform_descriptors: Any
-
 
 class Distributed(NamedTuple):
-    """A tensor of which the file contains this rank's part: the name of its class, and its pickled state."""
+    """A DTensor or ShardedTensor, of which the file contains the part of one rank: its class and its pickled state."""
 
     kind: str
     state: Any
 
 
 class Shard(Kept):
-    """The placement of a DTensor on a mesh axis: sharded in one of its dims."""
-
-    dim: int
+    """The placement of a DTensor on a mesh axis: sharded in the dim ``dim``."""
 
 
 class StridedShard(Shard):
-    """Sharded twice in one dim, in another order than that of the mesh axes."""
+    """The placement of a DTensor that is sharded twice in one dim, not in the order of the mesh axes."""
 
 
 class Replicate(Kept):
@@ -182,69 +157,68 @@ _STORAGES = {
     "ComplexDoubleStorage": "complex128",
 }  # fmt: skip
 
+_BUILTINS = {"set": set, "frozenset": frozenset, "complex": complex, "getattr": _attribute, "bytes": _no_bytes}
+_PATHS = dict.fromkeys(("PosixPath", "WindowsPath", "PurePosixPath"), _path)
 _DCP = "torch.distributed.checkpoint"
 _SHARDED = "torch.distributed._shard"
 _TENSOR = "torch.distributed.tensor"
 
-ALLOWED: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): OrderedDict,
-    **{(module, "set"): set for module in ("builtins", "__builtin__")},
-    **{(module, "frozenset"): frozenset for module in ("builtins", "__builtin__")},
-    **{(module, "complex"): complex for module in ("builtins", "__builtin__")},
-    **{(module, "getattr"): _attribute for module in ("builtins", "__builtin__")},
-    **{(module, "bytes"): _no_bytes for module in ("builtins", "__builtin__")},
-    ("_codecs", "encode"): _latin,
-    **{(m, n): _path for m in ("pathlib", "pathlib._local") for n in ("PosixPath", "WindowsPath", "PurePosixPath")},
-    **{("torch", dtype): dtype for dtype in SIZES},
-    **{("torch", name): dtype for name, dtype in _STORAGES.items()},
-    ("torch.storage", "UntypedStorage"): "uint8",
-    ("torch", "Size"): tuple,
-    ("torch", "device"): _first,
-    ("torch", "Tensor"): Kept,
-    ("torch.nn.parameter", "Parameter"): Kept,
-    ("torch.nn.parameter", "Buffer"): Kept,
-    ("torch.serialization", "_get_layout"): _first,
-    ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
-    ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
-    ("torch._utils", "_rebuild_parameter"): _first,
-    ("torch._utils", "_rebuild_parameter_with_state"): _first,
-    ("torch._utils", "_rebuild_wrapper_subclass"): _kept_arguments,
-    ("torch._tensor", "_rebuild_from_type_v2"): _from_type,
-    # .metadata
-    (f"{_DCP}.metadata", "Metadata"): Metadata,
-    (f"{_DCP}.metadata", "TensorStorageMetadata"): TensorMetadata,
-    (f"{_DCP}.metadata", "BytesStorageMetadata"): BytesMetadata,
-    (f"{_DCP}.metadata", "ChunkStorageMetadata"): ChunkMetadata,
-    (f"{_DCP}.metadata", "TensorProperties"): Properties,
-    (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"): _first,
-    (f"{_DCP}.metadata", "MetadataIndex"): Place,
-    (f"{_DCP}.metadata", "StorageMeta"): Kept,
-    (f"{_DCP}.filesystem", "_StorageInfo"): Region,
-    # DTensor
-    (_TENSOR, "DTensor"): "DTensor",
-    (f"{_TENSOR}._api", "DTensor"): "DTensor",
-    (f"{_TENSOR}._dtensor_spec", "DTensorSpec"): Kept,
-    (f"{_TENSOR}._dtensor_spec", "TensorMeta"): TensorMeta,
-    (f"{_TENSOR}._dtensor_spec", "ShardOrderEntry"): NamedTuple("ShardOrderEntry", [("dim", int), ("mesh_dims", Any)]),
-    (f"{_TENSOR}.placement_types", "Shard"): Shard,
-    (f"{_TENSOR}.placement_types", "_StridedShard"): StridedShard,
-    (f"{_TENSOR}.placement_types", "Replicate"): Replicate,
-    (f"{_TENSOR}.placement_types", "Partial"): Partial,
-    ("torch.distributed.device_mesh", "DeviceMesh"): Kept,
-    ("torch.distributed._mesh_layout", "_MeshLayout"): Kept,
-    ("torch.distributed._mesh_layout", "_FlatLayout"): Kept,
-    # ShardedTensor
-    (f"{_SHARDED}.sharded_tensor.api", "ShardedTensor"): "ShardedTensor",
-    (f"{_SHARDED}.sharded_tensor.shard", "Shard"): Kept,
-    (f"{_SHARDED}.sharded_tensor.metadata", "ShardedTensorMetadata"): Kept,
-    (f"{_SHARDED}.sharded_tensor.metadata", "TensorProperties"): Properties,
-    (f"{_SHARDED}.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): _first,
-    (f"{_SHARDED}.metadata", "ShardMetadata"): Kept,
-    (f"{_SHARDED}.sharding_spec.chunk_sharding_spec", "ChunkShardingSpec"): Kept,
-    (f"{_SHARDED}.sharding_spec.api", "EnumerableShardingSpec"): Kept,
-    ("torch.distributed.remote_device", "_remote_device"): Kept,
+ALLOWED: dict[str, dict[str, Any]] = {
+    "collections": {"OrderedDict": OrderedDict},
+    "builtins": _BUILTINS,
+    "__builtin__": _BUILTINS,
+    "_codecs": {"encode": _latin},
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,
+    "torch": {**{dtype: dtype for dtype in SIZES}, **_STORAGES, "Size": tuple, "device": _first, "Tensor": Kept},
+    "torch.storage": {"UntypedStorage": "uint8"},
+    "torch.nn.parameter": {"Parameter": Kept, "Buffer": Kept},
+    "torch.serialization": {"_get_layout": _first},
+    "torch._utils": {
+        "_rebuild_tensor_v2": _tensor_v2,
+        "_rebuild_tensor_v3": _tensor_v3,
+        "_rebuild_parameter": _first,
+        "_rebuild_parameter_with_state": _first,
+        "_rebuild_wrapper_subclass": _kept_arguments,
+    },
+    "torch._tensor": {"_rebuild_from_type_v2": _from_type},
+    f"{_DCP}.metadata": {
+        "Metadata": Metadata,
+        "TensorStorageMetadata": TensorMetadata,
+        "BytesStorageMetadata": BytesMetadata,
+        "TensorProperties": Properties,
+        "_MEM_FORMAT_ENCODING": _first,
+        **dict.fromkeys(("ChunkStorageMetadata", "MetadataIndex", "StorageMeta"), Kept),
+    },
+    f"{_DCP}.filesystem": {"_StorageInfo": Region},
+    _TENSOR: {"DTensor": "DTensor"},
+    f"{_TENSOR}._api": {"DTensor": "DTensor"},
+    f"{_TENSOR}._dtensor_spec": {
+        "DTensorSpec": Kept,
+        "TensorMeta": TensorMeta,
+        "ShardOrderEntry": NamedTuple("ShardOrderEntry", [("dim", int), ("mesh_dims", Any)]),
+    },
+    f"{_TENSOR}.placement_types": {
+        "Shard": Shard,
+        "_StridedShard": StridedShard,
+        "Replicate": Replicate,
+        "Partial": Partial,
+    },
+    "torch.distributed.device_mesh": {"DeviceMesh": Kept},
+    "torch.distributed._mesh_layout": {"_MeshLayout": Kept, "_FlatLayout": Kept},
+    f"{_SHARDED}.sharded_tensor.api": {"ShardedTensor": "ShardedTensor"},
+    f"{_SHARDED}.sharded_tensor.shard": {"Shard": Kept},
+    f"{_SHARDED}.sharded_tensor.metadata": {
+        "ShardedTensorMetadata": Kept,
+        "TensorProperties": Properties,
+        "MEM_FORMAT_ENCODING": _first,
+    },
+    f"{_SHARDED}.metadata": {"ShardMetadata": Kept},
+    f"{_SHARDED}.sharding_spec.chunk_sharding_spec": {"ChunkShardingSpec": Kept},
+    f"{_SHARDED}.sharding_spec.api": {"EnumerableShardingSpec": Kept},
+    "torch.distributed.remote_device": {"_remote_device": Kept},
 }
-"""(module, name) in a pickle -> its stand-in."""
+"""Module -> name in a pickle -> its stand-in."""
 
 
 class _RefusedName(Exception):
@@ -254,7 +228,7 @@ class _RefusedName(Exception):
 class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         try:
-            return ALLOWED[module, name]
+            return ALLOWED[module][name]
         except KeyError:
             raise _RefusedName(f"{module}.{name}") from None
 

@@ -13,8 +13,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, uncovered
-from hf_fsdp_plugin.checkpoint.formats.errors import COPY_AGAIN, problem, refuse
-from hf_fsdp_plugin.problems import CheckpointError, Problem
+from hf_fsdp_plugin.checkpoint.formats.errors import COPY_AGAIN, problem
+from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.model import StateDictKind
 from hf_fsdp_plugin.text import format_names, plural
 
@@ -147,28 +147,31 @@ def labelled_tensors(stored: StoredModel | StoredOptimizer) -> Iterator[tuple[st
         yield from ((f"{key} of {name}", value) for key, value in entry.items() if isinstance(value, StoredTensor))
 
 
-def file_inside(root: Path, relative: str, place: Path | str) -> Path:
-    """Return the path of the file that ``place`` refers to by ``relative``, inside the folder ``root``.
+def file_problems_inside(root: Path, files: Iterable[str], place: Path | str) -> list[Problem]:
+    """Return a problem for each file that ``place`` refers to, if it is missing or outside the folder ``root``.
 
-    Raises:
-        CheckpointError: for an absolute path, ``..``, a symbolic link that leaves the folder, and a missing file. Links
-            from a snapshot of the Hugging Face cache to its ``blobs`` are allowed.
+    Absolute paths, ``..`` and symbolic links that leave the folder are outside. Links from a snapshot of the Hugging
+    Face cache to its ``blobs`` are allowed.
     """
+    return [found for file in files if (found := _file_problem(root, file, place)) is not None]
+
+
+def _file_problem(root: Path, relative: str, place: Path | str) -> Problem | None:
     fix = "Use a copy of the checkpoint from a source that you trust."
     if "\0" in relative or len(relative) > MAX_PATH:
-        refuse("FSDP-E456", place, f"refers to {relative[:80]!r}, which is not a valid file name.", fix)
+        return problem("FSDP-E456", place, f"refers to {relative[:80]!r}, which is not a valid file name.", fix)
     if PurePosixPath(relative).is_absolute() or ".." in PurePosixPath(relative).parts or "\\" in relative:
-        refuse("FSDP-E456", place, f"refers to {relative!r}, which is outside its folder.", fix)
-    path = root / relative
+        return problem("FSDP-E456", place, f"refers to {relative!r}, which is outside its folder.", fix)
     allowed = [root.resolve()]
     if root.parent.name == "snapshots":
         allowed.append((root.parent.parent / "blobs").resolve())
-    real = path.resolve()
+    real = (root / relative).resolve()
     if not any(real.is_relative_to(folder) for folder in allowed):
-        refuse("FSDP-E456", place, f"refers to {relative!r}, a link to {real}, which is outside its folder.", fix)
+        message = f"refers to {relative!r}, a link to {real}, which is outside its folder."
+        return problem("FSDP-E456", place, message, fix)
     if not real.is_file():
-        refuse("FSDP-E457", place, f"refers to {relative!r}, which is missing.")
-    return path
+        return problem("FSDP-E457", place, f"refers to {relative!r}, which is missing.", COPY_AGAIN)
+    return None
 
 
 def coverage_problems(place: Path | str, tensors: Iterable[StoredTensor], fix: str = COPY_AGAIN) -> list[Problem]:
@@ -179,14 +182,3 @@ def coverage_problems(place: Path | str, tensors: Iterable[StoredTensor], fix: s
         return []
     amount = f"{plural(sum(missing.values()), 'element')} of {plural(len(names), 'tensor')}"
     return [problem("FSDP-E458", place, f"{amount} are in none of the files: {format_names(names, 3)}.", fix)]
-
-
-def file_problems_inside(root: Path, files: Iterable[str], place: Path | str) -> list[Problem]:
-    """Return the problems that :func:`file_inside` raises for these files, all at once."""
-    problems: list[Problem] = []
-    for file in files:
-        try:
-            file_inside(root, file, place)
-        except CheckpointError as error:
-            problems += error.problems
-    return problems

@@ -1,4 +1,4 @@
-"""State dicts in files of ``torch.save``, of which each file holds all or the parts of one rank."""
+"""State dicts in files of ``torch.save``: in one file, or in one file per rank with its parts of the tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLAT_PARAMETER = "flat_param"
 """Suffix of the names in a local state dict of FSDP1."""
 
 
-_FLAT = "is a LOCAL_STATE_DICT of stock FSDP1: flat parameters, without the names and shapes of the parameters in them."
+_FLAT = "is a LOCAL_STATE_DICT of stock FSDP1, which lacks the names and shapes of the original parameters."
 _FLAT_FIX = (
     "Load it with the script and the number of ranks that wrote it, and save it with fsdp_state_dict_type: "
     "SHARDED_STATE_DICT."

@@ -12,7 +12,6 @@ from hf_fsdp_plugin.checkpoint.formats.errors import refuse
 from hf_fsdp_plugin.checkpoint.io import sync
 from hf_fsdp_plugin.checkpoint.names import FSDP_MODEL
 
-_OTHER_CONFIG = "Repair it, or give another folder with --config."
 MODEL_CONFIGS = ("config.json", "adapter_config.json")
 _PATTERNS = (
     *MODEL_CONFIGS,
@@ -49,7 +48,7 @@ def find_config_folder(checkpoint: Path, config: Path | None) -> Path | None:
 
 
 def companions(folder: Path) -> list[str]:
-    """Return the files of ``folder`` to copy, relative to it. Python files only if a config refers to them."""
+    """Return the paths of the files to copy, relative to ``folder``; Python files only if a config refers to them."""
     patterns = [*_PATTERNS, *(["*.py"] if _has_code(folder) else [])]
     found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
     return sorted(path.relative_to(folder).as_posix() for path in found)
@@ -66,24 +65,6 @@ def copy_companions(folder: Path, names: list[str], out: Path, dtype: str | None
         else:
             shutil.copyfile(folder / name, target)
         sync(target)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return the ``config.json`` of the folder, empty if there is none.
-
-    Raises:
-        CheckpointError: it is not a JSON object.
-    """
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (ValueError, OSError) as error:
-        refuse("FSDP-E476", path, f"cannot be read as JSON: {error}.", _OTHER_CONFIG)
-    if not isinstance(config, dict):
-        refuse("FSDP-E476", path, "is not a JSON object.", _OTHER_CONFIG)
-    return config
 
 
 def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from hf_fsdp_plugin.checkpoint.checking.byte_ranges import Progress
 from hf_fsdp_plugin.checkpoint.formats.element_types import dtype_size
 from hf_fsdp_plugin.checkpoint.formats.safetensors_layout import SafetensorsFile
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredTensor
@@ -16,9 +17,6 @@ from hf_fsdp_plugin.checkpoint.merging.plan import MergePlan
 
 CAST_BLOCK = 1 << 20
 """Elements converted at once."""
-
-Progress = Callable[[str, int, int], None]
-"""Called with the step (``merge``, ``verify``), the number of bytes since the last call, and the total."""
 
 
 def copy_file(
@@ -34,36 +32,28 @@ def copy_file(
     report(len(file.header))
     for name in file.offsets:
         tensor, dtype = plan.tensors[name], plan.dtypes[name]
-        if tensor.dtype == dtype:
-            _copy(source, tensor, writer, report)
-        elif overflowed := _convert(source, tensor, dtype, writer, report):
+        if overflowed := _copy(source, tensor, dtype, writer, report):
             infinite[name] = overflowed
     return infinite
 
 
-def _copy(source: InputFiles, tensor: StoredTensor, writer: FileWriter, report: Callable[[int], None]) -> None:
-    start, numel, size = 0, math.prod(tensor.shape), dtype_size(tensor.dtype)
+def _copy(
+    source: InputFiles, tensor: StoredTensor, dtype: str, writer: FileWriter, report: Callable[[int], None]
+) -> int:
+    """Copy a tensor in the dtype ``dtype``. Returns the number of values that became infinite."""
+    start, numel, overflowed = 0, math.prod(tensor.shape), 0
+    stored_size, size = dtype_size(tensor.dtype), dtype_size(dtype)
+    stored = memoryview(bytearray(min(CAST_BLOCK, numel) * stored_size)) if tensor.dtype != dtype else None
     while start < numel:
         free = writer.free()
         count = min(len(free) // size, numel - start)
-        read_run(source, tensor, start, start + count, free[: count * size])
-        writer.advance(count * size)
-        report(count * size)
-        start += count
-
-
-def _convert(
-    source: InputFiles, tensor: StoredTensor, dtype: str, writer: FileWriter, report: Callable[[int], None]
-) -> int:
-    """Copy a tensor in another dtype. Returns the number of values that became infinite."""
-    start, numel, overflowed = 0, math.prod(tensor.shape), 0
-    stored_size, size = dtype_size(tensor.dtype), dtype_size(dtype)
-    stored = memoryview(bytearray(min(CAST_BLOCK, numel) * stored_size))
-    while start < numel:
-        free = writer.free()
-        count = min(len(free) // size, numel - start, CAST_BLOCK)
-        read_run(source, tensor, start, start + count, stored[: count * stored_size])
-        overflowed += cast(stored[: count * stored_size], tensor.dtype, dtype, free[: count * size])
+        if stored is None:
+            read_run(source, tensor, start, start + count, free[: count * size])
+        else:
+            count = min(count, CAST_BLOCK)
+            part = stored[: count * stored_size]
+            read_run(source, tensor, start, start + count, part)
+            overflowed += cast(part, tensor.dtype, dtype, free[: count * size])
         writer.advance(count * size)
         report(count * size)
         start += count

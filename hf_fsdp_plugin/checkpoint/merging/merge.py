@@ -11,6 +11,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from hf_fsdp_plugin.checkpoint.checking.against_config import read_config
+from hf_fsdp_plugin.checkpoint.checking.against_manifest import manifest_problems
+from hf_fsdp_plugin.checkpoint.checking.byte_ranges import Progress
 from hf_fsdp_plugin.checkpoint.checking.completeness import checkpoint_of
 from hf_fsdp_plugin.checkpoint.commit import restore_replaced
 from hf_fsdp_plugin.checkpoint.formats.errors import problem, raise_if_any
@@ -18,19 +21,18 @@ from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
 from hf_fsdp_plugin.checkpoint.formats.safetensors_layout import index_text
 from hf_fsdp_plugin.checkpoint.formats.table import FORMATS, read_stored_model
 from hf_fsdp_plugin.checkpoint.io import InputFiles, sync
-from hf_fsdp_plugin.checkpoint.merging.companions import companions, copy_companions, find_config_folder, read_config
+from hf_fsdp_plugin.checkpoint.merging.companions import companions, copy_companions, find_config_folder
 from hf_fsdp_plugin.checkpoint.merging.config_check import ConfigCheck
-from hf_fsdp_plugin.checkpoint.merging.copy_tensors import Progress, copy_file
+from hf_fsdp_plugin.checkpoint.merging.copy_tensors import copy_file
 from hf_fsdp_plugin.checkpoint.merging.file_writer import FileWriter
 from hf_fsdp_plugin.checkpoint.merging.options import Merged, MergeOptions
 from hf_fsdp_plugin.checkpoint.merging.output_checks import (
     byte_problems,
     damaged_input,
     header_problems,
-    manifest_problems,
     same_elements,
 )
-from hf_fsdp_plugin.checkpoint.merging.plan import is_wrapped_by_peft, likely_ties, plan_merge
+from hf_fsdp_plugin.checkpoint.merging.plan import is_adapter, is_wrapped_by_peft, likely_ties, plan_merge
 from hf_fsdp_plugin.checkpoint.merging.preconditions import check_places, check_space
 from hf_fsdp_plugin.checkpoint.merging.staging import MergeStaging, fingerprint
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL, index_file, safetensors_file
@@ -72,7 +74,10 @@ class _Job:
         # The manifest describes the first of several models.
         self.model_manifest = self.manifest if options.number == 0 else None
         if self.model_manifest is not None:
-            raise_if_any(manifest_problems(self.model, self.model_manifest, checkpoint))
+            problems = manifest_problems(self.model, None, self.model_manifest)
+            # The manifest of an adapter lists the parameters of the base model, too.
+            tolerated = {"FSDP-E478", "FSDP-E477"} if is_adapter(self.model.tensors) else {"FSDP-E478"}
+            raise_if_any([problem for problem in problems if problem.code not in tolerated])
         ties = self.manifest.ties if self.manifest is not None else self._ties_of_config()
         self.plan = plan_merge(self.model, ties, dtype=options.dtype, max_shard_size=options.max_shard_size)
         self._report_plan()
@@ -192,10 +197,8 @@ class _Job:
             message = f"the output omits {plural(len(ties), 'tied name')}, as Hugging Face does: {format_names(ties)}."
             self._report("FSDP-N491", message)
         if self.model.objects:
-            objects = (
-                f"the output omits {plural(len(self.model.objects), 'entry', 'entries')} of other types than tensors"
-            )
-            self._report("FSDP-W499", f"{objects}: {format_names(self.model.objects, 3)}.")
+            omitted = plural(len(self.model.objects), "non-tensor entry", "non-tensor entries")
+            self._report("FSDP-W499", f"the output omits {omitted}: {format_names(self.model.objects, 3)}.")
         if self.plan.adapter:
             names = format_names(self.plan.tensors, 3)
             self._report("FSDP-N492", f"contains an adapter, which is written under its own names: {names}.")
@@ -206,7 +209,8 @@ class _Job:
 
     def _ties_of_config(self) -> list[tuple[str, ...]]:
         """Return embedding and output layer if the config ties them, and they are stored twice with the same bytes."""
-        config = read_config(self.config_folder) if self.config_folder is not None else {}
+        fix = "Repair it, or give another folder with --config."
+        config = (read_config(self.config_folder, fix) if self.config_folder is not None else None) or {}
         nested = config.get("text_config") or {}
         if not config.get("tie_word_embeddings", nested.get("tie_word_embeddings", False)):
             return []

@@ -1,4 +1,4 @@
-"""Checks of a merge: its input against the manifest, and its output, which is read back."""
+"""Checks of a merge: the bytes of its input against the manifest, and its output, which is read back."""
 
 from __future__ import annotations
 
@@ -8,43 +8,20 @@ from pathlib import Path
 from hf_fsdp_plugin.checkpoint.checking.byte_ranges import ByteRange, damage_problem, find_damaged
 from hf_fsdp_plugin.checkpoint.formats.boxes import row_major, whole
 from hf_fsdp_plugin.checkpoint.formats.element_types import SAFETENSORS_NAMES, dtype_size
-from hf_fsdp_plugin.checkpoint.formats.errors import COPY_AGAIN, problem
+from hf_fsdp_plugin.checkpoint.formats.errors import problem
 from hf_fsdp_plugin.checkpoint.formats.hashing import hash_bytes, hash_file
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredPiece, StoredTensor
 from hf_fsdp_plugin.checkpoint.formats.tensor_reader import read_run
 from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.checkpoint.merging.cast import cast
-from hf_fsdp_plugin.checkpoint.merging.plan import MergePlan, is_adapter
+from hf_fsdp_plugin.checkpoint.merging.plan import MergePlan
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names, plural
 
 BLOCK = 4 << 20
 """Bytes compared at once."""
 _MERGE_AGAIN = "Merge again. If the problem persists, check the disk."
-
-
-def manifest_problems(model: StoredModel, manifest: Manifest, place: Path) -> list[Problem]:
-    """Return the differences between the files of a model and its manifest, in names, dtypes and shapes.
-
-    The checkpoint of an adapter does not contain the base model; its manifest lists it.
-    """
-    adapter = is_adapter(model.tensors)
-    same = {name: group for group in manifest.ties for name in group}
-    missing, other = [], []
-    for name, (dtype, shape) in manifest.parameters.items():
-        found = next((model.tensors[tied] for tied in same.get(name, (name,)) if tied in model.tensors), None)
-        if found is None:
-            missing += [] if adapter else [name]
-        elif (found.dtype, found.shape) != (dtype, tuple(shape)):
-            stored, expected = f"{found.dtype} {list(found.shape)}", f"{dtype} {list(shape)}"
-            other.append(f"{name} ({stored}, in the manifest {expected})")
-    total = len(manifest.parameters)
-    found_problems = [
-        ("FSDP-E477", missing, f"does not contain {len(missing)} of the {total} parameters of its manifest"),
-        ("FSDP-E479", other, f"contains {plural(len(other), 'tensor')} with another dtype or shape than its manifest"),
-    ]
-    return [problem(code, place, f"{text}: {format_names(n, 3)}.", COPY_AGAIN) for code, n, text in found_problems if n]
 
 
 def damaged_input(model: StoredModel, manifest: Manifest, folder: Path) -> list[Problem]:

@@ -30,7 +30,7 @@ def check_places(checkpoint: Path, out: Path, *, force: bool) -> None:
         fix = "Give another folder, or replace this one with --force."
         problems.append(problem("FSDP-E481", out, "is not empty.", fix))
     if replaced_path(out).exists():
-        message = "is the output folder that an interrupted merge has replaced."
+        message = "is the previous output folder, which an interrupted merge has renamed."
         problems.append(problem("FSDP-E482", replaced_path(out), message, "Compare both folders, and delete this one."))
     incomplete = why_incomplete(checkpoint_of(checkpoint)) if checkpoint.is_dir() else None
     if incomplete is not None:

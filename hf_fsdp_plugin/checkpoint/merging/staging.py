@@ -14,7 +14,7 @@ from hf_fsdp_plugin.checkpoint.formats.errors import refuse
 from hf_fsdp_plugin.checkpoint.formats.hashing import hash_bytes
 from hf_fsdp_plugin.checkpoint.formats.safetensors_layout import SafetensorsFile
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel
-from hf_fsdp_plugin.checkpoint.io import sync
+from hf_fsdp_plugin.checkpoint.io import sync, write_text
 from hf_fsdp_plugin.checkpoint.merging.plan import MergePlan
 from hf_fsdp_plugin.checkpoint.names import MERGING, hidden
 
@@ -82,10 +82,8 @@ class MergeStaging:
         sync(self.folder)
 
     def _write_plan(self) -> None:
-        temporary = self.folder / f"{PLAN_NAME}.part"
-        temporary.write_text(json.dumps({"fingerprint": self._fingerprint, "infinite": self.infinite}) + "\n")
-        sync(temporary)
-        temporary.replace(self.folder / PLAN_NAME)
+        plan = {"fingerprint": self._fingerprint, "infinite": self.infinite}
+        write_text(self.folder / PLAN_NAME, json.dumps(plan) + "\n")
 
     def discard(self) -> None:
         shutil.rmtree(self.folder)

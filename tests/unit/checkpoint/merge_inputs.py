@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy
+import pytest
 import saved
 from safetensors.numpy import load_file, save_file
 
@@ -32,18 +33,28 @@ def save(folder: Path, tensors: dict[str, numpy.ndarray] = TENSORS, ties: Sequen
             offsets = [len(parts[0]) * rank, *[0] * (whole.ndim - 1)] if whole.ndim else []
             entries[name] = numpy.array(parts[rank], order="C")
             pieces[name] = {"name": name, "shape": list(whole.shape), "offsets": offsets}
-        description = {
-            "rank": rank,
-            "world_size": 2,
-            "pieces": pieces,
-            "aliases": {b: a for a, *rest in ties for b in rest},
-        }
+        aliases = {name: kept for kept, *rest in ties for name in rest}
+        description = {"rank": rank, "world_size": 2, "pieces": pieces, "aliases": aliases}
         save_file(entries, folder / LOCAL / f"0_rank{rank}.safetensors", {"fsdp_local": json.dumps(description)})
     (folder / "optimizer.pt").write_bytes(b"moments")
     parameters = {name: (str(whole.dtype), whole.shape) for name, whole in tensors.items()}
     parameters |= {name: parameters[kept] for kept, *rest in ties for name in rest}
     saved.write_manifest(folder, parameters=parameters, ties=tuple(ties))
     return folder
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """The folder of a complete checkpoint of two ranks."""
+    folder = save(tmp_path / "run" / "checkpoint-1")
+    (folder / "trainer_state.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """The folder to merge the checkpoint into."""
+    return tmp_path / "merged"
 
 
 def read(folder: Path) -> dict[str, numpy.ndarray]:

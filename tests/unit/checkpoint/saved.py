@@ -21,25 +21,18 @@ SHAPES = {"embed.weight": (4, 2), "norm.weight": (2,), "head.weight": (4, 2)}
 """Shapes of the local checkpoint; ``head.weight`` is tied to ``embed.weight``."""
 
 
+FACTS: dict[str, Any] = {
+    "kind": "local", "backend": "fsdp2", "world_size": 2, "mesh": {"shard": 2}, "strategy": "full_shard", "step": 20,
+    "asynchronous": True, "created": "2026-01-02T03:04:05+00:00", "versions": {"torch": "2.13.0"},
+    "settings": {"fsdp.version": 2, "wrap.classes": ["LlamaDecoderLayer"]}, "batch": {"per_device": 4},
+}  # fmt: skip
+"""The fields of the manifests, without parameters and files."""
+
+
 def manifest(**changed: Any) -> Manifest:
     """Return a manifest with a value in every field."""
-    given: dict[str, Any] = {
-        "kind": "local",
-        "backend": "fsdp2",
-        "world_size": 2,
-        "mesh": {"shard": 2},
-        "strategy": "full_shard",
-        "step": 20,
-        "asynchronous": True,
-        "created": "2026-01-02T03:04:05+00:00",
-        "versions": {"torch": "2.13.0"},
-        "settings": {"fsdp.version": 2, "wrap.classes": ["LlamaDecoderLayer"]},
-        "parameters": {},
-        "ties": (),
-        "files": (),
-        "batch": {"per_device": 4},
-    }
-    return Manifest(**(given | changed))
+    contents: dict[str, Any] = {"parameters": {}, "ties": (), "files": ()}
+    return Manifest(**(FACTS | contents | changed))
 
 
 def write_manifest(folder: Path, *, places: Places | None = None, **changed: Any) -> Manifest:
@@ -95,17 +88,15 @@ def local_checkpoint(folder: Path, world_size: int = 2) -> Path:
     for rank in range(world_size):
         for part, key in (("pytorch_model_fsdp", None), ("optimizer", "exp_avg")):
             path = folder / f"{part}_local" / f"0_rank{rank}.safetensors"
-            pieces, sizes = {}, {}
+            pieces: dict[str, dict[str, Any]] = {}
+            sizes = {}
             for name in names:
                 rows, *rest = SHAPES[name]
                 sizes[name] = (rows // world_size, *rest)
                 offsets = [rank * rows // world_size, *(0 for _ in rest)]
-                pieces[name] = {
-                    "name": name,
-                    "shape": SHAPES[name],
-                    "offsets": offsets,
-                    **({"key": key} if key else {}),
-                }
+                pieces[name] = {"name": name, "shape": SHAPES[name], "offsets": offsets}
+                if key is not None:
+                    pieces[name]["key"] = key
             description: dict[str, Any] = {"rank": rank, "world_size": world_size, "pieces": pieces}
             if key is None:
                 description["aliases"] = {"head.weight": "embed.weight"}
@@ -130,14 +121,9 @@ def tiny_llama(vocab_size: int = 32, *, tied: bool = False) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-    )
+        vocab_size=vocab_size, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, tie_word_embeddings=tied,
+    )  # fmt: skip
     return LlamaForCausalLM(config)
 
 

@@ -8,19 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from merge_inputs import CONFIG, save
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    folder = save(tmp_path / "run" / "checkpoint-1")
-    (folder / "trainer_state.json").write_text("{}")
-    return folder
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "merged"
+from merge_inputs import CONFIG
 
 
 def test_merge_prints_a_summary(checkpoint: Path, out: Path, hf_fsdp: Callable) -> None:

@@ -4,19 +4,12 @@ from pathlib import Path
 
 import pytest
 import saved
-import torch
-
-
-@pytest.fixture(scope="session")
-def model():
-    torch.manual_seed(0)
-    return saved.tiny_llama()
 
 
 @pytest.fixture
-def hf(tmp_path, model) -> Path:
+def hf(tmp_path: Path) -> Path:
     """A Hugging Face folder with a manifest."""
-    folder = tmp_path / "final"
+    model, folder = saved.tiny_llama(), tmp_path / "final"
     model.save_pretrained(folder)
     parameters = {name: ("float32", tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
     saved.write_manifest(folder, kind="full", world_size=1, parameters=parameters)

@@ -39,7 +39,7 @@ def test_existing_file_is_truncated(tmp_path: Path) -> None:
 
 
 def test_refused_direct_writes_use_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A descriptor may be had for direct writes on file systems that then refuse them."""
+    """Some file systems open a file for direct writes, and then refuse the writes."""
     import errno
     import fcntl
 

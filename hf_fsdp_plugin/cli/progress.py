@@ -1,0 +1,33 @@
+"""Progress bars on stderr for verbs that read or write many bytes."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+
+class ProgressBars:
+    """A progress bar for each step of a verb; none if stderr is not a terminal."""
+
+    def __init__(self) -> None:
+        self._bars: dict[str, tqdm[Any]] = {}
+
+    def __enter__(self) -> ProgressBars:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for bar in self._bars.values():
+            bar.close()
+
+    def __call__(self, step: str, count: int, total: int) -> None:
+        """Add ``count`` of ``total`` bytes to the bar of a step."""
+        if not sys.stderr.isatty():
+            return
+        from tqdm import tqdm
+
+        if step not in self._bars:
+            self._bars[step] = tqdm(total=total, desc=step, unit="B", unit_scale=True, leave=False)
+        self._bars[step].update(count)

@@ -1,0 +1,23 @@
+"""The elements of a stored tensor, read without the package's reader of tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from hf_fsdp_plugin.checkpoint.formats.boxes import slices, whole
+from hf_fsdp_plugin.checkpoint.formats.element_types import numpy_dtype
+from hf_fsdp_plugin.checkpoint.formats.stored import StoredTensor
+
+
+def assembled(root: Path, tensor: StoredTensor) -> np.ndarray:
+    """Return the elements of a tensor, from all pieces in files below ``root``; bfloat16 as raw integers."""
+    dtype = numpy_dtype(tensor.dtype)
+    result = np.empty(tensor.shape, dtype)
+    for piece in tensor.pieces:
+        data = np.memmap(root / piece.file, np.uint8, "r")
+        strides = [stride * dtype.itemsize for stride in piece.strides]
+        part = np.ndarray(piece.box.sizes, dtype, data, offset=piece.offset, strides=strides)
+        result[slices(piece.box, whole(tensor.shape))] = part
+    return result
