@@ -45,9 +45,7 @@ def preload() -> None:
     import torch.distributed.checkpoint.state_dict
     import torch.distributed.fsdp
 
-    import hf_fsdp_plugin.checkpoint.checking.verify
-    import hf_fsdp_plugin.checkpoint.reading.model
-    import hf_fsdp_plugin.integrations.transformers.trainer  # noqa: F401
+    from hf_fsdp_plugin.checkpoint import load_model, verify  # noqa: F401
 
 
 @dataclass(slots=True)

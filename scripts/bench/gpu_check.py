@@ -122,7 +122,7 @@ def check_checkpoint(accelerator: Any, kind: str, step: Callable[[], float]) -> 
     """Save a checkpoint in the background, verify it, and check that training from it gives the same losses."""
     import torch.distributed as dist
 
-    from hf_fsdp_plugin.checkpoint.checking.verify import verify
+    from hf_fsdp_plugin.checkpoint import verify
     from hf_fsdp_plugin.integrations.saving import manager
 
     folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]

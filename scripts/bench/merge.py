@@ -97,11 +97,10 @@ def write_checkpoint(folder: Path, layers: int) -> None:
 
 
 def write_manifest(folder: Path, parameters: dict[str, tuple[str, tuple[int, ...]]]) -> None:
-    from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, record_file, to_text
-    from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
+    from hf_fsdp_plugin import checkpoint
 
     files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
-    manifest = Manifest(
+    manifest = checkpoint.Manifest(
         kind="sharded",
         backend="fsdp2",
         world_size=2,
@@ -114,10 +113,10 @@ def write_manifest(folder: Path, parameters: dict[str, tuple[str, tuple[int, ...
         settings={},
         parameters=parameters,
         ties=(),
-        files=tuple(record_file(folder, path) for path in files),
+        files=tuple(checkpoint.record_file(folder, path) for path in files),
         batch={},
     )
-    (folder / MANIFEST_NAME).write_text(to_text(manifest))
+    checkpoint.write_manifest(folder, manifest)
 
 
 def build(folder: Path, layers: int) -> None:
@@ -160,9 +159,7 @@ def measure(command: list[str], folder: Path, out: Path) -> Run:
 
 def check_equal(ours: Path, stock: Path) -> None:
     """Check that both programs write the same tensors. Otherwise their times cannot be compared."""
-    from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model
-    from hf_fsdp_plugin.checkpoint.io import InputFiles
-    from hf_fsdp_plugin.checkpoint.merging.output_checks import same_elements
+    from hf_fsdp_plugin.checkpoint import InputFiles, read_stored_model, same_elements
 
     mine, theirs = read_stored_model(ours).tensors, read_stored_model(stock).tensors
     if mine.keys() != theirs.keys():

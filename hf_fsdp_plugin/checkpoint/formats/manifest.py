@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.checkpoint.formats.hashing import HASH, hash_bytes, hash_file
+from hf_fsdp_plugin.checkpoint.io import write_text
+from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 
 FORMAT = "hf_fsdp_plugin checkpoint"
 VERSION = 1
@@ -89,6 +91,11 @@ def to_text(m: Manifest) -> str:
     order = [*first, *(key for key in tree if key not in first + last), *last]
     text = "{\n" + ",\n".join(f"  {json.dumps(key)}: {_by_line(key, tree[key])}" for key in order) + "\n}\n"
     return text.replace(hash_entry(""), hash_entry(hash_bytes(text.encode())))
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write ``fsdp_manifest.json`` to ``folder``, atomically."""
+    write_text(folder / MANIFEST_NAME, to_text(manifest))
 
 
 def record_file(root: Path, relative: str) -> FileRecord:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.checkpoint.commit import put_in_place, replaced_path, restore_replaced
-from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, Manifest, record_file, to_text
+from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, Manifest, record_file, write_manifest
 from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
 from hf_fsdp_plugin.checkpoint.io import sync, write_text
 from hf_fsdp_plugin.checkpoint.names import CHECKPOINT_STEMS, MANIFEST_NAME, REPLACED, SAVING, hidden
@@ -134,7 +134,7 @@ class StagingFolder:
                 sync(path)
                 records[relative] = record_file(self.folder, relative)
         manifest = replace(manifest, files=tuple(records[path] for path in sorted(records)))
-        write_text(self.folder / MANIFEST_NAME, to_text(manifest))
+        write_manifest(self.folder, manifest)
         for folder_path in (self.folder, *(path for path in self.folder.rglob("*") if path.is_dir())):
             sync(folder_path)
         if self._into:

@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.shard import plan_of
-from hf_fsdp_plugin.checkpoint import numbered_checkpoints, remove_checkpoint
+from hf_fsdp_plugin.checkpoint import manifest_of, numbered_checkpoints, remove_checkpoint
 from hf_fsdp_plugin.checkpoint.names import ACCELERATE_PREFIX, ACCELERATE_RUN
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, if_sharded
 from hf_fsdp_plugin.integrations.accelerate.private import parse_size, prepared_models
 from hf_fsdp_plugin.integrations.resuming import find_checkpoint, warn_differences
-from hf_fsdp_plugin.integrations.saving import manager, manifest
+from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.plan.names import unwrapped
 
 
@@ -49,14 +49,14 @@ def save_state(
             project.automatic_checkpoint_naming = automatic
         model = next(model for model in prepared_models(accelerator) if plan_of(model) is not None)
         _write_config(model, save.folder)
-    facts = manifest(
+    manifest = manifest_of(
         model,
         plugin.state_dict_kind,
         step=accelerator.step or None,
         asynchronous=asynchronous,
         batch={"world_size": dist.get_world_size()},
     )
-    manager.finish(save, facts, after=lambda: _rotate(run, project.total_limit) if run is not None else None)
+    manager.finish(save, manifest, after=lambda: _rotate(run, project.total_limit) if run is not None else None)
     return final
 
 
@@ -110,4 +110,4 @@ def save_model(
     with manager.saving(Path(save_directory), into=True) as save:
         _write_config(model, save.folder)
         manager.save_model(model, save.folder, "full", max_shard_size=size)
-    manager.finish(save, manifest(model, "full", step=accelerator.step or None, batch={}))
+    manager.finish(save, manifest_of(model, "full", step=accelerator.step or None, batch={}))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from transformers.utils import logging
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
-from hf_fsdp_plugin.checkpoint import model_shards, remove_checkpoint, trainable_state
+from hf_fsdp_plugin.checkpoint import manifest_of, model_shards, remove_checkpoint, trainable_state
 from hf_fsdp_plugin.checkpoint.names import (
     ADAPTER,
     HF_MODEL,
@@ -24,7 +24,7 @@ from hf_fsdp_plugin.devices import available_device
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, if_planned, if_sharded
 from hf_fsdp_plugin.integrations.messages import print_once
 from hf_fsdp_plugin.integrations.resuming import find_checkpoint, warn_differences
-from hf_fsdp_plugin.integrations.saving import manager, manifest
+from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
 
@@ -42,8 +42,8 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
             original(model, trial)
         _rename_best(trainer, staged=save.folder, final=final)
     kind, step = plugin.state_dict_kind, trainer.state.global_step
-    facts = manifest(trainer.model, kind, step=step, asynchronous=asynchronous, batch=_batch(trainer))
-    manager.finish(save, facts, after=lambda: _rotate(trainer, run, final))
+    manifest = manifest_of(trainer.model, kind, step=step, asynchronous=asynchronous, batch=_batch(trainer))
+    manager.finish(save, manifest, after=lambda: _rotate(trainer, run, final))
 
 
 def _rename_best(trainer: Any, *, staged: Path, final: Path) -> None:
@@ -122,7 +122,7 @@ def _export(original: Callable[..., Any], trainer: Any, folder: Path) -> None:
         _write_companions(trainer, save.folder)
         if not _is_peft(trainer):
             manager.save_model(trainer.model, save.folder, "full")
-    manager.finish(save, manifest(trainer.model, "full", step=trainer.state.global_step, batch=_batch(trainer)))
+    manager.finish(save, manifest_of(trainer.model, "full", step=trainer.state.global_step, batch=_batch(trainer)))
 
 
 def _write_companions(trainer: Any, folder: Path) -> None:

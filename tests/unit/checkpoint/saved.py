@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.checkpoint.checking.verify import Verdict, verify
+from hf_fsdp_plugin.checkpoint.formats import manifest as manifests
 from hf_fsdp_plugin.checkpoint.formats.hashing import hash_file
-from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, Manifest, record_file, to_text
+from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, Manifest, record_file
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 
 Places = Mapping[str, list[tuple[int, int, str]]]
@@ -43,7 +44,7 @@ def write_manifest(folder: Path, *, places: Places | None = None, **changed: Any
         if path.is_file() and path.name != MANIFEST_NAME
     )
     written = manifest(files=files, **changed)
-    (folder / MANIFEST_NAME).write_text(to_text(written))
+    manifests.write_manifest(folder, written)
     return written
 
 

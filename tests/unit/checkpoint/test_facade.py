@@ -15,8 +15,7 @@ PUBLIC = {"hf_fsdp_plugin.checkpoint", "hf_fsdp_plugin.checkpoint.names"}
 
 
 def test_facade_exports_exist() -> None:
-    for name in dir(checkpoint):
-        assert getattr(checkpoint, name) is not None
+    assert all(getattr(checkpoint, name) is not None for name in dir(checkpoint))
 
 
 def test_facade_import_loads_no_torch() -> None:
@@ -26,12 +25,19 @@ def test_facade_import_loads_no_torch() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-def test_other_packages_import_only_the_facade() -> None:
-    found = {
-        (path.relative_to(PACKAGE).as_posix(), node.module)
-        for path in PACKAGE.rglob("*.py")
-        if "checkpoint" not in path.relative_to(PACKAGE).parts[:1]
+def test_other_packages_and_scripts_import_only_the_facade() -> None:
+    others = [path for path in PACKAGE.rglob("*.py") if PACKAGE / "checkpoint" not in path.parents]
+    imported = {
+        (path.name, module)
+        for path in [*others, *(PACKAGE.parent / "scripts").rglob("*.py")]
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_fsdp_plugin.checkpoint")
+        for module in _imported_modules(node)
+        if module.startswith("hf_fsdp_plugin.checkpoint")
     }
-    assert {module for _, module in found} == PUBLIC, [entry for entry in found if entry[1] not in PUBLIC]
+    assert {module for _, module in imported} == PUBLIC, [entry for entry in imported if entry[1] not in PUBLIC]
+
+
+def _imported_modules(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.ImportFrom):
+        return [node.module or ""]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
