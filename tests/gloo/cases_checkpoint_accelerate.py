@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tiny import MODELS, global_batch, my_part, parallel_config, tiny_llama
+from accelerate.utils import ProjectConfiguration
+from tiny import global_batch, my_part, parallel_config, tiny_llama
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.backends.shard import PLAN_ATTRIBUTE
@@ -17,12 +18,11 @@ from hf_fsdp_plugin.integrations.saving import manager
 class Loop:
     """A prepared model, optimizer and scheduler, and their steps."""
 
-    def __init__(self, strategy: str, version: int, model: str = "llama", project: Any = None, **settings: Any) -> None:
+    def __init__(self, version: int, *, project: ProjectConfiguration | None = None, **settings: Any) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        spec = hfp.load_spec(parallel_config(strategy, version, self.world_size, **settings))
-        kwargs = {"project_config": project} if project is not None else {}
-        self.accelerator = hfp.accelerator(spec, **kwargs)
-        raw = MODELS[model]()
+        spec = hfp.load_spec(parallel_config("full_shard", version, self.world_size, **settings))
+        self.accelerator = hfp.accelerator(spec, project_config=project)
+        raw = tiny_llama()
         optimizer = torch.optim.AdamW(raw.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
         self.model, self.optimizer, self.scheduler = self.accelerator.prepare(raw, optimizer, scheduler)
@@ -40,11 +40,17 @@ class Loop:
         return {name: tensor.clone() for name, tensor in self.accelerator.get_state_dict(self.model).items()}
 
 
+def trained_loop(version: int, num_steps: int = 2, **settings: Any) -> Loop:
+    """Return a loop after ``num_steps`` steps."""
+    loop = Loop(version, **settings)
+    for number in range(num_steps):
+        loop.step(number)
+    return loop
+
+
 def save_and_load(folder: str, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """Train two steps, save, train two more; then repeat the last two in a new loop from the checkpoint."""
-    first = Loop(**before)
-    for number in range(2):
-        first.step(number)
+    first = trained_loop(**before)
     saved = first.accelerator.save_state(folder)
     drawn = torch.rand(3).tolist()
     whole = [first.step(number) for number in (2, 3)]
@@ -62,8 +68,7 @@ def save_and_load(folder: str, before: dict[str, Any], after: dict[str, Any]) ->
 
 def save_over(folder: str) -> list[float]:
     """Save twice to one path, with a file of the user in the folder."""
-    loop = Loop("full_shard", 2)
-    loop.step(0)
+    loop = trained_loop(2, 1)
     loop.accelerator.save_state(folder)
     if loop.rank == 0:
         (Path(folder) / "notes.txt").write_text("mine")
@@ -75,11 +80,9 @@ def save_over(folder: str) -> list[float]:
 
 
 def save_named(project: str, **settings: Any) -> dict[str, Any]:
-    """Save with Accelerate's automatic names and a limit; the newest checkpoint is then damaged."""
-    from accelerate.utils import ProjectConfiguration
-
+    """Save with Accelerate's automatic names and a limit, then damage the newest checkpoint and load."""
     configuration = ProjectConfiguration(project_dir=project, automatic_checkpoint_naming=True, total_limit=2)
-    loop = Loop("full_shard", 2, project=configuration, **settings)
+    loop = Loop(2, project=configuration, **settings)
     after = {}
     for number in range(4):
         loop.step(number)
@@ -90,7 +93,7 @@ def save_named(project: str, **settings: Any) -> dict[str, Any]:
     names = sorted(path.name for path in run.iterdir())
     dist.barrier()
     if loop.rank == 0:
-        next((run / "checkpoint_3" / "pytorch_model_fsdp_0").glob("__1_0.distcp")).unlink()
+        (run / "checkpoint_3" / "pytorch_model_fsdp_0" / "__1_0.distcp").unlink()
     dist.barrier()
     loop.accelerator.load_state()
     found = loop.weights()
@@ -102,12 +105,10 @@ def load_with_stock_functions(folder: str, version: int) -> dict[str, Any]:
     """Load a checkpoint of this package with Accelerate's original functions."""
     from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
 
-    first = Loop("full_shard", version)
-    for number in range(2):
-        first.step(number)
+    first = trained_loop(version)
     first.accelerator.save_state(folder)
     whole = [first.step(number) for number in (2, 3)]
-    second = Loop("full_shard", version)
+    second = Loop(version)
     second.step(9)
     accelerator = second.accelerator
     plugin = FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_type="SHARDED_STATE_DICT")
@@ -120,7 +121,8 @@ def load_with_stock_functions(folder: str, version: int) -> dict[str, Any]:
     return {"whole": whole, "stock": [second.step(number) for number in (2, 3)]}
 
 
-def export(folder: str, version: int, tied: bool, max_shard_size: str = "10GB") -> dict[str, torch.Tensor]:
+def export(folder: str, version: int, tied: bool, max_shard_size: str) -> dict[str, torch.Tensor]:
+    """Call ``save_model``, and return the weights."""
     spec = hfp.load_spec(parallel_config("full_shard", version, dist.get_world_size()))
     accelerator = hfp.accelerator(spec)
     model = accelerator.prepare(tiny_llama(tied=tied))

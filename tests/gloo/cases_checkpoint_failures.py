@@ -13,13 +13,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from accelerate.utils import ProjectConfiguration
+from cases_checkpoint_accelerate import trained_loop
 from cases_trainer import make_trainer
-from tiny import global_batch, my_part, parallel_config, tiny_llama
 from transformers import TrainerCallback
 
-import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.checkpoint.checking.completeness import why_incomplete
 from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
 from hf_fsdp_plugin.integrations.accelerate import checkpoints as accelerate_checkpoints
@@ -30,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"
 
 from forked_ranks import WORLD_SIZE, World, preload
 
+USER_EXIT_CODE = 7
 LEFT_FREE = 40 << 10
 """Bytes left free on a full disk; a checkpoint of the tiny model needs ten times as many."""
 
@@ -154,28 +154,6 @@ def small_file_fails(output_dir: str, owner: str, rank: int, **arguments: Any) -
     return train_with_fault(output_dir, break_it, **arguments)
 
 
-def fail_and_continue(output_dir: str, **arguments: Any) -> dict[str, Any]:
-    """The save after step 2 fails on one rank; the user catches the error and trains until the next save."""
-    trainer = make_trainer(output_dir, save_strategy="steps", save_steps=2, max_steps=4, **arguments)
-    original = trainer._save_checkpoint
-    errors = []
-
-    def save(*args: Any, **kwargs: Any) -> None:
-        try:
-            if trainer.state.global_step == 2 and dist.get_rank() == 1:
-                with small_files_only():
-                    original(*args, **kwargs)
-            else:
-                original(*args, **kwargs)
-        except ValueError as error:
-            errors.append(str(error))
-
-    trainer._save_checkpoint = save
-    trainer.train()
-    dist.barrier()
-    return {"errors": errors, "left": listing(Path(output_dir))}
-
-
 def watch_removals(output_dir: str, **arguments: Any) -> list[tuple[list[str], list[str]]]:
     """Return the complete checkpoints before and after each removal of an old one, on rank 0."""
     with _watched(trainer_checkpoints, Path(output_dir)) as seen:
@@ -187,12 +165,11 @@ def watch_removals(output_dir: str, **arguments: Any) -> list[tuple[list[str], l
 
 def watch_accelerates_removals(folder: str, asynchronous: bool) -> list[tuple[list[str], list[str]]]:
     """The same for checkpoints that Accelerate names."""
-    accelerator = accelerate_loop(asynchronous, 2)
-    project = accelerator.project_configuration
-    project.project_dir, project.automatic_checkpoint_naming, project.total_limit = folder, True, 1
+    project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=1)
+    loop = trained_loop(2, project=project, async_save=asynchronous)
     with _watched(accelerate_checkpoints, Path(folder) / "checkpoints") as seen:
         for _ in range(3):
-            accelerator.save_state()
+            loop.accelerator.save_state()
         manager.wait()
     return seen
 
@@ -239,34 +216,15 @@ def start_of_resume(output_dir: str, **arguments: Any) -> int:
     return found[0]
 
 
-def second_rename_fails(output_dir: str, **arguments: Any) -> str:
-    """Save over a checkpoint; the second rename of the commit fails."""
-    rename = Path.rename
-
-    def failing(self: Path, target: Any) -> Path:
-        if self.parent.name.endswith(".saving"):
-            raise OSError(5, "Input/output error")
-        return rename(self, target)
-
-    Path.rename = failing  # type: ignore[method-assign]
-    try:
-        train(output_dir, max_steps=2, **arguments)
-    except ValueError as error:
-        return str(error)
-    finally:
-        Path.rename = rename  # type: ignore[method-assign]
-    return ""
-
-
 def accelerate_saves(folder: str, asynchronous: bool, version: int) -> list[str]:
     """Call ``save_state`` twice without a step between; rank 1 cannot write for the first one."""
-    accelerator = accelerate_loop(asynchronous, version)
+    loop = trained_loop(version, async_save=asynchronous)
     errors = []
     for name in ("first", "second"):
         if name == "first" and dist.get_rank() == 1:
             manager.writer = RefusedWriter()
         try:
-            accelerator.save_state(f"{folder}/{name}")
+            loop.accelerator.save_state(f"{folder}/{name}")
         except ValueError as error:
             errors.append(f"{name}: {error}")
         if manager.save_in_flight is not None:
@@ -278,28 +236,14 @@ def accelerate_saves(folder: str, asynchronous: bool, version: int) -> list[str]
 
 def save_state(path: str, asynchronous: bool) -> str:
     """Return the error of a plain loop that saves to ``path``."""
-    accelerator = accelerate_loop(asynchronous, 2)
+    loop = trained_loop(2, async_save=asynchronous)
     try:
-        accelerator.save_state(path)
+        loop.accelerator.save_state(path)
         manager.wait()
         dist.barrier()
     except ValueError as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def accelerate_loop(asynchronous: bool, version: int, num_steps: int = 2) -> Any:
-    """Run a plain loop of a few steps, and return its Accelerator."""
-    config = parallel_config("full_shard", version, 2, async_save=asynchronous)
-    accelerator = hfp.accelerator(hfp.load_spec(config))
-    model = tiny_llama()
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    for step in range(num_steps):
-        batch = my_part(global_batch(step), dist.get_rank(), dist.get_world_size())
-        accelerator.backward(model(**batch).loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    return accelerator
 
 
 # Cases of ranks that are forked for one case, and end in it.
@@ -335,7 +279,7 @@ def train_slowly_written(rank: int, report: Callable[..., None], output_dir: str
 
         def user_handler(number: int, frame: Any) -> None:
             report("handler", listing(Path(output_dir)))
-            sys.exit(7)
+            sys.exit(USER_EXIT_CODE)
 
         signal.signal(signal.SIGTERM, user_handler)
 
@@ -370,7 +314,7 @@ def terminated_while_saving(output_dir: str, handler: bool, settings: dict[str, 
 def save_and_end(rank: int, report: Callable[..., None], folder: str, end: str, version: int) -> None:
     manager.writer = SlowWriter()
     os.chdir(folder)  # the folder of the report
-    accelerator = accelerate_loop(True, version)
+    accelerator = trained_loop(version, async_save=True).accelerator
     if end == "error in the save" and rank == 1:
         manager.writer = SlowRefusedWriter()
     accelerator.save_state(f"{folder}/last")

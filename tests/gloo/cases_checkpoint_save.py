@@ -25,7 +25,7 @@ def read_dcp(folder: Path) -> dict[str, Any]:
 
 def train_and_save(output_dir: str, **arguments: Any) -> dict[str, Any]:
     """Train three steps, save, and return the state in memory."""
-    trainer = make_trainer(output_dir, **{"save_strategy": "steps", "save_steps": 3, "max_steps": 3, **arguments})
+    trainer = make_trainer(output_dir, save_strategy="steps", save_steps=3, max_steps=3, **arguments)
     trainer.train()
     options = StateDictOptions(full_state_dict=True)
     optimizer = get_optimizer_state_dict(trainer.model, trainer.optimizer.optimizer, options=options)
@@ -70,7 +70,6 @@ def train_with_only_models(output_dir: str, **arguments: Any) -> dict[str, Any]:
         "best": trainer.state.best_metric,
         "again": trainer.evaluate()["eval_loss"],
         "best_checkpoint": trainer.state.best_model_checkpoint,
-        "weights": gathered(trainer),
     }
 
 
@@ -95,5 +94,4 @@ def train_adapters(output_dir: str, **arguments: Any) -> dict[str, Any]:
         "losses": (losses(whole), losses(resumed)),
         "live": resumed.model(input_ids=tokens).logits.detach().clone(),
         "loaded": logits,
-        "bytes": sum(path.stat().st_size for path in (Path(output_dir) / "checkpoint-3").rglob("*") if path.is_file()),
     }

@@ -26,9 +26,8 @@ LOOPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_loop_resumes_with_same_losses(
     two_ranks: Ranks, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
 ) -> None:
-    strategy = {"strategy": "full_shard"}
     folder = tmp_path / "state"
-    runs = two_ranks.run(cases.save_and_load, str(folder), {**strategy, **before}, {**strategy, **after})
+    runs = two_ranks.run(cases.save_and_load, str(folder), before, after)
     for run in runs:
         whole, resumed = run["losses"]
         assert resumed == pytest.approx(whole, rel=1e-6 if before["version"] == after["version"] else 1e-5)
@@ -61,8 +60,7 @@ def test_checkpoint_loads_with_functions_of_accelerate(two_ranks: Ranks, tmp_pat
 
 def test_accelerate_merge_weights_reads_checkpoint(two_ranks: Ranks, tmp_path: Path) -> None:
     folder = tmp_path / "state"
-    loop = {"strategy": "full_shard", "version": 1}
-    two_ranks.run(cases.save_and_load, str(folder), loop, loop)
+    two_ranks.run(cases.save_and_load, str(folder), {"version": 1}, {"version": 1})
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "merge-weights"]
     given = [str(folder / "pytorch_model_fsdp_0"), str(tmp_path / "stock")]
     subprocess.run([*command, *given], check=True, capture_output=True, timeout=120)

@@ -124,24 +124,17 @@ def test_read_only_disk_is_an_error_on_all_ranks(two_ranks: Ranks, small_disk: P
     assert_refused(outcomes, run, "rank 0: ", "FSDP-E402")
 
 
+@pytest.mark.parametrize("path", ["file", "file/checkpoint"])
 @IN_BOTH_WAYS
-def test_checkpoint_below_a_file_is_an_error_on_all_ranks(two_ranks: Ranks, tmp_path: Path, asynchronous: bool) -> None:
+def test_file_in_the_path_is_an_error_and_stays(
+    two_ranks: Ranks, tmp_path: Path, asynchronous: bool, path: str
+) -> None:
     (tmp_path / "file").write_text("mine")
-    errors = two_ranks.run(cases.save_state, str(tmp_path / "file" / "checkpoint"), asynchronous)
+    errors = two_ranks.run(cases.save_state, str(tmp_path / path), asynchronous)
     assert errors[0] == errors[1]
-    assert "FSDP-E403" in errors[0]
-    assert str(tmp_path / "file") in errors[0]
+    assert "FSDP-E403" in errors[0] and str(tmp_path / path) in errors[0]
     assert (tmp_path / "file").read_text() == "mine"
-
-
-@IN_BOTH_WAYS
-def test_file_with_the_name_of_a_checkpoint_stays(two_ranks: Ranks, tmp_path: Path, asynchronous: bool) -> None:
-    (tmp_path / "checkpoint").write_text("mine")
-    errors = two_ranks.run(cases.save_state, str(tmp_path / "checkpoint"), asynchronous)
-    assert errors[0] == errors[1]
-    assert "FSDP-E403" in errors[0]
-    assert (tmp_path / "checkpoint").read_text() == "mine"
-    assert cases.listing(tmp_path) == ["checkpoint"]
+    assert cases.listing(tmp_path) == ["file"]
 
 
 @IN_BOTH_WAYS
@@ -181,17 +174,10 @@ def test_state_error_of_one_rank_is_raised_on_all_ranks(
     assert_refused(outcomes, run, f"rank {rank}: ", "no state")
 
 
-def test_next_save_works_after_a_failed_one(two_ranks: Ranks, tmp_path: Path) -> None:
-    outcomes = two_ranks.run(cases.fail_and_continue, str(tmp_path), **settings(asynchronous=False))
-    assert [len(outcome["errors"]) for outcome in outcomes] == [1, 1]
-    assert_only(tmp_path, "checkpoint-4")
-
-
 @pytest.mark.parametrize("version", BOTH_VERSIONS)
 @IN_BOTH_WAYS
-def test_failed_background_save_is_raised_by_the_next_one(
-    two_ranks: Ranks, tmp_path: Path, asynchronous: bool, version: int
-) -> None:
+def test_failed_save_is_raised_once(two_ranks: Ranks, tmp_path: Path, asynchronous: bool, version: int) -> None:
+    """By the call itself, and the next save succeeds; from the background, by the next save."""
     errors = two_ranks.run(cases.accelerate_saves, str(tmp_path), asynchronous, version)
     assert errors[0] == errors[1]
     assert len(errors[0]) == 1
@@ -218,85 +204,29 @@ def test_old_accelerate_checkpoint_is_removed_after_commit(
     assert_only(tmp_path / "checkpoints", two)
 
 
-def test_interrupted_removal_leaves_no_checkpoint(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_interrupted_commit_is_recovered_before_resuming(two_ranks: Ranks, tmp_path: Path) -> None:
     arguments = settings(asynchronous=False)
     two_ranks.run(cases.train, str(tmp_path), **arguments)
-    remains = tmp_path / ".checkpoint-4.removed.saving"
-    (tmp_path / "checkpoint-4").rename(remains)
-    (remains / "fsdp_manifest.json").unlink()
-    assert two_ranks.run(cases.start_of_resume, str(tmp_path), **arguments) == [2, 2]
-    assert not remains.exists()
-
-
-@IN_BOTH_WAYS
-def test_saving_again_keeps_files_of_the_user(two_ranks: Ranks, tmp_path: Path, asynchronous: bool) -> None:
-    arguments = settings(asynchronous=asynchronous)
-    two_ranks.run(cases.train, str(tmp_path), max_steps=2, **arguments)
-    folder = tmp_path / "checkpoint-2"
-    before = (folder / "optimizer_0" / ".metadata").stat().st_ino
-    (folder / "plots").mkdir()
-    (folder / "plots" / "loss.svg").write_text("<svg/>")
-    (folder / "notes.txt").write_text("good one")
-    left = two_ranks.run(cases.train, str(tmp_path), max_steps=2, **arguments)[0]
-    assert (folder / "optimizer_0" / ".metadata").stat().st_ino != before
-    assert (folder / "notes.txt").read_text() == "good one"
-    assert (folder / "plots" / "loss.svg").read_text() == "<svg/>"
-    assert [name for name in left if name.startswith(".")] == []
-    assert why_incomplete(folder) is None
-
-
-@pytest.mark.parametrize("renames", [1, 2])
-def test_interrupted_commit_is_recovered_before_resuming(two_ranks: Ranks, tmp_path: Path, renames: int) -> None:
-    arguments = settings(asynchronous=False)
-    two_ranks.run(cases.train, str(tmp_path), **arguments)
-    old, away = tmp_path / "checkpoint-4", tmp_path / ".checkpoint-4.replaced"
-    old.rename(away)
-    if renames == 2:
-        # The new checkpoint was renamed, and the files of the user were not moved yet.
-        two_ranks.run(cases.train, str(tmp_path / "again"), **arguments)
-        (tmp_path / "again" / "checkpoint-4").rename(old)
-    (away / "notes.txt").write_text("good one")
+    (tmp_path / "checkpoint-4").rename(tmp_path / ".checkpoint-4.replaced")
     (tmp_path / ".checkpoint-6.saving" / "checkpoint-6").mkdir(parents=True)
     assert two_ranks.run(cases.start_of_resume, str(tmp_path), **arguments) == [4, 4]
-    assert (old / "notes.txt").read_text() == "good one"
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    assert cases.listing(tmp_path) == ["checkpoint-2", "checkpoint-4", "fsdp_report.json"]
 
 
-def test_checkpoint_stays_if_its_replacement_fails(two_ranks: Ranks, tmp_path: Path) -> None:
-    arguments = settings(asynchronous=False)
-    two_ranks.run(cases.train, str(tmp_path), max_steps=2, **arguments)
-    inode = (tmp_path / "checkpoint-2").stat().st_ino
-    errors = two_ranks.run(cases.second_rename_fails, str(tmp_path), **arguments)
-    assert errors[0] == errors[1]
-    assert "FSDP-E404" in errors[0]
-    assert (tmp_path / "checkpoint-2").stat().st_ino == inode
-    assert_only(tmp_path, "checkpoint-2")
-
-
-@pytest.mark.parametrize("version", BOTH_VERSIONS)
-def test_sigterm_waits_for_the_save_in_flight(rank_forker: RankForker, tmp_path: Path, version: int) -> None:
+@pytest.mark.parametrize(
+    ("version", "user_handler"), [pytest.param(1, False, marks=pytest.mark.slow), (2, False), (2, True)]
+)
+def test_sigterm_waits_for_the_save_in_flight(
+    rank_forker: RankForker, tmp_path: Path, version: int, user_handler: bool
+) -> None:
     run = tmp_path / "run"
     arguments = settings(asynchronous=True, version=version)
-    end = rank_forker.run(cases.terminated_while_saving, str(run), False, arguments)
+    end = rank_forker.run(cases.terminated_while_saving, str(run), user_handler, arguments)
     assert "checkpoint-4" not in end["before"]
     assert end["in time"]
-    assert end["codes"] == [-signal.SIGTERM, -signal.SIGTERM]
+    assert end["codes"] == [cases.USER_EXIT_CODE if user_handler else -signal.SIGTERM] * 2
+    assert not user_handler or (end["handler"][0] == ["checkpoint-4"] and end["handler"][1] is not None)
     assert_only(run, "checkpoint-4")
-
-
-def test_user_sigterm_handler_is_called_after_the_save(rank_forker: RankForker, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    end = rank_forker.run(cases.terminated_while_saving, str(run), True, settings(asynchronous=True))
-    assert end["codes"] == [7, 7]
-    assert end["handler"][0] == ["checkpoint-4"]
-    assert end["handler"][1] is not None
-    assert_only(run, "checkpoint-4")
-
-
-def test_training_waits_for_its_last_save(two_ranks: Ranks, tmp_path: Path) -> None:
-    left = two_ranks.run(cases.train, str(tmp_path), **settings(asynchronous=True))[0]
-    assert left == ["checkpoint-2", "checkpoint-4", "fsdp_report.json"]
-    assert_only(tmp_path, "checkpoint-2", "checkpoint-4")
 
 
 @pytest.mark.parametrize(

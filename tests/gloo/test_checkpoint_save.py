@@ -11,6 +11,9 @@ import pytest
 import torch
 from ranks import Ranks
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hf_fsdp_plugin.checkpoint import verify
 
 SETTINGS = {
     "fsdp2": {"fsdp_version": 2},
@@ -21,13 +24,8 @@ SETTINGS = {
 }
 
 
-def slow(name: str) -> Any:
-    """A setting that only slow runs test."""
-    return pytest.param(name, marks=pytest.mark.slow)
-
-
-def arguments(name: str, kind: str, fsdp: str = "full_shard auto_wrap", **more: Any) -> dict[str, Any]:
-    return {"fsdp": fsdp, "fsdp_config": {**SETTINGS[name], "state_dict_type": kind}, **more}
+def arguments(name: str, kind: str) -> dict[str, Any]:
+    return {"fsdp": "full_shard auto_wrap", "fsdp_config": {**SETTINGS[name], "state_dict_type": kind}}
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -36,48 +34,46 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert torch.equal(found[name], tensor), name
 
 
+def train_and_save(ranks: Ranks, run: Path, name: str, kind: str) -> tuple[Path, dict[str, Any]]:
+    """Save a checkpoint, check that it is complete, and return its folder and the state of the first rank."""
+    state = ranks.run(cases.train_and_save, str(run), **arguments(name, kind))[0]
+    folder = run / "checkpoint-3"
+    assert {
+        "config.json", "generation_config.json", "scheduler.pt", "trainer_state.json", "training_args.bin",
+        "rng_state_0.pth", "rng_state_1.pth", "fsdp_manifest.json",
+    } <= {path.name for path in folder.iterdir()}  # fmt: skip
+    assert not list(run.glob(".*"))
+    assert verify(folder).problems == ()
+    assert state["asynchronous"] == name.endswith("async")
+    return folder, state
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_sharded_checkpoint_is_readable_by_torch(two_ranks: Ranks, tmp_path: Path, name: str) -> None:
-    run = two_ranks.run(cases.train_and_save, str(tmp_path), **arguments(name, "SHARDED"))[0]
-    folder = tmp_path / "checkpoint-3"
-    assert_same(cases.read_dcp(folder / "pytorch_model_fsdp_0")["model"], run["weights"])
+    folder, expected = train_and_save(two_ranks, tmp_path, name, "SHARDED")
+    assert_same(cases.read_dcp(folder / "pytorch_model_fsdp_0")["model"], expected["weights"])
     stored = cases.read_dcp(folder / "optimizer_0")["optimizer"]
-    assert stored["state"].keys() == run["optimizer"]["state"].keys()
-    for parameter, state in run["optimizer"]["state"].items():
+    assert stored["state"].keys() == expected["optimizer"]["state"].keys()
+    for parameter, state in expected["optimizer"]["state"].items():
         assert_same(stored["state"][parameter], state)
-    assert run["asynchronous"] == name.endswith("async")
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_full_checkpoint_is_a_hugging_face_folder(two_ranks: Ranks, tmp_path: Path, name: str) -> None:
-    from transformers import AutoModelForCausalLM
-
-    run = two_ranks.run(cases.train_and_save, str(tmp_path), **arguments(name, "FULL"))[0]
-    folder = tmp_path / "checkpoint-3"
-    assert_same(load_file(folder / "model.safetensors"), run["weights"])
-    assert_same(dict(AutoModelForCausalLM.from_pretrained(folder).state_dict()), run["weights"])
+    folder, expected = train_and_save(two_ranks, tmp_path, name, "FULL")
+    assert_same(load_file(folder / "model.safetensors"), expected["weights"])
+    assert_same(dict(AutoModelForCausalLM.from_pretrained(folder).state_dict()), expected["weights"])
     assert not (folder / "pytorch_model_fsdp.bin").exists()
 
 
-@pytest.mark.parametrize("kind", ["SHARDED", "FULL", "LOCAL"])
-@pytest.mark.parametrize("name", [slow("fsdp2"), "fsdp1", slow("fsdp1-flat"), "fsdp2-async", slow("fsdp1-async")])
-def test_checkpoint_is_complete(two_ranks: Ranks, tmp_path: Path, name: str, kind: str) -> None:
-    from hf_fsdp_plugin.checkpoint.checking.verify import verify
-
-    two_ranks.run(cases.train_and_save, str(tmp_path), **arguments(name, kind))
-    names = {path.name for path in (tmp_path / "checkpoint-3").iterdir()}
-    assert {
-        "config.json", "generation_config.json", "scheduler.pt", "trainer_state.json", "training_args.bin",
-        "rng_state_0.pth", "rng_state_1.pth", "fsdp_manifest.json",
-    } <= names  # fmt: skip
-    assert not list(tmp_path.glob(".*"))
-    assert verify(tmp_path / "checkpoint-3").problems == ()
+@pytest.mark.parametrize("name", SETTINGS)
+def test_local_checkpoint_is_complete(two_ranks: Ranks, tmp_path: Path, name: str) -> None:
+    folder, _ = train_and_save(two_ranks, tmp_path, name, "LOCAL")
+    assert {"pytorch_model_fsdp_local", "optimizer_local"} <= {path.name for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
 def test_fused_experts_are_readable_by_transformers(two_ranks: Ranks, tmp_path: Path, kind: str) -> None:
-    from transformers import AutoModelForCausalLM
-
     expected = two_ranks.run(cases.train_mixture, str(tmp_path), **arguments("fsdp2", kind))[0]
     folders = [tmp_path / "final", *([tmp_path / "checkpoint-3"] if kind == "FULL" else [])]
     for folder in folders:

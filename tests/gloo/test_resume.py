@@ -96,10 +96,7 @@ def test_resume_with_other_meshes(four_ranks: Ranks, tmp_path: Path, whole: dict
         (2, "full_shard", False), (3, "hybrid_shard", True), (4, "no_shard", True),
         (5, "hybrid_shard_zero2", True), (cases.NUM_STEPS, "full_shard", True),
     ]:  # fmt: skip
-        settings = (
-            config(version, "SHARDED", strategy, dp_shard_size=2)
-            if "hybrid" in strategy
-            else config(version, "SHARDED", strategy)
-        )
+        mesh = {"dp_shard_size": 2} if "hybrid" in strategy else {}
+        settings = config(version, "SHARDED", strategy, **mesh)
         run = four_ranks.run(cases.train, str(tmp_path), until=until, resume=resume, **settings)[0]
     assert_continues(run, whole, 5, REORDERED)

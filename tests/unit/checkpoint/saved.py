@@ -1,13 +1,14 @@
-"""Small checkpoints for tests, written byte by byte, or by torch and Transformers."""
+"""Small checkpoints for tests, in the format of this package or written by torch and Transformers."""
 
 from __future__ import annotations
 
 import json
-import math
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy
+from safetensors.numpy import save_file
 
 from hf_fsdp_plugin.checkpoint.checking.verify import Verdict, verify
 from hf_fsdp_plugin.checkpoint.formats import manifest as manifests
@@ -38,12 +39,9 @@ def manifest(**changed: Any) -> Manifest:
 
 def write_manifest(folder: Path, *, places: Places | None = None, **changed: Any) -> Manifest:
     """Write the manifest of the files in a folder, with a range for each tensor and for the bytes between them."""
-    files = tuple(
-        _record(folder, path.relative_to(folder).as_posix(), (places or {}).get(path.relative_to(folder).as_posix()))
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != MANIFEST_NAME
-    )
-    written = manifest(files=files, **changed)
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MANIFEST_NAME]
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    written = manifest(files=tuple(_record(folder, name, (places or {}).get(name)) for name in names), **changed)
     manifests.write_manifest(folder, written)
     return written
 
@@ -63,23 +61,16 @@ def _record(folder: Path, relative: str, places: list[tuple[int, int, str]] | No
 
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]
-) -> dict[str, tuple[int, int]]:
-    """Write float32 tensors with different bytes. Returns the first and the last offset of each in the file."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    end = 0
-    for name, shape in tensors.items():
-        start, end = end, end + 4 * math.prod(shape)
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    path: Path, shapes: Mapping[str, tuple[int, ...]], metadata: dict[str, str]
+) -> list[tuple[int, int, str]]:
+    """Write float32 tensors of random numbers. Return the start, the stop and the name of each in the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    seed = len(str(path))
-    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes((seed + 7 * n) % 251 for n in range(end)))
-    origin = 8 + len(text)
-    return {
-        name: (origin + header[name]["data_offsets"][0], origin + header[name]["data_offsets"][1]) for name in tensors
-    }
+    draw = numpy.random.default_rng(len(str(path)))
+    save_file({name: draw.random(shape, dtype="f4") for name, shape in shapes.items()}, path, metadata)
+    data = path.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    offsets = {name: entry["data_offsets"] for name, entry in json.loads(data[8:begin]).items() if name in shapes}
+    return [(begin + start, begin + stop, name) for name, (start, stop) in offsets.items()]
 
 
 def local_checkpoint(folder: Path, world_size: int = 2) -> Path:
@@ -87,26 +78,22 @@ def local_checkpoint(folder: Path, world_size: int = 2) -> Path:
     places: dict[str, list[tuple[int, int, str]]] = {}
     names = [name for name in SHAPES if name != "head.weight"]
     for rank in range(world_size):
-        for part, key in (("pytorch_model_fsdp", None), ("optimizer", "exp_avg")):
+        for part, key in (("pytorch_model_fsdp", ""), ("optimizer", "exp_avg")):
             path = folder / f"{part}_local" / f"0_rank{rank}.safetensors"
-            pieces: dict[str, dict[str, Any]] = {}
-            sizes = {}
+            pieces, sizes = {}, {}
             for name in names:
                 rows, *rest = SHAPES[name]
                 sizes[name] = (rows // world_size, *rest)
                 offsets = [rank * rows // world_size, *(0 for _ in rest)]
-                pieces[name] = {"name": name, "shape": SHAPES[name], "offsets": offsets}
-                if key is not None:
-                    pieces[name]["key"] = key
+                pieces[name] = {"name": name, "shape": SHAPES[name], "offsets": offsets, "key": key}
             description: dict[str, Any] = {"rank": rank, "world_size": world_size, "pieces": pieces}
-            if key is None:
+            if not key:
                 description["aliases"] = {"head.weight": "embed.weight"}
             else:
                 description["values"] = {name: {"step": 20.0} for name in names}
                 description["groups"] = [{"params": names, "lr": 0.001}]
             found = write_safetensors(path, sizes, {"fsdp_local": json.dumps(description)})
-            relative = path.relative_to(folder).as_posix()
-            places[relative] = [(start, stop, name) for name, (start, stop) in found.items()]
+            places[path.relative_to(folder).as_posix()] = found
     (folder / "trainer_state.json").write_text(json.dumps({"global_step": 20}))
     write_manifest(
         folder,

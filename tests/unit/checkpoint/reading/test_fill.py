@@ -1,4 +1,4 @@
-"""Stored boxes are read to the right memory, whatever the layout of the file and of the memory."""
+"""Stored boxes are read into any boxes of memory, whatever the layouts of file and memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, row_major, whole
+from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, row_major, slices, whole
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredPiece, StoredTensor
 from hf_fsdp_plugin.checkpoint.layouts import Piece
 from hf_fsdp_plugin.checkpoint.reading import fill as filling
@@ -19,13 +19,14 @@ WHOLE = torch.arange(120, dtype=torch.float32).reshape(SHAPE)
 HALVES = (Box((0, 0, 0), (3, 5, 4)), Box((3, 0, 0), (3, 5, 4)))
 COLUMNS = (Box((0, 0, 0), (6, 5, 1)), Box((0, 0, 1), (6, 5, 3)))
 RUNS = tuple(flat_range(SHAPE, 0, 47) + flat_range(SHAPE, 47, 120))
+BOXES = {"halves": HALVES, "columns": COLUMNS, "runs": RUNS, "whole": (whole(SHAPE),)}
 
 
 def store(folder: Path, boxes: tuple[Box, ...], *, transposed: bool = False) -> StoredTensor:
-    """Write ``WHOLE`` with one file for each box, after some other bytes; optionally transposed."""
+    """Write ``WHOLE`` as one file per box, with a prefix of 12 bytes; optionally transposed."""
     pieces = []
     for number, box in enumerate(boxes):
-        part = WHOLE[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
+        part = WHOLE[slices(box, whole(SHAPE))]
         strides = row_major(box.sizes)
         if transposed:
             part = part.transpose(0, 2).contiguous()
@@ -36,32 +37,32 @@ def store(folder: Path, boxes: tuple[Box, ...], *, transposed: bool = False) -> 
 
 
 def read(folder: Path, stored: StoredTensor, boxes: tuple[Box, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return the tensor that is joined from pieces that were filled box by box."""
+    """Fill memory for each of ``boxes``, and return the tensor that they form."""
     pieces = [Piece(box, torch.full(box.sizes, -1, dtype=dtype)) for box in boxes]
     fill(folder, (item for piece in pieces for item in transfers(stored, [piece])))
     result = torch.full(SHAPE, -1, dtype=dtype)
     for piece in pieces:
-        result[tuple(slice(o, o + n) for o, n in zip(piece.box.offsets, piece.box.sizes, strict=True))] = piece.tensor
+        result[slices(piece.box, whole(SHAPE))] = piece.tensor
     return result
 
 
 @pytest.mark.parametrize("span", [8, 40, 1 << 20], ids=lambda span: f"buffer_of_{span}")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("into", [HALVES, COLUMNS, RUNS, (whole(SHAPE),)], ids=["halves", "columns", "runs", "whole"])
-@pytest.mark.parametrize("cut", [HALVES, COLUMNS, RUNS, (whole(SHAPE),)], ids=["halves", "columns", "runs", "whole"])
+@pytest.mark.parametrize("into", BOXES)
+@pytest.mark.parametrize("cut", BOXES)
 def test_any_boxes_are_read_into_any_others(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    cut: tuple[Box, ...],
-    into: tuple[Box, ...],
+    cut: str,
+    into: str,
     transposed: bool,
     dtype: torch.dtype,
     span: int,
 ) -> None:
     monkeypatch.setattr(filling, "MAX_SPAN", span)
-    stored = store(tmp_path, cut, transposed=transposed)
-    assert torch.equal(read(tmp_path, stored, into, dtype), WHOLE.to(dtype))
+    stored = store(tmp_path, BOXES[cut], transposed=transposed)
+    assert torch.equal(read(tmp_path, stored, BOXES[into], dtype), WHOLE.to(dtype))
 
 
 def test_fill_respects_the_strides_of_the_memory(tmp_path: Path) -> None:

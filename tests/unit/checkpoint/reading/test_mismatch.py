@@ -1,4 +1,4 @@
-"""Checkpoints that do not match the model or the optimizer are refused with all differences."""
+"""A checkpoint that does not match the model or the optimizer is an error that lists all differences."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
@@ -15,12 +14,7 @@ from hf_fsdp_plugin.checkpoint import load_model, load_optimizer
 from hf_fsdp_plugin.problems import CheckpointError
 
 WEIGHT, BIAS = torch.ones(3, 4), torch.ones(3)
-
-
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.parametrize(

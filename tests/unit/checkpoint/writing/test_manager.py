@@ -1,8 +1,10 @@
-"""The checkpoint manager in a world of one rank."""
+"""The checkpoint manager with one rank."""
 
 from __future__ import annotations
 
 import atexit
+import errno
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -11,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from saved import manifest
 from torch import nn
 
@@ -22,7 +23,7 @@ from hf_fsdp_plugin.problems import CheckpointError
 
 
 class BlockedWriter(PartWriter):
-    """Waits for an event in the background."""
+    """Waits for an event before it writes in the background."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,18 +35,16 @@ class BlockedWriter(PartWriter):
 
 
 @pytest.fixture
-def manager() -> Iterator[CheckpointManager]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def manager(one_rank: None) -> Iterator[CheckpointManager]:
     manager = CheckpointManager()
     yield manager
     manager.close()
-    dist.destroy_process_group()
 
 
-def save(manager: CheckpointManager, final: Path, model: nn.Module, *, asynchronous: bool) -> None:
+def save(manager: CheckpointManager, final: Path, model: nn.Module, *, asynchronous: bool = False) -> None:
     with manager.saving(final, asynchronous=asynchronous) as save:
         manager.save_model(model, save.folder, "full")
-    manager.finish(save, manifest(kind="full", parameters={}, ties=()))
+    manager.finish(save, manifest(kind="full"))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -86,6 +85,26 @@ def test_close_waits_for_the_save_in_flight(manager: CheckpointManager, tmp_path
     save(manager, tmp_path / "checkpoint", nn.Linear(4, 3), asynchronous=True)
     manager.close()
     assert why_incomplete(tmp_path / "checkpoint") is None
+
+
+def test_checkpoint_stays_if_its_replacement_fails(
+    manager: CheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit has renamed the earlier checkpoint, and its second rename fails."""
+    final, rename = tmp_path / "checkpoint", Path.rename
+
+    def failing(path: Path, target: Any) -> Path:
+        if path.parent.name.endswith(".saving"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(path, target)
+
+    save(manager, final, nn.Linear(4, 3))
+    inode = final.stat().st_ino
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(CheckpointError, match="FSDP-E404"):
+        save(manager, final, nn.Linear(4, 3))
+    assert final.stat().st_ino == inode and why_incomplete(final) is None
+    assert list(tmp_path.iterdir()) == [final]
 
 
 def test_error_in_a_save_removes_its_files(manager: CheckpointManager, tmp_path: Path) -> None:

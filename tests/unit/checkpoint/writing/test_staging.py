@@ -1,4 +1,4 @@
-"""The staging folder of a save, and what recovers an interrupted commit."""
+"""The staging folder of a save, and recovery from an interrupted commit."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hf_fsdp_plugin.problems import CheckpointError
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_staging_folder_must_be_seen_by_all_ranks(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a process group, rank 1 is alone, so that no rank 0 creates the folder."""
+def test_staging_folder_is_seen_by_all_ranks(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no process group, so rank 1 is the only rank, and no rank 0 creates the folder."""
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
     staging = StagingFolder(tmp_path / "checkpoint-4")
     if rank == 0:
@@ -35,18 +35,19 @@ def test_interrupted_commit_is_recovered(committed: bool, tmp_path: Path) -> Non
     final, replaced = tmp_path / "checkpoint-4", tmp_path / ".checkpoint-4.replaced"
     replaced.mkdir()
     (replaced / "optimizer.bin").write_text("old")
-    (replaced / "notes.txt").write_text("mine")
+    (replaced / "plots").mkdir()
+    (replaced / "plots" / "loss.svg").write_text("mine")
     if committed:
         final.mkdir()
         (final / "optimizer.bin").write_text("new")
     recover_interrupted_commit(final)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
     assert (final / "optimizer.bin").read_text() == ("new" if committed else "old")
-    assert (final / "notes.txt").read_text() == "mine"
+    assert (final / "plots" / "loss.svg").read_text() == "mine"
 
 
 def test_recover_run_removes_staging_folders_of_its_prefix(tmp_path: Path) -> None:
-    for name in (".checkpoint-4.saving", ".other.saving", "checkpoint-2"):
+    for name in (".checkpoint-4.saving", ".checkpoint-3.removed.saving", ".other.saving", "checkpoint-2"):
         (tmp_path / name).mkdir()
     recover_run(tmp_path, "checkpoint-")
     assert {path.name for path in tmp_path.iterdir()} == {".other.saving", "checkpoint-2"}
