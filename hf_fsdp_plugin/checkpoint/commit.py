@@ -1,4 +1,4 @@
-"""The commit of a finished folder: a rename, and two renames where it replaces another folder. No torch."""
+"""The commit of a finished folder: one rename, or two if the folder replaces another one. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hf_fsdp_plugin.checkpoint.names import REPLACED, hidden
 
 
 def replaced_path(final: Path) -> Path:
-    """Return the path to which a commit renames the folder that it replaces."""
+    """The path to which a commit renames the folder that it replaces."""
     return hidden(final, REPLACED)
 
 

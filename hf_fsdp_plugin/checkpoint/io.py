@@ -1,7 +1,7 @@
 """File I/O for checkpoints: writes and reads that bypass the page cache, and syncs. No torch.
 
-A write through the page cache keeps a core busy as long as it lasts, three to eight times as long as a direct write of
-the same bytes takes, and evicts what others have in the cache.
+A write through the page cache occupies a core three to eight times as long as a direct write of the same bytes, and
+evicts other data from the cache.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pathlib import Path
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem
 
 PAGE = 4096
-"""Direct reads and writes start and end at multiples of it, in the file and in memory."""
+"""Alignment in bytes of direct reads and writes, in the file and in memory."""
 DIRECT = getattr(os, "O_DIRECT", 0)
 UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 """Error numbers of file systems without direct I/O."""
 MAX_SPAN = 16 << 20
-"""Bytes of a file that are read at once where the wanted elements are not contiguous."""
+"""Maximum number of bytes in one read of elements that are not contiguous in the file."""
 _MAX_OPEN = 64
 _LARGE = 1 << 20
-"""Bytes from which on a read may bypass the page cache: smaller ones profit from the cache's readahead."""
+"""Minimum number of bytes of a read that bypasses the page cache: smaller ones profit from its readahead."""
 _ONLY_CACHED = getattr(os, "RWF_NOWAIT", 0)
 
 
@@ -53,9 +53,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 class OutputFile:
-    """A file that is open for writing; whole pages bypass the page cache where the file system supports that.
+    """A file that is open for writing. Whole pages bypass the page cache if the file system supports that.
 
-    Errors of the operating system name the file.
+    Errors of the operating system contain the file name.
     """
 
     def __init__(self, path: Path, *, truncate: bool = False) -> None:
@@ -83,7 +83,7 @@ class OutputFile:
             os.fsync(self._cached)
 
     def write(self, view: memoryview, offset: int) -> None:
-        """Write ``view`` at byte ``offset``. Direct where both are whole pages; the memory has to be aligned then."""
+        """Write ``view`` at byte ``offset``. Whole pages are written directly; their memory must be page-aligned."""
         while view:
             direct = self._direct >= 0 and offset % PAGE == 0 and len(view) % PAGE == 0
             try:
@@ -103,7 +103,7 @@ class OutputFile:
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
-        """Errors of calls that take a descriptor carry no file name."""
+        """Add the file name to errors of calls that take a descriptor."""
         try:
             yield
         except OSError as error:
@@ -113,7 +113,7 @@ class OutputFile:
 
 
 class InputFiles:
-    """The files below ``root``, opened when first read; at most 64 stay open, however many ranks wrote them."""
+    """The files below ``root``. A file is opened on its first read, and at most 64 files stay open."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -152,7 +152,7 @@ class InputFiles:
 
 
 class _InputFile:
-    """An open file. Large reads of bytes that are not in the page cache bypass it: they are needed only once."""
+    """An open file. Large reads of bytes that are not in the page cache bypass it, since they are needed only once."""
 
     def __init__(self, path: Path, block: memoryview) -> None:
         self._path, self._block = path, block
@@ -164,7 +164,7 @@ class _InputFile:
         self._close_direct()
 
     def read(self, offset: int, out: memoryview) -> int:
-        """Read some bytes into ``out`` and return their number, which is 0 at the end of the file only."""
+        """Read some bytes into ``out`` and return their number, which is 0 only at the end of the file."""
         if len(out) < _LARGE or self._direct == -1:
             return os.preadv(self._cached, [out], offset)
         for attempt in (self._read_cached, self._read_directly):
@@ -191,7 +191,7 @@ class _InputFile:
         self._direct = -1
 
     def _read_directly(self, offset: int, out: memoryview) -> int:
-        """Read whole pages into aligned memory, and copy the wanted bytes from there."""
+        """Read whole pages into aligned memory, and copy the requested bytes."""
         if self._direct is None:
             self._direct = os.open(self._path, os.O_RDONLY | DIRECT)
         skipped = offset % PAGE

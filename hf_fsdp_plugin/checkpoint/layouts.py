@@ -1,8 +1,8 @@
 """How a sharded model's parameters are laid out on this rank. No communication.
 
-torch's ``get_model_state_dict`` gathers every FSDP1 parameter to shard it anew along dim 0. An FSDP1 shard is a run of
-each flattened parameter, and a run is a few boxes. So both versions are described alike, by the boxes of whole tensors
-that this rank's memory holds.
+torch's ``get_model_state_dict`` gathers every FSDP1 parameter and shards it again along dim 0, which this module avoids:
+an FSDP1 shard is a contiguous range of each flattened parameter, which consists of a few boxes of the whole tensor. The
+shards of both FSDP versions are described by such boxes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hf_fsdp_plugin.torch_private.functions import compute_local_shape_and_globa
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a whole tensor, and the memory on this rank that holds it, shaped as the box."""
+    """A box of a whole tensor, and this rank's memory of it, which has the shape of the box."""
 
     box: Box
     tensor: torch.Tensor
@@ -66,9 +66,9 @@ class ParameterLayout:
     """How one parameter, and every tensor laid out like it, is sharded.
 
     Attributes:
-        start: first element of the parameter's run in the local tensor, if that holds a whole FSDP1 unit; ``None`` if
-            the local tensor holds this parameter alone.
-        numel: elements of the run.
+        start: first element of the parameter's range in the local tensor, if that holds a whole FSDP1 unit; ``None`` if
+            the local tensor holds only this parameter.
+        numel: number of elements of the range.
     """
 
     name: str
@@ -81,7 +81,7 @@ class ParameterLayout:
     numel: int = 0
 
     def local_shard(self, name: str, local: torch.Tensor) -> LocalShard:
-        """``local``, which is the parameter's shard or a tensor laid out like it, as a part of a whole tensor."""
+        """Return ``local``, the parameter's shard or a tensor laid out like it, as a part of a whole tensor."""
         flat = local.detach().reshape(-1) if local.is_contiguous() else None
         if self.start is not None:
             assert flat is not None, "FSDP1 shards are contiguous"
@@ -101,8 +101,8 @@ class ModelLayout:
     """The layouts of all parameters of a model.
 
     Attributes:
-        by_id: ``id`` of a parameter object, as an optimizer holds it -> the parameters in it, of which FSDP1's flat
-            parameters have several.
+        by_id: ``id`` of a parameter object of an optimizer -> the parameters in it. FSDP1's flat parameters contain
+            several.
         local: name -> layout, and this rank's memory of the parameter (or of its whole FSDP1 unit).
         aliases: other names of tied parameters -> the name in ``local``.
     """
@@ -113,7 +113,7 @@ class ModelLayout:
 
 
 def model_layout(model: nn.Module) -> ModelLayout:
-    """Find where this rank's shard of every parameter is. Gathered parameters are resharded first."""
+    """Return the layout of this rank's shard of every parameter. Gathered parameters are resharded first."""
     reshard(model)
     for module in model.modules():
         if isinstance(module, FSDP):
@@ -165,7 +165,7 @@ def _add_flat_parameter(
         in_unit.append(own)
         layout.local[own.name] = (own, shard)
         if member.parameter is not None:
-            # The original parameter is a view of its own run, so its state is laid out as that run alone.
+            # The original parameter is a view of its own range, and its state has the size of that range.
             layout.by_id[id(member.parameter)] = (replace(own, start=None, numel=0),)
     layout.by_id[id(flat)] = tuple(in_unit)
     for place, primary_place in fsdp1.tied_places(flat):

@@ -1,4 +1,4 @@
-"""Names of the files and folders of a checkpoint: Accelerate's, Transformers', PEFT's, torch's, and our own."""
+"""Names of the files and folders of a checkpoint: those of Accelerate, Transformers, PEFT, torch and this package."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CHECKPOINT_STEMS: Final = (
 SAVING: Final = ".saving"
 """Suffix of the staging folders of saves."""
 REPLACED: Final = ".replaced"
-"""Suffix of a folder that a commit has renamed, until the new folder is in its place."""
+"""Suffix of a folder that a commit replaces, until the commit is complete."""
 MERGING: Final = ".merging"
 """Suffix of the staging folders of merges."""
 
@@ -46,12 +46,12 @@ def hidden(path: Path, suffix: str) -> Path:
 
 
 def numbered(stem: str, number: int) -> str:
-    """The name of one of several models or optimizers, where the first one has its number too."""
+    """``STEM_NUMBER``, for each of several models or optimizers."""
     return f"{stem}_{number}"
 
 
 def numbered_from_one(stem: str, number: int) -> str:
-    """The name of one of several models or optimizers, where the first one has no number."""
+    """``STEM`` for the first of several models, ``STEM_NUMBER`` for the others."""
     return numbered(stem, number) if number else stem
 
 

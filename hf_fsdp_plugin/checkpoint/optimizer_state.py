@@ -1,7 +1,8 @@
-"""How the tensors of an optimizer's state are laid out: saving, loading and verifying follow this file.
+"""The layouts of an optimizer's state tensors, for saving, loading and verification.
 
-A state tensor is sharded like its parameter, or it is one number, equal on all ranks. To support state of another
-shape (Adafactor's rows and columns), add a layout here, and its case in ``shards.py`` and ``reading/optimizer.py``.
+A state tensor is sharded like its parameter, or it is one number that is equal on all ranks. To support state of
+another shape (Adafactor's rows and columns), add a layout here, and its case in ``shards.py`` and
+``reading/optimizer.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""This rank's shards of a model and an optimizer, by canonical names, and which of them it writes. No communication."""
+"""This rank's shards of a model and an optimizer by canonical name, and which of them it writes. No communication."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def optimizer_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Opti
     """State and groups of an optimizer that holds parameters of ``model``.
 
     Raises:
-        CheckpointError: the optimizer keeps tensors for sharded parameters that are not laid out like any of them.
+        CheckpointError: a state tensor is neither laid out like its parameter nor a single number.
     """
     layout = model_layout(model)
     state: dict[str, dict[str, Any]] = {}
@@ -127,7 +127,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def shards_to_write(shards: Iterable[LocalShard]) -> list[LocalShard]:
-    """Those of ``shards`` that this rank writes: replicas divide them by size, computed deterministically on each."""
+    """The shards that this rank writes. Replicas divide them by size; every rank computes the same division."""
     loads: dict[int, list[int]] = {}
     mine = []
     for shard in shards:

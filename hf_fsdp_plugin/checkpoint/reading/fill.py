@@ -1,4 +1,4 @@
-"""Reads stored bytes into tensors: the elements of each box, straight to the memory where they belong."""
+"""Reads stored bytes directly into the memory of tensors, box by box."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Transfer:
 
     Attributes:
         offset: of the first element, in bytes from the start of the file.
-        strides: elements between neighbours in each dim, within the file.
-        dtype: of the elements in the file; they are cast to that of ``into``.
-        into: shaped as the box, on any device.
+        strides: of the elements in the file, in elements.
+        dtype: of the elements in the file; they are cast to the dtype of ``into``.
+        into: has the shape of the box, on any device.
     """
 
     file: str
@@ -33,7 +33,7 @@ class Transfer:
 
 
 def transfers(stored: StoredTensor, pieces: Iterable[Piece]) -> Iterator[Transfer]:
-    """The parts of ``stored`` that belong in ``pieces``, however each of the two is sharded."""
+    """Yield the transfers that fill ``pieces`` from ``stored``, which may be sharded differently."""
     dtype = getattr(torch, stored.dtype)
     for piece in pieces:
         for source in stored.pieces:

@@ -1,4 +1,4 @@
-"""Problems of a checkpoint that does not match a model or an optimizer: all of a kind in one, with a few examples."""
+"""Problems of a checkpoint that does not match a model or an optimizer: one per kind, with a few examples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.text import format_names, plural
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
-"""In the model, in the checkpoint."""
+"""The shape in the model, and the shape in the checkpoint."""
 
 
 def missing_tensors(checkpoint: Path, names: Collection[str]) -> Iterator[Problem]:
@@ -29,7 +29,7 @@ def unexpected_tensors(checkpoint: Path, names: Collection[str]) -> Iterator[Pro
 def different_shapes(checkpoint: Path, shapes: Mapping[str, Shapes]) -> Iterator[Problem]:
     if shapes:
         examples = [f"{name} {list(stored)}, in the model {list(own)}" for name, (own, stored) in shapes.items()]
-        message = f"has {plural(len(shapes), 'tensor')} of another shape than the model: {format_names(examples)}."
+        message = f"has {plural(len(shapes), 'tensor')} with another shape than in the model: {format_names(examples)}."
         yield _problem("FSDP-E423", checkpoint, message)
 
 
@@ -39,7 +39,7 @@ def no_optimizer(checkpoint: Path) -> Problem:
 
 
 def different_groups(checkpoint: Path, own: list[frozenset[str]], saved: list[frozenset[str]]) -> Problem:
-    """Parameter groups that do not have the same parameters."""
+    """The problem of parameter groups that do not contain the same parameters."""
     here, there = frozenset[str]().union(*own), frozenset[str]().union(*saved)
     found = [f"the optimizer has {_groups(own)}, the checkpoint {_groups(saved)}"]
     if here - there:
@@ -54,7 +54,7 @@ def different_groups(checkpoint: Path, own: list[frozenset[str]], saved: list[fr
 
 
 def unsupported_state(checkpoint: Path, shapes: Mapping[str, Shapes]) -> Iterator[Problem]:
-    """State tensors that are not laid out like their parameter."""
+    """The problem of state tensors that are not laid out like their parameter."""
     if shapes:
         examples = [f"{key} {list(stored)}, parameter {list(own)}" for key, (own, stored) in shapes.items()]
         message = f"has optimizer state that cannot be sharded like its parameters: {format_names(examples)}."
@@ -69,7 +69,7 @@ def _problem(code: str, checkpoint: Path, message: str, fix: str = "") -> Proble
 
 
 def _model_type(checkpoint: Path) -> str:
-    """From the checkpoint's config: ``LlamaForCausalLM (llama)``; empty without one."""
+    """The model type in the checkpoint's config, such as ``LlamaForCausalLM (llama)``; empty without a config."""
     for folder in (checkpoint, checkpoint.parent):
         with suppress(OSError, ValueError, AttributeError):
             config = json.loads((folder / "config.json").read_text())

@@ -62,24 +62,24 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoin
 
 @dataclass(slots=True)
 class _Reads:
-    """Collects what has to be read into tensors that were allocated for it."""
+    """Allocates tensors, and collects the reads that fill them."""
 
     root: Path
     transfers: list[Transfer] = field(default_factory=list)
 
     def whole(self, stored: StoredTensor) -> torch.Tensor:
-        """A tensor that is equal on all ranks; on the CPU, until the optimizer moves it."""
+        """A tensor that is equal on all ranks. It is on the CPU until the optimizer moves it."""
         tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
         self.transfers += transfers(stored, [Piece(whole(stored.shape), tensor)])
         return tensor
 
     def part(self, stored: StoredTensor, own: ParameterLayout, local: torch.Tensor) -> None:
-        """This rank's part of a tensor that is laid out like a parameter, into ``local``."""
+        """Read this rank's part of a tensor that is laid out like a parameter into ``local``."""
         self.transfers += transfers(stored, own.local_shard(own.name, local).pieces)
 
 
 def _with_names_of_model(stored: StoredOptimizer, layout: ModelLayout) -> StoredOptimizer:
-    """Tied parameters may have been saved under another of their names."""
+    """Rename tied parameters, which may have been saved under another of their names."""
 
     def own(name: str) -> str:
         return layout.aliases.get(name, name)
@@ -142,7 +142,7 @@ def _read_state(
 
 
 def _read_entry(reads: _Reads, parameter: torch.Tensor, key: str, saved: _Saved) -> Any:
-    """The state ``key`` of one parameter object; zero in padding, and for parameters in it that have no such state."""
+    """The state ``key`` of one parameter object. It is zero in padding and for parameters without such state."""
     present = [(part, entry[key]) for part, entry in saved if key in entry]
     first, value = present[0]
     if not isinstance(value, StoredTensor):
@@ -158,7 +158,7 @@ def _read_entry(reads: _Reads, parameter: torch.Tensor, key: str, saved: _Saved)
 def _empty_like_shard(
     parameter: torch.Tensor, dtype: torch.dtype, *, padded: bool
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """Memory for a tensor laid out like this rank's shard, and the function that makes a state tensor of it."""
+    """Memory for a tensor laid out like this rank's shard, and the function that converts it to a state tensor."""
     empty_like = torch.zeros_like if padded else torch.empty_like
     if not isinstance(parameter, DTensor):
         return empty_like(parameter.detach(), dtype=dtype), lambda local: local
@@ -177,7 +177,7 @@ def _empty_like_shard(
 
 
 def _common_scalar(reads: _Reads, key: str, present: list[tuple[ParameterLayout, StoredTensor]]) -> torch.Tensor:
-    """One number. If it stands for several parameters in a flat one, all of theirs are read at once and compared."""
+    """One number. For a flat parameter, the numbers of all parameters in it are read at once and compared."""
     if len(present) == 1:
         return reads.whole(present[0][1])
     numbers = _Reads(reads.root)
@@ -188,7 +188,7 @@ def _common_scalar(reads: _Reads, key: str, present: list[tuple[ParameterLayout,
 
 
 def _common_value(key: str, values: list[tuple[str, Any]]) -> Any:
-    """The value that a flat parameter takes for all parameters in it: the largest one, if they are numbers."""
+    """The value that a flat parameter has for all parameters in it: the largest one, if they are numbers."""
     distinct = [value for index, (_, value) in enumerate(values) if value not in [v for _, v in values[:index]]]
     if len(distinct) == 1:
         return distinct[0]
@@ -216,7 +216,7 @@ def _param_groups(
 
 
 def _hyperparameters(reads: _Reads, own: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Converted to the types that the optimizer has: some formats store tuples (``betas``) as lists."""
+    """Yield the saved values in the types of the optimizer: some formats store tuples (``betas``) as lists."""
     for key, value in saved.items():
         if key in ("params", "param_names"):
             continue

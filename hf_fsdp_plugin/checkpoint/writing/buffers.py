@@ -1,7 +1,7 @@
-"""Page-aligned memory in which files are assembled before they are written, kept from save to save.
+"""Page-aligned memory in which files are assembled before they are written; later saves reuse it.
 
-The expensive part of a copy out of the model is memory that the process uses for the first time: page faults take ten
-times as long as the copy. So a thread of low priority prefaults the buffers during training, and they are reused.
+Page faults in new memory take ten times as long as the copy out of the model. Therefore a thread of low priority
+prefaults the buffers during training.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def allocate_aligned(size: int, *, pinned: bool = False) -> torch.Tensor:
 
 
 def unpin(memory: torch.Tensor) -> None:
-    """Call this before the last reference to :func:`allocate_aligned` goes: pinned memory must not be unmapped."""
+    """Unpin memory of :func:`allocate_aligned` before its last reference is deleted, which unmaps it."""
     if memory.is_pinned():
         available_device().unpin(memory)
 
 
 def prefault(memory: torch.Tensor) -> None:
-    """Have the system back all of ``memory``, step by step, so that a waiting thread can run between the steps."""
+    """Allocate all pages of ``memory``, in steps of 64 MiB, so that waiting threads can run between the steps."""
     for start in range(0, memory.numel(), _STEP):
         part = memory[start : start + _STEP]
         if not _advise(part.data_ptr(), part.numel(), _MADV_POPULATE_WRITE):
@@ -56,7 +56,7 @@ def _advise(address: int, size: int, advice: int) -> bool:
 
 
 def lower_thread_priority() -> None:
-    """Let the calling thread run only where training leaves a core idle. (Linux has a priority per thread.)"""
+    """Give the calling thread the lowest priority, so that it uses only idle cores. Linux has one per thread."""
     _set_thread_priority(threading.get_native_id(), 19)
 
 
@@ -66,7 +66,7 @@ def _set_thread_priority(native_id: int, nice: int) -> None:
 
 
 class StagingBuffers:
-    """Buffers that hold copies of what this rank saves while training goes on, one for each write of a save."""
+    """Buffers for copies of this rank's shards while training continues, one for each write of a save."""
 
     def __init__(self) -> None:
         self._buffers: list[_StagingBuffer] = []
@@ -77,7 +77,7 @@ class StagingBuffers:
             self._buffer(number).prepare(size, pinned=pinned)
 
     def take(self, number: int, size: int, *, pinned: bool) -> torch.Tensor:
-        """Return buffer ``number``, of at least ``size`` bytes, as soon as it is ready."""
+        """Wait for buffer ``number``, and return at least ``size`` bytes of memory."""
         return self._buffer(number).take(size, pinned=pinned)
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ class _StagingBuffer:
     def take(self, size: int, *, pinned: bool) -> torch.Tensor:
         self._finish_preparing()
         if self._memory is None or self._memory.numel() < size:
-            self._replace(None)  # before the next one is allocated, not after
+            self._replace(None)  # freed before the next one is allocated
             self._replace(allocate_aligned(size, pinned=pinned))
         assert self._memory is not None
         return self._memory

@@ -1,7 +1,7 @@
-"""Writes the format of ``torch.distributed.checkpoint`` (DCP) without its planner; every reader of DCP reads it.
+"""Writes the format of ``torch.distributed.checkpoint`` (DCP) without its planner. Every DCP reader reads the files.
 
 Each rank has a file of ``torch.save`` entries; ``.metadata`` records which box of which tensor each entry is. torch's
-planner exchanges plans between all ranks before every save. Here each rank writes what it has, and rank 0 joins the
+planner exchanges plans between all ranks before every save. Here each rank writes its shards, and rank 0 joins the
 ranks' lists of entries when it commits the checkpoint. Checked against torch 2.13.0
 (``distributed/checkpoint/filesystem.py``).
 """
@@ -76,7 +76,7 @@ class DcpEntries:
 
     Attributes:
         folder: relative to the checkpoint.
-        smalls: not in this rank's file: rank 0 writes them when it commits.
+        smalls: entries that are not in this rank's file: rank 0 writes them when it commits.
         aliases: (path of a tied name, path of the entry that holds its tensor).
     """
 
@@ -117,9 +117,9 @@ def plain_value(path: StatePath, value: Any) -> SmallEntry:
 
 
 def final_files(folder: str, ranks: Sequence[DcpEntries]) -> list[FilePart]:
-    """The files that complete a folder when the entries of all ranks are known: small entries, and ``.metadata``.
+    """The files that complete a folder, given the entries of all ranks: the small entries, and ``.metadata``.
 
-    Small entries that several ranks have are equal; the first rank's is written.
+    If several ranks have the same small entry, the first one is written.
     """
     smalls: dict[StatePath, SmallEntry] = {}
     for entries in ranks:
@@ -154,10 +154,11 @@ def _metadata(
     paths: dict[str, StatePath] = {}
     for listed in ranks:
         for chunk in listed.chunks:
-            name = _flat_name(chunk.path)
+            name, offsets = _flat_name(chunk.path), torch.Size(chunk.offsets)
             paths[name] = chunk.path
-            tensor = entries.setdefault(name, _tensor_entry(chunk.dtype, chunk.shape))
-            _add_chunk(name, tensor, storage, chunk)
+            chunks = entries.setdefault(name, _tensor_entry(chunk.dtype, chunk.shape)).chunks
+            storage[MetadataIndex(name, offsets, len(chunks))] = StorageInfo(chunk.file, chunk.offset, chunk.length)
+            chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
     for small in smalls:
         name = _flat_name(small.path)
         paths[name] = small.path
@@ -187,17 +188,11 @@ def _tensor_entry(dtype: str, shape: tuple[int, ...]) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=getattr(torch, dtype)), torch.Size(shape), [])
 
 
-def _add_chunk(name: str, tensor: TensorStorageMetadata, storage: dict[MetadataIndex, StorageInfo], c: Chunk) -> None:
-    offsets = torch.Size(c.offsets)
-    storage[MetadataIndex(name, offsets, len(tensor.chunks))] = StorageInfo(c.file, c.offset, c.length)
-    tensor.chunks.append(ChunkStorageMetadata(offsets, torch.Size(c.sizes)))
-
-
 @functools.lru_cache(maxsize=4096)
 def _frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """What ``torch.save`` writes before and after the bytes of a contiguous tensor.
+    """Return the bytes that ``torch.save`` writes before and after the data of a contiguous tensor.
 
-    ``skip_data`` leaves a hole for the bytes. Their checksum in the archive is 0, which torch accepts.
+    ``skip_data`` leaves a hole for the data. Its checksum in the archive is 0, which torch accepts.
     """
     tensor = torch.empty(shape, dtype=dtype)  # never used, so it takes no memory
     with tempfile.TemporaryDirectory() as folder:

@@ -38,7 +38,7 @@ class SaveHooks:
             signal.signal(signal.SIGTERM, self._previous)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        """Let this rank finish its part if it can in time, then end as the process would have without this hook."""
+        """Wait until this rank has written its part or the time is over, then call the previous handler."""
         self._save.join(_SIGTERM_TIMEOUT)
         if callable(self._previous):
             self._previous(number, frame)

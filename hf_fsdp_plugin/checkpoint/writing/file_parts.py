@@ -1,6 +1,6 @@
-"""What a rank writes of a file: bytes and tensors at their offsets, described before anything is written.
+"""The part of a file that one rank writes: bytes and tensors at their offsets, described before anything is written.
 
-A part is either written straight from the tensors, window by window, or copied as a whole to a staging buffer and
+A part is either written directly from the tensors, window by window, or copied as a whole to a staging buffer and
 written from there during training. Both use :func:`fill`.
 """
 
@@ -19,12 +19,12 @@ Content = bytes | torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A byte range with a hash of its own in the manifest.
+    """A byte range that has its own hash in the manifest.
 
     Attributes:
         offset: of its first byte in the file.
         contents: bytes and tensors, one after the other; tensors as their bytes in row-major order.
-        name: the tensor in the range, which is named if the range is damaged.
+        name: the tensor in the range, for the message if the range is damaged.
     """
 
     offset: int
@@ -61,7 +61,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """What this rank writes of one file.
+    """The part of one file that this rank writes.
 
     Attributes:
         path: relative to the checkpoint, with ``/``.

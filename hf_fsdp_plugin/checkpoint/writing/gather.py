@@ -1,4 +1,4 @@
-"""Whole state dicts in the memory of rank 0, for callers that need tensors and not files."""
+"""Whole state dicts in the memory of rank 0, for callers that need tensors instead of files."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def trainable_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _with_shared_tensors(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Let the names of one tied parameter share one tensor again; torch gathers it once for each name."""
+    """Let the names of a tied parameter share one tensor, as in the model: torch gathers one tensor per name."""
     plan = plan_of(model)
     for names in plan.ties if plan is not None else ():
         present = [name for name in names if name in state]

@@ -1,6 +1,6 @@
-"""The checkpoint manager: begins, commits and awaits the saves of a process, and owns what they share.
+"""The checkpoint manager: starts, commits and waits for the saves of a process, and owns the resources that they share.
 
-All ranks call every method, unless its description says otherwise.
+All methods are collective unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class CheckpointManager:
     """Writes the checkpoints of one process. At most one save is in flight: the next one waits for it.
 
     Attributes:
-        writer: writes this rank's parts of files.
+        writer: writes this rank's part of each file.
         save_in_flight: the save that is being written in the background.
-        last_outcome: of the last save.
+        last_outcome: the outcome of the last save.
     """
 
     def __init__(self) -> None:
@@ -64,9 +64,9 @@ class CheckpointManager:
 
     @contextmanager
     def saving(self, final: Path, *, asynchronous: bool = False, into: bool = False) -> Iterator[Save]:
-        """Begin a save, to whose folder the block adds files; call :meth:`finish` after the block.
+        """Start a save. The block adds files to its folder; call :meth:`finish` after the block.
 
-        An error in the block, on any rank, is raised on all ranks, and what was written is removed.
+        An error in the block, on any rank, is raised on all ranks, and the written files are removed.
 
         Args:
             into: add the files to the folder ``final`` instead of replacing it.
@@ -87,12 +87,12 @@ class CheckpointManager:
         """Commit a save, now or in the background.
 
         Args:
-            manifest: complete but for the files; that of rank 0 is written.
+            manifest: complete except for its ``files``; rank 0 writes it.
             after: called by rank 0 after the commit.
         """
         del self._open[save.folder]
         if save.asynchronous:
-            self._cpu_group()  # created here, where all ranks meet
+            self._cpu_group()  # created here, because that is collective
             self.save_in_flight = save
             self._hooks = SaveHooks(save, self._poll)
             save.start(manifest, after)
@@ -101,7 +101,7 @@ class CheckpointManager:
         self.last_outcome = SaveOutcome(save.final, save.asynchronous, time.monotonic() - save.started)
 
     def open_save(self, folder: Path) -> Save | None:
-        """The save whose folder this is, between :meth:`saving` and :meth:`finish`. Not collective."""
+        """The save that writes to ``folder``, between :meth:`saving` and :meth:`finish`. Not collective."""
         return self._open.get(folder)
 
     def wait(self) -> None:
@@ -159,7 +159,7 @@ class CheckpointManager:
         adapter_only: bool = False,
         max_shard_size: int = MAX_SHARD_SIZE,
     ) -> None:
-        """Write a model's state to ``folder``, as a part of the save that is open there, or else at once."""
+        """Write a model's state to ``folder``, as a part of the open save there; without one, immediately."""
         with on_all_ranks("reading the layout of the model"):
             shards = model_shards(model)
             if adapter_only:
@@ -172,7 +172,7 @@ class CheckpointManager:
     def save_optimizer(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, kind: StateDictKind, index: int = 0
     ) -> None:
-        """Write an optimizer's state, keyed by the names of parameters, as :meth:`save_model` writes a model's."""
+        """Write an optimizer's state, keyed by parameter names, to ``folder`` in the same way as :meth:`save_model`."""
         with on_all_ranks("reading the layout of the optimizer"):
             files = optimizer_files(optimizer_shards(model, optimizer), kind, index)
         self._write(folder, files)
@@ -183,10 +183,10 @@ class CheckpointManager:
         optimizers: Iterable[tuple[nn.Module, torch.optim.Optimizer]],
         kind: StateDictKind,
     ) -> None:
-        """Allocate the memory of an asynchronous save of these in the background. Not collective.
+        """Allocate the memory of an asynchronous save in the background. Not collective.
 
         Args:
-            optimizers: each with its model, and with its state: optimizers have none before their first step.
+            optimizers: pairs of model and optimizer, after the optimizer's first step, which creates its state.
         """
         files = [model_files(model_shards(model), kind) for model in models]
         files += [optimizer_files(optimizer_shards(model, optimizer), kind) for model, optimizer in optimizers]

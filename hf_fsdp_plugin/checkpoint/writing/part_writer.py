@@ -1,4 +1,4 @@
-"""Writes file parts: past the page cache where possible, hashed on the way, synced at the end."""
+"""Writes, hashes and syncs file parts, without the page cache where the file system supports that."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ WINDOW = 32 << 20
 
 
 class PartWriter:
-    """Writes file parts below a folder, and keeps the memory that it needs for that."""
+    """Writes file parts below a folder, and keeps the memory for later parts."""
 
     def __init__(self) -> None:
         self._windows: dict[bool, torch.Tensor] = {}  # by whether it is pinned
 
     def write(self, root: Path, parts: Sequence[FilePart]) -> list[FileRecord]:
-        """Write parts straight from their tensors, through one window of memory."""
+        """Write parts directly from their tensors, through one window of memory."""
         window = self._window(pinned=on_accelerator(parts))
         records = []
         for part in parts:
@@ -41,7 +41,7 @@ class PartWriter:
         return records
 
     def write_staged(self, root: Path, parts: Sequence[FilePart], memory: torch.Tensor) -> list[FileRecord]:
-        """Write what :func:`stage` has copied to ``memory``. Uses no tensor of the model."""
+        """Write the parts that :func:`stage` has copied to ``memory``. Uses no tensor of the model."""
         records, begin = [], 0
         for part in parts:
             with _PartFile(root / part.path, part) as file:
@@ -67,7 +67,7 @@ class PartWriter:
 
 
 def stage(parts: Sequence[FilePart], memory: torch.Tensor) -> None:
-    """Copy all extents to ``memory``, one after the other; it has to hold the sum of their spans."""
+    """Copy all extents to ``memory``, one after the other. It must have at least the sum of their spans."""
     begin = 0
     for part in parts:
         for extent in part.extents:
@@ -79,7 +79,7 @@ def stage(parts: Sequence[FilePart], memory: torch.Tensor) -> None:
 
 
 def _clear_gaps(memory: torch.Tensor, extent: Extent, low: int, high: int) -> None:
-    """Zero what lies between items: the memory is reused, and must not write old contents to the file."""
+    """Zero the bytes between items: the memory is reused, and its old contents must not be written to the file."""
     before = extent.origin
     for start, stop in [*((item.offset, item.stop) for item in extent.items), (extent.origin + extent.span,) * 2]:
         gap = (max(before, low), min(start, high))
@@ -97,7 +97,7 @@ class _PartFile:
 
     def __enter__(self) -> _PartFile:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # Another rank may have created a shared file already; the first one gives it its size.
+        # Another rank may have created a shared file already, so it is not truncated.
         self._file = OutputFile(self._path)
         try:
             self._file.resize(self._part.size)
@@ -116,7 +116,7 @@ class _PartFile:
             self._file.close()
 
     def write(self, memory: torch.Tensor, start: int, stop: int) -> None:
-        """Write file bytes ``[start, stop)``; the page of ``start`` begins at the first byte of ``memory``."""
+        """Write file bytes ``[start, stop)``. ``memory`` begins with the page that contains ``start``."""
         origin = start // PAGE * PAGE
         view = memoryview(memory.numpy().data)
         self._hashes.update(view[start - origin : stop - origin], start)
@@ -136,7 +136,7 @@ class _PartFile:
 
 
 class _RangeHashes:
-    """A hash for each item and the gap after it; the ranges tile what the rank writes."""
+    """A hash for each item and the gap after it. Together the ranges cover all bytes that the rank writes."""
 
     def __init__(self, part: FilePart) -> None:
         self._bounds: list[tuple[int, int, str]] = []

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, row_major
-from hf_fsdp_plugin.checkpoint.formats.safetensors_layout import SafetensorsFile, index_text, plan_files
-from hf_fsdp_plugin.checkpoint.layouts import LocalShard
+from hf_fsdp_plugin.checkpoint.formats.safetensors_layout import index_text, plan_files
+from hf_fsdp_plugin.checkpoint.layouts import LocalShard, Piece
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL
-from hf_fsdp_plugin.checkpoint.shards import OptimizerShards, shards_to_write
+from hf_fsdp_plugin.checkpoint.shards import ModelShards, OptimizerShards, shards_to_write
 from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, Item, shared_file, whole_file
 
 MAX_SHARD_SIZE = 50 * 10**9
-"""Largest number of bytes in one safetensors file; the default of Transformers 5."""
+"""Maximum number of bytes in one safetensors file; the default of Transformers 5."""
 _ONE_FILE = 2**63
 
 
@@ -45,7 +46,7 @@ def full_files(
 
 
 def _runs(shard: LocalShard, begin: int) -> Iterator[Item]:
-    """The shard's boxes as runs of the whole tensor's bytes, which begin at ``begin``."""
+    """Yield the contiguous byte ranges of the shard in the file, in which the whole tensor begins at ``begin``."""
     strides = row_major(shard.shape)
     for piece in shard.pieces:
         dim = _first_contiguous_dim(piece.box, shard.shape)
@@ -58,28 +59,29 @@ def _runs(shard: LocalShard, begin: int) -> Iterator[Item]:
 
 
 def _first_contiguous_dim(box: Box, shape: tuple[int, ...]) -> int:
-    """From this dim on the box is one run, for each index of the dims before it."""
+    """The dim from which the box is contiguous in the whole tensor, for each index of the dims before it."""
     dim = len(shape)
     while dim > 0 and box.sizes[dim - 1] == shape[dim - 1]:
         dim -= 1
     return max(dim - 1, 0)
 
 
-def local_model_file(
-    path: str, tensors: Iterable[LocalShard], aliases: Mapping[str, str], rank: int, world_size: int
-) -> FilePart:
-    """All pieces of the model on this rank, each with its place in the whole tensor."""
-    entries = {
-        f"{shard.name}@{','.join(map(str, piece.box.offsets))}": (shard, piece.box, piece.tensor, {"name": shard.name})
-        for shard in tensors
-        for piece in shard.pieces
-    }
-    return _local_file(path, entries, {"rank": rank, "world_size": world_size, "aliases": dict(aliases)})
+_Entries = dict[str, tuple[LocalShard, Piece, dict[str, str]]]
+"""Name in the file -> shard, piece, and the names of the parameter and of the state."""
 
 
-def local_optimizer_file(path: str, shards: OptimizerShards, rank: int, world_size: int) -> FilePart:
-    """All pieces of the optimizer's state on this rank; the header holds plain values and groups."""
-    entries: dict[str, Any] = {}
+def local_model_file(path: str, shards: ModelShards) -> FilePart:
+    """All pieces of the model on this rank, each with its offsets in the whole tensor."""
+    entries: _Entries = {}
+    for shard in shards.tensors:
+        for piece in shard.pieces:
+            entries[_entry_name(shard.name, piece)] = (shard, piece, {"name": shard.name})
+    return _local_file(path, entries, {"aliases": dict(shards.aliases)})
+
+
+def local_optimizer_file(path: str, shards: OptimizerShards) -> FilePart:
+    """All pieces of the optimizer's state on this rank. The header contains the plain values and the groups."""
+    entries: _Entries = {}
     values: dict[str, dict[str, Any]] = {}
     for name, state in shards.state.items():
         for key, value in state.items():
@@ -87,33 +89,32 @@ def local_optimizer_file(path: str, shards: OptimizerShards, rank: int, world_si
                 values.setdefault(name, {})[key] = value
                 continue
             for piece in value.pieces:
-                place = {"name": name, "key": key}
-                entry = f"{name}.{key}@{','.join(map(str, piece.box.offsets))}"
-                entries[entry] = (value, piece.box, piece.tensor, place)
-    header = {"rank": rank, "world_size": world_size, "values": values, "groups": list(shards.groups)}
-    return _local_file(path, entries, header)
+                entries[_entry_name(f"{name}.{key}", piece)] = (value, piece, {"name": name, "key": key})
+    return _local_file(path, entries, {"values": values, "groups": list(shards.groups)})
 
 
-def _local_file(path: str, entries: Mapping[str, Any], header: dict[str, Any]) -> FilePart:
-    header["pieces"] = {
-        entry: {**place, "shape": shard.shape, "offsets": box.offsets}
-        for entry, (shard, box, _, place) in entries.items()
+def _entry_name(name: str, piece: Piece) -> str:
+    return f"{name}@{','.join(map(str, piece.box.offsets))}"
+
+
+def _local_file(path: str, entries: _Entries, header: dict[str, Any]) -> FilePart:
+    pieces = {
+        entry: {**names, "shape": shard.shape, "offsets": piece.box.offsets}
+        for entry, (shard, piece, names) in entries.items()
     }
-    tensors = [(entry, shard.dtype_name, box.sizes) for entry, (shard, box, _, _) in entries.items()]
+    header = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), **header, "pieces": pieces}
+    tensors = [(entry, shard.dtype_name, piece.box.sizes) for entry, (shard, piece, _) in entries.items()]
     metadata = {"fsdp_local": json.dumps(header, default=_plain)}
     (file,) = plan_files(tensors, _ONE_FILE, metadata=metadata)
-    return whole_file(path, _items(file, entries))
-
-
-def _items(file: SafetensorsFile, entries: Mapping[str, Any]) -> Iterator[Item]:
-    yield Item(0, (file.header,))
+    items = [Item(0, (file.header,))]
     for entry, offset in file.offsets.items():
-        shard, _, tensor, _ = entries[entry]
-        yield Item(offset, (tensor,), name=shard.name)
+        shard, piece, _ = entries[entry]
+        items.append(Item(offset, (piece.tensor,), name=shard.name))
+    return whole_file(path, items)
 
 
 def _plain(value: Any) -> Any:
-    """Hyperparameters may be scalar tensors."""
+    """Convert a value for JSON: hyperparameters may be scalar tensors."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     raise TypeError(f"a local checkpoint cannot hold {type(value).__name__} objects in an optimizer's groups")

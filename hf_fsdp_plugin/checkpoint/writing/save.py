@@ -1,7 +1,7 @@
 """One save: from this rank's shards in memory to a committed checkpoint, in the foreground or in the background.
 
-All ranks call every method, unless its description says otherwise. An error on one rank is raised on all of them; the
-staging folder is removed, and earlier checkpoints stay as they are.
+All methods are collective unless stated otherwise. An error on one rank is raised on all of them; the staging folder is
+removed, and earlier checkpoints are unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hf_fsdp_plugin.problems import CheckpointError, Problem
 POLL_INTERVAL = 0.02
 """Seconds between two checks for the records of other ranks."""
 _EXIT_TIMEOUT = 60.0
-"""Seconds without a byte from other ranks after which a process that exits abandons a save."""
+"""A process that exits abandons a save if no rank has written a byte for this many seconds."""
 _WRITING, _DONE, _FAILED = 0, 1, 2
 
 
@@ -40,7 +40,7 @@ class Save:
     """A checkpoint that is being written. :class:`CheckpointManager` creates, commits and polls it.
 
     Attributes:
-        models: numbers of the models whose state is in it.
+        models: indices of the models that are saved.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Save:
 
     @property
     def folder(self) -> Path:
-        """Where Accelerate and Transformers write their own files."""
+        """The folder to which Accelerate and Transformers write their files."""
         return self.staging.folder
 
     def write(self, parts: Sequence[FilePart], dcp: Sequence[DcpEntries] = ()) -> None:
-        """Write this rank's parts, or copy them out of the model to write them later."""
+        """Write this rank's parts; an asynchronous save copies them and writes them later."""
         parts = list(parts)
         with on_all_ranks(f"writing {self.final}"), os_errors_as_problems(self.final):
             self._dcp += dcp
@@ -88,7 +88,7 @@ class Save:
         """Commit the checkpoint now.
 
         Args:
-            manifest: complete but for the files; that of rank 0 is written.
+            manifest: complete except for its ``files``; rank 0 writes it.
             after: called by rank 0 after the commit.
         """
         try:
@@ -107,7 +107,7 @@ class Save:
         self._thread.start()
 
     def _run(self, manifest: Manifest, after: Callable[[], None] | None) -> None:
-        """In the background thread: no collective, and no tensor of the model."""
+        """Run in the background thread, without collectives and tensors of the model."""
         lower_thread_priority()
         try:
             with os_errors_as_problems(self.final):
@@ -136,7 +136,7 @@ class Save:
             after()
 
     def poll(self, group: dist.ProcessGroup | None) -> bool:
-        """Whether no rank writes in the background any more. Raises the error of one rank on all of them.
+        """Return whether all ranks have finished writing. Raises the error of one rank on all of them.
 
         Args:
             group: a process group for CPU tensors; ``None`` for the default one.
@@ -158,17 +158,17 @@ class Save:
         return failed or not writing
 
     def discard(self) -> None:
-        """Remove what was written. Called when all ranks have raised an error."""
+        """Remove the written files. Called when all ranks have raised an error."""
         if self._rank == 0:
             self.staging.discard()
 
     def join(self, timeout: float) -> None:
-        """Wait until this rank has written its part, at most ``timeout`` seconds. Not collective."""
+        """Wait at most ``timeout`` seconds until this rank has written its part. Not collective."""
         if self._thread is not None:
             self._thread.join(timeout)
 
     def join_at_exit(self) -> None:
-        """Wait as long as any rank makes progress, and raise this rank's error. Not collective."""
+        """Wait while any rank makes progress, and raise this rank's error. Not collective."""
         assert self._thread is not None
         last, since = -1, time.monotonic()
         while self._thread.is_alive():

@@ -1,15 +1,15 @@
-"""The staging folder of a save, and its atomic commit: a checkpoint is written beside its place and renamed.
+"""The staging folder of a save, and its atomic commit: a checkpoint is written to a hidden folder, then renamed.
 
 ::
 
     run/.checkpoint-20.saving/checkpoint-20/      files of the ranks, of Accelerate and of Transformers
     run/.checkpoint-20.saving/parts/rank0.json    record of what rank 0 has written, once all of it is synced
-    run/.checkpoint-20.saving/parts/rank0.failed  instead of it, the error of rank 0
+    run/.checkpoint-20.saving/parts/rank0.failed  the error of rank 0, if it could not write its part
     run/checkpoint-20/                            after the rename
     run/.checkpoint-20.replaced/                  during the commit, the folder that had this name before
     run/.checkpoint-10.removed.saving/            a checkpoint during its removal
 
-Ranks exchange files, not messages: a save in the background must not interleave with the collectives of training.
+Ranks exchange files: collectives of a save in the background would interleave with those of training.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hf_fsdp_plugin.problems import CheckpointError, Problem
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """What one rank has written and synced."""
+    """The files and DCP entries that one rank has written and synced."""
 
     files: tuple[FileRecord, ...]
     dcp: tuple[DcpEntries, ...]
@@ -91,7 +91,7 @@ class StagingFolder:
         shutil.rmtree(self.root, ignore_errors=True)
 
     def last_modified(self) -> int:
-        """When a file was last written to, in nanoseconds since the epoch; 0 where there is no file."""
+        """Time of the last write below the folder, in nanoseconds since the epoch; 0 if there is no file."""
         times = [0]
         with suppress(OSError):  # the commit may rename the folder meanwhile
             times += [path.stat().st_mtime_ns for path in self.root.rglob("*")]
@@ -101,18 +101,18 @@ class StagingFolder:
         write_text(self._records / f"rank{rank}.json", json.dumps(asdict(record), default=_bytes_to_text))
 
     def write_failure(self, rank: int, text: str) -> None:
-        """Record an error instead. If the disk is full even for this, rank 0 stops waiting when the ranks next poll."""
+        """Write the error of a rank instead of its record. If this fails too, rank 0 stops waiting at the next poll."""
         write_text(self._records / f"rank{rank}.failed", text)
 
     def read_failures(self) -> dict[int, str]:
-        """Errors by rank."""
+        """The errors that ranks have written, by rank."""
         return {
             int(path.stem.removeprefix("rank")): path.read_text(encoding="utf-8")
             for path in sorted(self._records.glob("*.failed"))
         }
 
     def read_records(self, world_size: int) -> list[RankRecord] | None:
-        """The records of all ranks, in rank order; ``None`` as long as one is missing."""
+        """The records of all ranks, in rank order; ``None`` while one is missing."""
         paths = [self._records / f"rank{rank}.json" for rank in range(world_size)]
         return [_read_record(path) for path in paths] if all(path.exists() for path in paths) else None
 
@@ -120,7 +120,7 @@ class StagingFolder:
         """Complete the checkpoint, sync it and rename it. Called by rank 0 when all ranks have written their records.
 
         Args:
-            manifest: complete but for the files.
+            manifest: complete except for its ``files``.
         """
         written = [file for record in ranks for file in record.files]
         writer = PartWriter()  # not the manager's: a commit in the background must not share its memory
@@ -161,7 +161,7 @@ def recover_run(run: Path, prefix: str) -> None:
 
 
 def remove_checkpoint(checkpoint: Path) -> None:
-    """Rename a checkpoint to a staging folder, then delete it: it never exists incomplete under its own name."""
+    """Rename a checkpoint to a staging folder, then delete it, so that no incomplete checkpoint has its name."""
     removed = hidden(checkpoint.with_name(checkpoint.name.removeprefix(".")), f".removed{SAVING}")
     shutil.rmtree(removed, ignore_errors=True)
     checkpoint.rename(removed)
@@ -169,7 +169,7 @@ def remove_checkpoint(checkpoint: Path) -> None:
 
 
 def joined_records(written: Sequence[FileRecord]) -> dict[str, FileRecord]:
-    """One record for each file, of which several ranks may have written parts."""
+    """Join the records of files that several ranks have written; return one record for each file."""
     ranges: dict[str, list[FileRange]] = {}
     for record in written:
         ranges.setdefault(record.path, []).extend(record.ranges)
@@ -191,7 +191,7 @@ def _remove_replaced(before: Path, final: Path) -> None:
 
 
 def _files_of_user(folder: Path) -> list[Path]:
-    """The files in a checkpoint's folder that no save wrote."""
+    """The files in a checkpoint's folder that were not written by a save."""
     manifest = _read_manifest(folder)
     files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     if manifest is not None:
@@ -216,7 +216,7 @@ def _move_files(folder: Path, final: Path) -> None:
 
 
 def _read_manifest(folder: Path) -> Manifest | None:
-    """``None`` also for a damaged manifest."""
+    """Return the manifest of a folder; ``None`` if it is missing or damaged."""
     try:
         return read_manifest(folder)
     except CheckpointError:
@@ -224,27 +224,23 @@ def _read_manifest(folder: Path) -> Manifest | None:
 
 
 def _read_record(path: Path) -> RankRecord:
-    tree = json.loads(path.read_text(encoding="utf-8"))
-    files = [
-        FileRecord(path=f["path"], size=f["size"], ranges=tuple(FileRange(**r) for r in f["ranges"]))
-        for f in tree["files"]
-    ]
+    tree = json.loads(path.read_text(encoding="utf-8"), object_hook=_with_tuples)
+    files = (FileRecord(**{**f, "ranges": tuple(FileRange(**r) for r in f["ranges"])}) for f in tree["files"])
     return RankRecord(tuple(files), tuple(_read_entries(entries) for entries in tree["dcp"]))
 
 
 def _read_entries(tree: dict[str, Any]) -> DcpEntries:
-    chunks = [
-        Chunk(
-            path=tuple(c["path"]), dtype=c["dtype"], shape=tuple(c["shape"]), offsets=tuple(c["offsets"]),
-            sizes=tuple(c["sizes"]), file=c["file"], offset=c["offset"], length=c["length"],
-        )
-        for c in tree["chunks"]
-    ]  # fmt: skip
-    smalls = [
-        SmallEntry(tuple(s["path"]), bytes.fromhex(s["data"]), s["dtype"], tuple(s["shape"])) for s in tree["smalls"]
-    ]
-    aliases = [(tuple(alias), tuple(path)) for alias, path in tree["aliases"]]
-    return DcpEntries(tree["folder"], chunks, smalls, aliases)
+    smalls = [SmallEntry(**{**small, "data": bytes.fromhex(small["data"])}) for small in tree["smalls"]]
+    return DcpEntries(tree["folder"], [Chunk(**chunk) for chunk in tree["chunks"]], smalls, list(tree["aliases"]))
+
+
+def _with_tuples(tree: dict[str, Any]) -> dict[str, Any]:
+    """Convert lists to tuples, which JSON does not have."""
+
+    def convert(value: Any) -> Any:
+        return tuple(map(convert, value)) if isinstance(value, list) else value
+
+    return {key: convert(value) for key, value in tree.items()}
 
 
 def _bytes_to_text(value: Any) -> str:

@@ -12,13 +12,12 @@ state dict   model                                           optimizer
              file for each rank
 ===========  ==============================================  ==========================================
 
-For every type each rank writes its own shards from its memory. No communication.
+Each rank writes its own shards. No communication.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
@@ -70,7 +69,7 @@ def model_files(
         return StateFiles(parts, texts=((index_file(safetensors_file(stem)), index_text),) if index_text else ())
     if kind == "local":
         path = f"{local_folder(FSDP_MODEL)}/{local_file(index, rank)}"
-        return StateFiles([local_model_file(path, shards.tensors, shards.aliases, rank, dist.get_world_size())])
+        return StateFiles([local_model_file(path, shards)])
     tensors: list[tuple[StatePath, LocalShard]] = [
         (("model", shard.name), shard) for shard in shards_to_write(shards.tensors) if shard.shape
     ]
@@ -87,7 +86,7 @@ def optimizer_files(shards: OptimizerShards, kind: StateDictKind, index: int = 0
     rank = dist.get_rank()
     if kind == "local":
         path = f"{local_folder(OPTIMIZER)}/{local_file(index, rank)}"
-        return StateFiles([local_optimizer_file(path, shards, rank, dist.get_world_size())])
+        return StateFiles([local_optimizer_file(path, shards)])
     tensors: dict[str, tuple[StatePath, LocalShard]] = {}
     smalls = []
     for name, state in shards.state.items():
@@ -102,15 +101,10 @@ def optimizer_files(shards: OptimizerShards, kind: StateDictKind, index: int = 0
     mine = shards_to_write(shard for _, shard in tensors.values())
     part, entries = rank_file(numbered(OPTIMIZER, index), rank, [tensors[shard.name] for shard in mine])
     entries.smalls += smalls
-    if rank == 0:
-        entries.smalls += _group_entries(shards)
+    if rank == 0:  # one entry for each hyperparameter: torch flattens a state dict to its leaves
+        entries.smalls += [
+            plain_value(("optimizer", "param_groups", number, key), value)
+            for number, group in enumerate(shards.groups)
+            for key, value in group.items()
+        ]
     return StateFiles([part], (entries,))
-
-
-def _group_entries(shards: OptimizerShards) -> list[Any]:
-    """One entry for each hyperparameter: torch flattens a state dict to its leaves."""
-    return [
-        plain_value(("optimizer", "param_groups", number, key), value)
-        for number, group in enumerate(shards.groups)
-        for key, value in group.items()
-    ]
