@@ -1,6 +1,6 @@
 """How a sharded model's parameters are laid out on this rank. No communication.
 
-torch's ``get_model_state_dict`` gathers every FSDP1 parameter and shards it again along dim 0, which this module avoids:
+torch's ``get_model_state_dict`` gathers every FSDP1 parameter and shards it again along dim 0. This module does not:
 an FSDP1 shard is a contiguous range of each flattened parameter, which consists of a few boxes of the whole tensor. The
 shards of both FSDP versions are described by such boxes.
 """
