@@ -9,17 +9,17 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from accelerate.utils import ProjectConfiguration
 from cases_checkpoint_accelerate import trained_loop
+from cases_resume import StopAt
 from cases_trainer import make_trainer
 from transformers import TrainerCallback
 
-from hf_fsdp_plugin.checkpoint.checking.completeness import why_incomplete
+from hf_fsdp_plugin.checkpoint import why_incomplete
 from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
 from hf_fsdp_plugin.integrations.accelerate import checkpoints as accelerate_checkpoints
 from hf_fsdp_plugin.integrations.saving import manager
@@ -27,7 +27,7 @@ from hf_fsdp_plugin.integrations.transformers import checkpoints as trainer_chec
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
 
-from forked_ranks import WORLD_SIZE, World, preload
+import forked_ranks
 
 USER_EXIT_CODE = 7
 LEFT_FREE = 40 << 10
@@ -38,34 +38,33 @@ def listing(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-class At(TrainerCallback):
-    """Calls a function at the end of one step, on every rank."""
+class InjectFault(TrainerCallback):
+    """Calls a function on every rank after step 3, when the save of step 2 is committed."""
 
-    def __init__(self, step: int, function: Callable[[], None]) -> None:
-        self.step, self.function = step, function
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self.step:
-            self.function()
-
-
-class WaitForWriter(TrainerCallback):
-    """Lets the background writer run before each step, as far as it can without a poll."""
+    def __init__(self, inject: Callable[[], None]) -> None:
+        self.inject = inject
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Let the background writer run as far as it can without a poll."""
         if manager.save_in_flight is not None:
             manager.save_in_flight.join(0.5)
         dist.barrier()
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 3:
+            manager.wait()
+            self.inject()
+            dist.barrier()
+
 
 def train_with_fault(output_dir: str, inject: Callable[[Any], None], **arguments: Any) -> dict[str, Any]:
-    """Save after step 2, inject a fault, and save after step 4; training would end with step 5.
+    """Save after step 2, inject a fault after step 3, and save after step 4; the last step is 5.
 
     Return the error of this rank, its step, and the names in the folder.
     """
     defaults = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5, "save_total_limit": 1}
-    trainer = make_trainer(output_dir, callbacks=[WaitForWriter()], **{**defaults, **arguments})
-    trainer.add_callback(At(3, lambda: inject(trainer)))
+    trainer = make_trainer(output_dir, **{**defaults, **arguments})
+    trainer.add_callback(InjectFault(lambda: inject(trainer)))
     error = ""
     try:
         trainer.train()
@@ -80,11 +79,9 @@ def full_disk(output_dir: str, **arguments: Any) -> dict[str, Any]:
     filler = Path(output_dir).parent / "filler"
 
     def fill(trainer: Any) -> None:
-        manager.wait()
         if dist.get_rank() == 0:
             free = os.statvfs(filler.parent).f_bavail * os.statvfs(filler.parent).f_frsize
             filler.write_bytes(bytes(free - LEFT_FREE))
-        dist.barrier()
 
     return train_with_fault(output_dir, fill, **arguments)
 
@@ -93,10 +90,8 @@ def read_only(output_dir: str, **arguments: Any) -> dict[str, Any]:
     """The disk of ``output_dir`` is remounted read-only."""
 
     def remount(trainer: Any) -> None:
-        manager.wait()
         if dist.get_rank() == 0:
             assert os.system(f"mount -o remount,ro {Path(output_dir).parent}") == 0
-        dist.barrier()
 
     return train_with_fault(output_dir, remount, **arguments)
 
@@ -128,7 +123,6 @@ def one_rank_cannot_write(output_dir: str, **arguments: Any) -> dict[str, Any]:
     """Rank 1 cannot write the tensors of its second checkpoint."""
 
     def refuse(trainer: Any) -> None:
-        manager.wait()
         if dist.get_rank() == 1:
             manager.writer = RefusedWriter()
 
@@ -203,17 +197,9 @@ def train(output_dir: str, **arguments: Any) -> list[str]:
 
 def start_of_resume(output_dir: str, **arguments: Any) -> int:
     """Return the step from which ``resume_from_checkpoint=True`` resumes."""
-    found = []
-
-    class Stop(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            found.append(state.global_step)
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            control.should_training_stop = True
-
-    make_trainer(output_dir, callbacks=[Stop()], **arguments).train(resume_from_checkpoint=True)
-    return found[0]
+    trainer = make_trainer(output_dir, callbacks=[StopAt(0)], **arguments)
+    trainer.train(resume_from_checkpoint=True)
+    return trainer.state.global_step - 1
 
 
 def accelerate_saves(folder: str, asynchronous: bool, version: int) -> list[str]:
@@ -247,17 +233,6 @@ def save_state(path: str, asynchronous: bool) -> str:
 
 
 # Cases of ranks that are forked for one case, and end in it.
-
-
-def serve(pipe: Connection) -> None:
-    """Run cases, which fork ranks, in a process that has imported everything and started no thread."""
-    preload()
-    while True:
-        name, args = pipe.recv()
-        try:
-            pipe.send((True, globals()[name](*args)))
-        except Exception as error:
-            pipe.send((False, f"{type(error).__name__}: {error}"))
 
 
 class SlowWriter(PartWriter):
@@ -298,14 +273,14 @@ def train_slowly_written(rank: int, report: Callable[..., None], output_dir: str
 def terminated_while_saving(output_dir: str, handler: bool, settings: dict[str, Any]) -> dict[str, Any]:
     """Send SIGTERM to all ranks while all of them write in the background."""
     log = Path(output_dir).parent / "log"
-    world = World.fork(train_slowly_written, log, output_dir, handler, settings)
+    world = forked_ranks.World.fork(train_slowly_written, log, output_dir, handler, settings)
     try:
-        world.until(lambda: all(world.last("handed over", rank) for rank in range(WORLD_SIZE)))
+        world.until(lambda: all(world.last("handed over", rank) for rank in range(forked_ranks.WORLD_SIZE)))
         before = listing(Path(output_dir))
         world.signal(signal.SIGTERM, [0, 1])
         ended = world.wait(25)
         world.listen(0)
-        seen = [world.last("handler", rank) for rank in range(WORLD_SIZE)]
+        seen = [world.last("handler", rank) for rank in range(forked_ranks.WORLD_SIZE)]
     finally:
         world.close()
     return {"before": before, "in time": ended, "codes": [world.ended[rank] for rank in (0, 1)], "handler": seen}
@@ -330,11 +305,11 @@ def save_and_end(rank: int, report: Callable[..., None], folder: str, end: str, 
 def loop_ends_after_saving(folder: str, end: str, version: int) -> dict[str, Any]:
     """A loop whose last save is being written when its script ends."""
     log = Path(folder) / "log"
-    world = World.fork(save_and_end, log, folder, end, version)
+    world = forked_ranks.World.fork(save_and_end, log, folder, end, version)
     try:
         ended = world.wait(40)
         world.listen(0)
-        early = [world.last("saved", rank) for rank in range(WORLD_SIZE)]
+        early = [world.last("saved", rank) for rank in range(forked_ranks.WORLD_SIZE)]
     finally:
         world.close()
     return {"early": early, "in time": ended, "codes": [world.ended[rank] for rank in (0, 1)], "log": log.read_text()}

@@ -14,7 +14,7 @@ SAMPLES_PER_STEP = 12
 
 
 class StopAt(TrainerCallback):
-    """Ends training after a step."""
+    """Ends training after a step, and at once if it is in the past."""
 
     def __init__(self, step: int) -> None:
         self.step = step

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ import cases_checkpoint_failures as cases
 import pytest
 from ranks import Ranks
 
-from hf_fsdp_plugin.checkpoint.checking.completeness import why_incomplete
-from hf_fsdp_plugin.checkpoint.checking.verify import verify
+from hf_fsdp_plugin.checkpoint import verify, why_incomplete
 
 SURVIVAL = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "survival.py"
 # Both versions fail in the same way, so FSDP1 is a slow test.
@@ -41,32 +41,15 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", disk], check=True)
 
 
-class RankForker:
-    """A process that forks ranks, which may end in any way."""
-
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=cases.serve, args=(theirs,), daemon=True)
-        self._process.start()
-
-    def run(self, case: Any, *args: Any) -> Any:
-        self._pipe.send((case.__name__, args))
-        assert self._pipe.poll(120), "the case hangs"
-        ok, result = self._pipe.recv()
-        assert ok, result
-        return result
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.join()
-
-
 @pytest.fixture(scope="module")
-def rank_forker() -> Iterator[RankForker]:
-    rank_forker = RankForker()
-    yield rank_forker
-    rank_forker.stop()
+def rank_forker() -> Iterator[Pool]:
+    """A process that forks ranks, which may end in any way."""
+    with multiprocessing.get_context("spawn").Pool(1, initializer=cases.forked_ranks.preload) as pool:
+        yield pool
+
+
+def run_forked(rank_forker: Pool, case: Any, *args: Any) -> Any:
+    return rank_forker.apply_async(case, args).get(timeout=120)
 
 
 def assert_only(run: Path, *names: str) -> None:
@@ -217,11 +200,11 @@ def test_interrupted_commit_is_recovered_before_resuming(two_ranks: Ranks, tmp_p
     ("version", "user_handler"), [pytest.param(1, False, marks=pytest.mark.slow), (2, False), (2, True)]
 )
 def test_sigterm_waits_for_the_save_in_flight(
-    rank_forker: RankForker, tmp_path: Path, version: int, user_handler: bool
+    rank_forker: Pool, tmp_path: Path, version: int, user_handler: bool
 ) -> None:
     run = tmp_path / "run"
     arguments = settings(asynchronous=True, version=version)
-    end = rank_forker.run(cases.terminated_while_saving, str(run), user_handler, arguments)
+    end = run_forked(rank_forker, cases.terminated_while_saving, str(run), user_handler, arguments)
     assert "checkpoint-4" not in end["before"]
     assert end["in time"]
     assert end["codes"] == [cases.USER_EXIT_CODE if user_handler else -signal.SIGTERM] * 2
@@ -235,17 +218,17 @@ def test_sigterm_waits_for_the_save_in_flight(
 )
 @pytest.mark.parametrize("version", BOTH_VERSIONS)
 def test_exit_waits_for_the_save_in_flight(
-    rank_forker: RankForker, tmp_path: Path, end: str, code: int, version: int
+    rank_forker: Pool, tmp_path: Path, end: str, code: int, version: int
 ) -> None:
-    found = rank_forker.run(cases.loop_ends_after_saving, str(tmp_path), end, version)
+    found = run_forked(rank_forker, cases.loop_ends_after_saving, str(tmp_path), end, version)
     assert found["early"] == [False, False], found["log"]
     assert found["in time"]
     assert found["codes"] == [code, code], found["log"]
     assert verify(tmp_path / "last").problems == ()
 
 
-def test_failed_save_is_reported_at_exit(rank_forker: RankForker, tmp_path: Path) -> None:
-    found = rank_forker.run(cases.loop_ends_after_saving, str(tmp_path), "error in the save", 2)
+def test_failed_save_is_reported_at_exit(rank_forker: Pool, tmp_path: Path) -> None:
+    found = run_forked(rank_forker, cases.loop_ends_after_saving, str(tmp_path), "error in the save", 2)
     assert found["in time"]
     abandoned, failed = (
         next(line for line in found["log"].splitlines() if code in line) for code in ("FSDP-E406", "FSDP-E404")

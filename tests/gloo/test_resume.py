@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -53,24 +54,15 @@ def test_resume_with_other_version_strategy_or_type(
     assert_continues(resumed, whole, 4, tolerance)
 
 
-@pytest.mark.parametrize(
-    ("version", "kind", "asynchronous"),
-    [
-        (2, "SHARDED", False),
-        (1, "FULL", True),
-        (2, "LOCAL", True),
-        *(
-            pytest.param(version, kind, asynchronous, marks=pytest.mark.slow)
-            for version, kind, asynchronous in [
-                (1, "SHARDED", False),
-                (2, "LOCAL", False),
-                (1, "FULL", False),
-                (2, "SHARDED", True),
-                (1, "SHARDED", True),
-            ]
-        ),
-    ],
-)
+WORLDS: list[Any] = [(2, "SHARDED", False), (1, "FULL", True), (2, "LOCAL", True)]
+WORLDS += [
+    pytest.param(version, kind, asynchronous, marks=pytest.mark.slow)
+    for version, kind, asynchronous in itertools.product((1, 2), ("SHARDED", "FULL", "LOCAL"), (False, True))
+    if (version, kind, asynchronous) not in WORLDS
+]
+
+
+@pytest.mark.parametrize(("version", "kind", "asynchronous"), WORLDS)
 def test_resume_in_worlds_of_two_four_one_and_three(
     one_rank: Ranks,
     two_ranks: Ranks,
