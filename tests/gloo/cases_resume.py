@@ -14,7 +14,7 @@ SAMPLES_PER_STEP = 12
 
 
 class StopAt(TrainerCallback):
-    """Ends training after a step, and at once if it is in the past."""
+    """Ends training at the end of a step, or of the first step after it."""
 
     def __init__(self, step: int) -> None:
         self.step = step
