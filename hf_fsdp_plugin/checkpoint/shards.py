@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole
-from hf_fsdp_plugin.checkpoint.layouts import (
+from hf_fsdp_plugin.checkpoint.optimizer_state import state_layout
+from hf_fsdp_plugin.checkpoint.shard_layout import (
     LocalShard,
     ParameterLayout,
     Piece,
@@ -18,7 +19,6 @@ from hf_fsdp_plugin.checkpoint.layouts import (
     model_layout,
     replicated_layout,
 )
-from hf_fsdp_plugin.checkpoint.optimizer_state import state_layout
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_names

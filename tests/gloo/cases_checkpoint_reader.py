@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from training import fresh_accelerator
 
-from hf_fsdp_plugin.checkpoint.layouts import LocalShard
 from hf_fsdp_plugin.checkpoint.reading.model import load_model
 from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer
+from hf_fsdp_plugin.checkpoint.shard_layout import LocalShard
 from hf_fsdp_plugin.checkpoint.shards import optimizer_shards
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.problems import SpecError

@@ -11,7 +11,7 @@ import torch
 from hf_fsdp_plugin.checkpoint.formats.boxes import intersect, row_major, slices
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredTensor
 from hf_fsdp_plugin.checkpoint.io import MAX_SPAN, InputFiles
-from hf_fsdp_plugin.checkpoint.layouts import Piece
+from hf_fsdp_plugin.checkpoint.shard_layout import Piece
 
 
 @dataclass(frozen=True, slots=True)

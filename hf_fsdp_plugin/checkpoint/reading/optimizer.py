@@ -20,10 +20,10 @@ from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredOptimizer, StoredTensor
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_optimizer
-from hf_fsdp_plugin.checkpoint.layouts import ModelLayout, ParameterLayout, Piece, model_layout
 from hf_fsdp_plugin.checkpoint.optimizer_state import state_layout
 from hf_fsdp_plugin.checkpoint.reading import mismatch
 from hf_fsdp_plugin.checkpoint.reading.fill import Transfer, fill, transfers
+from hf_fsdp_plugin.checkpoint.shard_layout import ModelLayout, ParameterLayout, Piece, model_layout
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.text import format_names
 

@@ -34,8 +34,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.serialization import skip_data
 
 from hf_fsdp_plugin.checkpoint.io import round_up
-from hf_fsdp_plugin.checkpoint.layouts import LocalShard
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, dcp_file
+from hf_fsdp_plugin.checkpoint.shard_layout import LocalShard
 from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, Item, bytes_of, whole_file
 from hf_fsdp_plugin.torch_private.functions import StorageInfo
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, row_major
 from hf_fsdp_plugin.checkpoint.formats.safetensors_layout import index_text, plan_files
-from hf_fsdp_plugin.checkpoint.layouts import LocalShard, Piece
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL
+from hf_fsdp_plugin.checkpoint.shard_layout import LocalShard, Piece
 from hf_fsdp_plugin.checkpoint.shards import ModelShards, OptimizerShards, shards_to_write
 from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, Item, shared_file, whole_file
 

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from hf_fsdp_plugin.checkpoint.layouts import LocalShard
 from hf_fsdp_plugin.checkpoint.names import (
     FSDP_MODEL,
     HF_MODEL,
@@ -33,6 +32,7 @@ from hf_fsdp_plugin.checkpoint.names import (
     numbered_from_one,
     safetensors_file,
 )
+from hf_fsdp_plugin.checkpoint.shard_layout import LocalShard
 from hf_fsdp_plugin.checkpoint.shards import ModelShards, OptimizerShards, shards_to_write
 from hf_fsdp_plugin.checkpoint.writing.dcp import DcpEntries, StatePath, plain_value, rank_file, scalar
 from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart
