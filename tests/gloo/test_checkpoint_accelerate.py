@@ -46,7 +46,7 @@ def test_save_replaces_a_checkpoint_and_keeps_other_files(two_ranks: Ranks, tmp_
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_automatic_naming_limits_and_skips_damaged(two_ranks: Ranks, tmp_path: Path, asynchronous: bool) -> None:
+def test_automatic_naming_applies_limit_and_skips_damaged(two_ranks: Ranks, tmp_path: Path, asynchronous: bool) -> None:
     run = two_ranks.run(cases.save_named, str(tmp_path), async_save=asynchronous)[0]
     assert run["names"] == ["checkpoint_2", "checkpoint_3"]
     assert run["loaded"] == [2]

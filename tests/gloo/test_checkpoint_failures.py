@@ -109,9 +109,7 @@ def test_read_only_disk_is_an_error_on_all_ranks(two_ranks: Ranks, small_disk: P
 
 @pytest.mark.parametrize("path", ["file", "file/checkpoint"])
 @IN_BOTH_WAYS
-def test_file_in_the_path_is_an_error_and_stays(
-    two_ranks: Ranks, tmp_path: Path, asynchronous: bool, path: str
-) -> None:
+def test_file_in_path_is_an_error_and_is_kept(two_ranks: Ranks, tmp_path: Path, asynchronous: bool, path: str) -> None:
     (tmp_path / "file").write_text("mine")
     errors = two_ranks.run(cases.save_state, str(tmp_path / path), asynchronous)
     assert errors[0] == errors[1]
@@ -121,7 +119,7 @@ def test_file_in_the_path_is_an_error_and_stays(
 
 
 @IN_BOTH_WAYS
-def test_link_with_the_name_of_a_checkpoint_stays(two_ranks: Ranks, tmp_path: Path, asynchronous: bool) -> None:
+def test_link_with_name_of_checkpoint_is_kept(two_ranks: Ranks, tmp_path: Path, asynchronous: bool) -> None:
     disk, link = tmp_path / "other disk" / "data", tmp_path / "checkpoint"
     disk.mkdir(parents=True)
     (disk / "notes.txt").write_text("mine")
@@ -160,7 +158,7 @@ def test_state_error_of_one_rank_is_raised_on_all_ranks(
 @pytest.mark.parametrize("version", BOTH_VERSIONS)
 @IN_BOTH_WAYS
 def test_failed_save_is_raised_once(two_ranks: Ranks, tmp_path: Path, asynchronous: bool, version: int) -> None:
-    """By the call itself, and the next save succeeds; from the background, by the next save."""
+    """A synchronous save raises the error itself. The error of a background save is raised by the next save."""
     errors = two_ranks.run(cases.accelerate_saves, str(tmp_path), asynchronous, version)
     assert errors[0] == errors[1]
     assert len(errors[0]) == 1

@@ -224,7 +224,7 @@ def test_adapters_alone_are_loaded(two_ranks: Ranks, tmp_path: Path, other: Layo
     assert "FSDP-E421" in result["refused"]
 
 
-def test_uneven_optimizer_state_is_kept_per_parameter(two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path) -> None:
+def test_different_steps_per_parameter_are_loaded(two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(write_uneven_state, str(tmp_path), FSDP2)
     for layout in (FSDP2, FSDP1, HYBRID1):
         ranks = four_ranks.run(read_uneven_state, str(tmp_path), layout)

@@ -43,12 +43,12 @@ def check_run(path: Path, ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("config", ON_TWO, ids=lambda config: config.stem)
-def test_config_trains_as_one_process(two_ranks: Ranks, config: Path) -> None:
+def test_config_matches_single_process(two_ranks: Ranks, config: Path) -> None:
     check_run(config, two_ranks)
 
 
 @pytest.mark.parametrize("config", ON_FOUR, ids=lambda config: config.stem)
-def test_hybrid_config_trains_as_one_process(four_ranks: Ranks, config: Path) -> None:
+def test_hybrid_config_matches_single_process(four_ranks: Ranks, config: Path) -> None:
     check_run(config, four_ranks)
 
 

@@ -53,14 +53,14 @@ def test_setting_does_not_change_results(two_ranks: Ranks, version: int, setting
 
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("loop", [{"accumulation": 2}, {"order": "first"}], ids=["accumulation", "model-first"])
-def test_loop_does_not_change_results(two_ranks: Ranks, version: int, loop: dict[str, Any]) -> None:
-    """Gradient accumulation, and a model that is prepared before its optimizer is created."""
+def test_loop_variant_matches_single_process(two_ranks: Ranks, version: int, loop: dict[str, Any]) -> None:
+    """The variants accumulate gradients, or prepare the model before the optimizer is created."""
     config = parallel_config("full_shard", version, 2)
     assert_same_training(two_ranks.run(train, "llama", config, **loop)[0], reference_of("llama"))
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_bf16_error_is_close_to_that_of_ddp(two_ranks: Ranks, version: int) -> None:
+def test_bf16_error_is_close_to_error_of_ddp(two_ranks: Ranks, version: int) -> None:
     config = {**parallel_config("full_shard", version, 2), "mixed_precision": "bf16"}
     fp32 = torch.tensor(reference_of("llama")["losses"])
     ddp = (torch.tensor(two_ranks.run(train_ddp_bf16, "llama")[0]) - fp32).abs().max().item()

@@ -50,7 +50,7 @@ def case(two_ranks: Ranks, request: pytest.FixtureRequest) -> Case:
     return Case(version=version, run=run, expected=reference_of(family))
 
 
-def test_family_trains_as_in_one_process(case: Case) -> None:
+def test_family_matches_single_process(case: Case) -> None:
     assert case.run["losses"] == pytest.approx(case.expected["losses"][:NUM_STEPS], rel=RELATIVE)
     assert case.run["norms"] == pytest.approx(case.expected["norms"][:NUM_STEPS], rel=RELATIVE)
     assert_close(case.run["saved"], case.expected["saved"])

@@ -133,7 +133,7 @@ def test_layer_classes_as_list_or_with_blanks_are_applied(report_of: ReportOf, v
     ("key", "meant"),
     [("fsdp_offload_param", "fsdp_offload_params"), ("reshard_after_foward", "reshard_after_forward")],
 )
-def test_misspelt_key_is_refused_with_suggestion(report_of: ReportOf, key: str, meant: str) -> None:
+def test_misspelled_key_is_refused_with_suggestion(report_of: ReportOf, key: str, meant: str) -> None:
     with pytest.raises(RankError, match=f"unknown key '{key}'.*{meant}"):
         report_of(fsdp_version=2, **{key: "true"})
 

@@ -53,7 +53,7 @@ def test_module_runs_with_the_working_directory_on_path(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, f"__main__ pack ['--epochs', '3'] {tmp_path}\n"), done.stderr
 
 
-def test_script_names_exist_in_exit_handlers(tmp_path: Path) -> None:
+def test_globals_of_script_exist_in_exit_handlers(tmp_path: Path) -> None:
     text = "import atexit, pickle\nclass A: pass\natexit.register(lambda: print(pickle.loads(pickle.dumps(A()))))"
     done = launch_script(tmp_path, text, "--num_processes", "1")
     assert "__main__.A object" in done.stdout, done.stderr
@@ -149,7 +149,7 @@ def test_syntax_error_shows_file_and_line(tmp_path: Path) -> None:
     assert 'train.py", line 1' in done.stderr
 
 
-def test_rank_with_a_lost_connection_is_one_line(tmp_path: Path) -> None:
+def test_lost_connection_is_reported_in_one_line(tmp_path: Path) -> None:
     text = """
         import torch
         import torch.distributed as dist

@@ -77,7 +77,7 @@ def test_optimizer_created_before_wrapping_is_refused(two_ranks: Ranks, version:
         two_ranks.run(cases.train_wrapped_by_author, "simple", config_of(version), version, "before wrapping", use_orig)
 
 
-def test_use_orig_accepts_optimizer_created_before_wrapping(two_ranks: Ranks) -> None:
+def test_use_orig_params_accepts_optimizer_created_before_wrap(two_ranks: Ranks) -> None:
     run = two_ranks.run(cases.train_wrapped_by_author, "simple", config_of(1), 1, "before wrapping", True)[0]
     assert_same_training(run, reference_of("simple"))
 
@@ -100,7 +100,7 @@ def test_frozen_parameters_keep_their_values(two_ranks: Ranks, version: int, use
     assert "params.use_orig" not in differing(run["report"]) or version == 2
 
 
-def test_partly_frozen_unit_is_refused_without_use_orig(two_ranks: Ranks) -> None:
+def test_partly_frozen_unit_is_refused_without_use_orig_params(two_ranks: Ranks) -> None:
     with pytest.raises(RankError, match=r"(?s)model\.embed_tokens\.weight.*FSDP-E222"):
         train_model(two_ranks, "embeddings", config_of(1, fsdp_use_orig_params=False))
 

@@ -188,7 +188,9 @@ def test_units_are_the_same_after_first_forward(two_ranks: Ranks, version: int) 
     ("version", "use_orig", "cleared"),
     [(1, True, "alive"), (1, False, "optimizer step"), (2, True, "optimizer step")],
 )
-def test_gradient_bytes_have_three_sources(two_ranks: Ranks, version: int, use_orig: bool, cleared: str) -> None:
+def test_gradient_bytes_are_equal_for_all_three_sources(
+    two_ranks: Ranks, version: int, use_orig: bool, cleared: str
+) -> None:
     config = config_of(version, fsdp_use_orig_params=use_orig)
     for computed, alive, recorded in two_ranks.run(cases.gradient_sources, config):
         assert [computed[1], alive[1], recorded[1]] == ["trainable shards", "alive", cleared]

@@ -29,7 +29,7 @@ class Recorder:
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_collectives_are_those_of_torch(name: str):
+def test_collectives_match_torch(name: str):
     assert dist.Backend.default_device_backend_map[name] == DEVICES[name].collectives
 
 
@@ -76,7 +76,7 @@ def test_cpu_rng_state_can_be_restored():
 
 
 @pytest.mark.parametrize(("found", "expected"), [(None, "cpu"), ("mps", "cpu"), ("cuda", "cuda"), ("npu", "npu")])
-def test_accelerator_type_is_that_of_torch(found: str | None, expected: str, monkeypatch: pytest.MonkeyPatch):
+def test_accelerator_type_matches_torch(found: str | None, expected: str, monkeypatch: pytest.MonkeyPatch):
     accelerator = None if found is None else SimpleNamespace(type=found)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: accelerator)
     assert devices.accelerator_type() == expected

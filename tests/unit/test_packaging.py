@@ -33,7 +33,7 @@ def test_every_imported_library_is_declared() -> None:
     assert declared - third_party == {"datasets"}  # for scripts and users; the package itself does not import it
 
 
-def test_one_minimum_python_version_everywhere() -> None:
+def test_minimum_python_version_is_the_same_everywhere() -> None:
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
     minimum = _setup()["options"]["python_requires"].removeprefix(">=")
     classifiers = re.findall(r"Python :: (3\.\d+)", _setup()["metadata"]["classifiers"])

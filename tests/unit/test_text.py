@@ -27,7 +27,7 @@ from hf_fsdp_plugin.text import (
         (2 * 10**18, "2000 PB", "1818989.4 TiB"),
     ],
 )
-def test_format_bytes_decimal_and_binary(num_bytes, decimal, binary):
+def test_format_bytes_uses_decimal_or_binary_units(num_bytes, decimal, binary):
     assert (format_bytes(num_bytes), format_bytes(num_bytes, binary=True)) == (decimal, binary)
 
 
@@ -50,7 +50,7 @@ def test_format_table_aligns_columns():
     assert format_table(rows, right={1}).splitlines()[1:] == ["a        10  kept", "bcdef     9"]
 
 
-def test_plural_one_and_many():
+def test_plural_depends_on_count():
     assert [plural(n, "rank") for n in (0, 1, 2, 1024)] == ["0 ranks", "1 rank", "2 ranks", "1,024 ranks"]
     assert plural(2, "entry", "entries") == "2 entries"
 

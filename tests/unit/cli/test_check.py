@@ -77,7 +77,7 @@ def test_problem_text_has_place_setting_and_code(capsys, config):
     assert err.startswith(f"{config}:5: wrap.classes: 'A B' ") and "A, B." in err and err.count("\n") == 1
 
 
-def test_fsdp_words_and_fsdp_config_flags(capsys, config):
+def test_fsdp_and_fsdp_config_flags_are_read(capsys, config):
     code, result = check(capsys, "--fsdp", "full_shard auto_wrap", "--fsdp-config", '{"offload_params": true}')
     assert code == 0
     offload = {"value": True, "origin": "TrainingArguments fsdp_config:1 offload_params=true"}

@@ -23,7 +23,7 @@ def inspect_json(hf_fsdp):
     return run
 
 
-def test_checkpoint_with_manifest(local, inspect_json):
+def test_checkpoint_with_manifest_is_described(local, inspect_json):
     code, found = inspect_json(local)
     files = found.pop("files")
     assert code == 0 and found == {
@@ -34,7 +34,7 @@ def test_checkpoint_with_manifest(local, inspect_json):
     assert files == {path.relative_to(local).as_posix(): path.stat().st_size for path in local.rglob("*.*")}
 
 
-def test_stock_checkpoint(stock, inspect_json):
+def test_stock_checkpoint_is_described(stock, inspect_json):
     code, found = inspect_json(stock)
     model = saved.tiny_llama()
     elements = sum(parameter.numel() for parameter in model.parameters())
@@ -58,7 +58,7 @@ def test_moved_part_is_shown_alone(stock, tmp_path, inspect_json):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_hugging_face_folder(tmp_path, tied, inspect_json):
+def test_hugging_face_folder_is_described(tmp_path, tied, inspect_json):
     model = saved.tiny_llama(tied=tied).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     code, found = inspect_json(tmp_path)
@@ -68,7 +68,7 @@ def test_hugging_face_folder(tmp_path, tied, inspect_json):
     assert found["versions"].keys() == {"transformers"}
 
 
-def test_full_state_dict_of_accelerate(tmp_path, inspect_json):
+def test_full_state_dict_of_accelerate_is_described(tmp_path, inspect_json):
     model = saved.tiny_llama(tied=True)
     torch.save(model.state_dict(), tmp_path / "pytorch_model_fsdp.bin")
     code, found = inspect_json(tmp_path)
@@ -208,7 +208,7 @@ def test_finished_run_shows_model_and_checkpoints(local, tmp_path, hf_fsdp):
     assert code == 0 and out.startswith(f"{tmp_path}: complete") and "\ncheckpoint-20 " in out and "0_rank0" not in out
 
 
-def test_world_size_of_a_single_rank(stock):
+def test_world_size_of_single_rng_file_is_1(stock):
     (stock / "rng_state_1.pth").unlink()
     (stock / "rng_state_0.pth").rename(stock / "rng_state.pth")
     assert summarize(stock).world_size == 1

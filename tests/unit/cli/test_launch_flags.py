@@ -96,7 +96,7 @@ def test_launch_without_a_config_is_a_note(hf_fsdp: Callable, folder: Path, monk
     assert code == 0 and "[FSDP-N713]" not in err
 
 
-def test_hyphens_equals_signs_and_scripts_without_suffix() -> None:
+def test_hyphens_equals_signs_and_any_suffix_are_accepted() -> None:
     parsed = parse_launch_arguments(["--num-processes=1", "--mixed-precision=no", "--same_network", "--DEBUG", "train"])
     assert parsed.command_line == ("--num_processes=1", "--mixed_precision=no", "--same_network=true", "--debug=true")
     assert (parsed.script, parsed.options) == ("train", {})
@@ -112,7 +112,7 @@ def test_arguments_after_the_script_are_unchanged() -> None:
         parse_launch_arguments(["--learning_rate", "1", "train.py"])
 
 
-def test_handover_roundtrip_and_invalid_variable() -> None:
+def test_handover_round_trips_and_refuses_invalid_text() -> None:
     config = ConfigFile(path=Path("/a/b.yaml"), shown="b.yaml")
     sources = Sources(config=config, command_line=("--cpu=true",), overrides=("a=b",), environ={"A": "ü"})
     written = LaunchHandover(sources=sources, quiet=True, report="/a/report.json")

@@ -47,5 +47,5 @@ def test_model_without_units_differs_in_every_section() -> None:
 @pytest.mark.parametrize(
     ("value", "text"), [(True, "true"), ((), "nothing"), (["a", "b"], "a, b"), (None, ""), (2, "2")]
 )
-def test_format_value(value: Any, text: str) -> None:
+def test_value_is_formatted_for_the_table(value: Any, text: str) -> None:
     assert format_value(value) == text

@@ -50,7 +50,7 @@ def apply(plan: FsdpPlan, model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - REFUSED_BY_TORCH))
-def test_fsdp2_units_are_accelerates(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fsdp2_units_match_accelerate(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # Accelerate's plugin writes this variable
     classes = FAMILIES[family].layers
     model = FAMILIES[family].build()
@@ -83,7 +83,7 @@ def test_planned_units_train_like_the_unsharded_model(family: str, own_classes: 
 
 @pytest.mark.parametrize("threshold", [1_000, 5_000, 9_000])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral", "vit"])
-def test_size_policy_selects_torchs_modules(family: str, threshold: int) -> None:
+def test_size_policy_selects_same_modules_as_torch(family: str, threshold: int) -> None:
     model = FAMILIES[family].build()
     if family == "gpt2":  # without the tie, which FSDP1 would break
         model.lm_head = nn.Linear(32, 96, bias=False)

@@ -25,7 +25,7 @@ def assert_each_parameter_is_owned_once(plan: FsdpPlan, model: nn.Module) -> Non
 
 
 @ALL
-def test_version_2_units_with_the_recommended_classes(family: str) -> None:
+def test_recommended_classes_select_expected_units(family: str) -> None:
     model = on_meta(family)
     plan = planned(wrapping(*FAMILIES[family].layers), model)
     assert tuple(unit.name for unit in plan.units) == (*FAMILIES[family].units, "")
@@ -43,7 +43,7 @@ def test_version_1_wraps_only_the_layers_and_the_root(family: str) -> None:
 
 @ALL
 @pytest.mark.parametrize("version", [1, 2])
-def test_without_classes_the_models_own_layers_are_wrapped(family: str, version: int) -> None:
+def test_declared_layers_are_wrapped_without_classes(family: str, version: int) -> None:
     model = on_meta(family)
     plan = planned(wrapping(version=version), model)
     assert set(FAMILIES[family].layers) <= {unit.class_name for unit in plan.units}
@@ -74,7 +74,7 @@ def test_norm_and_head_stay_gathered_after_forward() -> None:
     assert [unit.name for unit in plan.units if not unit.reshard_after_forward] == ["model.norm + lm_head", ""]
 
 
-def test_layer_owns_its_experts() -> None:
+def test_unit_of_moe_layer_contains_experts() -> None:
     plan = planned(wrapping("MixtralDecoderLayer"), on_meta("mixtral"))
     layer = next(unit for unit in plan.units if unit.name == "model.layers.0")
     assert any("experts" in name for name in layer.parameters)

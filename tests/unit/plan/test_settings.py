@@ -38,7 +38,7 @@ def refusal(code: str, model: nn.Module | None = None, *, device_type: str = "cp
     return refused(code, replace(wrapping(), **sections), model or on_meta("llama"), device_type=device_type)
 
 
-def test_without_mixed_precision_nothing_is_cast() -> None:
+def test_nothing_is_cast_without_mixed_precision() -> None:
     plan = plan_of()
     assert plan.precision == PrecisionPlan(
         param="unchanged", reduce="fp32", output="unchanged", buffer="unchanged", master="unchanged"

@@ -62,7 +62,7 @@ def test_base_class_selects_subclasses() -> None:
     assert units_of(wrapping("WideBlock"), model) == ["blocks.3", ""]
 
 
-def test_absent_class_is_refused_with_the_models_classes() -> None:
+def test_error_about_absent_class_lists_the_models_classes() -> None:
     origin = Origin(source="fsdp.yaml", line=14, spelling="x", text="y")
     spec = replace(wrapping("LamaDecoderLayer"), origins={"wrap.classes": origin})
     problem = refused("FSDP-E214", spec, on_meta("llama"))
@@ -73,14 +73,14 @@ def test_absent_class_is_refused_with_the_models_classes() -> None:
     assert "LlamaDecoderLayer" in problem.fix
 
 
-def test_class_of_another_model_is_refused_with_the_models_layer() -> None:
+def test_error_about_absent_class_names_the_models_layers() -> None:
     problem = refused("FSDP-E214", wrapping("BertLayer"), on_meta("gpt2"))
     assert "GPT2LMHeadModel has no module of class 'BertLayer'" in problem.message
     assert "GPT2Block ×2" in problem.message
     assert "GPT2Block" in problem.fix
 
 
-def test_absent_classes_beside_a_present_one_are_one_warning() -> None:
+def test_absent_classes_next_to_present_one_give_one_warning() -> None:
     classes = ("LlamaDecoderLayer", "CLIPEncoderLayer", "ViTLayer")
     problems = planned(wrapping(*classes), on_meta("llama")).problems
     assert [(p.code, p.setting) for p in problems] == [("FSDP-W213", "wrap.classes")]
@@ -125,7 +125,7 @@ def test_size_policy_does_not_split_attention() -> None:
     assert units_of(sized(100), nn.Sequential(model)) == ["0.mlp", ""]
 
 
-def test_without_a_policy_the_root_is_the_only_unit() -> None:
+def test_root_is_the_only_unit_without_a_policy() -> None:
     plan = planned(FsdpSpec(), on_meta("llama"))
     assert [unit.name for unit in plan.units] == [""]
     assert [(p.code, p.setting) for p in plan.problems] == [("FSDP-W218", "wrap.policy")]
@@ -222,7 +222,7 @@ def test_size_policy_keeps_tied_embeddings_in_one_unit(version: int) -> None:
     assert ("lm_head" in holders[0].modules) == (version == 2)
 
 
-def test_layer_owns_the_embedding_inside_it() -> None:
+def test_unit_of_layer_contains_embedding_inside_it() -> None:
     assert units_of(wrapping("LlamaModel"), on_meta("llama")) == ["model", "lm_head", ""]
 
 

@@ -45,7 +45,7 @@ def test_other_program_is_not_launcher(words):
     assert launch_line(words) is None
 
 
-def test_default_file_without_config_file_flag(tmp_path):
+def test_default_file_is_read_without_config_file_flag(tmp_path):
     folder = tmp_path / "hf" / "accelerate"
     folder.mkdir(parents=True)
     (folder / "default_config.json").write_text("{}")
@@ -59,7 +59,7 @@ def test_default_file_without_config_file_flag(tmp_path):
     assert default is not None and default.path == folder / "default_config.yaml"
 
 
-def test_default_file_without_visible_launcher(assess, tmp_path):
+def test_default_file_is_read_without_visible_launcher(assess, tmp_path):
     folder = tmp_path / "accelerate"
     folder.mkdir()
     (folder / "default_config.yaml").write_text("fsdp_config:\n  fsdp_limit_all_gathers: false\n")

@@ -182,7 +182,7 @@ def test_training_script_file_names_fsdp_config_file(assess, codes, tmp_path):
 
 
 @pytest.mark.parametrize(("value", "expected"), [("maybe", ["FSDP-E024"]), ("true", []), ("auto", []), ("no", [])])
-def test_precision_flag_is_bool(codes, value, expected):
+def test_precision_flag_must_be_bool(codes, value, expected):
     assert codes({"base_model": "m", "fsdp_version": 2, "bf16": value}) == expected
 
 

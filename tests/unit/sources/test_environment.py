@@ -41,7 +41,7 @@ def test_unknown_variable_is_warning_with_suggestion(problems):
 
 
 @pytest.mark.parametrize(("value", "expected"), [("maybe", ["FSDP-E036"]), ("true", []), ("false", []), ("", [])])
-def test_use_fsdp_variable_is_bool(codes, value, expected):
+def test_use_fsdp_variable_must_be_bool(codes, value, expected):
     assert codes(environ={"ACCELERATE_USE_FSDP": value}) == expected
 
 

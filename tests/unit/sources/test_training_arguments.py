@@ -10,7 +10,7 @@ from transformers.trainer_utils import FSDPOption
 CONFIG = {"fsdp_transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "backward_prefetch": "backward_post"}
 
 
-def test_fsdp_config_is_dict_path_or_json(assess, tmp_path):
+def test_fsdp_config_may_be_dict_path_or_json(assess, tmp_path):
     (tmp_path / "c.json").write_text(json.dumps(CONFIG))
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(CONFIG))
     (tmp_path / "whole.json").write_text(json.dumps({"distributed_type": "FSDP", "fsdp_config": CONFIG}))

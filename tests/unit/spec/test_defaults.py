@@ -24,7 +24,7 @@ def test_highest_source_with_fsdp_selects_dialect(assess):
     assert assess(environ={"ACCELERATE_USE_FSDP": "true"}).spec.fsdp.version == 1
 
 
-def test_common_defaults(assess):
+def test_minimal_config_has_documented_defaults(assess):
     spec = assess({"distributed_type": "FSDP"}).spec
     assert spec.sharding.strategy == "full_shard"
     assert spec.checkpoint.state_dict == "sharded"
@@ -102,7 +102,7 @@ def test_strategy_follows_reshard_and_mesh(assess, section, strategy, codes, ver
         {"fsdp_sharding_strategy": 4, "fsdp_reshard_after_forward": "SHARD_GRAD_OP"},
     ],
 )
-def test_strategy_and_reshard_conflict(codes, section):
+def test_strategy_that_conflicts_with_reshard_is_error(codes, section):
     (code,) = codes({"fsdp_config": section})
     assert code == ("FSDP-E102" if section["fsdp_reshard_after_forward"] == "SHARD_GRAD_OP" else "FSDP-E107")
 

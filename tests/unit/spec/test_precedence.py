@@ -49,7 +49,7 @@ def test_equal_values_in_one_source_are_note(codes, section):
     assert codes({"fsdp_config": section}, severity="note") == ["FSDP-N104"]
 
 
-def test_training_arguments_and_plugin_object_are_one_level(codes):
+def test_training_arguments_and_plugin_have_equal_precedence(codes):
     assert codes(fsdp="full_shard", plugin_object={"reshard_after_forward": False}) == ["FSDP-E107"]
     assert codes({"fsdp_config": {"fsdp_sharding_strategy": 1}}, plugin_object={"reshard_after_forward": False}) == []
 

@@ -54,8 +54,8 @@ def test_tied_weights_are_stored_once(tmp_path):
     assert verify(tmp_path).ok
 
 
-def test_old_names_of_a_hugging_face_folder_are_known(tmp_path):
-    """Experts are stored separately, and are one parameter in the model."""
+def test_unfused_experts_match_the_fused_parameter(tmp_path):
+    """A Hugging Face folder stores each expert separately. The model has one parameter for all experts."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(

@@ -41,7 +41,7 @@ def test_truncated_stock_file_is_found(stock, length):
     assert any("__0_0.distcp" in text and text.endswith("[FSDP-E453]") for text in errors(verdict))
 
 
-def test_flipped_byte_of_another_file_is_found(stock):
+def test_flipped_byte_in_scheduler_file_is_found(stock):
     entry = next(iter(stored_entries(stock / "scheduler.pt")))
     saved.flip(stock / "scheduler.pt", entry.start)
     assert "scheduler.pt: bytes" in only_error(stock, "FSDP-E471")

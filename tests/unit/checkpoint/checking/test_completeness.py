@@ -68,7 +68,7 @@ def test_staging_folder_is_incomplete(tmp_path, stock_once):
         ("pytorch_model_fsdp_0/__0_0.distcp", "FSDP-E457"), ("optimizer_0/__0_0.distcp", "FSDP-E457"),
     ],
 )  # fmt: skip
-def test_stock_checkpoint_without_required_file(stock, file, code):
+def test_stock_checkpoint_without_required_file_is_incomplete(stock, file, code):
     (stock / file).unlink()
     assert codes(stock) == [code] and file.rpartition("/")[2] in (why_incomplete(stock) or "")
 
@@ -80,7 +80,7 @@ PARTS = [
 
 @pytest.mark.parametrize("file", ["trainer_state.json", "scheduler.pt", "rng_state_1.pth", *PARTS])
 @pytest.mark.parametrize("keep", [0.0, 0.5, 0.9])
-def test_stock_checkpoint_with_truncated_file(stock, file, keep):
+def test_stock_checkpoint_with_truncated_file_is_incomplete(stock, file, keep):
     path = stock / file
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
     assert codes(stock) == ["FSDP-E453"] and file.rpartition("/")[2] in (why_incomplete(stock) or "")
@@ -97,7 +97,7 @@ def test_checkpoint_without_optimizer_is_complete(stock):
     assert why_incomplete(stock) is None
 
 
-def test_accelerate_checkpoint_ends_with_random_state(tmp_path, stock_once):
+def test_accelerate_checkpoint_requires_random_state(tmp_path, stock_once):
     folder = Path(shutil.copytree(stock_once, tmp_path / "checkpoint_3"))
     (folder / "trainer_state.json").unlink()
     assert codes(folder) == ["FSDP-E452"] and "random_states_0.pkl" in (why_incomplete(folder) or "")
@@ -131,7 +131,7 @@ def test_newest_complete_checkpoint_is_found(tmp_path):
     assert "trainer_state.json" in skipped[0][1] and MANIFEST_NAME in skipped[1][1]
 
 
-def test_run_without_complete_checkpoint(tmp_path):
+def test_none_is_found_without_complete_checkpoint(tmp_path):
     (tmp_path / "checkpoint-1").mkdir()
     found, skipped = newest_complete(tmp_path)
     assert found is None and [path.name for path, _ in skipped] == ["checkpoint-1"]
@@ -145,7 +145,7 @@ def test_checkpoints_are_found_by_prefix(tmp_path):
     assert [path.name for path in numbered_checkpoints(tmp_path, "checkpoint-")] == ["checkpoint-1"]
 
 
-def test_part_belongs_to_the_checkpoint_around_it(local, stock, tmp_path):
+def test_part_belongs_to_enclosing_checkpoint(local, stock, tmp_path):
     assert checkpoint_of(local / "optimizer_local") == local
     assert checkpoint_of(stock / "pytorch_model_fsdp_0") == stock
     assert checkpoint_of(stock) == stock
@@ -153,7 +153,7 @@ def test_part_belongs_to_the_checkpoint_around_it(local, stock, tmp_path):
     assert checkpoint_of(alone) == alone
 
 
-def test_inner_checkpoints_are_not_own_files(local, tmp_path):
+def test_files_of_nested_checkpoints_are_not_own_files(local, tmp_path):
     (tmp_path / ".checkpoint-30.saving").mkdir()
     (tmp_path / ".checkpoint-30.saving" / "a").touch()
     (tmp_path / "config.json").write_text(json.dumps({}))

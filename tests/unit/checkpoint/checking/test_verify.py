@@ -31,7 +31,7 @@ def test_all_bytes_of_a_checkpoint_are_verified(local):
     assert (verdict.num_files, verdict.num_bytes) == (len(sizes), sum(sizes))
 
 
-def test_list_of_damaged_files_is_complete(local):
+def test_all_damaged_files_are_listed(local):
     assert sorted(path.relative_to(local).as_posix() for path in local.rglob("*") if path.is_file()) == FILES
 
 
@@ -95,7 +95,7 @@ def test_missing_file_is_found_with_its_tensors(local, file):
     assert ("embed.weight, norm.weight." in text) == file.endswith("safetensors")
 
 
-def test_folder_in_place_of_a_file_is_a_missing_file(local):
+def test_folder_with_name_of_file_is_a_missing_file(local):
     (local / FILES[5]).unlink()
     (local / FILES[5]).mkdir()
     assert "trainer_state.json: " in only_error(local, "FSDP-E457")
@@ -146,7 +146,7 @@ def test_tensor_with_missing_elements_is_reported(local):
     assert "4 elements of 1 tensor are in none of the files: embed.weight." in only_error(local, "FSDP-E458")
 
 
-def test_part_leads_to_its_checkpoint(local):
+def test_whole_checkpoint_is_verified_when_given_a_part(local):
     saved.flip(local / FILES[5], 3)
     verdict = verify(local / "pytorch_model_fsdp_local")
     assert verdict.checkpoint == local and "trainer_state.json" in errors(verdict)[0]

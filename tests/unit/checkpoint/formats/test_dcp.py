@@ -140,7 +140,7 @@ def test_truncated_file_is_refused_with_its_size(saved: Path) -> None:
         read_stored_model(saved)
 
 
-def test_unfinished_save_is_not_a_folder_without_a_model(saved: Path) -> None:
+def test_unfinished_save_is_not_reported_as_missing_model(saved: Path) -> None:
     (saved / "pytorch_model_fsdp_0" / ".metadata").unlink()
     with pytest.raises(CheckpointError, match=r"pytorch_model_fsdp_0: .*\.metadata.*FSDP-E452"):
         read_stored_model(saved)
@@ -166,7 +166,7 @@ def test_invalid_metadata_is_refused(saved: Path, edit: Callable[[Metadata], Any
         read_stored_model(saved)
 
 
-def test_other_pickle_as_metadata_is_refused(saved: Path) -> None:
+def test_metadata_with_another_object_is_refused(saved: Path) -> None:
     (saved / "pytorch_model_fsdp_0" / ".metadata").write_bytes(pickle.dumps({"a": 1}))
     with pytest.raises(CheckpointError, match=r"a dict instead of Metadata.*FSDP-E453"):
         read_stored_model(saved)

@@ -38,7 +38,7 @@ OTHER_JSON = ["", "{", "no", '{"format": ' + "[" * 100_000, "\x00", '"text"', "[
 
 
 @pytest.mark.parametrize("data", [*(text.encode() for text in OTHER_JSON), b'{"format": "\xff\xfe"}'])
-def test_other_file_than_a_manifest_is_refused(tmp_path, data):
+def test_file_that_is_not_a_manifest_is_refused(tmp_path, data):
     (tmp_path / MANIFEST_NAME).write_bytes(data)
     with pytest.raises(CheckpointError, match=r"fsdp_manifest\.json: .*FSDP-E463"):
         read_manifest(tmp_path)
@@ -52,7 +52,7 @@ def test_other_file_than_a_manifest_is_refused(tmp_path, data):
         ({"hash": "md5"}, '"md5"'),
     ],
 )
-def test_other_version_or_hash_is_refused(tmp_path, tree, changed, detail):
+def test_unsupported_version_or_hash_is_refused(tmp_path, tree, changed, detail):
     write(tmp_path, tree | changed)
     with pytest.raises(CheckpointError, match=f"{detail}.*FSDP-E465"):
         read_manifest(tmp_path)

@@ -127,7 +127,7 @@ def test_adapter_keeps_its_names(tmp_path: Path, out: Path) -> None:
     assert_same(read(out), adapter)
 
 
-def test_reads_are_at_most_one_buffer(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_read_fits_in_one_buffer(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     large = {"weight": numpy.arange(90 * 101, dtype="<f4").reshape(90, 101)}
     folder = save(tmp_path / "ck", large)
     sizes = []

@@ -24,7 +24,7 @@ def index_of(**tensors: tuple[str, tuple[int, ...], int]) -> StoredModel:
     return StoredModel(Path("run"), "dcp", found)
 
 
-def test_names_of_the_same_bytes_are_written_once() -> None:
+def test_names_that_share_bytes_are_written_once() -> None:
     index = index_of(lm_head__weight=("float32", (4, 2), 0), model__embed__weight=("float32", (4, 2), 0))
     plan = plan_merge(index, [], dtype=None, max_shard_size=GB)
     assert dict(plan.aliases) == {"lm_head.weight": "model.embed.weight"}
@@ -43,7 +43,7 @@ def test_empty_tensors_are_not_tied() -> None:
     assert dict(plan_merge(index, [], dtype=None, max_shard_size=GB).aliases) == {}
 
 
-def test_only_floating_point_is_converted() -> None:
+def test_only_floating_point_tensors_are_converted() -> None:
     index = index_of(a__w=("float32", (2,), 0), b__w=("int64", (2,), 8), c__w=("float8_e4m3fn", (2,), 24))
     plan = plan_merge(index, [], dtype="bfloat16", max_shard_size=GB)
     assert dict(plan.dtypes) == {"a.w": "bfloat16", "b.w": "int64", "c.w": "float8_e4m3fn"}
@@ -54,7 +54,7 @@ def test_checkpoint_without_tensors_is_refused() -> None:
         plan_merge(StoredModel(Path("run"), "dcp", {}), [], dtype=None, max_shard_size=GB)
 
 
-def test_output_layer_of_embedding_shape_may_be_tied() -> None:
+def test_output_layer_shaped_like_embedding_is_a_likely_tie() -> None:
     index = index_of(
         embed__weight=("float32", (4, 2), 0),
         other__weight=("float32", (2, 4), 32),

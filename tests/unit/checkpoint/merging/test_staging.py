@@ -94,7 +94,7 @@ def test_concurrent_merge_is_refused(checkpoint: Path, out: Path) -> None:
     merge(checkpoint, out, MergeOptions())
 
 
-def test_both_output_folders_of_an_interrupt_are_kept(checkpoint: Path, out: Path) -> None:
+def test_old_and_new_output_are_kept_after_interrupt(checkpoint: Path, out: Path) -> None:
     for folder in (out, replaced_path(out)):
         folder.mkdir()
         (folder / "mine").write_text("mine")

@@ -90,7 +90,7 @@ def test_close_waits_for_the_save_in_flight(manager: CheckpointManager, tmp_path
 def test_checkpoint_stays_if_its_replacement_fails(
     manager: CheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The commit has renamed the earlier checkpoint, and its second rename fails."""
+    """The commit renames the earlier checkpoint, and then fails to rename the new one."""
     final, rename = tmp_path / "checkpoint", Path.rename
 
     def failing(path: Path, target: Any) -> Path:
