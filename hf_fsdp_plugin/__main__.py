@@ -1,4 +1,5 @@
-"""``python -m hf_fsdp_plugin``: runs a script with the plugin installed, in a rank of a stock launcher.
+"""``python -m hf_fsdp_plugin``: runs a script with the plugin installed, as a rank of ``accelerate launch`` or
+``torchrun``.
 
 ::
 

@@ -1,1 +1,1 @@
-"""Plan -> sharded model. Each backend is one file with one function, ``apply_…(plan, model, device)``."""
+"""Shards a model according to a plan. Each backend is one file with one function, ``apply_…(plan, model, device)``."""

@@ -40,7 +40,7 @@ class ActivationOffload(ActivationWrapper):
 
 
 def _save_every_second_matmul() -> Any:
-    """A context for selective checkpointing: saves attention and every second matmul, recomputes everything else.
+    """Context of selective checkpointing: save attention and every second matmul, and recompute everything else.
 
     Matmuls are the expensive part of a recompute. Saving half of them is the usual compromise (as in torchtitan).
     """
@@ -50,7 +50,7 @@ def _save_every_second_matmul() -> Any:
         if op in ATTENTION_OPS:
             return CheckpointPolicy.MUST_SAVE
         if op in _MATMULS:
-            # Forward and recompute have separate counters, so that both make the same decision for a matmul.
+            # Forward and recompute have separate counters, so that both make the same decision for each matmul.
             seen[context.is_recompute] += 1
             if seen[context.is_recompute] % 2:
                 return CheckpointPolicy.MUST_SAVE
@@ -62,9 +62,9 @@ def _save_every_second_matmul() -> Any:
 def apply_activation_checkpointing(plan: FsdpPlan, model: nn.Module) -> None:
     """Wrap each unit of the wrap policy in place, before sharding.
 
-    FSDP(checkpoint(layer)) gathers a unit's parameters once for recompute and backward, checkpoint(FSDP(layer)) twice.
-    The random state is restored for the recompute. Accelerate does not restore it under FSDP2, so that dropout draws
-    other random numbers in the recompute than in the forward.
+    ``FSDP(checkpoint(layer))`` gathers a unit's parameters once for recompute and backward; ``checkpoint(FSDP(layer))``
+    gathers them twice. The random state is restored for the recompute. Accelerate does not restore it under FSDP2, so
+    dropout draws different random numbers in the forward and in the recompute.
     """
     activation = plan.activation
     if activation.native or activation.checkpointing == "none":

@@ -16,7 +16,7 @@ T = TypeVar("T")
 _Failure = tuple[str, str, tuple[Problem, ...]]
 """Class and message of an exception, and the problems of a :class:`SpecError`."""
 _AGREED = "_hf_fsdp_agreed"
-"""Attribute of an exception that all ranks raise. Outer blocks do not exchange it again."""
+"""Attribute that marks an exception that all ranks raise, so that outer blocks do not exchange it again."""
 
 
 def gather_objects(own: T) -> list[T]:
@@ -46,11 +46,11 @@ def same_on_all_ranks(what: str, value: str) -> None:
 
 @contextmanager
 def on_all_ranks(doing: str) -> Iterator[None]:
-    """Run the block on every rank. If it fails on some ranks, raise on all ranks and name those that failed.
+    """Run the block on every rank. If it fails on some ranks, raise on all ranks and name the failed ranks.
 
-    The only collectives in the block may be inner blocks of this kind. A rank that fails between two inner blocks
-    exchanges its failure in the next one, and then all ranks leave the outer block without another exchange. An
-    exception that is the same on all ranks is raised unchanged.
+    The block must not contain collectives other than nested ``on_all_ranks`` blocks. A rank that fails between two
+    inner blocks exchanges its failure in the next one, and then all ranks leave the outer block without another
+    exchange. An exception that is the same on all ranks is raised unchanged.
 
     Args:
         doing: what the block does, for the message, such as ``reading checkpoint-5``.
@@ -78,7 +78,7 @@ def on_all_ranks(doing: str) -> Iterator[None]:
 
 
 def _problems(rank: int, failure: _Failure, doing: str) -> list[Problem]:
-    """The problems of one rank: those of its ``SpecError``, or one for any other exception."""
+    """Return the problems of a ``SpecError``, or one problem that describes any other exception."""
     kind, text, problems = failure
     if problems:
         return [problem if problem.rank is not None else replace(problem, rank=rank) for problem in problems]

@@ -1,4 +1,4 @@
-"""The global gradient norm of any parameters of any models, sharded by either FSDP version or not sharded."""
+"""Clips gradients by their global norm, for parameters of several models, sharded by either FSDP version or not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_plugin.torch_private import fsdp1
 from hf_fsdp_plugin.torch_private.functions import scale_tensors, tensor_norms
 
-# As in torch's clip_grads_with_norm_.
+# The same constant as in torch's clip_grads_with_norm_.
 _EPSILON = 1e-6
 
 
@@ -61,7 +61,7 @@ def clip_grad_norm(
 
 
 def _by_device(groups: Iterable[_Group]) -> dict[torch.device, list[torch.Tensor]]:
-    """Device -> its gradients, so that each device needs one kernel launch instead of one per gradient."""
+    """Group gradients by device, so that each device needs one kernel launch instead of one per gradient."""
     found: dict[torch.device, list[torch.Tensor]] = {}
     for group in groups:
         for gradient in group.gradients:
@@ -70,7 +70,7 @@ def _by_device(groups: Iterable[_Group]) -> dict[torch.device, list[torch.Tensor
 
 
 def _groups(models: Sequence[nn.Module], parameters: Iterable[nn.Parameter]) -> list[_Group]:
-    """Group gradients by process groups. A rank with an empty shard has no gradient but still needs the group, because
+    """Group gradients by process groups. A rank whose shard is empty has no gradient but still needs the group, because
     it must take part in the reduction.
     """
     flat = _flat_shards(models)
@@ -102,7 +102,7 @@ def _flat_shards(models: Sequence[nn.Module]) -> dict[int, tuple[tuple[dist.Proc
 
 
 def _norm(group: _Group, norm_type: float) -> torch.Tensor:
-    """The norm of a group's gradients over all ranks that have a shard of them."""
+    """Return the norm of a group's gradients, reduced over all ranks that have a shard of them."""
     device = group.device or (group.gradients[0].device if group.gradients else torch.device("cpu"))
     norm = torch.zeros((), dtype=torch.float32, device=device)
     if group.gradients:

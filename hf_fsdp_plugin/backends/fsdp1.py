@@ -61,7 +61,7 @@ def _constructor_arguments(plan: FsdpPlan, device: torch.device) -> dict[str, An
     return {
         "sharding_strategy": ShardingStrategy[strategy.torch_name],
         "device_mesh": device_mesh(plan) if strategy.is_sharded else None,
-        # The shards of CPU ranks are in CPU memory anyway, and FSDP1 would try to pin it.
+        # On the CPU, shards are in CPU memory anyway; with offload, FSDP1 would try to pin them.
         "cpu_offload": CPUOffload(offload_params=plan.offload_params and not on_cpu),
         "mixed_precision": _mixed_precision(plan),
         "backward_prefetch": _BACKWARD_PREFETCH[plan.prefetch.backward],

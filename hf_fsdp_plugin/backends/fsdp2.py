@@ -90,9 +90,9 @@ def _set_forward_prefetch(plan: FsdpPlan, model: nn.Module) -> None:
 def _set_backward_prefetch(plan: FsdpPlan, model: nn.Module) -> None:
     """Set when the all-gather of the preceding unit starts in backward.
 
-    ``pre``: during this unit's backward, which is FSDP2's default. ``none``: when the preceding unit needs it; a list
-    that contains only the unit itself disables FSDP2's default. ``post``: after this unit's gradients are computed and
-    before their reduce-scatter, so that at most one unit is gathered at a time.
+    ``pre``: during this unit's backward, which is FSDP2's default. ``none``: when the preceding unit needs its
+    parameters; a prefetch list that contains only the unit itself disables FSDP2's default. ``post``: after this unit's
+    gradients are computed and before their reduce-scatter, so that at most one unit is gathered at a time.
     """
     if plan.prefetch.backward == "pre":
         return
@@ -106,7 +106,7 @@ def _set_backward_prefetch(plan: FsdpPlan, model: nn.Module) -> None:
 
 
 def _unshard_after_backward(unit: Any, predecessor: FSDPModule) -> None:
-    """Gather ``predecessor`` when the gradient of the input of ``unit`` is computed: at the end of its backward."""
+    """Gather ``predecessor`` when the gradient of ``unit``'s input is computed, at the end of the unit's backward."""
 
     def on_input_gradient(gradient: torch.Tensor) -> None:
         predecessor.unshard(async_op=True)

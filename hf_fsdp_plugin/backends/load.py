@@ -1,8 +1,8 @@
 """Prepare parameters and buffers for sharding: allocate, broadcast from rank 0, cast.
 
 This implements ``sync_module_states`` and the second half of ``cpu_ram_efficient_loading``. One unit is broadcast at a
-time, so a rank holds at most one whole unit on its device. FSDP1's broadcast rejects CPU modules, and FSDP2 has none.
-This one works for both versions and every device type.
+time, so a rank holds at most one whole unit on its device. FSDP1's own broadcast rejects CPU modules, and FSDP2 has no
+broadcast. This broadcast works for both versions and every device type.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hf_fsdp_plugin.torch_private.modules import buffers as own_buffers
 from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
 
 BROADCAST_ATTRIBUTE = "_hf_fsdp_broadcast"
-"""Attribute of a sharded model with its :class:`BroadcastRecord`."""
+"""Attribute of a sharded model that contains its :class:`BroadcastRecord`."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -30,9 +30,9 @@ class BroadcastRecord:
     """What this rank received from rank 0.
 
     Attributes:
-        num_tensors: parameters and buffers.
-        num_filled: those that were meta tensors on this rank before.
-        checksum: over the bits of all tensors. Equal on all ranks if all received the same weights.
+        num_tensors: number of parameters and buffers.
+        num_filled: number of these that were on the meta device on this rank before the broadcast.
+        checksum: checksum of the bits of all tensors. Equal on all ranks if all received the same weights.
     """
 
     num_tensors: int = 0
@@ -44,7 +44,7 @@ class BroadcastRecord:
         if tensor.numel():
             # item() overflows for a uint64 above 2**63; its bits are valid as int64.
             bits = int(torch.hash_tensor(tensor).view(torch.int64))
-            # Rotated, because two equal tensors would cancel each other out.
+            # Rotate before each XOR: otherwise two equal tensors would leave the checksum unchanged.
             self.checksum = (self.checksum << 1 ^ self.checksum >> 63 ^ bits) & (1 << 64) - 1
 
 
@@ -145,7 +145,7 @@ def cast_to_master(plan: FsdpPlan, parameters: Iterable[nn.Parameter]) -> None:
 
 
 def cast_buffers(plan: FsdpPlan, model: nn.Module) -> None:
-    """Cast floating-point buffers in place, which FSDP1 does itself and FSDP2 does not."""
+    """Cast floating-point buffers in place under FSDP2. FSDP1 casts them itself."""
     dtype = torch_dtype(plan.precision.buffer)
     if dtype is None:
         return

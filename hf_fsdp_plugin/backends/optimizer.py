@@ -20,7 +20,7 @@ from hf_fsdp_plugin.torch_private.fsdp1 import names_in
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DetachedOptimizer:
-    """An optimizer without parameters, and the canonical names of the parameters it had in each group."""
+    """An optimizer without parameters, and the canonical names of the parameters that each group had."""
 
     optimizer: torch.optim.Optimizer
     names: tuple[tuple[str, ...], ...]

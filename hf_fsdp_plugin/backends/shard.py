@@ -14,7 +14,7 @@ from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.torch_private.modules import mark_fsdp_managed
 
 PLAN_ATTRIBUTE = "_hf_fsdp_plan"
-"""Attribute of a sharded model with its plan."""
+"""Attribute of a sharded model that contains its plan."""
 
 
 def shard(

@@ -1,4 +1,4 @@
-"""torch's dtypes and device meshes for the names in a plan."""
+"""Converts the dtype names and mesh sizes of a plan to torch's dtypes and device meshes."""
 
 from __future__ import annotations
 

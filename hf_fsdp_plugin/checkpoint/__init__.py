@@ -1,6 +1,6 @@
-"""Checkpoints: written completely or not at all, read in any world, verified byte by byte, merged.
+"""Checkpoints: atomic writing, loading with any world size, verification of every byte, and merging.
 
-Other packages import only from here, and the names of files from :mod:`hf_fsdp_plugin.checkpoint.names`. Exports are
+Other packages import only from this module, and file names from :mod:`hf_fsdp_plugin.checkpoint.names`. Exports are
 loaded on first use, so that ``hf-fsdp inspect``, ``verify`` and ``merge`` start without importing torch.
 """
 

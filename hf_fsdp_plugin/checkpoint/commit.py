@@ -1,4 +1,4 @@
-"""The commit of a finished folder: one rename, or two if the folder replaces another one. No torch."""
+"""The commit of a finished folder: one rename, or two if the folder replaces another one. Does not import torch."""
 
 from __future__ import annotations
 

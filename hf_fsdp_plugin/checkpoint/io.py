@@ -1,6 +1,6 @@
-"""File I/O for checkpoints: writes and reads that bypass the page cache, and syncs. No torch.
+"""File I/O for checkpoints: reads and writes that bypass the page cache, and syncs. Does not import torch.
 
-A write through the page cache occupies a core three to eight times as long as a direct write of the same bytes, and
+A write through the page cache uses three to eight times as much CPU time as a direct write of the same bytes, and
 evicts other data from the cache.
 """
 
@@ -20,7 +20,7 @@ PAGE = 4096
 """Alignment in bytes of direct reads and writes, in the file and in memory."""
 DIRECT = getattr(os, "O_DIRECT", 0)
 UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EPERM)
-"""Error numbers of file systems without direct I/O."""
+"""Error numbers that file systems without direct I/O return."""
 MAX_SPAN = 16 << 20
 """Maximum number of bytes in one read of elements that are not contiguous in the file."""
 _MAX_OPEN = 64
@@ -118,7 +118,7 @@ class InputFiles:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._open: OrderedDict[str, _InputFile] = OrderedDict()
-        self._block = memoryview(mmap.mmap(-1, MAX_SPAN))  # takes no memory until it is used
+        self._block = memoryview(mmap.mmap(-1, MAX_SPAN))  # uses no memory until the first read
 
     def __enter__(self) -> InputFiles:
         return self
@@ -170,7 +170,7 @@ class _InputFile:
         for attempt in (self._read_cached, self._read_directly):
             try:
                 count = attempt(offset, out)
-            except BlockingIOError:  # the next page is not in the cache
+            except BlockingIOError:  # the next page is not in the page cache
                 continue
             except OSError as error:
                 if error.errno not in UNSUPPORTED:
@@ -185,7 +185,7 @@ class _InputFile:
         return os.preadv(self._cached, [out], offset, _ONLY_CACHED)
 
     def _close_direct(self) -> None:
-        """Use the page cache from now on: the file system does not support direct reads."""
+        """Use the page cache from now on, because the file system does not support direct reads."""
         if self._direct is not None and self._direct >= 0:
             os.close(self._direct)
         self._direct = -1

@@ -1,1 +1,1 @@
-"""Checks that a checkpoint is complete and undamaged, and summaries. Only the comparison with a config uses torch."""
+"""Checks and summaries of checkpoints. Only the comparison of a checkpoint with a config imports torch."""

@@ -23,7 +23,7 @@ _REPLACE = "Replace it with the config.json of the model."
 
 
 def config_problems(stored: StoredModel, folder: Path) -> list[Problem]:
-    """Return errors for missing and unexpected names and other shapes; a note if no model can be built to compare."""
+    """Return errors for missing names, unexpected names and different shapes; a note if the model cannot be built."""
     path = folder / "config.json"
     try:
         config = read_config(folder)
@@ -67,7 +67,7 @@ def _compare(stored: StoredModel, model: Any, path: Path) -> list[Problem]:
     state = model.state_dict(keep_vars=True)
     expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
     names, merged = _loaded_names(stored, model)
-    # Tensors that Transformers merges or splits when it loads them have other shapes in the files.
+    # Tensors that Transformers merges or splits when it loads them have different shapes in the files.
     shapes = {names[name]: tensor.shape for name, tensor in stored.tensors.items() if names[name] not in merged}
     present = set(names.values())
     tied: dict[int, set[str]] = {}
@@ -92,7 +92,7 @@ def _compare(stored: StoredModel, model: Any, path: Path) -> list[Problem]:
 
 
 def _loaded_names(stored: StoredModel, model: Any) -> tuple[dict[str, str], set[str]]:
-    """Return stored name -> name in the model, and the names in the model that are merged from several stored ones.
+    """Return stored name -> name in the model, and the names in the model that are merged from several stored tensors.
 
     Hugging Face folders keep the names of the architecture's first release; other formats have the names of the model.
     """

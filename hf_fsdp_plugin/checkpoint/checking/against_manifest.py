@@ -11,9 +11,9 @@ from hf_fsdp_plugin.text import format_names, format_shape, plural
 
 
 def manifest_problems(model: StoredModel, optimizer: StoredOptimizer | None, manifest: Manifest) -> list[Problem]:
-    """Return errors for missing and unexpected names, and for other dtypes and shapes than in the manifest."""
+    """Return errors for missing names, unexpected names, and dtypes and shapes that differ from the manifest."""
     group_of = {name: tie for tie in manifest.ties for name in tie}
-    # One name of each group of tied names is enough, in the files and in the manifest.
+    # The files and the manifest need to contain only one name of each group of tied names.
     stored = {other for name in model.tensors for other in group_of.get(name, (name,))}
     known = {other for name in manifest.parameters for other in group_of.get(name, (name,))}
     missing = [name for name in manifest.parameters if name not in stored]

@@ -13,7 +13,7 @@ from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_names
 
 Progress = Callable[[str, int, int], None]
-"""Called with the step (``merge``, ``verify``), the number of bytes since the last call, and the total."""
+"""Progress callback: receives the step (``merge``, ``verify``), the bytes since the last call, and the total."""
 
 REPLACE_FILE = "Replace this file with an undamaged copy, or resume from an earlier checkpoint."
 
@@ -32,7 +32,7 @@ class ByteRange:
 def find_damaged(
     ranges: list[ByteRange], digest: Callable[[Path, int, int], str | int], progress: Progress | None
 ) -> tuple[dict[Path, list[ByteRange]], list[Problem]]:
-    """Return the ranges with another checksum, by file, and a problem for each file that cannot be read."""
+    """Return, by file, the ranges whose checksum differs, and a problem for each file that cannot be read."""
     total = sum(item.stop - item.start for item in ranges)
     damaged: dict[Path, list[ByteRange]] = {}
     unreadable: dict[Path, Problem] = {}
@@ -58,11 +58,11 @@ def find_damaged(
 
 
 def damage_problem(damaged: list[ByteRange], num_ranges: int, swapped_with: str | None = None) -> Problem:
-    """Return the problem of one file with damaged ranges, which names the tensors in them.
+    """Return a problem that reports the damaged ranges of one file and the tensors in them.
 
     Args:
         num_ranges: number of ranges of the file.
-        swapped_with: the file of the checkpoint whose checksums these bytes have.
+        swapped_with: another file of the checkpoint, whose saved checksums match the bytes of this file.
     """
     names = list(dict.fromkeys(name for item in damaged for name in item.names))
     first = f"bytes {damaged[0].start:,} to {damaged[0].stop:,}"

@@ -38,7 +38,7 @@ def is_archive(path: Path) -> bool:
 
 
 def crc_file(path: Path, start: int, stop: int) -> int:
-    """Return the CRC-32 of the bytes ``[start, stop)`` of a file, or up to its end if that is earlier."""
+    """Return the CRC-32 of the bytes ``[start, stop)`` of a file, or up to the end of the file if it is shorter."""
     crc = 0
     with path.open("rb", buffering=0) as file:
         while start < stop and (block := os.pread(file.fileno(), min(_BLOCK, stop - start), start)):

@@ -32,7 +32,7 @@ from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_names, plural
 
 _OWN_FOLDERS = (local_folder(FSDP_MODEL), local_folder(OPTIMIZER))
-"""Folders that only this package writes, always with a manifest."""
+"""Folders that only this package writes. A checkpoint that contains one has a manifest."""
 _PART = re.compile(rf"({FSDP_MODEL}|{OPTIMIZER})_(\d+|local)")
 _ARCHIVES = ("*.pt", "*.pth", "*.bin", "*.pkl")
 _RESUME_EARLIER = "Resume from an earlier checkpoint."
@@ -69,7 +69,7 @@ def newest_complete(run_folder: Path, prefix: str = TRAINER_PREFIX) -> tuple[Pat
 
 
 def numbered_checkpoints(run_folder: Path, prefix: str) -> list[Path]:
-    """Return the folders ``<prefix><number>`` in a folder, the highest number first; none if it does not exist."""
+    """Return the folders ``<prefix><number>`` in ``run_folder``, highest number first; empty if it does not exist."""
     if not run_folder.is_dir():
         return []
     pattern = re.compile(re.escape(prefix) + r"(\d+)")
@@ -86,7 +86,7 @@ def checkpoint_of(path: Path) -> Path:
 
 
 def file_problems(folder: Path, manifest: Manifest) -> list[Problem]:
-    """Return a problem for each file of the manifest that is missing or has another size."""
+    """Return a problem for each file of the manifest that is missing or has a different size."""
     problems = []
     for record in manifest.files:
         path = folder / record.path
@@ -120,14 +120,14 @@ def structure_problems(folder: Path) -> list[Problem]:
     ]
     if unfinished:
         return unfinished
-    # The readers follow every reference, and refuse those that point behind the end of a file.
+    # The readers follow every reference, and reject references beyond the end of a file.
     read_stored_model(folder)
     read_stored_optimizer(folder)
     return _archive_problems(folder) + _last_file_problems(folder)
 
 
 def own_files(folder: Path) -> Iterator[Path]:
-    """Yield the files of a checkpoint, without those of other checkpoints inside it (it may be a run's folder)."""
+    """Yield the files of a checkpoint. Skips checkpoints inside it: the folder of a run can be a checkpoint too."""
     for place, inner, files in os.walk(folder):
         inner[:] = [name for name in inner if not re.fullmatch(r"\.?checkpoint([-_]\d+.*|s)", name)]
         yield from (Path(place) / name for name in files)

@@ -54,12 +54,12 @@ class Summary:
 
     Attributes:
         format: name of the :class:`CheckpointFormat` of the model.
-        incomplete: why it cannot be used; ``None`` if it is complete.
+        incomplete: reason why the checkpoint cannot be used; ``None`` if it is complete.
         step: number of optimizer steps.
-        world_size: number of ranks that wrote it, from the manifest or the names of files.
+        world_size: number of ranks that wrote the checkpoint, from the manifest or the file names.
         parameters: name -> dtype and shape, buffers included; all names of tied parameters.
         ties: names that share one tensor.
-        state: parameter -> key -> dtype and shape, or a plain value, of the optimizer.
+        state: optimizer state: parameter -> key -> dtype and shape of a tensor, or a plain value.
         groups: the optimizer's parameter groups.
         files: path relative to the checkpoint -> size in bytes.
         manifest: ``None`` for stock checkpoints.
@@ -85,7 +85,7 @@ class Summary:
 
     @property
     def distinct(self) -> dict[str, Kind]:
-        """The parameters; of tied ones only the first."""
+        """The parameters; of each group of tied parameters, only the first."""
         again = {name for tie in self.ties for name in [name for name in tie if name in self.parameters][1:]}
         return {name: kind for name, kind in self.parameters.items() if name not in again}
 
@@ -135,7 +135,7 @@ class Summary:
 
 
 def summarize(path: Path) -> Summary:
-    """Return the summary of a checkpoint, of the one that contains the folder ``path``, or of a Hugging Face folder.
+    """Return the summary of the checkpoint or Hugging Face folder ``path``, or of the checkpoint that contains it.
 
     Raises:
         CheckpointError: there is neither a manifest nor a readable model.
@@ -199,7 +199,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _ranks(files: Iterable[str]) -> int | None:
-    """Return one more than the highest rank in a file name. Each rank saves at least a file with its random state."""
+    """Return the highest rank in a file name, plus 1. Each rank saves at least a file with its random state."""
     ranks = [int(match[1]) for file in files if (match := _RANK_IN_NAME.search(file.rpartition("/")[2]))]
     if not ranks and trainer_rng_file(None) in files:
         return 1
@@ -207,7 +207,7 @@ def _ranks(files: Iterable[str]) -> int | None:
 
 
 def _state(optimizer: StoredOptimizer) -> dict[str, dict[str, Any]]:
-    """Return the optimizer's state with the dtype and shape of each tensor in its place."""
+    """Return the optimizer's state with each tensor replaced by its dtype and shape."""
     return {
         name: {key: (v.dtype, v.shape) if isinstance(v, StoredTensor) else v for key, v in entry.items()}
         for name, entry in optimizer.state.items()

@@ -58,7 +58,7 @@ class Verdict:
 
 
 def verify(checkpoint: Path, *, config_check: bool = True, progress: Progress | None = None) -> Verdict:
-    """Check everything about a checkpoint, or about the one that contains the folder ``checkpoint``.
+    """Verify the checkpoint ``checkpoint``, or the checkpoint that contains this folder.
 
     Args:
         config_check: compare names and shapes with the model of ``config.json``, which imports torch.
@@ -85,7 +85,7 @@ def verify(checkpoint: Path, *, config_check: bool = True, progress: Progress | 
 
 
 def _byte_problems(folder: Path, manifest: Manifest, progress: Progress | None) -> list[Problem]:
-    """Return a problem for every file with bytes that differ from those that were saved."""
+    """Return a problem for every file whose bytes differ from the saved ones."""
     ranges = [
         ByteRange(folder / record.path, piece.start, piece.stop, piece.hash, (piece.name,) if piece.name else ())
         for record in manifest.files
@@ -103,7 +103,7 @@ def _byte_problems(folder: Path, manifest: Manifest, progress: Progress | None) 
 
 
 def _file_with_contents(path: Path, record: FileRecord, records: Iterable[FileRecord]) -> str | None:
-    """Return the other file of the manifest with the hashes of this file's bytes, for files that were swapped."""
+    """Return another file of the manifest whose hashes match this file's bytes: the two files were swapped."""
     for other in records:
         if other.path != record.path and other.size == record.size:
             ranges = other.ranges

@@ -1,1 +1,1 @@
-"""Readers of every checkpoint format: where each tensor is stored, one file a format. Does not import torch."""
+"""Readers of the formats, one file each: they find where tensors are stored. Does not import torch."""

@@ -12,7 +12,7 @@ from hf_fsdp_plugin.checkpoint.names import FSDP_MODEL, HF_MODEL_BIN, OPTIMIZER,
 
 
 def read_model(root: Path, number: int) -> StoredModel | None:
-    """Return the model in Accelerate's file, or in the file or the shards of a Hugging Face folder."""
+    """Return the model in Accelerate's file, or in the file or shards of a Hugging Face folder."""
     for stem in (FSDP_MODEL, HF_MODEL_BIN):
         name = f"{numbered_from_one(stem, number)}.bin"
         index = root / index_file(name)
@@ -23,7 +23,7 @@ def read_model(root: Path, number: int) -> StoredModel | None:
 
 
 def read_optimizer(root: Path, number: int) -> StoredOptimizer | None:
-    """Return the optimizer in Accelerate's file, or ``None`` without it."""
+    """Return the optimizer in Accelerate's file; ``None`` if the file does not exist."""
     path = root / f"{numbered_from_one(OPTIMIZER, number)}.bin"
     if not path.is_file():
         return None

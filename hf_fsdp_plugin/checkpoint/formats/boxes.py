@@ -1,4 +1,4 @@
-"""Hyper-rectangles of a tensor: what a rank holds, what a file stores, and their intersections.
+"""Hyper-rectangles of a tensor, which describe the parts in a rank's memory and in a file, and their intersections.
 
 All numbers are elements. A *run* is a contiguous range of a tensor's elements in row-major order, as FSDP1 shards flat
 parameters and as files store tensors.
@@ -48,8 +48,8 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 def flat_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Return the run ``[start, stop)`` of a tensor as boxes, in order; each box is itself a run.
 
-    There are at most ``2 * len(shape) - 1`` boxes: the end of a row, whole rows and the start of a row, and the same
-    within the rows that are split.
+    There are at most ``2 * len(shape) - 1`` boxes: the end of a row, whole rows and the start of a row, and recursively
+    the same within a row that is split.
     """
     if start >= stop:
         return []
@@ -100,7 +100,7 @@ def flat_start(box: Box, shape: Sequence[int]) -> int | None:
 
 
 def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> int:
-    """Return the number of elements of a tensor of this shape in no box; boxes may overlap or exceed the tensor."""
+    """Return the number of elements of the tensor that are in no box. Boxes may overlap or exceed the tensor."""
     everything = whole(shape)
     inside = {common for box in boxes if (common := intersect(box, everything)) is not None}
     starts = [flat_start(box, shape) for box in inside]
@@ -123,7 +123,7 @@ _Places = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 def _union(boxes: _Places) -> int:
-    """Return the number of elements in the union of boxes: slab by slab along the first dim, between edges of boxes."""
+    """Return the number of elements in the union of boxes, slab by slab between their edges in the first dim."""
     if not boxes or not boxes[0][0]:
         return len(boxes[:1])
     edges = sorted({edge for offsets, sizes in boxes for edge in (offsets[0], offsets[0] + sizes[0])})

@@ -41,7 +41,7 @@ from hf_fsdp_plugin.plan.names import canonical_name
 
 
 def read_model(root: Path, number: int) -> StoredModel | None:
-    """Return the model: the entries under ``model``, or all entries where there are none under it."""
+    """Return the model: the entries under ``model``, or all entries if there are none under ``model``."""
     folder = _folder(root, numbered(FSDP_MODEL, number))
     if folder is None:
         return None
@@ -63,7 +63,7 @@ def read_model(root: Path, number: int) -> StoredModel | None:
 
 
 def read_optimizer(root: Path, number: int) -> StoredOptimizer | None:
-    """Return the optimizer, or ``None`` where the checkpoint has none in this format."""
+    """Return the optimizer, or ``None`` if the checkpoint has none in this format."""
     folder = _folder(root, numbered(OPTIMIZER, number))
     if folder is None:
         return None
@@ -89,7 +89,7 @@ _Path = tuple[Any, ...]
 
 
 def _read(root: Path, folder: Path) -> dict[_Path, Any]:
-    """Return path within the state dict -> tensor (with its path as name), or value."""
+    """Return the entries: path within the state dict -> tensor (named by its path) or other value."""
     place = folder / DCP_METADATA
     metadata = read_pickle(place.read_bytes(), place)
     try:
@@ -116,7 +116,7 @@ class _Bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One entry of the state dict: its boxes, and the place of the bytes of each; an object has no boxes."""
+    """One entry of the state dict: its boxes, and the file range of each box; an object has no boxes."""
 
     name: str
     dtype: str
@@ -126,7 +126,7 @@ class _Entry:
 
 
 def _parse_metadata(metadata: Any) -> tuple[list[_Entry], dict[str, _Path]]:
-    """Return the entries and their paths. Raises whatever Python raises for an object that DCP does not write."""
+    """Return the entries and their paths. Can raise any exception for an object that DCP does not write."""
     if not isinstance(metadata, Metadata):
         raise TypeError(f"a {type(metadata).__name__} instead of Metadata")
     stored = {(key.fqn, _offset(key)): _region(value) for key, value in metadata.storage_data.items()}
@@ -175,7 +175,7 @@ def _check_path(path: Any) -> _Path:
 
 
 def _split(name: str) -> _Path:
-    """Return the path of an entry that has none in the metadata: only the top key is split off."""
+    """Return the path of an entry for which the metadata has no path: the top key, and the rest of the name."""
     top, _, rest = name.partition(".")
     return (top, rest) if top in ("model", "optimizer") and rest else (name,)
 

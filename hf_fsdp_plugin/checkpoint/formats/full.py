@@ -22,7 +22,7 @@ from hf_fsdp_plugin.text import format_names, plural
 
 
 def read_model(root: Path, name: str) -> StoredModel | None:
-    """Return the model in the file ``name``, or in the shards that its index lists; ``None`` without them."""
+    """Return the model in the file ``name``, or in the shards that its index lists; ``None`` if neither exists."""
     index = root / index_file(name)
     shards: Mapping[str, Set[str] | None]
     if (root / name).is_file():

@@ -27,15 +27,15 @@ from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import Problem
 
 METADATA_KEY = "fsdp_local"
-"""The key of the safetensors metadata that holds the description of a file."""
+"""The key of a file's description in the safetensors metadata."""
 MAX_RANKS = 1 << 20
-"""The largest world size of a file; files with a larger one are reported as damaged."""
+"""The largest valid world size; files with a larger one are reported as damaged."""
 
 _ONE_CHECKPOINT = "Keep the files of one checkpoint only."
 
 
 class _RankFile(NamedTuple):
-    """The file of one rank: its safetensors entries, and its description of itself."""
+    """The file of one rank: its safetensors entries, and the description in its metadata."""
 
     path: Path
     entries: dict[str, Entry]
@@ -43,7 +43,7 @@ class _RankFile(NamedTuple):
 
 
 def read_model(root: Path, number: int) -> StoredModel | None:
-    """Return the model from the files of all ranks, or ``None`` where there are none."""
+    """Return the model from the files of all ranks, or ``None`` if there are none."""
     files = _read_files(root / local_folder(FSDP_MODEL), number)
     if not files:
         return None
@@ -52,7 +52,7 @@ def read_model(root: Path, number: int) -> StoredModel | None:
 
 
 def read_optimizer(root: Path, number: int) -> StoredOptimizer | None:
-    """Return the optimizer from the files of all ranks, or ``None`` where there are none."""
+    """Return the optimizer from the files of all ranks, or ``None`` if there are none."""
     files = _read_files(root / local_folder(OPTIMIZER), number)
     if not files:
         return None
@@ -66,7 +66,7 @@ def read_optimizer(root: Path, number: int) -> StoredOptimizer | None:
 
 
 def _read_files(folder: Path, number: int) -> list[_RankFile]:
-    """Return the files of all ranks in rank order. Raises for each one that is missing."""
+    """Return the files of all ranks in rank order. Raises ``CheckpointError`` if any is missing."""
     paths = {
         int(match[1]): path
         for path in (folder.iterdir() if folder.is_dir() else ())
@@ -96,7 +96,7 @@ def _read_file(path: Path) -> _RankFile:
 
 
 def _check_description(description: Any, entries: Mapping[str, Entry]) -> None:
-    """Raise whatever Python raises for an invalid description; the caller reports all of these alike."""
+    """Raise an exception of any type for an invalid description. The caller reports all types as the same problem."""
     world_size = description["world_size"]
     if type(world_size) is not int or not 0 < world_size <= MAX_RANKS:
         raise ValueError(f"world_size {world_size!r}")
@@ -139,7 +139,7 @@ def _assemble(root: Path, files: list[_RankFile]) -> dict[tuple[str, str], Store
 
 
 def _aliases(files: list[_RankFile], tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the further names of tied tensors."""
+    """Return the tied tensors under their other names."""
     aliases: dict[str, StoredTensor] = {}
     for file in files:
         for alias, name in file.description.get("aliases", {}).items():

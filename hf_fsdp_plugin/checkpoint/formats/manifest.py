@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what was saved, how, and the hash of every byte. A checkpoint with one is finished.
+"""The manifest of a checkpoint: its contents, its settings, and hashes of all bytes. It marks a finished checkpoint.
 
 ``fsdp_manifest.json`` is written last, after every file that it lists. ``docs/manifest.md`` is its specification.
 """
@@ -26,7 +26,7 @@ class FileRange:
 
     Attributes:
         hash: xxh3_128 of these bytes, in hexadecimal.
-        name: the tensor in them; empty for headers, padding and files without tensors.
+        name: name of the tensor in this range; empty for headers, padding and files without tensors.
     """
 
     start: int
@@ -37,7 +37,7 @@ class FileRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileRecord:
-    """A file: its path relative to the checkpoint, with ``/``, its size in bytes, and the ranges that tile it."""
+    """A file: its path relative to the checkpoint (with ``/``), its size in bytes, and the ranges that tile it."""
 
     path: str
     size: int
@@ -46,22 +46,22 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """Everything about a checkpoint that is known without reading its tensors.
+    """The contents of a manifest: everything about a checkpoint except the values of its tensors.
 
     Attributes:
         kind: ``sharded``, ``full`` or ``local``.
         backend: ``fsdp1`` or ``fsdp2``.
-        world_size: number of ranks that wrote it.
+        world_size: number of ranks that wrote the checkpoint.
         mesh: axis -> size.
         strategy: the sharding strategy, by its canonical name.
         step: number of optimizer steps; ``None`` if unknown.
-        asynchronous: whether it was written in the background.
-        created: UTC, in ISO 8601.
+        asynchronous: whether the checkpoint was written in the background.
+        created: time of the save in UTC, in ISO 8601.
         versions: package -> version.
         settings: the resolved settings, by canonical name.
         parameters: canonical name -> dtype (``bfloat16``) and global shape, buffers included.
         ties: names that share one tensor, a tuple for each such tensor.
-        files: every file of the checkpoint except the manifest.
+        files: all files of the checkpoint except the manifest.
         batch: batch sizes, gradient accumulation and number of samples seen, to resume at the same sample.
     """
 
@@ -99,7 +99,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def record_file(root: Path, relative: str) -> FileRecord:
-    """Return the record of a file as one range, for files without tensors."""
+    """Return the record of a file without tensors: the whole file is one range."""
     path = root / relative
     size = path.stat().st_size
     whole = FileRange(start=0, stop=size, hash=hash_file(path, 0, size))
@@ -107,7 +107,7 @@ def record_file(root: Path, relative: str) -> FileRecord:
 
 
 def hash_entry(digest: str) -> str:
-    """Return the entry of the manifest's own hash. The hash is computed with an empty digest in it."""
+    """Return the JSON member with the manifest's own hash, which is computed with an empty digest in it."""
     return f'"manifest_hash": "{digest}"'
 
 

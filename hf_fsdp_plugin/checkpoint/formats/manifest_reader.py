@@ -24,8 +24,8 @@ def read_manifest(folder: Path) -> Manifest | None:
     """Return the manifest of a checkpoint folder, or ``None`` if there is none.
 
     Raises:
-        CheckpointError: with all problems at once: the manifest is not JSON, damaged, of a later version or has fields
-            of the wrong type; or a file is outside the folder, behind a symbolic link, or not tiled by its ranges.
+        CheckpointError: with all problems: the manifest is not JSON, is damaged, has a later version or fields of the
+            wrong type; or a file is outside the folder, behind a symbolic link, or not tiled by its ranges.
     """
     path = folder / MANIFEST_NAME
     if _is_foreign_link(folder, path):
@@ -46,7 +46,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def _parse(path: Path, data: bytes) -> dict[str, Any]:
-    """Return the JSON object of an undamaged manifest of a known version."""
+    """Return the JSON object of the manifest. Raises ``CheckpointError`` if it is damaged or of an unknown version."""
     try:
         tree = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -67,7 +67,7 @@ def _parse(path: Path, data: bytes) -> dict[str, Any]:
 
 
 def _hash_matches(data: bytes, digest: Any) -> bool:
-    """Whether ``data`` with an empty digest has this hash. Every byte counts, including whitespace."""
+    """Whether ``data`` with an empty digest has this hash. The hash covers every byte, including whitespace."""
     return hash_bytes(data.replace(hash_entry(str(digest)).encode(), hash_entry("").encode())) == digest
 
 
@@ -158,7 +158,7 @@ class _Reader:
                 case _:
                     self.report(f"{place}.ranges", value, "start, stop, hash and name")
                     return ()
-        # Tensors without elements have empty ranges, anywhere.
+        # Tensors without elements have empty ranges, which may be anywhere in the file.
         filled = [piece for piece in ranges if piece.start != piece.stop]
         ends, starts = [0, *(piece.stop for piece in filled)], [*(piece.start for piece in filled), size]
         if ends != starts or any(piece.stop < piece.start for piece in filled):
@@ -186,7 +186,7 @@ class _Reader:
 
 
 def _is_foreign_link(folder: Path, place: Path) -> bool:
-    """Whether a path is a symbolic link, other than those of the Hugging Face cache from a snapshot to its blobs."""
+    """Whether a path is a symbolic link, except links of the Hugging Face cache from a snapshot to its blobs."""
     if not place.is_symlink():
         return False
     snapshots = folder.resolve().parent

@@ -1,4 +1,4 @@
-"""Nested state dicts from flattened entries, and the parts of an optimizer's state dict."""
+"""Rebuilds nested state dicts from flattened entries, and splits an optimizer's state dict into its parts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_fsdp_plugin.plan.names import canonical_name
 
 
 def nested_value(entries: Mapping[tuple[Any, ...], Any]) -> Any:
-    """``{("a", 0, "b"): 1}`` -> ``{"a": [{"b": 1}]}``: numbers in a path are list indices."""
+    """Nest flattened entries: ``{("a", 0, "b"): 1}`` -> ``{"a": [{"b": 1}]}``. Numbers in a path are list indices."""
     if () in entries:
         return entries[()]
     branches: dict[Any, dict[tuple[Any, ...], Any]] = {}
@@ -32,7 +32,7 @@ def optimizer_parts(
 ) -> tuple[dict[str, dict[str, StoredTensor | Any]], list[dict[str, Any]]]:
     """Return the state by parameter and the parameter groups of an optimizer's state dict.
 
-    Parameters of an optimizer without FSDP are numbered; the numbers are their names then.
+    An optimizer without FSDP numbers its parameters. The numbers are then used as names.
 
     Raises:
         CheckpointError: the value is not an optimizer's state dict.

@@ -1,4 +1,4 @@
-"""The format ``per_rank``: a file of ``torch.save`` per rank, as Accelerate writes it with ``use_dcp=False``."""
+"""The format ``per_rank``: one file of ``torch.save`` per rank. Accelerate writes it with ``use_dcp=False``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hf_fsdp_plugin.checkpoint.names import FSDP_MODEL, OPTIMIZER, numbered, num
 
 
 def read_model(root: Path, number: int) -> StoredModel | None:
-    """Return the model in ``{stem}_rank{R}.bin`` of all ranks, or ``None`` without such files."""
+    """Return the model in ``{stem}_rank{R}.bin`` of all ranks, or ``None`` if there are no such files."""
     for stem in dict.fromkeys((numbered(FSDP_MODEL, number), numbered_from_one(FSDP_MODEL, number))):
         if names := _rank_files(root, stem):
             tensors, objects = model_entries(read_state_dict(root, names))
@@ -31,7 +31,7 @@ def read_model(root: Path, number: int) -> StoredModel | None:
 
 
 def read_optimizer(root: Path, number: int) -> StoredOptimizer | None:
-    """Return the optimizer in ``{stem}_rank{R}.bin`` of all ranks, or ``None`` without such files."""
+    """Return the optimizer in ``{stem}_rank{R}.bin`` of all ranks, or ``None`` if there are no such files."""
     stem = numbered(OPTIMIZER, number)
     names = _rank_files(root, stem)
     if not names:
@@ -48,7 +48,7 @@ def _check_coverage(root: Path, stem: str, names: list[str], tensors: Iterable[S
 
 
 def _rank_files(root: Path, stem: str) -> list[str]:
-    """Return the files of all ranks in rank order. Raises for those missing before the highest rank that exists."""
+    """Return the files in rank order. Raises ``CheckpointError`` if a file below the highest rank is missing."""
     pattern = re.compile(rf"{re.escape(stem)}_rank(\d{{1,7}})\.bin")
     ranks = {int(match[1]) for path in root.iterdir() if (match := pattern.fullmatch(path.name))}
     missing = [root / f"{stem}_rank{rank}.bin" for rank in range(max(ranks, default=0)) if rank not in ranks]

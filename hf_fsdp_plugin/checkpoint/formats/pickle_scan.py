@@ -1,7 +1,7 @@
-"""A scan of a pickle's instructions for the largest memo index, before the pickle is read.
+"""Finds the largest memo index in a pickle's instructions, before the pickle is read.
 
-Python's unpickler allocates a memo of as many objects as the largest index in the file, so that four wrong bytes can
-allocate all memory: 34 GB for a file of 10 bytes. A valid pickle numbers its objects from 0.
+Python's unpickler allocates a memo whose length is the largest index in the file. Four wrong bytes can therefore
+exhaust the memory: a file of 10 bytes can allocate 34 GB. A valid pickle numbers its objects from 0.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _LENGTH_BYTES = {
     pickletools.TAKEN_FROM_ARGUMENT8U: 8,
 }
 _TWO_LINES = frozenset(b"ci")
-"""GLOBAL and INST, whose arguments are two lines: a module and a name."""
+"""The opcodes GLOBAL and INST. Each has two lines as arguments: a module and a name."""
 
 
 @lru_cache(maxsize=1)
 def _arguments() -> tuple[list[int | None], dict[int, int], frozenset[int]]:
-    """Return, by instruction: the size of a fixed argument, the width of the length before it, those that are lines."""
+    """Return tables by opcode: sizes of fixed arguments, widths of length prefixes, opcodes with line arguments."""
     fixed: list[int | None] = [None] * 256
     counted: dict[int, int] = {}
     lines = set()

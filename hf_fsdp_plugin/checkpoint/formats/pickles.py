@@ -1,7 +1,7 @@
-"""A reader of torch's pickles without torch. A table lists the names that a pickle may contain; none of them is called.
+"""A reader of torch's pickles that does not import torch. ``ALLOWED`` lists the names that a pickle may contain.
 
-The classes and functions that checkpoints name are replaced by the stand-ins in this file, which only keep their
-arguments. A pickle with any other name, or that does not match the stand-ins, is refused.
+Classes and functions of torch are never called: each is replaced by a stand-in from this file, which only stores its
+arguments. A pickle is rejected if it contains any other name, or arguments that a stand-in does not accept.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hf_fsdp_plugin.checkpoint.formats.pickle_scan import largest_memo
 
 
 class PickledStorage(NamedTuple):
-    """A storage: the record of the zip that holds its bytes, and its number of elements."""
+    """A storage: the zip record that contains its bytes, its dtype, and its number of elements."""
 
     key: str
     dtype: str
@@ -26,7 +26,7 @@ class PickledStorage(NamedTuple):
 
 
 class PickledTensor(NamedTuple):
-    """A tensor as a view of a storage; offset and strides in elements."""
+    """A tensor as a view of a storage. The offset and the strides are in elements."""
 
     storage: PickledStorage
     dtype: str
@@ -36,7 +36,7 @@ class PickledTensor(NamedTuple):
 
 
 class Kept:
-    """A stand-in: an object of a known class, with the attributes that were pickled."""
+    """Stand-in for a class of torch: an object with the attributes that were pickled."""
 
     if TYPE_CHECKING:
 
@@ -53,7 +53,7 @@ class Properties(Kept):
 
 
 class Metadata(Kept):
-    """The contents of ``.metadata``: entries by name, the places of their bytes, and their paths by name."""
+    """The contents of ``.metadata``, by name: the entries, the file ranges of their bytes, and their paths."""
 
 
 class TensorMetadata(Kept):
@@ -69,18 +69,18 @@ class Region(Kept):
 
 
 class Distributed(NamedTuple):
-    """A DTensor or ShardedTensor, of which the file contains the part of one rank: its class and its pickled state."""
+    """One rank's part of a DTensor or ShardedTensor: its class and its pickled state."""
 
     kind: str
     state: Any
 
 
 class Shard(Kept):
-    """The placement of a DTensor on a mesh axis: sharded in the dim ``dim``."""
+    """The placement of a DTensor on a mesh axis: sharded along the dim ``dim``."""
 
 
 class StridedShard(Shard):
-    """The placement of a DTensor that is sharded twice in one dim, not in the order of the mesh axes."""
+    """The placement of a DTensor that is sharded twice along one dim, not in the order of the mesh axes."""
 
 
 class Replicate(Kept):
@@ -104,7 +104,7 @@ def _tensor_v2(storage: PickledStorage, offset: int, size: Any, strides: Any, *_
 
 
 def _tensor_v3(storage: PickledStorage, offset: int, size: Any, strides: Any, *rest: Any) -> PickledTensor:
-    """For dtypes without a storage class: the storage is bytes, and the dtype follows the sizes."""
+    """Stand-in for dtypes without a storage class: the storage is untyped, and the dtype is an argument."""
     return _tensor(storage, rest[2], offset, size, strides)
 
 
@@ -116,7 +116,7 @@ def _tensor(storage: PickledStorage, dtype: str, offset: int, size: Any, strides
 
 
 def _first(value: Any, *_: Any) -> Any:
-    """Stand-in for functions of which only the first argument is needed: ``Parameter``, ``torch.device``, enums."""
+    """Stand-in for calls of which only the first argument is needed: ``Parameter``, ``torch.device``, enums."""
     return value
 
 
@@ -130,19 +130,19 @@ def _from_type(_function: Any, kind: Any, arguments: Any, state: Any) -> Any:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """Stand-in for ``getattr``, by which enum members and nested classes are pickled. It looks up nothing."""
+    """Stand-in for ``getattr``, with which enum members and nested classes are pickled. Does not read any attribute."""
     return Kept if (owner, name) == ("ShardedTensor", "ProcessGroupState") else name
 
 
 def _latin(text: str, encoding: str = "latin1") -> bytes:
-    """Stand-in for ``_codecs.encode``, by which protocol 2 writes bytes."""
+    """Stand-in for ``_codecs.encode``, with which protocol 2 encodes bytes."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"bytes in the encoding {encoding!r}")
     return text.encode("latin1")
 
 
 def _no_bytes() -> bytes:
-    """Stand-in for ``bytes``, which protocol 2 calls for empty bytes. It accepts no argument, which could be a size."""
+    """Stand-in for ``bytes()``, which protocol 2 calls for empty bytes. ``bytes(n)`` would allocate ``n`` bytes."""
     return b""
 
 
@@ -240,7 +240,7 @@ class _Reader(pickle.Unpickler):
 
 
 def read_pickle(data: bytes, place: Path | str) -> Any:
-    """Return the pickled object, with stand-ins for torch's classes. ``place`` is the origin of problems.
+    """Return the pickled object, with stand-ins for torch's classes. Problems name ``place`` as the file.
 
     Raises:
         CheckpointError: the pickle contains a name that is not allowed, or is damaged.
@@ -254,5 +254,5 @@ def read_pickle(data: bytes, place: Path | str) -> Any:
         fix = "Do not load this file with other tools. Use a copy of the checkpoint from a source that you trust."
         refuse("FSDP-E454", place, message, fix)
     except Exception as error:
-        # A damaged pickle can raise any exception: each byte may be an instruction.
+        # A damaged pickle can raise any exception, because any byte can be an instruction.
         refuse("FSDP-E453", place, f"contains a damaged pickle ({type(error).__name__}: {error}).")

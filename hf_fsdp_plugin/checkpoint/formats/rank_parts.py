@@ -1,4 +1,4 @@
-"""The boxes of the global tensor that a rank's pickled DTensor or ShardedTensor contains."""
+"""Finds the boxes of the global tensor that a rank's pickled DTensor or ShardedTensor contains."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _of_dtensor(state: Any) -> tuple[tuple[int, ...], list[tuple[Box, PickledTen
             raise ValueError(f"placement {type(placement).__name__} is not supported")
         dim = placement.dim
         length = ends[dim] - begins[dim]
-        # Like torch.chunk: equal chunks, of which the last ones are smaller or empty.
+        # Like torch.chunk: the chunks are equal, except that the last ones may be smaller or empty.
         chunk = -(-length // size)
         start = min(chunk * coordinate, length)
         begins[dim], ends[dim] = begins[dim] + start, begins[dim] + min(start + chunk, length)

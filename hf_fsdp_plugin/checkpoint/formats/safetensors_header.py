@@ -1,4 +1,4 @@
-"""The headers of safetensors files, and the index of a Hugging Face model that is split into several."""
+"""Reads the headers of safetensors files, and the index of a Hugging Face model that is split into several files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_fsdp_plugin.checkpoint.formats.errors import raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats.stored import file_problems_inside
 
 MAX_HEADER = 100_000_000
-"""Bytes; the limit of the safetensors library."""
+"""Maximum size of a header in bytes; the limit of the safetensors library."""
 
 DTYPES = {
     **{name: dtype for dtype, name in SAFETENSORS_NAMES.items()},
@@ -34,7 +34,7 @@ class Entry(NamedTuple):
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Return the entries and the metadata of a safetensors file, whose tensors tile the bytes after the header.
+    """Return a safetensors file's entries and metadata. Checks that the tensors tile the bytes after the header.
 
     Raises:
         CheckpointError: the file is truncated, longer than its header allows, or its header is damaged.
@@ -69,7 +69,7 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
 
 
 def read_weight_map(root: Path, index: Path) -> dict[str, set[str]]:
-    """Return file -> names of its tensors, from a Hugging Face index. All files exist, inside the folder."""
+    """Return file -> names of its tensors, from a Hugging Face index. Checks that all files exist inside the folder."""
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         shards: dict[str, set[str]] = {}

@@ -1,8 +1,8 @@
 """The layout of safetensors files before they are written, so that several writers can fill one file concurrently.
 
 A file is 8 bytes (little-endian length of the header), the header (JSON, padded with spaces) and the tensors without
-gaps, row-major and little-endian: https://github.com/huggingface/safetensors#format. Files are named and indexed as
-Hugging Face does.
+gaps, row-major and little-endian: https://github.com/huggingface/safetensors#format. File names and the index are those
+of Hugging Face.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class SafetensorsFile:
 
     Attributes:
         name: ``model.safetensors`` or ``model-00001-of-00003.safetensors``.
-        header: every byte before the first tensor's.
-        size: bytes of the whole file.
+        header: all bytes before the first tensor.
+        size: size of the whole file in bytes.
         offsets: tensor -> byte offset in the file, in ascending order.
     """
 
@@ -50,11 +50,11 @@ def plan_files(
 ) -> list[SafetensorsFile]:
     """Return the files that contain ``tensors``, each with at most ``max_shard_size`` bytes of tensors.
 
-    Tensors are assigned in their order; one that is larger than ``max_shard_size`` has a file of its own. Within a
+    Tensors are assigned in order. A tensor larger than ``max_shard_size`` gets a separate file. Within a
     file, large dtypes come first, so that tensors are aligned to their element size.
 
     Raises:
-        CheckpointError: duplicate or reserved names, and dtypes that safetensors does not support.
+        CheckpointError: a name is duplicate or reserved, or safetensors does not support a dtype.
     """
     _check(tensors)
     shards = _assign(tensors, max_shard_size)

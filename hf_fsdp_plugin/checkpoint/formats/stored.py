@@ -1,6 +1,6 @@
-"""Where the tensors of a checkpoint are stored: names, boxes, files and byte offsets, the same for every format.
+"""Where the tensors of a checkpoint are stored: names, boxes, files and byte offsets, in the same form for all formats.
 
-The readers of the formats read headers and metadata only. Code that needs the elements reads them from the file, byte
+The readers of the formats read headers and metadata only. Code that needs the elements reads them with the file, byte
 offset and strides that are recorded here.
 """
 
@@ -19,9 +19,9 @@ from hf_fsdp_plugin.spec.model import StateDictKind
 from hf_fsdp_plugin.text import format_names, plural
 
 MAX_PATH = 4096
-"""Characters of the longest file name that Linux opens."""
+"""Maximum length of a file name in Linux."""
 MAX_PROBLEMS = 8
-"""Problems of one kind that are reported, such as one per missing file."""
+"""Maximum number of problems of the same kind that are reported, such as one per missing file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,10 @@ class StoredPiece:
     """One box of a tensor, in one file.
 
     Attributes:
-        box: which elements of the tensor.
-        file: path relative to the root of the :class:`StoredModel`, with ``/``.
+        box: the elements of the tensor that the piece contains.
+        file: path relative to the root of the :class:`StoredModel`, separated by ``/``.
         offset: byte offset of the box's first element in the file.
-        strides: elements between neighbours in each dim, in the file.
+        strides: distance between neighbours in each dim, in elements of the file.
     """
 
     box: Box
@@ -43,7 +43,7 @@ class StoredPiece:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor and its pieces. Tied names have pieces at the same places.
+    """A tensor and its pieces. Tied tensors have pieces with the same files and offsets.
 
     Attributes:
         name: canonical name, without wrapper attributes; for optimizer state, the name of the parameter.
@@ -94,18 +94,18 @@ class StoredOptimizer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointFormat:
-    """One way to store a model and an optimizer. Each format is a file of this package and a row of ``table.FORMATS``.
+    """One way to store a model and an optimizer: a file of this package, and one or more rows of ``table.FORMATS``.
 
     Attributes:
-        name: what ``inspect --json`` reports as ``format``.
+        name: the value of ``format`` in ``inspect --json``.
         state_dict_type: the ``fsdp_state_dict_type`` that it stores.
-        model_files: glob patterns, relative to the checkpoint, of the files by which it is recognised. ``{number}`` is
+        model_files: glob patterns, relative to the checkpoint, of the files that identify the format. ``{number}`` is
             the number of the model, ``{suffix}`` is ``_{number}`` and empty for model 0.
         read_model: (checkpoint, number of the model) -> the model; ``None`` if it is not stored in this format.
         read_optimizer: the same for optimizers; ``None`` if the format cannot store optimizer state.
         hugging_face_names: whether parameters have the names that ``save_pretrained`` writes, which can differ from
             those of the modules.
-        index_files: names of files in the folder of the model that hold no tensors and are useless without them.
+        index_files: names of files in the folder of the model that contain no tensors and only describe other files.
     """
 
     name: str
@@ -122,7 +122,7 @@ class CheckpointFormat:
 
 
 def without_replicas(pieces: Iterable[StoredPiece]) -> tuple[StoredPiece, ...]:
-    """Return one piece per non-empty box: ranks that store the same box store the same elements."""
+    """Return one piece per non-empty box. Pieces with the same box contain the same elements."""
     by_box: dict[Box, StoredPiece] = {}
     for piece in pieces:
         if piece.box.numel:
@@ -131,7 +131,7 @@ def without_replicas(pieces: Iterable[StoredPiece]) -> tuple[StoredPiece, ...]:
 
 
 def shared_tensors(model: StoredModel) -> list[tuple[str, ...]]:
-    """Return the groups of names whose tensors are the same bytes of the same files."""
+    """Return the groups of names whose tensors are stored in the same bytes of the same files."""
     by_place: dict[tuple[str, tuple[int, ...], frozenset[StoredPiece]], list[str]] = {}
     for name, tensor in model.tensors.items():
         by_place.setdefault((tensor.dtype, tensor.shape, frozenset(tensor.pieces)), []).append(name)
@@ -175,7 +175,7 @@ def _file_problem(root: Path, relative: str, place: Path | str) -> Problem | Non
 
 
 def coverage_problems(place: Path | str, tensors: Iterable[StoredTensor], fix: str = COPY_AGAIN) -> list[Problem]:
-    """Return one problem for all tensors that have elements in none of the files."""
+    """Return one problem for all tensors of which some elements are in no file."""
     missing = {tensor.name: uncovered(tensor.shape, [piece.box for piece in tensor.pieces]) for tensor in tensors}
     names = [name for name, count in missing.items() if count]
     if not names:

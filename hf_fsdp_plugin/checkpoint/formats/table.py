@@ -1,6 +1,6 @@
-"""The table of checkpoint formats, and the functions that read a checkpoint in whichever of them it is.
+"""The table of checkpoint formats, and functions that read a checkpoint of any format.
 
-Reading needs headers and metadata only: no tensor's bytes, no torch, and nothing that a pickle names is executed.
+They read headers and metadata only, not the bytes of tensors. They do not import torch, and do not execute pickles.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FORMATS: Final[tuple[CheckpointFormat, ...]] = (
     per_rank.FORMAT,
     full.ADAPTER_FORMAT,
 )
-"""Every format, in the order in which a checkpoint is searched for them. Rows with the same name differ in file names.
+"""All formats, in the order in which a checkpoint is searched for them. Rows with the same name differ in file names.
 
 The first format of each state dict type is the one that this package writes.
 """
@@ -37,7 +37,7 @@ def written_format(state_dict_type: str) -> CheckpointFormat:
 
 
 def stored_state_dict_type(checkpoint: Path) -> StateDictKind | None:
-    """Return the state dict type of the first model in a folder, by the names of its files; ``None`` without one."""
+    """Return the state dict type of the first model in a folder, by its file names; ``None`` if there is none."""
     for form in FORMATS:
         if any(True for pattern in form.patterns(0) for _ in checkpoint.glob(pattern)):
             return form.state_dict_type
@@ -49,10 +49,10 @@ def read_stored_model(checkpoint: Path, number: int = 0) -> StoredModel:
 
     Args:
         checkpoint: a checkpoint's folder, its ``pytorch_model_fsdp_{number}``, or a Hugging Face folder.
-        number: which of the models that one run trains.
+        number: index of the model, for runs that train several models.
 
     Raises:
-        CheckpointError: there is no model, or it is incomplete, damaged or hostile.
+        CheckpointError: there is no model, or it is incomplete, damaged or unsafe to read.
     """
     _check_folder(checkpoint)
     for form in FORMATS:
@@ -68,10 +68,10 @@ def read_stored_model(checkpoint: Path, number: int = 0) -> StoredModel:
 
 
 def read_stored_optimizer(checkpoint: Path, number: int = 0) -> StoredOptimizer | None:
-    """Return the optimizer of a checkpoint (or of its ``optimizer_{number}``), or ``None`` where it has none.
+    """Return the optimizer of a checkpoint (or of its ``optimizer_{number}``), or ``None`` if there is none.
 
     Raises:
-        CheckpointError: the folder does not exist, or the optimizer is incomplete, damaged or hostile.
+        CheckpointError: the folder does not exist, or the optimizer is incomplete, damaged or unsafe to read.
     """
     _check_folder(checkpoint)
     for form in FORMATS:

@@ -1,4 +1,4 @@
-"""A reader of the elements of stored tensors in row-major order, from any pieces, with bounded memory."""
+"""Reads the elements of stored tensors in row-major order, from pieces of any shape, with bounded memory."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _MIN_SPLIT = 64 << 10
-"""Bytes up to which a range is read at once, even if most of it is not needed."""
+"""Ranges of at most this many bytes are read at once, even if most bytes are not needed."""
 
 
 def read_run(files: InputFiles, tensor: StoredTensor, start: int, stop: int, out: memoryview) -> None:
-    """Read the elements ``[start, stop)`` of the row-major tensor into ``out``, which has the size of their bytes."""
+    """Read the elements ``[start, stop)`` of the row-major tensor into ``out``, which has the same size in bytes."""
     size = dtype_size(tensor.dtype)
     for box in flat_range(tensor.shape, start, stop):
         part, out = out[: box.numel * size], out[box.numel * size :]
@@ -29,7 +29,7 @@ def read_run(files: InputFiles, tensor: StoredTensor, start: int, stop: int, out
 
 
 def _read_common(files: InputFiles, piece: StoredPiece, common: Box, box: Box, out: memoryview, size: int) -> None:
-    """Read ``common``, the part of ``box`` that ``piece`` contains, to its place in ``out``, the bytes of ``box``."""
+    """Read ``common``, the intersection of ``box`` and ``piece``, into ``out``, which holds the bytes of ``box``."""
     ahead = zip(common.offsets, piece.box.offsets, piece.strides, strict=True)
     offset = piece.offset + size * sum((here - origin) * stride for here, origin, stride in ahead)
     within = Box(tuple(part.start for part in slices(common, box)), common.sizes)

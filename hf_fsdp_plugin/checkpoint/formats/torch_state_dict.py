@@ -1,4 +1,4 @@
-"""State dicts in files of ``torch.save``: in one file, or in one file per rank with its parts of the tensors."""
+"""Reads state dicts from one file of ``torch.save``, or from one file per rank with its parts of the tensors."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def model_entries(state: dict[Any, Any]) -> tuple[dict[str, StoredTensor], dict[
 
 
 def _merge(name: str, found: list[tuple[_File, Any]]) -> Any:
-    """Merge the values that several files have under one name; a plain value is taken from the first file."""
+    """Merge the values of one name from several files. A value that is not a tensor is taken from the first file."""
     file, first = found[0]
     if isinstance(first, dict):
         keys = {key: None for _, value in found for key in value}

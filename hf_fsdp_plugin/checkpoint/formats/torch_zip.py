@@ -1,4 +1,4 @@
-"""The zips that ``torch.save`` writes: the byte offsets of their records, from the headers alone.
+"""Finds the byte offsets of the records in the zips that ``torch.save`` writes, from the headers alone.
 
 Records are uncompressed, so the file contains a tensor's bytes as they were in memory. The zip may be a part of a
 larger file: a ``.distcp`` file of DCP is a sequence of such zips.
@@ -17,9 +17,9 @@ from hf_fsdp_plugin.checkpoint.formats.pickles import PickledTensor, read_pickle
 from hf_fsdp_plugin.checkpoint.formats.zip_directory import ZipEntry, ZipError, data_offset, read_directory
 
 _EDGE = 2048
-"""Bytes read at once from each end: they contain all headers of a zip with one tensor."""
+"""Bytes read at once from each end of a zip. They contain all headers of a zip with one tensor."""
 _END_SIZE = 22
-"""Bytes of the record at the end of a zip."""
+"""Size in bytes of the record at the end of a zip."""
 
 
 class TorchZip:
@@ -68,7 +68,7 @@ class TorchZip:
         return read_pickle(self.read("data.pkl"), self._place)
 
     def tensor_offset(self, tensor: PickledTensor) -> int:
-        """Return the byte offset of a tensor's first element in the file. Checks that its last one is in the record."""
+        """Return the byte offset of a tensor's first element in the file. Checks that the last one is in the record."""
         if 0 in tensor.shape:
             # torch does not write a record for an empty storage.
             return self._start
@@ -112,7 +112,7 @@ class TorchZip:
 
 
 class TensorZips:
-    """A reader of zips with one tensor each, of which DCP writes thousands: equal headers are parsed once."""
+    """A reader of zips with one tensor each. DCP writes thousands of them, so equal headers are parsed only once."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, bytes], tuple[bytes, PickledTensor, int]] = {}

@@ -1,4 +1,4 @@
-"""The directories of the zip archives that ``torch.save`` writes, whose entries are not compressed.
+"""Reads the directories of the zip archives that ``torch.save`` writes. Their entries are not compressed.
 
 A ``.bin`` or ``.pt`` file is one archive; a ``.distcp`` file of DCP is a sequence of archives. The directory is at the
 end of an archive: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
@@ -16,10 +16,10 @@ _END64_LOCATOR_SIZE = 20
 _ENTRY = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
 _MAX32 = 0xFFFFFFFF
-"""The content of a 32-bit field if its value is in the zip64 field."""
+"""A 32-bit field contains this number if its value is in the zip64 field."""
 
 Read = Callable[[int, int], bytes]
-"""(byte offset, number of bytes) -> bytes; fewer bytes if the file ends before."""
+"""(byte offset, number of bytes) -> bytes; fewer bytes if the file is shorter."""
 
 
 class ZipError(Exception):
@@ -66,7 +66,7 @@ def data_offset(read: Read, archive: int, entry: ZipEntry) -> int:
     """Return the byte offset of an entry's data, which follow its local header.
 
     Raises:
-        ZipError, struct.error: the header is missing, or is that of another entry.
+        ZipError, struct.error: the header is missing, or belongs to another entry.
     """
     header = archive + entry.header
     data = read(header, _LOCAL.size + len(entry.name))
@@ -93,7 +93,7 @@ def _entries(data: bytes) -> list[ZipEntry]:
 
 
 def _wide(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the values; those that need more than 32 bits are read from the zip64 field, which has no others."""
+    """Return the values, with those of more than 32 bits read from the zip64 field. It contains no other values."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, at)
