@@ -1,4 +1,4 @@
-"""Names of the files and folders of a checkpoint: those of Accelerate, Transformers, PEFT, torch and this package."""
+"""Names of files and folders in checkpoints of Accelerate, Transformers, PEFT, torch and this package."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Final
 TRAINER_PREFIX: Final = "checkpoint-"
 ACCELERATE_PREFIX: Final = "checkpoint_"
 PREFIXES: Final = (TRAINER_PREFIX, ACCELERATE_PREFIX)
-"""Names of the checkpoints of one run, before the step (Trainer) or the iteration (Accelerate)."""
+"""Prefixes of the checkpoint folders of a run. The step (Trainer) or the iteration (Accelerate) follows."""
 ACCELERATE_RUN: Final = "checkpoints"
-"""The folder, below the project folder, of checkpoints that Accelerate names itself."""
+"""The folder in the project folder that contains checkpoints with automatic names of Accelerate."""
 
 MANIFEST_NAME: Final = "fsdp_manifest.json"
 TRAINER_STATE: Final = "trainer_state.json"
 
-# Stems: a number, a rank or a suffix follows.
+# Stems of file names. A number, a rank or a suffix follows.
 FSDP_MODEL: Final = "pytorch_model_fsdp"
 OPTIMIZER: Final = "optimizer"
 HF_MODEL: Final = "model"
@@ -30,28 +30,28 @@ CHECKPOINT_STEMS: Final = (
     FSDP_MODEL, HF_MODEL_BIN, HF_MODEL, OPTIMIZER, ADAPTER, TRAINER_RNG, ACCELERATE_RNG, "scheduler", "scaler",
     "sampler", TRAINER_STATE, "training_args.bin", MANIFEST_NAME,
 )  # fmt: skip
-"""How the names of files that a save writes begin; other files in a checkpoint's folder are the user's."""
+"""Prefixes of the files that a save writes. Other files in a checkpoint's folder are the user's."""
 
 SAVING: Final = ".saving"
 """Suffix of the staging folders of saves."""
 REPLACED: Final = ".replaced"
-"""Suffix of a folder that a commit replaces, until the commit is complete."""
+"""Suffix that a commit gives the folder that it replaces, until the commit is complete."""
 MERGING: Final = ".merging"
 """Suffix of the staging folders of merges."""
 
 
 def hidden(path: Path, suffix: str) -> Path:
-    """``.NAME.SUFFIX`` in the same folder as ``path``."""
+    """Return the path ``.NAME.SUFFIX`` in the same folder as ``path``."""
     return path.with_name(f".{path.name}{suffix}")
 
 
 def numbered(stem: str, number: int) -> str:
-    """``STEM_NUMBER``, for each of several models or optimizers."""
+    """Return ``STEM_NUMBER``, the name for one of several models or optimizers."""
     return f"{stem}_{number}"
 
 
 def numbered_from_one(stem: str, number: int) -> str:
-    """``STEM`` for the first of several models, ``STEM_NUMBER`` for the others."""
+    """Return ``STEM`` for the first of several models, and ``STEM_NUMBER`` for the others."""
     return numbered(stem, number) if number else stem
 
 
@@ -60,12 +60,12 @@ def safetensors_file(stem: str) -> str:
 
 
 def index_file(name: str) -> str:
-    """The index of a model file that was split."""
+    """Return the name of the index of a model file that was split."""
     return f"{name}.index.json"
 
 
 def local_folder(stem: str) -> str:
-    """The folder that holds a file of every rank, for the state dict type ``local``."""
+    """Return the name of the folder with one file per rank, for the state dict type ``local``."""
     return f"{stem}_local"
 
 
@@ -74,12 +74,12 @@ def local_file(number: int, rank: int) -> str:
 
 
 def dcp_file(rank: int) -> str:
-    """The file of one rank in a ``torch.distributed.checkpoint`` folder."""
+    """Return the name of the file of one rank in a ``torch.distributed.checkpoint`` folder."""
     return f"__{rank}_0{DCP_SUFFIX}"
 
 
 def trainer_rng_file(rank: int | None) -> str:
-    """The Trainer's random state of a rank; ``None`` for the only rank of a run."""
+    """Return the Trainer's file of a rank's random state; ``rank`` is ``None`` in a run with one rank."""
     return f"{TRAINER_RNG}.pth" if rank is None else f"{TRAINER_RNG}_{rank}.pth"
 
 

@@ -1,8 +1,8 @@
-"""How a sharded model's parameters are laid out on this rank. No communication.
+"""Describes how a sharded model's parameters are laid out on this rank. No communication.
 
-torch's ``get_model_state_dict`` gathers every FSDP1 parameter and shards it again along dim 0. This module does not:
-an FSDP1 shard is a contiguous range of each flattened parameter, which consists of a few boxes of the whole tensor. The
-shards of both FSDP versions are described by such boxes.
+torch's ``get_model_state_dict`` gathers every FSDP1 parameter and shards it again along dim 0. This module needs no
+gather: an FSDP1 shard is a contiguous range of each flattened parameter, and such a range consists of a few boxes of
+the whole tensor. Shards of both FSDP versions are described by such boxes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hf_fsdp_plugin.torch_private.functions import compute_local_shape_and_globa
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a whole tensor, and this rank's memory of it, which has the shape of the box."""
+    """A box of a whole tensor, and the memory in which this rank holds it. The memory has the shape of the box."""
 
     box: Box
     tensor: torch.Tensor
@@ -38,9 +38,9 @@ class LocalShard:
     """This rank's part of one tensor.
 
     Attributes:
-        shape: of the whole tensor.
+        shape: shape of the whole tensor.
         replica: index of this rank among the ``replicas`` ranks that hold the same part. One of them writes it.
-        frozen: whether it is a parameter that needs no gradient.
+        frozen: whether the tensor is a parameter that needs no gradient.
     """
 
     name: str
@@ -66,7 +66,7 @@ class ParameterLayout:
     """How one parameter, and every tensor laid out like it, is sharded.
 
     Attributes:
-        start: first element of the parameter's range in the local tensor, if that holds a whole FSDP1 unit; ``None`` if
+        start: first element of the parameter's range, if the local tensor holds a whole FSDP1 unit; ``None`` if
             the local tensor holds only this parameter.
         numel: number of elements of the range.
     """
@@ -81,14 +81,14 @@ class ParameterLayout:
     numel: int = 0
 
     def local_shard(self, name: str, local: torch.Tensor) -> LocalShard:
-        """Return ``local``, the parameter's shard or a tensor laid out like it, as a part of a whole tensor."""
+        """Return ``local`` (the parameter's shard, or a tensor laid out like it) as a part of a whole tensor."""
         flat = local.detach().reshape(-1) if local.is_contiguous() else None
         if self.start is not None:
             assert flat is not None, "FSDP1 shards are contiguous"
             flat = flat.narrow(0, self.start, self.numel)
         pieces, done = [], 0
         for box in self.boxes:
-            if flat is None:  # one box of a DTensor with another memory format
+            if flat is None:  # one box of a DTensor with a different memory format
                 pieces.append(Piece(box, local.detach()))
             else:
                 pieces.append(Piece(box, flat.narrow(0, done, box.numel).view(box.sizes)))
@@ -101,7 +101,7 @@ class ModelLayout:
     """The layouts of all parameters of a model.
 
     Attributes:
-        by_id: ``id`` of a parameter object of an optimizer -> the parameters in it. FSDP1's flat parameters contain
+        by_id: ``id`` of an optimizer's parameter object -> the parameters in it. FSDP1's flat parameters contain
             several.
         local: name -> layout, and this rank's memory of the parameter (or of its whole FSDP1 unit).
         aliases: other names of tied parameters -> the name in ``local``.
@@ -113,7 +113,7 @@ class ModelLayout:
 
 
 def model_layout(model: nn.Module) -> ModelLayout:
-    """Return the layout of this rank's shard of every parameter. Gathered parameters are resharded first."""
+    """Return the layouts of this rank's shards of all parameters. Gathered parameters are resharded first."""
     reshard(model)
     for module in model.modules():
         if isinstance(module, FSDP):
@@ -187,12 +187,12 @@ def _dtensor_layout(name: str, parameter: DTensor) -> ParameterLayout:
 
 
 def replicated_layout(name: str, tensor: torch.Tensor) -> ParameterLayout:
-    """The layout of a tensor that every rank holds whole."""
+    """Return the layout of a tensor that is whole on every rank."""
     shape = tuple(tensor.shape)
     frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
     return ParameterLayout(name, shape, (whole(shape),), dist.get_rank(), dist.get_world_size(), frozen)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's memory of a tensor."""
+    """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""This rank's shards of a model and an optimizer by canonical name, and which of them it writes. No communication."""
+"""Returns this rank's shards of a model and an optimizer, and selects the shards that it writes. No communication."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hf_fsdp_plugin.torch_private.modules import buffers, non_persistent_buffers
 
 @dataclass(frozen=True, slots=True)
 class ModelShards:
-    """Parameters and persistent buffers under canonical names.
+    """This rank's shards of parameters and persistent buffers, by canonical name.
 
     Attributes:
         aliases: other names of tied parameters -> the name in ``tensors``.
@@ -58,7 +58,7 @@ class OptimizerShards:
 
 
 def model_shards(model: nn.Module) -> ModelShards:
-    """Parameters and persistent buffers. Gathered parameters are resharded first."""
+    """Return the shards of parameters and persistent buffers. Gathered parameters are resharded first."""
     layout = model_layout(model)
     tensors = [own.local_shard(name, local) for name, (own, local) in layout.local.items()]
     for name, buffer in persistent_buffers(model):
@@ -67,7 +67,7 @@ def model_shards(model: nn.Module) -> ModelShards:
 
 
 def optimizer_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerShards:
-    """State and groups of an optimizer that holds parameters of ``model``.
+    """Return the state and the groups of an optimizer with parameters of ``model``.
 
     Raises:
         CheckpointError: a state tensor is neither laid out like its parameter nor a single number.
@@ -92,7 +92,7 @@ def optimizer_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Opti
 
 
 def _state_entry(own: ParameterLayout, key: str, value: Any, parameter: torch.Tensor, unsupported: list[str]) -> Any:
-    """A shard, a scalar that is equal on all ranks, or a plain value."""
+    """Return a state value as a shard, a scalar that is equal on all ranks, or a plain value."""
     if not isinstance(value, torch.Tensor):
         return value
     name = f"state.{own.name}.{key}"
@@ -119,7 +119,7 @@ def _unsupported_state(entries: list[str]) -> Problem:
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Canonical names and buffers of the state dict."""
+    """Yield the canonical names and the buffers of the state dict."""
     for name, module in model.named_modules():
         for attribute, buffer in buffers(module).items():
             if buffer is not None and attribute not in non_persistent_buffers(module):
@@ -127,7 +127,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def shards_to_write(shards: Iterable[LocalShard]) -> list[LocalShard]:
-    """The shards that this rank writes. Replicas divide them by size; every rank computes the same division."""
+    """Return the shards that this rank writes. Replicas divide them by size, with the same result on every rank."""
     loads: dict[int, list[int]] = {}
     mine = []
     for shard in shards:

@@ -1,1 +1,1 @@
-"""Merging: the model of any checkpoint as a Hugging Face folder, streamed. Does not import torch."""
+"""Merges the model of any checkpoint into a Hugging Face folder, with bounded memory. Does not import torch."""

@@ -1,4 +1,4 @@
-"""Conversion of floating-point bytes to another dtype without torch, with torch's rounding."""
+"""Converts floating-point data to another dtype, with the same rounding as torch but without importing it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 
 def cast(data: memoryview, source: str, target: str, out: memoryview) -> int:
-    """Convert ``data`` into ``out``, rounded to nearest even; NaN stays NaN.
+    """Convert ``data`` to the dtype ``target`` in ``out``, rounding to nearest even. NaN stays NaN.
 
     Returns:
-        The number of finite values that are infinite in ``target``.
+        The number of finite values that became infinite.
     """
     import numpy
 

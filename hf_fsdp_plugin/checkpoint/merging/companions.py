@@ -1,4 +1,4 @@
-"""The files that ``from_pretrained`` needs next to the weights: config, tokenizer, processor, templates, code."""
+"""Copies the files that ``from_pretrained`` needs besides weights: config, tokenizer, processor, templates, code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PATTERNS = (
 
 
 def find_config_folder(checkpoint: Path, config: Path | None) -> Path | None:
-    """Return the folder with the model's config: ``config``, else the checkpoint, else the run folder above it.
+    """Return the first folder with a model config: ``config`` if given, else the checkpoint or the run folder above it.
 
     Raises:
         CheckpointError: the given folder has no config.
@@ -68,7 +68,7 @@ def copy_companions(folder: Path, names: list[str], out: Path, dtype: str | None
 
 
 def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Return the config and its nested configs with this dtype, in the key that exists (``torch_dtype`` until 4.56)."""
+    """Return the config and its nested configs with this dtype, under the existing key (``torch_dtype`` until 4.56)."""
     changed = {
         key: _with_dtype(value, dtype) if isinstance(value, dict) and key.endswith("_config") else value
         for key, value in config.items()

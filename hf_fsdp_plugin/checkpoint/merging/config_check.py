@@ -1,4 +1,4 @@
-"""The comparison with the config's model in a child process, because it imports torch.
+"""Compares a checkpoint with the config's model in a child process, because the comparison imports torch.
 
 ``python -m hf_fsdp_plugin.checkpoint.merging.config_check CHECKPOINT NUMBER CONFIG_FOLDER`` prints a JSON list.
 """
@@ -33,7 +33,7 @@ class ConfigCheck:
         self._process.communicate()
 
     def problems(self) -> list[Problem]:
-        """Wait for the child process, and return its problems; a note if it failed."""
+        """Wait for the child process, and return its problems, or a note if it failed."""
         output, errors = self._process.communicate()
         if self._process.returncode == 0:
             return [
@@ -54,5 +54,5 @@ def _compare(checkpoint: str, number: str, config: str) -> str:
 
 if __name__ == "__main__":
     standard_output = sys.stdout
-    sys.stdout = sys.stderr  # libraries may print
+    sys.stdout = sys.stderr  # libraries may have printed other lines
     print(_compare(*sys.argv[1:]), file=standard_output)

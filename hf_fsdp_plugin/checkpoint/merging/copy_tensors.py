@@ -1,4 +1,4 @@
-"""Copies of tensors from a checkpoint into one output file, with bounded memory."""
+"""Copies tensors from a checkpoint to an output file, with bounded memory."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hf_fsdp_plugin.checkpoint.merging.file_writer import FileWriter
 from hf_fsdp_plugin.checkpoint.merging.plan import MergePlan
 
 CAST_BLOCK = 1 << 20
-"""Elements converted at once."""
+"""Number of elements that are converted at once."""
 
 
 def copy_file(
     source: InputFiles, plan: MergePlan, file: SafetensorsFile, writer: FileWriter, progress: Progress
 ) -> dict[str, int]:
-    """Write ``file``. Returns tensor name -> number of values that became infinite in the new dtype."""
+    """Write ``file``. Return tensor name -> number of values that became infinite in the new dtype."""
 
     def report(count: int) -> None:
         progress("merge", count, plan.num_bytes)
@@ -40,7 +40,7 @@ def copy_file(
 def _copy(
     source: InputFiles, tensor: StoredTensor, dtype: str, writer: FileWriter, report: Callable[[int], None]
 ) -> int:
-    """Copy a tensor in the dtype ``dtype``. Returns the number of values that became infinite."""
+    """Copy a tensor, converted to ``dtype``. Return the number of values that became infinite."""
     start, numel, overflowed = 0, math.prod(tensor.shape), 0
     stored_size, size = dtype_size(tensor.dtype), dtype_size(dtype)
     stored = memoryview(bytearray(min(CAST_BLOCK, numel) * stored_size)) if tensor.dtype != dtype else None

@@ -1,4 +1,4 @@
-"""Sequential writing of a file with two buffers: one is filled while the other is written, with direct I/O."""
+"""Writes a file sequentially with direct I/O, from two buffers: one is filled while the other is written."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from hf_fsdp_plugin.checkpoint.io import OutputFile, round_up
 
 BUFFER = 16 << 20
-"""Bytes of each of the two buffers: one is filled while the other is written."""
+"""Size of each of the two buffers in bytes."""
 
 
 class FileWriter:
-    """Fill :meth:`free`, then call :meth:`advance`, until everything is written. Leaving the context syncs the file."""
+    """Writer of one file. Fill :meth:`free` and call :meth:`advance` repeatedly. Leaving the context syncs the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -34,7 +34,7 @@ class FileWriter:
                 size = self._position + self._filled
                 self._flush()
                 self._wait()
-                self._file.resize(size)  # the last page was written as a whole
+                self._file.resize(size)  # the last write was padded to a whole page
                 self._file.sync()
         finally:
             self._worker.shutdown()

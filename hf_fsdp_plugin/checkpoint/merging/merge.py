@@ -1,7 +1,7 @@
-"""The merge: the model of any checkpoint as a Hugging Face folder, without torch. Memory does not grow with the model.
+"""Writes the model of any checkpoint to a Hugging Face folder.
 
-The output is written to a staging folder, read back and renamed, so it is complete or does not exist. An interrupted
-merge resumes where it stopped.
+This does not import torch, and the memory it needs does not grow with the model. The output is written to a staging
+folder, checked and renamed, so it is complete or does not exist. An interrupted merge resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def merge(checkpoint: Path, out: Path, options: MergeOptions, progress: Progress
     """Write the model of ``checkpoint`` to the folder ``out``, for ``from_pretrained``.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, incomplete or of another model, ``out`` is in use or too large for
-            the disk, or the output differs from the plan. ``out`` is unchanged then.
+        CheckpointError: the checkpoint is damaged, incomplete or of another model, ``out`` is in use, the disk is too
+            small, or the output differs from the plan. ``out`` is then unchanged.
         OSError: writing failed; finished files are kept for the next attempt.
     """
     out = Path(os.path.realpath(out))  # the target of a symbolic link is replaced, not the link
@@ -56,7 +56,7 @@ def merge(checkpoint: Path, out: Path, options: MergeOptions, progress: Progress
     with MergeStaging(out) as staging, job.config_check() as check:
         try:
             return job.run(staging, check)
-        except CheckpointError:  # the same input would fail again
+        except CheckpointError:  # a retry with the same input would fail again
             staging.discard()
             raise
 
@@ -75,7 +75,7 @@ class _Job:
         self.model_manifest = self.manifest if options.number == 0 else None
         if self.model_manifest is not None:
             problems = manifest_problems(self.model, None, self.model_manifest)
-            # The manifest of an adapter lists the parameters of the base model, too.
+            # The manifest of an adapter also lists the parameters of the base model.
             tolerated = {"FSDP-E478", "FSDP-E477"} if is_adapter(self.model.tensors) else {"FSDP-E478"}
             raise_if_any([problem for problem in problems if problem.code not in tolerated])
         ties = self.manifest.ties if self.manifest is not None else self._ties_of_config()
@@ -96,7 +96,7 @@ class _Job:
 
     @contextlib.contextmanager
     def config_check(self) -> Iterator[ConfigCheck | None]:
-        """Compare with the config's model, in the background. With a manifest this is not needed."""
+        """Compare with the config's model in the background, unless a manifest makes this unnecessary."""
         is_model = not self.plan.adapter and not is_wrapped_by_peft(self.plan.tensors)
         if self.config_folder is None or self.model_manifest is not None or not is_model:
             yield None
@@ -143,7 +143,7 @@ class _Job:
             copy_companions(self.config_folder, self.result.companions, staging.folder, self.options.dtype)
 
     def _compare(self, check: ConfigCheck | None) -> list[Problem]:
-        """Wait for the comparison with the config's model. Returns its errors; notes are added to the result."""
+        """Wait for the comparison with the config's model. Return its errors, and add its notes to the result."""
         if check is None:
             self.result.compared_with = "manifest" if self.model_manifest is not None else ""
             return []
@@ -165,7 +165,7 @@ class _Job:
         return problems
 
     def _delete_input(self) -> None:
-        """Delete the files of which the output contains all bytes; other files of the checkpoint are kept."""
+        """Delete the files whose contents are all in the output; other files of the checkpoint are kept."""
         fix = "Delete the checkpoint manually if you do not need it."
         if not self.result.compared_with and not self.plan.adapter:
             message = "is kept: there was no model to compare its names and shapes with."
@@ -180,7 +180,7 @@ class _Job:
         for folder in {path.parent for path in files}:
             for name in (name for form in FORMATS for name in form.index_files):
                 (folder / name).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # it contains other files
+            with contextlib.suppress(OSError):  # the folder contains other files
                 folder.rmdir()
         self.result.deleted = True
 
@@ -208,7 +208,7 @@ class _Job:
             self._report("FSDP-W493", message, fix)
 
     def _ties_of_config(self) -> list[tuple[str, ...]]:
-        """Return embedding and output layer if the config ties them, and they are stored twice with the same bytes."""
+        """Return embedding and output layer if the config ties them and both are stored with the same bytes."""
         fix = "Repair it, or give another folder with --config."
         config = (read_config(self.config_folder, fix) if self.config_folder is not None else None) or {}
         nested = config.get("text_config") or {}

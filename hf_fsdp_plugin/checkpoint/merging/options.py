@@ -15,11 +15,12 @@ class MergeOptions:
 
     Attributes:
         dtype: torch's name of the dtype for all floating-point tensors; ``None`` keeps their dtypes.
-        max_shard_size: bytes of tensors per file.
-        config: the folder with the config and the tokenizer; ``None`` searches the checkpoint and above it.
-        number: which model of the checkpoint, if ``Accelerator.prepare`` was called with several.
+        max_shard_size: maximum number of bytes of tensors per file.
+        config: the folder with the config and the tokenizer; ``None`` searches the checkpoint and the run folder above
+            it.
+        number: index of the model in the checkpoint, if ``Accelerator.prepare`` was called with several models.
         force: replace an existing output folder.
-        verify: compare every byte with the checkpoint.
+        verify: compare every byte of the output with the checkpoint.
         delete_input: verify, and delete the merged files of the checkpoint if all checks pass.
     """
 
@@ -40,10 +41,10 @@ class Merged:
         format: name of the checkpoint's format: ``dcp``, ``local``, ``full``, ``bin`` or ``per_rank``.
         num_tensors: number of tensors written; tied ones count once.
         num_bytes: size of all weight files in bytes.
-        files: the weight files; ``resumed`` are those that an earlier, interrupted merge had finished.
+        files: the weight files; ``resumed`` lists those that an earlier, interrupted merge had finished.
         companions: config, tokenizer and other files copied from ``config_folder``.
         aliases: omitted tied name -> the name under which its tensor is written.
-        compared_with: what names and shapes were compared with: ``manifest``, ``model`` or nothing.
+        compared_with: what names and shapes were compared with: ``manifest``, ``model`` or empty.
         verified: whether every byte was compared.
         deleted: whether the checkpoint's files were deleted.
         problems: warnings and notes; an error only if ``delete_input`` could not delete the input.

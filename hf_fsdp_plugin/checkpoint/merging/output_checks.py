@@ -1,4 +1,4 @@
-"""Checks of a merge: the bytes of its input against the manifest, and its output, which is read back."""
+"""Checks of a merge: its input against the manifest, and its output against the plan and the checkpoint."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names, plural
 
 BLOCK = 4 << 20
-"""Bytes compared at once."""
+"""Number of bytes that are compared at once."""
 _MERGE_AGAIN = "Merge again. If the problem persists, check the disk."
 
 
 def damaged_input(model: StoredModel, manifest: Manifest, folder: Path) -> list[Problem]:
-    """Return a problem for every file of the model with bytes that differ from those that were saved."""
+    """Return a problem for every file of the model whose bytes differ from the saved ones."""
     used = {(model.root / piece.file).resolve() for tensor in model.tensors.values() for piece in tensor.pieces}
     records = {folder / record.path: record for record in manifest.files if (folder / record.path).resolve() in used}
     ranges = [
@@ -61,7 +61,7 @@ def header_problems(folder: Path, plan: MergePlan) -> list[Problem]:
 
 
 def byte_problems(model: StoredModel, plan: MergePlan, folder: Path, progress: Callable[[int], None]) -> list[Problem]:
-    """Compare all written bytes with the checkpoint; ``progress`` is called with numbers of compared bytes."""
+    """Compare all written bytes with the checkpoint; ``progress`` is called with the number of new bytes."""
     problems = []
     with InputFiles(model.root) as source, InputFiles(folder) as written:
         for file in plan.files:
@@ -86,7 +86,8 @@ def same_elements(
     other: StoredTensor,
     progress: Callable[[int], None] | None = None,
 ) -> bool:
-    """Whether two tensors of one shape have the same bytes, after ``tensor`` is converted to the dtype of ``other``.
+    """Whether two tensors of the same shape have the same bytes after ``tensor`` is converted to the dtype of
+    ``other``.
 
     ``progress`` is called with the number of bytes of ``other`` that were compared.
     """

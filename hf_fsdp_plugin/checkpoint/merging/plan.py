@@ -1,4 +1,4 @@
-"""The plan of a merge: which tensors are written, with which names and dtypes, to which offsets of which files."""
+"""The plan of a merge: the names, dtypes, files and offsets of the tensors in the output."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from hf_fsdp_plugin.checkpoint.merging.cast import FLOATS
 from hf_fsdp_plugin.checkpoint.names import ADAPTER, HF_MODEL
 
 OUTPUT_LAYERS = ("lm_head", "embed_out", "output_layer", "decoder", "output_projection")
-"""Modules that share the weight of the embedding if weights are tied. Hugging Face files do not contain their names."""
+"""Names of output layers. If weights are tied, Hugging Face files contain only the name of the embedding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MergePlan:
-    """The contents of the output.
+    """The contents of a merge's output.
 
     Attributes:
-        tensors: name -> where its elements are stored; tied tensors once.
+        tensors: name -> where its elements are stored; tied tensors occur once.
         dtypes: name -> the dtype that is written.
         aliases: omitted name -> the name under which its tensor is written.
         files: the layout of the output files.
-        adapter: whether these are the weights of an adapter, without the model.
+        adapter: whether the tensors are only the weights of an adapter, without the base model.
     """
 
     tensors: Mapping[str, StoredTensor]
@@ -47,7 +47,7 @@ def plan_merge(
     Args:
         ties: groups of names that share one tensor, in addition to those with the same pieces.
         dtype: torch's name of the dtype for all floating-point tensors; ``None`` keeps their dtypes.
-        max_shard_size: bytes of tensors per file. Adapters are one file, because PEFT reads only one.
+        max_shard_size: maximum number of bytes of tensors per file. Adapters are one file, because PEFT reads only one.
 
     Raises:
         CheckpointError: there are no tensors, or safetensors does not support their dtypes.
@@ -70,7 +70,7 @@ def plan_merge(
 
 
 def is_adapter(names: Iterable[str]) -> bool:
-    """Whether the names are those of a PEFT adapter alone, without the layers of its base model."""
+    """Whether the names are those of a PEFT adapter only, without the layers of its base model."""
     names = list(names)
     return not is_wrapped_by_peft(names) and all(
         name.startswith(("base_model.model.", "prompt_embeddings")) or ".lora_" in name for name in names
@@ -98,7 +98,7 @@ def is_output_layer(name: str) -> bool:
 
 
 def _aliases(index: StoredModel, ties: Iterable[tuple[str, ...]]) -> dict[str, str]:
-    """Return omitted name -> kept name. The first name of each group is kept, but not that of an output layer."""
+    """Return omitted name -> kept name. The first name of each group that is not an output layer is kept."""
     aliases: dict[str, str] = {}
     order = {name: place for place, name in enumerate(index.tensors)}
     for group in ties:

@@ -1,4 +1,4 @@
-"""Checks before a merge begins: its folders, and the disk space that it needs."""
+"""Checks a merge's folders and free disk space before the merge begins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_fsdp_plugin.text import format_bytes
 
 
 def check_places(checkpoint: Path, out: Path, *, force: bool) -> None:
-    """Refuse an incomplete checkpoint, and an output that would overwrite anything. Reports all problems at once."""
+    """Raise ``CheckpointError`` if the checkpoint is incomplete, or if the output would overwrite anything."""
     problems = []
     here = Path(os.path.realpath(checkpoint))
     if not checkpoint.is_dir():
@@ -40,7 +40,7 @@ def check_places(checkpoint: Path, out: Path, *, force: bool) -> None:
 
 
 def check_space(out: Path, needed: int) -> None:
-    """Refuse a merge that would fill the disk. ``needed`` is the size of the output in bytes.
+    """Raise ``CheckpointError`` if the output does not fit on the disk. ``needed`` is its size in bytes.
 
     Bytes in the staging folder of an earlier attempt count as free: they are reused or removed.
     """

@@ -1,4 +1,4 @@
-"""The staging folder of a merge. An interrupted merge resumes from it; a finished merge renames it."""
+"""The staging folder of a merge. An interrupted merge can resume from this folder; a finished merge renames it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MergeStaging:
     """The folder ``.OUT.merging`` next to ``OUT``, locked by one merge at a time.
 
     Attributes:
-        infinite: tensor in the finished files -> number of values that became infinite in the new dtype.
+        infinite: name of a tensor in the finished files -> number of values that became infinite in the new dtype.
     """
 
     def __init__(self, out: Path) -> None:
@@ -54,7 +54,7 @@ class MergeStaging:
         os.close(self._lock)
 
     def prepare(self, fingerprint: str) -> None:
-        """Keep the finished files of a merge of the same input with the same options; remove everything else."""
+        """Keep the finished files of an earlier merge with the same input and options, and remove everything else."""
         self._fingerprint = fingerprint
         try:
             before = json.loads((self.folder / PLAN_NAME).read_text())
@@ -62,13 +62,13 @@ class MergeStaging:
                 self.infinite = dict(before["infinite"])
                 return
         except (OSError, ValueError, TypeError, KeyError):
-            pass  # no earlier merge, or one that was interrupted before it wrote a plan
+            pass  # there was no earlier merge, or it was interrupted before it wrote a plan
         for leftover in self.folder.iterdir():
             shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
         self._write_plan()
 
     def has(self, file: SafetensorsFile) -> bool:
-        """Whether an earlier merge finished the file; an unfinished one has another name."""
+        """Whether an earlier merge finished the file. Unfinished files have other names."""
         path = self.folder / file.name
         return path.is_file() and path.stat().st_size == file.size
 
@@ -89,7 +89,7 @@ class MergeStaging:
         shutil.rmtree(self.folder)
 
     def commit(self) -> None:
-        """Rename the folder to ``OUT``; an existing ``OUT`` is deleted after that."""
+        """Rename the folder to ``OUT``, then delete the folder that was at ``OUT`` before."""
         (self.folder / PLAN_NAME).unlink()
         sync(self.folder)
         replaced = put_in_place(self.folder, self.out)

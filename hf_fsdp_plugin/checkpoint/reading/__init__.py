@@ -1,1 +1,1 @@
-"""Loads a checkpoint of any format into a live model and its optimizer, in any world."""
+"""Loads a checkpoint of any format into a live model and its optimizer, with any world size."""

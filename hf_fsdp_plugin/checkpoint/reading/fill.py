@@ -16,13 +16,13 @@ from hf_fsdp_plugin.checkpoint.shard_layout import Piece
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A box of elements in a file, and the tensor that they are read into.
+    """A box of elements in a file, and the tensor into which they are read.
 
     Attributes:
-        offset: of the first element, in bytes from the start of the file.
-        strides: of the elements in the file, in elements.
-        dtype: of the elements in the file; they are cast to the dtype of ``into``.
-        into: has the shape of the box, on any device.
+        offset: byte offset of the first element in the file.
+        strides: strides in the file, in elements.
+        dtype: dtype in the file. The elements are cast to the dtype of ``into``.
+        into: a tensor with the shape of the box, on any device.
     """
 
     file: str
@@ -48,9 +48,9 @@ def transfers(stored: StoredTensor, pieces: Iterable[Piece]) -> Iterator[Transfe
 
 @torch.no_grad()
 def fill(root: Path, work: Iterable[Transfer]) -> None:
-    """Do all transfers, in the order of the bytes in the files.
+    """Execute all transfers in the order of their bytes in the files.
 
-    Contiguous CPU memory is read into directly, everything else through a buffer of at most ``MAX_SPAN`` bytes.
+    Data is read directly into contiguous CPU memory, and through a buffer of at most ``MAX_SPAN`` bytes otherwise.
 
     Raises:
         CheckpointError: a file ends too early.
@@ -88,7 +88,7 @@ def _is_row_major(strides: Iterable[int], shape: torch.Size) -> bool:
 
 
 def _span(strides: Iterable[int], shape: Iterable[int]) -> int:
-    """Number of elements from the first to the last one."""
+    """Return the number of elements of the file from the first to the last element of a box."""
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 

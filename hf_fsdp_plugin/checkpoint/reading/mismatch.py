@@ -1,4 +1,4 @@
-"""Problems of a checkpoint that does not match a model or an optimizer: one per kind, with a few examples."""
+"""Problems of a checkpoint that does not match a model or an optimizer: one problem per kind, with a few examples."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def no_optimizer(checkpoint: Path) -> Problem:
 
 
 def different_groups(checkpoint: Path, own: list[frozenset[str]], saved: list[frozenset[str]]) -> Problem:
-    """The problem of parameter groups that do not contain the same parameters."""
+    """Return the problem of parameter groups that do not contain the same parameters."""
     here, there = frozenset[str]().union(*own), frozenset[str]().union(*saved)
     found = [f"the optimizer has {_groups(own)}, the checkpoint {_groups(saved)}"]
     if here - there:
@@ -54,7 +54,7 @@ def different_groups(checkpoint: Path, own: list[frozenset[str]], saved: list[fr
 
 
 def unsupported_state(checkpoint: Path, shapes: Mapping[str, Shapes]) -> Iterator[Problem]:
-    """The problem of state tensors that are not laid out like their parameter."""
+    """Yield the problem of state tensors that are not laid out like their parameter."""
     if shapes:
         examples = [f"{key} {list(stored)}, parameter {list(own)}" for key, (own, stored) in shapes.items()]
         message = f"has optimizer state that cannot be sharded like its parameters: {format_names(examples)}."
@@ -69,7 +69,7 @@ def _problem(code: str, checkpoint: Path, message: str, fix: str = "") -> Proble
 
 
 def _model_type(checkpoint: Path) -> str:
-    """The model type in the checkpoint's config, such as ``LlamaForCausalLM (llama)``; empty without a config."""
+    """Return the config's model type, such as ``LlamaForCausalLM (llama)``; empty without a config."""
     for folder in (checkpoint, checkpoint.parent):
         with suppress(OSError, ValueError, AttributeError):
             config = json.loads((folder / "config.json").read_text())

@@ -1,8 +1,8 @@
-"""Loads a checkpoint of any format into a live model: each rank reads its own shards, and nothing else.
+"""Loads a checkpoint of any format into a live model. Each rank reads only its own shards.
 
 The stored tensors (:mod:`hf_fsdp_plugin.checkpoint.formats.table`) and the rank's shards
-(:mod:`hf_fsdp_plugin.checkpoint.shards`) are both described by boxes of whole tensors. So a checkpoint of any world,
-mesh and FSDP version can be loaded into any other. The ranks communicate only to agree that no rank failed.
+(:mod:`hf_fsdp_plugin.checkpoint.shards`) are both described by boxes of whole tensors. So a checkpoint can be loaded
+with another world size, mesh or FSDP version. The ranks communicate only to check that no rank failed.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ def load_model(model: nn.Module, checkpoint: Path, number: int = 0, *, adapter_o
 
     Args:
         checkpoint: a checkpoint's folder in any format, or the folder of its model.
-        number: which of the models in the checkpoint.
+        number: index of the model in the checkpoint.
         adapter_only: frozen weights may be missing, and keep their values.
 
     Returns:
-        The names that are missing in the checkpoint (none, unless ``adapter_only``), and no unexpected names.
+        The names that are missing in the checkpoint (none unless ``adapter_only``), and an empty list of unexpected
+        names.
 
     Raises:
-        CheckpointError: with all problems, before any weight is changed: files are missing or cut short, elements or
-            tensors are missing, tensors are unexpected or have another shape. Problems of some ranks only are a
-            ``SpecError`` that names the ranks.
+        CheckpointError: files are missing or truncated, elements or tensors are missing, or tensors are unexpected or
+            have a different shape. The error contains all problems, and no weight has been changed.
+        SpecError: only some ranks have problems. The message names these ranks.
     """
     with on_all_ranks(f"comparing {checkpoint} with the model"):
         stored = read_stored_model(checkpoint, number)
@@ -66,7 +67,7 @@ def load_model(model: nn.Module, checkpoint: Path, number: int = 0, *, adapter_o
 
 
 def _stored_names(model: nn.Module, shards: ModelShards, adapter_only: bool) -> dict[str, list[str]]:
-    """Tensor -> its possible names in a checkpoint: its own, its ties, and the names in PEFT's files."""
+    """Return tensor -> its possible names in a checkpoint: its name, tied names, and the names in PEFT's files."""
     names: dict[str, list[str]] = {shard.name: [shard.name] for shard in shards.tensors}
     for alias, name in shards.aliases.items():
         names[name].append(alias)
@@ -78,12 +79,12 @@ def _stored_names(model: nn.Module, shards: ModelShards, adapter_only: bool) -> 
 
 
 def _without_adapter(name: str, adapter: str) -> str:
-    """``…q_proj.lora_A.default.weight`` -> ``…q_proj.lora_A.weight``, the name in PEFT's own files."""
+    """Return the name in PEFT's files: ``…q_proj.lora_A.default.weight`` -> ``…q_proj.lora_A.weight``."""
     return re.sub(rf"(\.modules_to_save)?\.{re.escape(adapter)}(?=\.|$)", "", name)
 
 
 def _unexpected(model: nn.Module, stored: StoredModel, names: dict[str, list[str]]) -> list[str]:
-    """The stored names that no tensor of the model has, and that its class does not ignore (mostly old buffers)."""
+    """Return the stored names that are not in the model, except those that its class ignores (mostly old buffers)."""
     expected = {name for known in names.values() for name in known}
     ignored = getattr(unwrapped(model), "_keys_to_ignore_on_load_unexpected", None) or ()
     return [

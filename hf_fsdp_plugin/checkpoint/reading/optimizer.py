@@ -1,6 +1,6 @@
 """Loads an optimizer's state from a checkpoint of any format, by the names of the parameters.
 
-State that is laid out like a parameter is read into memory that is laid out like the parameter's shard. The result is
+State that is laid out like a parameter is read into memory with the layout of the parameter's shard. The result is
 passed to ``load_state_dict``, so that the optimizer's own casts and hooks apply.
 """
 
@@ -33,16 +33,17 @@ logger = logging.getLogger(__name__)
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path, number: int = 0) -> None:
     """Load state and hyperparameters into the optimizer of a sharded model. Collective.
 
-    Parameters without state in the checkpoint have none afterwards: those of layers that no forward used, and all
-    parameters of an optimizer without state (plain SGD).
+    Parameters without state in the checkpoint have no state afterwards. This is the case for layers that no forward has
+    used, and for optimizers without state (plain SGD).
 
     Args:
         checkpoint: a checkpoint's folder in any format, or the folder of its optimizer.
-        number: which of the optimizers in the checkpoint.
+        number: index of the optimizer in the checkpoint.
 
     Raises:
-        CheckpointError: with all problems, before anything is changed: there is no optimizer, files are missing or cut
-            short, elements are missing, parameter groups differ, state is not laid out like its parameter.
+        CheckpointError: there is no optimizer, files are missing or truncated, elements are missing, parameter groups
+            differ, or state is not laid out like its parameter. The error contains all problems, and nothing has been
+            changed.
     """
     with on_all_ranks(f"comparing {checkpoint} with the optimizer"):
         stored = read_stored_optimizer(checkpoint, number)
@@ -68,18 +69,18 @@ class _Reads:
     transfers: list[Transfer] = field(default_factory=list)
 
     def whole(self, stored: StoredTensor) -> torch.Tensor:
-        """A tensor that is equal on all ranks. It is on the CPU until the optimizer moves it."""
+        """Allocate a whole tensor on the CPU, and add the reads that fill it. It is equal on all ranks."""
         tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
         self.transfers += transfers(stored, [Piece(whole(stored.shape), tensor)])
         return tensor
 
     def part(self, stored: StoredTensor, own: ParameterLayout, local: torch.Tensor) -> None:
-        """Read this rank's part of a tensor that is laid out like a parameter into ``local``."""
+        """Add the reads of ``local``, this rank's part of a tensor that is laid out like a parameter."""
         self.transfers += transfers(stored, own.local_shard(own.name, local).pieces)
 
 
 def _with_names_of_model(stored: StoredOptimizer, layout: ModelLayout) -> StoredOptimizer:
-    """Rename tied parameters, which may have been saved under another of their names."""
+    """Rename tied parameters that were saved under another of their names."""
 
     def own(name: str) -> str:
         return layout.aliases.get(name, name)
@@ -92,7 +93,7 @@ def _with_names_of_model(stored: StoredOptimizer, layout: ModelLayout) -> Stored
 def _pair_groups(
     checkpoint: Path, optimizer: torch.optim.Optimizer, layout: ModelLayout, stored: StoredOptimizer
 ) -> list[int | None]:
-    """For each group of the optimizer, the index of the saved group with the same parameters.
+    """Return, for each group of the optimizer, the index of the saved group with the same parameters.
 
     Groups may have been saved in another order. Empty groups are paired in order; ``None`` for surplus ones.
     """
@@ -128,13 +129,13 @@ _Saved = list[tuple[ParameterLayout, dict[str, Any]]]
 def _read_state(
     reads: _Reads, optimizer: torch.optim.Optimizer, layout: ModelLayout, stored: StoredOptimizer
 ) -> dict[int, dict[str, Any]]:
-    """State by the index of the parameter, as ``load_state_dict`` takes it."""
+    """Return the state by index of the parameter, as ``load_state_dict`` expects it."""
     state: dict[int, dict[str, Any]] = {}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in enumerate(parameters):
         parts = layout.by_id.get(id(parameter), ())
         saved: _Saved = [(part, stored.state[part.name]) for part in parts if stored.state.get(part.name)]
-        # On a rank that holds nothing of a parameter, FSDP1 gives it no gradient, and so it has no state.
+        # Under FSDP1, a parameter with an empty shard on this rank gets no gradient here, and therefore has no state.
         if saved and (parameter.numel() or isinstance(parameter, DTensor)):
             keys = dict.fromkeys(key for _, entry in saved for key in entry)
             state[index] = {key: _read_entry(reads, parameter, key, saved) for key in keys}
@@ -142,7 +143,7 @@ def _read_state(
 
 
 def _read_entry(reads: _Reads, parameter: torch.Tensor, key: str, saved: _Saved) -> Any:
-    """The state ``key`` of one parameter object. It is zero in padding and for parameters without such state."""
+    """Return the state ``key`` of one parameter object. It is zero in padding and for parameters without this state."""
     present = [(part, entry[key]) for part, entry in saved if key in entry]
     first, value = present[0]
     if not isinstance(value, StoredTensor):
@@ -158,7 +159,7 @@ def _read_entry(reads: _Reads, parameter: torch.Tensor, key: str, saved: _Saved)
 def _empty_like_shard(
     parameter: torch.Tensor, dtype: torch.dtype, *, padded: bool
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """Memory for a tensor laid out like this rank's shard, and the function that converts it to a state tensor."""
+    """Return a new tensor laid out like this rank's shard, and a function that converts it to a state tensor."""
     empty_like = torch.zeros_like if padded else torch.empty_like
     if not isinstance(parameter, DTensor):
         return empty_like(parameter.detach(), dtype=dtype), lambda local: local
@@ -177,7 +178,7 @@ def _empty_like_shard(
 
 
 def _common_scalar(reads: _Reads, key: str, present: list[tuple[ParameterLayout, StoredTensor]]) -> torch.Tensor:
-    """One number. For a flat parameter, the numbers of all parameters in it are read at once and compared."""
+    """Return one scalar: for a flat parameter, the common value of the scalars of all parameters in it."""
     if len(present) == 1:
         return reads.whole(present[0][1])
     numbers = _Reads(reads.root)
@@ -188,7 +189,7 @@ def _common_scalar(reads: _Reads, key: str, present: list[tuple[ParameterLayout,
 
 
 def _common_value(key: str, values: list[tuple[str, Any]]) -> Any:
-    """The value that a flat parameter has for all parameters in it: the largest one, if they are numbers."""
+    """Return one value for all parameters in a flat parameter: if numbers differ, the largest one."""
     distinct = [value for index, (_, value) in enumerate(values) if value not in [v for _, v in values[:index]]]
     if len(distinct) == 1:
         return distinct[0]
@@ -204,7 +205,7 @@ def _common_value(key: str, values: list[tuple[str, Any]]) -> Any:
 def _param_groups(
     reads: _Reads, optimizer: torch.optim.Optimizer, stored: StoredOptimizer, groups: list[int | None]
 ) -> list[dict[str, Any]]:
-    """The saved hyperparameters, and those that only this optimizer has; parameters by index."""
+    """Return the groups with parameters by index: saved hyperparameters, and those that are not in the checkpoint."""
     param_groups = []
     start = 0
     for own, index in zip(optimizer.param_groups, groups, strict=True):
@@ -216,7 +217,7 @@ def _param_groups(
 
 
 def _hyperparameters(reads: _Reads, own: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the saved values in the types of the optimizer: some formats store tuples (``betas``) as lists."""
+    """Yield the saved values, converted to the optimizer's types: some formats store tuples (``betas``) as lists."""
     for key, value in saved.items():
         if key in ("params", "param_names"):
             continue

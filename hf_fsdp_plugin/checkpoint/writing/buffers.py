@@ -1,6 +1,6 @@
-"""Page-aligned memory in which files are assembled before they are written; later saves reuse it.
+"""Allocates page-aligned memory in which files are assembled before they are written. Later saves reuse the memory.
 
-Page faults in new memory take ten times as long as the copy out of the model. Therefore a thread of low priority
+Page faults in new memory take ten times as long as the copy from the model. Therefore a thread with low priority
 prefaults the buffers during training.
 """
 
@@ -18,7 +18,7 @@ import torch
 from hf_fsdp_plugin.checkpoint.io import PAGE, round_up
 from hf_fsdp_plugin.devices import available_device
 
-_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23  # Linux 2.6.38 and 5.14; elsewhere madvise fails and pages are zeroed
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23  # Linux 2.6.38 and 5.14; if madvise fails, pages are zeroed instead
 _STEP = 64 << 20
 
 
@@ -28,19 +28,19 @@ def allocate_aligned(size: int, *, pinned: bool = False) -> torch.Tensor:
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     _advise(tensor.data_ptr(), tensor.numel(), _MADV_HUGEPAGE)
     if pinned:
-        # Not allocated as pinned memory: torch's pool rounds sizes up to powers of two.
+        # Pinned after allocation: torch's pool of pinned memory rounds sizes up to powers of two.
         available_device().pin(tensor)
     return tensor
 
 
 def unpin(memory: torch.Tensor) -> None:
-    """Unpin memory of :func:`allocate_aligned` before its last reference is deleted, which unmaps it."""
+    """Unpin memory of :func:`allocate_aligned`, before the last reference to it is deleted and it is unmapped."""
     if memory.is_pinned():
         available_device().unpin(memory)
 
 
 def prefault(memory: torch.Tensor) -> None:
-    """Allocate all pages of ``memory``, in steps of 64 MiB, so that waiting threads can run between the steps."""
+    """Allocate all pages of ``memory``, in steps of 64 MiB so that waiting threads can run between them."""
     for start in range(0, memory.numel(), _STEP):
         part = memory[start : start + _STEP]
         if not _advise(part.data_ptr(), part.numel(), _MADV_POPULATE_WRITE):
@@ -49,14 +49,14 @@ def prefault(memory: torch.Tensor) -> None:
 
 def _advise(address: int, size: int, advice: int) -> bool:
     try:
-        madvise = ctypes.CDLL(None).madvise  # ctypes releases the GIL for the call; mmap.madvise does not
+        madvise = ctypes.CDLL(None).madvise  # ctypes releases the GIL during the call; mmap.madvise does not
     except (OSError, AttributeError):
         return False
     return madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_int(advice)) == 0
 
 
 def lower_thread_priority() -> None:
-    """Give the calling thread the lowest priority, so that it uses only idle cores. Linux has one per thread."""
+    """Give the calling thread (on Linux, only this thread) the lowest priority, so that it uses only idle cores."""
     _set_thread_priority(threading.get_native_id(), 19)
 
 
@@ -66,7 +66,7 @@ def _set_thread_priority(native_id: int, nice: int) -> None:
 
 
 class StagingBuffers:
-    """Buffers for copies of this rank's shards while training continues, one for each write of a save."""
+    """Buffers that hold copies of this rank's shards while training continues. Each write of a save has one buffer."""
 
     def __init__(self) -> None:
         self._buffers: list[_StagingBuffer] = []
@@ -118,7 +118,7 @@ class _StagingBuffer:
     def take(self, size: int, *, pinned: bool) -> torch.Tensor:
         self._finish_preparing()
         if self._memory is None or self._memory.numel() < size:
-            self._replace(None)  # freed before the next one is allocated
+            self._replace(None)  # free the old buffer before the new one is allocated
             self._replace(allocate_aligned(size, pinned=pinned))
         assert self._memory is not None
         return self._memory

@@ -1,6 +1,6 @@
-"""Writes the format of ``torch.distributed.checkpoint`` (DCP) without its planner. Every DCP reader reads the files.
+"""Writes the format of ``torch.distributed.checkpoint`` (DCP) without DCP's planner. Any DCP reader can read the files.
 
-Each rank has a file of ``torch.save`` entries; ``.metadata`` records which box of which tensor each entry is. torch's
+Each rank has a file of ``torch.save`` entries. ``.metadata`` maps each entry to a box of a tensor. torch's
 planner exchanges plans between all ranks before every save. Here each rank writes its shards, and rank 0 joins the
 ranks' lists of entries when it commits the checkpoint. Checked against torch 2.13.0
 (``distributed/checkpoint/filesystem.py``).
@@ -43,7 +43,7 @@ StatePath = tuple[str | int, ...]
 """Path of an entry in the nested state dict: ``("optimizer", "state", "lm_head.weight", "exp_avg")``."""
 _ENTRY_ALIGNMENT = 64
 _LOCAL_HEADER = struct.Struct("<26xHH")
-"""Header of a record in a zip archive: the lengths of its name and extra field, which follow it before the data."""
+"""Header of a record in a zip archive, which contains the lengths of the name and the extra field that follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class DcpEntries:
     """The entries that one rank adds to one DCP folder.
 
     Attributes:
-        folder: relative to the checkpoint.
+        folder: path relative to the checkpoint.
         smalls: entries that are not in this rank's file: rank 0 writes them when it commits.
         aliases: (path of a tied name, path of the entry that holds its tensor).
     """
@@ -87,7 +87,7 @@ class DcpEntries:
 
 
 def rank_file(folder: str, rank: int, tensors: Iterable[tuple[StatePath, LocalShard]]) -> tuple[FilePart, DcpEntries]:
-    """The rank's file in ``folder``, and its entries."""
+    """Return the rank's file in ``folder``, and its entries."""
     entries = DcpEntries(folder)
     file = dcp_file(rank)
     items: list[Item] = []
@@ -117,7 +117,7 @@ def plain_value(path: StatePath, value: Any) -> SmallEntry:
 
 
 def final_files(folder: str, ranks: Sequence[DcpEntries]) -> list[FilePart]:
-    """The files that complete a folder, given the entries of all ranks: the small entries, and ``.metadata``.
+    """Return the files that complete a folder, from the entries of all ranks: the small entries, and ``.metadata``.
 
     If several ranks have the same small entry, the first one is written.
     """
@@ -192,11 +192,11 @@ def _tensor_entry(dtype: str, shape: tuple[int, ...]) -> TensorStorageMetadata:
 def _frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
     """Return the bytes that ``torch.save`` writes before and after the data of a contiguous tensor.
 
-    ``skip_data`` leaves a hole for the data. Its checksum in the archive is 0, which torch accepts.
+    ``skip_data`` leaves a hole for the data. The data's checksum in the archive is 0, which torch accepts.
     """
     tensor = torch.empty(shape, dtype=dtype)  # never used, so it takes no memory
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "archive.pt"  # the stem is the archive's name
+        path = Path(folder) / "archive.pt"  # torch uses the stem as the name of the archive
         with skip_data():
             torch.save(tensor, path)
         with zipfile.ZipFile(path) as archive:
@@ -216,5 +216,5 @@ def _flat_name(path: StatePath) -> str:
 
 
 def _tensor_name(path: StatePath) -> str:
-    """The name without the key of the state dict: ``lm_head.weight``, ``state.lm_head.weight.exp_avg``."""
+    """Return the name without the key of the state dict: ``lm_head.weight``, ``state.lm_head.weight.exp_avg``."""
     return _flat_name(path[1:])

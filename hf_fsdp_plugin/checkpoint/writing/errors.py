@@ -1,4 +1,4 @@
-"""Errors of the operating system during a save, as problems: which checkpoint, why, and what to do."""
+"""Converts errors of the operating system during a save to problems: which checkpoint, why, and what to do."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _CODES_AND_FIXES = {
 }
 _OTHER = ("FSDP-E404", "Check the disk, or save to another one.")
 _FULL = 1 << 20
-"""Free bytes below which a disk counts as full, for writers that do not report why they failed."""
+"""A disk with less free space (bytes) counts as full, if a writer does not report why it failed."""
 
 
 @contextmanager
 def os_errors_as_problems(final: Path) -> Iterator[None]:
-    """Raise ``CheckpointError`` for errors of the disk in the block, which writes the checkpoint ``final``."""
+    """Raise ``CheckpointError`` for ``OSError`` in the block, which writes the checkpoint ``final``."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Hooks that are installed while a save is in flight: optimizer steps, interpreter exit, SIGTERM."""
+"""Hooks on optimizer steps, interpreter exit and SIGTERM that are installed while a save is in flight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hf_fsdp_plugin.checkpoint.writing.save import Save
 
 _SIGTERM_TIMEOUT = 20.0
-"""Seconds that SIGTERM waits for a save: batch systems send SIGKILL after 30."""
+"""Seconds that the SIGTERM handler waits for a save. Batch systems send SIGKILL 30 seconds after SIGTERM."""
 
 
 class SaveHooks:
@@ -26,7 +26,7 @@ class SaveHooks:
 
         self._save = save
         self._step_hook = register_optimizer_step_post_hook(poll_after_step)
-        atexit.register(save.join_at_exit)  # no collective: the other ranks may have ended, or be in another one
+        atexit.register(save.join_at_exit)  # no collective: the other ranks may have exited
         self._previous = None
         if threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -38,7 +38,7 @@ class SaveHooks:
             signal.signal(signal.SIGTERM, self._previous)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        """Wait until this rank has written its part or the time is over, then call the previous handler."""
+        """Wait until this rank has written its part or the timeout expires, then call the previous handler."""
         self._save.join(_SIGTERM_TIMEOUT)
         if callable(self._previous):
             self._previous(number, frame)

@@ -1,7 +1,7 @@
-"""The part of a file that one rank writes: bytes and tensors at their offsets, described before anything is written.
+"""Describes the part of a file that one rank writes, before anything is written: bytes and tensors with their offsets.
 
 A part is either written directly from the tensors, window by window, or copied as a whole to a staging buffer and
-written from there during training. Both use :func:`fill`.
+written from the buffer during training. Both use :func:`fill`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Item:
     """A byte range that has its own hash in the manifest.
 
     Attributes:
-        offset: of its first byte in the file.
-        contents: bytes and tensors, one after the other; tensors as their bytes in row-major order.
-        name: the tensor in the range, for the message if the range is damaged.
+        offset: byte offset in the file.
+        contents: bytes and tensors, one after the other. Tensors are written as their bytes in row-major order.
+        name: name of the tensor in the range, for the message if the range is damaged.
     """
 
     offset: int
@@ -42,7 +42,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A contiguous byte range ``[start, stop)`` that one rank writes: items in order, with zeros between them."""
+    """A contiguous byte range ``[start, stop)`` that one rank writes: ordered items with zeros between them."""
 
     start: int
     stop: int
@@ -50,12 +50,12 @@ class Extent:
 
     @property
     def origin(self) -> int:
-        """The file offset of the first byte of the aligned buffer that holds the extent."""
+        """File offset of the first byte of the aligned buffer that holds the extent."""
         return self.start // PAGE * PAGE
 
     @property
     def span(self) -> int:
-        """Bytes of the aligned buffer that holds the extent."""
+        """Size in bytes of the aligned buffer that holds the extent."""
         return round_up(self.stop - self.origin)
 
 
@@ -64,8 +64,8 @@ class FilePart:
     """The part of one file that this rank writes.
 
     Attributes:
-        path: relative to the checkpoint, with ``/``.
-        size: bytes of the whole file.
+        path: path relative to the checkpoint, separated by ``/``.
+        size: size of the whole file in bytes.
         shared: whether other ranks write to the file too.
     """
 
@@ -76,19 +76,19 @@ class FilePart:
 
     @property
     def span(self) -> int:
-        """Bytes of aligned memory that hold all extents."""
+        """Size in bytes of the aligned memory that holds all extents."""
         return sum(extent.span for extent in self.extents)
 
 
 def whole_file(path: str, items: Iterable[Item]) -> FilePart:
-    """A file that this rank alone writes; it ends with its last item."""
+    """Return the part for a file that only this rank writes. The file ends with its last item."""
     ordered = tuple(sorted(items, key=lambda item: item.offset))
     size = ordered[-1].stop if ordered else 0
     return FilePart(path, size, (Extent(0, size, ordered),) if size else ())
 
 
 def shared_file(path: str, size: int, items: Iterable[Item]) -> FilePart:
-    """This rank's items of a file of ``size`` bytes; adjacent items become one extent."""
+    """Return the part with this rank's items of a file of ``size`` bytes. Adjacent items become one extent."""
     runs: list[list[Item]] = []
     for item in sorted(items, key=lambda item: item.offset):
         if runs and runs[-1][-1].stop == item.offset:
@@ -103,12 +103,12 @@ def num_bytes(content: Content) -> int:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes in row-major order, without a copy where it is contiguous."""
+    """Return a tensor's bytes in row-major order, without a copy if it is contiguous."""
     return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
 
 
 def fill(target: torch.Tensor, extent: Extent, start: int, stop: int) -> None:
-    """Copy the extent's bytes ``[start, stop)`` (file offsets) to ``target``, leaving out the gaps between items.
+    """Copy the extent's bytes ``[start, stop)`` (file offsets) to ``target``, except the gaps between items.
 
     Copies from an accelerator are asynchronous: call :func:`wait_for_copies` before the bytes are used.
     """

@@ -1,4 +1,4 @@
-"""Whole state dicts in the memory of rank 0, for callers that need tensors instead of files."""
+"""Gathers whole state dicts in the memory of rank 0, for callers that need tensors instead of files."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hf_fsdp_plugin.checkpoint.shards import model_shards, shards_to_write
 
 
 def full_model_state(model: nn.Module) -> dict[str, Any]:
-    """The whole model's state dict under canonical names, on the CPU of rank 0; empty on other ranks. Collective.
+    """Return the model's whole state dict by canonical names, on the CPU of rank 0; empty on other ranks. Collective.
 
-    Tied weights are one tensor under all their names, as in the model's own state dict.
+    The names of tied weights share one tensor, as in the model's own state dict.
     """
-    # On CPU ranks there is nothing to offload, and FSDP1 crashes with cpu_offload.
+    # CPU ranks need no offload, and FSDP1 crashes with cpu_offload.
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
     options = StateDictOptions(full_state_dict=True, cpu_offload=not on_cpu)
     state = _with_shared_tensors(model, get_model_state_dict(model, options=options))
@@ -27,9 +27,9 @@ def full_model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def trainable_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The trainable parameters, whole, under canonical names, on the CPU of rank 0; empty elsewhere. Collective.
+    """Return whole trainable parameters by canonical names, on the CPU of rank 0; empty on other ranks. Collective.
 
-    For adapters: their frozen base model, which may be many times their size, is not gathered.
+    This is for adapters: the frozen base model, which may be many times larger, is not gathered.
     """
     mine = [
         (shard.name, shard.shape, piece.box, piece.tensor.detach().cpu().contiguous())
@@ -49,7 +49,7 @@ def trainable_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _with_shared_tensors(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Let the names of a tied parameter share one tensor, as in the model: torch gathers one tensor per name."""
+    """Make the names of a tied parameter share one tensor, as in the model. torch gathers one tensor per name."""
     plan = plan_of(model)
     for names in plan.ties if plan is not None else ():
         present = [name for name in names if name in state]

@@ -1,4 +1,4 @@
-"""The checkpoint manager: starts, commits and waits for the saves of a process, and owns the resources that they share.
+"""The checkpoint manager: starts, commits and waits for the saves of a process, and owns their shared resources.
 
 All methods are collective unless stated otherwise.
 """
@@ -33,10 +33,10 @@ from hf_fsdp_plugin.spec.model import StateDictKind
 
 @dataclass(frozen=True, slots=True)
 class SaveOutcome:
-    """The last save of a process that was committed, or handed to the background.
+    """The last save of a process that was committed, or started in the background.
 
     Attributes:
-        stall: seconds for which training was paused.
+        stall: duration in seconds for which training was paused.
     """
 
     final: Path
@@ -58,13 +58,13 @@ class CheckpointManager:
         self.save_in_flight: Save | None = None
         self.last_outcome: SaveOutcome | None = None
         self._open: dict[Path, Save] = {}
-        self._buffers = StagingBuffers()  # kept from save to save
+        self._buffers = StagingBuffers()  # reused by all saves
         self._hooks: SaveHooks | None = None
         self._group: dist.ProcessGroup | None = None
 
     @contextmanager
     def saving(self, final: Path, *, asynchronous: bool = False, into: bool = False) -> Iterator[Save]:
-        """Start a save. The block adds files to its folder; call :meth:`finish` after the block.
+        """Start a save. The block adds files to the save's folder. Call :meth:`finish` after the block.
 
         An error in the block, on any rank, is raised on all ranks, and the written files are removed.
 
@@ -87,8 +87,8 @@ class CheckpointManager:
         """Commit a save, now or in the background.
 
         Args:
-            manifest: complete except for its ``files``; rank 0 writes it.
-            after: called by rank 0 after the commit.
+            manifest: the manifest, complete except for ``files``. Rank 0 writes it.
+            after: callback that rank 0 runs after the commit.
         """
         del self._open[save.folder]
         if save.asynchronous:
@@ -101,11 +101,11 @@ class CheckpointManager:
         self.last_outcome = SaveOutcome(save.final, save.asynchronous, time.monotonic() - save.started)
 
     def open_save(self, folder: Path) -> Save | None:
-        """The save that writes to ``folder``, between :meth:`saving` and :meth:`finish`. Not collective."""
+        """Return the open save of ``folder``, between :meth:`saving` and :meth:`finish`. Not collective."""
         return self._open.get(folder)
 
     def wait(self) -> None:
-        """Wait until the save in flight is committed. Raises the error of one rank on all of them."""
+        """Wait until the save in flight is committed. An error of one rank is raised on all ranks."""
         while self.save_in_flight is not None:
             if not self._poll():
                 time.sleep(POLL_INTERVAL)
@@ -144,7 +144,7 @@ class CheckpointManager:
             self._hooks = None
 
     def _cpu_group(self) -> dist.ProcessGroup | None:
-        """A process group for CPU tensors; ``None`` for the default one."""
+        """Return a process group for CPU tensors; ``None`` for the default group."""
         if self._group is None and "gloo" not in str(dist.get_backend_config()):
             self._group = dist.new_group(backend="gloo")
         return self._group
@@ -159,7 +159,7 @@ class CheckpointManager:
         adapter_only: bool = False,
         max_shard_size: int = MAX_SHARD_SIZE,
     ) -> None:
-        """Write a model's state to ``folder``, as a part of the open save there; without one, immediately."""
+        """Write a model's state to ``folder`` as a part of its open save, or immediately if there is none."""
         with on_all_ranks("reading the layout of the model"):
             shards = model_shards(model)
             if adapter_only:

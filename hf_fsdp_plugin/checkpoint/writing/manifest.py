@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint that is being saved, from the model and its plan."""
+"""Creates the manifest of a checkpoint from the model and its plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_fsdp_plugin.version import __version__
 def manifest_of(
     model: nn.Module, kind: StateDictKind, *, step: int | None, asynchronous: bool = False, batch: dict[str, Any]
 ) -> Manifest:
-    """Return the manifest of a checkpoint of ``model``, which has a plan; ``files`` is empty. No communication."""
+    """Return the manifest for ``model``, which must have a plan. ``files`` is empty. No communication."""
     plan = plan_of(model)
     assert plan is not None, "models without a plan are saved by Accelerate"
     shards = model_shards(model)

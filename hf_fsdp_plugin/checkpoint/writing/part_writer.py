@@ -1,4 +1,4 @@
-"""Writes, hashes and syncs file parts, without the page cache where the file system supports that."""
+"""Writes, hashes and syncs file parts. Bypasses the page cache if the file system supports that."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hf_fsdp_plugin.checkpoint.writing.buffers import allocate_aligned, unpin
 from hf_fsdp_plugin.checkpoint.writing.file_parts import Extent, FilePart, fill, on_accelerator, wait_for_copies
 
 WINDOW = 32 << 20
-"""Bytes written at a time."""
+"""Number of bytes per write."""
 
 
 class PartWriter:
-    """Writes file parts below a folder, and keeps the memory for later parts."""
+    """Writes file parts to a folder, and keeps its memory for later parts."""
 
     def __init__(self) -> None:
-        self._windows: dict[bool, torch.Tensor] = {}  # by whether it is pinned
+        self._windows: dict[bool, torch.Tensor] = {}  # key: whether the memory is pinned
 
     def write(self, root: Path, parts: Sequence[FilePart]) -> list[FileRecord]:
         """Write parts directly from their tensors, through one window of memory."""
@@ -41,7 +41,7 @@ class PartWriter:
         return records
 
     def write_staged(self, root: Path, parts: Sequence[FilePart], memory: torch.Tensor) -> list[FileRecord]:
-        """Write the parts that :func:`stage` has copied to ``memory``. Uses no tensor of the model."""
+        """Write the parts that :func:`stage` has copied to ``memory``. Does not access the model's tensors."""
         records, begin = [], 0
         for part in parts:
             with _PartFile(root / part.path, part) as file:
@@ -67,7 +67,7 @@ class PartWriter:
 
 
 def stage(parts: Sequence[FilePart], memory: torch.Tensor) -> None:
-    """Copy all extents to ``memory``, one after the other. It must have at least the sum of their spans."""
+    """Copy all extents one after the other to ``memory``, which must have at least the sum of their spans."""
     begin = 0
     for part in parts:
         for extent in part.extents:
@@ -79,7 +79,7 @@ def stage(parts: Sequence[FilePart], memory: torch.Tensor) -> None:
 
 
 def _clear_gaps(memory: torch.Tensor, extent: Extent, low: int, high: int) -> None:
-    """Zero the bytes between items: the memory is reused, and its old contents must not be written to the file."""
+    """Zero the bytes between items. The memory is reused, and its old contents must not be written to the file."""
     before = extent.origin
     for start, stop in [*((item.offset, item.stop) for item in extent.items), (extent.origin + extent.span,) * 2]:
         gap = (max(before, low), min(start, high))
@@ -109,7 +109,7 @@ class _PartFile:
     def __exit__(self, kind: object, *_: object) -> None:
         try:
             if kind is None:
-                if not self._part.shared:  # the last page was written whole
+                if not self._part.shared:  # the last write was padded to a whole page
                     self._file.resize(self._part.size)
                 self._file.sync()
         finally:
@@ -122,7 +122,7 @@ class _PartFile:
         self._hashes.update(view[start - origin : stop - origin], start)
         low, high = round_up(start), stop // PAGE * PAGE
         if not self._part.shared:
-            # No other rank writes to these pages, and the file is cut to its size at the end.
+            # No other rank writes to these pages, and the file is truncated to its size at the end.
             low, high = origin, round_up(stop)
         if low >= high:
             low = high = stop

@@ -1,4 +1,4 @@
-"""Safetensors files: model files that all ranks write to, and a file for each rank for the state dict type ``local``.
+"""Safetensors files: model files that all ranks write, and one file per rank for the state dict type ``local``.
 
 A safetensors file is a header and the tensors' bytes in row-major order. So the offsets of every shard are known before
 anything is written: each rank writes its own byte ranges, and no rank gathers the model.
@@ -22,14 +22,14 @@ from hf_fsdp_plugin.checkpoint.shards import ModelShards, OptimizerShards, shard
 from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, Item, shared_file, whole_file
 
 MAX_SHARD_SIZE = 50 * 10**9
-"""Maximum number of bytes in one safetensors file; the default of Transformers 5."""
+"""Maximum number of bytes of tensors in one safetensors file; the default of Transformers 5."""
 _ONE_FILE = 2**63
 
 
 def full_files(
     tensors: Sequence[LocalShard], rank: int, *, stem: str = HF_MODEL, max_shard_size: int = MAX_SHARD_SIZE
 ) -> tuple[list[FilePart], str | None]:
-    """This rank's parts of the Hugging Face files of ``tensors``, and the text of their index, if there are several.
+    """Return this rank's parts of the Hugging Face files of ``tensors``, and the text of the index for several files.
 
     All ranks pass the same tensors in the same order. Rank 0 adds the headers.
     """
@@ -46,7 +46,7 @@ def full_files(
 
 
 def _runs(shard: LocalShard, begin: int) -> Iterator[Item]:
-    """Yield the contiguous byte ranges of the shard in the file, in which the whole tensor begins at ``begin``."""
+    """Yield the contiguous byte ranges of the shard in the file. The whole tensor begins at ``begin`` in the file."""
     strides = row_major(shard.shape)
     for piece in shard.pieces:
         dim = _first_contiguous_dim(piece.box, shard.shape)
@@ -59,7 +59,7 @@ def _runs(shard: LocalShard, begin: int) -> Iterator[Item]:
 
 
 def _first_contiguous_dim(box: Box, shape: tuple[int, ...]) -> int:
-    """The dim from which the box is contiguous in the whole tensor, for each index of the dims before it."""
+    """Return the first dim from which the box is contiguous in the whole tensor, at fixed indices of earlier dims."""
     dim = len(shape)
     while dim > 0 and box.sizes[dim - 1] == shape[dim - 1]:
         dim -= 1
@@ -71,7 +71,7 @@ _Entries = dict[str, tuple[LocalShard, Piece, dict[str, str]]]
 
 
 def local_model_file(path: str, shards: ModelShards) -> FilePart:
-    """All pieces of the model on this rank, each with its offsets in the whole tensor."""
+    """Return a file with all pieces of the model on this rank, each with its offsets in the whole tensor."""
     entries: _Entries = {}
     for shard in shards.tensors:
         for piece in shard.pieces:
@@ -80,7 +80,7 @@ def local_model_file(path: str, shards: ModelShards) -> FilePart:
 
 
 def local_optimizer_file(path: str, shards: OptimizerShards) -> FilePart:
-    """All pieces of the optimizer's state on this rank. The header contains the plain values and the groups."""
+    """Return a file with this rank's optimizer state. Plain values and parameter groups are in its header."""
     entries: _Entries = {}
     values: dict[str, dict[str, Any]] = {}
     for name, state in shards.state.items():
@@ -114,7 +114,7 @@ def _local_file(path: str, entries: _Entries, header: dict[str, Any]) -> FilePar
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value for JSON: hyperparameters may be scalar tensors."""
+    """Convert a value for JSON. Hyperparameters may be scalar tensors."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     raise TypeError(f"a local checkpoint cannot hold {type(value).__name__} objects in an optimizer's groups")

@@ -26,21 +26,21 @@ from hf_fsdp_plugin.checkpoint.writing.staging import RankRecord, StagingFolder
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 
 POLL_INTERVAL = 0.02
-"""Seconds between two checks for the records of other ranks."""
+"""Seconds between checks for the records of other ranks."""
 _EXIT_TIMEOUT = 60.0
 """A process that exits abandons a save if no rank has written a byte for this many seconds."""
 _WRITING, _DONE, _FAILED = 0, 1, 2
 
 
 class _OtherRankFailed(CheckpointError):
-    """The consequence of an error on another rank, which is the error to report."""
+    """Another rank failed. The error of that rank is reported instead of this one."""
 
 
 class Save:
     """A checkpoint that is being written. :class:`CheckpointManager` creates, commits and polls it.
 
     Attributes:
-        models: indices of the models that are saved.
+        models: indices of the saved models.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Save:
         self.models: set[int] = set()
         self.started = time.monotonic()
         self._writer, self._buffers = writer, buffers
-        # Read here, because a save may outlive the process group.
+        # Stored, because a save may outlive the process group.
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._records: list[FileRecord] = []
         self._dcp: list[DcpEntries] = []
@@ -72,7 +72,7 @@ class Save:
         return self.staging.folder
 
     def write(self, parts: Sequence[FilePart], dcp: Sequence[DcpEntries] = ()) -> None:
-        """Write this rank's parts; an asynchronous save copies them and writes them later."""
+        """Write this rank's parts. An asynchronous save copies them now and writes them later."""
         parts = list(parts)
         with on_all_ranks(f"writing {self.final}"), os_errors_as_problems(self.final):
             self._dcp += dcp
@@ -88,8 +88,8 @@ class Save:
         """Commit the checkpoint now.
 
         Args:
-            manifest: complete except for its ``files``; rank 0 writes it.
-            after: called by rank 0 after the commit.
+            manifest: the manifest, complete except for ``files``. Rank 0 writes it.
+            after: callback that rank 0 runs after the commit.
         """
         try:
             with on_all_ranks(f"writing {self.final}"), os_errors_as_problems(self.final):
@@ -107,7 +107,7 @@ class Save:
         self._thread.start()
 
     def _run(self, manifest: Manifest, after: Callable[[], None] | None) -> None:
-        """Run in the background thread, without collectives and tensors of the model."""
+        """Body of the background thread. Uses no collectives and no tensors of the model."""
         lower_thread_priority()
         try:
             with os_errors_as_problems(self.final):
@@ -136,10 +136,10 @@ class Save:
             after()
 
     def poll(self, group: dist.ProcessGroup | None) -> bool:
-        """Return whether all ranks have finished writing. Raises the error of one rank on all of them.
+        """Return whether all ranks have finished writing. An error of one rank is raised on all ranks.
 
         Args:
-            group: a process group for CPU tensors; ``None`` for the default one.
+            group: a process group for CPU tensors; ``None`` for the default group.
         """
         state = self._state
         seen = torch.tensor([state == _FAILED, state == _WRITING], dtype=torch.int32)
@@ -168,7 +168,7 @@ class Save:
             self._thread.join(timeout)
 
     def join_at_exit(self) -> None:
-        """Wait while any rank makes progress, and raise this rank's error. Not collective."""
+        """Wait while any rank makes progress, then raise this rank's error, if any. Not collective."""
         assert self._thread is not None
         last, since = -1, time.monotonic()
         while self._thread.is_alive():

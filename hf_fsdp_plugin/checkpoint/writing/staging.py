@@ -9,7 +9,7 @@
     run/.checkpoint-20.replaced/                  during the commit, the folder that had this name before
     run/.checkpoint-10.removed.saving/            a checkpoint during its removal
 
-Ranks exchange files: collectives of a save in the background would interleave with those of training.
+Ranks communicate through files, because collectives of a background save would interleave with collectives of training.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class StagingFolder:
         # The target of a link is replaced, not the link.
         self.final = final = final.resolve() if final.is_symlink() else final
         self._into = into
-        # A folder that files are added to exists, and may be the only place with write permission.
+        # With ``into``, the folder exists, and its parent may not be writable.
         self.root = final / SAVING if into else hidden(final, SAVING)
         self.folder = self.root / final.name
         self._records = self.root / "parts"
@@ -87,13 +87,13 @@ class StagingFolder:
         self._records.mkdir()
 
     def discard(self) -> None:
-        """Remove the folder. Called by rank 0 when no rank writes any more."""
+        """Remove the folder. Called by rank 0 after all ranks have stopped writing."""
         shutil.rmtree(self.root, ignore_errors=True)
 
     def last_modified(self) -> int:
-        """Time of the last write below the folder, in nanoseconds since the epoch; 0 if there is no file."""
+        """Return the time of the last write in the folder, in nanoseconds since the epoch; 0 if there is no file."""
         times = [0]
-        with suppress(OSError):  # the commit may rename the folder meanwhile
+        with suppress(OSError):  # the commit may rename the folder during the loop
             times += [path.stat().st_mtime_ns for path in self.root.rglob("*")]
         return max(times)
 
@@ -105,14 +105,14 @@ class StagingFolder:
         write_text(self._records / f"rank{rank}.failed", text)
 
     def read_failures(self) -> dict[int, str]:
-        """The errors that ranks have written, by rank."""
+        """Return the errors that ranks have written, by rank."""
         return {
             int(path.stem.removeprefix("rank")): path.read_text(encoding="utf-8")
             for path in sorted(self._records.glob("*.failed"))
         }
 
     def read_records(self, world_size: int) -> list[RankRecord] | None:
-        """The records of all ranks, in rank order; ``None`` while one is missing."""
+        """Return the records of all ranks, in rank order; ``None`` while any is missing."""
         paths = [self._records / f"rank{rank}.json" for rank in range(world_size)]
         return [_read_record(path) for path in paths] if all(path.exists() for path in paths) else None
 
@@ -120,10 +120,10 @@ class StagingFolder:
         """Complete the checkpoint, sync it and rename it. Called by rank 0 when all ranks have written their records.
 
         Args:
-            manifest: complete except for its ``files``.
+            manifest: the manifest, complete except for ``files``.
         """
         written = [file for record in ranks for file in record.files]
-        writer = PartWriter()  # not the manager's: a commit in the background must not share its memory
+        writer = PartWriter()  # not the manager's writer: a background commit must not share its memory
         for folder in dict.fromkeys(dcp.folder for record in ranks for dcp in record.dcp):
             entries = [dcp for record in ranks for dcp in record.dcp if dcp.folder == folder]
             written += writer.write(self.folder, final_files(folder, entries))
@@ -169,7 +169,7 @@ def remove_checkpoint(checkpoint: Path) -> None:
 
 
 def joined_records(written: Sequence[FileRecord]) -> dict[str, FileRecord]:
-    """Join the records of files that several ranks have written; return one record for each file."""
+    """Join the records of shared files. Return one record for each file."""
     ranges: dict[str, list[FileRange]] = {}
     for record in written:
         ranges.setdefault(record.path, []).extend(record.ranges)
@@ -191,7 +191,7 @@ def _remove_replaced(before: Path, final: Path) -> None:
 
 
 def _files_of_user(folder: Path) -> list[Path]:
-    """The files in a checkpoint's folder that were not written by a save."""
+    """Return the files in a checkpoint's folder that were not written by a save."""
     manifest = _read_manifest(folder)
     files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     if manifest is not None:
@@ -201,7 +201,7 @@ def _files_of_user(folder: Path) -> list[Path]:
 
 
 def _move_files(folder: Path, final: Path) -> None:
-    """Move each file, the manifest last, and remove the files that only the previous manifest lists."""
+    """Move all files, with the manifest last, and remove the files that only the previous manifest lists."""
     final.mkdir(parents=True, exist_ok=True)
     before = _read_manifest(final)
     (final / MANIFEST_NAME).unlink(missing_ok=True)
@@ -235,7 +235,7 @@ def _read_entries(tree: dict[str, Any]) -> DcpEntries:
 
 
 def _with_tuples(tree: dict[str, Any]) -> dict[str, Any]:
-    """Convert lists to tuples, which JSON does not have."""
+    """Convert lists to tuples, because JSON has no tuples."""
 
     def convert(value: Any) -> Any:
         return tuple(map(convert, value)) if isinstance(value, list) else value

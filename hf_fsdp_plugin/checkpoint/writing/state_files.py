@@ -1,6 +1,6 @@
-"""Model and optimizer state as the files that Accelerate and the Trainer read.
+"""Maps model and optimizer state to the files that Accelerate and the Trainer read.
 
-The names are those of Accelerate and Transformers, so that their tools read these checkpoints:
+The file names are those of Accelerate and Transformers, so that their tools can read these checkpoints:
 
 ===========  ==============================================  ==========================================
 state dict   model                                           optimizer
@@ -50,7 +50,7 @@ class StateFiles:
     """This rank's part of a model's or an optimizer's files.
 
     Attributes:
-        texts: names and contents of small files that rank 0 adds.
+        texts: (name, contents) of the small files that rank 0 adds.
     """
 
     parts: list[FilePart]
@@ -61,7 +61,7 @@ class StateFiles:
 def model_files(
     shards: ModelShards, kind: StateDictKind, index: int = 0, *, max_shard_size: int = MAX_SHARD_SIZE
 ) -> StateFiles:
-    """This rank's part of the files of model ``index``."""
+    """Return this rank's part of the files of model ``index``."""
     rank = dist.get_rank()
     if kind == "full":
         stem = numbered_from_one(HF_MODEL, index)
@@ -82,7 +82,7 @@ def model_files(
 
 
 def optimizer_files(shards: OptimizerShards, kind: StateDictKind, index: int = 0) -> StateFiles:
-    """This rank's part of the files of optimizer ``index``."""
+    """Return this rank's part of the files of optimizer ``index``."""
     rank = dist.get_rank()
     if kind == "local":
         path = f"{local_folder(OPTIMIZER)}/{local_file(index, rank)}"
@@ -101,7 +101,7 @@ def optimizer_files(shards: OptimizerShards, kind: StateDictKind, index: int = 0
     mine = shards_to_write(shard for _, shard in tensors.values())
     part, entries = rank_file(numbered(OPTIMIZER, index), rank, [tensors[shard.name] for shard in mine])
     entries.smalls += smalls
-    if rank == 0:  # one entry for each hyperparameter: torch flattens a state dict to its leaves
+    if rank == 0:  # one entry per hyperparameter, because torch flattens a state dict to its leaves
         entries.smalls += [
             plain_value(("optimizer", "param_groups", number, key), value)
             for number, group in enumerate(shards.groups)
