@@ -74,7 +74,7 @@ def _parse_arguments(argv: list[str]) -> LaunchArguments:
     others = [f"--{name}" for name in arguments.options if name not in _OPTIONS]
     others += [flag.partition("=")[0] for flag in arguments.command_line if not flag.startswith(_SETTING_FLAGS)]
     if others:
-        raise UsageError(f"{', '.join(others)}: pass these flags to the launcher, which has already started this rank.")
+        raise UsageError(f"{', '.join(others)}: the launcher has already started this rank. Pass it these flags.")
     if not arguments.script:
         raise UsageError(f"no script; {_USAGE}")
     check_script(arguments)

@@ -71,7 +71,7 @@ def _best(newest: Path) -> Path:
     best = newest.parent / Path(recorded).name
     if not best.is_dir():
         fix = "Copy the checkpoint back, or omit --best."
-        _refuse("FSDP-E498", best, "was the best checkpoint, and does not exist any more.", fix)
+        _refuse("FSDP-E498", best, "was the best checkpoint, but no longer exists.", fix)
     return best
 
 

@@ -125,13 +125,13 @@ def _check_usage(arguments: LaunchArguments) -> None:
         raise UsageError("no script. Usage: hf-fsdp launch [FLAGS] SCRIPT [ARGS ...]")
     check_script(arguments)
     if options.get("show_ranks", "main") not in ("main", "all"):
-        raise UsageError(f"--show_ranks {options['show_ranks']}: write main or all.")
+        raise UsageError(f"--show_ranks is {options['show_ranks']!r}; expected main or all.")
     if options.get("max_restarts", "0") != "0":
-        raise UsageError("--max_restarts: a failed run is not restarted. Resume it from its last checkpoint.")
+        raise UsageError("--max_restarts is not supported. Resume a failed run from its last checkpoint.")
     _check_writable(options)
     for name, pattern in (("grace", r"\d+(\.\d+)?"), ("num_cpu_threads_per_process", r"\d+")):
         if name in options and not re.fullmatch(pattern, options[name]):
-            raise UsageError(f"--{name} {options[name]}: expected a number.")
+            raise UsageError(f"--{name} is {options[name]!r}; expected a number.")
 
 
 def _check_writable(options: Mapping[str, str]) -> None:

@@ -139,7 +139,7 @@ def parse_launch_arguments(argv: Sequence[str]) -> LaunchArguments:
         written, equals, value = argument.partition("=")
         flag = _find_flag(written)
         if flag.kind == "unsupported":
-            raise UsageError(f"{written}: {flag.help}")
+            raise UsageError(f"{written} is not supported: {flag.help}")
         is_missing = flag.takes_value and not equals and not rest
         if not equals:
             value = rest.pop(0) if flag.takes_value and rest else "true"

@@ -87,7 +87,7 @@ def print_problems(problems: Sequence[Problem], *, as_json: bool) -> int:
 
 def _disk_problem(error: OSError, out: Path) -> Problem:
     message = f"cannot be read or written: {error.strerror or error}."
-    fix = "Solve this and merge again; finished files are kept."
+    fix = "Fix the cause, and start the same merge again. Finished files are kept."
     return Problem(code="FSDP-E495", message=message, fix=fix, origin=Origin(source=str(error.filename or out)))
 
 

@@ -201,8 +201,8 @@ def check_worlds_agree(store: Any, machine: int, world: World) -> None:
         if theirs != mine:
             store.set(f"left/{machine}", "1")
             message = (
-                f"machine {other} starts {plural(theirs['ranks'], 'rank')} on {theirs['device']}, machine {machine} "
-                f"starts {plural(world.num_local, 'rank')} on {world.device}."
+                f"machine {other} starts {plural(theirs['ranks'], 'rank')} on {theirs['device']}, but machine "
+                f"{machine} starts {plural(world.num_local, 'rank')} on {world.device}."
             )
             fix = "Give every machine the same config."
             raise RendezvousError([Problem(code="FSDP-E708", message=message, fix=fix)])

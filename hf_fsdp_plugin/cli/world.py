@@ -142,7 +142,7 @@ def _gpu_ids(spec: FsdpSpec, found: Accelerators) -> list[str]:
     if [word.lower() for word in ids] == ["all"]:
         return []
     if len(ids) > found.count:
-        message = f"{','.join(ids)} names {plural(len(ids), 'device')}. This machine has {found.count}."
+        message = f"{','.join(ids)} lists {plural(len(ids), 'device')}, but this machine has {found.count}."
         raise _error(spec, "FSDP-E703", "launch.gpu_ids", message, "List only devices that exist.")
     return ids
 
@@ -150,7 +150,7 @@ def _gpu_ids(spec: FsdpSpec, found: Accelerators) -> list[str]:
 def _check_devices(spec: FsdpSpec, num_local: int, num_devices: int, ids: list[str]) -> None:
     if num_local > num_devices:
         usable = plural(num_devices, "GPU") + (f" ({','.join(ids)} in gpu_ids)" if ids else "")
-        message = f"{plural(num_local, 'rank')} on this machine, which has {usable}."
+        message = f"{num_local} ranks were requested on this machine, which has {usable}."
         fix = f"Pass --num_processes {num_devices * spec.launch.num_machines}, or --cpu for CPU ranks."
         raise _error(spec, "FSDP-E701", "launch.num_processes", message, fix)
 
@@ -158,7 +158,7 @@ def _check_devices(spec: FsdpSpec, num_local: int, num_devices: int, ids: list[s
 def _check_cores(spec: FsdpSpec, num_local: int) -> None:
     num_machines, limit = spec.launch.num_machines, max(MIN_CPU_LIMIT, CPU_RANKS_PER_CORE * num_cores())
     if num_local > limit:
-        message = f"{num_local} CPU ranks on this machine, which has {plural(num_cores(), 'core')}."
+        message = f"{num_local} CPU ranks were requested on this machine, which has {plural(num_cores(), 'core')}."
         fix = f"Pass --num_processes {num_cores() * num_machines}, or at most {limit * num_machines}."
         raise _error(spec, "FSDP-E702", "launch.num_processes", message, fix)
 
@@ -180,11 +180,11 @@ def _check_machines(spec: FsdpSpec) -> None:
     if launch.num_machines == 1:
         return
     if not launch.main_process_ip:
-        message = f"{launch.num_machines} machines, but no address of machine 0."
-        fix = "Pass --main_process_ip ADDRESS, the same on every machine."
+        message = f"num_machines is {launch.num_machines}, but main_process_ip is not set."
+        fix = "Pass --main_process_ip with the address of machine 0, on every machine."
         raise _error(spec, "FSDP-E704", "launch.main_process_ip", message, fix)
     if spec.asked("launch.main_process_port") and launch.main_process_port == 0:
-        message = "port 0 (any free port) cannot be used with several machines: the others cannot know the port."
+        message = "port 0 selects a free port on machine 0, which the other machines cannot know."
         fix = "Set a port that is free on machine 0, such as 29500."
         raise _error(spec, "FSDP-E705", "launch.main_process_port", message, fix)
     if launch.rdzv_backend not in ("static", "c10d"):

@@ -67,14 +67,14 @@ def warn_differences(checkpoint: Path, batch: dict[str, Any]) -> None:
     world_size = dist.get_world_size()
     if manifest.world_size != world_size:
         message = (
-            f"{checkpoint} has the random state of {manifest.world_size} ranks, and this run has {world_size} ranks: "
+            f"{checkpoint} has the random state of {manifest.world_size} ranks, but this run has {world_size} ranks: "
             "dropout and other random operations differ from those of the uninterrupted run."
         )
         print_once(Problem(code="FSDP-W433", message=message))
     before, now = manifest.batch.get("samples_per_step"), batch.get("samples_per_step")
     if before is not None and now is not None and before != now:
         message = (
-            f"{checkpoint} was saved with {before} samples per step, and this run has {now}: the Trainer skips data by "
+            f"{checkpoint} was saved with {before} samples per step, but this run has {now}: the Trainer skips data by "
             "steps, so it resumes at another sample."
         )
         fix = f"Set batch size x gradient accumulation x ranks to {before} to resume at the same sample."

@@ -64,7 +64,7 @@ def read_ram_efficient(run: LiveRun) -> ObservedValue:
 def _read_loading(run: LiveRun, *, planned: bool) -> ObservedValue:
     """Check that every rank has rank 0's weights and that no tensor is on the meta device."""
     if not planned:
-        return unobservable("every rank loads all weights, which leaves no trace on the model")
+        return unobservable("every rank loads all weights; this cannot be read off the model")
     weights = run.weights
     if weights is None:
         return unobservable("the weights were not compared between ranks")

@@ -30,7 +30,7 @@ def meta_model(path_or_id: str | Path) -> nn.Module:
                 f"{path_or_id}: {model_class.__name__} cannot be built from its config: {error}"
             ) from error
     if not isinstance(model, nn.Module):
-        raise ValueError(f"{path_or_id}: architectures names {model_class.__name__}, which is not a model.")
+        raise ValueError(f"{path_or_id}: architectures is {model_class.__name__}, which is not a model class.")
     return model
 
 

@@ -62,7 +62,7 @@ def locate_config(sources: Sources) -> Sources:
         sources = replace(sources, config=default)
         if default is None:
             message = f"no config is given, and {environment.accelerate_cache(variables)} contains no default config."
-            fix = "Name a config file, or write the default one with accelerate config."
+            fix = "Give a config file, or write the default one with accelerate config."
             problems.append(Problem(code="FSDP-E042", message=message, fix=fix))
     return replace(sources, as_launched=False, default_file=False, problems=tuple(problems))
 

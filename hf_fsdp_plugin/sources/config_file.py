@@ -62,7 +62,7 @@ def _read_text(path: Path, source: str) -> str:
             raise ConfigFileError("FSDP-E001", "the file does not exist.", fix, source=source)
         if not path.is_file():
             message = "the path is a directory." if path.is_dir() else "the path is not a regular file."
-            raise ConfigFileError("FSDP-E002", message, "Name a YAML or JSON file.", source=source)
+            raise ConfigFileError("FSDP-E002", message, "Give a YAML or JSON file.", source=source)
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except ConfigFileError:
@@ -77,7 +77,7 @@ def _read_text(path: Path, source: str) -> str:
         message = "the file is larger than 1 MiB, the limit for configs."
         raise ConfigFileError("FSDP-E004", message, "Check that the path names a config.", source=source)
     if b"\0" in data:
-        raise ConfigFileError("FSDP-E005", "the file is binary.", "Name a YAML or JSON file in UTF-8.", source=source)
+        raise ConfigFileError("FSDP-E005", "the file is binary.", "Give a YAML or JSON file in UTF-8.", source=source)
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

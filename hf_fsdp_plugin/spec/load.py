@@ -101,8 +101,8 @@ def _ambiguous_version(levels: Sequence[SourceSettings], spec: FsdpSpec) -> Iter
     dialects = {level.dialect for level in levels if level.dialect is not None and level.level != environment.SOURCE}
     if len(dialects) > 1 and not spec.asked("fsdp.version"):
         message = (
-            "no source sets the FSDP version, which is 1 by default in Accelerate's file and 2 in TrainingArguments. "
-            f"The source of higher precedence selects {spec.fsdp.version}."
+            "no source sets the FSDP version, and the defaults differ: 1 for Accelerate's file, 2 for "
+            f"TrainingArguments. The default of the source with higher precedence is used: {spec.fsdp.version}."
         )
         yield Problem(code="FSDP-W106", setting="fsdp.version", message=message, fix="Set fsdp_version in one of them.")
 

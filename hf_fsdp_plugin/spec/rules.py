@@ -50,7 +50,7 @@ def check_fsdp_enabled(spec: FsdpSpec) -> Iterator[Problem]:
         return
     asked = _fsdp_settings(spec)
     if asked:
-        message = f"distributed_type is {kind}, with which the FSDP settings ({spec.origin(asked[0])}, …) are ignored."
+        message = f"distributed_type is {kind}, but FSDP settings are given ({spec.origin(asked[0])}, …)."
         fix = "Set distributed_type: FSDP, or remove the fsdp_config."
         yield about(spec, "FSDP-E123", "launch.distributed_type", message, fix)
     else:

@@ -37,6 +37,10 @@ def manifest_problems(model: StoredModel, optimizer: StoredOptimizer | None, man
     found = [
         ("FSDP-E477", missing, f"does not contain {len(missing)} of the {total} parameters of its manifest"),
         ("FSDP-E478", unexpected, f"contains {plural(len(unexpected), 'parameter')} that its manifest does not list"),
-        ("FSDP-E479", other, f"contains {plural(len(other), 'tensor')} with another dtype or shape than its manifest"),
+        (
+            "FSDP-E479",
+            other,
+            f"contains {plural(len(other), 'tensor')} with another dtype or shape than in its manifest",
+        ),
     ]
     return [problem(code, model.root, f"{text}: {format_names(n, 3)}.", COPY_AGAIN) for code, n, text in found if n]

@@ -219,7 +219,7 @@ def _pieces(entry: _Entry, files: dict[str, _File], zips: TensorZips) -> Iterato
         if not isinstance(tensor, PickledTensor) or (tensor.dtype, tensor.shape) != (entry.dtype, box.sizes):
             found = f"{tensor.dtype} {tensor.shape}" if isinstance(tensor, PickledTensor) else type(tensor).__name__
             message = (
-                f"contains {found} at byte {region.start}, and {DCP_METADATA} describes {entry.dtype} {box.sizes} of "
+                f"contains {found} at byte {region.start}, but {DCP_METADATA} expects {entry.dtype} {box.sizes} of "
                 f"{entry.name!r} there."
             )
             refuse("FSDP-E459", file.path, message, f"The files are of different checkpoints. {COPY_AGAIN}")
@@ -230,7 +230,7 @@ def _file_of(region: _Bytes, files: dict[str, _File]) -> _File:
     file = files[region.file]
     if region.start + region.length > file.size:
         stop = region.start + region.length
-        message = f"has {file.size} bytes, and {DCP_METADATA} refers to bytes {region.start} to {stop}."
+        message = f"has {file.size} bytes, but {DCP_METADATA} refers to bytes {region.start} to {stop}."
         refuse("FSDP-E453", file.path, message)
     return file
 

@@ -38,7 +38,7 @@ def read_model(root: Path, name: str) -> StoredModel | None:
         names = entries.keys() if names is None else names
         absent = sorted(names - entries.keys())
         if absent:
-            message = f"lists {plural(len(absent), 'tensor')} of {shard} that it does not contain: "
+            message = f"lists {plural(len(absent), 'tensor')} that {shard} does not contain: "
             problems.append(problem("FSDP-E459", index, f"{message}{format_names(absent, 3)}.", COPY_AGAIN))
         for key in (key for key in entries if key in names):
             entry = entries[key]

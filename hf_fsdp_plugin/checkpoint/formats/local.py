@@ -77,7 +77,8 @@ def _read_files(folder: Path, number: int) -> list[_RankFile]:
         return []
     world_sizes = sorted({file.description["world_size"] for file in files})
     if len(world_sizes) > 1:
-        refuse("FSDP-E459", folder, f"contains files of runs with world sizes {world_sizes}.", _ONE_CHECKPOINT)
+        found = " and ".join(map(str, world_sizes))
+        refuse("FSDP-E459", folder, f"contains files of several runs, with world sizes {found}.", _ONE_CHECKPOINT)
     missing = [folder / local_file(number, rank) for rank in range(world_sizes[0]) if rank not in paths]
     message = f"is missing: the files of {len(missing)} of the {world_sizes[0]} ranks are not in the folder."
     raise_if_any([problem("FSDP-E457", path, message, COPY_ALL_RANKS) for path in missing[:MAX_PROBLEMS]])
@@ -128,7 +129,7 @@ def _assemble(root: Path, files: list[_RankFile]) -> dict[tuple[str, str], Store
             tensor = canonical_name(piece["name"]), piece.get("key", "")
             kind = dtype, tuple(piece["shape"])
             if kinds.setdefault(tensor, kind) != kind:
-                message = f"stores {tensor[0]!r} as {kind}, and the file of another rank as {kinds[tensor]}."
+                message = f"stores {tensor[0]!r} as {kind}, but the file of another rank stores it as {kinds[tensor]}."
                 problems.append(problem("FSDP-E459", file.path, message, _ONE_CHECKPOINT))
             box = Box(tuple(piece["offsets"]), sizes)
             pieces.setdefault(tensor, []).append(StoredPiece(box, relative, offset, row_major(sizes)))

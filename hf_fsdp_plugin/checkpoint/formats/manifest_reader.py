@@ -56,13 +56,13 @@ def _parse(path: Path, data: bytes) -> dict[str, Any]:
         refuse("FSDP-E463", path, f"is not a manifest: its format is {_shown(found)}, expected '{FORMAT}'.")
     version = tree.get("version")
     if isinstance(version, int) and not isinstance(version, bool) and version > VERSION:
-        message = f"has version {version}; this version of hf_fsdp_plugin reads versions up to {VERSION}."
-        refuse("FSDP-E465", path, message, "Use the version of hf_fsdp_plugin that wrote it, or a later one.")
+        message = f"has manifest version {version}, but this hf_fsdp_plugin reads manifest versions up to {VERSION}."
+        refuse("FSDP-E465", path, message, "Install the hf_fsdp_plugin that wrote the checkpoint, or a later one.")
     if not _hash_matches(data, tree.get("manifest_hash")):
         refuse("FSDP-E464", path, "is damaged: its manifest_hash does not match its contents.")
     if version != VERSION or tree.get("hash") != HASH:
         found = f"version {_shown(version)} and hash {_shown(tree.get('hash'))}"
-        refuse("FSDP-E465", path, f"has {found}; expected {VERSION} and '{HASH}'.")
+        refuse("FSDP-E465", path, f"has {found}; expected version {VERSION} and hash '{HASH}'.")
     return tree
 
 

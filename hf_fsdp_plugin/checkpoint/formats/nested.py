@@ -75,5 +75,5 @@ def _number(tensor: StoredTensor, root: Path) -> Any:
 
 
 def _not_an_optimizer(place: Path) -> NoReturn:
-    message = "is not an optimizer's state dict: 'state' by parameter and a list of 'param_groups' are required."
+    message = "is not an optimizer's state dict: it does not contain a dict 'state' and a list 'param_groups'."
     refuse("FSDP-E461", place, message, "Give a checkpoint that Accelerate, the Trainer or this package wrote.")

@@ -250,7 +250,7 @@ def read_pickle(data: bytes, place: Path | str) -> Any:
     try:
         return _Reader(io.BytesIO(data)).load()
     except _RefusedName as error:
-        message = f"contains a pickle that names {error}, which is not a part of any checkpoint. It was not executed."
+        message = f"contains a pickle that refers to {error}, which no checkpoint needs. It was not executed."
         fix = "Do not load this file with other tools. Use a copy of the checkpoint from a source that you trust."
         refuse("FSDP-E454", place, message, fix)
     except Exception as error:

@@ -44,7 +44,7 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
         if not 2 <= length <= min(size - 8, MAX_HEADER):
-            message = f"has {size} bytes and a header of {length} bytes: truncated, or not a safetensors file."
+            message = f"has {size} bytes and a header of {length} bytes; it is truncated or not a safetensors file."
             refuse("FSDP-E453", path, message)
         text = file.read(length)
     try:
@@ -52,7 +52,7 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         metadata = header.pop("__metadata__", {})
         entries = {name: (Entry(*_parse_entry(entry)), *_parse_offsets(entry)) for name, entry in header.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        refuse("FSDP-E453", path, f"its header is damaged ({type(error).__name__}: {error}).")
+        refuse("FSDP-E453", path, f"has a damaged header ({type(error).__name__}: {error}).")
     begin = 8 + length
     at = 0
     for name, (entry, start, stop) in sorted(entries.items(), key=lambda item: item[1][1:]):

@@ -168,11 +168,11 @@ class _Job:
         """Delete the files whose contents are all in the output; other files of the checkpoint are kept."""
         fix = "Delete the checkpoint manually if you do not need it."
         if not self.result.compared_with and not self.plan.adapter:
-            message = "is kept: there was no model to compare its names and shapes with."
+            message = "was not deleted, because there is no model to compare its names and shapes with."
             self._report("FSDP-E487", message, fix)
             return
         if self.model.objects:
-            self._report("FSDP-E487", "is kept: it contains entries that were not written.", fix)
+            self._report("FSDP-E487", "was not deleted, because it contains entries that were not written.", fix)
             return
         files = {self.model.root / piece.file for tensor in self.model.tensors.values() for piece in tensor.pieces}
         for path in files:

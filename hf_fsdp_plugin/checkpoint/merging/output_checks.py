@@ -55,7 +55,7 @@ def header_problems(folder: Path, plan: MergePlan) -> list[Problem]:
         planned = {name: (SAFETENSORS_NAMES[plan.dtypes[name]], plan.tensors[name].shape) for name in file.offsets}
         wrong = sorted(name for name in read.keys() | planned.keys() if read.get(name) != planned.get(name))
         if wrong:
-            message = f"contains {plural(len(wrong), 'tensor')} that were not written as planned"
+            message = f"does not have the planned names, dtypes and shapes of {plural(len(wrong), 'tensor')}"
             problems.append(problem("FSDP-E486", path, f"{message}: {format_names(wrong, 3)}.", _MERGE_AGAIN))
     return problems
 
@@ -73,7 +73,7 @@ def byte_problems(model: StoredModel, plan: MergePlan, folder: Path, progress: C
                 if not same_elements(source, tensor, written, copy, progress):
                     different.append(name)
             if different:
-                message = f"contains {plural(len(different), 'tensor')} with other bytes than the checkpoint"
+                message = f"contains {plural(len(different), 'tensor')} whose bytes differ from the checkpoint"
                 text = f"{message}: {format_names(different, 3)}."
                 problems.append(problem("FSDP-E486", folder / file.name, text, _MERGE_AGAIN))
     return problems

@@ -41,7 +41,7 @@ def no_optimizer(checkpoint: Path) -> Problem:
 def different_groups(checkpoint: Path, own: list[frozenset[str]], saved: list[frozenset[str]]) -> Problem:
     """Return the problem of parameter groups that do not contain the same parameters."""
     here, there = frozenset[str]().union(*own), frozenset[str]().union(*saved)
-    found = [f"the optimizer has {_groups(own)}, the checkpoint {_groups(saved)}"]
+    found = [f"the optimizer has {_groups(own)}, but the checkpoint has {_groups(saved)}"]
     if here - there:
         found.append(f"not in the checkpoint: {format_names(sorted(here - there))}")
     if there - here:

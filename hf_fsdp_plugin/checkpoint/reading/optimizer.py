@@ -195,8 +195,8 @@ def _common_value(key: str, values: list[tuple[str, Any]]) -> Any:
         return distinct[0]
     common = max(distinct) if all(isinstance(value, (int, float)) for value in distinct) else distinct[0]
     logger.warning(
-        "the checkpoint has different values of the optimizer's '%s' for parameters that are one flat parameter here "
-        "(%s). All of them get %s. Set fsdp_use_orig_params: true to keep them separate.",
+        "the checkpoint has different values of the optimizer's '%s' for parameters that FSDP1 merges into one flat "
+        "parameter (%s). The flat parameter gets %s. Set fsdp_use_orig_params: true to keep the values separate.",
         key, format_names([f"{name}: {value}" for name, value in values]), common,
     )  # fmt: skip
     return common

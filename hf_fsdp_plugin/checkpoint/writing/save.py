@@ -184,9 +184,9 @@ class Save:
 
 def _abandoned(final: Path, failures: dict[int, str]) -> Problem:
     who = ", ".join(f"rank {rank}" for rank in failures) or "another rank"
-    why = "".join(f" rank {rank}: {text}" for rank, text in failures.items())
+    why = "".join(f" Rank {rank} reported: {text}" for rank, text in failures.items())
     return Problem(
         code="FSDP-E406",
-        message=f"the save of {final} was abandoned, because {who} could not write its part.{why}",
-        fix="See the error of that rank.",
+        message=f"the save of {final} was abandoned because {who} could not write its part.{why}",
+        fix="Fix the error of that rank, and resume from the previous checkpoint.",
     )

@@ -252,6 +252,6 @@ def _bytes_to_text(value: Any) -> str:
 def _not_shared(folder: Path) -> Problem:
     return Problem(
         code="FSDP-E405",
-        message=f"rank 0 created {folder}, and this rank does not see it: the ranks have no common file system.",
+        message=f"rank 0 created {folder}, but this rank cannot see it: the ranks have no common file system.",
         fix="Save to a folder that all machines share.",
     )

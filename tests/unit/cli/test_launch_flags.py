@@ -38,10 +38,10 @@ def launch(hf_fsdp: Callable) -> Callable[..., tuple[int, str, str]]:
     [
         (["--num_procs", "2", "train.py"], UNKNOWN),
         (["--fsdp_offload_param", "true", "train.py"], "Did you mean --fsdp_offload_params?"),
-        (["--use_deepspeed", "train.py"], "--use_deepspeed: this launcher runs FSDP only"),
+        (["--use_deepspeed", "train.py"], "--use_deepspeed is not supported: this launcher runs FSDP only"),
         (["--max_restarts", "3", "train.py"], "--max_restarts"),
-        (["--show-ranks", "some", "train.py"], "--show_ranks some: write main or all"),
-        (["--grace", "soon", "train.py"], "--grace soon: expected a number"),
+        (["--show-ranks", "some", "train.py"], "--show_ranks is 'some'; expected main or all"),
+        (["--grace", "soon", "train.py"], "--grace is 'soon'; expected a number"),
         (["missing.py"], "missing.py: no such script"),
         (["-m", "no_such_module_anywhere"], "no module named no_such_module_anywhere"),
         (["."], "without a __main__.py"),

@@ -51,7 +51,7 @@ def test_resolve_world_without_problems(launch: dict[str, Any], found: Accelerat
         ({"num_processes": 4}, GPUS[2], "FSDP-E701", "which has 2 GPUs. Pass --num_processes 2, or --cpu"),
         ({"num_processes": 2, "gpu_ids": "3"}, GPUS[8], "FSDP-E701", "which has 1 GPU (3 in gpu_ids)"),
         ({"num_processes": 100_000}, CPU, "FSDP-E702", "100000 CPU ranks"),
-        ({"gpu_ids": "0,1"}, GPUS[1], "FSDP-E703", "0,1 names 2 devices"),
+        ({"gpu_ids": "0,1"}, GPUS[1], "FSDP-E703", "0,1 lists 2 devices"),
         ({**TWO_MACHINES, "main_process_ip": ""}, CPU, "FSDP-E704", "--main_process_ip"),
         ({**TWO_MACHINES, "main_process_port": 0}, CPU, "FSDP-E705", "29500"),
         ({**TWO_MACHINES, "rdzv_backend": "etcd"}, CPU, "FSDP-E706", "'etcd'"),
@@ -109,7 +109,7 @@ def test_different_worlds_are_an_error() -> None:
         get, set = store.__getitem__, staticmethod(store.__setitem__)
 
     check_worlds_agree(Store, 0, world(2))
-    with pytest.raises(SpecError, match=r"machine 1 starts 2 ranks on cpu, machine 0 starts 1 rank") as caught:
+    with pytest.raises(SpecError, match=r"machine 1 starts 2 ranks on cpu, but machine 0 starts 1 rank") as caught:
         check_worlds_agree(Store, 0, world(1))
     assert caught.value.problems[0].code == "FSDP-E708"
 

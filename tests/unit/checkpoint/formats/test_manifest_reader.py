@@ -47,7 +47,7 @@ def test_file_that_is_not_a_manifest_is_refused(tmp_path, data):
 @pytest.mark.parametrize(
     ("changed", "detail"),
     [
-        ({"version": VERSION + 1}, f"version {VERSION + 1};.* up to {VERSION}"),
+        ({"version": VERSION + 1}, f"version {VERSION + 1},.* up to {VERSION}"),
         *(({"version": version}, "version ") for version in (0, None, "1", [1], 1.5)),
         ({"hash": "md5"}, '"md5"'),
     ],
