@@ -105,8 +105,8 @@ def _state_entry(own: ParameterLayout, key: str, value: Any, parameter: torch.Te
         return own.local_shard(name, local)
     if layout == "scalar":
         return LocalShard(name, local.dtype, tuple(local.shape), (Piece(whole(local.shape), local.detach()),))
-    shapes = f"has shape {list(local.shape)}, but the parameter's shard has shape {list(shard.shape)}"
-    unsupported.append(f"'{key}' of {own.name} {shapes}")
+    mismatch = f"has shape {list(local.shape)}, but the parameter's shard has shape {list(shard.shape)}"
+    unsupported.append(f"'{key}' of {own.name} {mismatch}")
     return None
 
 

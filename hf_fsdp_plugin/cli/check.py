@@ -24,17 +24,27 @@ MAX_WORLD_SIZE = 1 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", nargs="?", help="Accelerate YAML or JSON; Accelerate's default file if left out")
+    parser.add_argument("config", nargs="?", help="Accelerate YAML or JSON (default: Accelerate's default config file)")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
     parser.add_argument(
         "--fsdp", nargs="?", const="true", metavar="WORDS", help='as in TrainingArguments: "full_shard auto_wrap"'
     )
-    parser.add_argument("--fsdp-config", "--fsdp_config", metavar="JSON|PATH", help="as in TrainingArguments")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", dest="overrides", help="override a setting"
+        "--fsdp-config",
+        "--fsdp_config",
+        metavar="JSON|PATH",
+        help="as in TrainingArguments: JSON, or the path of a JSON or YAML file",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        dest="overrides",
+        help="override one setting, with the highest precedence; repeatable",
     )
     parser.add_argument("--model", metavar="DIR|ID", help="resolve the config against this model")
-    parser.add_argument("--world-size", type=_world_size, metavar="N", help="number of ranks; default: num_processes")
+    parser.add_argument("--world-size", type=_world_size, metavar="N", help="number of ranks (default: num_processes)")
 
 
 def run(args: argparse.Namespace) -> int:

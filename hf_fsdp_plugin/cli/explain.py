@@ -34,7 +34,7 @@ class Entry:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("code", nargs="?", help="a code in any case, with or without FSDP-; all codes if left out")
+    parser.add_argument("code", nargs="?", help="a code in any case, with or without FSDP- (default: list all codes)")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
 
 

@@ -27,13 +27,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add all arguments except the checkpoint, for this verb and for ``export``."""
-    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write; it exists only when it is complete")
-    parser.add_argument("--dtype", choices=DTYPES, help="convert floating-point tensors; without it they are copied")
+    parser.add_argument(
+        "out", type=Path, metavar="OUT", help="the folder to write; it is created when the merge is complete"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of floating-point tensors (default: unchanged)")
     parser.add_argument(
         "--max-shard-size", type=_size, default=_size("5GB"), metavar="SIZE", help="bytes per file (default: 5GB)"
     )
     parser.add_argument(
-        "--config", type=Path, metavar="DIR", help="folder of config and tokenizer (default: CKPT or above it)"
+        "--config",
+        type=Path,
+        metavar="DIR",
+        help="folder of config and tokenizer (default: CKPT or the folder above it)",
     )
     parser.add_argument(
         "--model-number",

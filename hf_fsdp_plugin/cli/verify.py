@@ -21,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, help="a checkpoint of any kind, or a Hugging Face folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
     parser.add_argument(
-        "--no-config-check", action="store_true", help="do not build the model of config.json, which imports torch"
+        "--no-config-check",
+        action="store_true",
+        help="skip the comparison with the model of config.json, which needs torch",
     )
 
 

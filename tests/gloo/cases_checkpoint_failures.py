@@ -75,7 +75,7 @@ def train_with_fault(output_dir: str, inject: Callable[[Any], None], **arguments
 
 
 def full_disk(output_dir: str, **arguments: Any) -> dict[str, Any]:
-    """``output_dir`` is on a small disk of its own."""
+    """``output_dir`` is on a separate small disk."""
     filler = Path(output_dir).parent / "filler"
 
     def fill(trainer: Any) -> None:

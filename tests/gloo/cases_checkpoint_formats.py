@@ -1,4 +1,4 @@
-"""Run on ranks: checkpoints written by stock Accelerate, and the tensors that they must contain."""
+"""Cases that ranks run: checkpoints written by stock Accelerate, and the tensors that they must contain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run on ranks: train, write checkpoints with torch and Accelerate, and load them in another layout."""
+"""Cases that ranks run: train, write checkpoints with torch and Accelerate, and load them in another layout."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def train_and_save(output_dir: str, **arguments: Any) -> dict[str, Any]:
 
 
 def train_mixture(output_dir: str, **arguments: Any) -> dict[str, Any]:
-    """Train a mixture of experts, which Transformers computes in one tensor and stores one by one."""
+    """Train a mixture of experts. Transformers keeps the experts in one tensor, and stores them separately."""
     import cases_trainer
     from transformers import MixtralConfig, MixtralForCausalLM
 

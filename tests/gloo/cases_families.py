@@ -1,4 +1,4 @@
-"""Functions that run on ranks: train, save and load a model family with FSDP. Also the same steps in one process."""
+"""Cases that ranks run: train, save and load a model family with FSDP. Also the same steps in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions that run on ranks: train one step with settings as users write them, and report the model."""
+"""Cases that ranks run: train one step with settings as users write them, and report the model."""
 
 from __future__ import annotations
 

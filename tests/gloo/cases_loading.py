@@ -1,4 +1,4 @@
-"""Functions that run on ranks: ``from_pretrained`` where only rank 0 reads the weights."""
+"""Cases that ranks run: ``from_pretrained`` where only rank 0 reads the weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases for ranks: models other than plain Transformers models, and unusual uses."""
+"""Cases that ranks run: models other than plain Transformers models, and unusual uses."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def evaluate_only(config: dict[str, Any], trained: bool) -> dict[str, Any]:
 
 
 def clip_subset(config: dict[str, Any]) -> tuple[float, float]:
-    """The norm of every second parameter of a prepared model, and that of the unsharded model."""
+    """The norm of every second parameter of a prepared model, and the same norm of the unsharded model."""
     bare = tiny_llama()
     loss_of(bare, "llama", 0).backward()
     expected = torch.nn.utils.clip_grad_norm_(list(bare.parameters())[::2], 1.0).item()

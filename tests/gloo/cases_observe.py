@@ -1,4 +1,4 @@
-"""Functions that run on ranks: shard a tiny model, by the plan or by hand, train one step and report it."""
+"""Cases that ranks run: shard a tiny model, by the plan or by hand, train one step and report it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions that run on ranks: Trainers with FSDP settings in their arguments."""
+"""Cases that ranks run: Trainers with FSDP settings in their arguments."""
 
 from __future__ import annotations
 

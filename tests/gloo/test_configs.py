@@ -1,4 +1,4 @@
-"""Every file in configs/ runs on CPU ranks: its report shows its settings, and its losses are those of one process."""
+"""Every file in configs/ runs on CPU ranks: its report shows its settings, and its losses match one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases for ranks: an Accelerate training loop with a config. The same steps in one process are the reference."""
+"""Cases that ranks run: an Accelerate training loop with a config. The same steps in one process are the reference."""
 
 from __future__ import annotations
 

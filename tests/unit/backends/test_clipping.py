@@ -1,4 +1,4 @@
-"""The gradient norm of parameters that are not sharded. Sharded ones are tested on ranks."""
+"""The gradient norm of parameters that are not sharded. Sharded parameters are tested on gloo ranks."""
 
 import math
 from functools import partial

@@ -1,4 +1,4 @@
-"""Problems that the replacements raise or print, each beside a similar input that is accepted."""
+"""Problems that the replacements raise or print, each next to a similar input that is accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags: ``--set``, ``--fsdp`` and those of ``accelerate launch``."""
+"""Flags: ``--set``, ``--fsdp`` and the flags of ``accelerate launch``."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Verification with a manifest: every kind of damage is found, and leads to the file and the parameter."""
+"""Verification with a manifest: every kind of damage is found with its file and parameter."""
 
 import random
 from dataclasses import replace
