@@ -1,4 +1,4 @@
-"""What differs between device types: one row of :data:`DEVICES` per supported type.
+"""The table of supported device types: one row of :data:`DEVICES` per type, with everything that depends on the type.
 
 To support another device type, add a row: an :class:`Accelerator` if ``torch.<type>`` has the functions used here, a
 subclass of it otherwise. Only methods import torch, so that the launcher reads the table without loading torch.
@@ -24,7 +24,7 @@ class Device:
 
     Attributes:
         type: torch's name, such as ``cuda``.
-        collectives: torch's name for the library that communicates this device's tensors.
+        collectives: torch's name for the library of collectives on this device.
         visible_variable: environment variable that limits a process to some devices; empty if there is none.
         peak_source: what :meth:`peak_memory` measures.
     """
@@ -36,7 +36,7 @@ class Device:
 
     @property
     def process_group_backend(self) -> str:
-        """Backend for ``init_process_group`` that communicates this device's tensors and CPU tensors."""
+        """Backend for ``init_process_group`` that supports tensors of this device and CPU tensors."""
         return self.collectives
 
     def is_initialized(self) -> bool:
@@ -117,7 +117,7 @@ class Accelerator(Device):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cuda(Accelerator):
-    """NVIDIA and AMD. Only ``torch.cuda`` can page-lock memory that it has not allocated (read from torch 2.13)."""
+    """NVIDIA and AMD. Only ``torch.cuda`` can page-lock memory that torch has not allocated (read from torch 2.13)."""
 
     def pin(self, memory: torch.Tensor) -> bool:
         return int(self._module.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0
@@ -138,7 +138,7 @@ DEVICES: Final[Mapping[str, Device]] = MappingProxyType({device.type: device for
 def accelerator_type() -> str:
     """torch's name for the accelerator of this process, supported or not; ``cpu`` if there is none.
 
-    Apple's GPU (``mps``) does not count: torch has no collectives for it.
+    Apple's GPU (``mps``) does not count, because torch has no collectives for it.
     """
     import torch
 
@@ -149,7 +149,7 @@ def accelerator_type() -> str:
 def available_device() -> Device:
     """The row of this process's accelerator; the CPU if it has no supported accelerator.
 
-    CPU ranks run on any machine, so that an unsupported accelerator is an error in plans and in the launcher only.
+    An unsupported accelerator is an error only in plans and in the launcher, because CPU ranks run on any machine.
     """
     return DEVICES.get(accelerator_type(), DEVICES["cpu"])
 

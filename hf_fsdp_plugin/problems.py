@@ -1,4 +1,4 @@
-"""The type of every error, warning and note: where it is, what was given, what was expected, what to do.
+"""The type of all errors, warnings and notes: their location, what was given and expected, and what to do.
 
 Every problem has a stable code, such as ``FSDP-E201``: the letter is the severity (E, W, N), the first digit the area,
 and the number is unique across severities. The pages in ``problem_pages/`` describe each code; ``hf-fsdp explain CODE``
@@ -27,7 +27,7 @@ AREAS: Final[Mapping[str, str]] = MappingProxyType(
         "7": "cli",
     }
 )
-"""First digit of a code -> the package that reports it, and the name of its page in ``problem_pages/``."""
+"""First digit of a code -> the package that reports it, which is also the name of the page in ``problem_pages/``."""
 
 CODE: Final = re.compile(r"FSDP-([EWN])([0-7])\d\d")
 _SEVERITIES: Final[Mapping[str, Severity]] = MappingProxyType({"E": "error", "W": "warning", "N": "note"})
@@ -35,12 +35,12 @@ _SEVERITIES: Final[Mapping[str, Severity]] = MappingProxyType({"E": "error", "W"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """Where a value was written.
+    """The source of a value: file and line, or the name of another source.
 
     Attributes:
         source: a file name as the user gave it (``fsdp.yaml``), or ``TrainingArguments``, ``command line``,
             ``environment``, ``--set``, ``default``.
-        line: 1-based line in that file, where the source is a file.
+        line: 1-based line, if the source is a file.
         spelling: the key as written (``fsdp_sharding_strategy``); empty for defaults.
         text: the value as written (``1``); empty for defaults.
     """
@@ -52,7 +52,7 @@ class Origin:
 
     @property
     def place(self) -> str:
-        """``fsdp.yaml:12``, or the source's name where there are no lines."""
+        """``fsdp.yaml:12``, or the name of a source without lines."""
         return f"{self.source}:{self.line}" if self.line is not None else self.source
 
     def __str__(self) -> str:
@@ -69,10 +69,10 @@ class Problem:
     Attributes:
         code: stable identifier, such as ``FSDP-E201``; described in ``problem_pages/``.
         message: what was given and what was expected.
-        fix: what to do about it, as one imperative sentence; may be empty for notes.
-        setting: canonical name (``wrap.classes``), where the problem is about one setting.
-        origin: where the offending value was written.
-        rank: the rank that raised it, where only some did.
+        fix: what to do, as one imperative sentence; may be empty for notes.
+        setting: canonical name (``wrap.classes``), if the problem is about one setting.
+        origin: source of the invalid value.
+        rank: the rank that raised the problem, if only some ranks did.
     """
 
     code: str
@@ -87,11 +87,11 @@ class Problem:
 
     @property
     def severity(self) -> Severity:
-        """``error`` stops the run; ``warning`` and ``note`` are shown and carried into the report."""
+        """An ``error`` stops the run; a ``warning`` or ``note`` is printed and added to the report."""
         return _SEVERITIES[self.code[len("FSDP-")]]
 
     def to_json(self) -> dict[str, Any]:
-        """The object that ``check --json`` and ``fsdp_report.json`` print."""
+        """Return the JSON object in ``check --json`` and ``fsdp_report.json``."""
         return {
             "code": self.code,
             "severity": self.severity,
@@ -119,7 +119,7 @@ class SpecError(ValueError):
     """All problems of a config at once; at least one of them is an error.
 
     Attributes:
-        problems: every complaint found, warnings and notes included.
+        problems: all problems, including warnings and notes.
     """
 
     def __init__(self, problems: Iterable[Problem]) -> None:
@@ -129,4 +129,4 @@ class SpecError(ValueError):
 
 
 class CheckpointError(SpecError):
-    """All problems of a checkpoint at once: it is damaged, incomplete, foreign, unreadable, or none at all."""
+    """All problems of a checkpoint at once: it is damaged, incomplete, unreadable, missing or of another model."""

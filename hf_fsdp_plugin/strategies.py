@@ -19,7 +19,7 @@ class Strategy:
         name: canonical name.
         number: the number in ``fsdp_sharding_strategy``, which is the value of torch's enum member.
         torch_name: name of the member of ``torch.distributed.fsdp.ShardingStrategy``.
-        sharded: the state that is sharded between a unit's forward and backward. Empty if nothing is ever sharded.
+        sharded: the state that is sharded between a unit's forward and backward; empty if nothing is sharded.
         hybrid: whether the shard groups are replicated over a second axis of the mesh.
     """
 
@@ -40,7 +40,7 @@ class Strategy:
 
     @property
     def about(self) -> str:
-        """``full_shard: parameters, gradients, optimizer state``."""
+        """Description: ``full_shard: parameters, gradients, optimizer state``."""
         return f"{self.name}: {', '.join(self.sharded) or 'nothing'}{' (per replica)' if self.hybrid else ''}"
 
     def counterpart(self, *, hybrid: bool | None = None, reshard: bool | None = None) -> Strategy:
@@ -69,7 +69,7 @@ STRATEGIES: Final[Mapping[str, Strategy]] = MappingProxyType(
 """Canonical name -> strategy."""
 
 BY_TORCH_NAME: Final[Mapping[str, Strategy]] = MappingProxyType({row.torch_name: row for row in STRATEGIES.values()})
-"""Name of a member of torch's ``ShardingStrategy`` -> strategy."""
+"""Member name of torch's ``ShardingStrategy`` -> strategy."""
 
 DEFAULT: Final = STRATEGIES["full_shard"]
 

@@ -1,4 +1,4 @@
-"""Formatting of counts, sizes, lists of names and tables. Imports nothing from this package: any package can use it."""
+"""Formats counts, sizes, lists of names and tables. Imports nothing from this package: any module can use it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def format_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) 
     """Align the columns of a table.
 
     Args:
-        rows: cells of each row, all rows equally long.
+        rows: cells of each row. All rows must have the same length.
         right: indices of the columns that are aligned to the right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -63,7 +63,7 @@ def plural(count: int, noun: str, nouns: str = "") -> str:
     """Return the count with its noun: ``1 rank``, ``1,024 ranks``.
 
     Args:
-        nouns: the plural where it is not ``noun + "s"``.
+        nouns: the plural, if it is not ``noun + "s"``.
     """
     return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"
 
@@ -74,7 +74,7 @@ def shorten(text: str, width: int) -> str:
 
 
 def truncate_lines(lines: Iterable[str], limit: int, indent: str = "  ") -> list[str]:
-    """Return the first `limit` lines, and ``… and N more`` where there are more."""
+    """Return the first `limit` lines, and ``… and N more`` if there are more."""
     lines = list(lines)
     rest = [f"{indent}… and {len(lines) - limit:,} more"] if len(lines) > limit else []
     return lines[:limit] + rest
@@ -84,7 +84,7 @@ def wrap_items(items: Iterable[str], width: int, *, label: str = "") -> list[str
     """Join items by commas, in lines of at most `width` characters. Lines are broken between items only.
 
     Args:
-        label: begins the first line. The other lines are indented by its length.
+        label: start of the first line. Other lines are indented by its length.
     """
     text = ", ".join(item.replace(" ", "\N{NO-BREAK SPACE}") for item in items)
     wrapper = textwrap.TextWrapper(width, label, " " * len(label), break_long_words=False, break_on_hyphens=False)

@@ -1,6 +1,6 @@
 """The table of settings: names, values and accepted keys. To support another key or value, add it to a row.
 
-Keys are compared in lower case, with ``-`` as ``_`` and without the prefix of their scope:
+Keys are compared in lower case, with ``-`` replaced by ``_`` and without the prefix of their scope:
 ``fsdp_offload_params``, ``OFFLOAD_PARAMS`` and ``--fsdp-offload-params`` are the same key.
 """
 
@@ -15,14 +15,15 @@ from typing import Any, Literal, NamedTuple
 from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
 
 Scope = Literal["fsdp", "parallelism", "dynamo", "precision", "launch", "training"]
-"""Where a key is valid: in ``fsdp_config``, ``parallelism_config``, ``dynamo_config`` or the precision policy, at the
-top level of Accelerate's file, or among the arguments of a training script."""
+"""The scope in which a key is valid: in ``fsdp_config``, ``parallelism_config``, ``dynamo_config`` or the precision
+policy, at the top level of Accelerate's file, or among the arguments of a training script.
+"""
 
 Kind = Literal[
     "bool", "integer", "size", "choice", "names", "text", "mapping", "any",  # plain values
     "reshard",  # true, false or a strategy
-    "one",      # a parallel degree, which must be 1
-    "section",  # opens another scope
+    "one",      # a degree of parallelism, which must be 1
+    "section",  # a section with another scope
     "options",  # fsdp="full_shard auto_wrap"
     "mode",     # mixed_precision, which sets two settings
     "flag",     # bf16=True, fp16=True
@@ -45,8 +46,8 @@ class Row:
         about: meaning, for the documentation.
         spellings: keys without the prefix of the scope; the first one is recommended.
         choices: canonical value -> other spellings of it.
-        opens: for sections, the scope of the keys inside.
-        internal: the setting has no field in ``FsdpSpec``; other settings are derived from it.
+        opens: for sections, the scope of their keys.
+        internal: whether the setting has no field in ``FsdpSpec``. Other settings are derived from it.
     """
 
     name: str

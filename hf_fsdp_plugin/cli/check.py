@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
             result["plan"] = plan.to_json() if plan is not None else None
         print(json.dumps(result, indent=2, ensure_ascii=False))
     else:
-        # If the config file could not be read, a table of defaults would only hide the reason.
+        # If the config file could not be read, a table of defaults would hide the reason.
         if assessment.ok or assessment.spec.origins:
             print(_table(assessment.spec))
         if plan is not None:
@@ -139,7 +139,7 @@ def _table(spec: FsdpSpec) -> str:
     ]
     lines = wrap_items(defaults, 110, label="defaults: ")
     if sys.stdout.isatty():
-        lines = [f"\033[2m{line}\033[0m" for line in lines]  # dimmed
+        lines = [f"\033[2m{line}\033[0m" for line in lines]  # ANSI code for dimmed text
     return "\n".join([*([format_table(rows), ""] if rows else []), *lines])
 
 

@@ -58,7 +58,7 @@ def find_checkpoint(folder: Path, *, best: bool = False) -> Path:
 
 
 def _best(newest: Path) -> Path:
-    """Return the checkpoint that was the best one when the newest was written."""
+    """Return the best checkpoint according to the newest checkpoint's trainer state."""
     state = newest / TRAINER_STATE
     try:
         recorded = json.loads(state.read_text(encoding="utf-8")).get("best_model_checkpoint")
@@ -67,7 +67,7 @@ def _best(newest: Path) -> Path:
     if not recorded:
         fix = "Train with metric_for_best_model and load_best_model_at_end, or omit --best."
         _refuse("FSDP-E498", state, "does not name a best checkpoint.", fix)
-    # By its name only: the run may have been moved.
+    # Only the name is used, because the run may have been moved.
     best = newest.parent / Path(recorded).name
     if not best.is_dir():
         fix = "Copy the checkpoint back, or omit --best."

@@ -18,7 +18,7 @@ _CONNECTION_LOST = re.compile(
     r"recvValue|sendBytes|Gloo .*failed",
     re.IGNORECASE,
 )
-"""Messages of exceptions that a rank raises when its peer has exited."""
+"""Matches messages of exceptions that a rank raises when a peer has exited."""
 
 _NUM_LAST_FRAMES = 2
 _MAX_LINE = 240
@@ -55,7 +55,7 @@ def first_failure(exits: Iterable[RankExit]) -> RankExit | None:
     first = min(failed, key=lambda rank: (_only_stopped(rank), _lost_connection(rank), rank.time), default=None)
     if first is None or first.failure is None:
         return first
-    # If several ranks have the same failure, return the lowest rank: their order in time is random.
+    # If several ranks have the same failure, return the lowest rank, because their order in time is random.
     return next(rank for rank in failed if rank.failure is not None and summarize(rank) == summarize(first))
 
 
@@ -126,13 +126,13 @@ def _format_others(first: RankExit, exits: Sequence[RankExit], *, debug: bool) -
 
 def _first_line(failure: Mapping[str, Any]) -> str:
     lines = str(failure["message"]).splitlines() or [""]
-    # Python puts the place of a syntax error before its message; other exceptions begin with the message.
+    # Python prints the location of a syntax error before its message; other exceptions begin with the message.
     line = next((line for line in lines if line.startswith(failure["type"])), lines[0])
     return line if len(line) <= _MAX_LINE else line[: _MAX_LINE - 1] + "…"
 
 
 def _format_frames(frames: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Format the frames of user code and the last frames. Library frames before them are only counted."""
+    """Format the frames of user code and the last frames. Earlier library frames are only counted."""
     lines: list[str] = []
     num_skipped = 0
     for position, frame in enumerate(frames):

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the summary. Returns 0 for a complete checkpoint, 1 for none, 2 if the folder does not exist."""
+    """Print the summary. Return 0 for a complete checkpoint, 1 if there is none, 2 if the folder does not exist."""
     if not args.checkpoint.is_dir():
         print(f"hf-fsdp inspect: {args.checkpoint} is not a folder. Give the folder of a checkpoint.", file=sys.stderr)
         return 2

@@ -34,7 +34,7 @@ DEFAULT_GRACE = 30.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the help only. :func:`parse_argv` parses the arguments, because those after SCRIPT belong to the script."""
+    """Add the help only. :func:`parse_argv` parses, because the arguments after SCRIPT belong to the script."""
     add_help(parser)
 
 

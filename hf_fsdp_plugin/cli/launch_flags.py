@@ -31,7 +31,7 @@ class Flag:
         kind: ``launcher`` is an option of the launcher, ``setting`` is passed to ``load_spec``, ``ignored`` has no
             effect, ``unsupported`` is an error.
         help: one line; for an unsupported flag, the reason and what to do.
-        setting: the spelling that ``load_spec`` knows, where it differs (``use_cpu`` for ``--cpu``).
+        setting: the name that is passed to ``load_spec``, if it differs (``use_cpu`` for ``--cpu``).
     """
 
     name: str
@@ -108,9 +108,9 @@ class LaunchArguments:
     """The parsed arguments of ``hf-fsdp launch``.
 
     Attributes:
-        options: flag name -> value of the launcher's own flags; ``"true"`` for flags without a value.
+        options: name -> value of the launcher's flags; ``"true"`` for flags without a value.
         overrides: the values of ``--set``.
-        command_line: the setting flags for ``load_spec``, always as ``--name=value``.
+        command_line: the setting flags for ``load_spec``, in the form ``--name=value``.
         script: path, or a module name if ``module`` is in `options`; empty if none was given.
         script_args: the arguments after SCRIPT, unchanged.
     """

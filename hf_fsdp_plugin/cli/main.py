@@ -30,7 +30,7 @@ VERBS: Mapping[str, str] = MappingProxyType(
         "explain": "print the documentation of a problem code",
     }
 )
-"""Verb -> what it does. Each verb is the module of that name, imported when it is called."""
+"""Verb -> description. Each verb is the module with this name, which is imported when the verb is called."""
 
 OK, PROBLEMS, USAGE = 0, 1, 2
 PROG = "hf-fsdp"
@@ -75,7 +75,7 @@ def _run(verb: str, argv: Sequence[str]) -> int:
         return int(code)
     except SystemExit as stop:  # argparse has printed the reason
         return stop.code if isinstance(stop.code, int) else USAGE
-    except BrokenPipeError:  # the reader of stdout (head, less) has ended
+    except BrokenPipeError:  # the process that reads stdout (head, less) has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PROBLEMS
     except OSError as error:  # stdout cannot be written, for example because the disk is full

@@ -58,7 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Merge. Returns 0 if the output folder is complete and every option was carried out, 1 otherwise."""
+    """Merge. Return 0 if the output folder is complete and every option was applied, 1 otherwise."""
     options = MergeOptions(
         dtype=DTYPES.get(args.dtype),
         max_shard_size=args.max_shard_size,

@@ -13,7 +13,7 @@ from hf_fsdp_plugin.spec.model import FsdpSpec
 
 
 def settings_env(spec: FsdpSpec, world: World, arguments: LaunchArguments) -> dict[str, str]:
-    """Return the variables that must be set before a script imports Accelerate or Transformers."""
+    """Return the environment variables that must be set before a script imports Accelerate or Transformers."""
     env = {LAUNCHER_VARIABLE: str(os.getpid())}
     threads = arguments.options.get("num_cpu_threads_per_process")
     if threads is not None or "OMP_NUM_THREADS" not in os.environ:

@@ -1,8 +1,9 @@
 """Starts, watches and stops the ranks of one machine as processes. No rank outlives the launcher.
 
-This replaces torch's elastic agent, which restarts worlds of changing size and reports little more than the exit code
-of a failed rank. Training that resumes from checkpoints does not need restarts. Here each rank has its own session, so
-that a signal reaches it once and its children end with it, and the launcher knows which rank failed first and why.
+This replaces torch's elastic agent, which restarts ranks with a changing world size and reports little more than the
+exit code of a failed rank. Training that resumes from checkpoints does not need restarts. Here each rank has its own
+session, so that it receives a signal once and its children exit with it, and the launcher can report which rank failed
+first and why.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from hf_fsdp_plugin.cli.rendezvous import Peers
 NUM_TAIL_LINES = 15
 _POLL_SECONDS = 0.05
 _SETTLE_SECONDS = 2.0
-"""Time from the first failure to SIGTERM. Ranks that wait for the failed rank often fail by themselves in this time."""
+"""Seconds from the first failure to SIGTERM. Ranks that wait for the failed rank often fail in this time."""
 _TEARDOWN_SECONDS = 10.0
-"""Time a rank has to exit after its exception."""
+"""Seconds that a rank has to exit after its exception."""
 _TERM_SECONDS = 5.0
-"""Time from SIGTERM to SIGKILL, once a rank has failed."""
+"""Seconds from SIGTERM to SIGKILL after a rank has failed."""
 _FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _STOPPING = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
 
@@ -42,7 +43,7 @@ class RankExit:
     Attributes:
         code: exit code, or minus the number of the signal.
         stopped: whether the launcher stopped it.
-        time: when it raised its exception, or exited if it recorded none, in seconds since the epoch.
+        time: time of its exception or, if it recorded none, of its exit, in seconds since the epoch.
         failure: what the rank recorded (see ``run_script``); None if it recorded nothing.
         tail: last lines of its stderr; empty if stderr went to the terminal.
     """
@@ -92,7 +93,7 @@ class _Rank:
         return (self.poll() or 0) != 0 or self.failure_file.exists()
 
     def send(self, number: int) -> None:
-        """Send a signal to the rank only. The rank handles its children."""
+        """Send a signal to the rank only. The rank is responsible for its children."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number)
 
@@ -129,7 +130,7 @@ class Ranks:
         self._print_lock = threading.Lock()
 
     def start(self, rank: int, command: Sequence[str], env: Mapping[str, str], *, failure_variable: str) -> None:
-        """Start one rank. The first rank writes to the terminal. Of the others, the last lines of stderr are kept."""
+        """Start one rank. The first rank writes to the terminal. For other ranks, the last lines of stderr are kept."""
         failure_file = self._scratch / f"rank_{rank}.json"
         is_first = not self._ranks
         is_live = is_first and not self._show_all and self._log_dir is None
@@ -218,7 +219,7 @@ class Ranks:
         previous = {}
         for name in _FORWARDED:
             number = getattr(signal, name, None)
-            # nohup and background shells ignore some signals. An ignored signal stays ignored, here and in the ranks.
+            # nohup and background shells ignore some signals. Ignored signals stay ignored here and in ranks.
             if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
                 previous[number] = signal.signal(number, forward)
         try:
@@ -248,6 +249,6 @@ class Ranks:
 
 
 def _last_lines(tail: Sequence[str]) -> list[str]:
-    """Return the last lines that are not empty, and of each progress bar only its last state."""
+    """Return the last non-empty lines. For each progress bar, only its last state is returned."""
     lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in tail]
     return [line for line in lines if line][-NUM_TAIL_LINES:]

@@ -2,7 +2,7 @@
 
 On one machine the launcher imports no torch, which saves seconds: rank 0 hosts the store, on a port that the launcher
 reserves. On several machines this is torchrun's own rendezvous (``static`` or ``c10d``), which waits for all machines
-and hosts the store. The launchers also use that store to compare their worlds, and to stop all ranks when one fails.
+and hosts the store. The launchers also use this store to compare their worlds, and to stop all ranks if one fails.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from hf_fsdp_plugin.text import plural
 DEFAULT_PORT = 29500
 _RUN_ID = "hf_fsdp"
 _EXIT_BARRIER_SECONDS = 300.0
-"""Time that a launcher keeps the store open for machines whose ranks exit later. Same as torchrun's exit barrier."""
+"""Seconds that a launcher keeps the store open for machines whose ranks exit later. Same as torchrun's exit barrier."""
 
 
 class RendezvousError(SpecError):
-    """The machines did not meet, or their worlds differ."""
+    """Not all machines joined, or their settings differ."""
 
 
 class Peers:
-    """The launchers of the other machines: none, on one machine."""
+    """The launchers of the other machines. This base class is for a single machine, without other launchers."""
 
     def failure(self) -> str | None:
         """Return the failure that another machine has announced, if any."""
@@ -48,7 +48,7 @@ class Peers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendezvous:
-    """Where the ranks meet.
+    """The address and port at which the ranks meet, and this machine's place in the run.
 
     Attributes:
         machine: number of this machine.
@@ -105,7 +105,7 @@ def describe(world: World, launch: LaunchSection, *, rendezvous: Rendezvous | No
 
 
 def endpoint(launch: LaunchSection) -> str:
-    """Return where several machines meet: ``10.0.0.1:29500``."""
+    """Return the address at which several machines meet: ``10.0.0.1:29500``."""
     return f"{launch.main_process_ip}:{launch.main_process_port or DEFAULT_PORT}"
 
 
@@ -178,7 +178,7 @@ def _meet(launch: LaunchSection, world: World, rdzv_conf: str) -> Rendezvous:
 
 @contextlib.contextmanager
 def _torch_log_level() -> Iterator[None]:
-    """Import torch with a log level at which a closed store prints no C++ stacks. Python raises these errors anyway.
+    """Import torch with a log level that hides C++ stacks of a closed store. Python still raises these errors.
 
     Torch reads the variable when it is imported. It is removed afterwards, because the ranks inherit the environment.
     """
@@ -212,10 +212,10 @@ class StorePeers(Peers):
     """The other launchers, which share the store of the rendezvous."""
 
     def __init__(self, *, handler: Any, store: Any, machine: int, num_machines: int) -> None:
-        self._handler = handler  # under c10d it hosts the store
+        self._handler = handler  # kept because under c10d it hosts the store
         self._store = store
         self._machine = machine
-        # Machine 0 hosts the store; under c10d another machine may host a second one. A host leaves last.
+        # Machine 0 hosts the store; under c10d another machine may host a second store. A host must exit last.
         self._waits = machine == 0 or handler.get_backend() != "static"
         self._num_machines = num_machines
         self._next_check = 0.0
@@ -233,7 +233,7 @@ class StorePeers(Peers):
         return None
 
     def announce(self, text: str) -> None:
-        # If the host of the store has exited, the other machines notice that by themselves.
+        # If the host of the store has exited, the other machines detect this in failure().
         with contextlib.suppress(Exception):
             self._store.compare_set("failed", "", f"machine {self._machine}: {text}")
 

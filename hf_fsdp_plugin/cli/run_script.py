@@ -1,7 +1,7 @@
-"""Runs the user's script in a rank with the plugin installed: ``python -m … [-m] SCRIPT ARGS…``.
+"""Runs the user's script as a rank, with the plugin installed: ``python -m … [-m] SCRIPT ARGS…``.
 
-``hf-fsdp launch`` starts this module. It writes the failure of the script to the file ``HF_FSDP_FAILURE_FILE``, and
-prints no traceback: the launcher prints one summary for all ranks.
+``hf-fsdp launch`` starts this module. It writes the script's failure to the file ``HF_FSDP_FAILURE_FILE`` and prints no
+traceback, because the launcher prints one summary for all ranks.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _exit_with_launcher(launcher: int) -> None:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Return whether the process exits with a nonzero code. The system keeps the last eight bits of a code."""
+    """Return whether the process exits with a nonzero code. The system keeps the last eight bits of the code."""
     if not isinstance(error, SystemExit):
         return True
     return error.code % 256 != 0 if isinstance(error.code, int) else error.code is not None
@@ -135,7 +135,7 @@ def _record_failure(error: BaseException, file: Path) -> None:
 
 
 def _without_stderr(hook: Callable[..., Any]) -> Callable[..., None]:
-    """Call the exception hooks of other libraries, but drop what they print: the launcher prints the summary."""
+    """Return ``hook``, an exception hook of another library, without its output. The launcher prints the summary."""
 
     def call(*details: Any) -> None:
         with contextlib.redirect_stderr(io.StringIO()):

@@ -18,11 +18,11 @@ _BY_KIND: Mapping[str, Mapping[str, Any]] = {
     "text": {"type": ["string", "integer", "boolean", "null"]},
     "mapping": {"type": ["object", "null"]},
 }
-"""Schema of the values of a kind that does not depend on the setting."""
+"""Kind of value -> schema, for kinds whose schema does not depend on the setting."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """No arguments."""
+    """Add no arguments."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def schema() -> dict[str, Any]:
-    """Return the schema of the whole file. Every spelling is a key; all but the recommended ones are deprecated."""
+    """Return the schema of the whole file. Every spelling is a key; all except the recommended ones are deprecated."""
     whole = _section("launch")
     for row in ROWS:
         if row.scope == "dynamo":  # top-level keys in older versions of Accelerate

@@ -1,7 +1,7 @@
-"""Resolves the world of a run: the number of ranks and their device, from the config and the machine.
+"""Determines the number of ranks of a run and their device, from the config and the machine.
 
-Importing torch takes seconds. Torch is asked for its accelerators only if the machine has a device file of one, and
-then in a separate process.
+Importing torch takes seconds. It is imported only if the machine has an accelerator's device file, in a separate
+process that prints the accelerators.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from hf_fsdp_plugin.spec.rules import check_mesh_size
 from hf_fsdp_plugin.text import plural
 
 NUM_CPU_RANKS = 2
-"""Default number of ranks without an accelerator: the smallest number at which FSDP shards."""
+"""Default number of ranks without an accelerator: the smallest number for which FSDP shards."""
 
 MIN_CPU_LIMIT = 64
 CPU_RANKS_PER_CORE = 8
-"""A larger number of CPU ranks is most likely a typing error, and would exhaust the machine's memory."""
+"""Maximum number of CPU ranks. A larger number is most likely a typing error, and would exhaust the memory."""
 
 _DEVICE_FILES = (
     "/dev/nvidia[0-9]*",
@@ -45,7 +45,7 @@ _PRINT_ACCELERATORS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accelerators:
-    """The accelerators that torch can use on this machine: ``cuda`` 8, or ``cpu`` 0."""
+    """Type and number of accelerators that torch can use on this machine: ``cuda`` and 8, or ``cpu`` and 0."""
 
     kind: str = "cpu"
     count: int = 0
@@ -94,7 +94,7 @@ def resolve_world(spec: FsdpSpec, found: Accelerators) -> World:
     """Decide the number of ranks and their device.
 
     Raises:
-        SpecError: more ranks than accelerators, a mesh that does not fit, or machines that cannot meet.
+        SpecError: there are more ranks than accelerators, the mesh does not fit, or rendezvous settings are invalid.
     """
     launch = spec.launch
     use_cpu = launch.use_cpu or found.count == 0

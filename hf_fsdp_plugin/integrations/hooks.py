@@ -1,6 +1,6 @@
 """The table of hooks: every function of Accelerate and Transformers that this package replaces.
 
-Each row gives the replaced function, its replacement, the reason, and when the row can be deleted.
+Each row contains the replaced function, its replacement, the reason, and when the row can be deleted.
 :mod:`hf_fsdp_plugin.integrations.patching` installs and removes the rows; ``docs/hooks.md`` is generated from them. To
 hook another function, write its replacement in ``integrations/<library>/`` and add a row here. The rows were checked
 with accelerate 1.15 and transformers 5.17 to 5.23.
@@ -30,7 +30,7 @@ class Hook:
     Attributes:
         target: ``module:function`` or ``module:Class.method``.
         replacement: ``module:function``, relative to ``hf_fsdp_plugin.integrations``; imported at the first call.
-        reason: why the original is not enough.
+        reason: why the original is not sufficient.
         until: the change in the other library, or in this package, after which the row can be deleted.
     """
 
@@ -45,7 +45,7 @@ class Hook:
 
     @property
     def class_name(self) -> str:
-        """Name of the class; empty for a function of the module."""
+        """Name of the class; empty for a module-level function."""
         return self.target.partition(":")[2].rpartition(".")[0]
 
     @property

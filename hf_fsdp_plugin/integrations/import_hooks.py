@@ -1,7 +1,7 @@
 """Callbacks for modules that are not imported yet.
 
-Importing the Trainer takes about seven seconds. A script that does not use the Trainer must not wait for it. In a
-script that uses it, the Trainer must be hooked.
+Importing the Trainer takes about seven seconds. Scripts that do not use the Trainer must not wait for this import, but
+the Trainer must be hooked in scripts that use it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ Callback = Callable[[ModuleType], None]
 class ImportCallbacks(MetaPathFinder):
     """Calls functions after modules are imported.
 
-    It is the first finder in ``sys.meta_path`` while callbacks are waiting. It finds each module by the other finders
-    and wraps ``exec_module`` of the module's loader.
+    It is the first finder in ``sys.meta_path`` while callbacks are waiting. It finds each module with the other
+    finders, and wraps ``exec_module`` of the module's loader.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[str, list[Callback]] = {}
 
     def add(self, name: str, callback: Callback) -> None:
-        """Call ``callback(module)`` once: now if the module is loaded, else right after its first import."""
+        """Call ``callback(module)`` once: now if the module is already imported, else after its first import."""
         module = sys.modules.get(name)
         if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
             callback(module)
@@ -36,7 +36,7 @@ class ImportCallbacks(MetaPathFinder):
         self._waiting.setdefault(name, []).append(callback)
 
     def close(self) -> None:
-        """Drop the callbacks of modules that are still not imported."""
+        """Remove the callbacks of modules that are not imported yet."""
         self._waiting.clear()
         if self in sys.meta_path:
             sys.meta_path.remove(self)

@@ -24,18 +24,19 @@ def install(
     """Hook Accelerate and Transformers in this process. Call it before the first Accelerator or TrainingArguments.
 
     Args:
-        config: path of an Accelerate YAML or JSON, or a dict with its content. By default the config of the launcher:
-            ``hf-fsdp launch`` passes it on, and behind a stock ``accelerate launch`` it is located. Without a launcher,
-            the environment is the only source.
+        config: path of an Accelerate YAML or JSON, or a dict with its content. Default: the config of the launcher
+            (passed on by ``hf-fsdp launch``; located for ``accelerate launch``). Without a launcher, the environment is
+            the only source.
         command_line: setting flags, as on the command line of a launcher.
         overrides: ``NAME=VALUE``, as for ``--set``.
         report: path of ``fsdp_report.json``; by default in the Trainer's output folder.
 
     Returns:
-        The spec of these sources, or ``None`` if they do not enable FSDP. The script's TrainingArguments still may.
+        The spec of these sources, or ``None`` if they do not enable FSDP. The script's TrainingArguments can still
+        enable it.
 
     Raises:
-        SpecError: with all problems of all sources, if one of them is an error.
+        SpecError: any source has an error. The exception contains all problems of all sources.
     """
     printer.install_excepthook()
     handover = LaunchHandover.from_env(os.environ)
@@ -54,7 +55,7 @@ def install(
     # The session has read the environment by now, so variables that are set here are not settings of the user.
     cpu = spec.launch.use_cpu or accelerator_type() == "cpu"
     if "RANK" in os.environ and cpu:
-        # Without it, Accelerate creates no process group on the CPU ranks of a stock launcher.
+        # Otherwise Accelerate creates no process group on CPU ranks of other launchers.
         set_variables(ACCELERATE_USE_CPU="true")
     if session.ambient is not None:
         set_loading_variables(spec)

@@ -11,14 +11,15 @@ from types import TracebackType
 from hf_fsdp_plugin.problems import Problem, SpecError
 
 _RANK_0_LEAD = 10.0
-"""Seconds that local rank 0 has to print an error before the other ranks print it too.
+"""Seconds after which ranks other than local rank 0 print an error too.
 
-A launcher ends the other ranks sooner, so the error is printed once. It is still printed if only another rank has it.
+A launcher usually stops these ranks sooner, so an error of all ranks is printed once. An error that local rank 0 does
+not have is still printed.
 """
 
 
 def print_error(error: SpecError) -> None:
-    """Print the problems without a traceback: the config is wrong, not a line of code."""
+    """Print the problems without a traceback, because they are errors in the config, not in the code."""
     if int(os.environ.get("LOCAL_RANK") or "0") > 0:
         time.sleep(_RANK_0_LEAD)
     print(error, file=sys.stderr, flush=True)
@@ -51,7 +52,7 @@ class MessagePrinter:
                 self.print_once(problem, printed_by_launcher=printed_by_launcher)
 
     def install_excepthook(self) -> None:
-        """Print a ``SpecError`` that ends the script by :func:`print_error`. Other exceptions are not affected."""
+        """Print a ``SpecError`` that ends the script with :func:`print_error`. Other exceptions are not affected."""
         if self._previous_hook is None:
             self._previous_hook, sys.excepthook = sys.excepthook, self._excepthook
 

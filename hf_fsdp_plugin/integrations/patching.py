@@ -12,7 +12,7 @@ from hf_fsdp_plugin.integrations.hooks import HOOKS, Group, Hook
 from hf_fsdp_plugin.integrations.import_hooks import ImportCallbacks
 
 _OVERRIDDEN: Final = "_hf_fsdp_overridden_class"
-"""Attribute of a subclass that overrides the hooked methods itself; its value is the hooked class."""
+"""Attribute of a subclass that already overrides the hooked methods. Its value is the hooked class."""
 
 
 class InstalledHooks:
@@ -62,7 +62,7 @@ def _replace(hook: Hook, module: ModuleType) -> Callable[[], None]:
 
     def restore() -> None:
         nonlocal active
-        active = False  # other code may have wrapped the replacing function: it calls the original from now on
+        active = False  # other code may have wrapped the replacement, which calls only the original from now on
         if vars(owner)[hook.name] is attribute:
             setattr(owner, hook.name, original)
 
@@ -79,7 +79,7 @@ T = TypeVar("T", bound=type)
 def override_hooked_methods(base: type) -> Callable[[T], T]:
     """Class decorator: give a subclass or mixin of ``base`` a method for each hooked method of ``base``.
 
-    Instances of the class then run the replacements once, whether or not the hooks of ``base`` are installed.
+    Instances of the class run each replacement exactly once, whether or not the hooks of ``base`` are installed.
     """
 
     def decorate(cls: T) -> T:
@@ -102,7 +102,7 @@ def _overriding_method(hook: Hook, cls: type, overridden: Callable[..., Any]) ->
 
 @functools.cache
 def _replacement(hook: Hook) -> Callable[..., Any]:
-    """Import the replacement. It is imported at its first call, as it may import the whole library."""
+    """Import and return the replacement. It is imported at its first call, because it may import the whole library."""
     module, _, name = hook.replacement.partition(":")
     function: Callable[..., Any] = getattr(importlib.import_module(f"{__package__}.{module}"), name)
     return function

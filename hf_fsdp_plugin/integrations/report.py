@@ -42,8 +42,8 @@ def report_accelerator(
     """Return the report of an ``Accelerator``. Collective.
 
     Args:
-        batch: the input of one optimizer step; by default that of the first data loader with a batch size.
-        checkpoint: a checkpoint of this run; the state dict type of its files overrides the accelerator's.
+        batch: the input of one optimizer step. Default: derived from the first data loader with a batch size.
+        checkpoint: a checkpoint of this run, whose state dict type overrides the accelerator's.
         saved_asynchronously: whether the last checkpoint was written asynchronously; ``None`` if there is none.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The checkpoint that the Trainer or Accelerate resumes from, and warnings about what differs from the saved run."""
+"""Selects the checkpoint to resume from, and warns about differences from the saved run."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from hf_fsdp_plugin.problems import CheckpointError, Problem
 
 
 def find_checkpoint(run: Path | None, prefix: str, selected: Path | None, *, fix: str) -> Path | None:
-    """Return ``selected``, or the newest complete checkpoint of a run folder if it is ``None``. Collective.
+    """Return ``selected`` or, if it is ``None``, the newest complete checkpoint of the run folder. Collective.
 
-    Interrupted commits are recovered first. Incomplete checkpoints of the run that are newer are reported.
+    Interrupted commits are recovered first. Newer incomplete checkpoints are reported.
 
     Args:
         run: the folder of the checkpoints; ``None`` if there is none.
-        prefix: of the names of the checkpoints, before the number.
+        prefix: prefix of the checkpoint names, before the number.
         selected: the checkpoint that the user selected.
         fix: what to do if ``selected`` is incomplete.
 
@@ -60,7 +60,7 @@ def find_checkpoint(run: Path | None, prefix: str, selected: Path | None, *, fix
 
 
 def warn_differences(checkpoint: Path, batch: dict[str, Any]) -> None:
-    """Report the effects of another world size or batch than the checkpoint's. Does nothing without a manifest."""
+    """Report the effects of a world size or batch that differs from the checkpoint. Does nothing without a manifest."""
     manifest = read_manifest(checkpoint)
     if manifest is None:
         return

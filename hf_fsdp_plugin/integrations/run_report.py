@@ -25,7 +25,7 @@ REPORT_NAME = "fsdp_report.json"
 
 
 class RunReporter:
-    """Reports the runs of this process at exit, unless ``end_training`` or the Trainer has already reported them."""
+    """Reports the runs of this process at exit, except runs that ``end_training`` or the Trainer has reported."""
 
     def __init__(self) -> None:
         self._prepared: WeakSet[Any] = WeakSet()
@@ -47,7 +47,7 @@ class RunReporter:
         atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:
-        # After an exception, a collective may hang, because other ranks may have ended.
+        # After an exception, a collective may hang, because other ranks may have exited.
         if getattr(sys, "last_type", None) is not None:
             return
         if dist.is_initialized():
@@ -117,7 +117,7 @@ def report_run(
     try:
         _publish(report, path)
     finally:
-        # Every rank may read the file afterwards. A rank that fails must not leave the others waiting.
+        # Any rank may read the file after this barrier. A failed rank must not leave the others waiting.
         dist.barrier()
 
 
@@ -128,5 +128,5 @@ def _publish(report: Report, path: Path) -> None:
         print_once(f"cannot write the report to {path}: {error.strerror or error}. Pass a writable path as --report.")
         return
     if written is not None:
-        with contextlib.suppress(OSError):  # stdout may be a pipe whose reader (head, less) has ended
+        with contextlib.suppress(OSError):  # stdout may be a pipe whose reader (head, less) has exited
             print(f"\n{report}\n\nreport: {written}", flush=True)

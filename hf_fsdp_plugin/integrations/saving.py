@@ -1,4 +1,4 @@
-"""The checkpoint manager of this process, which the saves of Accelerate and of the Trainer share."""
+"""The checkpoint manager of this process, which saves of Accelerate and the Trainer share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ manager = CheckpointManager()
 
 
 def prepare_buffers_after_first_step(accelerator: Any, kind: StateDictKind) -> None:
-    """Start to allocate the memory of the first asynchronous save in the background, after the first optimizer step.
+    """After the first optimizer step, start to allocate the memory of asynchronous saves in the background.
 
     Before the first step, an optimizer has no state, so the size of the save is unknown.
     """

@@ -1,4 +1,4 @@
-"""The FSDP settings of this process: from outside the script, and from each ``TrainingArguments``."""
+"""The FSDP settings of this process: those from outside the script, and those of each ``TrainingArguments``."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from hf_fsdp_plugin.spec.model import FsdpSpec
 
 
 class Session:
-    """The sources outside the script, and the specs read so far.
+    """The sources outside the script, and the specs that were read so far.
 
     Attributes:
-        installed: whether ``install`` began the session. Otherwise the script's own arguments are the only source.
-        sources: as given to ``install`` or by the launcher.
+        installed: whether ``install`` started the session. Otherwise the script's arguments are the only source.
+        sources: the sources given to ``install`` or by the launcher.
         report: path of the report; ``None`` for the output folder of the script.
         ambient: the spec of the sources; ``None`` if they do not enable FSDP.
     """
 
     def __init__(self) -> None:
-        # By id: TrainingArguments is unhashable, and its attributes are pickled into every checkpoint.
+        # Keyed by id: TrainingArguments is unhashable, and its attributes are pickled into every checkpoint.
         self._of_arguments: dict[int, FsdpSpec] = {}
         self._of_trainer: ContextVar[FsdpSpec | None] = ContextVar("hf_fsdp_spec", default=None)
         self.ambient: FsdpSpec | None = None
@@ -36,7 +36,7 @@ class Session:
     def begin(self, sources: Sources, *, report: str | None = None) -> FsdpSpec:
         """Begin the session and return the spec of its sources. Raises ``SpecError`` with all problems.
 
-        If the sources enable FSDP, Accelerators without an FSDP plugin of their own use this spec.
+        If the sources enable FSDP, Accelerators that are created without an FSDP plugin use this spec.
         """
         self._set(sources, installed=True, report=report)
         spec = self.load()
@@ -44,13 +44,13 @@ class Session:
         return spec
 
     def close(self) -> None:
-        """End the session: the state is as before ``install``."""
+        """End the session, and restore the state before ``install``."""
         self._set(Sources(environ={}), installed=False)
         self._of_arguments.clear()
 
     def _set(self, sources: Sources, *, installed: bool, report: str | None = None) -> None:
         self.installed, self.sources, self.report, self.ambient = installed, sources, report, None
-        self._located = locate_config(sources)  # once: the file behind the launcher does not change
+        self._located = locate_config(sources)  # located once, because the launcher's config does not change
 
     def load(
         self, training_arguments: Mapping[str, Any] | None = None, *, plugin_object: Mapping[str, Any] | None = None
@@ -70,7 +70,7 @@ class Session:
 
     @contextmanager
     def in_trainer(self, spec: FsdpSpec | None) -> Iterator[None]:
-        """Give Accelerators that are created in this context ``spec``, the spec of their Trainer's arguments."""
+        """Use ``spec``, from a Trainer's arguments, for Accelerators that are created in this context."""
         token = self._of_trainer.set(spec)
         try:
             yield
@@ -84,7 +84,7 @@ class Session:
 
 
 def asks_for_fsdp(spec: FsdpSpec) -> bool:
-    """Return whether a source enables FSDP, and not only a precision or a number of processes.
+    """Return whether a source enables FSDP. A precision or a number of processes alone does not.
 
     ``FSDP_*`` variables alone configure FSDP but do not enable it; ``ACCELERATE_USE_FSDP`` does.
     """

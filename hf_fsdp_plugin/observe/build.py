@@ -1,4 +1,4 @@
-"""Builds the report: reads the sharded model on every rank and compares it with the plan."""
+"""Builds the report: reads the sharded model on every rank, and compares it with the plan."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def build_report(
     """Read the live model and compare it with the plan. Collective: every rank of the process group must call it.
 
     Args:
-        model: the sharded model, as its backend returned it.
+        model: the sharded model that the backend returned.
         optimizer: a torch optimizer, or Accelerate's wrapper of one.
         batch: the input of one optimizer step on one rank.
         state_dict: the state dict type of the last checkpoint or, if there is none, of the next one: ``full``,
@@ -125,7 +125,7 @@ def _find_plan(model: Any) -> FsdpPlan | None:
 
 
 def check_structure(units: Sequence[UnitObservation], plan: FsdpPlan) -> list[Problem]:
-    """Check that the model has units, and that they keep their weights in the planned dtype."""
+    """Check that the model has units, and that their weights have the planned dtype."""
     if not units:
         return [
             Problem(

@@ -19,7 +19,7 @@ _ATTRIBUTE = "_hf_fsdp_first_step"
 
 @dataclass(kw_only=True)
 class FirstStep:
-    """Facts of the first training step. In later steps the hooks cost at most one comparison.
+    """Facts recorded in the first training step. In later steps, each hook makes at most one comparison.
 
     Attributes:
         output_dtype: dtype of the first floating-point tensor in the model's output: the loss, if there is one.
@@ -35,7 +35,7 @@ def record_first_step(model: nn.Module, optimizer: Any = None) -> FirstStep:
     first_step = FirstStep()
 
     def after_forward(module: nn.Module, args: Any, output: Any) -> None:
-        # torch's pytree knows only some of Transformers' output classes, which are mappings.
+        # torch's pytree supports only some of Transformers' output classes. All of them are mappings.
         leaves = tree_leaves(list(output.values()) if isinstance(output, Mapping) else output)
         floats = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
         if module.training and floats:

@@ -1,4 +1,4 @@
-"""The input and the result of the functions that read one setting off the live model."""
+"""The input and the result of the functions that read a setting from the live model."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class ObservedValue:
     Attributes:
         value: the canonical value; ``None`` if ``unobservable``.
         reason: why the setting is unobservable, or an explanation of the value.
-        unobservable: whether nothing on the live model shows this setting.
-        matches: whether the value matches the request; ``None`` if the two are to be compared for equality.
+        unobservable: whether the setting cannot be read from the live model.
+        matches: whether the value matches the request; ``None`` if the caller compares them for equality.
     """
 
     value: Any = None
@@ -56,7 +56,7 @@ class LiveRun:
 
     @property
     def units_with_params(self) -> list[UnitObservation]:
-        """The units that own parameters; a root may own none."""
+        """The units that own parameters. A root may own none."""
         return [unit for unit in self.units if unit.num_params]
 
     @property
@@ -65,7 +65,7 @@ class LiveRun:
 
     @property
     def layers(self) -> list[UnitObservation]:
-        """The units that the wrap policy chose. If there are none: all units below the root, or else the root."""
+        """The units that the wrap policy selected. If there are none: all units except the root, or else the root."""
         planned = {name for unit in self.plan.units if unit.from_policy for name in unit.modules}
         chosen = [unit for unit in self.units_with_params if planned.intersection(unit.module_names)]
         return chosen or self.units_below_root or self.units_with_params

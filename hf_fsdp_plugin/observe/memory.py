@@ -22,14 +22,14 @@ class MemoryObservation:
         params_bytes: the shards, with FSDP's padding, and the parameters that no unit shards.
         grads_bytes: the gradients; see ``grads_source``.
         optimizer_bytes: the state tensors of the optimizer.
-        gathered_bytes: gathered parameters that are not freed now.
+        gathered_bytes: gathered parameters that are currently not freed.
         buffers_bytes: the buffers of the model, which are never sharded.
-        peak_bytes: the peak so far; see ``peak_source``.
+        peak_bytes: the peak memory so far; see ``peak_source``.
         grads_source: ``alive`` if the gradients exist now, ``optimizer step`` if their size was recorded before a
             step, or ``trainable shards`` if it is computed from the shards.
-        peak_source: an allocator (tensors on the device) or ``process resident set`` (libraries included).
-        ddp_params_bytes, ddp_grads_bytes, ddp_optimizer_bytes: the same tensors unsharded, in the same dtypes, as
-            every rank of DistributedDataParallel has them.
+        peak_source: name of an allocator (tensors on the device) or ``process resident set`` (includes libraries).
+        ddp_params_bytes, ddp_grads_bytes, ddp_optimizer_bytes: the same tensors with the same dtypes, unsharded as on
+            every rank of DistributedDataParallel.
     """
 
     params_bytes: int

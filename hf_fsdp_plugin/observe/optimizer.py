@@ -30,10 +30,10 @@ def optimizer_of(model: nn.Module, optimizers: Sequence[Any]) -> Any:
 
 
 def trained_pair(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> tuple[nn.Module, Any]:
-    """Return the first model that an optimizer updates, and that optimizer.
+    """Return the first model that is updated by an optimizer, and this optimizer.
 
     If no optimizer updates any of the models, return the first model and the first optimizer, so that the report
-    contains this problem.
+    contains the problem.
     """
     for model in models:
         if (optimizer := optimizer_of(model, optimizers)) is not None:

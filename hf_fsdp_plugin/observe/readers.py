@@ -1,4 +1,4 @@
-"""The table of settings that can be read off a live model, with the function that reads each one."""
+"""The table of settings that can be read from a live model, with the function that reads each of them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hf_fsdp_plugin.observe.live_run import LiveRun, ObservedValue, unobservable
 
 @dataclass(frozen=True, slots=True)
 class SettingReader:
-    """How one setting is read.
+    """Describes how one setting is read.
 
     Attributes:
-        read: reads the value off the live model.
+        read: function that reads the value from the live model.
         default_shown: whether the report contains the setting even if no source sets it, because it determines the
             memory, the speed or the numerics of the run.
     """
@@ -64,7 +64,7 @@ READERS: Final[Mapping[str, SettingReader]] = MappingProxyType(
 
 
 def read_setting(name: str, run: LiveRun) -> ObservedValue:
-    """Read one setting off the live model, by canonical name."""
+    """Read one setting from the live model, by canonical name."""
     if name in READERS:
         return READERS[name].read(run)
     if name.startswith("xla."):

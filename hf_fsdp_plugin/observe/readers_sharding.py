@@ -1,4 +1,4 @@
-"""Functions that read one setting of sharding, wrapping, precision or prefetching off the live model."""
+"""Functions that read the settings of sharding, wrapping, precision and prefetching from the live model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read_strategy(run: LiveRun) -> ObservedValue:
     if run.world_size == 1:
         return ObservedValue(value=value, reason="with one rank, all strategies are the same", matches=True)
     if all(unit.live.is_root for unit in run.layers) and _differs_in_reshard_only(value, run.plan.strategy):
-        # Both FSDP versions keep the root's gathered parameters until backward, whatever the strategy.
+        # Both FSDP versions keep the root's gathered parameters until backward under every strategy.
         reason = f"if the root is the only unit, {value} is the same"
         return ObservedValue(value=run.plan.strategy, reason=reason, matches=True)
     if value in STRATEGIES and not STRATEGIES[value].is_sharded and run.plan.mesh.shard == 1:
@@ -50,7 +50,7 @@ def read_mesh_replicate(run: LiveRun) -> ObservedValue:
 
 
 def read_wrap_policy(run: LiveRun) -> ObservedValue:
-    """Check that the modules that the policy chose are units: FSDP does not store the policy itself."""
+    """Check that the modules that the policy selected are units, because FSDP does not store the policy."""
     if run.plan.pre_sharded:
         return ObservedValue(value="by hand", reason="the script wrapped the model")
     wrapped = {name for unit in run.units for name in unit.module_names}

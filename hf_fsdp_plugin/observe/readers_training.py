@@ -1,4 +1,4 @@
-"""Functions that read one setting of checkpoints, activations, loading or the launch off the live model."""
+"""Functions that read the settings of checkpoints, activations, loading and the launch from the live model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def read_sync_module_states(run: LiveRun) -> ObservedValue:
 
 
 def read_ram_efficient(run: LiveRun) -> ObservedValue:
-    """Check that ranks other than 0 received weights from rank 0 that they had not loaded."""
+    """Check that the other ranks received weights from rank 0 that they had not loaded."""
     observed = _read_loading(run, planned=run.plan.ram_efficient)
     weights = run.weights
     if observed.matches and weights and weights.num_broadcast and not weights.num_filled and run.world_size > 1:

@@ -1,4 +1,4 @@
-"""The report, with its JSON, its file and its text."""
+"""The report, and its output as JSON, file and text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BatchShape:
 
 @dataclass(frozen=True, kw_only=True)
 class RankObservation:
-    """One rank: parameters in elements, memory in bytes."""
+    """Sizes on one rank: parameters in elements, memory in bytes."""
 
     rank: int
     host: str
@@ -49,7 +49,7 @@ class RankObservation:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The live model compared with the plan. The same on all ranks, except for ``units`` and ``memory``.
+    """The live model compared with the plan. It is the same on all ranks, except for ``units`` and ``memory``.
 
     Attributes:
         num_params: number of elements of the whole model.
@@ -78,7 +78,7 @@ class Report:
 
     @property
     def num_data_ranks(self) -> int:
-        """Number of ranks that read different samples. Tensor-parallel ranks, outside the mesh, read the same ones."""
+        """Number of ranks that read different samples. Tensor-parallel ranks outside the mesh read the same samples."""
         return self.mesh["replicate"] * self.mesh["shard"]
 
     @property

@@ -22,9 +22,9 @@ class SettingObservation:
 
     Attributes:
         asked: the requested value, or the planned value if no source sets it.
-        planned: the value of the plan for this model and world size; never ``auto``.
+        planned: the value in the plan for this model and world size; never ``auto``.
         observed: the value on the live model; ``None`` if ``unobservable``.
-        origin: where the value was written, or ``default``.
+        origin: the source of the value, or ``default``.
         reason: why the setting differs or is unobservable, or an explanation of an applied value.
     """
 

@@ -16,7 +16,7 @@ _WIDTH = 100
 
 
 def units_table(units: Sequence[UnitObservation]) -> str:
-    """Format the units. Consecutive units that differ only in the number in their name share a row."""
+    """Format the units. Consecutive units whose names differ only in the number share a row."""
     if not units:
         return "units: none, the model is not sharded"
     rows = [("unit", "class", "parameters", "compute", "reduce", "master", "reshard", "")]
@@ -42,7 +42,7 @@ def units_table(units: Sequence[UnitObservation]) -> str:
 
 
 def _similar_units(units: Sequence[UnitObservation]) -> Iterable[list[UnitObservation]]:
-    """Group consecutive units that differ only in the number in their name."""
+    """Group consecutive units whose names differ only in the number."""
     group: list[UnitObservation] = []
     for unit in units:
         if group and _similarity_key(unit) != _similarity_key(group[-1]):
@@ -59,7 +59,7 @@ def _similarity_key(unit: UnitObservation) -> tuple[object, ...]:
 
 
 def _common_name(units: Sequence[UnitObservation]) -> str:
-    """Return ``model.layers.0–29``: the numbers that differ become a range."""
+    """Return the common name, such as ``model.layers.0–29``: numbers that differ become a range."""
     first, last = (re.split(r"(\d+)", unit.name) for unit in (units[0], units[-1]))
     return "".join(a if a == b else f"{a}–{b}" for a, b in zip(first, last, strict=True))
 

@@ -27,7 +27,7 @@ class UnitObservation:
         name: the canonical name of the module, such as ``model.layers.0``; empty for the root. Names of several
             modules are joined: ``model.norm + lm_head``.
         class_name: the class of the unwrapped module; several are joined like the names.
-        param_dtype: dtype of the gathered parameters, in which the unit computes; empty without parameters.
+        param_dtype: dtype of the gathered parameters, in which the unit computes; empty if there are no parameters.
         reduce_dtype: dtype of gradient reduction; empty if no parameter is trained.
         master_dtype: dtype in which the shards are kept and updated.
         reshard_after_forward: whether gathered parameters are freed between forward and backward; never true for
@@ -92,7 +92,7 @@ def _live_units(model: nn.Module) -> Iterator[LiveUnit]:
 
 def _observe_unit(live: LiveUnit, names: dict[int, str], checkpointed: set[str]) -> UnitObservation:
     order = {name: position for position, name in enumerate(names.values())}
-    # torch stores the modules of a group in the order of the call; reports use the order of the module tree.
+    # torch stores a group's modules in the order of the call; reports use the order of the module tree.
     modules = sorted(live.modules, key=lambda module: order[names[id(module)]])
     module_names = [names[id(module)] for module in modules]
     inner = [unwrapped(module) for module in modules]

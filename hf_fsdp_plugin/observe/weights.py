@@ -25,11 +25,11 @@ class WeightComparison:
     """The result over all ranks.
 
     Attributes:
-        num_on_meta: largest number, over the ranks, of tensors on the meta device, that is, not loaded.
+        num_on_meta: number of tensors on the meta device, which are not loaded; maximum over the ranks.
         differing: names of the units, parameters and buffers that differ between ranks but must be equal.
-        replicated: whether any unit's shard is on more than one rank, so that replicas were compared.
-        num_broadcast: number of tensors that every rank received whole and bit-identical from rank 0 before sharding.
-        num_filled: largest number, over the ranks, of these tensors that the rank had not loaded.
+        replicated: whether any shard is on more than one rank, so that replicas were compared.
+        num_broadcast: number of tensors that all ranks received from rank 0 before sharding, bit-identical.
+        num_filled: number of these tensors that a rank had not loaded; maximum over the ranks.
     """
 
     num_on_meta: int

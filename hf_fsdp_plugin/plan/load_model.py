@@ -12,7 +12,7 @@ from torch import nn
 
 
 def meta_model(path_or_id: str | Path) -> nn.Module:
-    """Return the model that a config describes. Its parameters are on ``meta``, and tied as in a loaded model.
+    """Return the model that a config describes. Its parameters are on ``meta``, and are tied as in a loaded model.
 
     Args:
         path_or_id: a folder with a ``config.json`` or one GGUF file, one of these files, or a hub id.
@@ -93,7 +93,7 @@ def _model_class(config: Any, path_or_id: str | Path) -> Any:
 
 @contextmanager
 def _default_dtype(config: Any) -> Iterator[None]:
-    """Make the config's dtype the default, also of submodels, as ``from_pretrained`` does."""
+    """Make the config's dtype the default dtype, for submodels too, as ``from_pretrained`` does."""
     dtype, before = getattr(config, "dtype", None), torch.get_default_dtype()
     for name in getattr(config, "sub_configs", ()):
         if (sub_config := getattr(config, name, None)) is not None:

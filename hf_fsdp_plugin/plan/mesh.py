@@ -1,4 +1,4 @@
-"""Resolves the sizes of the mesh's axes and the strategy on them from the spec and the world size."""
+"""Resolves the mesh (the size of each axis) and the strategy from the spec and the world size."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hf_fsdp_plugin.strategies import STRATEGIES
 def resolve_mesh(
     spec: FsdpSpec, world_size: int, local_world_size: int | None, problems: ProblemCollector
 ) -> tuple[MeshPlan, str]:
-    """Return the mesh and the name of the strategy on it. On a mesh with replicas, this is the hybrid strategy.
+    """Return the mesh and the name of the strategy, which is a hybrid strategy for a mesh with replicas.
 
     Args:
         world_size: number of ranks.
         local_world_size: number of ranks on one machine. ``None``: computed from the launch settings.
-        problems: receives the problems. After an error, the returned mesh is a placeholder.
+        problems: the collector to which problems are added. After an error, the returned mesh is a placeholder.
     """
     strategy = STRATEGIES[spec.sharding.strategy]
     if world_size < 1:
@@ -88,7 +88,7 @@ def _ranks_per_machine(spec: FsdpSpec, world_size: int, local_world_size: int | 
 def _complete(
     spec: FsdpSpec, world_size: int, shard: int | None, replicate: int | None, problems: ProblemCollector
 ) -> MeshPlan | None:
-    """Return the mesh with the missing size computed; ``None`` if the sizes do not fit the world size."""
+    """Return the mesh after computing its missing size; ``None`` if the sizes do not fit the world size."""
     if shard is not None and replicate is not None:
         num_ranks = shard * replicate
         if num_ranks == world_size:

@@ -17,7 +17,7 @@ Backend = Literal["fsdp1", "fsdp2"]
 PlannedDtype = Literal["fp32", "bf16", "fp16", "unchanged"]
 
 _SECTIONS: Final = ("mesh", "precision", "prefetch", "activation")
-"""Sections of the spec that the plan has under the same name, with the same fields."""
+"""Sections of the spec that the plan contains with the same names and fields."""
 
 _ATTRIBUTES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -32,12 +32,12 @@ _ATTRIBUTES: Final[Mapping[str, str]] = MappingProxyType(
         "launch.num_processes": "world_size",
     }
 )
-"""Canonical name -> attribute of the plan, for the other settings that the plan resolves."""
+"""Canonical name -> attribute of the plan, for other settings that the plan resolves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshPlan:
-    """Sizes of the mesh's axes; their product is the world size."""
+    """Sizes of the mesh's axes. Their product is the world size."""
 
     replicate: int
     shard: int
@@ -60,11 +60,11 @@ class FsdpPlan:
 
     Attributes:
         units: in the order in which they are wrapped: children before parents, otherwise in forward order, root last.
-        ties: one tuple per tied parameter, with all its names. All of them are in the same unit.
+        ties: one tuple per tied parameter, with all its names, which are all in the same unit.
         ignored_modules: names of modules whose parameters are not sharded.
         ignored_parameters: names of the parameters that are not sharded: the parameters of ignored modules, and
             scalars, which have no dimension to shard. Their gradients are averaged over all ranks.
-        pre_sharded: whether the model was sharded before it reached the plugin. Its units are kept.
+        pre_sharded: whether the model was sharded before ``prepare``. Its units are kept.
         spec: the requested settings.
         problems: warnings and notes of the spec and of the plan.
     """

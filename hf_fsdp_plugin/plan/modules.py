@@ -13,7 +13,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterEntry:
-    """A parameter under all its names: several if it is tied. The first one is the name in ``named_parameters()``."""
+    """A parameter with all its names; a tied one has several. The first is the name in ``named_parameters()``."""
 
     parameter: nn.Parameter
     names: tuple[str, ...]
@@ -25,12 +25,12 @@ class ParameterEntry:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """For each of ``names``, the name of the module in which the parameter is registered."""
+        """For each name, the name of the module in which the parameter is registered."""
         return tuple(parent_of(name) for name in self.names)
 
 
 class ModuleTree:
-    """The modules and parameters of a model, read once.
+    """The modules and parameters of a model, which are read once.
 
     Attributes:
         modules: name -> module, parents before children. A module that is registered twice has two names.
@@ -66,7 +66,7 @@ class ModuleTree:
         return Counter(dict([*counts[0].most_common(), *counts[1].most_common()]))
 
     def repeated_classes(self) -> tuple[str, ...]:
-        """Return the likely layer classes: those that repeat in the outermost module lists and have most parameters."""
+        """Return the likely layer classes: large classes that repeat in one of the outermost module lists."""
         sizes: Counter[str] = Counter()
         lists: list[str] = []
         for name, module in self.named():
@@ -97,7 +97,7 @@ class ModuleTree:
 
 
 def parent_of(path: str) -> str:
-    """Return ``a.b`` for ``a.b.c``, and the root's name, which is empty, for ``a``."""
+    """Return ``a.b`` for ``a.b.c``, and the empty name of the root for ``a``."""
     return path.rpartition(".")[0]
 
 

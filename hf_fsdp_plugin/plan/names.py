@@ -1,4 +1,4 @@
-"""Canonical parameter names: the names in the model before any wrapper was applied."""
+"""Canonical parameter names: the names in the model without any wrappers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hf_fsdp_plugin.torch_private.modules import WRAPPER_ATTRIBUTES, wrapped_module
 
-if TYPE_CHECKING:  # checkpoint readers use these names without torch
+if TYPE_CHECKING:  # checkpoint readers import this module without torch
     from torch import nn
 
 
@@ -17,7 +17,7 @@ def canonical_name(name: str) -> str:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module inside any number of wrappers."""
+    """Return the module inside all of its wrappers."""
     while (inner := wrapped_module(module)) is not None:
         module = inner
     return module

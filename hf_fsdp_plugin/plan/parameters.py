@@ -14,7 +14,7 @@ from hf_fsdp_plugin.spec.model import Version
 from hf_fsdp_plugin.text import format_names, plural
 
 Violation = tuple[UnitPlan, str]
-"""A unit that breaks a rule, and the details for the message."""
+"""A unit that violates a rule, and the details for the message."""
 
 
 def check_parameters(
@@ -61,7 +61,7 @@ def _check_dtypes(
     version: Version,
     problems: ProblemCollector,
 ) -> None:
-    """Report units of several dtypes. FSDP1 requires one dtype per unit, FSDP2 one for its trainable parameters."""
+    """Report units with several dtypes. FSDP1 requires one dtype per unit, FSDP2 one for its trainable parameters."""
     violations: list[Violation] = []
     main_dtypes: dict[str, None] = {}
     for unit in units:
@@ -114,7 +114,7 @@ def _check_requires_grad(
 def _report_violations(
     problems: ProblemCollector, code: str, setting: str, rule: str, violations: list[Violation], fix: str
 ) -> None:
-    """Report all units that break a rule as one problem, with the details of the first one."""
+    """Report all units that violate a rule as one problem, with the details of the first unit."""
     if violations:
         unit, details = violations[0]
         count = plural(len(violations), "unit breaks", "units break")

@@ -132,7 +132,7 @@ def _report_absent_classes(
 
 
 def _counts_text(names: Iterable[str], counts: Mapping[str, int]) -> str:
-    """``LlamaDecoderLayer ×30, LlamaMLP ×30 and 3 more``."""
+    """Return class names with counts: ``LlamaDecoderLayer ×30, LlamaMLP ×30 and 3 more``."""
     return format_names([f"{name} ×{counts[name]}" for name in names], 5) or "no modules with parameters"
 
 
@@ -180,7 +180,7 @@ def _by_size(spec: FsdpSpec, tree: ModuleTree, problems: ProblemCollector) -> tu
         return sizes[id(module)]
 
     def select(module: nn.Module, is_root: bool) -> int:
-        """Return the number of parameters in units inside ``module``, as torch's ``_recursive_wrap`` does."""
+        """Select units in ``module`` like torch's ``_recursive_wrap``, and return their number of parameters."""
         if size(module) < threshold or isinstance(module, _NEVER_ENTERED):
             return 0
         inner = sum(select(child, False) for child in module.children() if id(child) not in tree.ignored)

@@ -1,4 +1,4 @@
-"""Reads the units of a model that was sharded before it reached the plugin."""
+"""Reads the units of a model that was sharded before it was passed to the plugin."""
 
 from __future__ import annotations
 

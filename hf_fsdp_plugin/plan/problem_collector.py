@@ -14,6 +14,6 @@ class ProblemCollector:
         self.problems: list[Problem] = []
 
     def add(self, code: str, setting: str | None, message: str, fix: str = "") -> None:
-        """Add a problem. Its origin is where ``setting`` was written; a default has no origin."""
+        """Add a problem. Its origin is the source of ``setting``; a default has no origin."""
         origin = self._origins.get(setting) if setting is not None else None
         self.problems.append(Problem(code=code, message=message, fix=fix, setting=setting, origin=origin))

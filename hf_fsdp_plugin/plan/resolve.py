@@ -39,8 +39,8 @@ def resolve(
         local_world_size: number of ranks on one machine. Default: computed from the launch settings, else all ranks.
 
     Raises:
-        SpecError: at least one problem is an error. It contains all problems of the spec and of the plan, including
-            warnings and notes.
+        SpecError: at least one problem is an error. The exception contains all problems of the spec and of the plan,
+            including warnings and notes.
     """
     collector = ProblemCollector(spec)
     mesh, strategy = resolve_mesh(spec, world_size, local_world_size, collector)
@@ -84,7 +84,7 @@ def resolve(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Parts:
-    """The fields of the plan that depend on the model."""
+    """Fields of the plan that depend on the model."""
 
     backend: Backend
     units: tuple[UnitPlan, ...]

@@ -14,7 +14,10 @@ from hf_fsdp_plugin.strategies import STRATEGIES
 
 
 def resolve_precision(spec: FsdpSpec, model: nn.Module, device_type: str, problems: ProblemCollector) -> PrecisionPlan:
-    """Return all dtypes. With mixed precision, trainable parameters are stored in fp32 and cast for each all-gather."""
+    """Return the planned dtypes.
+
+    With mixed precision, trainable parameters are stored in fp32, and cast for each all-gather.
+    """
     requested: dict[str, DtypeName] = asdict(spec.precision)
     dtypes: dict[str, PlannedDtype] = {}
     for field, dtype in requested.items():
@@ -51,7 +54,7 @@ def check_offload(spec: FsdpSpec, version: Version, device_type: str, problems: 
         return
     strategy = STRATEGIES[spec.sharding.strategy]
     if version == 1 and not strategy.is_sharded and not spec.params.use_orig:
-        # torch's _validate_unshard_params_args. With use_orig_params, state_dict() does not unshard parameters.
+        # Checked in torch's _validate_unshard_params_args. With use_orig_params, state_dict() does not unshard.
         problems.add(
             "FSDP-E232",
             "offload.params",

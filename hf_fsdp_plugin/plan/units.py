@@ -20,13 +20,13 @@ class UnitPlan:
     Attributes:
         modules: names of the modules, as in ``named_modules()``, in forward order; ``("",)`` for the root.
         class_names: names of the modules' classes, in the same order.
-        parameters: names of the parameters, without those of units inside this one. A tied parameter occurs once.
+        parameters: names of the parameters, except those in units inside this unit. A tied parameter occurs once.
         num_params: number of elements in ``parameters``.
         dtypes: dtype -> number of elements, before any cast.
         frozen: names of the parameters that do not require a gradient.
         reshard_after_forward: whether the gathered parameters are freed between forward and backward.
         from_policy: whether the wrap policy selected the modules. False for the units of embedding, norm, head and
-            root, and for a layer inside another layer. Only units from the policy are checkpointed.
+            root, and for layers inside other layers. Only units from the policy are checkpointed.
     """
 
     modules: tuple[str, ...]
@@ -40,7 +40,7 @@ class UnitPlan:
 
     @property
     def name(self) -> str:
-        """``model.layers.0``, ``model.norm + lm_head``, or the empty string for the root."""
+        """Name: ``model.layers.0``, ``model.norm + lm_head``, or the empty string for the root."""
         return " + ".join(self.modules)
 
     @property

@@ -1,4 +1,4 @@
-"""Resolves the units: the layers of the wrap policy, under FSDP2 embedding, norm and head, and the root."""
+"""Resolves the units: the layers that the wrap policy selects, embedding, norm and head (FSDP2 only), and the root."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def wrap_units(
 ) -> tuple[UnitPlan, ...]:
     """Return the units, children before parents, the root last.
 
-    Under version 1, the units are the layers of the policy and the root. Version 2 adds the groups of Accelerate's
+    Under FSDP1, the units are the layers of the policy and the root. FSDP2 adds the groups of Accelerate's
     ``fsdp2_prepare_model``: the input embedding, and the final norm with the output head; with tied weights, these
     three are one group. A shared parameter belongs to the innermost unit that contains all modules that use it: FSDP2
-    refuses a parameter in two units, and FSDP1 would untie it silently.
+    rejects a parameter in two units, and FSDP1 would silently untie it.
     """
     reshard = STRATEGIES[strategy].reshards_after_forward
     num_before = len(problems.problems)
     selected = policy_modules(spec, tree, problems)
     if has_errors(problems.problems[num_before:]):
-        return ()  # checks of a root with all parameters would be misleading
+        return ()  # checks of a root unit with all parameters would report misleading problems
     drafts = [UnitDraft(members=[name], from_policy=True, reshard=reshard) for name in selected]
     if version == 2 and spec.wrap.policy != "none":
         drafts = _add_embedding_and_head(tree, drafts, reshard)
@@ -78,7 +78,7 @@ def _add_embedding_and_head(tree: ModuleTree, drafts: list[UnitDraft], reshard: 
     layers = {name for draft in drafts for name in draft.members}
     added = []
     if embedding is not None and head is not None and _are_tied(tree, embedding, head):
-        # Tied: one group for both, even where the policy selects one of them.
+        # If they are tied, they are one group, even if the policy selects one of them.
         drafts = [draft for draft in drafts if draft.members[0] not in (embedding, head)]
         layers -= {embedding, head}
         group: list[str | None] = [embedding, norm if _is_outside(norm, layers) else None, head]
@@ -92,7 +92,7 @@ def _add_embedding_and_head(tree: ModuleTree, drafts: list[UnitDraft], reshard: 
 
 
 def _is_outside(name: str | None, layers: set[str]) -> bool:
-    """Whether a module exists and is in no layer. The unit of a layer gathers the modules inside it."""
+    """Whether a module exists and is not in a layer. A layer's unit gathers the modules inside the layer."""
     return name is not None and not any(is_inside(name, layer) for layer in layers)
 
 
@@ -109,7 +109,7 @@ def _accessor(tree: ModuleTree, method: str) -> str | None:
         return None
     try:
         found = getter()
-    except (NotImplementedError, AttributeError):  # Transformers raises these for a model without such a module
+    except (NotImplementedError, AttributeError):  # Transformers raises these if the model has no such module
         return None
     return tree.name_of(found) or None
 
@@ -130,7 +130,7 @@ def _final_norm(tree: ModuleTree) -> str | None:
 
 
 def _owners(tree: ModuleTree, drafts: list[UnitDraft]) -> dict[str, int]:
-    """Return the index of the innermost unit that contains each module, by module name."""
+    """Return module name -> index of the innermost unit that contains the module."""
     unit_of = {id(tree.modules[name]): at for at, draft in enumerate(drafts) for name in draft.members}
     owners: dict[str, int] = {}
     for path, module in tree.modules.items():
@@ -163,7 +163,7 @@ def _remove_sharing_members(tree: ModuleTree, drafts: list[UnitDraft]) -> dict[s
 
 
 def _sharing_members(tree: ModuleTree, drafts: list[UnitDraft]) -> dict[str, str]:
-    """Return the members that contain some, but not all, modules that use a parameter -> name of that parameter."""
+    """Return member -> name of a parameter that modules both inside and outside the member use."""
     owners = _owners(tree, drafts)
     members = {name for draft in drafts for name in draft.members}
     found: dict[str, str] = {}

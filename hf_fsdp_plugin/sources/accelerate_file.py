@@ -1,4 +1,4 @@
-"""Reads the config: Accelerate's file, its ``fsdp_config`` section alone, the file of a training script, or a dict."""
+"""Reads the config: Accelerate's file, only its ``fsdp_config`` section, a training script's config file, or a dict."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ def _add_tree(out: Collector, root: Node, file: ConfigFile, files: ConfigFiles) 
 
 
 def _without_path(entries: Iterable[Entry], out: Collector, file: ConfigFile, files: ConfigFiles) -> Iterator[Entry]:
-    """Yield the entries except an ``fsdp_config`` that is a path, whose file is added to `out`.
+    """Yield the entries. If ``fsdp_config`` is a path, add the contents of its file to `out` instead.
 
-    The path is relative to the working directory, as in the script, or else to the folder of `file`.
+    The path is relative to the working directory, as in the script, or to the folder of `file` if only that file
+    exists.
     """
     for entry in entries:
         if plain_key(entry.key, "training") != "fsdp_config" or not isinstance(entry.value.value, str):

@@ -1,7 +1,7 @@
 """The config of the ``accelerate launch`` that started this process.
 
-Stock ``accelerate launch`` passes on only the settings for which it has variables. The plugin therefore reads the
-launcher's command line from the process table, and its config file again.
+Stock ``accelerate launch`` passes on only settings for which it has environment variables. The plugin therefore reads
+the launcher's command line from the process table, and then the launcher's config file.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ CONFIG_NOT_FOUND = Problem(
 
 
 class AccelerateLaunch(NamedTuple):
-    """What ``accelerate launch`` was started with.
+    """Arguments of the ``accelerate launch`` command.
 
     Attributes:
         config: the config file; ``None`` if there is none.
-        flags: the launcher's flags, as given.
+        flags: the launcher's flags, as on the command line.
     """
 
     config: ConfigFile | None
@@ -40,10 +40,10 @@ class AccelerateLaunch(NamedTuple):
 
 
 def locate_config(sources: Sources) -> Sources:
-    """Resolve ``as_launched`` and ``default_file`` to the config that they select.
+    """Return the sources with ``as_launched`` and ``default_file`` replaced by the config that they select.
 
     If ``accelerate launch`` started this process, its flags are added to the command line, and the environment is
-    ignored, because the launcher wrote its variables from the config.
+    ignored, because the launcher set the variables from the config.
     """
     problems = list(sources.problems)
     variables = environment.variables_of(sources)

@@ -1,4 +1,4 @@
-"""Converts keys as written to settings under their canonical names."""
+"""Converts the keys of a source to settings with canonical names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FSDP_SCOPES: tuple[Scope, ...] = ("fsdp", "precision", "parallelism")
 
 
 class Collector:
-    """The settings and problems of one source, while it is read.
+    """Collects the settings and problems of one source.
 
     Attributes:
         source: name for messages; the path of a file as the user wrote it.
@@ -33,7 +33,7 @@ class Collector:
         self.mentions_fsdp = False
 
     def result(self, dialect: Dialect | None) -> SourceSettings:
-        """Return what was collected. `dialect` applies only if the source mentions FSDP."""
+        """Return the settings and problems. `dialect` is used only if the source mentions FSDP."""
         return SourceSettings(
             settings=tuple(self.settings),
             problems=tuple(self.problems),
@@ -49,7 +49,7 @@ class Collector:
     def add_mapping(
         self, entries: Iterable[Entry], scopes: Sequence[Scope], *, misplaced: Sequence[Scope] = ()
     ) -> None:
-        """Add all keys of a mapping. A key that is only valid in a `misplaced` scope is added with a warning."""
+        """Add all keys of a mapping. A key that is valid only in a `misplaced` scope is added with a warning."""
         for entry in entries:
             # dynamo_backend was a top-level key before dynamo_config existed.
             older: tuple[Scope, ...] = ("dynamo",) if entry.key.lower().startswith("dynamo_") else ()
@@ -102,7 +102,7 @@ class Collector:
             self.add(row.name, entry)
 
     def add_key(self, scope: Scope, key: str, value: object, *, written: str = "") -> None:
-        """Add a key of the vocabulary with a Python value. Messages name the key `written`, by default `key`."""
+        """Add a key of the vocabulary with a Python value. Messages contain the key as `written`, by default `key`."""
         row = find(key, (scope,))
         assert row is not None, f"the vocabulary has no key {key} in the scope {scope}"
         self.add_entry(row, entry_of(written or key, value))

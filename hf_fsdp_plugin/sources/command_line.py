@@ -20,7 +20,7 @@ SWITCHES = frozenset(
         "debug", "fp8_override_linear_precision", "fp8_enable_fsdp_float8_all_gather", "help",
     }
 )  # fmt: skip
-"""Flags of ``accelerate launch`` that take no value; every other flag takes one."""
+"""Flags of ``accelerate launch`` that take no value; all other flags take a value."""
 
 SHORT_FLAGS = {"q": "quiet", "m": "module", "t": "tee", "h": "help"}
 SETTING_OF_SWITCH: Mapping[str, tuple[str, Any]] = {
@@ -40,8 +40,8 @@ class Flag(NamedTuple):
     """One flag.
 
     Attributes:
-        written: as given, without its value: ``--fsdp-offload-params``.
-        name: without dashes, with underscores: ``fsdp_offload_params``.
+        written: the flag as written, without its value: ``--fsdp-offload-params``.
+        name: the name with underscores, without leading dashes: ``fsdp_offload_params``.
         value: empty if the flag has none.
         num_words: the number of words of the command line that form the flag.
     """
@@ -56,7 +56,7 @@ class LaunchLine(NamedTuple):
     """The arguments of ``accelerate launch``, parsed.
 
     Attributes:
-        flags: the words before the script, as given.
+        flags: the words before the script.
         config_file: the value of ``--config_file``; empty if not given.
         script: the script or module; empty if there is none.
     """

@@ -17,8 +17,8 @@ class ConfigFile:
     """The path of a config file, independent of the working directory.
 
     Attributes:
-        path: absolute.
-        shown: as the user wrote it; used in messages.
+        path: absolute path.
+        shown: path as the user wrote it, for messages.
     """
 
     path: Path

@@ -18,7 +18,7 @@ ACCELERATE: Mapping[str, str] = {
     "ACCELERATE_DEBUG_MODE": "debug",
 }
 LAUNCHER_MIN_NUM_PARAMS = "100000000"
-"""``accelerate launch`` always writes this default, even without the size policy."""
+"""Value that ``accelerate launch`` always sets by default, even without the size policy."""
 
 
 def read(sources: Sources) -> SourceSettings:

@@ -1,6 +1,6 @@
 """``hf-fsdp launch`` passes its sources to the ranks as JSON in one environment variable, ``HF_FSDP_LAUNCH``.
 
-The launcher sets some of Accelerate's variables for its ranks (``ACCELERATE_USE_CPU`` and others), which are not
+The launcher sets some of Accelerate's variables for its ranks (``ACCELERATE_USE_CPU`` and others). These are not
 settings of the user. The handover therefore contains the user's variables, and a rank reads these instead of
 ``os.environ``.
 
@@ -25,7 +25,7 @@ LAUNCH_VARIABLE = "HF_FSDP_LAUNCH"
 
 
 def user_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that can be settings."""
+    """Return the environment variables that can be settings."""
     prefixes = ("FSDP_", "ACCELERATE_", "PARALLELISM_")
     return {name: value for name, value in environ.items() if name.startswith(prefixes)}
 

@@ -14,7 +14,7 @@ from hf_fsdp_plugin.sources.config_file import ConfigFile, ConfigFiles
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sources:
-    """The sources of settings. Attributes with the names of arguments of ``load_spec`` are documented there.
+    """The sources of settings. Attributes that are also arguments of ``load_spec`` are documented there.
 
     Attributes:
         training_arguments: keyword arguments of ``TrainingArguments``, including ``fsdp`` and ``fsdp_config``.
@@ -35,5 +35,5 @@ class Sources:
 
 
 def config_of(config: str | Path | ConfigFile | Mapping[str, Any] | None) -> ConfigFile | Mapping[str, Any] | None:
-    """Return the value of ``Sources.config`` for a config as users pass it."""
+    """Convert a config that a user passed to the value of ``Sources.config``."""
     return ConfigFile.at(config) if isinstance(config, (str, os.PathLike)) else config

@@ -1,6 +1,6 @@
 """Reads the arguments that a script passed to the constructor of Accelerate's ``FullyShardedDataParallelPlugin``.
 
-The object itself is not read, because its constructor adds values from the environment and default values.
+The plugin object itself is not read, because its constructor adds values from the environment and defaults.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _add(out: Collector, key: str, value: Any, given: Mapping[str, Any]) -> None
 
 
 def _add_offload(out: Collector, key: str, value: Any) -> None:
-    """Add a bool, FSDP1's ``CPUOffload``, FSDP2's ``CPUOffloadPolicy``, or its base class, which does not offload."""
+    """Add a bool, FSDP1's ``CPUOffload``, FSDP2's ``CPUOffloadPolicy`` or ``OffloadPolicy``, which does not offload."""
     offloads = value if isinstance(value, bool | str) else getattr(value, "offload_params", None)
     if offloads is None:
         offloads = type(value).__name__ == "CPUOffloadPolicy"

@@ -1,4 +1,4 @@
-"""The output of every reader: settings with their canonical names, values as written, and origins."""
+"""The output of the readers: settings with canonical names, values as written, and origins."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Setting:
 
     Attributes:
         name: canonical name.
-        value: as written; typed after ``spec.parse.parse_settings``.
-        implied: whether another setting implies this one (``mixed_precision`` implies ``precision.param``). An
-            explicit value of the same source overrides it.
+        value: the value as written; after ``spec.parse.parse_settings``, the typed value.
+        implied: whether another setting implies this one (``mixed_precision`` implies ``precision.param``). An explicit
+            value of the same source overrides an implied value.
         level: level of precedence; set by ``spec.precedence``.
     """
 

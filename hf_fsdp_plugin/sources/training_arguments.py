@@ -22,14 +22,14 @@ KEYS: Mapping[Scope, tuple[str, ...]] = {
     "training": ("bf16", "fp16", "gradient_checkpointing", "activation_checkpointing", "use_cpu", "no_cuda"),
     "fsdp": ("fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap"),  # removed from Transformers
 }
-"""Scope -> arguments that concern FSDP, besides ``fsdp`` and ``fsdp_config``."""
+"""Scope -> FSDP arguments other than ``fsdp`` and ``fsdp_config``."""
 
 FsdpOptions = bool | str | Enum | Sequence[str | Enum] | None
 FsdpConfig = Mapping[str, Any] | str | Path | None
 
 
 def read(sources: Sources) -> SourceSettings | None:
-    """Read ``sources.training_arguments``. Arguments that do not concern FSDP are ignored."""
+    """Read ``sources.training_arguments``. Arguments that are not related to FSDP are ignored."""
     arguments = sources.training_arguments
     if not arguments:
         return None

@@ -22,10 +22,10 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """A scalar, a tuple of nodes or a tuple of entries.
+    """A node of the tree: a scalar, a tuple of nodes, or the entries of a mapping.
 
     Attributes:
-        text: the value as written, for messages; shortened.
+        text: the value as written, shortened, for messages.
     """
 
     value: Any
@@ -52,7 +52,7 @@ class Node:
 
 
 class Entries(tuple[Entry, ...]):
-    """The entries of a mapping, in the order written."""
+    """The entries of a mapping, in their original order."""
 
     __slots__ = ()
 

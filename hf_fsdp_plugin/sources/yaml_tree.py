@@ -26,7 +26,7 @@ class ConfigFileError(ValueError):
 
 
 def parse_text(text: str, *, source: str, is_json: bool = False) -> Node:
-    """Parse YAML or JSON whose top level is a mapping. Raises ``ConfigFileError`` with the name `source`."""
+    """Parse YAML or JSON whose top level is a mapping. Raises ``ConfigFileError``; its message names `source`."""
     if is_json or text.lstrip().startswith("{"):
         if is_json:
             _check_json(text, source)

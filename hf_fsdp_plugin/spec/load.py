@@ -22,7 +22,7 @@ from hf_fsdp_plugin.spec.rules import check_rules
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assessment:
-    """The spec that could be read, and all problems. If there are errors, the spec is incomplete."""
+    """A spec and all problems. If there are errors, the spec is incomplete."""
 
     spec: FsdpSpec
     problems: tuple[Problem, ...]
@@ -54,13 +54,13 @@ def load_spec(
     """Return the checked spec of a config and all other sources of FSDP settings.
 
     Args:
-        config: path of Accelerate's YAML or JSON, of its ``fsdp_config`` section alone, or a dict of either form.
+        config: path of Accelerate's YAML or JSON, or of only its ``fsdp_config`` section; or a dict of either form.
         fsdp: ``fsdp`` of ``TrainingArguments``: a bool, or options as text or list.
         fsdp_config: ``fsdp_config`` of ``TrainingArguments``: a dict, the path of a JSON or YAML file, or JSON text.
         training_arguments: other keyword arguments of ``TrainingArguments``.
         command_line: flags of the script and of ``accelerate launch``; unknown flags are ignored.
-        overrides: ``NAME=VALUE`` of every ``--set``, as strings or as a mapping; the source of highest precedence.
-        environ: environment variables, the source of lowest precedence; those of this process by default.
+        overrides: ``NAME=VALUE`` of every ``--set``, as strings or as a mapping. Highest precedence.
+        environ: environment variables; by default those of this process. Lowest precedence.
         plugin_object: constructor arguments of Accelerate's ``FullyShardedDataParallelPlugin``.
         default_file: if there is no config, read Accelerate's default file.
         as_launched: if there is no config, read the file of the ``accelerate launch`` that started this process.
@@ -97,7 +97,7 @@ def assess(sources: Sources) -> Assessment:
 
 
 def _ambiguous_version(levels: Sequence[SourceSettings], spec: FsdpSpec) -> Iterator[Problem]:
-    """Report that no source sets the version and that the dialects of the sources have different defaults."""
+    """Report that no source sets the FSDP version, and that the dialects of the sources have different defaults."""
     dialects = {level.dialect for level in levels if level.dialect is not None and level.level != environment.SOURCE}
     if len(dialects) > 1 and not spec.asked("fsdp.version"):
         message = (
@@ -117,7 +117,7 @@ CHECKED_WITH: Mapping[str | None, str] = {
 
 
 def _check(spec: FsdpSpec, read_problems: list[Problem]) -> Iterator[Problem]:
-    """Yield the problems that the rules find, except those about values that could not be read."""
+    """Yield the problems that the rules find, except problems of values that could not be read."""
     unread = {problem.setting for problem in read_problems if problem.severity == "error"}
     for problem in check_rules(spec):
         if CHECKED_WITH.get(problem.setting, "") in unread:
@@ -127,7 +127,7 @@ def _check(spec: FsdpSpec, read_problems: list[Problem]) -> Iterator[Problem]:
 
 
 def _without_default_off(levels: Sequence[SourceSettings]) -> Sequence[SourceSettings]:
-    """Drop ``fsdp=False`` if another source turns FSDP on: ``False`` is also the Trainer's default."""
+    """Remove ``fsdp=False`` if another source turns FSDP on, because ``False`` is also the Trainer's default."""
     if not any(_turns_on(level) for level in levels):
         return levels
     return [level if level.dialect is not None else _without_implied_off(level) for level in levels]
@@ -139,7 +139,7 @@ def _without_implied_off(level: SourceSettings) -> SourceSettings:
 
 
 def _turns_on(level: SourceSettings) -> bool:
-    """Whether a source turns FSDP on. Environment variables alone do not: Transformers itself sets some of them."""
+    """Whether a source turns FSDP on. Variables alone do not, because Transformers itself sets some of them."""
     if level.level != environment.SOURCE:
         return level.dialect is not None
     return any(setting.name == "launch.distributed_type" for setting in level.settings)

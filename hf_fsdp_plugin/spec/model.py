@@ -134,10 +134,10 @@ class LaunchSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FsdpSpec:
-    """A checked FSDP config without errors, made by :func:`hf_fsdp_plugin.load_spec`.
+    """A checked FSDP config without errors, returned by :func:`hf_fsdp_plugin.load_spec`.
 
     Attributes:
-        origins: canonical name -> origin of its value. Settings that are missing have their default value.
+        origins: canonical name -> origin of its value. Settings without an entry have their default value.
         problems: warnings and notes.
     """
 
@@ -166,7 +166,7 @@ class FsdpSpec:
             raise KeyError(name) from None
 
     def origin(self, name: str) -> Origin:
-        """Return where the value was written; ``DEFAULT_ORIGIN`` if no source sets it."""
+        """Return the origin of the value; ``DEFAULT_ORIGIN`` if no source sets it."""
         return self.origins.get(name, DEFAULT_ORIGIN)
 
     def asked(self, name: str) -> bool:

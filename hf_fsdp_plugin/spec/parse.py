@@ -1,4 +1,4 @@
-"""Convert settings to an ``FsdpSpec``: parse the values, derive settings from others, fill in the defaults."""
+"""Converts settings to an ``FsdpSpec``: parses the values, derives settings from others, and adds the defaults."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def parse_settings(level: SourceSettings) -> SourceSettings:
     for setting in level.settings:
         row = BY_NAME.get(setting.name)
         if row is None:
-            settings.append(setting)  # AUTO_WRAP is not a key and has no row
+            settings.append(setting)  # AUTO_WRAP is an internal name without a row
             continue
         try:
             parsed = replace(setting, value=parse_value(row, setting.value))
@@ -69,7 +69,7 @@ def build(effective: Settings, dialect: Dialect | None) -> tuple[model.FsdpSpec,
 
 
 def _derive_mode(settings: Settings) -> None:
-    """Override the launcher's mode with a parameter dtype of higher precedence than ``mixed_precision``."""
+    """Override ``launch.mixed_precision`` with ``precision.param`` if that has higher precedence."""
     mode, param = settings.get("launch.mixed_precision"), settings.get("precision.param")
     if mode is None or param is None or mode.origin == param.origin or param.implied or param.value == mode.value:
         return
@@ -103,7 +103,7 @@ def _derive_checkpointing(settings: Settings, problems: list[Problem]) -> None:
 
 
 def _derive_wrap_policy(settings: Settings, problems: list[Problem]) -> None:
-    """Select the wrap policy, if none is set, by the size threshold, ``auto_wrap`` or the class names."""
+    """If no wrap policy is set, select it by the size threshold, ``auto_wrap`` or the class names."""
     auto_wrap = settings.pop(AUTO_WRAP, None)
     if "wrap.policy" in settings:
         return
@@ -120,7 +120,7 @@ def _derive_wrap_policy(settings: Settings, problems: list[Problem]) -> None:
 
 
 def _derive_strategy(settings: Settings, version: int, problems: list[Problem]) -> None:
-    """Combine the strategy with ``reshard_after_forward``, then with a mesh that replicates."""
+    """Combine the strategy with ``reshard_after_forward``, then with the mesh."""
     reshard = settings.pop("sharding.reshard", None)
     strategy = settings.get("sharding.strategy")
     if reshard is not None and strategy is None:
@@ -146,7 +146,7 @@ def _combine_reshard(
         settings["sharding.strategy"] = replace(strategy, value=other.value)
         problems.append(about(reshard, "FSDP-N109", f"{reshard.written} changes {strategy.origin} to {other.value}."))
     elif reshard.origin.source == strategy.origin.source == environment.SOURCE:
-        # accelerate launch always writes both variables; each version of FSDP reads one of them.
+        # accelerate launch always sets both variables; each FSDP version reads one of them.
         if version == 2:
             settings["sharding.strategy"] = _strategy_of(reshard)
         used = reshard if version == 2 else strategy
@@ -163,7 +163,7 @@ def _combine_reshard(
 
 
 def _combine_mesh(settings: Settings, problems: list[Problem]) -> None:
-    """Change the strategy to its hybrid counterpart if the mesh replicates; to no_shard if its shard size is 1."""
+    """Change the strategy to its hybrid counterpart if the mesh replicates, or to no_shard if the shard size is 1."""
     replicate, shard = settings.get("mesh.replicate"), settings.get("mesh.shard")
     if replicate is None or replicate.value == "auto" or replicate.value == 1:
         return

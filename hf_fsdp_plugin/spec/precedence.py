@@ -29,20 +29,20 @@ PRECEDENCE: Final[tuple[tuple[str, Reader], ...]] = (
     (accelerate_file.SOURCE, accelerate_file.read),
     (environment.SOURCE, environment.read),
 )
-"""The level and the reader of every source, highest precedence first; the defaults come last.
+"""The level and the reader of every source, highest precedence first. The defaults have the lowest precedence.
 
 ``TrainingArguments`` and ``FullyShardedDataParallelPlugin`` are one level, because both are part of the script. If they
 set a setting to different values, ``TrainingArguments`` overrides the plugin object. If one sets the strategy and the
-other a different ``reshard_after_forward``, neither has precedence: this is the error FSDP-E107.
+other a different ``reshard_after_forward``, neither has precedence, which is the error FSDP-E107.
 """
 
 _LEVELS: Final = tuple(dict.fromkeys(level for level, _ in PRECEDENCE))
 COMPLEMENTARY = frozenset({"launch.distributed_type"})
-"""Settings that several sources set together: ``fsdp=`` in a script turns FSDP on under any launcher."""
+"""Settings that several sources may set differently: ``fsdp=`` in a script turns FSDP on under any launcher."""
 
 
 def read_all(sources: Sources) -> tuple[SourceSettings, ...]:
-    """Read every source that is given, highest precedence first."""
+    """Read all sources that are given, highest precedence first."""
     return tuple(
         replace(read, level=level, settings=tuple(replace(setting, level=level) for setting in read.settings))
         for level, reader in PRECEDENCE

@@ -1,4 +1,4 @@
-"""Rules between settings: one function per rule, each from a spec to the problems that it finds."""
+"""Rules between settings. Each rule is a function that takes a spec and yields the problems that it finds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_fp8(spec: FsdpSpec) -> Iterator[Problem]:
 
 
 def check_fsdp_enabled(spec: FsdpSpec) -> Iterator[Problem]:
-    """Report a ``distributed_type`` other than FSDP, with which stock Accelerate ignores every FSDP setting."""
+    """Report a ``distributed_type`` other than FSDP, for which stock Accelerate ignores all FSDP settings."""
     kind = spec.launch.distributed_type
     if kind == "FSDP" or kind in OTHER_ENGINES or kind in XLA_TYPES:
         return

@@ -1,4 +1,4 @@
-"""Parse values into the types of their settings: one function per kind of setting."""
+"""Parses values into the types of their settings, with one function per kind of setting."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def _mapping(row: Row, raw: Any) -> Mapping[str, Any]:
 
 
 def look_up(choices: Mapping[str, tuple[str, ...]], raw: Any) -> str | None:
-    """Return the choice that a text, number or bool means; ``None`` if there is none."""
+    """Return the choice that a text, number or bool represents; ``None`` if there is none."""
     word = _value_key(raw)
     for value, others in choices.items():
         if word == value.lower() or word in others:
@@ -182,7 +182,7 @@ def look_up(choices: Mapping[str, tuple[str, ...]], raw: Any) -> str | None:
 
 
 def _value_key(raw: Any) -> str:
-    """Return a value in the form of a choice: ``full shard`` and ``ShardingStrategy.FULL_SHARD`` as ``full_shard``."""
+    """Return a value in the form of a choice: ``full_shard`` for ``full shard`` and ``ShardingStrategy.FULL_SHARD``."""
     if isinstance(raw, float) and raw.is_integer():
         raw = int(raw)
     word = "_".join(_word(raw).rpartition(".")[2].replace("-", " ").split())
@@ -223,5 +223,5 @@ _PARSERS: Mapping[Kind, Callable[[Row, Any], Any]] = {
 
 
 def shown(raw: Any) -> str:
-    """Return a value as shown in messages: quoted if it is text."""
+    """Return a value as text for messages. Strings are quoted."""
     return shorten(repr(raw)) if isinstance(raw, str) else shorten(str(raw))

@@ -15,7 +15,7 @@ from hf_fsdp_plugin.strategies import BY_TORCH_NAME, Strategy
 from hf_fsdp_plugin.torch_private.live_unit import LiveUnit
 
 Place = tuple[nn.Module, str]
-"""A module, and the name under which a parameter is registered in it."""
+"""A module, and the attribute name of a parameter that is registered in it."""
 _BACKWARD_PREFETCH_NAMES = {"BACKWARD_PRE": "pre", "BACKWARD_POST": "post"}
 
 
@@ -24,10 +24,10 @@ class Member:
     """One original parameter inside a unit's flat parameter.
 
     Attributes:
-        name: relative to the unit's module; it may contain wrappers' names.
+        name: name relative to the unit's module. It may contain names of wrappers.
         module, attribute: where the parameter is registered.
-        shape: of the whole parameter.
-        requires_grad: without ``use_orig_params``, the value of the flat parameter.
+        shape: shape of the whole parameter.
+        requires_grad: whether it requires a gradient; without ``use_orig_params``, the value of the flat parameter.
         parameter: the object in the module tree; ``None`` without ``use_orig_params``.
         start, stop: range of elements of the flattened parameter in this rank's shard; equal if the shard has none.
         offset: index of element ``start`` in this rank's shard.
@@ -49,12 +49,12 @@ def strategy_of(unit: Any) -> Strategy:
 
 
 def flat_parameter(unit: Any) -> Any | None:
-    """The unit's flat parameter; ``None`` for a unit without parameters."""
+    """Return the unit's flat parameter; ``None`` for a unit without parameters."""
     return unit._handle.flat_param if unit._handle is not None else None
 
 
 def members(flat: Any) -> list[Member]:
-    """The original parameters in a flat parameter, in its order."""
+    """Return the original parameters in a flat parameter, in order."""
     parameters = flat._params if flat._params is not None else [None] * len(flat._fqns)
     columns = zip(flat._fqns, flat._param_infos, flat._shapes, flat._shard_param_infos, parameters, strict=True)
     return [
@@ -74,15 +74,15 @@ def members(flat: Any) -> list[Member]:
 
 
 def tied_places(flat: Any) -> list[tuple[Place, Place]]:
-    """Each further place of a tied parameter, and the place of its :class:`Member`."""
+    """Yield each other place of a tied parameter, and the place of its :class:`Member`."""
     return [
         ((info.module, info.param_name), (info.prim_module, info.prim_param_name)) for info in flat._shared_param_infos
     ]
 
 
 def names_in(flat: Any, name: str) -> list[str]:
-    """Names of all parameters in a flat parameter that ``named_parameters`` lists as ``name``, including tied names.
-    They may contain wrappers' names.
+    """Return the names of all parameters in a flat parameter that ``named_parameters`` lists as ``name``, including
+    tied names. They may contain names of wrappers.
     """
     prefix = name.removesuffix(FLAT_PARAM)
     shared = [f"{path}.{attribute}" if path else attribute for attribute, _, path, *_ in flat._shared_param_infos]
@@ -90,23 +90,23 @@ def names_in(flat: Any, name: str) -> list[str]:
 
 
 def parameter_objects(flat: Any) -> list[nn.Parameter]:
-    """Every object that can represent a part of a flat parameter in the module tree."""
+    """Return all objects that can represent a part of a flat parameter in the module tree."""
     return [flat, *(flat._params or ()), *(flat._shared_params or ())]
 
 
 def local_shard(flat: Any) -> torch.Tensor:
-    """This rank's shard. Before the first forward the flat parameter itself is the shard."""
+    """Return this rank's shard. Before the first forward, the flat parameter itself is the shard."""
     shard = getattr(flat, "_local_shard", None)
     return flat.data if shard is None else shard
 
 
 def shard_group(unit: Any) -> dist.ProcessGroup | None:
-    """The ranks over which the unit's parameters are sharded; ``None`` if each rank has all of them."""
+    """Return the group over which the unit's parameters are sharded; ``None`` if each rank has all of them."""
     return unit.process_group if strategy_of(unit).is_sharded else None
 
 
 def replicate_group(unit: Any) -> dist.ProcessGroup | None:
-    """The ranks that have the same shard; ``None`` if this rank is the only one."""
+    """Return the group of ranks with the same shard; ``None`` if this rank is the only one."""
     strategy = strategy_of(unit)
     if not strategy.is_sharded:
         return unit.process_group
@@ -114,10 +114,10 @@ def replicate_group(unit: Any) -> dist.ProcessGroup | None:
 
 
 def free_gathered(unit: Any) -> None:
-    """Free parameters that are still gathered or in low precision after an evaluation.
+    """Free the copies of parameters that are still gathered or in low precision after an evaluation.
 
-    Otherwise the next forward would ignore what is loaded into the shards, and parameters would have other shapes than
-    their optimizer state.
+    Otherwise the next forward would ignore values that are loaded into the shards, and the shapes of parameters would
+    differ from those of their optimizer state.
     """
     handle = unit._handle
     if handle is None or not hasattr(handle.flat_param, "_local_shard"):  # before the first forward
@@ -128,7 +128,7 @@ def free_gathered(unit: Any) -> None:
 
 
 def read_unit(unit: Any, *, is_root: bool) -> LiveUnit:
-    """The unit of one ``FullyShardedDataParallel`` module."""
+    """Return the unit of one ``FullyShardedDataParallel`` module."""
     strategy = strategy_of(unit)
     group, replicas = unit.process_group, replicate_group(unit)
     facts: dict[str, Any] = {

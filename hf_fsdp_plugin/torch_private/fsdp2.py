@@ -1,4 +1,4 @@
-"""FSDP2's states and parameter groups (``torch/distributed/fsdp/_fully_shard/``)."""
+"""Access to FSDP2's states and parameter groups (``torch/distributed/fsdp/_fully_shard/``)."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ _BACKWARD_PREFETCH_MARK = "_hf_fsdp_backward_prefetch"
 
 
 def state_of(module: FSDPModule) -> Any:
-    """The object that the modules of one ``fully_shard`` call share."""
+    """Return the state object that the modules of one ``fully_shard`` call share."""
     return module._get_fsdp_state()
 
 
 def modules_of(state: Any) -> tuple[nn.Module, ...]:
-    """The modules of one ``fully_shard`` call, in the order given."""
+    """Return the modules of one ``fully_shard`` call, in the order of the call."""
     return tuple(state._modules)
 
 
 def mark_backward_prefetch(module: Any, kind: str) -> None:
-    """Record what replaces torch's implicit backward prefetch, which cannot be read from the module's hooks."""
+    """Record which prefetch replaces torch's implicit backward prefetch. It cannot be read from the module's hooks."""
     setattr(module, _BACKWARD_PREFETCH_MARK, kind)
 
 
 def reshards_after_forward(state: Any, *, is_root: bool) -> bool:
-    """Whether any parameters are freed after forward. For an unspecified root, torch decides in the first forward."""
+    """Whether any parameters are freed after forward. A root's unset flag is decided in the first forward."""
     if is_root and getattr(state, "_auto_reshard_after_forward", False):
         return False
     return any(group.post_forward_mesh_info is not None for group in _parameter_groups(state))
 
 
 def read_units(state: Any, *, is_root: bool) -> Iterator[LiveUnit]:
-    """The units of one ``fully_shard`` call: one for each mesh; if there are no parameters, one unit without any."""
+    """Return the units of one ``fully_shard`` call: one per mesh, or one empty unit if there are no parameters."""
     modules = modules_of(state)
     ahead = [other for other in state._states_to_backward_prefetch if other is not state]
     backward = "pre"
@@ -61,7 +61,7 @@ def read_units(state: Any, *, is_root: bool) -> Iterator[LiveUnit]:
         reshards = group.post_forward_mesh_info is not None
         yield LiveUnit(
             modules=tuple(group.modules),
-            # An unspecified root keeps its parameters from the first forward on.
+            # If the root's flag is unset, the root keeps its parameters from the first forward on.
             reshards=reshards and not (is_root and auto),
             reshard_asked=None if auto else reshards,
             **common,
@@ -70,7 +70,7 @@ def read_units(state: Any, *, is_root: bool) -> Iterator[LiveUnit]:
 
 
 def _parameter_groups(state: Any) -> list[Any]:
-    """The parameter groups: torch 2.13 has a list with one group for each mesh, torch 2.11 one group or ``None``."""
+    """Return the parameter groups: torch 2.13 has a list with one group per mesh, torch 2.11 one group or ``None``."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return list(groups)

@@ -1,4 +1,4 @@
-"""Functions and classes that torch offers only under private names."""
+"""Functions and classes that torch provides only with private names."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ATTENTION_OPS = (
 
 
 def checkpointed_module(wrapper: ActivationWrapper) -> nn.Module:
-    """The module inside a wrapper of activation checkpointing or offload."""
+    """Return the module inside a wrapper of activation checkpointing or offload."""
     return wrapper._checkpoint_wrapped_module
 
 
@@ -49,5 +49,5 @@ def scale_tensors(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
 
 
 def tensor_norms(tensors: list[torch.Tensor], norm_type: float) -> tuple[torch.Tensor, ...]:
-    """The norm of each tensor, computed in fp32."""
+    """Return the norm of each tensor, computed in fp32."""
     return torch._foreach_norm(tensors, norm_type, dtype=torch.float32)

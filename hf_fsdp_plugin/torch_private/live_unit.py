@@ -15,11 +15,11 @@ class LiveUnit:
 
     Attributes:
         modules: the wrapped modules, in torch's order; FSDP1 has exactly one, the wrapper itself.
-        device: where the unit is computed; offloaded shards are in CPU memory.
+        device: device on which the unit is computed; offloaded shards are in CPU memory.
         num_params: elements of the whole unit, padding excluded.
         num_local_params: elements of this rank's shard, padding excluded.
-        num_frozen: the part of ``num_params`` that needs no gradient.
-        num_local_trainable: the part of ``num_local_params`` that needs a gradient.
+        num_frozen: number of elements of ``num_params`` that need no gradient.
+        num_local_trainable: number of elements of ``num_local_params`` that need a gradient.
         master_dtypes: dtypes of the trainable shards (of all shards if none is trainable).
         compute_dtype: dtype of the gathered parameters; ``None`` if the unit has no parameters.
         reduce_dtype: dtype of the gradient reduction; ``None`` if nothing is reduced.
@@ -27,12 +27,12 @@ class LiveUnit:
         casts: whether a compute dtype was set explicitly.
         strategy: FSDP1's strategy; ``None`` under FSDP2, which has a mesh and a reshard flag instead.
         hybrid: whether the mesh has a replicate axis and a shard axis.
-        reshard_asked: the reshard flag as set; ``None`` if FSDP2 chose it.
+        reshard_asked: the reshard flag that was passed to FSDP2; ``None`` if FSDP2 selects it.
         backward_prefetch: ``pre``, ``post`` or ``none``.
         forward_prefetch: whether another unit is gathered before this unit's forward.
-        lazy: whether torch has not initialized the unit yet, which it does in the first forward.
+        lazy: whether torch has not initialized the unit yet. It does so in the first forward.
         shards: memory of this rank's parameters.
-        gathered: memory of whole parameters that are not freed.
+        gathered: memory of gathered parameters that are not freed.
         gradients: the gradients that are not ``None``.
         parameter_ids: ``id`` of every parameter object that can represent the unit in the module tree.
     """

@@ -12,26 +12,26 @@ if TYPE_CHECKING:
 _COMPILED: Final = "_orig_mod"
 CHECKPOINTED_ATTRIBUTE: Final = "_checkpoint_wrapped_module"
 WRAPPER_ATTRIBUTES: Final = ("_fsdp_wrapped_module", CHECKPOINTED_ATTRIBUTE, _COMPILED)
-"""Attributes of the module that FSDP1, activation checkpointing and ``torch.compile`` wrap."""
+"""Attributes in which wrappers (FSDP1, activation checkpointing, ``torch.compile``) store the wrapped module."""
 
 
 def children(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Attribute -> child, which may be assigned. ``named_children`` omits a module's second name."""
+    """Return the mutable dict attribute -> child. ``named_children`` omits a module's second name."""
     return module._modules
 
 
 def parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Attribute -> the module's own parameter, which may be assigned."""
+    """Return the mutable dict attribute -> parameter of the module itself."""
     return module._parameters
 
 
 def buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Attribute -> the module's own buffer, which may be assigned."""
+    """Return the mutable dict attribute -> buffer of the module itself."""
     return module._buffers
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """Attributes of the module's own buffers that are not part of the state dict."""
+    """Return the attributes of the module's buffers that are not in the state dict."""
     return module._non_persistent_buffers_set
 
 
@@ -44,17 +44,17 @@ def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def wrapped_module(module: nn.Module) -> nn.Module | None:
-    """The module that a wrapper of FSDP1, activation checkpointing or ``torch.compile`` contains."""
+    """Return the module inside a wrapper of FSDP1, activation checkpointing or ``torch.compile``."""
     return next((inner for name in WRAPPER_ATTRIBUTES if (inner := module._modules.get(name)) is not None), None)
 
 
 def compiled_module(module: nn.Module) -> nn.Module | None:
-    """The module that ``torch.compile`` wrapped; ``None`` for any other module."""
+    """Return the module that ``torch.compile`` wrapped; ``None`` for other modules."""
     return module._modules.get(_COMPILED)
 
 
 def compile_call(module: nn.Module, compiler: Callable[..., Any]) -> None:
-    """Compile the module's call including its hooks, as ``module.compile()`` does, with this compiler."""
+    """Compile the module's call including its hooks with ``compiler``, as ``module.compile()`` does."""
     module._compiled_call_impl = compiler(module._call_impl)
 
 
@@ -69,7 +69,7 @@ def is_compiled(model: nn.Module) -> bool:
 def mark_fsdp_managed(model: nn.Module) -> None:
     """Mark every module as managed by FSDP.
 
-    torch.compile reads the mark. Transformers does so before it skips a layer or ends a generation on one rank only.
+    torch.compile reads the mark. Transformers reads it before skipping a layer or ending a generation on one rank only.
     """
     for module in model.modules():
         module._is_fsdp_managed_module = True  # type: ignore[assignment]

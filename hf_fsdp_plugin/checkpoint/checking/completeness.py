@@ -49,7 +49,7 @@ def why_incomplete(folder: Path) -> str | None:
 
 
 def completeness_problems(folder: Path) -> list[Problem]:
-    """Return all reasons why a checkpoint cannot be used; none if it is complete."""
+    """Return all problems because of which a checkpoint cannot be used; empty if it is complete."""
     try:
         manifest = read_manifest(folder)
         return structure_problems(folder) if manifest is None else file_problems(folder, manifest)

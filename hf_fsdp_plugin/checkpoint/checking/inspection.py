@@ -50,7 +50,7 @@ Kind = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """Facts about a checkpoint; ``None`` or empty where the files do not contain them.
+    """Facts about a checkpoint; ``None`` or empty if the files do not contain them.
 
     Attributes:
         format: name of the :class:`CheckpointFormat` of the model.

@@ -54,7 +54,7 @@ def init_accelerator(original: Callable[..., None], accelerator: Any, *args: Any
     plugin = arguments.get("fsdp_plugin")
     spec = session.trainer_spec or session.ambient if plugin is None else spec_of_stock_plugin(plugin)
     if spec is not None:
-        # The spec of a Trainer has the precision of its arguments already.
+        # The spec of a Trainer already contains the precision of its arguments.
         given = None if session.trainer_spec is not None else arguments.get("mixed_precision")
         plugin = PlannedFsdpPlugin(_with_mixed_precision(spec, given))
     if isinstance(plugin, PlannedFsdpPlugin):
@@ -76,7 +76,7 @@ def init_accelerator(original: Callable[..., None], accelerator: Any, *args: Any
 
 
 def _with_mixed_precision(spec: FsdpSpec, given: Any) -> FsdpSpec:
-    """Return ``spec`` with the precision of ``Accelerator(mixed_precision=…)``, which overrides that of the sources."""
+    """Return ``spec`` with the precision of ``Accelerator(mixed_precision=…)``, which overrides the sources."""
     if given is None or (given == "no" and not spec.asked("precision.param")):
         return spec
     param: Any = given if given in ("bf16", "fp16") else "auto"

@@ -28,7 +28,7 @@ def save_state(
 ) -> Path:
     """Write a checkpoint to a staging folder, rename it, then delete the oldest checkpoints. Collective.
 
-    With automatic naming the name is ``checkpoints/checkpoint_<iteration>`` in the project folder, else ``output_dir``.
+    The path is ``checkpoints/checkpoint_<iteration>`` in the project folder with automatic naming, else ``output_dir``.
     """
     plugin: PlannedFsdpPlugin = accelerator.state.fsdp_plugin
     project = accelerator.project_configuration
@@ -67,7 +67,7 @@ def _write_config(model: Any, folder: Path) -> None:
     with on_all_ranks(f"writing {folder}"):
         if dist.get_rank() != 0 or not hasattr(config, "save_pretrained"):
             return
-        # As the model's `save_pretrained` does. FSDP2 adds a prefix to the class name.
+        # `save_pretrained` also sets this. FSDP2 adds a prefix to the class name.
         config.architectures = [type(inner).__name__.removeprefix("FSDP")]
         config.save_pretrained(str(folder))
         if getattr(inner, "generation_config", None) is not None and inner.can_generate():

@@ -1,6 +1,6 @@
 """Replacements of Accelerate's four functions that read and write FSDP state, for a planned plugin.
 
-Their signatures are those of accelerate 1.15 with the original as the first parameter.
+Their signatures are those of accelerate 1.15, after the original function as the first parameter.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def save_fsdp_model(
 ) -> None:
     folder = Path(output_dir)
     save = manager.open_save(folder)
-    if save is None or model_index not in save.models:  # the replacement of Trainer.save_model has written it already
+    if save is None or model_index not in save.models:  # the replacement of Trainer.save_model has already written it
         adapters = _only_adapters(adapter_only, model)
         manager.save_model(model, folder, plugin.state_dict_kind, model_index, adapter_only=adapters)
 
@@ -63,10 +63,10 @@ def load_fsdp_optimizer(
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    """The torch optimizer inside an ``AcceleratedOptimizer``."""
+    """Return the torch optimizer inside an ``AcceleratedOptimizer``."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def _only_adapters(adapter_only: bool, model: Any) -> bool:
-    """The Trainer passes ``adapter_only=True`` for every model; Accelerate's functions apply it to PEFT models."""
+    """Return whether to save or load only adapters. The Trainer sets ``adapter_only`` for models without PEFT too."""
     return adapter_only and is_peft_model(model)

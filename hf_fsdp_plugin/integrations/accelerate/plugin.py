@@ -1,6 +1,6 @@
 """Accelerate's FSDP plugin, filled from a spec, and the replacement of the stock plugin's constructor.
 
-The fields have torch's types although this package does not read them: third-party code does. TRL's ``prepare_fsdp``,
+The fields have torch's types because third-party code reads them; this package does not. TRL's ``prepare_fsdp``,
 for example, wraps a reference model with the plugin's fields as arguments of ``FullyShardedDataParallel``.
 """
 
@@ -45,17 +45,17 @@ _STATE_DICTS: dict[StateDictKind, tuple[StateDictType, type, type]] = {
     "sharded": (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig, ShardedOptimStateDictConfig),
     "local": (StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig, LocalOptimStateDictConfig),
 }
-"""State dict type -> torch's enum member, and torch's options of the model's and the optimizer's state dict."""
+"""State dict type -> torch's enum member, and torch's options for the state dicts of model and optimizer."""
 
 
 class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
     """The FSDP plugin of an Accelerator whose models are sharded by a plan.
 
-    The stock constructor reads fifteen environment variables, writes one, and needs a GPU for ``sync_module_states``.
-    It is never called here.
+    The stock constructor is never called: it reads fifteen environment variables, writes one, and needs a GPU for
+        ``sync_module_states``.
 
     Attributes:
-        spec: the settings. The plan is resolved from them when a model is prepared.
+        spec: the settings, from which the plan is resolved when a model is prepared.
     """
 
     def __init__(self, spec: FsdpSpec) -> None:
@@ -86,7 +86,7 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
 
     @property
     def state_dict_kind(self) -> StateDictKind:
-        """The name of the current state dict type. Scripts change the type before the last save."""
+        """Name of the current state dict type. Scripts may change the type before the last save."""
         return _parse_state_dict_type(self.state_dict_type)
 
     def set_state_dict_type(self, state_dict_type: StateDictType | str | int | None = None) -> None:
@@ -97,7 +97,7 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
         self.state_dict_config, self.optim_state_dict_config = config(), optim_config()
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
-        """Do nothing: the plan has each dtype. Accelerate calls this method with one dtype for all of them."""
+        """Do nothing: the plan contains all dtypes. Accelerate calls this method with a single dtype."""
 
     def set_auto_wrap_policy(self, model: Any) -> None:
         """Do nothing: the plan lists the units. The stock method changes the plugin for the first model."""
@@ -142,7 +142,7 @@ def init_plugin(original: Callable[..., None], plugin: Any, *args: Any, **kwargs
     if not session.installed:
         original(**given)
         return
-    # A setting that is refused here may be supported. If it is not, the spec reports it with the reason.
+    # A setting that this constructor rejects may be supported. If it is not, the spec reports the reason.
     with suppress(ValueError, RuntimeError, KeyError, AttributeError):
         original(**given)
     setattr(plugin, _ARGUMENTS, (given, dict(vars(plugin))))
@@ -167,7 +167,7 @@ def spec_of_stock_plugin(plugin: Any) -> FsdpSpec | None:
 
 
 def dynamo_plugin(spec: FsdpSpec) -> TorchDynamoPlugin | None:
-    """Return Accelerate's settings of ``torch.compile``, which launchers set by variables; ``None`` without any."""
+    """Return Accelerate's ``torch.compile`` settings, which launchers set by variables; ``None`` if there are none."""
     given = {str(key).removeprefix("dynamo_"): value for key, value in spec.launch.dynamo_config.items()}
     if not given:
         return None

@@ -1,4 +1,4 @@
-"""``Accelerator.prepare`` for a planned plugin: plan and shard each model, and give its optimizers the shards."""
+"""``Accelerator.prepare`` for a planned plugin: plans and shards each model, and updates its optimizers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def prepare_model(accelerator: Any, model: nn.Module, optimizers: Sequence[torch
     _compile_units(accelerator, plan, model)
     sharded = shard(plan, model, accelerator.device, optimizers)
     if compiler is not None:
-        # torch.compile breaks its graphs at the FSDP hooks of the module, so the sharded module is compiled again.
+        # torch.compile breaks graphs at a module's FSDP hooks, so the sharded module is compiled again.
         compile_call(sharded, compiler)
     private.mark_prepared(accelerator, sharded)
     models.append(sharded)
@@ -103,9 +103,9 @@ def make_plan(accelerator: Any, plugin: PlannedFsdpPlugin, model: nn.Module) -> 
 
 
 def _compile_units(accelerator: Any, plan: FsdpPlan, model: nn.Module) -> None:
-    """Compile the units of the wrap policy in place, if ``dynamo_backend`` is other than ``no``.
+    """Compile the units of the wrap policy in place, unless ``dynamo_backend`` is ``no``.
 
-    The copies of a layer share one compilation, and no graph breaks at an FSDP hook inside it.
+    Equal layers share one compilation, and no graph breaks occur at FSDP hooks inside a layer.
     """
     dynamo = accelerator.state.dynamo_plugin
     if dynamo is None or dynamo.backend.value.lower() == "no" or plan.pre_sharded:
@@ -118,7 +118,7 @@ def _compile_units(accelerator: Any, plan: FsdpPlan, model: nn.Module) -> None:
 
 
 def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module]) -> None:
-    """Raise ``SpecError`` for an optimizer whose parameters no sharded model has: the loss would not change."""
+    """Raise ``SpecError`` for an optimizer with parameters of no sharded model: training would not change the loss."""
     if not any(plan_of(model) for model in models):
         return
     problems = [

@@ -16,13 +16,13 @@ def is_accelerator(obj: Any) -> bool:
 
 
 def prepared_models(accelerator: Any) -> list[nn.Module]:
-    """The models that ``prepare`` has registered; a list that may be appended to."""
+    """Return the list of models that ``prepare`` has registered. Callers may append to it."""
     models: list[nn.Module] = accelerator._models
     return models
 
 
 def prepared_optimizers(accelerator: Any) -> list[Any]:
-    """The ``AcceleratedOptimizer`` wrappers that ``prepare`` has registered."""
+    """Return the ``AcceleratedOptimizer`` wrappers that ``prepare`` has registered."""
     return list(accelerator._optimizers)
 
 
@@ -40,7 +40,7 @@ def is_prepared(obj: Any) -> bool:
 
 
 def mark_prepared(accelerator: Any, *objects: Any) -> None:
-    """Mark models, and the other objects that are registered, as prepared. A second ``prepare`` returns them as is."""
+    """Mark the models and registered objects among ``objects``, so that another ``prepare`` returns them unchanged."""
     registered = (*accelerator._dataloaders, *accelerator._optimizers, *accelerator._schedulers)
     for obj in objects:
         if isinstance(obj, nn.Module) or any(obj is known for known in registered):
@@ -57,7 +57,7 @@ def reset_single_process_state(state: Any) -> None:
 
 
 def set_fsdp(state: Any) -> None:
-    """Make FSDP the distributed type. Each new ``AcceleratorState`` copies that of ``PartialState``."""
+    """Make FSDP the distributed type of ``PartialState``, which each new ``AcceleratorState`` copies."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
@@ -66,7 +66,7 @@ def set_fsdp(state: Any) -> None:
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes of ``"10GB"``, as ``Accelerator.save_model`` reads it."""
+    """Return the number of bytes of a size such as ``"10GB"``, as ``Accelerator.save_model`` parses it."""
     from huggingface_hub.serialization._base import parse_size_to_int
 
     return parse_size_to_int(size) if isinstance(size, str) else size

@@ -21,10 +21,10 @@ from hf_fsdp_plugin.spec.model import FsdpSpec
 
 
 def init_partial_state(original: Callable[..., None], state: Any, *args: Any, **kwargs: Any) -> None:
-    """On ranks with an accelerator, start a process group for its tensors and for CPU tensors first.
+    """On ranks with an accelerator, first start a process group for its tensors and for CPU tensors.
 
-    Offloaded gradients, for example, are on the CPU. Accelerate's own process group is started if ``cpu`` or a backend
-    is given.
+    Offloaded gradients, for example, are CPU tensors. If ``cpu`` or a backend is given, Accelerate starts its own
+    process group instead.
     """
     is_given = kwargs.get("backend") is not None or (args and args[0]) or kwargs.get("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", -1))
@@ -62,8 +62,8 @@ def init_accelerator_state(original: Callable[..., None], state: Any, *args: Any
 def _is_cpu_rank(spec: FsdpSpec) -> bool:
     """Return whether a launcher started this process as a rank on the CPU. Starts the process group of a single rank.
 
-    Accelerate treats a CPU rank as a process without a launcher unless ``cpu`` is set, and ``accelerate launch`` gives
-    a single rank neither rank nor address.
+    Accelerate treats a CPU rank as a process without a launcher unless ``cpu`` is set, and ``accelerate launch`` sets
+    neither rank nor address for a single rank.
     """
     if accelerator_type() != "cpu" and not spec.launch.use_cpu:
         return False

@@ -12,11 +12,11 @@ from hf_fsdp_plugin.integrations.patching import install_hooks
 from hf_fsdp_plugin.integrations.session import asks_for_fsdp, session
 
 _SWITCHES = ("bf16", "fp16", "gradient_checkpointing", "activation_checkpointing")
-"""Fields that are settings only when true: false is their default, so it may not have been written."""
+"""Fields that are settings only if true: false is their default, so the user may not have set it."""
 
 
 def validate_arguments(original: Callable[..., None], arguments: Any, *args: Any, **kwargs: Any) -> None:
-    """Set ``use_cpu`` first on CPU ranks that a launcher selected. Without it Transformers refuses bf16."""
+    """Set ``use_cpu`` first on CPU ranks that a launcher selected, because Transformers rejects bf16 without it."""
     install_hooks("accelerate")
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on"):
         arguments.use_cpu = True
@@ -27,10 +27,10 @@ def process_fsdp_args(original: Callable[[], Any], arguments: Any) -> Any:
     """Parse the FSDP settings, and keep the spec for the Trainer. Call the original if no source enables FSDP.
 
     Returns:
-        The keyword arguments of Accelerate's plugin: ``None``, as the plugin is made from the spec.
+        ``None`` instead of keyword arguments for Accelerate's plugin, because the plugin is created from the spec.
 
     Raises:
-        SpecError: with all problems of all sources.
+        SpecError: any source has an error. The exception contains all problems of all sources.
     """
     spec = session.load(fsdp_arguments(arguments))
     if not asks_for_fsdp(spec):
@@ -47,7 +47,7 @@ def process_fsdp_args(original: Callable[[], Any], arguments: Any) -> Any:
 
 
 def fsdp_arguments(arguments: Any) -> dict[str, Any]:
-    """Return the fields of a ``TrainingArguments`` that are about FSDP and set, as keyword arguments."""
+    """Return the FSDP fields that are set in a ``TrainingArguments``, as keyword arguments."""
     given = {name: getattr(arguments, name, None) for name in ("fsdp", "fsdp_config")}
     given |= {name: True for name in _SWITCHES if getattr(arguments, name, None)}
     return {name: value for name, value in given.items() if value not in (None, "", [], {})}

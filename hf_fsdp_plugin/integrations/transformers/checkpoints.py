@@ -31,7 +31,7 @@ from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
 
 @if_sharded
 def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, trial: Any = None) -> None:
-    """Let the Trainer write to a staging folder, which is renamed when the checkpoint is complete. Collective."""
+    """Make the Trainer write to a staging folder, which is renamed when the checkpoint is complete. Collective."""
     plugin: PlannedFsdpPlugin = trainer.accelerator.state.fsdp_plugin
     run = private.run_folder(trainer, trial)
     final = run / f"{TRAINER_PREFIX}{trainer.state.global_step}"
@@ -58,7 +58,7 @@ def _rename_best(trainer: Any, *, staged: Path, final: Path) -> None:
 def _rotate(trainer: Any, run: Path, newest: Path) -> None:
     """Delete the oldest checkpoints as the Trainer does, but each one atomically.
 
-    An interrupted deletion would leave a partial folder with a new date, and newer folders are kept longer.
+    An interrupted deletion would leave a partial folder with a new date, and folders with newer dates are kept longer.
     """
     from transformers.trainer_utils import sort_checkpoints
 
@@ -66,7 +66,7 @@ def _rotate(trainer: Any, run: Path, newest: Path) -> None:
     if limit is None or limit <= 0:
         return
     protected = {newest} | ({Path(best)} if best is not None else set())
-    # By date: a new run in the folder of an older one has lower numbers.
+    # Sorted by date, because a new run in the folder of an older run has lower numbers.
     checkpoints = [Path(path) for path in sort_checkpoints(str(run), use_mtime=True)]
     num_to_remove = max(len(checkpoints) - max(limit, len(protected)), 0)
     for path in [path for path in checkpoints if path not in protected][:num_to_remove]:
@@ -74,7 +74,7 @@ def _rotate(trainer: Any, run: Path, newest: Path) -> None:
 
 
 def _batch(trainer: Any) -> dict[str, Any]:
-    """Return the size of a step and the seeds, for the manifest."""
+    """Return the batch sizes and the seeds for the manifest."""
     arguments = trainer.args
     per_device = private.train_batch_size(trainer)
     return {
@@ -91,14 +91,14 @@ def _batch(trainer: Any) -> dict[str, Any]:
 def save_model(
     original: Callable[..., Any], trainer: Any, output_dir: str | None = None, _internal_call: bool = False
 ) -> Any:
-    """Write the model and its companions: to an open checkpoint, or else for ``from_pretrained``. Collective."""
+    """Write the model and its companions to an open checkpoint or a Hugging Face folder. Collective."""
     plugin: PlannedFsdpPlugin = trainer.accelerator.state.fsdp_plugin
     folder = Path(output_dir if output_dir is not None else trainer.args.output_dir)
     if manager.open_save(folder) is not None:
         _write_companions(trainer, folder)
         adapters, kind = _is_peft(trainer), plugin.state_dict_kind
         if adapters and kind == "full":
-            kind = "sharded"  # PEFT's file has the full adapters already
+            kind = "sharded"  # PEFT's file already contains the whole adapters
         manager.save_model(trainer.model, folder, kind, adapter_only=adapters)
         return None
     _export(original, trainer, folder)
@@ -128,7 +128,7 @@ def _export(original: Callable[..., Any], trainer: Any, folder: Path) -> None:
 def _write_companions(trainer: Any, folder: Path) -> None:
     """Write config, generation config, tokenizer or processor, and arguments. Collective.
 
-    The only weights written are PEFT's adapters: they are small, and PEFT loads them from its own format only.
+    Of the weights, only PEFT's adapters are written: they are small, and PEFT loads them only from its own format.
     """
     adapters = trainable_state(trainer.model) if _is_peft(trainer) else None
     with on_all_ranks(f"writing {folder}"):
@@ -177,7 +177,7 @@ def _is_peft(trainer: Any) -> bool:
 
 
 def _is_converted(trainer: Any) -> bool:
-    """Return whether Transformers stores this model with other names or shapes, such as those of fused experts.
+    """Return whether Transformers stores this model with different names or shapes, for example for fused experts.
 
     Its conversion needs full tensors, so such a model is gathered on rank 0.
     """
@@ -187,25 +187,25 @@ def _is_converted(trainer: Any) -> bool:
     on_meta = {held.name: torch.empty(held.shape, dtype=held.dtype, device="meta") for held in shards.tensors}
     try:
         stored = private.stored_state(unwrapped(trainer.model), dict(on_meta))
-    except Exception:  # a conversion that computes with the values
+    except Exception:  # the conversion computes with the values
         return True
     return {name: tensor.shape for name, tensor in stored.items()} != {n: t.shape for n, t in on_meta.items()}
 
 
 @if_planned
 def finalize_training(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wait for the last save: the Trainer loads the best checkpoint, and may delete others."""
+    """Wait for the last save, because the Trainer then loads the best checkpoint and may delete others."""
     manager.wait()
     return original(*args, **kwargs)
 
 
 def checkpoint_to_resume(trainer: Any, resume: Any) -> Any:
-    """Return the checkpoint that ``resume_from_checkpoint=resume`` selects: the newest complete one for ``True``.
+    """Return the checkpoint that ``resume_from_checkpoint=resume`` selects; for ``True``, the newest complete one.
 
-    Returns ``True`` if there is no checkpoint at all, for which the Trainer raises its own error. Collective.
+    Return ``True`` if there is no checkpoint at all, so that the Trainer raises its own error. Collective.
 
     Raises:
-        CheckpointError: the selected checkpoint is incomplete, or all of them are.
+        CheckpointError: the selected checkpoint is incomplete, or all checkpoints are.
     """
     selected = None if resume is True else Path(resume)
     fix = "Pass a complete checkpoint, or resume_from_checkpoint=True for the newest one."
@@ -221,7 +221,7 @@ def load_rng_state(original: Callable[..., None], trainer: Any, checkpoint: str 
     """Load the RNG state, and report whether random numbers or data differ from the uninterrupted run."""
     if checkpoint is not None:
         warn_differences(Path(checkpoint), _batch(trainer))
-        # The Trainer's file has another name for a single rank than for rank 0 of several.
+        # The Trainer's file has different names for a single rank and for rank 0 of several ranks.
         saved_by_one, mine = Path(checkpoint) / trainer_rng_file(None), Path(checkpoint) / trainer_rng_file(0)
         if dist.get_rank() == 0 and saved_by_one.exists() != mine.exists():
             _load_rng(saved_by_one if saved_by_one.exists() else mine)

@@ -19,12 +19,12 @@ def is_trainer(obj: Any) -> bool:
 
 
 def tied_weights(model: Any) -> Mapping[str, str]:
-    """Name of each tied parameter -> the name of its source."""
+    """Return name of each tied parameter -> name of its source."""
     return getattr(model, "all_tied_weights_keys", None) or {}
 
 
 def stored_state(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """``state`` under the names and in the shapes in which Transformers stores it, such as split experts."""
+    """Return ``state`` with the names and shapes in which Transformers stores it, for example with split experts."""
     from transformers.core_model_loading import revert_weight_conversion
 
     stored: dict[str, torch.Tensor] = revert_weight_conversion(model, state)
@@ -32,13 +32,13 @@ def stored_state(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.
 
 
 def run_folder(trainer: Any, trial: Any) -> Path:
-    """The folder in which the Trainer's checkpoints are."""
+    """Return the folder that contains the Trainer's checkpoints."""
     return Path(trainer._get_output_dir(trial=trial))
 
 
 @contextmanager
 def using_run_folder(trainer: Any, folder: Path) -> Iterator[None]:
-    """Let the Trainer write its checkpoint to ``folder``. It finds no older checkpoints there, so it deletes none."""
+    """Make the Trainer write its checkpoint to ``folder``. It finds no older checkpoints there, so it deletes none."""
     trainer._get_output_dir = lambda trial=None: str(folder)
     try:
         yield
@@ -47,10 +47,10 @@ def using_run_folder(trainer: Any, folder: Path) -> Iterator[None]:
 
 
 def save_files(trainer: Any, folder: Path, state_dict: Mapping[str, torch.Tensor]) -> None:
-    """Write model, config, tokenizer or processor, and arguments, by the Trainer's own method."""
+    """Write model, config, tokenizer or processor, and arguments, with the Trainer's own method."""
     trainer._save(str(folder), state_dict=state_dict)
 
 
 def train_batch_size(trainer: Any) -> int:
-    """Samples of one device and micro-batch; ``auto_find_batch_size`` may have lowered it."""
+    """Return the micro-batch size per device, which ``auto_find_batch_size`` may have reduced."""
     return int(trainer._train_batch_size)

@@ -65,7 +65,7 @@ def set_signature_columns(original: Callable[[], None], trainer: Any) -> None:
 def evaluation_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Shard the model before an evaluation that precedes the training.
 
-    The Trainer would raise under FSDP2, and train unsharded parameters afterwards under FSDP1.
+    Otherwise the Trainer raises an error under FSDP2, and later trains unsharded parameters under FSDP1.
     """
     if not prepared_models(trainer.accelerator):
         trainer.model = trainer.model_wrapped = trainer.accelerator.prepare(trainer.model)
