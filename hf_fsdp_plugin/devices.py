@@ -136,7 +136,7 @@ DEVICES: Final[Mapping[str, Device]] = MappingProxyType({device.type: device for
 
 
 def accelerator_type() -> str:
-    """torch's name for the accelerator of this process, supported or not; ``cpu`` if there is none.
+    """Return torch's name for this process's accelerator, supported or not; ``cpu`` if there is none.
 
     Apple's GPU (``mps``) does not count, because torch has no collectives for it.
     """
@@ -147,7 +147,7 @@ def accelerator_type() -> str:
 
 
 def available_device() -> Device:
-    """The row of this process's accelerator; the CPU if it has no supported accelerator.
+    """Return the row of this process's accelerator, or of the CPU if it has no supported accelerator.
 
     An unsupported accelerator is an error only in plans and in the launcher, because CPU ranks run on any machine.
     """
@@ -155,7 +155,7 @@ def available_device() -> Device:
 
 
 def get_device(device_type: str) -> Device:
-    """The row of a device type.
+    """Return the row of a device type.
 
     Raises:
         SpecError: the device type is not supported.

@@ -91,7 +91,7 @@ def _groups(models: Sequence[nn.Module], parameters: Iterable[nn.Parameter]) -> 
 
 
 def _flat_shards(models: Sequence[nn.Module]) -> dict[int, tuple[tuple[dist.ProcessGroup, ...], torch.device | None]]:
-    """``id`` of each parameter that FSDP1 has sharded -> its shard group, and the device on which it is computed."""
+    """Return ``id`` of each parameter that FSDP1 has sharded -> shard group, and device on which it is computed."""
     found: dict[int, tuple[tuple[dist.ProcessGroup, ...], torch.device | None]] = {}
     for model in models:
         for unit in FullyShardedDataParallel.fsdp_modules(model):

@@ -55,7 +55,7 @@ def apply_fsdp1(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
 
 
 def _constructor_arguments(plan: FsdpPlan, device: torch.device) -> dict[str, Any]:
-    """The arguments that all units share."""
+    """Return the constructor arguments that all units share."""
     on_cpu = device.type == "cpu"
     strategy = STRATEGIES[plan.strategy]
     return {
@@ -74,7 +74,7 @@ def _constructor_arguments(plan: FsdpPlan, device: torch.device) -> dict[str, An
 
 
 def _mixed_precision(plan: FsdpPlan) -> MixedPrecision | None:
-    """``None`` if nothing is cast: FSDP1 then keeps no second, low-precision copy of its shards."""
+    """Return the policy, or ``None`` if nothing is cast: FSDP1 then keeps no low-precision copy of its shards."""
     precision = plan.precision
     casts = (precision.param, precision.buffer) != ("unchanged", "unchanged")
     reduces_fp32 = precision.reduce in ("fp32", "unchanged")

@@ -123,14 +123,14 @@ def _unshard_after_backward(unit: Any, predecessor: FSDPModule) -> None:
 
 
 def _units_in_order(plan: FsdpPlan, model: nn.Module) -> list[Any]:
-    """The first module of each unit except the root, in the order of the module tree."""
+    """Return the first module of each unit except the root, in the order of the module tree."""
     position = {id(module): index for index, module in enumerate(model.modules())}
     firsts = [model.get_submodule(unit.modules[0]) for unit in plan.units if unit.modules != ("",)]
     return sorted((m for m in firsts if isinstance(m, FSDPModule)), key=lambda m: position[id(m)])
 
 
 def _mixed_precision(plan: FsdpPlan, *, is_root: bool) -> MixedPrecisionPolicy:
-    """The policy of one unit. Only the root casts its output: casts between layers cost memory and change results."""
+    """Return one unit's policy. Only the root casts its output: casts between layers cost memory and change results."""
     return MixedPrecisionPolicy(
         param_dtype=torch_dtype(plan.precision.param),
         reduce_dtype=torch_dtype(plan.precision.reduce),

@@ -76,7 +76,7 @@ def attach_optimizers(detached: Iterable[DetachedOptimizer], model: nn.Module) -
 
 
 def _sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Canonical name -> the parameter to update: the parameter itself, or FSDP1's flat parameter that contains it."""
+    """Return canonical name -> parameter to update: the parameter, or FSDP1's flat parameter that contains it."""
     found: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if isinstance(parameter, FlatParameter):
@@ -87,7 +87,7 @@ def _sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def foreign_parameters(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> int:
-    """Number of the optimizer's parameters that belong to none of the models."""
+    """Return the number of the optimizer's parameters that belong to none of the models."""
     own = {id(p) for model in models for p in model.parameters()}
     return sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
 

@@ -55,5 +55,5 @@ def rebind(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Non
 
 
 def plan_of(model: nn.Module) -> FsdpPlan | None:
-    """The plan of a sharded model; ``None`` for any other model."""
+    """Return the plan of a sharded model; ``None`` for any other model."""
     return getattr(model, PLAN_ATTRIBUTE, None)

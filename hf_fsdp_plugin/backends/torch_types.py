@@ -18,12 +18,12 @@ _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.f
 
 
 def torch_dtype(name: PlannedDtype) -> torch.dtype | None:
-    """The torch dtype of a planned dtype; ``None`` for ``unchanged``, which means no cast."""
+    """Return the torch dtype of a planned dtype; ``None`` for ``unchanged``, which means no cast."""
     return _DTYPES[name]
 
 
 def device_mesh(plan: FsdpPlan) -> DeviceMesh:
-    """A 1-D mesh with a shard axis, or a 2-D mesh (replicate x shard) where parameters are replicated.
+    """Return a 1-D mesh with a shard axis, or a 2-D mesh (replicate x shard) if parameters are replicated.
 
     The ranks of a shard group are consecutive, so that the frequent all-gathers stay within a machine.
     """

@@ -165,7 +165,7 @@ def _add_flat_parameter(
         in_unit.append(own)
         layout.local[own.name] = (own, shard)
         if member.parameter is not None:
-            # The original parameter is a view of its own range, and its state has the size of that range.
+            # The original parameter is a view of its range, and its state has the size of the range.
             layout.by_id[id(member.parameter)] = (replace(own, start=None, numel=0),)
     layout.by_id[id(flat)] = tuple(in_unit)
     for place, primary_place in fsdp1.tied_places(flat):

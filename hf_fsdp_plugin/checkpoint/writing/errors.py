@@ -25,7 +25,7 @@ _FULL = 1 << 20
 
 @contextmanager
 def os_errors_as_problems(final: Path) -> Iterator[None]:
-    """Raise ``CheckpointError`` for ``OSError`` in the block, which writes the checkpoint ``final``."""
+    """Raise ``CheckpointError`` for disk errors in the block, which writes the checkpoint ``final``."""
     try:
         yield
     except OSError as error:

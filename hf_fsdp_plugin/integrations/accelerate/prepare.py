@@ -88,7 +88,7 @@ def prepare_model(accelerator: Any, model: nn.Module, optimizers: Sequence[torch
 
 
 def make_plan(accelerator: Any, plugin: PlannedFsdpPlugin, model: nn.Module) -> FsdpPlan:
-    """Resolve the plan for ``model`` in this accelerator's world. Raises ``SpecError`` with all problems."""
+    """Resolve the plan for ``model`` and this accelerator's world size. Raises ``SpecError`` with all problems."""
     if accelerator.verify_device_map(model):
         message = f"{type(model).__name__} was loaded with a device_map over several devices."
         fix = "Load it without device_map: FSDP places the model."
