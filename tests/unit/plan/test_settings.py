@@ -12,11 +12,12 @@ from plans import planned, problem_in, refused, wrapping
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from hf_fsdp_plugin.plan.model import FsdpPlan, PrecisionPlan
+from hf_fsdp_plugin.plan.model import _ATTRIBUTES, _SECTIONS, FsdpPlan, PrecisionPlan
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.spec.model import (
     ActivationSection,
     FsdpSection,
+    FsdpSpec,
     OffloadSection,
     ParamsSection,
     PrecisionSection,
@@ -146,3 +147,15 @@ def test_checkpointing_of_checkpointed_layers_is_refused() -> None:
 
 def test_native_checkpointing_needs_a_transformers_model() -> None:
     assert "Linear" in refusal("FSDP-E240", nn.Linear(2, 2), wrap=WrapSection(), activation=NATIVE).message
+
+
+def test_plan_copies_only_listed_settings_from_the_spec() -> None:
+    resolved = {*_ATTRIBUTES, *(name for name, _, _ in FsdpSpec().settings() if name.partition(".")[0] in _SECTIONS)}
+    copied = {name for name, _, _ in FsdpSpec().settings()} - resolved
+    assert {name for name in copied if not name.startswith(("launch.", "xla."))} == {
+        "wrap.policy",
+        "wrap.classes",
+        "wrap.min_num_params",
+        "wrap.ignored_modules",
+        "checkpoint.asynchronous",
+    }
