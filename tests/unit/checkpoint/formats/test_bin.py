@@ -60,12 +60,17 @@ def test_optimizer_without_state_has_groups(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("value", "code"),
-    [([1], "E460"), ({"state": 3}, "E461"), ({"state": {"a": 1}}, "E461"), ({"param_groups": {"a": 1}}, "E461")],
+    [
+        ([1], "FSDP-E460"),
+        ({"state": 3}, "FSDP-E461"),
+        ({"state": {"a": 1}}, "FSDP-E461"),
+        ({"param_groups": {"a": 1}}, "FSDP-E461"),
+    ],
     ids=str,
 )
 def test_object_that_is_not_an_optimizer_is_refused(tmp_path: Path, value: Any, code: str) -> None:
     torch.save(value, tmp_path / "optimizer.bin")
-    with pytest.raises(CheckpointError, match=rf"optimizer\.bin: .*FSDP-{code}"):
+    with pytest.raises(CheckpointError, match=rf"optimizer\.bin: .*{code}"):
         read_stored_optimizer(tmp_path)
 
 
