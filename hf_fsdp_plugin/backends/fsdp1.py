@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -49,7 +48,6 @@ def apply_fsdp1(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
             replace_module(model, module, FSDP(module, ignored_states=ignored_inside, **kwargs))
     root = FSDP(model, ignored_states=ignored, **kwargs)
     _cast_output(plan, root)
-    _gather_root_for_generate(root)
     setattr(root, BROADCAST_ATTRIBUTE, record)
     return root
 
@@ -100,24 +98,3 @@ def _cast_output(plan: FsdpPlan, root: FSDP) -> None:
         return tree_map_only(torch.Tensor, cast, output)
 
     root.register_forward_hook(after_forward)
-
-
-def _gather_root_for_generate(root: FSDP) -> None:
-    """Give ``root`` a ``generate`` that gathers the root unit's parameters for the duration of the call.
-
-    ``generate`` calls the inner model, so the root's hooks do not run and its parameters (often the embedding and the
-    head) would stay flat shards. ``synced_gpus`` makes all ranks run the same number of steps: a rank that stopped
-    early would leave the others waiting in an all-gather.
-    """
-    inner = root.module
-    generate = getattr(inner, "generate", None)
-    if generate is None:
-        return
-
-    @functools.wraps(generate)
-    def gathered_generate(*args: Any, **kwargs: Any) -> Any:
-        kwargs.setdefault("synced_gpus", True)
-        with FSDP.summon_full_params(root, recurse=False, writeback=False):
-            return generate(*args, **kwargs)
-
-    root.generate = gathered_generate  # type: ignore[assignment]

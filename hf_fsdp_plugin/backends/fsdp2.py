@@ -13,7 +13,6 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
-    register_fsdp_forward_method,
 )
 
 from hf_fsdp_plugin.backends.activations import apply_activation_checkpointing
@@ -59,8 +58,6 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
         fully_shard(model, mp_policy=_mixed_precision(plan, is_root=True), **kwargs)
     _set_forward_prefetch(plan, model)
     _set_backward_prefetch(plan, model)
-    if hasattr(model, "generate"):
-        register_fsdp_forward_method(model, "generate")
     setattr(model, BROADCAST_ATTRIBUTE, record)
     return model
 

@@ -10,6 +10,7 @@ from torch import nn
 from hf_fsdp_plugin.backends.fsdp1 import apply_fsdp1
 from hf_fsdp_plugin.backends.fsdp2 import apply_fsdp2, reshard
 from hf_fsdp_plugin.backends.optimizer import attach_optimizers, detach_optimizers
+from hf_fsdp_plugin.backends.submodule_calls import support_submodule_calls
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.torch_private.modules import mark_fsdp_managed
 
@@ -36,6 +37,7 @@ def shard(
     else:
         sharded = apply_fsdp1(plan, model, device)
     mark_fsdp_managed(sharded)
+    support_submodule_calls(sharded)
     attach_optimizers(detached, sharded)
     setattr(sharded, PLAN_ATTRIBUTE, plan)
     return sharded

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp._runtime_utils import _reshard
+from torch.distributed.fsdp._common_utils import TrainingState
+from torch.distributed.fsdp._runtime_utils import (
+    _post_forward,
+    _post_forward_reshard,
+    _pre_forward,
+    _pre_forward_unshard,
+    _reshard,
+    _root_pre_forward,
+)
 from torch.distributed.fsdp.fully_sharded_data_parallel import FLAT_PARAM
 
 from hf_fsdp_plugin.strategies import BY_TORCH_NAME, Strategy
@@ -125,6 +133,34 @@ def free_gathered(unit: Any) -> None:
     gathered = handle.uses_sharded_strategy and not handle.needs_unshard()
     if gathered or handle.flat_param.data_ptr() != handle.flat_param._local_shard.data_ptr():
         _reshard(unit, handle, free_unsharded_flat_param=gathered)
+
+
+def is_idle(unit: Any) -> bool:
+    """Whether the unit is neither in a forward nor in a backward, and its parameters are not summoned."""
+    return bool(unit.training_state is TrainingState.IDLE)
+
+
+def is_summoned(unit: Any) -> bool:
+    """Whether the unit is inside ``summon_full_params``."""
+    return bool(unit.training_state is TrainingState.SUMMON_FULL_PARAMS)
+
+
+def before_forward(
+    root: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Do what ``root.forward`` does before it calls the wrapped module. Return the inputs to pass on. Collective."""
+    args, kwargs = _root_pre_forward(root, root, args, kwargs)
+    return _pre_forward(root, root._handle, _pre_forward_unshard, module, args, kwargs)
+
+
+def after_forward(root: Any, output: Any) -> Any:
+    """Do what ``root.forward`` does after it has called the wrapped module. Return the output to pass on."""
+    return _post_forward(root, root._handle, _post_forward_reshard, root, None, output)
+
+
+def original_dtype(unit: Any) -> torch.dtype | None:
+    """Return the dtype of the unit's shards; ``None`` for a unit without parameters."""
+    return unit._handle._orig_param_dtype if unit._handle is not None else None
 
 
 def read_unit(unit: Any, *, is_root: bool) -> LiveUnit:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from hf_fsdp_plugin.torch_private.live_unit import LiveUnit
 
@@ -33,6 +34,35 @@ def reshards_after_forward(state: Any, *, is_root: bool) -> bool:
     if is_root and getattr(state, "_auto_reshard_after_forward", False):
         return False
     return any(group.post_forward_mesh_info is not None for group in _parameter_groups(state))
+
+
+def is_idle(root: FSDPModule) -> bool:
+    """Whether the root is neither in a forward nor in a backward."""
+    state = state_of(root)
+    return state._training_state is TrainingState.IDLE and state._state_ctx.iter_forward_root is None
+
+
+def before_forward(
+    root: FSDPModule, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Run the hook that runs before the root's forward. Return the inputs to pass on. Collective."""
+    inputs: tuple[tuple[Any, ...], dict[str, Any]] = state_of(root)._pre_forward(module, args, kwargs)
+    return inputs
+
+
+def after_forward(root: FSDPModule, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Run the hook that runs after the root's forward. Return the output to pass on.
+
+    torch 2.13 completes the groups of modules of which only some were called. Older versions would not gather such a
+    group in the next forward, so it is completed here.
+    """
+    state = state_of(root)
+    if not hasattr(state, "_force_complete_incomplete_states"):
+        for other in state._state_ctx.all_states:
+            if other is not state and other._modules_to_run_forward:
+                other._modules_to_run_forward.clear()
+                output = other._post_forward(module, args, output)
+    return state._post_forward(module, args, output)
 
 
 def read_units(state: Any, *, is_root: bool) -> Iterator[LiveUnit]:

@@ -1,0 +1,199 @@
+"""Calls of a sharded model's modules outside the model's own forward, and ``generate``.
+
+Both versions of FSDP gather the root unit in the root's forward only. Libraries also call modules on their own:
+``model.get_input_embeddings()(ids)``, ``model.lm_head(hidden)``, ``model.get_image_features(…)``, or the module inside
+FSDP1's wrapper. Then the root's parameters are flat shards or ``DTensor`` objects, and the first unit that runs takes
+itself for the root. The hooks below run such a call as a forward of the root: with its gather, its casts, and its
+hooks for backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.torch_private import fsdp1, fsdp2
+from hf_fsdp_plugin.torch_private.functions import tree_map_only
+
+
+def support_submodule_calls(model: nn.Module) -> None:
+    """Make the modules of a sharded model callable outside the model's forward.
+
+    This includes all modules of the root unit, and the outermost modules of the other units. A call is collective: all
+    ranks must make it. The model's ``generate`` also frees what it has gathered, and ``resize_token_embeddings``
+    raises.
+
+    Args:
+        model: the root of FSDP. Other models, such as one with ``DTensor`` parameters only, are left unchanged.
+    """
+    if isinstance(model, FullyShardedDataParallel):
+        calls: SubmoduleCalls = _Fsdp1Calls(model)
+    elif isinstance(model, FSDPModule):
+        calls = _Fsdp2Calls(model)
+    else:
+        return
+    outermost = list(calls.modules())
+    for module in outermost:
+        module.register_forward_pre_hook(calls.before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(calls.after, always_call=True)
+    for module in (model, *outermost):
+        generate: Any = getattr(module, "generate", None) if hasattr(type(module), "generate") else None
+        if generate is not None:
+            module.generate = calls.wrap_generate(generate)  # type: ignore[assignment]
+        if hasattr(type(module), "resize_token_embeddings"):
+            module.resize_token_embeddings = _refuse_resize  # type: ignore[assignment]
+
+
+class SubmoduleCalls:
+    """Hooks for the modules of one root. A subclass for each version of FSDP runs its root's hooks.
+
+    Only the outermost call enters the root's forward. The root is not idle during it, so modules inside it do nothing.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self.root = root
+        self._entered: nn.Module | None = None
+        self._keeps_gathered = False
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Yield the modules of the root unit without the root, and the outermost modules of the other units."""
+        pending = list(self.root.children())
+        seen: set[int] = set()
+        while pending:
+            module = pending.pop()
+            if id(module) not in seen:
+                seen.add(id(module))
+                yield module
+                if not isinstance(module, (FullyShardedDataParallel, FSDPModule)):
+                    pending.extend(module.children())
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Enter the root's forward, unless the root is running. A forward pre-hook."""
+        if torch.compiler.is_compiling() or not self._is_idle():
+            return None
+        self._entered = module
+        return self._enter(module, args, kwargs)
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Leave the root's forward if this module has entered it. A forward hook."""
+        if self._entered is not module:
+            return None
+        self._entered = None
+        output = self._leave(module, args, output)
+        if not torch.is_grad_enabled() and not self._keeps_gathered:
+            # No backward will free the parameters. An optimizer step would leave the gathered copy outdated.
+            self._free()
+        return output
+
+    def wrap_generate(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``generate`` that keeps the root gathered between tokens, and frees everything at the end."""
+
+        @functools.wraps(generate)
+        def gathered(*args: Any, **kwargs: Any) -> Any:
+            with self._gathered():
+                return generate(*args, **kwargs)
+
+        return gathered
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        if self._keeps_gathered or not self._is_idle():
+            yield
+            return
+        self._keeps_gathered = True
+        try:
+            yield
+        finally:
+            self._keeps_gathered = False
+            if self._is_idle():
+                self._free()
+
+    def _is_idle(self) -> bool:
+        """Whether the root is neither in a forward nor in a backward."""
+        raise NotImplementedError
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        raise NotImplementedError
+
+    def _free(self) -> None:
+        """Free the parameters that are still gathered."""
+        raise NotImplementedError
+
+
+class _Fsdp1Calls(SubmoduleCalls):
+    def __init__(self, root: FullyShardedDataParallel) -> None:
+        super().__init__(root)
+        for unit in FullyShardedDataParallel.fsdp_modules(root):
+            unit.forward = self._forward_if_sharded(unit)  # type: ignore[method-assign]
+
+    def _forward_if_sharded(self, unit: Any) -> Callable[..., Any]:
+        """Return the unit's forward for sharded and for summoned parameters.
+
+        FSDP1's forward would free parameters that ``summon_full_params`` has gathered. The end of the context would
+        then overwrite the weights of every rank but the first with other elements of its shard. If only the root is
+        summoned, it computes in the dtype of its shards, and the other units in their compute dtype.
+        """
+        forward = unit.forward
+
+        @functools.wraps(forward)
+        def forward_if_sharded(*args: Any, **kwargs: Any) -> Any:
+            if fsdp1.is_summoned(unit):
+                return unit.module(*args, **kwargs)
+            if unit is self.root or not fsdp1.is_summoned(self.root):
+                return forward(*args, **kwargs)
+            args, kwargs = _cast((args, kwargs), unit.mixed_precision.param_dtype)
+            return _cast(forward(*args, **kwargs), fsdp1.original_dtype(self.root))
+
+        return forward_if_sharded
+
+    def _is_idle(self) -> bool:
+        return fsdp1.is_idle(self.root)
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return fsdp1.before_forward(self.root, module, args, kwargs)
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return fsdp1.after_forward(self.root, output)
+
+    def _free(self) -> None:
+        for unit in FullyShardedDataParallel.fsdp_modules(self.root):
+            fsdp1.free_gathered(unit)
+
+
+class _Fsdp2Calls(SubmoduleCalls):
+    def _is_idle(self) -> bool:
+        return fsdp2.is_idle(self.root)
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return fsdp2.before_forward(self.root, module, args, kwargs)
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return fsdp2.after_forward(self.root, module, args, output)
+
+    def _free(self) -> None:
+        for module in self.root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def _cast(output: Any, dtype: torch.dtype | None) -> Any:
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return output if dtype is None else tree_map_only(torch.Tensor, cast, output)
+
+
+def _refuse_resize(*args: Any, **kwargs: Any) -> NoReturn:
+    message = "resize_token_embeddings was called on a sharded model, whose embeddings are shards."
+    fix = "Call it before prepare(), or before the Trainer is created."
+    raise SpecError([Problem(code="FSDP-E610", message=message, fix=fix)])
