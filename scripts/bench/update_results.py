@@ -131,14 +131,44 @@ def gpu_check(result: Result) -> list[str]:
     return [*lines, *(["", *notes] if notes else [])]
 
 
+def ecosystem(result: Result) -> list[str]:
+    """One row per script, one column per FSDP version; skipped scripts are counted only."""
+    by_case: dict[str, dict[int, Result]] = {}
+    for row in result["cases"]:
+        by_case.setdefault(row["case"], {})[row["version"]] = row
+    lines = ["| script | FSDP1 | FSDP2 | compared with | losses differ by |", "|---|---|---|---|---|"]
+    counts: dict[str, int] = {}
+    for name, rows in by_case.items():
+        for row in rows.values():
+            counts[row["status"]] = counts.get(row["status"], 0) + 1
+        if all(row["status"] == "skipped" for row in rows.values()):
+            continue
+        differences = [row["loss_difference"] for row in rows.values() if row.get("loss_difference") is not None]
+        largest = f"{max(differences):.1e}" if differences else "–"
+        compared = next(iter(rows.values()))["compared"]
+        lines.append(f"| {name} | {_outcome(rows.get(1))} | {_outcome(rows.get(2))} | {compared} | {largest} |")
+    total = ", ".join(f"{count} {status}" for status, count in sorted(counts.items(), reverse=True))
+    return [*lines, "", f"{len(by_case)} scripts and variants, both FSDP versions, 2 CPU ranks: {total}."]
+
+
+def _outcome(row: Result | None) -> str:
+    if row is None:
+        return "–"
+    if row["status"] == "works":
+        return "works"
+    reason = row.get("code") or row["detail"].replace("|", "\\|")[:120]
+    if row["status"] == "refused":
+        return f"refused: {row['note'] or 'see'} ([{reason}](problems.md#{reason.lower()}))"
+    return f"{row['status']}: {reason}"
+
+
 def plain(result: Result) -> list[str]:
     rows = [f"| {key.replace('_', ' ')} | {value} |" for key, value in result.items() if key not in HEAD]
     return ["| | |", "|---|---|", *rows]
 
 
-TABLES: dict[str, Callable[[Result], list[str]]] = {
-    table.__name__: table for table in (step_overhead, checkpoint_save, merge, resume_parity, survival, gpu_check)
-}
+_ALL = (step_overhead, checkpoint_save, merge, resume_parity, survival, gpu_check, ecosystem)
+TABLES: dict[str, Callable[[Result], list[str]]] = {table.__name__: table for table in _ALL}
 
 
 def source(result: Result) -> str:

@@ -1,0 +1,201 @@
+"""Makes the models, tokenizers and datasets of the suite in a folder, from installed packages only.
+
+Models are small ones of real architectures with random weights, and all-MiniLM-L6-v2. The tokenizers are those of
+SmolLM2 and MiniLM. Texts are from the Python language reference. Every file is the same in every run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+VERSION = "1"  # change it when anything below changes: the folder is then made again, and so are all references
+_HIDDEN = 64
+_SIZES = {"hidden_size": _HIDDEN, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+# The scripts of Accelerate name their model and dataset. These folders are found where the hub would be asked.
+_HUB_NAMES = {
+    "bert-base-cased": "models/bert",
+    "hf-internal-testing/mrpc-bert-base-cased": "models/bert",
+    "HuggingFaceTB/SmolLM-360M": "models/llama",
+}
+
+_REWARDS = '''"""Reward functions for GRPO and RLOO."""
+
+
+def vowels(completions, **kwargs):
+    """Return the share of vowels of each completion."""
+    return [sum(letter in "aeiou" for letter in text) / max(len(text), 1) for text in completions]
+'''
+
+_GLUE_METRIC = '''"""Accuracy and F1, under the name by which scripts load the metric of GLUE."""
+
+import datasets
+import evaluate
+from sklearn.metrics import f1_score
+
+
+class Glue(evaluate.Metric):
+    def _info(self):
+        features = datasets.Features({"predictions": datasets.Value("int64"), "references": datasets.Value("int64")})
+        return evaluate.MetricInfo(description="MRPC", citation="", inputs_description="", features=features)
+
+    def _compute(self, predictions, references):
+        accuracy = sum(a == b for a, b in zip(predictions, references)) / len(references)
+        return {"accuracy": accuracy, "f1": float(f1_score(references, predictions))}
+'''
+
+_GLUE_CARD = """---
+configs:
+- config_name: mrpc
+  data_files:
+  - {split: train, path: mrpc/train.jsonl}
+  - {split: validation, path: mrpc/validation.jsonl}
+  - {split: test, path: mrpc/test.jsonl}
+---
+"""
+
+# SmolLM2's template, with the marks by which TRL finds the assistant's tokens.
+_TRAINING_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{{ '\n' }}{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def make_assets(folder: Path) -> None:
+    """Make all files below `folder`, unless they are there."""
+    done = folder / "version"
+    if done.exists() and done.read_text() == VERSION:
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    _make_models(folder / "models")
+    _make_datasets(folder)
+    (folder / "suite_rewards.py").write_text(_REWARDS)
+    (folder / "templates").mkdir()
+    (folder / "templates" / "training.jinja").write_text(_TRAINING_TEMPLATE)
+    (folder / "glue").mkdir()
+    (folder / "glue" / "glue.py").write_text(_GLUE_METRIC)
+    for name, target in _HUB_NAMES.items():
+        link = folder / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(folder / target, link.parent))
+    done.write_text(VERSION)
+
+
+def link_assets(folder: Path, target: Path) -> None:
+    """Link everything in `folder` into `target`, the working folder of a script."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        (target / path.name).symlink_to(path)
+
+
+def _make_models(folder: Path) -> None:
+    import torch
+    import transformers
+    from data import MINILM, SMOLLM2, load_tokenizer, locate
+
+    smol, mini = load_tokenizer(SMOLLM2), load_tokenizer(MINILM)
+    special = {name: getattr(smol, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    llama = {**_SIZES, **special, "vocab_size": len(smol), "max_position_embeddings": 512, "tie_word_embeddings": True}
+    bert = {**_SIZES, "vocab_size": len(mini), "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    t5 = {
+        "vocab_size": len(smol),
+        "d_model": _HIDDEN,
+        "d_kv": 16,
+        "d_ff": 128,
+        "num_layers": 2,
+        "num_heads": 4,
+        "dropout_rate": 0.0,
+        "pad_token_id": smol.pad_token_id,
+        "eos_token_id": smol.eos_token_id,
+        "decoder_start_token_id": smol.pad_token_id,
+    }
+    models: dict[str, tuple[Any, Any, Any]] = {
+        "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**llama), smol),
+        "teacher": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**{**llama, "num_hidden_layers": 3}), smol),
+        "qwen3": (transformers.Qwen3ForCausalLM, transformers.Qwen3Config(**llama, head_dim=16), smol),
+        "reward": (
+            transformers.LlamaForSequenceClassification,
+            transformers.LlamaConfig(**llama, num_labels=1),
+            smol,
+        ),
+        "bert": (transformers.BertForSequenceClassification, transformers.BertConfig(**bert, num_labels=2), mini),
+        "bert-ranker": (
+            transformers.BertForSequenceClassification,
+            transformers.BertConfig(**bert, num_labels=1),
+            mini,
+        ),
+        "bert-lm": (transformers.BertForMaskedLM, transformers.BertConfig(**bert), mini),
+        "bert-tags": (transformers.BertForTokenClassification, transformers.BertConfig(**bert, num_labels=5), mini),
+        "bert-answers": (transformers.BertForQuestionAnswering, transformers.BertConfig(**bert), mini),
+        "bert-choice": (transformers.BertForMultipleChoice, transformers.BertConfig(**bert), mini),
+        "t5": (transformers.T5ForConditionalGeneration, transformers.T5Config(**t5), smol),
+    }
+    for seed, (name, (model_class, config, tokenizer)) in enumerate(models.items()):
+        torch.manual_seed(seed)
+        model_class(config).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    (folder / "minilm").symlink_to(locate(MINILM))
+
+
+def _make_datasets(folder: Path) -> None:
+    from pydoc_data.topics import topics
+
+    # The markup of the reference is removed: words only.
+    words = [" ".join(topics[name].replace("*", "").replace("`", "").split()) for name in sorted(topics)]
+    texts = [text[:240] for text in words if len(text) >= 240][:72]
+    pick = random.Random(0)
+    other = [pick.choice(texts) for _ in texts]
+    tags = ["O", "B-NAME", "I-NAME", "B-CODE", "I-CODE"]
+
+    def chat(question: str, answer: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+    def write(name: str, rows: Iterable[dict[str, Any]], splits: dict[str, slice] | None = None) -> None:
+        (folder / name).mkdir(parents=True)
+        listed = list(rows)
+        for split, part in (splits or {"train": slice(0, 64), "test": slice(64, 72)}).items():
+            lines = [json.dumps(row) + "\n" for row in listed[part]]
+            (folder / name / f"{split}.jsonl").write_text("".join(lines))
+
+    pairs = list(zip(texts, other, strict=True))
+    write("data/lm", ({"text": text} for text in texts))
+    write("data/chat", ({"messages": chat(a[:60], a[60:160])} for a, _ in pairs))
+    write("data/preference", ({"prompt": a[:60], "chosen": a[60:140], "rejected": b[60:120]} for a, b in pairs))
+    write("data/reward", ({"chosen": a[:120], "rejected": b[20:150]} for a, b in pairs))
+    write(
+        "data/kto", ({"prompt": a[:60], "completion": a[60:140], "label": i % 2 == 0} for i, (a, b) in enumerate(pairs))
+    )
+    write("data/prompts", ({"prompt": a[:60]} for a, _ in pairs))
+    write("data/chat-prompts", ({"prompt": chat(a[:60], "")[:1]} for a, _ in pairs))
+    write("data/summaries", ({"document": a, "summary": a[:40]} for a, _ in pairs))
+    write(
+        "data/tags",
+        ({"tokens": a.split()[:20], "ner_tags": [tags[len(w) % 5] for w in a.split()[:20]]} for a, _ in pairs),
+    )
+    write(
+        "data/classes", ({"sentence1": a[:80], "sentence2": b[:80], "label": i % 2} for i, (a, b) in enumerate(pairs))
+    )
+    write("data/pairs", ({"anchor": a[:60], "positive": a[60:140]} for a, _ in pairs))
+    write(
+        "data/scored",
+        ({"sentence1": a[:80], "sentence2": b[:80], "score": (i % 5) / 4} for i, (a, b) in enumerate(pairs)),
+    )
+    write(
+        "data/questions",
+        (
+            {"id": str(i), "context": a, "question": a[:30], "answers": {"text": [a[40:60]], "answer_start": [40]}}
+            for i, (a, _) in enumerate(pairs)
+        ),
+    )
+    mrpc = ({"sentence1": a[:80], "sentence2": b[:80], "label": i % 2, "idx": i} for i, (a, b) in enumerate(pairs))
+    write("nyu-mll/glue/mrpc", mrpc, {"train": slice(0, 48), "validation": slice(48, 64), "test": slice(64, 72)})
+    (folder / "nyu-mll/glue/README.md").write_text(_GLUE_CARD)

@@ -1,0 +1,14 @@
+"""The cases of the suite, in the order of its table."""
+
+from __future__ import annotations
+
+from ecosystem.cases import accelerate, documented, transformers, trl
+from ecosystem.model import Case
+
+CASES: list[Case] = [
+    *trl.CASES,
+    *documented.CASES,
+    *accelerate.TESTS,
+    *transformers.CASES,
+    *accelerate.EXAMPLES,
+]

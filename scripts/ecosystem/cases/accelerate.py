@@ -1,0 +1,67 @@
+"""The test scripts that Accelerate installs, and the examples of its repository (`--accelerate-examples`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ecosystem.model import OWN_CHECKS, Case
+
+_METRIC = ("evaluate", "sklearn")
+
+
+def _test(script: str, arguments: str = "", **more: Any) -> Case:
+    default: dict[str, Any] = {"compared": OWN_CHECKS}
+    return Case(
+        name=f"accelerate {script.rpartition('.')[2]}",
+        package="accelerate",
+        script=f"-m accelerate.test_utils.scripts.{script}",
+        arguments=arguments,
+        **{**default, **more},
+    )
+
+
+def _example(script: str, arguments: str = "", **more: Any) -> Case:
+    default: dict[str, Any] = {"compared": OWN_CHECKS, "needs": _METRIC}
+    return Case(
+        name=f"accelerate examples {script}",
+        package="accelerate",
+        script=f"{{accelerate}}/{script}.py",
+        arguments=arguments,
+        **{**default, **more},
+    )
+
+
+TESTS = [
+    _test("test_cli", sharded=False),
+    _test("test_ops", sharded=False),
+    _test("test_sync"),
+    _test("test_script"),
+    _test("test_distributed_data_loop"),
+    _test("test_merge_weights"),
+    _test("external_deps.test_metrics", needs=_METRIC),
+    _test("external_deps.test_performance", "--output_dir . --num_epochs 1", needs=_METRIC),
+    _test("external_deps.test_checkpointing", "--output_dir . --num_epochs 1", needs=_METRIC),
+    _test("external_deps.test_peak_memory_usage", "--output_dir . --n_train 32 --n_val 16"),
+]
+
+EXAMPLES = [
+    _example("nlp_example"),
+    _example("complete_nlp_example", "--output_dir out --checkpointing_steps epoch"),
+    _example("by_feature/automatic_gradient_accumulation"),
+    _example("by_feature/checkpointing", "--output_dir out --checkpointing_steps epoch"),
+    _example("by_feature/cross_validation", "--num_folds 2"),
+    _example("by_feature/early_stopping"),
+    _example(
+        "by_feature/fsdp_with_peak_mem_tracking",
+        "--model_name_or_path bert-base-cased --output_dir out",
+        needs=(*_METRIC, "psutil"),
+    ),
+    _example("by_feature/gradient_accumulation", "--gradient_accumulation_steps 2"),
+    _example("by_feature/gradient_accumulation_for_autoregressive_models", "--gradient_accumulation_steps 2"),
+    _example("by_feature/local_sgd", "--local_sgd_steps 2"),
+    _example("by_feature/memory"),
+    _example("by_feature/multi_process_metrics"),
+    _example("by_feature/profiler"),
+    _example("by_feature/schedule_free", needs=(*_METRIC, "schedulefree")),
+    _example("by_feature/tracking"),
+]

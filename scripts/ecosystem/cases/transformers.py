@@ -1,0 +1,74 @@
+"""The examples of the transformers repository (`--transformers-examples`): with the Trainer, and without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ecosystem.cases.arguments import BEST, SEQUENTIAL, TRAINER
+from ecosystem.model import Case
+
+_TRAINER = f"--do_train --do_eval {TRAINER} {SEQUENTIAL}"
+_LOOP = (
+    "--per_device_train_batch_size {batch} --per_device_eval_batch_size 2 --max_train_steps 4 --output_dir out --seed 1"
+    " --learning_rate 1e-3"
+)
+_SUMMARY = "--text_column document --summary_column summary --max_source_length 48 --max_target_length 16"
+
+
+def _case(script: str, model: str, start: str, data: str, arguments: str, **more: Any) -> Case:
+    files = f"--train_file data/{data}/train.jsonl --validation_file data/{data}/test.jsonl"
+    return Case(
+        name=f"transformers examples {script.rpartition('/')[2]}",
+        package="transformers",
+        script=f"{{transformers}}/{script}.py",
+        arguments=f"--model_name_or_path models/{start} {files} {arguments}",
+        needs=("evaluate", "sklearn"),
+        model=model,
+        start=start,
+        **more,
+    )
+
+
+CASES = [
+    _case("language-modeling/run_clm", "causal_lm", "llama", "lm", f"--block_size 32 {_TRAINER}"),
+    _case("language-modeling/run_mlm", "masked_lm", "bert-lm", "lm", f"--max_seq_length 32 --line_by_line {_TRAINER}"),
+    _case(
+        "text-classification/run_glue", "classification", "bert", "classes", f"--max_seq_length 48 {_TRAINER} {BEST}"
+    ),
+    _case(
+        "text-classification/run_classification",
+        "classification",
+        "bert",
+        "classes",
+        f"--text_column_names sentence1,sentence2 --label_column_name label --max_seq_length 48 {_TRAINER}",
+    ),
+    _case(
+        "token-classification/run_ner",
+        "tags",
+        "bert-tags",
+        "tags",
+        f"--test_file data/tags/test.jsonl --do_predict {_TRAINER}",
+    ),
+    _case("question-answering/run_qa", "answers", "bert-answers", "questions", f"--max_seq_length 64 {_TRAINER}"),
+    _case(
+        "summarization/run_summarization",
+        "seq2seq",
+        "t5",
+        "summaries",
+        f"{_SUMMARY} --predict_with_generate {_TRAINER}",
+    ),
+    _case("language-modeling/run_clm_no_trainer", "causal_lm", "llama", "lm", f"--block_size 32 {_LOOP}"),
+    _case(
+        "language-modeling/run_mlm_no_trainer",
+        "masked_lm",
+        "bert-lm",
+        "lm",
+        f"--max_seq_length 32 --line_by_line true {_LOOP}",
+    ),
+    _case("text-classification/run_glue_no_trainer", "classification", "bert", "classes", f"--max_length 48 {_LOOP}"),
+    _case("token-classification/run_ner_no_trainer", "tags", "bert-tags", "tags", _LOOP),
+    _case(
+        "question-answering/run_qa_no_trainer", "answers", "bert-answers", "questions", f"--max_seq_length 64 {_LOOP}"
+    ),
+    _case("summarization/run_summarization_no_trainer", "seq2seq", "t5", "summaries", f"{_SUMMARY} {_LOOP}"),
+]
