@@ -9,6 +9,7 @@ import torch
 from hf_fsdp_plugin.plan.model import PrecisionPlan
 from hf_fsdp_plugin.plan.modules import ModuleTree, ParameterEntry
 from hf_fsdp_plugin.plan.problem_collector import ProblemCollector
+from hf_fsdp_plugin.plan.split import inseparable, kind_of
 from hf_fsdp_plugin.plan.units import UnitPlan
 from hf_fsdp_plugin.spec.model import Version
 from hf_fsdp_plugin.text import format_names, plural
@@ -29,9 +30,9 @@ def check_parameters(
     entries = {entry.name: entry for entry in tree.parameters}
     _check_integers(tree, problems)
     owned = {u.name: [e for name in u.parameters if _is_floating(e := entries[name])] for u in units}
-    _check_dtypes(units, owned, precision, version, problems)
+    _check_dtypes(tree, units, owned, precision, version, problems)
     if version == 1 and not use_orig:
-        _check_requires_grad(units, owned, problems)
+        _check_requires_grad(tree, units, owned, problems)
     _check_ignored(tree, problems)
 
 
@@ -55,6 +56,7 @@ def _check_integers(tree: ModuleTree, problems: ProblemCollector) -> None:
 
 
 def _check_dtypes(
+    tree: ModuleTree,
     units: tuple[UnitPlan, ...],
     owned: dict[str, list[ParameterEntry]],
     precision: PrecisionPlan,
@@ -80,7 +82,10 @@ def _check_dtypes(
         main, *others = names
         main_dtypes[main] = None
         listed = "; ".join(f"{dtype}: {format_names(names[dtype])}" for dtype in others)
-        violations.append((unit, f"most parameters are {main}, the others are {listed}"))
+        details = f"most parameters are {main}, the others are {listed}"
+        if version == 1:
+            details += _because(inseparable(tree, owned[unit.name], lambda entry: kind_of(entry, precision, True)))
+        violations.append((unit, details))
     cast = f"cast all parameters of a unit to {' or '.join(main_dtypes)}"
     if version == 1:
         rule, setting = "FSDP1 requires one dtype for all parameters of a unit", "fsdp.version"
@@ -92,7 +97,7 @@ def _check_dtypes(
 
 
 def _check_requires_grad(
-    units: tuple[UnitPlan, ...], owned: dict[str, list[ParameterEntry]], problems: ProblemCollector
+    tree: ModuleTree, units: tuple[UnitPlan, ...], owned: dict[str, list[ParameterEntry]], problems: ProblemCollector
 ) -> None:
     violations: list[Violation] = []
     for unit in units:
@@ -100,7 +105,8 @@ def _check_requires_grad(
         trainable = [entry.name for entry in owned[unit.name] if entry.parameter.requires_grad]
         if frozen and trainable:
             counts = f"{len(frozen)} parameters are frozen ({format_names(frozen)}) and {len(trainable)} are trainable"
-            violations.append((unit, f"{counts} ({format_names(trainable)})"))
+            why = _because(inseparable(tree, owned[unit.name], lambda entry: entry.parameter.requires_grad))
+            violations.append((unit, f"{counts} ({format_names(trainable)}){why}"))
     _report_violations(
         problems,
         "FSDP-E222",
@@ -109,6 +115,11 @@ def _check_requires_grad(
         violations,
         "Set fsdp_use_orig_params: true, or fsdp_version: 2.",
     )
+
+
+def _because(reason: str | None) -> str:
+    """Return the reason why the plan could not split a unit, as the end of a sentence."""
+    return f"; they cannot be units of their own, because {reason}" if reason else ""
 
 
 def _report_violations(

@@ -133,7 +133,7 @@ def _planned_parts(
             "FSDP-E252", None, f"{type(model).__name__} has no parameters to shard.", "Pass the model that is trained."
         )
         return _Parts(backend="fsdp2", units=())
-    units = wrap_units(spec, tree, strategy, version, problems)
+    units = wrap_units(spec, tree, strategy, version, precision, problems)
     check_parameters(tree, units, precision, version, spec.params.use_orig, problems)
     return _Parts(
         backend="fsdp1" if version == 1 else "fsdp2",

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
+from hf_fsdp_plugin.plan.model import PrecisionPlan
 from hf_fsdp_plugin.plan.modules import ModuleTree, ParameterEntry, ancestors, common_path, is_inside, parent_of
 from hf_fsdp_plugin.plan.policy import policy_modules, post_order
 from hf_fsdp_plugin.plan.problem_collector import ProblemCollector
+from hf_fsdp_plugin.plan.split import kind_of, modules_to_split_off
 from hf_fsdp_plugin.plan.units import UnitPlan, unit_plan
 from hf_fsdp_plugin.problems import has_errors
 from hf_fsdp_plugin.spec.model import FsdpSpec, Version
@@ -27,11 +32,17 @@ class UnitDraft:
 
 
 def wrap_units(
-    spec: FsdpSpec, tree: ModuleTree, strategy: str, version: Version, problems: ProblemCollector
+    spec: FsdpSpec,
+    tree: ModuleTree,
+    strategy: str,
+    version: Version,
+    precision: PrecisionPlan,
+    problems: ProblemCollector,
 ) -> tuple[UnitPlan, ...]:
     """Return the units, children before parents, the root last.
 
-    Under FSDP1, the units are the layers of the policy and the root. FSDP2 adds the groups of Accelerate's
+    Under FSDP1, the units are the layers of the policy, the root, and the modules inside them that cannot be in the
+    same unit because of their dtype or ``requires_grad``. FSDP2 adds the groups of Accelerate's
     ``fsdp2_prepare_model``: the input embedding, and the final norm with the output head; with tied weights, these
     three are one group. A shared parameter belongs to the innermost unit that contains all modules that use it: FSDP2
     rejects a parameter in two units, and FSDP1 would silently untie it.
@@ -47,6 +58,8 @@ def wrap_units(
     drafts.append(UnitDraft(members=[""], from_policy=False, reshard=False))
     removed = _remove_sharing_members(tree, drafts)
     _assign_parameters(tree, drafts)
+    if version == 1:
+        drafts = _split_by_kind(spec, tree, drafts, precision, reshard, problems)
     for draft in drafts[:-1]:  # without the root
         _remove_empty_members(draft)
     layers = {name for draft in drafts if draft.from_policy for name in draft.members}
@@ -145,6 +158,36 @@ def _assign_parameters(tree: ModuleTree, drafts: list[UnitDraft]) -> None:
             drafts[owners[entry.modules[0]]].parameters.append(entry)
 
 
+def _split_by_kind(
+    spec: FsdpSpec,
+    tree: ModuleTree,
+    drafts: list[UnitDraft],
+    precision: PrecisionPlan,
+    reshard: bool,
+    problems: ProblemCollector,
+) -> list[UnitDraft]:
+    """Add units for the modules that FSDP1 cannot flatten together with the other parameters of their unit."""
+    use_orig = spec.params.use_orig
+
+    def kind(entry: ParameterEntry) -> tuple[torch.dtype, bool | None]:
+        return kind_of(entry, precision, use_orig)
+
+    split = {
+        name: at
+        for at, draft in enumerate(drafts)
+        for name in modules_to_split_off(tree, draft.members[0], draft.parameters, kind)
+    }
+    if not split:
+        return drafts
+    added = [UnitDraft(members=[name], from_policy=False, reshard=reshard) for name in split]
+    drafts = [*_in_order(tree, [*drafts[:-1], *added]), drafts[-1]]
+    for draft in drafts:
+        draft.parameters.clear()
+    _assign_parameters(tree, drafts)
+    _report_split(split, use_orig, problems)
+    return drafts
+
+
 def _remove_empty_members(draft: UnitDraft) -> None:
     """Remove the members that contain none of the unit's parameters."""
     modules = {module for entry in draft.parameters for module in entry.modules}
@@ -190,6 +233,20 @@ def _report_removed_members(tree: ModuleTree, removed: dict[str, str], problems:
         f"{plural(len(removed), 'module is', 'modules are')} not wrapped as separate units because of shared "
         f"parameters: {format_names(removed)}. Shared: {format_names(shared)}. A shared parameter belongs to the "
         "innermost unit that contains all modules that use it.",
+    )
+
+
+def _report_split(split: Mapping[str, int], use_orig: bool, problems: ProblemCollector) -> None:
+    what = "one dtype" if use_orig else "one dtype, and either all trainable or all frozen"
+    most = max(Counter(split.values()).values())
+    advice = "fsdp_version: 2" if use_orig else "fsdp_use_orig_params: true, or fsdp_version: 2,"
+    are_units = "module is a unit of its own" if len(split) == 1 else "modules are units of their own"
+    problems.add(
+        "FSDP-W265",
+        "fsdp.version" if use_orig else "params.use_orig",
+        f"{len(split)} {are_units}, because the parameters of an FSDP1 unit must be {what}: {format_names(split, 2)}. "
+        f"Each forward and each backward gathers these small units one by one, up to {most} in one layer.",
+        f"Set {advice} to gather a layer at once. Results are the same.",
     )
 
 

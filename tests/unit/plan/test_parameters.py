@@ -10,6 +10,7 @@ from model_families import on_meta
 from plans import planned, refused, wrapping
 from torch import nn
 
+from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.problems import SpecError
 
 
@@ -44,12 +45,41 @@ def test_dtypes_and_frozen_parameters_are_listed_per_unit() -> None:
     assert unit.frozen == ("layers.0.base.weight",)
 
 
-def test_version_1_refuses_two_dtypes_in_a_unit_once() -> None:
-    problem = refused("FSDP-E221", spec_of(version=1, use_orig=True), with_frozen_base(torch.bfloat16))
+class Bare(Stack):
+    """Layers whose base has a frozen weight and a trainable bias of another dtype."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.base = nn.Linear(8, 8)
+            layer.base.weight = nn.Parameter(layer.base.weight.to(dtype), requires_grad=False)
+
+
+def test_version_1_refuses_two_dtypes_in_a_module_once() -> None:
+    problem = refused("FSDP-E221", spec_of(version=1, use_orig=True), Bare(torch.bfloat16))
     assert "2 units break this rule: layers.0, layers.1." in problem.message
     assert "In layers.0 (Layer), most parameters are bfloat16" in problem.message
-    assert "float32: layers.0.adapter.weight" in problem.message
+    assert "float32: layers.0.base.bias" in problem.message
+    assert "Linear 'layers.0.base' itself has parameters of both kinds" in problem.message
     assert (problem.setting, "bfloat16" in problem.fix) == ("fsdp.version", True)
+
+
+def test_version_1_wraps_modules_of_another_dtype_apart() -> None:
+    plan = planned(spec_of(version=1, use_orig=True), with_frozen_base(torch.bfloat16))
+    assert units_of(plan) == {
+        "layers.0.adapter": {"float32": 16},
+        "layers.0": {"bfloat16": 64},
+        "layers.1.adapter": {"float32": 16},
+        "layers.1": {"bfloat16": 64},
+        "": {"float32": 18},
+    }
+    [problem] = [problem for problem in plan.problems if problem.code == "FSDP-W265"]
+    assert "2 modules are units of their own" in problem.message and "one dtype:" in problem.message
+    assert problem.setting == "fsdp.version"
+
+
+def units_of(plan: FsdpPlan) -> dict[str, dict[str, int]]:
+    return {unit.name: dict(unit.dtypes) for unit in plan.units}
 
 
 def test_version_2_accepts_frozen_parameters_of_another_dtype() -> None:
@@ -59,23 +89,87 @@ def test_version_2_accepts_frozen_parameters_of_another_dtype() -> None:
 @pytest.mark.parametrize("version", [1, 2])
 def test_mixed_precision_allows_trainable_params_of_two_dtypes(version: int) -> None:
     model = Stack()
-    model.layers[1].adapter.to(torch.bfloat16)
-    assert "bfloat16: layers.1.adapter.weight" in refused("FSDP-E221", spec_of(version=version), model).message
+    model.head.weight = nn.Parameter(model.head.weight.to(torch.bfloat16))
+    assert "float32: head.bias" in refused("FSDP-E221", spec_of(version=version), model).message
     plan = planned(spec_of(version=version, param="bf16"), model)
     assert plan.precision.master == "fp32"
 
 
 def test_mixed_precision_does_not_cast_frozen_parameters() -> None:
-    refused("FSDP-E221", spec_of(version=1, use_orig=True, param="bf16"), with_frozen_base(torch.bfloat16))
+    refused("FSDP-E221", spec_of(version=1, use_orig=True, param="bf16"), Bare(torch.bfloat16))
+    model = with_frozen_base(torch.bfloat16)
+    plan = planned(spec_of(version=1, use_orig=True, param="bf16"), model.to(torch.bfloat16))
+    assert units_of(plan)["layers.0.adapter"] == {"bfloat16": 16}  # is cast to float32
 
 
-def test_flat_parameters_refuse_frozen_and_trainable_in_a_unit() -> None:
-    problem = refused("FSDP-E222", spec_of(version=1), with_frozen_base())
+def test_flat_parameters_refuse_frozen_and_trainable_in_a_module() -> None:
+    problem = refused("FSDP-E222", spec_of(version=1), Bare())
     assert "2 units break this rule: layers.0, layers.1. In layers.0 (Layer), " in problem.message
-    assert "layers.0.base.weight" in problem.message
+    assert "Linear 'layers.0.base' itself has parameters of both kinds" in problem.message
     assert (problem.setting, "fsdp_use_orig_params: true" in problem.fix) == ("params.use_orig", True)
-    planned(spec_of(version=1, use_orig=True), with_frozen_base())
-    planned(spec_of(version=2), with_frozen_base())
+    planned(spec_of(version=1, use_orig=True), Bare())
+    planned(spec_of(version=2), Bare())
+
+
+def test_flat_parameters_wrap_trainable_modules_apart() -> None:
+    plan = planned(spec_of(version=1), with_frozen_base())
+    assert {unit.name: len(unit.frozen) for unit in plan.units} == {
+        "layers.0.adapter": 0, "layers.0": 1, "layers.1.adapter": 0, "layers.1": 1, "": 0,
+    }  # fmt: skip
+    assert "FSDP-W265" in [problem.code for problem in plan.problems]
+    assert len(planned(spec_of(version=1, use_orig=True), with_frozen_base()).units) == 3
+
+
+class Scaled(nn.Module):
+    """A module with a bare trainable parameter next to a frozen module, as IA3 has it."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.inner = base.requires_grad_(False)
+        self.scale = nn.ParameterDict({"default": nn.Parameter(torch.ones(8))})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.scale["default"]
+
+
+def test_bare_trainable_parameter_is_a_unit_with_its_module() -> None:
+    model = with_frozen_base()
+    model.layers[0].base = Scaled(nn.Linear(8, 8))
+    model.layers[0].frozen = nn.Linear(8, 8).requires_grad_(False)
+    plan = planned(spec_of(version=1), model)
+    units = {unit.name: unit.parameters for unit in plan.units}
+    assert units["layers.0.base.inner"] == ("layers.0.base.inner.weight", "layers.0.base.inner.bias")
+    assert units["layers.0.base"] == ("layers.0.base.scale.default",)
+    assert units["layers.0"] == ("layers.0.frozen.weight", "layers.0.frozen.bias")
+
+
+def test_unit_of_the_policy_keeps_parameters() -> None:
+    model = with_frozen_base()
+    model.layers[0].base = Scaled(nn.Linear(8, 8))
+    plan = planned(spec_of(version=1), model)
+    units = {unit.name: unit.parameters for unit in plan.units}
+    assert set(units) == {"layers.0.base.inner", "layers.0", "layers.1.adapter", "layers.1", ""}
+    assert units["layers.0"] == ("layers.0.base.scale.default", "layers.0.adapter.weight")
+
+
+def test_modules_whose_weights_are_read_are_not_units() -> None:
+    model = Stack()
+    model.layers[0].base = nn.MultiheadAttention(8, 2)
+    model.layers[0].base.out_proj.requires_grad_(False)
+    message = refused("FSDP-E222", spec_of(version=1), model).message
+    assert "MultiheadAttention 'layers.0.base' reads weights of the modules inside it" in message
+
+
+def test_shared_parameter_stays_with_both_users() -> None:
+    model = Stack()
+    model.requires_grad_(False)
+    for layer in model.layers:
+        layer.adapter = nn.Linear(8, 8, bias=False)
+        layer.other = nn.Linear(8, 8, bias=False)
+        layer.other.weight = layer.adapter.weight
+    units = {unit.name: unit.parameters for unit in planned(spec_of(version=1), model).units}
+    assert units["layers.0.base"] == ("layers.0.base.weight", "layers.0.base.bias")
+    assert units["layers.0"] == ("layers.0.adapter.weight",)
 
 
 def test_flat_parameters_allow_a_frozen_unit() -> None:
