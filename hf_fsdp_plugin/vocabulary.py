@@ -164,7 +164,7 @@ _FSDP_ROWS = (
         spellings=("activation_checkpointing_offload", "activation_cpu_offload", "activation_offload"),
         about="Offload checkpointed activations to CPU memory."),
     Row(name="loading.ram_efficient", kind="bool", spellings=("cpu_ram_efficient_loading",),
-        about="RAM-efficient loading: only rank 0 reads the weights, the other ranks receive them."),
+        about="RAM-efficient loading: the ranks of a machine share the memory of the weights that they load."),
     Row(name="loading.sync_module_states", kind="bool", spellings=("sync_module_states",),
         about="Broadcast the weights of rank 0 before sharding."),
     Row(name="params.use_orig", kind="bool", spellings=("use_orig_params",),

@@ -12,10 +12,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from hf_fsdp_plugin.backends.activations import apply_activation_checkpointing
 from hf_fsdp_plugin.backends.load import (
     BROADCAST_ATTRIBUTE,
-    BroadcastRecord,
     prepare_buffers,
     prepare_ignored,
     prepare_unit,
+    start_record,
 )
 from hf_fsdp_plugin.backends.torch_types import device_mesh, torch_dtype
 from hf_fsdp_plugin.plan.model import FsdpPlan
@@ -32,7 +32,7 @@ def apply_fsdp1(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
     Units are wrapped one by one instead of by an ``auto_wrap_policy``, so that exactly the planned units are wrapped
     and each receives rank 0's weights just before it is sharded. Needs a process group of ``plan.world_size`` ranks.
     """
-    record = BroadcastRecord()
+    record = start_record(plan, model)
     apply_activation_checkpointing(plan, model)
     prepare_buffers(plan, model, device, record)
     ignored = prepare_ignored(plan, model, device, record)

@@ -18,11 +18,11 @@ from torch.distributed.fsdp import (
 from hf_fsdp_plugin.backends.activations import apply_activation_checkpointing
 from hf_fsdp_plugin.backends.load import (
     BROADCAST_ATTRIBUTE,
-    BroadcastRecord,
     cast_buffers,
     prepare_buffers,
     prepare_ignored,
     prepare_unit,
+    start_record,
 )
 from hf_fsdp_plugin.backends.torch_types import device_mesh, torch_dtype
 from hf_fsdp_plugin.plan.model import FsdpPlan
@@ -35,7 +35,7 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
     Parameters become ``DTensor`` objects. Existing optimizers need the new objects
     (:mod:`hf_fsdp_plugin.backends.optimizer`).
     """
-    record = BroadcastRecord()
+    record = start_record(plan, model)
     apply_activation_checkpointing(plan, model)
     prepare_buffers(plan, model, device, record)
     cast_buffers(plan, model)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_fsdp_plugin.backends.memory_maps import ParameterMemory, parameter_memory
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name
@@ -33,11 +34,13 @@ class BroadcastRecord:
         num_tensors: number of parameters and buffers.
         num_filled: number of these that were on the meta device on this rank before the broadcast.
         checksum: checksum of the bits of all tensors. Equal on all ranks if all received the same weights.
+        before: which memory the parameters of this rank were in before the broadcast.
     """
 
     num_tensors: int = 0
     num_filled: int = 0
     checksum: int = 0
+    before: ParameterMemory | None = None
 
     def add(self, tensor: torch.Tensor) -> None:
         self.num_tensors += 1
@@ -46,6 +49,11 @@ class BroadcastRecord:
             bits = int(torch.hash_tensor(tensor).view(torch.int64))
             # Rotate before each XOR: otherwise two equal tensors would leave the checksum unchanged.
             self.checksum = (self.checksum << 1 ^ self.checksum >> 63 ^ bits) & (1 << 64) - 1
+
+
+def start_record(plan: FsdpPlan, model: nn.Module) -> BroadcastRecord:
+    """Return a record with the memory that the parameters are in now, if the plan loads RAM-efficiently."""
+    return BroadcastRecord(before=parameter_memory(model.parameters()) if plan.ram_efficient else None)
 
 
 def prepare_buffers(plan: FsdpPlan, model: nn.Module, device: torch.device, record: BroadcastRecord) -> None:
@@ -106,7 +114,7 @@ def _prepare_parameters(
 def materialize(model: nn.Module, names: Iterable[str], device: torch.device, record: BroadcastRecord) -> None:
     """Allocate memory on ``device`` for the named parameters that are meta tensors. Tied parameters stay tied.
 
-    With RAM-efficient loading, the parameters of every rank except rank 0 are on the meta device until the broadcast.
+    A script may create the model on the meta device on every rank except rank 0.
     """
     wanted = set(names)
     allocated: dict[int, nn.Parameter] = {}
@@ -124,8 +132,16 @@ def materialize(model: nn.Module, names: Iterable[str], device: torch.device, re
 
 
 def _broadcast(tensor: torch.Tensor, device: torch.device, record: BroadcastRecord) -> torch.Tensor:
-    """Return rank 0's values of a tensor, on ``device``. Collective."""
-    received = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device).contiguous()
+    """Return rank 0's values of a tensor, on ``device``. Collective.
+
+    The other ranks receive them in new memory: their tensor may be a view of a mapped file, which a change in place
+    would copy page by page.
+    """
+    is_plain = type(tensor) is torch.Tensor  # a subclass may not support empty_like
+    if tensor.is_meta or (is_plain and dist.get_rank() != 0):
+        received = torch.empty_like(tensor, device=device, memory_format=torch.contiguous_format)
+    else:
+        received = tensor.to(device).contiguous()
     dist.broadcast(received, src=0)
     record.add(received)
     return received

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from hf_fsdp_plugin.integrations.patching import install_hooks
+from hf_fsdp_plugin.sources.collector import TRUE_WORDS
 from hf_fsdp_plugin.spec.model import FsdpSpec
 
 
@@ -32,8 +33,14 @@ restore_variables = _environment.restore
 
 
 def set_loading_variables(spec: FsdpSpec) -> None:
-    """Set whether only rank 0 loads the weights in ``from_pretrained``, which reads environment variables only."""
+    """Set whether ``from_pretrained``, which reads environment variables only, loads RAM-efficiently."""
     set_variables(FSDP_CPU_RAM_EFFICIENT_LOADING=str(spec.loading.ram_efficient).lower())
     if spec.loading.ram_efficient:
         set_variables(ACCELERATE_USE_FSDP="true")
         install_hooks("loading")
+
+
+def loads_ram_efficiently() -> bool:
+    """Return whether a launcher, a plugin or :func:`set_loading_variables` has enabled RAM-efficient loading."""
+    names = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+    return all(os.environ.get(name, "").lower() in TRUE_WORDS for name in names)

@@ -19,7 +19,7 @@ GROUPS: Final[dict[Group, str]] = {
     "accelerate": "Installed by `install()`, `accelerator()` and `FsdpTrainer`.",
     "transformers": "Installed by `install()`. `FsdpTrainer`, `FsdpTrainerMixin` and `FsdpTrainingArguments` override "
     "the same methods in a subclass instead.",
-    "loading": "Installed when a spec enables RAM-efficient loading.",
+    "loading": "Installed by `install()`, and when a spec enables RAM-efficient loading.",
 }
 
 
@@ -150,9 +150,14 @@ _TRANSFORMERS_HOOKS = (
 )
 
 _LOADING_HOOKS = (
+    Hook("transformers.modeling_utils:is_fsdp_enabled", "transformers.loading:is_fsdp_enabled",
+         reason="With RAM-efficient loading, Transformers leaves weights that a checkpoint lacks on the meta device on "
+                "all ranks but the first, so a script cannot use the model before it is prepared.",
+         until="Transformers initializes them on every rank."),
     Hook(f"{_MODEL}._load_pretrained_model", "transformers.loading:load_pretrained_model",
-         reason="Every rank reads all weights, although only rank 0 of each machine needs them.",
-         until="`_load_pretrained_model` checks `is_fsdp_enabled` again."),
+         reason="Every rank casts and converts weights into its own memory, although the ranks of a machine can map "
+                "the result of one rank.",
+         until="Transformers shares the memory."),
 )
 # fmt: on
 

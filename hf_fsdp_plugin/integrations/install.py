@@ -51,7 +51,7 @@ def install(
     )
     spec = session.begin(sources, report=absolute(report) or report_before)
     printer.print_warnings(spec.problems, printed_by_launcher=handover is not None)
-    install_hooks("accelerate", "transformers")
+    install_hooks("accelerate", "transformers", "loading")
     # The session has read the environment by now, so variables that are set here are not settings of the user.
     cpu = spec.launch.use_cpu or accelerator_type() == "cpu"
     if "RANK" in os.environ and cpu:
@@ -59,11 +59,6 @@ def install(
         set_variables(ACCELERATE_USE_CPU="true")
     if session.ambient is not None:
         set_loading_variables(spec)
-        if spec.loading.ram_efficient and "RANK" in os.environ:
-            from accelerate import PartialState
-
-            # Create the process group, which `from_pretrained` requires before the script creates an Accelerator.
-            PartialState(cpu=cpu)
     start_reporting()
     return session.ambient
 
@@ -74,9 +69,11 @@ def uninstall() -> None:
     Collective if a checkpoint is being written in the background: the call waits for it. Existing models, Accelerators
     and Trainers keep their plan, and the process group remains.
     """
+    from hf_fsdp_plugin.backends.shared_weights import exchange
     from hf_fsdp_plugin.integrations.saving import manager
 
     manager.close()
+    exchange.close()
     stop_reporting()
     session.close()
     remove_hooks()

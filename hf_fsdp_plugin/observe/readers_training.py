@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hf_fsdp_plugin.devices import accelerator_type
 from hf_fsdp_plugin.observe.live_run import LiveRun, ObservedValue, common_value, unobservable
 from hf_fsdp_plugin.observe.units import checkpoints_natively
+from hf_fsdp_plugin.text import format_bytes
 from hf_fsdp_plugin.torch_private.functions import ActivationWrapper, CheckpointWrapper
 from hf_fsdp_plugin.torch_private.modules import is_compiled
 
@@ -53,12 +56,26 @@ def read_sync_module_states(run: LiveRun) -> ObservedValue:
 
 
 def read_ram_efficient(run: LiveRun) -> ObservedValue:
-    """Check that the other ranks received weights from rank 0 that they had not loaded."""
+    """Check that the ranks share memory: the parameters were mapped, shared or not loaded before they were sharded."""
     observed = _read_loading(run, planned=run.plan.ram_efficient)
     weights = run.weights
-    if observed.matches and weights and weights.num_broadcast and not weights.num_filled and run.world_size > 1:
-        return unobservable("every rank had created or loaded all weights before it received them from rank 0")
-    return observed
+    if not observed.matches or weights is None or weights.before is None or run.world_size == 1:
+        return observed
+    before = weights.before
+    counts = {
+        "mapped from files": before.num_mapped,
+        "in memory shared by the ranks of a machine": before.num_shared,
+        "not loaded": before.num_on_meta,
+        "in private memory": before.num_private,
+        "on the accelerator": before.num_on_device,
+    }
+    kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+    if not weights.num_shared_ranks:
+        return unobservable(f"no rank shared memory with others before the model was sharded: parameters {kinds}")
+    memory = (
+        f"at most {format_bytes(before.private_bytes)} of {format_bytes(before.total_bytes)} were private to a rank"
+    )
+    return replace(observed, reason=f"{observed.reason}; before, {memory}: parameters {kinds}")
 
 
 def _read_loading(run: LiveRun, *, planned: bool) -> ObservedValue:

@@ -11,6 +11,7 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.agreement import gather_objects
 from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE
+from hf_fsdp_plugin.backends.memory_maps import ParameterMemory
 from hf_fsdp_plugin.observe.memory import unmanaged_parameters
 from hf_fsdp_plugin.observe.units import UnitObservation
 from hf_fsdp_plugin.plan.names import canonical_name
@@ -30,6 +31,8 @@ class WeightComparison:
         replicated: whether any shard is on more than one rank, so that replicas were compared.
         num_broadcast: number of tensors that all ranks received from rank 0 before sharding, bit-identical.
         num_filled: number of these tensors that a rank had not loaded; maximum over the ranks.
+        before: which memory the parameters were in before the broadcast, on the rank with the most private memory.
+        num_shared_ranks: number of ranks on which a parameter was mapped, shared or not loaded.
     """
 
     num_on_meta: int
@@ -37,6 +40,8 @@ class WeightComparison:
     replicated: bool
     num_broadcast: int = 0
     num_filled: int = 0
+    before: ParameterMemory | None = None
+    num_shared_ranks: int = 0
 
 
 def compare_weights(model: nn.Module, units: Sequence[UnitObservation]) -> WeightComparison:
@@ -58,6 +63,7 @@ def compare_weights(model: nn.Module, units: Sequence[UnitObservation]) -> Weigh
     broadcasts: list[Any] = gather_objects(model.__dict__.get(BROADCAST_ATTRIBUTE))
     if None in broadcasts:
         broadcasts = []
+    memories = [broadcast.before for broadcast in broadcasts if broadcast.before is not None]
     received = {(broadcast.num_tensors, broadcast.checksum) for broadcast in broadcasts}
     if len(received) > 1:
         differing.add("weights received from rank 0")
@@ -67,6 +73,8 @@ def compare_weights(model: nn.Module, units: Sequence[UnitObservation]) -> Weigh
         replicated=replicated,
         num_broadcast=broadcasts[0].num_tensors if len(received) == 1 else 0,
         num_filled=max((broadcast.num_filled for broadcast in broadcasts), default=0),
+        before=max(memories, key=lambda memory: memory.private_bytes, default=None),
+        num_shared_ranks=sum(memory.num_not_private > 0 for memory in memories),
     )
 
 

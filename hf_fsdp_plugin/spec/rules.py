@@ -222,8 +222,8 @@ def check_fsdp2_support(spec: FsdpSpec) -> Iterator[Problem]:
 def check_ram_efficient_loading(spec: FsdpSpec) -> Iterator[Problem]:
     if spec.loading.ram_efficient and not spec.loading.sync_module_states:
         message = (
-            f"{spec.origin('loading.ram_efficient')} loads the weights on rank 0 only, and "
-            f"{spec.origin('loading.sync_module_states')} prevents their broadcast to the other ranks."
+            f"{spec.origin('loading.ram_efficient')} needs the weights of rank 0 on every rank, and "
+            f"{spec.origin('loading.sync_module_states')} prevents their broadcast."
         )
         fix = "Set fsdp_sync_module_states: true, or remove fsdp_cpu_ram_efficient_loading."
         yield about(spec, "FSDP-E149", "loading.sync_module_states", message, fix)

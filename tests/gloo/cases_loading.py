@@ -1,18 +1,26 @@
-"""Cases that ranks run: ``from_pretrained`` where only rank 0 reads the weights."""
+"""Cases that ranks run: ``from_pretrained`` with RAM-efficient loading, and what scripts do with the model."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import io
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from cases_families import clones, sgd, train_steps
 from cases_trainer import losses
-from model_families import FAMILIES, without_dropout
+from model_families import FAMILIES, TEXT_CONFIG, without_dropout
+from torch import nn
 from training import fresh_accelerator
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE
+from hf_fsdp_plugin.backends.memory_maps import parameter_memory
 from hf_fsdp_plugin.plan.names import unwrapped
 
 
@@ -36,20 +44,28 @@ def save_both_names(folder: str, equal: bool) -> None:
     dist.barrier()
 
 
+def save_bin(family: str, folder: str) -> None:
+    """Save the model on rank 0 as older versions of Transformers did."""
+    if dist.get_rank() == 0:
+        model = FAMILIES[family].build()
+        model.config.save_pretrained(folder)
+        torch.save(model.state_dict(), Path(folder) / "pytorch_model.bin")
+    dist.barrier()
+
+
 def load_and_train(family: str, folder: str, config: dict[str, Any], dtype: str = "float32") -> dict[str, Any]:
     """Load, train some steps, and return what this rank has after loading and after each step."""
     accelerator = fresh_accelerator(config)
     model = FAMILIES[family].model.from_pretrained(folder, dtype=dtype)
     model.config.use_cache = False
     without_dropout(model)
-    on_meta = [parameter.is_meta for parameter in model.parameters()]
+    memory = asdict(parameter_memory(model.parameters()))
     model, optimizer = accelerator.prepare(model.train(), sgd(model))
     return {
         "steps": train_steps(accelerator, family, model, optimizer),
         "weights": clones(accelerator.get_state_dict(model)),
         "report": hfp.report(accelerator).to_json(),
-        "on_meta": sum(on_meta),
-        "num_parameters": len(on_meta),
+        "memory": memory,
         "num_filled": getattr(getattr(model, BROADCAST_ATTRIBUTE, None), "num_filled", 0),
         "buffers": clones(dict(unwrapped(model).named_buffers())),
     }
@@ -62,8 +78,258 @@ def load_and_train_with_trainer(family: str, folder: str, output_dir: str, **fsd
         per_device_train_batch_size=2, report_to="none", disable_tqdm=True, logging_steps=1, save_strategy="no",
     )  # fmt: skip
     model = FAMILIES[family].model.from_pretrained(folder)
-    on_meta = sum(parameter.is_meta for parameter in model.parameters())
+    memory = asdict(parameter_memory(model.parameters()))
     rows = [{k: v[i] for k, v in FAMILIES[family].batch(s).items()} for s in range(4) for i in range(4)]
     trainer = hfp.FsdpTrainer(model=model, args=args, train_dataset=rows)
     trainer.train()
-    return {"on_meta": on_meta, "losses": losses(trainer), "report": hfp.report(trainer).to_json()}
+    return {"memory": memory, "losses": losses(trainer), "report": hfp.report(trainer).to_json()}
+
+
+# What scripts do between from_pretrained and prepare. Each function returns the model to prepare.
+
+
+def move(model: Any) -> Any:
+    return model.to(torch.device("cpu"))
+
+
+def change_in_place(model: Any) -> Any:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)
+    return model
+
+
+def read_weights(model: Any) -> Any:
+    assert all(torch.isfinite(parameter.sum()) for parameter in model.parameters())
+    assert all(torch.isfinite(tensor).all() for tensor in model.state_dict().values())
+    return model
+
+
+def resize(model: Any) -> Any:
+    model.resize_token_embeddings(TEXT_CONFIG["vocab_size"] + 8, mean_resizing=False)
+    return model
+
+
+def resize_to_mean(model: Any) -> Any:
+    model.resize_token_embeddings(TEXT_CONFIG["vocab_size"] + 8, mean_resizing=True)
+    return model
+
+
+def tie(model: Any) -> Any:
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    return model
+
+
+def copy_deeply(model: Any) -> Any:
+    teacher = copy.deepcopy(model)
+    change_in_place(model)
+    return teacher
+
+
+def cast(model: Any) -> Any:
+    return model.to(torch.bfloat16).float()
+
+
+def forward(model: Any) -> Any:
+    assert torch.isfinite(FAMILIES["llama"].loss(model, FAMILIES["llama"].batch(0)))
+    return model
+
+
+def merge_lora(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    return get_peft_model(model, config).merge_and_unload()  # type: ignore[operator]
+
+
+TOUCHES: dict[str, Callable[[Any], Any]] = {
+    touch.__name__: touch
+    for touch in (
+        move, change_in_place, read_weights, resize, resize_to_mean, tie, copy_deeply, cast, forward, merge_lora,
+    )
+}  # fmt: skip
+
+
+def touch_model(name: str, folder: str, dtype: str) -> nn.Module:
+    """Load a model and use it as a script does. The values are the same in every process."""
+    torch.manual_seed(0)
+    return TOUCHES[name](FAMILIES["llama"].model.from_pretrained(folder, dtype=dtype))  # type: ignore[attr-defined]
+
+
+def touch_and_prepare(folder: str, dtype: str, config: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """Return for each use of the model: whether this rank had all weights, and the weights of the prepared model."""
+    results = {}
+    for name in names:
+        accelerator = fresh_accelerator(config)
+        model = touch_model(name, folder, dtype)
+        on_meta = [n for n, tensor in model.state_dict().items() if tensor.is_meta]
+        local = clones(model.state_dict())
+        model = accelerator.prepare(model)
+        results[name] = {"on_meta": on_meta, "local": local, "prepared": clones(accelerator.get_state_dict(model))}
+    return results
+
+
+def save_before_prepare(folder: str, dtype: str, output: str, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Save a loaded model before it is prepared, and return the file. Transformers writes it on rank 0 only."""
+    from safetensors.torch import load_file
+
+    fresh_accelerator(config)
+    model: Any = FAMILIES["llama"].model.from_pretrained(folder, dtype=dtype)  # type: ignore[attr-defined]
+    model.save_pretrained(output)
+    dist.barrier()
+    return clones(load_file(f"{output}/model.safetensors"))
+
+
+def load_with_new_head(folder: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Load a model with a head that the checkpoint lacks; each rank draws other values for it."""
+    from transformers import BertForSequenceClassification
+
+    accelerator = fresh_accelerator(config)
+    torch.manual_seed(dist.get_rank())
+    model: Any = BertForSequenceClassification.from_pretrained(folder, num_labels=3)
+    head = model.classifier.weight.detach().clone()
+    on_meta = sum(parameter.is_meta for parameter in model.parameters())
+    model = accelerator.prepare(model)
+    return {
+        "head": head,
+        "on_meta": on_meta,
+        "prepared": accelerator.get_state_dict(model).get("classifier.weight"),
+        "report": hfp.report(accelerator).to_json(),
+    }
+
+
+def change_on_one_rank(folder: str, dtype: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Change the weights in place on rank 0 only, and keep a view of this rank's memory while preparing."""
+    accelerator = fresh_accelerator(config)
+    model: Any = FAMILIES["llama"].model.from_pretrained(folder, dtype=dtype)  # type: ignore[attr-defined]
+    view = model.model.norm.weight.data
+    before = view.clone()
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            model.model.norm.weight.add_(1.0)
+    dist.barrier()
+    seen = view.clone()
+    model = accelerator.prepare(model)
+    prepared = accelerator.get_state_dict(model).get("model.norm.weight")
+    return {"before": before, "seen": seen, "after": view.clone(), "prepared": prepared}
+
+
+def load_on_one_rank(folder: str, dtype: str, config: dict[str, Any], rank: int) -> int:
+    """Load on one rank only. Then all ranks wait for each other."""
+    fresh_accelerator(config)
+    num = 0
+    if dist.get_rank() == rank:
+        model: Any = FAMILIES["llama"].model.from_pretrained(folder, dtype=dtype)  # type: ignore[attr-defined]
+        num = sum(torch.isfinite(parameter).all().item() for parameter in model.parameters())
+    dist.barrier()
+    return num
+
+
+def load_one_after_the_other(folder: str, dtype: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Load twice on every rank, rank 0 first, as ``main_process_first`` does."""
+    accelerator = fresh_accelerator(config)
+    with accelerator.main_process_first():
+        first: Any = FAMILIES["llama"].model.from_pretrained(folder, dtype=dtype)  # type: ignore[attr-defined]
+    second: Any = FAMILIES["llama"].model.from_pretrained(folder, dtype=dtype)  # type: ignore[attr-defined]
+    memory = [asdict(parameter_memory(model.parameters())) for model in (first, second)]
+    change_in_place(first)
+    return {"memory": memory, "first": clones(first.state_dict()), "second": clones(second.state_dict())}
+
+
+def load_damaged(folder: str, dtype: str, config: dict[str, Any]) -> str:
+    """Return the type of the error of a damaged checkpoint."""
+    fresh_accelerator(config)
+    try:
+        FAMILIES["llama"].model.from_pretrained(folder, dtype=dtype)  # type: ignore[attr-defined]
+    except Exception as error:
+        return type(error).__name__
+    return ""
+
+
+def load_given_weights(folder: str, dtype: str, config: dict[str, Any], given: bool) -> tuple[str, dict[str, Any]]:
+    """Return what is printed while loading, and the memory of the model. ``given``: the script passes the weights."""
+    from safetensors.torch import load_file
+
+    fresh_accelerator(config)
+    kind: Any = FAMILIES["llama"].model
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        if given:
+            state = clones(load_file(f"{folder}/model.safetensors"))
+            kind_config = kind.config_class.from_pretrained(folder)
+            model = kind.from_pretrained(None, config=kind_config, state_dict=state, dtype=dtype)
+        else:
+            model = kind.from_pretrained(folder, dtype=dtype)
+    return printed.getvalue(), asdict(parameter_memory(model.parameters()))
+
+
+def prepare_meta_model(config: dict[str, Any]) -> dict[str, Any]:
+    """A script that creates the model on the meta device on every rank except rank 0."""
+    accelerator = fresh_accelerator(config)
+    if dist.get_rank() == 0:
+        model = FAMILIES["llama"].build()
+    else:
+        with torch.device("meta"):
+            model = FAMILIES["llama"].build()
+    model = accelerator.prepare(model)
+    return {
+        "num_filled": getattr(model, BROADCAST_ATTRIBUTE).num_filled,
+        "weights": clones(accelerator.get_state_dict(model)),
+        "report": hfp.report(accelerator).to_json(),
+    }
+
+
+def private_memory() -> int:
+    """Return the bytes that only this process has, without pages of files."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Anonymous:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("the kernel reports no anonymous memory")
+
+
+def save_large(folder: str) -> None:
+    """Save a model of some 60 MB in bf16 on rank 0."""
+    if dist.get_rank() == 0:
+        large_llama().save_pretrained(folder)
+    dist.barrier()
+
+
+def large_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=8192,
+                hidden_size=768,
+                intermediate_size=1536,
+                num_hidden_layers=4,
+                num_attention_heads=8,
+                tie_word_embeddings=False,
+            )
+        )
+    model = model.to(torch.bfloat16).to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    return model
+
+
+def sum_of_weights(model: Any) -> float:
+    return sum(float(parameter.detach().sum()) for parameter in model.parameters())
+
+
+def private_memory_of_loading(folder: str, dtype: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Load a large model, read all weights, and return the growth of this rank's private memory."""
+    from transformers import LlamaForCausalLM
+
+    fresh_accelerator(config)
+    warm_up = LlamaForCausalLM.from_pretrained(folder, dtype="auto")  # libraries allocate memory at their first use
+    assert sum_of_weights(warm_up) == 0
+    del warm_up
+    before = private_memory()
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
+    assert sum_of_weights(model) == 0
+    grown = private_memory() - before
+    dist.barrier()
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    return {"grown": grown, "model": num_bytes, "memory": asdict(parameter_memory(model.parameters()))}

@@ -1,4 +1,4 @@
-"""With RAM-efficient loading only rank 0 reads the weights, and all computed values stay the same."""
+"""With RAM-efficient loading every rank has a usable model in shared memory, and all computed values stay the same."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ from tiny import parallel_config
 # Untied, tied, three tied weights, converted experts, scalars and position ids, a scaled embedding.
 LOADED = ["llama", "llama-tied", "bert-mlm", "t5", "mixtral", "clip", "gemma"]
 both_versions = pytest.mark.parametrize("version", [1, 2])
+# The file contains fp32: read as fp32 it is mapped, read as bf16 one rank casts it for both.
+both_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"], ids=["mapped", "cast"])
+
+
+def efficient_config(version: int = 2) -> dict[str, Any]:
+    return parallel_config("full_shard", version, 2, fsdp_cpu_ram_efficient_loading=True)
 
 
 def load_both_ways(
@@ -42,40 +48,54 @@ def row(report: dict[str, Any]) -> dict[str, Any]:
 
 @both_versions
 @pytest.mark.parametrize("family", LOADED)
-def test_only_rank_0_reads_weights_and_results_are_equal(
-    two_ranks: Ranks, tmp_path: Path, family: str, version: int
-) -> None:
+def test_ranks_share_weights_and_results_are_equal(two_ranks: Ranks, tmp_path: Path, family: str, version: int) -> None:
     two_ranks.run(cases.save_plain, family, str(tmp_path))
     efficient, normal = load_both_ways(two_ranks, family, tmp_path, version)
-    assert efficient[0]["on_meta"] == 0
-    assert efficient[1]["on_meta"] == efficient[1]["num_filled"] == efficient[1]["num_parameters"]
-    assert [rank["on_meta"] for rank in normal] == [0, 0]
-    assert row(efficient[0]["report"])["status"] == "applied"
-    assert f" {efficient[1]['num_filled']} of them " in row(efficient[0]["report"])["reason"]
+    for rank in efficient:
+        assert rank["memory"]["num_on_meta"] == rank["num_filled"] == 0
+        # Transformers creates a tied bias again when it ties the weights.
+        assert rank["memory"]["num_private"] == (family == "bert-mlm")
+        assert (rank["memory"]["num_shared"] > 0) == (family == "mixtral")
+    observed = row(efficient[0]["report"])
+    assert observed["status"] == "applied"
+    assert f" {efficient[1]['memory']['num_mapped']} mapped from files" in observed["reason"]
     assert efficient[0]["steps"] == normal[0]["steps"]
     assert equal(efficient[0]["weights"], normal[0]["weights"])
     assert all(equal(efficient[rank]["buffers"], normal[rank]["buffers"]) for rank in (0, 1))
 
 
 @both_versions
-def test_bf16_weights_are_read_once_and_kept_in_fp32(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
+def test_cast_weights_are_shared_and_kept_in_fp32(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
     two_ranks.run(cases.save_plain, "llama-tied", str(tmp_path))
     efficient, normal = load_both_ways(two_ranks, "llama-tied", tmp_path, version, "bfloat16", mixed_precision="bf16")
-    assert efficient[1]["on_meta"] == efficient[1]["num_parameters"]
+    for rank in efficient:
+        assert rank["memory"]["num_private"] == 0 < rank["memory"]["num_shared"]
+    assert " in memory shared by the ranks of a machine" in row(efficient[0]["report"])["reason"]
+    assert [rank["memory"]["num_shared"] for rank in normal] == [0, 0]
     assert {weight.dtype for weight in efficient[0]["weights"].values()} == {torch.float32}
     assert efficient[0]["steps"] == normal[0]["steps"]
 
 
 @pytest.mark.parametrize("is_equal", [True, False], ids=["one-tensor", "two-tensors"])
-def test_checkpoint_with_both_names_of_tie_is_read_by_all(two_ranks: Ranks, tmp_path: Path, is_equal: bool) -> None:
+@both_dtypes
+def test_both_names_of_a_tie_are_compared_on_every_rank(
+    two_ranks: Ranks, tmp_path: Path, is_equal: bool, dtype: str
+) -> None:
     two_ranks.run(cases.save_both_names, str(tmp_path), is_equal)
-    efficient, normal = load_both_ways(two_ranks, "llama-tied", tmp_path, 2)
-    assert [rank["on_meta"] for rank in efficient] == [0, 0]
+    efficient, normal = load_both_ways(two_ranks, "llama-tied", tmp_path, 2, dtype)
+    assert [rank["memory"]["num_private"] for rank in efficient] == [0, 0]
+    assert efficient[0]["steps"] == normal[0]["steps"]
+
+
+def test_bin_file_is_shared(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(cases.save_bin, "llama", str(tmp_path))
+    efficient, normal = load_both_ways(two_ranks, "llama", tmp_path, 2)
+    assert [rank["memory"]["num_private"] for rank in efficient] == [0, 0]
     assert efficient[0]["steps"] == normal[0]["steps"]
 
 
 @both_versions
-def test_trainer_reads_weights_on_rank_0_only(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
+def test_trainer_loads_a_usable_model_on_every_rank(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
     model, output_dir = str(tmp_path / "model"), str(tmp_path / "out")
     two_ranks.run(cases.save_plain, "llama-tied", model)
     efficient, normal = (
@@ -89,7 +109,111 @@ def test_trainer_reads_weights_on_rank_0_only(two_ranks: Ranks, tmp_path: Path, 
         )
         for is_efficient in (True, False)
     )
-    assert [rank["on_meta"] > 0 for rank in efficient] == [False, True]
-    assert [rank["on_meta"] for rank in normal] == [0, 0]
+    for rank in efficient:
+        assert rank["memory"]["num_private"] == rank["memory"]["num_on_meta"] == 0
     assert efficient[0]["losses"] == normal[0]["losses"]
     assert row(efficient[0]["report"])["status"] == "applied"
+
+
+@both_versions
+@both_dtypes
+def test_scripts_use_the_model_before_prepare(two_ranks: Ranks, tmp_path: Path, version: int, dtype: str) -> None:
+    two_ranks.run(cases.save_plain, "llama", str(tmp_path))
+    names = [name for name in cases.TOUCHES if name != "merge_lora" or pytest.importorskip("peft")]
+    results = two_ranks.run(cases.touch_and_prepare, str(tmp_path), dtype, efficient_config(version), names)
+    for name in names:
+        expected = {
+            key: tensor.detach() for key, tensor in cases.touch_model(name, str(tmp_path), dtype).state_dict().items()
+        }
+        for rank in (0, 1):
+            assert results[rank][name]["on_meta"] == []
+            assert equal(results[rank][name]["local"], expected), f"{name} on rank {rank}"
+        prepared = results[0][name]["prepared"]
+        assert equal({key: tensor.to(expected[key].dtype) for key, tensor in prepared.items()}, expected), name
+
+
+@both_dtypes
+def test_save_pretrained_before_prepare_is_complete(two_ranks: Ranks, tmp_path: Path, dtype: str) -> None:
+    two_ranks.run(cases.save_plain, "llama", str(tmp_path))
+    output = str(tmp_path / "saved")
+    saved = two_ranks.run(cases.save_before_prepare, str(tmp_path), dtype, output, efficient_config())
+    expected = cases.touch_model("read_weights", str(tmp_path), dtype).state_dict()
+    assert equal(saved[0], expected) and equal(saved[1], expected)
+
+
+@both_versions
+def test_new_head_is_initialized_and_made_equal(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
+    two_ranks.run(cases.save_plain, "bert-mlm", str(tmp_path))
+    first, second = two_ranks.run(cases.load_with_new_head, str(tmp_path), efficient_config(version))
+    assert first["on_meta"] == second["on_meta"] == 0
+    assert 0 < second["head"].std() < 1 and not torch.equal(first["head"], second["head"])
+    assert torch.equal(first["prepared"], first["head"])
+    assert row(first["report"])["status"] == "applied"
+
+
+@both_versions
+@both_dtypes
+def test_change_in_place_stays_on_its_rank(two_ranks: Ranks, tmp_path: Path, version: int, dtype: str) -> None:
+    two_ranks.run(cases.save_plain, "llama", str(tmp_path))
+    first, second = two_ranks.run(cases.change_on_one_rank, str(tmp_path), dtype, efficient_config(version))
+    assert torch.equal(first["seen"], first["before"] + 1)
+    assert torch.equal(second["seen"], second["before"])
+    # The broadcast writes to new memory, because writing to a mapped page would copy it.
+    assert torch.equal(second["after"], second["before"])
+    assert torch.equal(first["prepared"].to(first["seen"].dtype), first["seen"])
+
+
+@both_dtypes
+@pytest.mark.parametrize("rank", [0, 1])
+def test_loading_on_one_rank_waits_for_nobody(two_ranks: Ranks, tmp_path: Path, dtype: str, rank: int) -> None:
+    two_ranks.run(cases.save_plain, "llama", str(tmp_path))
+    nums = two_ranks.run(cases.load_on_one_rank, str(tmp_path), dtype, efficient_config(), rank)
+    assert nums[rank] > 0 == nums[1 - rank]
+
+
+@both_dtypes
+def test_second_model_is_independent_of_the_first(two_ranks: Ranks, tmp_path: Path, dtype: str) -> None:
+    two_ranks.run(cases.save_plain, "llama", str(tmp_path))
+    expected = cases.touch_model("read_weights", str(tmp_path), dtype).state_dict()
+    for rank in two_ranks.run(cases.load_one_after_the_other, str(tmp_path), dtype, efficient_config()):
+        assert [memory["num_private"] for memory in rank["memory"]] == [0, 0]
+        assert equal(rank["second"], expected)
+        assert equal(rank["first"], {name: tensor * 2 for name, tensor in expected.items()})
+
+
+@both_dtypes
+def test_damaged_file_is_an_error_on_every_rank(two_ranks: Ranks, tmp_path: Path, dtype: str) -> None:
+    two_ranks.run(cases.save_plain, "llama", str(tmp_path))
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    errors = two_ranks.run(cases.load_damaged, str(tmp_path), dtype, efficient_config())
+    assert errors[0] == errors[1] != ""
+
+
+@both_dtypes
+@pytest.mark.parametrize("given", [True, False], ids=["given", "read"])
+def test_private_weights_are_a_warning_with_their_size(
+    two_ranks: Ranks, tmp_path: Path, dtype: str, given: bool
+) -> None:
+    two_ranks.run(cases.save_plain, "llama", str(tmp_path))
+    arguments = (str(tmp_path), dtype, efficient_config(), given)
+    (printed, memory), _ = two_ranks.run(cases.load_given_weights, *arguments)
+    assert (memory["num_private"] > 0) == given
+    assert ("FSDP-W660" in printed and "kB on each rank" in printed) == given
+
+
+@both_versions
+def test_model_that_a_script_creates_on_meta_is_filled(two_ranks: Ranks, version: int) -> None:
+    first, second = two_ranks.run(cases.prepare_meta_model, efficient_config(version))
+    assert first["num_filled"] == 0 < second["num_filled"]
+    assert equal(first["weights"], dict(cases.FAMILIES["llama"].build().state_dict()))
+    assert row(first["report"])["status"] == "applied"
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", "num_mapped"), ("float32", "num_shared")])
+def test_private_memory_is_small(two_ranks: Ranks, tmp_path: Path, dtype: str, kind: str) -> None:
+    two_ranks.run(cases.save_large, str(tmp_path))
+    for rank in two_ranks.run(cases.private_memory_of_loading, str(tmp_path), dtype, efficient_config()):
+        assert rank["memory"][kind] > 0 == rank["memory"]["num_private"]
+        assert rank["model"] > 50e6
+        assert rank["grown"] < 0.2 * rank["model"]

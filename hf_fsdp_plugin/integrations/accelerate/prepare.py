@@ -14,6 +14,7 @@ from torch import nn
 from hf_fsdp_plugin.backends.agreement import on_all_ranks, same_on_all_ranks
 from hf_fsdp_plugin.backends.optimizer import foreign_parameters
 from hf_fsdp_plugin.backends.shard import plan_of, rebind, shard
+from hf_fsdp_plugin.backends.shared_weights import exchange
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, planned_plugin
 from hf_fsdp_plugin.integrations.messages import print_warnings
@@ -50,6 +51,8 @@ def prepare_objects(accelerator: Any, objects: Sequence[Any]) -> Any:
     new_optimizers = [obj.optimizer for obj in prepared if hasattr(obj, "optimizer")]
     with on_all_ranks("checking the optimizers"):
         _check_optimizers(new_optimizers, models)
+    if any(isinstance(obj, nn.Module) for obj in objects):
+        exchange.close()  # every rank has loaded its model
     track(accelerator)
     plugin = planned_plugin(accelerator)
     if plugin is not None and plugin.spec.checkpoint.asynchronous and new_optimizers:

@@ -1,65 +1,190 @@
-"""``from_pretrained`` with RAM-efficient loading: only the first rank of a machine reads the weights.
+"""``from_pretrained`` with RAM-efficient loading: every rank has a whole model, mostly in memory that ranks share.
 
-In Transformers 5 every rank reads all weights. With this replacement, the other ranks of a machine read only names and
-shapes, and their parameters stay on the meta device until rank 0 broadcasts its weights. Transformers itself
-materializes non-persistent buffers, and does not initialize parameters that are not loaded. Read from transformers
-5.23. Transformers 5.17 also fills the parameters of the other ranks with zeros, so the report cannot observe which
-ranks loaded the weights.
+Transformers maps the files of a checkpoint, and all processes of a machine share the pages of a mapped file. A rank
+needs private memory only for weights that differ from the file: another dtype, or weights that Transformers converts,
+such as fused experts. One rank of a machine computes these, and the others map the result
+(:mod:`hf_fsdp_plugin.backends.shared_weights`).
+
+Transformers 5.17 to 5.23 leaves the weights that a checkpoint lacks, such as a new head, on the meta device on all
+ranks but the first. With these replacements, every rank initializes them.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import modeling_utils
+from transformers.core_model_loading import WeightConverter
 
-from hf_fsdp_plugin.integrations.transformers.private import tied_weights
+from hf_fsdp_plugin.backends.memory_maps import parameter_memory
+from hf_fsdp_plugin.backends.shared_weights import Publication, Received, exchange
+from hf_fsdp_plugin.integrations.environment import loads_ram_efficiently
+from hf_fsdp_plugin.integrations.messages import print_once
+from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.text import format_bytes
+from hf_fsdp_plugin.torch_private.modules import buffers, parameters
 
-logger = logging.getLogger(__name__)
+
+def is_fsdp_enabled(original: Callable[[], bool]) -> bool:
+    """Return false, so that Transformers loads and initializes all weights on every rank."""
+    return False
 
 
 def load_pretrained_model(
     original: Callable[..., Any],
     model: Any,
     state_dict: Any,
-    files: Iterable[str] | None,
+    files: Sequence[str] | None,
     load_config: Any,
     expected_keys: Any = None,
 ) -> Any:
-    """Load the weights on the first rank of a machine, and only names and shapes on the others."""
-    skip = modeling_utils.is_fsdp_enabled() and not modeling_utils.is_local_dist_rank_0()
-    # Quantized weights allocate their own memory, and expected_keys is given only for adapters.
-    if not skip or load_config.is_quantized or load_config.device_mesh is not None or expected_keys is not None:
+    """Load the weights. Weights that need private memory are computed by one rank of the machine."""
+
+    def load() -> Any:
         return original(model, state_dict, files, load_config, expected_keys)
-    shapes = _read_shapes(state_dict, files, load_config)
-    if _has_both_names_of_a_tie(model, shapes):
-        # Transformers ties them only if their values are equal, and all ranks must make the same decision.
-        logger.warning("The checkpoint contains tied weights under both names, so every rank reads it.")
-        return original(model, state_dict, files, load_config, expected_keys)
-    return original(model, shapes, None, replace(load_config, device_map={"": "meta"}), expected_keys)
+
+    # expected_keys is given only for adapters, and a device mesh only for models that Transformers shards.
+    if not loads_ram_efficiently() or expected_keys is not None or load_config.device_mesh is not None:
+        return load()
+    obstacle = _obstacle(state_dict, files, load_config)
+    if obstacle is None:
+        assert files is not None
+        shapes = _read_shapes(files, load_config)
+        if any(name.endswith("_extra_state") for name in shapes):  # not tensors
+            return load()
+        if not _needs_private_memory(model, shapes, files, load_config):
+            return load()
+        shared = exchange.join(_key(model, files, load_config))
+        if isinstance(shared, Publication):
+            return _publish(shared, load, model, files)
+        if isinstance(shared, Received):
+            meta_config = replace(load_config, device_map={"": "meta"})
+            result = original(model, shapes, None, meta_config, expected_keys)
+            if _fill(model, shared, _real_paths(files), sorted(result[0].missing_keys)):
+                return result
+        obstacle = "this machine cannot share memory between processes"
+    result = load()
+    _report_private_memory(model, obstacle)
+    return result
 
 
-def _read_shapes(state_dict: Any, files: Iterable[str] | None, load_config: Any) -> dict[str, Any]:
-    """Return the checkpoint's state dict with every tensor on the meta device, so that no weights are loaded."""
-    if state_dict is not None:
-        return {name: tensor[...].to("meta") for name, tensor in state_dict.items()}
+def _obstacle(state_dict: Any, files: Sequence[str] | None, load_config: Any) -> str | None:
+    """Return why the weights cannot be shared; ``None`` if they can."""
+    if load_config.is_quantized:
+        return "the model is quantized"
+    if state_dict is not None or not files:
+        return "the weights do not come from files"
+    devices = {str(device) for device in (load_config.device_map or {"": "cpu"}).values()}
+    if devices != {"cpu"}:
+        return f"device_map places them on {', '.join(sorted(devices))}"
+    return None
+
+
+def _read_shapes(files: Iterable[str], load_config: Any) -> dict[str, Any]:
+    """Return the checkpoint's state dict with every tensor on the meta device, so that no weights are read."""
     shapes: dict[str, Any] = {}
-    for file in files or ():
+    for file in files:
         shapes.update(modeling_utils.load_state_dict(file, map_location="meta", weights_only=load_config.weights_only))
     return shapes
 
 
-def _has_both_names_of_a_tie(model: Any, names: Iterable[str]) -> bool:
-    """Return whether the checkpoint has both a tied parameter and its source.
+def _needs_private_memory(model: Any, shapes: Mapping[str, Any], files: Iterable[str], load_config: Any) -> bool:
+    """Return whether loaded weights may differ from the mapped files. May be true although none does."""
+    if any(isinstance(transform, WeightConverter) for transform in load_config.weight_mapping or ()):
+        return True
+    if getattr(load_config, "disable_mmap", None) or not all(str(file).endswith(".safetensors") for file in files):
+        return True
+    stored = {tensor.dtype for tensor in shapes.values() if tensor.is_floating_point()}
+    wanted = {tensor.dtype for tensor in model.state_dict().values() if tensor.is_floating_point()}
+    return len(stored | wanted) > 1
 
-    Names in a checkpoint may lack the base model's prefix, or have a prefix that the model lacks.
-    """
-    listed = list(names)
 
-    def present(name: str) -> bool:
-        return any(key == name or key.endswith(f".{name}") or name.endswith(f".{key}") for key in listed)
+def _key(model: Any, files: Sequence[str], load_config: Any) -> str:
+    """Return a digest of everything that the loaded weights depend on."""
+    stats = [(path, os.stat(path)) for path in _real_paths(files)]
+    content = [
+        [[path, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns] for path, stat in stats],
+        f"{type(model).__module__}.{type(model).__qualname__}",
+        model.config.to_json_string(use_diff=False),
+        [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in model.state_dict().items()],
+        str(load_config.dtype),
+        str(load_config.dtype_plan),
+        load_config.ignore_mismatched_sizes,
+        [
+            [repr(transform), [[type(op).__qualname__, str(vars(op))] for op in getattr(transform, "operations", ())]]
+            for transform in load_config.weight_mapping or ()
+        ],
+    ]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
-    return any(present(target) and present(source) for target, source in tied_weights(model).items())
+
+def _real_paths(files: Iterable[str]) -> list[str]:
+    return [os.path.realpath(file) for file in files]
+
+
+def _publish(publication: Publication, load: Callable[[], Any], model: Any, files: Sequence[str]) -> Any:
+    """Load the weights and give them to the other ranks of the machine."""
+    try:
+        result = load()
+        loaded = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not tensor.is_meta}
+    except BaseException:
+        publication.close()
+        raise
+    if all(type(tensor.data) is torch.Tensor and tensor.device.type == "cpu" for tensor in loaded.values()):
+        published = publication.publish(loaded, _real_paths(files), sorted(result[0].missing_keys))
+    else:
+        publication.close()
+        published = False
+    if not published:
+        _report_private_memory(model, "this machine cannot share memory between processes")
+    return result
+
+
+def _fill(model: nn.Module, received: Received, files: Sequence[str], missing: list[str]) -> bool:
+    """Replace the meta tensors of a model by another rank's weights. Return false if they do not fit the model."""
+    try:
+        tensors = received.tensors(files)
+    except OSError:
+        return False
+    modules = dict(model.named_modules(remove_duplicate=False))
+    state = model.state_dict(keep_vars=True)
+    if missing != received.facts or any(
+        name not in state or (state[name].shape, state[name].dtype) != (tensor.shape, tensor.dtype)
+        for name, tensor in tensors.items()
+    ):
+        return False
+    filled: dict[int, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        old = state[name]
+        if id(old) not in filled:
+            is_parameter = isinstance(old, nn.Parameter)
+            new = nn.Parameter(tensor, requires_grad=old.requires_grad) if is_parameter else tensor
+            vars(new).update(vars(old))  # Transformers marks what it has loaded
+            filled[id(old)] = new
+        module_name, _, attribute = name.rpartition(".")
+        module = modules[module_name]
+        registered: Any = parameters(module) if attribute in parameters(module) else buffers(module)
+        registered[attribute] = filled[id(old)]
+    return True
+
+
+def _report_private_memory(model: nn.Module, reason: str) -> None:
+    """Print that every rank has its own copy of the weights, with its size."""
+    num_bytes = parameter_memory(model.parameters()).private_bytes
+    if num_bytes:
+        print_once(
+            Problem(
+                code="FSDP-W660",
+                setting="loading.ram_efficient",
+                message=f"every rank loads {type(model).__name__} into its own memory, {format_bytes(num_bytes)} on "
+                f"each rank, because {reason}.",
+                fix="Save the model as safetensors in the dtype in which it is trained, and load that.",
+            )
+        )

@@ -18,11 +18,6 @@ def is_trainer(obj: Any) -> bool:
     return hasattr(obj, "_train_batch_size")
 
 
-def tied_weights(model: Any) -> Mapping[str, str]:
-    """Return name of each tied parameter -> name of its source."""
-    return getattr(model, "all_tied_weights_keys", None) or {}
-
-
 def stored_state(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return ``state`` with the names and shapes in which Transformers stores it, for example with split experts."""
     from transformers.core_model_loading import revert_weight_conversion

@@ -9,6 +9,7 @@ import pytest
 import torch
 from live_models import make_plan, make_run
 
+from hf_fsdp_plugin.backends.memory_maps import ParameterMemory
 from hf_fsdp_plugin.observe.readers import READERS, read_setting
 from hf_fsdp_plugin.observe.weights import WeightComparison
 
@@ -51,12 +52,18 @@ def test_reader_without_evidence_is_unobservable(name: str) -> None:
     assert read_setting(name, make_run()).unobservable
 
 
+MAPPED = ParameterMemory(num_mapped=3, total_bytes=24)
+PRIVATE = ParameterMemory(num_private=3, private_bytes=24, total_bytes=24)
+
+
 @pytest.mark.parametrize(
     ("weights", "value", "matches"),
     [
         ({"num_on_meta": 2}, False, False),
         ({"differing": ("unit 0",)}, False, False),
-        ({"num_broadcast": 5, "num_filled": 3}, True, True),
+        ({"num_broadcast": 5, "before": MAPPED, "num_shared_ranks": 2}, True, True),
+        ({"num_broadcast": 5, "before": PRIVATE, "num_shared_ranks": 1}, True, True),
+        ({"num_broadcast": 5, "before": PRIVATE}, None, None),
         ({"replicated": True}, True, True),
         ({}, None, None),
     ],

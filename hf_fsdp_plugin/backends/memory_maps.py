@@ -1,0 +1,143 @@
+"""The memory mappings of this process, and which memory the parameters of a model are in.
+
+Linux only: read from ``/proc/self`` (``man 5 proc_pid_maps``, ``proc_pid_smaps``). Elsewhere no mappings are known.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+SHARED_NAME = "hf_fsdp"
+"""Name of the memory files of :mod:`hf_fsdp_plugin.backends.shared_weights`, which the kernel lists as mappings."""
+
+_MEMORY_FILE = f"/memfd:{SHARED_NAME}"
+_HEADER = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) ([0-9a-f]+) \S+ \d+ *(.*)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Region:
+    """One mapping.
+
+    Attributes:
+        start, end: addresses; ``end`` is the first address after the mapping.
+        path: path of the mapped file; empty for anonymous memory.
+        offset: position of ``start`` in the file, in bytes.
+        private_bytes: memory that only this process has, among it the changed pages of a file. 0 if it was not read.
+    """
+
+    start: int
+    end: int
+    path: str
+    offset: int
+    private_bytes: int = 0
+
+    @property
+    def is_file(self) -> bool:
+        return self.path.startswith("/")
+
+    @property
+    def is_shared_memory(self) -> bool:
+        """Whether it maps memory that :mod:`hf_fsdp_plugin.backends.shared_weights` shares on this machine."""
+        return self.path.startswith(_MEMORY_FILE)
+
+
+class MemoryMaps:
+    """All mappings of this process at one moment."""
+
+    def __init__(self, regions: Iterable[Region]) -> None:
+        self._regions = sorted(regions, key=lambda region: region.start)
+        self._starts = [region.start for region in self._regions]
+
+    @classmethod
+    def read(cls, *, private_bytes: bool = False) -> MemoryMaps:
+        """Read the mappings; with ``private_bytes``, which the kernel counts page by page, from the slower file."""
+        try:
+            text = Path("/proc/self/smaps" if private_bytes else "/proc/self/maps").read_text(errors="replace")
+        except OSError:
+            return cls([])
+        return cls(_parse(text))
+
+    def find(self, tensor: torch.Tensor) -> Region | None:
+        """Return the mapping that contains the whole tensor, or ``None``."""
+        storage = tensor.untyped_storage()
+        index = bisect_right(self._starts, storage.data_ptr()) - 1
+        if index < 0 or storage.data_ptr() + storage.nbytes() > self._regions[index].end:
+            return None
+        return self._regions[index]
+
+
+def _parse(text: str) -> list[Region]:
+    regions: list[Region] = []
+    anonymous: list[int] = []
+    for line in text.splitlines():
+        if header := _HEADER.fullmatch(line):
+            start, end, _, offset, path = header.groups()
+            regions.append(Region(start=int(start, 16), end=int(end, 16), path=path, offset=int(offset, 16)))
+            anonymous.append(0)
+        elif line.startswith("Anonymous:"):
+            anonymous[-1] = int(line.split()[1]) * 1024
+    return [
+        Region(start=region.start, end=region.end, path=region.path, offset=region.offset, private_bytes=count)
+        for region, count in zip(regions, anonymous, strict=True)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterMemory:
+    """Which memory the parameters of a model are in on one rank. Tied parameters count once.
+
+    Attributes:
+        num_mapped: number of parameters that are views of a mapped file.
+        num_shared: number of parameters in memory that the ranks of a machine share.
+        num_private: number of parameters in memory of this process alone.
+        num_on_meta: number of parameters on the meta device.
+        num_on_device: number of parameters on an accelerator.
+        private_bytes: host memory of this process alone, among it the changed pages of mapped files.
+        total_bytes: bytes of all parameters.
+    """
+
+    num_mapped: int = 0
+    num_shared: int = 0
+    num_private: int = 0
+    num_on_meta: int = 0
+    num_on_device: int = 0
+    private_bytes: int = 0
+    total_bytes: int = 0
+
+    @property
+    def num_not_private(self) -> int:
+        """Number of parameters that need no host memory of this process alone."""
+        return self.num_mapped + self.num_shared + self.num_on_meta
+
+
+def parameter_memory(parameters: Iterable[torch.Tensor]) -> ParameterMemory:
+    """Read off the addresses of the parameters which memory they are in. No collectives."""
+    maps = MemoryMaps.read(private_bytes=True)
+    counts = dict.fromkeys(("mapped", "shared", "private", "on_meta", "on_device"), 0)
+    touched: dict[int, Region] = {}
+    private_bytes = total_bytes = 0
+    for parameter in {id(parameter): parameter for parameter in parameters}.values():
+        num_bytes = parameter.numel() * parameter.element_size()
+        total_bytes += num_bytes
+        if parameter.device.type != "cpu":
+            counts["on_meta" if parameter.is_meta else "on_device"] += 1
+            continue
+        region = maps.find(parameter)
+        if region is None or not region.is_file:
+            counts["private"] += 1
+            private_bytes += num_bytes
+            continue
+        counts["shared" if region.is_shared_memory else "mapped"] += 1
+        touched[region.start] = region
+    private_bytes += sum(region.private_bytes for region in touched.values())
+    return ParameterMemory(
+        **{f"num_{kind}": count for kind, count in counts.items()},
+        private_bytes=min(private_bytes, total_bytes),
+        total_bytes=total_bytes,
+    )

@@ -1,0 +1,177 @@
+"""One process publishes weights and others map them. Nobody waits for a process that has not begun or has failed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from hf_fsdp_plugin.backends import shared_weights
+from hf_fsdp_plugin.backends.memory_maps import MemoryMaps, parameter_memory
+from hf_fsdp_plugin.backends.shared_weights import Publication, Received, WeightExchange
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux only")
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn)
+
+
+@pytest.fixture
+def exchange(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[WeightExchange]:
+    """An exchange of one of two ranks of a machine, in a job of its own."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", str(tmp_path))
+    own = WeightExchange()
+    yield own
+    own.close()
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    values = {str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in DTYPES}
+    return {**values, "scalar": torch.tensor(2.0), "empty": torch.empty(0, 3), "transposed": torch.ones(2, 3).T * 2}
+
+
+def published(exchange: WeightExchange, key: str, content: dict[str, torch.Tensor], files: Any = ()) -> Publication:
+    publication = exchange.join(key)
+    assert isinstance(publication, Publication)
+    assert publication.publish(content, files, "facts")
+    return publication
+
+
+def received(exchange: WeightExchange, key: str) -> Received:
+    result = exchange.join(key)
+    assert isinstance(result, Received)
+    return result
+
+
+def test_received_weights_equal_the_published_ones(exchange: WeightExchange) -> None:
+    content, expected = tensors(), tensors()
+    published(exchange, "key", content)
+    other = received(exchange, "key")
+    assert other.facts == "facts"
+    for found in (content, other.tensors([])):
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+            assert torch.equal(found[name].double(), tensor.double()), name
+    assert parameter_memory([content["scalar"]]).num_shared == 1
+
+
+def test_change_in_place_is_not_seen_by_others(exchange: WeightExchange) -> None:
+    content = {"weight": torch.zeros(5000)}
+    published(exchange, "key", content)
+    first = received(exchange, "key").tensors([])["weight"]
+    first.add_(1)
+    content["weight"].add_(2)
+    assert parameter_memory([first]).private_bytes > 0
+    assert received(exchange, "key").tensors([])["weight"].sum() == 0
+    assert (first.sum(), content["weight"].sum()) == (5000, 10000)
+
+
+def test_views_of_files_are_mapped_and_not_copied(exchange: WeightExchange, tmp_path: Path) -> None:
+    path = str(tmp_path / "model.safetensors")
+    save_file({"a": torch.ones(4, 4), "b": torch.arange(3.0)}, path)
+    content = load_file(path)
+    content["cast"] = content["b"].double()
+    published(exchange, "key", content, [path])
+    found = received(exchange, "key").tensors([path])
+    for group in (content, found):
+        memory = parameter_memory(group.values())
+        assert (memory.num_mapped, memory.num_shared, memory.num_private) == (2, 1, 0)
+    assert all(torch.equal(found[name], content[name]) for name in content)
+
+
+def test_waiting_process_receives_weights_computed_later(exchange: WeightExchange) -> None:
+    publication = exchange.join("key")
+    assert isinstance(publication, Publication)
+    results: list[Any] = []
+    waiting = threading.Thread(target=lambda: results.append(exchange.join("key")))
+    waiting.start()
+    publication.publish(tensors(), [], None)
+    waiting.join(30)
+    assert isinstance(results[0], Received)
+
+
+def test_waiting_process_takes_over_if_the_publisher_fails(exchange: WeightExchange) -> None:
+    publication = exchange.join("key")
+    assert isinstance(publication, Publication)
+    results: list[Any] = []
+    waiting = threading.Thread(target=lambda: results.append(exchange.join("key")))
+    waiting.start()
+    publication.close()
+    waiting.join(30)
+    assert isinstance(results[0], Publication)
+
+
+def test_publisher_that_is_killed_releases_the_key(exchange: WeightExchange) -> None:
+    program = "import sys; from hf_fsdp_plugin.backends.shared_weights import exchange\n"
+    program += "exchange.join('key'); print('computing', flush=True); sys.stdin.read()"
+    arguments: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], **arguments) as publisher:
+        assert publisher.stdout.readline() == b"computing\n"  # type: ignore[union-attr]
+        results: list[Any] = []
+        waiting = threading.Thread(target=lambda: results.append(exchange.join("key")))
+        waiting.start()
+        publisher.kill()
+        waiting.join(30)
+    assert isinstance(results[0], Publication)
+
+
+def test_keys_and_jobs_are_separate(exchange: WeightExchange, monkeypatch: pytest.MonkeyPatch) -> None:
+    published(exchange, "key", tensors())
+    assert isinstance(exchange.join("another key"), Publication)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert isinstance(exchange.join("key"), Publication)
+
+
+def test_close_withdraws_and_mapped_weights_stay_valid(exchange: WeightExchange) -> None:
+    content = {"weight": torch.ones(3)}
+    published(exchange, "key", content)
+    found = received(exchange, "key").tensors([])
+    exchange.close()
+    assert isinstance(exchange.join("key"), Publication)
+    assert torch.equal(found["weight"], torch.ones(3)) and torch.equal(content["weight"], torch.ones(3))
+
+
+def test_no_memory_leaves_the_weights_unchanged(exchange: WeightExchange, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> int:
+        raise OSError("no memory")
+
+    content = tensors()
+    publication = exchange.join("key")
+    assert isinstance(publication, Publication)
+    monkeypatch.setattr(shared_weights.os, "ftruncate", fail)
+    assert not publication.publish(content, [], None)
+    assert torch.equal(content["scalar"], torch.tensor(2.0))
+    assert isinstance(exchange.join("key"), Publication), "the next process computes the weights"
+
+
+def test_single_rank_and_other_systems_share_nothing(exchange: WeightExchange, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert exchange.join("key") is None
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.delattr(shared_weights.os, "memfd_create")
+    assert exchange.join("key") is None
+
+
+def test_parameter_memory_counts_each_kind_once() -> None:
+    model = nn.Linear(4, 4)
+    model.register_parameter("tied", model.weight)
+    model.register_parameter("meta", nn.Parameter(torch.empty(2, device="meta")))
+    memory = parameter_memory(model.parameters())
+    assert (memory.num_private, memory.num_on_meta, memory.num_mapped) == (2, 1, 0)
+    assert (memory.private_bytes, memory.total_bytes) == (80, 88)
+
+
+def test_without_proc_no_mapping_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*args: Any, **kwargs: Any) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "read_text", missing)
+    assert MemoryMaps.read().find(torch.ones(2)) is None
