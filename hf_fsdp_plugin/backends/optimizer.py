@@ -6,12 +6,14 @@ change.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FlatParameter
+from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.plan.names import canonical_name, named_parameters
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -20,10 +22,23 @@ from hf_fsdp_plugin.torch_private.fsdp1 import names_in
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DetachedOptimizer:
-    """An optimizer without parameters, and the canonical names of the parameters that each group had."""
+    """An optimizer without parameters, and the canonical names of the parameters that each group had.
+
+    Attributes:
+        initial: canonical name -> the state that the optimizer has before its first step.
+    """
 
     optimizer: torch.optim.Optimizer
     names: tuple[tuple[str, ...], ...]
+    initial: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Filled:
+    """An initial state tensor with the shape of its parameter, and one value for all elements."""
+
+    value: float
+    dtype: torch.dtype
 
 
 def detach_optimizers(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module) -> list[DetachedOptimizer]:
@@ -45,15 +60,56 @@ def detach_optimizers(optimizers: Iterable[torch.optim.Optimizer], model: nn.Mod
         if num_foreign:
             message = f"{kind} has {num_foreign} parameters that do not belong to the model."
             raise SpecError([Problem(code="FSDP-E304", message=message, fix="Create one optimizer for each model.")])
-        if optimizer.state:
+        initial = _initial_state(optimizer)
+        if initial is None:
             message = f"{kind} has stepped before sharding: its state belongs to unsharded parameters."
             fix = "Prepare the model before the first step, and load the optimizer's state afterwards."
             raise SpecError([Problem(code="FSDP-E305", message=message, fix=fix)])
         groups = tuple(tuple(names[id(p)] for p in group["params"]) for group in optimizer.param_groups)
         for group in optimizer.param_groups:
             group["params"] = []
-        detached.append(DetachedOptimizer(optimizer=optimizer, names=groups))
+        optimizer.state.clear()
+        by_name = {names[id(parameter)]: state for parameter, state in initial.items()}
+        detached.append(DetachedOptimizer(optimizer=optimizer, names=groups, initial=by_name))
     return detached
+
+
+def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer has state that it had not before its first step."""
+    return _initial_state(optimizer) is None
+
+
+def _initial_state(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]] | None:
+    """Return the state of an optimizer before its first step; ``None`` if it has stepped.
+
+    Some optimizers create state in the constructor (Adagrad), or empty entries (schedule-free ones in ``train()``).
+    """
+    initial: dict[torch.Tensor, dict[str, Any]] = {}
+    for parameter, state in optimizer.state.items():
+        if not isinstance(state, dict):
+            return None
+        for key, value in state.items():
+            is_step = key == "step"
+            if is_step and float(value) != 0:
+                return None
+            if isinstance(value, torch.Tensor) and not is_step:
+                filled = _filled(value, parameter.shape, optimizer)
+                if filled is None:
+                    return None
+                value = filled
+            initial.setdefault(parameter, {})[key] = value
+    return initial
+
+
+def _filled(value: torch.Tensor, shape: torch.Size, optimizer: torch.optim.Optimizer) -> _Filled | None:
+    """Return how to create a state tensor again; ``None`` if its elements differ."""
+    if value.shape != shape:
+        return None
+    local = value.to_local() if isinstance(value, DTensor) else value
+    if local.is_meta or not local.numel():  # Adagrad's default, for a rank that has no elements to read
+        return _Filled(float(optimizer.defaults.get("initial_accumulator_value", 0.0)), value.dtype)
+    first = local.reshape(-1)[0]
+    return _Filled(float(first), value.dtype) if bool((local == first).all()) else None
 
 
 def attach_optimizers(detached: Iterable[DetachedOptimizer], model: nn.Module) -> None:
@@ -73,6 +129,15 @@ def attach_optimizers(detached: Iterable[DetachedOptimizer], model: nn.Module) -
                     raise SpecError([_split_flat_parameter(name)])
                 parameters[id(parameter)] = parameter
             group["params"] = list(parameters.values())
+        for name, state in item.initial.items():
+            item.optimizer.state[found[name]] = {key: _create(value, found[name]) for key, value in state.items()}
+
+
+def _create(value: Any, parameter: nn.Parameter) -> Any:
+    """Return an initial state value for a sharded parameter."""
+    if isinstance(value, _Filled):
+        return torch.full_like(parameter.detach(), value.value, dtype=value.dtype)
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

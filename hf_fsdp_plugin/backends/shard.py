@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.fsdp1 import apply_fsdp1
 from hf_fsdp_plugin.backends.fsdp2 import apply_fsdp2, reshard
-from hf_fsdp_plugin.backends.optimizer import attach_optimizers, detach_optimizers
+from hf_fsdp_plugin.backends.optimizer import attach_optimizers, detach_optimizers, has_stepped
 from hf_fsdp_plugin.backends.submodule_calls import support_submodule_calls
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.torch_private.modules import mark_fsdp_managed
@@ -51,7 +51,7 @@ def rebind(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Non
     plan = plan_of(model)
     if plan is None or plan.backend != "fsdp2":
         return
-    detached = detach_optimizers([optimizer for optimizer in optimizers if not optimizer.state], model)
+    detached = detach_optimizers([optimizer for optimizer in optimizers if not has_stepped(optimizer)], model)
     reshard(model)
     attach_optimizers(detached, model)
 

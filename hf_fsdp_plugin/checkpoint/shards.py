@@ -8,9 +8,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from hf_fsdp_plugin.backends.optimizer_kinds import has_per_shard_state
+from hf_fsdp_plugin.backends.optimizer_state import state_factory
+from hf_fsdp_plugin.backends.optimizer_step import step_mode
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole
-from hf_fsdp_plugin.checkpoint.optimizer_state import state_layout
+from hf_fsdp_plugin.checkpoint.optimizer_state import (
+    inner_key,
+    is_plain,
+    per_shard_key,
+    range_of,
+    state_layout,
+)
 from hf_fsdp_plugin.checkpoint.shard_layout import (
     LocalShard,
     ParameterLayout,
@@ -70,11 +80,11 @@ def optimizer_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Opti
     """Return the state and the groups of an optimizer with parameters of ``model``.
 
     Raises:
-        CheckpointError: a state tensor is neither laid out like its parameter nor a single number.
+        CheckpointError: the state contains a tensor with an unknown layout, or an object.
     """
     layout = model_layout(model)
+    reader = _StateReader(optimizer)
     state: dict[str, dict[str, Any]] = {}
-    unsupported: list[str] = []
     groups = []
     for group in optimizer.param_groups:
         names: list[str] = []
@@ -82,38 +92,87 @@ def optimizer_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Opti
             for own in layout.by_id.get(id(parameter), ()):
                 names.append(own.name)
                 entries = optimizer.state.get(parameter, {})
-                found = {key: _state_entry(own, key, value, parameter, unsupported) for key, value in entries.items()}
+                found = dict(reader.entries(own, parameter, entries))
                 if found:
                     state[own.name] = found
         groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": names})
-    if unsupported:
-        raise CheckpointError([_unsupported_state(unsupported)])
+    if reader.unsupported:
+        raise CheckpointError([_unsupported_state(reader.unsupported)])
     return OptimizerShards(state, tuple(groups))
 
 
-def _state_entry(own: ParameterLayout, key: str, value: Any, parameter: torch.Tensor, unsupported: list[str]) -> Any:
-    """Return a state value as a shard, a scalar that is equal on all ranks, or a plain value."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    name = f"state.{own.name}.{key}"
-    local, shard = local_tensor(value), local_tensor(parameter)
-    shapes = tuple(local.shape), tuple(shard.shape)
-    if own.start is not None and local.numel() > 1:  # a whole FSDP1 unit, which is flat
-        shapes = (local.numel(),), (shard.numel(),)
-    layout = state_layout(key, *shapes)
-    if layout == "like_parameter":
-        return own.local_shard(name, local)
-    if layout == "scalar":
-        return LocalShard(name, local.dtype, tuple(local.shape), (Piece(whole(local.shape), local.detach()),))
-    mismatch = f"has shape {list(local.shape)}, but the parameter's shard has shape {list(shard.shape)}"
-    unsupported.append(f"'{key}' of {own.name} {mismatch}")
-    return None
+class _StateReader:
+    """Returns the state of one optimizer as it is stored.
+
+    Attributes:
+        unsupported: the values that cannot be stored.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.unsupported: list[str] = []
+        self._on_whole = step_mode(optimizer) == "whole"
+        self._per_shard = has_per_shard_state(optimizer)
+        self._can_create_subclasses = state_factory(optimizer) is not None
+
+    def entries(
+        self, own: ParameterLayout, parameter: torch.Tensor, state: Mapping[str, Any]
+    ) -> Iterator[tuple[str, LocalShard | Any]]:
+        """Yield the keys and values of one parameter's state: shards, scalars that are equal on all ranks, or plain
+        values.
+        """
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                if not is_plain(value):
+                    self.unsupported.append(f"'{key}' of {own.name} is a {type(value).__name__} object")
+                yield key, value
+            elif (entry := None if self._per_shard else self._entry(own, key, value, parameter)) is not None:
+                yield key, entry
+            else:
+                yield from self._per_shard_entries(own, key, value, parameter)
+
+    def _entry(self, own: ParameterLayout, key: str, value: torch.Tensor, parameter: torch.Tensor) -> LocalShard | None:
+        """Return a state tensor as a shard, or a scalar; ``None`` if it has another layout."""
+        name = f"state.{own.name}.{key}"
+        if self._on_whole and value.numel() > 1 and isinstance(parameter, DTensor) and not isinstance(value, DTensor):
+            return replicated_layout(name, value).local_shard(name, value)
+        local, shard = local_tensor(value), local_tensor(parameter)
+        shapes = tuple(local.shape), tuple(shard.shape)
+        if own.start is not None and local.numel() > 1:  # a whole FSDP1 unit, which is flat
+            shapes = (local.numel(),), (shard.numel(),)
+        layout = state_layout(key, *shapes)
+        if layout == "like_parameter":
+            return own.local_shard(name, local)
+        if layout == "scalar":
+            return LocalShard(name, local.dtype, tuple(local.shape), (Piece(whole(local.shape), local.detach()),))
+        return None
+
+    def _per_shard_entries(
+        self, own: ParameterLayout, key: str, value: torch.Tensor, parameter: torch.Tensor
+    ) -> Iterator[tuple[str, LocalShard]]:
+        """Yield a state tensor whose meaning depends on the shard. The key contains the elements of the shard."""
+        local = local_tensor(value)
+        is_subclass = type(local) is not torch.Tensor
+        is_placed = isinstance(value, DTensor) and value.shape != parameter.shape
+        if own.start is not None or is_placed or (is_subclass and not self._can_create_subclasses):
+            kind = f" ({type(local).__name__})" if is_subclass else ""
+            shapes = f"shape {list(local.shape)}{kind}, and the parameter's shard has shape"
+            self.unsupported.append(f"'{key}' of {own.name} has {shapes} {list(local_tensor(parameter).shape)}")
+            return
+        tensors = {key: local}
+        if is_subclass:
+            attributes: list[str] = local.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+            tensors = {inner_key(key, attribute): getattr(local, attribute) for attribute in attributes}
+        for inner, tensor in tensors.items() if own.boxes else ():
+            stored = per_shard_key(inner, range_of(own.boxes, own.shape))
+            name, shape = f"state.{own.name}.{stored}", tuple(tensor.shape)
+            pieces = (Piece(whole(shape), tensor.detach()),)
+            yield stored, LocalShard(name, tensor.dtype, shape, pieces, own.replica, own.replicas)
 
 
 def _unsupported_state(entries: list[str]) -> Problem:
     return Problem(
         code="FSDP-E411",
-        message=f"the optimizer keeps state that is not laid out like its parameters: {format_names(entries)}.",
+        message=f"the optimizer keeps state that cannot be stored by parameter: {format_names(entries)}.",
         fix="Use an optimizer whose state tensors have the parameter's shape or one element (AdamW, SGD), or save the "
         "model alone (save_only_model: true).",
     )

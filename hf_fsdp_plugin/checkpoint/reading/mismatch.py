@@ -61,6 +61,22 @@ def unsupported_state(checkpoint: Path, shapes: Mapping[str, Shapes]) -> Iterato
         yield _problem("FSDP-E426", checkpoint, message)
 
 
+def state_of_other_shards(checkpoint: Path, ranges: Mapping[str, Collection[str]]) -> Iterator[Problem]:
+    """Yield the problem of state (quantized, for example) that was saved for other shards than this rank has."""
+    if ranges:
+        count = plural(max(len(elements) for elements in ranges.values()), "shard")
+        names = format_names(list(ranges))
+        message = f"has optimizer state that only fits its own {count} per parameter; this rank has others: {names}."
+        fix = "Resume with the same FSDP version, strategy and number of ranks, or start with a new optimizer."
+        yield _problem("FSDP-E426", checkpoint, message, fix)
+
+
+def other_quantization(checkpoint: Path, name: str) -> Problem:
+    """Return the problem of quantized state that this optimizer would quantize in another way."""
+    fix = "Create the optimizer with the settings of the run that was saved (block_size)."
+    return _problem("FSDP-E426", checkpoint, f"has quantized optimizer state that differs in {name}.", fix)
+
+
 def _problem(code: str, checkpoint: Path, message: str, fix: str = "") -> Problem:
     if not fix:
         kind = _model_type(checkpoint)

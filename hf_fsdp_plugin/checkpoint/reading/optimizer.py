@@ -17,13 +17,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
+from hf_fsdp_plugin.backends.optimizer_state import state_factory
+from hf_fsdp_plugin.backends.optimizer_step import step_mode
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredOptimizer, StoredTensor
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_optimizer
-from hf_fsdp_plugin.checkpoint.optimizer_state import state_layout
+from hf_fsdp_plugin.checkpoint.optimizer_state import range_of, split_inner_key, split_key, state_layout
 from hf_fsdp_plugin.checkpoint.reading import mismatch
 from hf_fsdp_plugin.checkpoint.reading.fill import Transfer, fill, transfers
-from hf_fsdp_plugin.checkpoint.shard_layout import ModelLayout, ParameterLayout, Piece, model_layout
+from hf_fsdp_plugin.checkpoint.shard_layout import ModelLayout, ParameterLayout, Piece, local_tensor, model_layout
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.text import format_names
 
@@ -42,8 +44,8 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoin
 
     Raises:
         CheckpointError: there is no optimizer, files are missing or truncated, elements are missing, parameter groups
-            differ, or state is not laid out like its parameter. The error contains all problems, and nothing has been
-            changed.
+            differ, state is not laid out like its parameter, or quantized state is of other shards. The error contains
+            all problems, and nothing has been changed.
     """
     with on_all_ranks(f"comparing {checkpoint} with the optimizer"):
         stored = read_stored_optimizer(checkpoint, number)
@@ -52,7 +54,7 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoin
         layout = model_layout(model)
         stored = _with_names_of_model(stored, layout)
         groups = _pair_groups(checkpoint, optimizer, layout, stored)
-        _check_state(checkpoint, layout, stored)
+        _check_state(checkpoint, optimizer, layout, stored)
     with on_all_ranks(f"reading {checkpoint}"):
         reads = _Reads(stored.root)
         state = _read_state(reads, optimizer, layout, stored)
@@ -110,15 +112,28 @@ def _pair_groups(
     return [indices[group].pop(0) if indices.get(group) else None for group in own]
 
 
-def _check_state(checkpoint: Path, layout: ModelLayout, stored: StoredOptimizer) -> None:
+def _check_state(
+    checkpoint: Path, optimizer: torch.optim.Optimizer, layout: ModelLayout, stored: StoredOptimizer
+) -> None:
+    """Check that all state can be loaded."""
+    any_shape = step_mode(optimizer) == "whole"
     unsupported: dict[str, mismatch.Shapes] = {}
-    for name, entry in stored.state.items():
+    other_shards: dict[str, set[str]] = {}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for own in (part for parameter in parameters for part in layout.by_id.get(id(parameter), ())):
+        entry = stored.state.get(own.name, {})
         for key, value in entry.items():
-            if name in layout.local and isinstance(value, StoredTensor):
-                shape = layout.local[name][0].shape
-                if state_layout(key, value.shape, shape) == "unsupported":
-                    unsupported[f"{key} of {name}"] = (shape, value.shape)
-    if problems := list(mismatch.unsupported_state(checkpoint, unsupported)):
+            is_tensor = isinstance(value, StoredTensor) and split_key(key)[1] is None
+            if is_tensor and not any_shape and state_layout(key, value.shape, own.shape) == "unsupported":
+                unsupported[f"{key} of {own.name}"] = (own.shape, value.shape)
+        ranges = {elements for _, elements in map(split_key, entry) if elements is not None}
+        if ranges and own.boxes and (own.start is not None or range_of(own.boxes, own.shape) not in ranges):
+            other_shards[own.name] = ranges
+    problems = [
+        *mismatch.unsupported_state(checkpoint, unsupported),
+        *mismatch.state_of_other_shards(checkpoint, other_shards),
+    ]
+    if problems:
         raise CheckpointError(problems)
 
 
@@ -134,25 +149,79 @@ def _read_state(
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in enumerate(parameters):
         parts = layout.by_id.get(id(parameter), ())
-        saved: _Saved = [(part, stored.state[part.name]) for part in parts if stored.state.get(part.name)]
+        saved: _Saved = [
+            (part, _own_entries(part, stored.state[part.name])) for part in parts if part.name in stored.state
+        ]
+        saved = [(part, entry) for part, entry in saved if entry]
         # Under FSDP1, a parameter with an empty shard on this rank gets no gradient here, and therefore has no state.
         if saved and (parameter.numel() or isinstance(parameter, DTensor)):
             keys = dict.fromkeys(key for _, entry in saved for key in entry)
-            state[index] = {key: _read_entry(reads, parameter, key, saved) for key in keys}
+            inner = [key for key in keys if isinstance(saved[0][1].get(key), _PerShard) and split_inner_key(key)[1]]
+            state[index] = {key: _read_entry(reads, parameter, key, saved) for key in keys if key not in inner}
+            state[index] |= _read_subclasses(reads, optimizer, parameter, {key: saved[0][1][key] for key in inner})
     return state
+
+
+def _read_subclasses(
+    reads: _Reads, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, saved: Mapping[str, _PerShard]
+) -> dict[str, torch.Tensor]:
+    """Return new state tensors of a subclass, and add the reads that fill their inner tensors."""
+    factory = state_factory(optimizer)
+    state: dict[str, torch.Tensor] = {}
+    for name, per_shard in saved.items():
+        key, attribute = split_inner_key(name)
+        if key not in state and factory is not None:
+            state[key] = factory(optimizer, parameter.detach(), key)
+        inner = getattr(local_tensor(state[key]), attribute, None) if key in state else None
+        if inner is None or tuple(inner.shape) != per_shard.stored.shape:
+            raise CheckpointError([mismatch.other_quantization(reads.root, name)])
+        reads.transfers += transfers(per_shard.stored, [Piece(whole(per_shard.stored.shape), inner)])
+    return state
+
+
+@dataclass(frozen=True, slots=True)
+class _PerShard:
+    """Quantized state of exactly this rank's shard."""
+
+    stored: StoredTensor
+
+
+def _own_entries(part: ParameterLayout, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state without quantized state of other shards. A rank without elements gets no quantized state."""
+    if all(split_key(key)[1] is None for key in entry):
+        return dict(entry)
+    if not part.boxes:
+        return {}
+    own = range_of(part.boxes, part.shape)
+    plain = {key: value for key, value in entry.items() if split_key(key)[1] is None}
+    return plain | {split_key(key)[0]: _PerShard(value) for key, value in entry.items() if split_key(key)[1] == own}
 
 
 def _read_entry(reads: _Reads, parameter: torch.Tensor, key: str, saved: _Saved) -> Any:
     """Return the state ``key`` of one parameter object. It is zero in padding and for parameters without this state."""
     present = [(part, entry[key]) for part, entry in saved if key in entry]
     first, value = present[0]
+    if isinstance(value, _PerShard):
+        return _read_per_shard(reads, parameter, value.stored)
     if not isinstance(value, StoredTensor):
         return _common_value(key, [(part.name, value) for part, value in present])
-    if state_layout(key, value.shape, first.shape) == "scalar":
+    kind = state_layout(key, value.shape, first.shape)
+    if kind == "scalar":
         return _common_scalar(reads, key, present)
+    if kind == "unsupported":  # state of whole parameters
+        return reads.whole(value)
     local, as_state = _empty_like_shard(parameter, getattr(torch, value.dtype), padded=first.start is not None)
     for part, stored in present:
         reads.part(stored, part, local)
+    return as_state(local)
+
+
+def _read_per_shard(reads: _Reads, parameter: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
+    """Return state that belongs to this rank's shard; a DTensor, if it has the shape of a DTensor's shard."""
+    if not isinstance(parameter, DTensor) or not stored.shape or stored.shape != tuple(local_tensor(parameter).shape):
+        return reads.whole(stored)
+    local, as_state = _empty_like_shard(parameter, getattr(torch, stored.dtype), padded=False)
+    reads.transfers += transfers(stored, [Piece(whole(stored.shape), local)])
     return as_state(local)
 
 

@@ -13,6 +13,8 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks, same_on_all_ranks
 from hf_fsdp_plugin.backends.optimizer import foreign_parameters
+from hf_fsdp_plugin.backends.optimizer_mode import apply_step_mode
+from hf_fsdp_plugin.backends.optimizer_state import set_state_factory
 from hf_fsdp_plugin.backends.shard import plan_of, rebind, shard
 from hf_fsdp_plugin.backends.shared_weights import exchange
 from hf_fsdp_plugin.integrations.accelerate import private
@@ -20,6 +22,7 @@ from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, pla
 from hf_fsdp_plugin.integrations.messages import print_warnings
 from hf_fsdp_plugin.integrations.run_report import track
 from hf_fsdp_plugin.integrations.saving import prepare_buffers_after_first_step
+from hf_fsdp_plugin.integrations.torchao import private as torchao_private
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -53,6 +56,7 @@ def prepare_objects(accelerator: Any, objects: Sequence[Any]) -> Any:
         _check_optimizers(new_optimizers, models)
     if any(isinstance(obj, nn.Module) for obj in objects):
         exchange.close()  # every rank has loaded its model
+    _set_step_modes(new_optimizers, models)
     track(accelerator)
     plugin = planned_plugin(accelerator)
     if plugin is not None and plugin.spec.checkpoint.asynchronous and new_optimizers:
@@ -136,3 +140,26 @@ def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], models: Seque
     ]
     if problems:
         raise SpecError(problems)
+
+
+def _set_step_modes(optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module]) -> None:
+    """Decide how the steps of each optimizer run on its model's shards. Collective.
+
+    Raises:
+        SpecError: an optimizer cannot run on these shards.
+    """
+    found = []
+    for optimizer in optimizers:
+        owners = [model for model in models if foreign_parameters(optimizer, [model]) < _num_parameters(optimizer)]
+        plan = plan_of(owners[0]) if owners else None
+        if torchao_private.can_create_state(optimizer):
+            set_state_factory(optimizer, torchao_private.create_state)
+        if plan is not None and (problem := apply_step_mode(optimizer, plan)) is not None:
+            found.append(problem)
+    print_warnings(found)
+    if errors := [problem for problem in found if problem.severity == "error"]:
+        raise SpecError(errors)
+
+
+def _num_parameters(optimizer: torch.optim.Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)

@@ -114,16 +114,21 @@ def test_error_in_a_save_removes_its_files(manager: CheckpointManager, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("shape", "supported"), [((3, 4), True), ((1,), True), ((3,), False)])
+@pytest.mark.parametrize(("shape", "key"), [((3, 4), "rows"), ((1,), "rows"), ((3,), "rows@0+12")])
 @pytest.mark.usefixtures("manager")
-def test_optimizer_state_layout_must_be_known(shape: tuple[int, ...], supported: bool) -> None:
+def test_optimizer_state_of_other_shape_names_its_shard(shape: tuple[int, ...], key: str) -> None:
     model = nn.Linear(4, 3, bias=False)
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.state[model.weight] = {"rows": torch.ones(shape)}
-    if supported:
-        assert optimizer_shards(model, optimizer).state["weight"]["rows"].shape == shape
-        return
+    assert optimizer_shards(model, optimizer).state["weight"][key].shape == shape
+
+
+@pytest.mark.usefixtures("manager")
+def test_objects_in_optimizer_state_are_refused() -> None:
+    model = nn.Linear(4, 3, bias=False)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state[model.weight] = {"step": 3, "range": (0.1, 2), "projector": nn.Linear(2, 2)}
     with pytest.raises(CheckpointError) as caught:
         optimizer_shards(model, optimizer)
     [problem] = caught.value.problems
-    assert problem.code == "FSDP-E411" and "'rows' of weight" in problem.message
+    assert problem.code == "FSDP-E411" and "'projector' of weight is a Linear object" in problem.message
