@@ -12,11 +12,20 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.torch_private import fsdp1
 from hf_fsdp_plugin.torch_private.functions import scale_tensors, tensor_norms
 
 # The same constant as in torch's clip_grads_with_norm_.
 _EPSILON = 1e-6
+
+
+_PARAMETER_OF_OTHER_MODEL = Problem(
+    code="FSDP-E611",
+    message="clip_grad_norm_() was called with parameters that FSDP1 has sharded in a model that was not prepared, so "
+    "the ranks that have the other shards are unknown.",
+    fix="Pass the model to prepare(), or call clip_grad_norm_ of the model itself.",
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -84,6 +93,8 @@ def _groups(models: Sequence[nn.Module], parameters: Iterable[nn.Parameter]) -> 
             gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         else:
             over, device = flat.get(id(parameter), ((), None))
+            if device is None and fsdp1.is_flattened(parameter):
+                raise SpecError([_PARAMETER_OF_OTHER_MODEL])
         group = groups.setdefault(over, _Group(process_groups=over, device=device))
         if gradient is not None:
             group.gradients.append(gradient)
@@ -91,13 +102,14 @@ def _groups(models: Sequence[nn.Module], parameters: Iterable[nn.Parameter]) -> 
 
 
 def _flat_shards(models: Sequence[nn.Module]) -> dict[int, tuple[tuple[dist.ProcessGroup, ...], torch.device | None]]:
-    """Return ``id`` of each parameter that FSDP1 has sharded -> shard group, and device on which it is computed."""
+    """Return ``id`` of each FSDP1 parameter -> shard group, if it is sharded, and device on which it is computed."""
     found: dict[int, tuple[tuple[dist.ProcessGroup, ...], torch.device | None]] = {}
     for model in models:
         for unit in FullyShardedDataParallel.fsdp_modules(model):
             flat, group = fsdp1.flat_parameter(unit), fsdp1.shard_group(unit)
-            if flat is not None and group is not None:
-                found.update((id(p), ((group,), unit.compute_device)) for p in fsdp1.parameter_objects(flat))
+            if flat is not None:
+                over = (group,) if group is not None else ()
+                found.update((id(p), (over, unit.compute_device)) for p in fsdp1.parameter_objects(flat))
     return found
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -46,9 +45,28 @@ def support_submodule_calls(model: nn.Module) -> None:
     for module in (model, *outermost):
         generate: Any = getattr(module, "generate", None) if hasattr(type(module), "generate") else None
         if generate is not None:
-            module.generate = calls.wrap_generate(generate)  # type: ignore[assignment]
+            module.generate = calls.wrap_generate(module, generate)  # type: ignore[assignment]
         if hasattr(type(module), "resize_token_embeddings"):
             module.resize_token_embeddings = _refuse_resize  # type: ignore[assignment]
+
+
+def free_before_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Free what is still gathered before each step of an optimizer of a sharded model.
+
+    The root, and units without reshard after forward, stay gathered after a forward without gradients, such as an
+    evaluation between backward and step. The next forward would use this copy instead of the updated shards.
+    """
+    if isinstance(model, (FullyShardedDataParallel, FSDPModule)):
+        optimizer.register_step_pre_hook(lambda *_: free_gathered(model))
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Free the parameters of a sharded model that are gathered."""
+    for module in model.modules():
+        if isinstance(module, FullyShardedDataParallel):
+            fsdp1.free_gathered(module)
+        elif isinstance(module, FSDPModule):
+            module.reshard()
 
 
 class SubmoduleCalls:
@@ -89,31 +107,48 @@ class SubmoduleCalls:
         output = self._leave(module, args, output)
         if not torch.is_grad_enabled() and not self._keeps_gathered:
             # No backward will free the parameters. An optimizer step would leave the gathered copy outdated.
-            self._free()
+            free_gathered(self.root)
         return output
 
-    def wrap_generate(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``generate`` that keeps the root gathered between tokens, and frees everything at the end."""
+    def wrap_generate(self, module: nn.Module, generate: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``generate`` that gathers the root before the first token, and frees everything at the end."""
 
         @functools.wraps(generate)
         def gathered(*args: Any, **kwargs: Any) -> Any:
-            with self._gathered():
+            if self._keeps_gathered or not self._is_idle():
                 return generate(*args, **kwargs)
+            return self._generate(module, generate, args, kwargs)
 
         return gathered
 
-    @contextmanager
-    def _gathered(self) -> Iterator[None]:
-        if self._keeps_gathered or not self._is_idle():
-            yield
-            return
+    def _generate(
+        self, module: nn.Module, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Enter the root's forward, because ``generate`` may read the root's own parameters before it calls a module.
+
+        FSDP2's root leaves its forward after the first token, and enters it again for each further token.
+        """
         self._keeps_gathered = True
         try:
-            yield
+            with torch.no_grad():
+                args, kwargs = self._enter_with_tensors(module, args, kwargs)
+            return generate(*args, **kwargs)
         finally:
             self._keeps_gathered = False
-            if self._is_idle():
-                self._free()
+            if not self._is_idle():
+                with torch.no_grad():
+                    self._leave(module, (), None)
+            free_gathered(self.root)
+
+    def _enter_with_tensors(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Enter with the tensors among the arguments: FSDP would rebuild other objects to look for tensors in them."""
+        is_tensor = [isinstance(value, torch.Tensor) for value in args]
+        tensors = tuple(value for value in args if isinstance(value, torch.Tensor))
+        named = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
+        entered, entered_named = self._enter(module, tensors, named)
+        remaining = iter(entered)
+        positional = tuple(next(remaining) if flag else value for flag, value in zip(is_tensor, args, strict=True))
+        return positional, {**kwargs, **entered_named}
 
     def _is_idle(self) -> bool:
         """Whether the root is neither in a forward nor in a backward."""
@@ -123,10 +158,6 @@ class SubmoduleCalls:
         raise NotImplementedError
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        raise NotImplementedError
-
-    def _free(self) -> None:
-        """Free the parameters that are still gathered."""
         raise NotImplementedError
 
 
@@ -165,10 +196,6 @@ class _Fsdp1Calls(SubmoduleCalls):
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return fsdp1.after_forward(self.root, output)
 
-    def _free(self) -> None:
-        for unit in FullyShardedDataParallel.fsdp_modules(self.root):
-            fsdp1.free_gathered(unit)
-
 
 class _Fsdp2Calls(SubmoduleCalls):
     def _is_idle(self) -> bool:
@@ -179,11 +206,6 @@ class _Fsdp2Calls(SubmoduleCalls):
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return fsdp2.after_forward(self.root, module, args, output)
-
-    def _free(self) -> None:
-        for module in self.root.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
 
 def _cast(output: Any, dtype: torch.dtype | None) -> Any:

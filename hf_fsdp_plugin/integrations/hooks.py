@@ -14,12 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-Group = Literal["accelerate", "transformers", "loading"]
+Group = Literal["accelerate", "transformers", "loading", "trl"]
 GROUPS: Final[dict[Group, str]] = {
     "accelerate": "Installed by `install()`, `accelerator()` and `FsdpTrainer`.",
     "transformers": "Installed by `install()`. `FsdpTrainer`, `FsdpTrainerMixin` and `FsdpTrainingArguments` override "
     "the same methods in a subclass instead.",
     "loading": "Installed by `install()`, and when a spec enables RAM-efficient loading.",
+    "trl": "Installed together with the hooks of Accelerate. TRL is optional.",
 }
 
 
@@ -147,6 +148,9 @@ _TRANSFORMERS_HOOKS = (
          reason="The file of the RNG state has one name for a single rank and another for several ranks. A change of "
                 "the world size or of the batch is reported.",
          until="The Trainer reads both names."),
+    Hook("transformers.trainer_seq2seq:Seq2SeqTrainer.prediction_step", "transformers.seq2seq:prediction_step",
+         reason="The method gathers the whole FSDP1 model in fp32 on every rank for each batch.",
+         until="The method calls `generate` of a sharded model."),
 )
 
 _LOADING_HOOKS = (
@@ -159,10 +163,18 @@ _LOADING_HOOKS = (
                 "the result of one rank.",
          until="Transformers shares the memory."),
 )
+
+_TRL_HOOKS = (
+    Hook("trl.models.utils:prepare_fsdp", "trl.models:prepare_fsdp",
+         reason="The function shards a second model with the plugin's fields: under FSDP2 as one unit, and under both "
+                "versions without mesh, ignored modules and broadcast.",
+         until="TRL prepares such models with the Accelerator."),
+)
 # fmt: on
 
 HOOKS: Final[dict[Group, tuple[Hook, ...]]] = {
     "accelerate": _ACCELERATE_HOOKS,
     "transformers": _TRANSFORMERS_HOOKS,
     "loading": _LOADING_HOOKS,
+    "trl": _TRL_HOOKS,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Final, TypeVar
@@ -58,15 +59,26 @@ def _replace(hook: Hook, module: ModuleType) -> Callable[[], None]:
         return _replacement(hook)(bound, *args, **kwargs)
 
     attribute = staticmethod(replacing) if is_static else replacing
-    setattr(owner, hook.name, attribute)
+    for each in [owner, *_importers(hook, original)]:
+        setattr(each, hook.name, attribute)
 
     def restore() -> None:
         nonlocal active
         active = False  # other code may have wrapped the replacement, which calls only the original from now on
-        if vars(owner)[hook.name] is attribute:
-            setattr(owner, hook.name, original)
+        for each in [owner, *_importers(hook, attribute)]:
+            if vars(each)[hook.name] is attribute:
+                setattr(each, hook.name, original)
 
     return restore
+
+
+def _importers(hook: Hook, function: Any) -> list[ModuleType]:
+    """Return the modules of the library that have imported a function by name from the module that defines it."""
+    if hook.class_name or function.__module__ != hook.module:
+        return []
+    library = hook.module.partition(".")[0]
+    modules = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == library and m is not None]
+    return [m for m in modules if m.__name__ != hook.module and vars(m).get(hook.name) is function]
 
 
 _installed = InstalledHooks()

@@ -50,8 +50,9 @@ def report_accelerator(
         SpecError: the plugin has prepared no model of this accelerator.
     """
     saved = stored_state_dict_type(checkpoint) if checkpoint is not None else None
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
     return build_report_of_trained(
-        prepared_models(accelerator),
+        [*prepared_models(accelerator), *getattr(plugin, "evaluated_models", ())],
         prepared_optimizers(accelerator),
         batch=batch or _loader_batch(accelerator),
         state_dict=saved or _next_state_dict(accelerator),

@@ -17,7 +17,7 @@ from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.observe.first_step import recorded_first_step
 from hf_fsdp_plugin.observe.live_run import LiveRun
 from hf_fsdp_plugin.observe.memory import observe_memory, unmanaged_parameters
-from hf_fsdp_plugin.observe.optimizer import check_optimizer, trained_pair, unwrapped_optimizer
+from hf_fsdp_plugin.observe.optimizer import check_optimizer, optimizer_of, trained_pair, unwrapped_optimizer
 from hf_fsdp_plugin.observe.report import BatchShape, RankObservation, Report
 from hf_fsdp_plugin.observe.settings import SettingObservation, check_settings, observe_settings
 from hf_fsdp_plugin.observe.units import UnitObservation, observe_units
@@ -94,6 +94,8 @@ def build_report(
 def build_report_of_trained(models: Sequence[Any], optimizers: Sequence[Any] = (), **facts: Any) -> Report:
     """Build the report of the first prepared model that one of the optimizers updates. Collective.
 
+    It contains the reports of the other prepared models.
+
     Args:
         facts: ``batch``, ``state_dict`` and ``saved_asynchronously`` of :func:`build_report`.
 
@@ -113,7 +115,13 @@ def build_report_of_trained(models: Sequence[Any], optimizers: Sequence[Any] = (
             ]
         )
     model, optimizer = trained_pair([*plans], optimizers)
-    return build_report(model, plans[model], optimizer=optimizer, **facts)
+    report = build_report(model, plans[model], optimizer=optimizer, **facts)
+    others = [
+        build_report(other, plan, optimizer=optimizer_of(other, optimizers), state_dict=facts.get("state_dict"))
+        for other, plan in plans.items()
+        if other is not model
+    ]
+    return replace(report, other_models=tuple(others))
 
 
 def _find_plan(model: Any) -> FsdpPlan | None:

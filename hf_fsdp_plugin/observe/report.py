@@ -56,6 +56,7 @@ class Report:
         ranks: one entry per rank.
         problems: the plan's warnings and notes, then the problems of the live model.
         batch: the input of one step; ``None`` if unknown.
+        other_models: the reports of the run's other models, such as a second trained one or a reference model.
     """
 
     backend: str
@@ -71,6 +72,7 @@ class Report:
     problems: tuple[Problem, ...]
     batch: BatchShape | None
     versions: dict[str, str]
+    other_models: tuple[Report, ...] = ()
 
     @property
     def differing(self) -> tuple[SettingObservation, ...]:
@@ -108,6 +110,20 @@ class Report:
             "tokens": self.tokens,
             "versions": self.versions,
             "problems": [problem.to_json() for problem in self.problems],
+            "other_models": [other._model_json() for other in self.other_models],
+        }
+
+    def _model_json(self) -> dict[str, Any]:
+        """Return the part of the JSON that depends on the model."""
+        return {
+            "backend": self.backend,
+            "model_class": self.model_class,
+            "mesh": self.mesh,
+            "num_params": self.num_params,
+            "units": [unit.to_json() for unit in self.units],
+            "settings": [row.to_json() for row in self.settings],
+            "memory": self.memory.to_json(),
+            "problems": [problem.to_json() for problem in self.problems],
         }
 
     def write(self, path: str | os.PathLike[str]) -> Path | None:
@@ -132,6 +148,18 @@ class Report:
             memory_table([row.memory for row in self.ranks], self.memory),
             settings_table(self.settings),
             problem_lines(self.problems, {row.setting for row in self.differing}),
+            *(other._as_other_model(self) for other in self.other_models),
+        ]
+        return "\n\n".join(part for part in parts if part)
+
+    def _as_other_model(self, trained: Report) -> str:
+        """Return the tables of units, differing settings and problems that the report of ``trained`` lacks."""
+        problems = [problem for problem in self.problems if problem not in trained.problems]
+        parts = [
+            f"other model: {self._header()}",
+            units_table(self.units),
+            settings_table(self.differing) if self.differing else "",
+            problem_lines(problems, {row.setting for row in self.differing}),
         ]
         return "\n\n".join(part for part in parts if part)
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp._common_utils import TrainingState
+from torch.distributed.fsdp import FlatParameter
+from torch.distributed.fsdp._common_utils import TrainingState, _is_fsdp_flattened
 from torch.distributed.fsdp._runtime_utils import (
     _post_forward,
     _post_forward_reshard,
@@ -100,6 +101,11 @@ def names_in(flat: Any, name: str) -> list[str]:
 def parameter_objects(flat: Any) -> list[nn.Parameter]:
     """Return all objects that can represent a part of a flat parameter in the module tree."""
     return [flat, *(flat._params or ()), *(flat._shared_params or ())]
+
+
+def is_flattened(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is a flat parameter or a part of one."""
+    return _is_fsdp_flattened(parameter) or isinstance(parameter, FlatParameter)
 
 
 def local_shard(flat: Any) -> torch.Tensor:

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils.fsdp_utils import get_parameters_from_modules
 from cases_trainer import losses, make_trainer
-from tiny import MODELS, SimpleModel, tiny_llama
+from tiny import MODELS, SimpleModel, tiny_bert, tiny_llama
 from torch import nn
 from torch._dynamo.testing import CompileCounter
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from training import fresh_accelerator, loss_of, sgd, train_prepared
 
@@ -46,6 +47,72 @@ def train_wrapped_by_author(
         prepared = accelerator.prepare(model)
         optimizer = accelerator.prepare(sgd(prepared))
     return {**train_prepared(accelerator, prepared, optimizer, name, NUM_STEPS), "same": prepared is model}
+
+
+def wrap_with_fields(accelerator: Any, model: nn.Module) -> nn.Module:
+    """Shard a model with the plugin's fields, as TRL's ``prepare_fsdp`` does."""
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.fsdp_version == 1:
+        plugin.set_auto_wrap_policy(model)
+        return FullyShardedDataParallel(
+            model,
+            sharding_strategy=plugin.sharding_strategy or plugin.reshard_after_forward,
+            cpu_offload=plugin.cpu_offload,
+            auto_wrap_policy=plugin.auto_wrap_policy,
+            mixed_precision=plugin.mixed_precision_policy,
+            sync_module_states=plugin.sync_module_states,
+            backward_prefetch=plugin.backward_prefetch,
+            forward_prefetch=plugin.forward_prefetch,
+            use_orig_params=plugin.use_orig_params,
+            param_init_fn=plugin.param_init_fn,
+            ignored_modules=plugin.ignored_modules,
+            limit_all_gathers=plugin.limit_all_gathers,
+            device_id=accelerator.device,
+        )
+    mesh = accelerator.torch_device_mesh
+    return fully_shard(
+        model,
+        reshard_after_forward=plugin.reshard_after_forward,
+        offload_policy=plugin.cpu_offload,
+        mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),
+        mesh=mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)] if mesh is not None else None,
+        ignored_params=get_parameters_from_modules(plugin.ignored_modules, model, accelerator.device),
+    )
+
+
+def train_wrapped_with_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Train a model that was sharded with the plugin's fields and then prepared."""
+    accelerator = fresh_accelerator(config)
+    model, optimizer = accelerator.prepare(wrapped := wrap_with_fields(accelerator, tiny_llama()), sgd(wrapped))
+    return train_prepared(accelerator, model, optimizer, "llama", NUM_STEPS)
+
+
+def clip_unprepared(config: dict[str, Any]) -> tuple[float, float]:
+    """Return the norm of one backward of a model that is wrapped but not prepared, and the norm in one process."""
+    accelerator = fresh_accelerator(config)
+    bare, model = tiny_llama(), wrap_with_fields(accelerator, tiny_llama())
+    loss_of(bare, "llama", 0).backward()
+    loss_of(model, "llama", 0).backward()
+    expected = torch.nn.utils.clip_grad_norm_(bare.parameters(), 0.5).item()
+    return accelerator.clip_grad_norm_(model.parameters(), 0.5).item(), expected
+
+
+def evaluate_further_models(config: dict[str, Any]) -> dict[str, Any]:
+    """Train a llama beside frozen models of other classes, which are prepared for evaluation only."""
+    from hf_fsdp_plugin.integrations.accelerate.prepare import prepare_for_evaluation
+
+    accelerator = fresh_accelerator(config)
+    model: Any = tiny_llama()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    teachers = {"bert": tiny_bert(), "simple": SimpleModel()}
+    prepared = {name: prepare_for_evaluation(accelerator, teacher) for name, teacher in teachers.items()}
+    with torch.no_grad():
+        found = {name: loss_of(teacher, name, 0).item() for name, teacher in prepared.items()}
+        expected = {name: loss_of(MODELS[name](), name, 0).item() for name in prepared}
+    accelerator.prepare(prepared["bert"])  # it is prepared already
+    run = train_prepared(accelerator, model, optimizer, "llama", NUM_STEPS)
+    text = str(hfp.report(accelerator))
+    return {**run, "found": found, "expected": expected, "text": text}
 
 
 def dropout_step(config: dict[str, Any], native: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:

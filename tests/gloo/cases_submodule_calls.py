@@ -7,11 +7,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from model_families import FAMILIES, Batch
+from cases_trainer import losses, make_trainer
+from model_families import FAMILIES, NUM_ROWS, Batch
 from tiny import MODELS, global_batch, my_part, tiny_llama
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from training import fresh_accelerator, sgd
+from transformers import (
+    LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    TrainerCallback,
+    default_data_collator,
+)
+
+import hf_fsdp_plugin as hfp
 
 NUM_STEPS = 3
 
@@ -125,6 +135,23 @@ def same(one: list[Any], other: list[Any]) -> bool:
     )
 
 
+class LlamaWithOffset(LlamaForCausalLM):
+    """A llama whose ``generate`` reads a parameter of the model itself, as BLIP-2 reads its query tokens."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.offset = nn.Parameter(torch.ones(4))
+
+    def generate(self, tokens: torch.Tensor, **kwargs: Any) -> Any:
+        return super().generate(tokens + self.offset.sum().long() - 4, **kwargs)
+
+
+def generating_model(how: str) -> Any:
+    if how == "own parameter":
+        return LlamaWithOffset(tiny_llama().config)
+    return MODELS["lora" if how == "peft" else "llama"]()
+
+
 def generate(config: dict[str, Any], how: str) -> tuple[list[int], list[int], bool]:
     """Generate with a prompt of another length on each rank.
 
@@ -136,10 +163,11 @@ def generate(config: dict[str, Any], how: str) -> tuple[list[int], list[int], bo
     accelerator = fresh_accelerator(config)
     prompt = torch.tensor([[1, 2, 3, 4][: 2 + accelerator.process_index]])
     arguments = {"max_new_tokens": 3 + accelerator.process_index, "do_sample": False, "eos_token_id": 95}
-    bare: Any = MODELS["lora" if how == "peft" else "llama"]().eval()
+    torch.manual_seed(0)
+    bare: Any = generating_model(how).eval()
     expected = bare.generate(prompt, **arguments)
-    model: Any = MODELS["lora" if how == "peft" else "llama"]()
-    model = accelerator.prepare(model)
+    torch.manual_seed(0)
+    model: Any = accelerator.prepare(generating_model(how))
     before = accelerator.get_state_dict(model)
     inner = accelerator.unwrap_model(model)
     if how in ("summoned", "root summoned"):
@@ -147,10 +175,93 @@ def generate(config: dict[str, Any], how: str) -> tuple[list[int], list[int], bo
         with context, torch.no_grad():
             tokens = inner.generate(prompt, **arguments)
     else:
-        tokens = {"model": model, "unwrapped": inner, "peft": inner}[how].generate(prompt, **arguments)
+        tokens = (model if how == "model" else inner).generate(prompt, **arguments)
     after = accelerator.get_state_dict(model)
     equal = all(torch.equal(before[key], after[key]) for key in before) and model.training
     return tokens.tolist(), expected.tolist(), equal
+
+
+def encode(config: dict[str, Any], folder: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the embeddings that a sharded SentenceTransformer and a bare one compute."""
+    from sentence_transformers import SentenceTransformer
+
+    sentences = ["w1 w2 w3", "w4", "w5 w6"]
+    expected = SentenceTransformer(folder, device="cpu").encode(sentences, convert_to_tensor=True)
+    accelerator = fresh_accelerator(config)
+    model = accelerator.prepare(SentenceTransformer(folder, device="cpu"))
+    return accelerator.unwrap_model(model).encode(sentences, convert_to_tensor=True), expected
+
+
+class Generate(TrainerCallback):
+    """Generates in every event of a training, and evaluates before the optimizer step."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.num_calls += 1
+        kwargs["model"].generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2, do_sample=False)
+
+    on_evaluate = on_step_begin = on_step_end
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.num_calls += 1
+        with torch.no_grad():
+            kwargs["model"](**global_batch(0))
+
+
+def train_with_callback(output_dir: str, arguments: dict[str, Any]) -> tuple[list[float], list[float], int]:
+    """Train with and without a callback that generates. Return both losses, and the number of its calls."""
+    plain, callback = make_trainer(output_dir, **arguments), Generate()
+    plain.train()
+    generating = make_trainer(output_dir, callbacks=[callback], **arguments)
+    generating.train()
+    return losses(plain), losses(generating), callback.num_calls
+
+
+class Sequences(torch.utils.data.Dataset):
+    """The rows of global batches of T5."""
+
+    def __init__(self, num_batches: int) -> None:
+        batches = [FAMILIES["t5"].batch(step) for step in range(num_batches)]
+        self.rows = [
+            dict(zip(batch, row, strict=True)) for batch in batches for row in zip(*batch.values(), strict=True)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.rows[index]
+
+
+def train_seq2seq(output_dir: str, config: dict[str, Any] | None, **arguments: Any) -> dict[str, Any]:
+    """Train T5 with ``Seq2SeqTrainer`` and evaluate with ``generate`` after each step; without a config, unsharded."""
+    if config is not None:
+        hfp.install(config, report=f"{output_dir}/report.json")
+    args = Seq2SeqTrainingArguments(
+        output_dir=output_dir, per_device_train_batch_size=NUM_ROWS // dist.get_world_size(), max_steps=NUM_STEPS,
+        per_device_eval_batch_size=1, eval_strategy="steps", eval_steps=1, predict_with_generate=True, use_cpu=True,
+        generation_max_length=6, logging_steps=1, report_to="none", save_strategy="no", learning_rate=1e-2,
+        # Otherwise the Trainer multiplies T5's loss, which is a mean, by the number of ranks, with DDP too.
+        average_tokens_across_devices=False,
+        **arguments,
+    )  # fmt: skip
+    trainer = Seq2SeqTrainer(
+        model=FAMILIES["t5"].build(),
+        args=args,
+        train_dataset=Sequences(NUM_STEPS),
+        eval_dataset=Sequences(1),
+        data_collator=default_data_collator,
+        processing_class=None,
+    )
+    trainer.train()
+    tokens = trainer.predict(Sequences(1)).predictions
+    return {
+        "losses": losses(trainer),
+        "eval losses": [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry],
+        "tokens": tokens.tolist(),
+    }
 
 
 def resize(config: dict[str, Any]) -> None:

@@ -71,6 +71,47 @@ def test_model_wrapped_by_author_keeps_units_and_trains(
     assert not [problem for problem in report["problems"] if problem["severity"] == "error"]
 
 
+@pytest.mark.parametrize(
+    ("version", "settings"),
+    [(1, {}), (1, {"fsdp_use_orig_params": False, "fsdp_ignored_modules": "lm_head"}), (2, {}),
+     (2, {"fsdp_ignored_modules": "lm_head"})],
+)  # fmt: skip
+def test_model_wrapped_with_plugin_fields_trains(two_ranks: Ranks, version: int, settings: dict[str, Any]) -> None:
+    config = config_of(version, fsdp_sync_module_states=True, fsdp_offload_params=True, **settings)
+    run = two_ranks.run(cases.train_wrapped_with_fields, config)[0]
+    if not settings.get("fsdp_ignored_modules"):  # FSDP does not reduce the gradients of ignored modules
+        assert_same_training(run, reference_of("llama"))
+    layers = [unit["name"] for unit in run["report"]["units"]]
+    assert layers == ([f"model.layers.{i}" for i in range(3)] if version == 1 else []) + [""]
+
+
+def test_clipping_of_unprepared_fsdp1_model_is_refused(two_ranks: Ranks) -> None:
+    for settings in ({}, {"fsdp_use_orig_params": False}):
+        with pytest.raises(RankError, match="FSDP-E611"):
+            two_ranks.run(cases.clip_unprepared, config_of(1, **settings))
+    norm, expected = two_ranks.run(cases.clip_unprepared, config_of(2))[0]
+    assert norm == pytest.approx(expected, rel=RELATIVE)
+
+
+@VERSIONS
+def test_further_models_are_sharded_and_reported(two_ranks: Ranks, version: int) -> None:
+    run = two_ranks.run(
+        cases.evaluate_further_models, config_of(version, fsdp_transformer_layer_cls_to_wrap="LlamaDecoderLayer")
+    )[0]
+    assert_same_training(run, reference_of("llama"))
+    assert run["found"] == pytest.approx(run["expected"], rel=RELATIVE)
+    report = run["report"]
+    assert report["model_class"] == "LlamaForCausalLM"
+    bert, simple = report["other_models"]
+    assert (bert["model_class"], simple["model_class"]) == ("BertForMaskedLM", "SimpleModel")
+    assert {"bert.encoder.layer.0", "bert.encoder.layer.2"} <= {unit["name"] for unit in bert["units"]}
+    assert [unit["name"] for unit in simple["units"]] == [""]
+    for other in (bert, simple):
+        assert differing(other) == []
+        assert "FSDP-W260" in [problem["code"] for problem in other["problems"]]
+    assert "other model" in run["text"] and "BertForMaskedLM" in run["text"]
+
+
 @pytest.mark.parametrize(("version", "use_orig"), [(1, False), (2, True)])
 def test_optimizer_created_before_wrapping_is_refused(two_ranks: Ranks, version: int, use_orig: bool) -> None:
     with pytest.raises(RankError, match=r"4 parameters of SGD.*FSDP-E604"):

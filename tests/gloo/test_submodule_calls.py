@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import cases_submodule_calls as cases
 import pytest
 import torch
+from cases_trl import write_model
 from ranks import RankError, Ranks
-from tiny import parallel_config
+from tiny import parallel_config, tiny_bert
 
 VERSIONS = pytest.mark.parametrize("version", [1, 2])
 LAYOUTS = pytest.mark.parametrize(
@@ -54,8 +56,8 @@ def test_loss_by_submodules_trains_as_in_one_process(
 
 
 @LAYOUTS
-@pytest.mark.parametrize("how", ["model", "unwrapped", "peft", "summoned", "root summoned"])
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("how", ["model", "unwrapped", "peft", "own parameter", "summoned", "root summoned"])
+@pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_generate_works_wherever_it_is_called(
     two_ranks: Ranks, how: str, version: int, settings: dict[str, Any], precision: str
 ) -> None:
@@ -76,3 +78,43 @@ def test_generate_works_wherever_it_is_called(
 def test_resize_of_sharded_embeddings_is_refused(two_ranks: Ranks, version: int) -> None:
     with pytest.raises(RankError, match="FSDP-E610"):
         two_ranks.run(cases.resize, config_of(version))
+
+
+@pytest.mark.parametrize(
+    ("version", "settings"),
+    [(1, {}), pytest.param(1, {"fsdp_use_orig_params": False}, marks=pytest.mark.slow), (2, {})],
+)
+def test_generate_in_callbacks_does_not_change_training(
+    two_ranks: Ranks, tmp_path: Path, version: int, settings: dict[str, Any]
+) -> None:
+    use_orig = settings.get("fsdp_use_orig_params", True)
+    fsdp_config = {
+        "version": version,
+        "use_orig_params": use_orig,
+        "transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+    }
+    arguments = {"fsdp": "full_shard auto_wrap", "fsdp_config": fsdp_config, "eval_strategy": "steps", "eval_steps": 2}
+    plain, generating, num_calls = two_ranks.run(cases.train_with_callback, str(tmp_path), arguments)[0]
+    assert generating == pytest.approx(plain, rel=1e-6)
+    assert num_calls > 12
+
+
+@VERSIONS
+def test_seq2seq_trainer_generates_as_one_process(
+    one_rank: Ranks, two_ranks: Ranks, tmp_path: Path, version: int
+) -> None:
+    config = config_of(version, fsdp_transformer_layer_cls_to_wrap="T5Block")
+    run = two_ranks.run(cases.train_seq2seq, str(tmp_path), config)[0]
+    expected = one_rank.run(cases.train_seq2seq, str(tmp_path), None)[0]
+    assert run["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert run["eval losses"] == pytest.approx(expected["eval losses"], rel=1e-5)
+    assert run["tokens"] == expected["tokens"]
+
+
+@VERSIONS
+def test_sentence_transformer_encodes_as_in_one_process(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
+    pytest.importorskip("sentence_transformers")
+    write_model(str(tmp_path), tiny_bert())
+    config = config_of(version, fsdp_transformer_layer_cls_to_wrap="BertLayer")
+    for found, expected in two_ranks.run(cases.encode, config, str(tmp_path)):
+        torch.testing.assert_close(found, expected)

@@ -41,7 +41,7 @@ def accelerator(spec: FsdpSpec, **kwargs: Any) -> Accelerator:
     Raises:
         SpecError: the process is not a rank of a launcher, so there is no process group.
     """
-    install_hooks("accelerate")
+    install_hooks("accelerate", "trl")
     set_loading_variables(spec)
     if spec.launch.use_cpu:
         kwargs.setdefault("cpu", True)
@@ -107,6 +107,9 @@ def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs
 @if_planned
 def prepare_model(original: Callable[..., Any], accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("evaluation_mode", args[1] if len(args) > 1 else False):
+        if not args and kwargs.get("device_placement") is None:
+            # Accelerate leaves the placement to FSDP, which does not shard a model in this mode.
+            kwargs["device_placement"] = True
         return original(model, *args, **kwargs)
     optimizers = [wrapper.optimizer for wrapper in prepared_optimizers(accelerator)]
     return planned.prepare_model(accelerator, model, optimizers)

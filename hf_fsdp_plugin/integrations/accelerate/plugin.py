@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
+import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
+from torch import nn
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
@@ -21,18 +25,25 @@ from torch.distributed.fsdp import (
     FullStateDictConfig,
     LocalOptimStateDictConfig,
     LocalStateDictConfig,
+    MixedPrecision,
+    MixedPrecisionPolicy,
     OffloadPolicy,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
 )
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
 from hf_fsdp_plugin.backends.shard import plan_of
+from hf_fsdp_plugin.backends.torch_types import torch_dtype
+from hf_fsdp_plugin.devices import accelerator_type
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.environment import set_loading_variables
 from hf_fsdp_plugin.integrations.messages import print_warnings
 from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.plan.further import spec_of_further_model
+from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spec.model import FsdpSpec, StateDictKind
 from hf_fsdp_plugin.strategies import STRATEGIES
@@ -68,14 +79,15 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
         self.backward_prefetch = (
             None if spec.prefetch.backward == "none" else BackwardPrefetch[f"BACKWARD_{spec.prefetch.backward.upper()}"]
         )
-        self.mixed_precision_policy = None
-        self.auto_wrap_policy = None
+        self.mixed_precision_policy = _mixed_precision(spec)
+        self.auto_wrap_policy: Any = None
         self.cpu_offload = _cpu_offload(spec)
-        self.ignored_modules = spec.wrap.ignored_modules or None
+        self.ignored_modules: Any = spec.wrap.ignored_modules or None
         self.limit_all_gathers = spec.prefetch.limit_all_gathers
         self.use_orig_params = spec.params.use_orig
         self.param_init_fn = None
-        self.sync_module_states = spec.loading.sync_module_states
+        # FSDP1's own broadcast refuses modules in CPU memory. The plan broadcasts on every device.
+        self.sync_module_states = spec.loading.sync_module_states and not _runs_on_cpu(spec)
         self.forward_prefetch = spec.prefetch.forward
         self.activation_checkpointing = spec.activation.checkpointing != "none" and not spec.activation.native
         self.activation_checkpointing_offload = spec.activation.offload
@@ -83,6 +95,16 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
         self.transformer_cls_names_to_wrap = list(spec.wrap.classes) or None
         self.min_num_params = spec.wrap.min_num_params or None
         self.set_state_dict_type(spec.checkpoint.state_dict)
+        self._evaluated: list[weakref.ref[nn.Module]] = []
+
+    @property
+    def evaluated_models(self) -> list[nn.Module]:
+        """The models that were sharded for evaluation only and still exist: reference, teacher and reward models."""
+        return [model for reference in self._evaluated if (model := reference()) is not None]
+
+    def add_evaluated(self, model: nn.Module) -> None:
+        """Add a model to :attr:`evaluated_models`. Only a weak reference is kept, so that it can be deleted."""
+        self._evaluated.append(weakref.ref(model))
 
     @property
     def state_dict_kind(self) -> StateDictKind:
@@ -97,10 +119,22 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
         self.state_dict_config, self.optim_state_dict_config = config(), optim_config()
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
-        """Do nothing: the plan contains all dtypes. Accelerate calls this method with a single dtype."""
+        """Do nothing: the spec contains all dtypes. Accelerate calls this method with a single dtype."""
 
     def set_auto_wrap_policy(self, model: Any) -> None:
-        """Do nothing: the plan lists the units. The stock method changes the plugin for the first model."""
+        """Set ``auto_wrap_policy`` and, under FSDP1, ``ignored_modules`` to those of ``model``.
+
+        Only code that wraps a model itself reads them. ``prepare`` uses the plan of each model.
+
+        Raises:
+            SpecError: the spec does not fit the model.
+        """
+        spec = spec_of_further_model(self.spec, model, is_trained=True)
+        plan = resolve(spec, model, world_size=_world_size(), device_type=_device_type(spec))
+        units = {id(model.get_submodule(name)) for unit in plan.units for name in unit.modules if name}
+        self.auto_wrap_policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: id(module) in units)
+        if self.fsdp_version == 1:
+            self.ignored_modules = [model.get_submodule(name) for name in plan.ignored_modules] or None
 
 
 def planned_plugin(accelerator: Any) -> PlannedFsdpPlugin | None:
@@ -180,10 +214,38 @@ def dynamo_plugin(spec: FsdpSpec) -> TorchDynamoPlugin | None:
     )
 
 
+def _runs_on_cpu(spec: FsdpSpec) -> bool:
+    return spec.launch.use_cpu or accelerator_type() == "cpu"
+
+
+def _device_type(spec: FsdpSpec) -> str:
+    return "cpu" if _runs_on_cpu(spec) else accelerator_type()
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _mixed_precision(spec: FsdpSpec) -> MixedPrecision | MixedPrecisionPolicy | None:
+    """Return torch's policy of the spec's precision; ``None`` if FSDP1 casts nothing."""
+    dtypes = {
+        name: torch_dtype("unchanged" if dtype == "auto" else dtype) for name, dtype in asdict(spec.precision).items()
+    }
+    param, reduce = dtypes["param"], dtypes["reduce"]
+    if spec.fsdp.version == 2:
+        return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, output_dtype=dtypes["output"])
+    if param is None and dtypes["buffer"] is None:
+        return None
+    return MixedPrecision(param_dtype=param, reduce_dtype=reduce, buffer_dtype=dtypes["buffer"])
+
+
 def _cpu_offload(spec: FsdpSpec) -> CPUOffload | OffloadPolicy:
     if spec.fsdp.version == 1:
-        return CPUOffload(offload_params=spec.offload.params)
-    return CPUOffloadPolicy(pin_memory=spec.offload.pin_memory) if spec.offload.params else OffloadPolicy()
+        # On the CPU, shards are in CPU memory anyway; with offload, FSDP1 would try to pin them.
+        return CPUOffload(offload_params=spec.offload.params and not _runs_on_cpu(spec))
+    if not spec.offload.params:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=spec.offload.pin_memory and not _runs_on_cpu(spec))
 
 
 def _parse_state_dict_type(value: StateDictType | str | int) -> StateDictKind:

@@ -17,15 +17,18 @@ from hf_fsdp_plugin.backends.optimizer_mode import apply_step_mode
 from hf_fsdp_plugin.backends.optimizer_state import set_state_factory
 from hf_fsdp_plugin.backends.shard import plan_of, rebind, shard
 from hf_fsdp_plugin.backends.shared_weights import exchange
+from hf_fsdp_plugin.backends.submodule_calls import free_before_step
 from hf_fsdp_plugin.integrations.accelerate import private
-from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, planned_plugin
+from hf_fsdp_plugin.integrations.accelerate.plugin import planned_plugin
 from hf_fsdp_plugin.integrations.messages import print_warnings
 from hf_fsdp_plugin.integrations.run_report import track
 from hf_fsdp_plugin.integrations.saving import prepare_buffers_after_first_step
 from hf_fsdp_plugin.integrations.torchao import private as torchao_private
+from hf_fsdp_plugin.plan.further import spec_of_further_model
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.torch_private.modules import compile_call, compiled_module
 
 logger = logging.getLogger(__name__)
@@ -57,6 +60,9 @@ def prepare_objects(accelerator: Any, objects: Sequence[Any]) -> Any:
     if any(isinstance(obj, nn.Module) for obj in objects):
         exchange.close()  # every rank has loaded its model
     _set_step_modes(new_optimizers, models)
+    for optimizer in new_optimizers:
+        for model in models:
+            free_before_step(model, optimizer)
     track(accelerator)
     plugin = planned_plugin(accelerator)
     if plugin is not None and plugin.spec.checkpoint.asynchronous and new_optimizers:
@@ -72,14 +78,43 @@ def prepare_model(accelerator: Any, model: nn.Module, optimizers: Sequence[torch
         if not any(model is known for known in models):
             models.append(model)
         return model
+    sharded = _shard_model(accelerator, model, optimizers, is_first=not models)
+    models.append(sharded)
+    return sharded
+
+
+def prepare_for_evaluation(accelerator: Any, model: nn.Module) -> nn.Module:
+    """Freeze and shard a model that is not trained, and return it in evaluation mode. Collective.
+
+    The accelerator does not save it. The report contains it as a further model.
+    """
+    if not private.is_prepared(model):
+        model.requires_grad_(False)
+        model = _shard_model(accelerator, model, is_first=False, is_trained=False)
+        plugin = planned_plugin(accelerator)
+        assert plugin is not None
+        plugin.add_evaluated(model)
+    return model.eval()
+
+
+def _shard_model(
+    accelerator: Any,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    *,
+    is_first: bool = True,
+    is_trained: bool = True,
+) -> nn.Module:
+    """Plan and shard one model. Wrap settings that do not fit are replaced, unless it is the run's first model."""
     plugin = planned_plugin(accelerator)
-    assert plugin is not None, "prepare_model is for accelerators with a planned plugin"
+    assert plugin is not None, "models are sharded for accelerators with a planned plugin"
     compiler: Any = None
     inner = compiled_module(model)
     if inner is not None:
         compiler, model = model.dynamo_ctx, inner
     with on_all_ranks("planning"):
-        plan = make_plan(accelerator, plugin, model)
+        spec = plugin.spec if is_first else spec_of_further_model(plugin.spec, model, is_trained=is_trained)
+        plan = make_plan(accelerator, spec, model)
     same_on_all_ranks("the plan", json.dumps(plan.to_json(), sort_keys=True))
     print_warnings(plan.problems)
     if accelerator.is_main_process:
@@ -90,18 +125,17 @@ def prepare_model(accelerator: Any, model: nn.Module, optimizers: Sequence[torch
         # torch.compile breaks graphs at a module's FSDP hooks, so the sharded module is compiled again.
         compile_call(sharded, compiler)
     private.mark_prepared(accelerator, sharded)
-    models.append(sharded)
     return sharded
 
 
-def make_plan(accelerator: Any, plugin: PlannedFsdpPlugin, model: nn.Module) -> FsdpPlan:
+def make_plan(accelerator: Any, spec: FsdpSpec, model: nn.Module) -> FsdpPlan:
     """Resolve the plan for ``model`` and this accelerator's world size. Raises ``SpecError`` with all problems."""
     if accelerator.verify_device_map(model):
         message = f"{type(model).__name__} was loaded with a device_map over several devices."
         fix = "Load it without device_map: FSDP places the model."
         raise SpecError([Problem(code="FSDP-E605", message=message, fix=fix)])
     return resolve(
-        plugin.spec,
+        spec,
         model,
         world_size=accelerator.num_processes,
         device_type=accelerator.device.type,

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType
 
@@ -35,6 +36,14 @@ def init_partial_state(original: Callable[..., None], state: Any, *args: Any, **
             timeout = {name: value for name, value in kwargs.items() if name == "timeout"}
             dist.init_process_group(device.process_group_backend, **timeout)
     original(*args, **kwargs)
+    _remove_index_of_cpu(state)
+
+
+def _remove_index_of_cpu(state: Any) -> None:
+    """Make the device of a CPU rank ``cpu``. Accelerate sets ``cpu:0``, which FSDP1 treats as another device."""
+    device = getattr(state, "device", None)
+    if device is not None and device.type == "cpu":
+        state.device = torch.device("cpu")
 
 
 def init_accelerator_state(original: Callable[..., None], state: Any, *args: Any, **kwargs: Any) -> None:
@@ -55,6 +64,7 @@ def init_accelerator_state(original: Callable[..., None], state: Any, *args: Any
         )
         raise SpecError([Problem(code="FSDP-E601", message=message, fix=fix)])
     if state.distributed_type in (DistributedType.MULTI_CPU, DistributedType.FSDP):
+        _remove_index_of_cpu(state)  # PartialState may have been created before it was hooked
         private.set_fsdp(state)
         state.fsdp_plugin = plugin
 

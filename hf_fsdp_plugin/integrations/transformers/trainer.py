@@ -38,7 +38,7 @@ def create_accelerator(original: Callable[[], None], trainer: Any) -> None:
     The Trainer refuses ``save_only_model`` together with a sharded state dict or ``load_best_model_at_end``, because it
     would not save the model. The checkpoints of this package contain the model for every state dict type.
     """
-    install_hooks("accelerate")
+    install_hooks("accelerate", "trl")
     spec = session.spec_of_arguments(trainer.args)
     only_model = trainer.args.save_only_model
     trainer.args.save_only_model = only_model and spec is None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.integrations.hooks import GROUPS, HOOKS, Hook
 from hf_fsdp_plugin.integrations.patching import install_hooks, override_hooked_methods
 
-ROWS = [hook for hooks in HOOKS.values() for hook in hooks]
+ROWS = [hook for hooks in HOOKS.values() for hook in hooks if importlib.util.find_spec(hook.module.partition(".")[0])]
+"""The rows whose library is installed."""
 
 
 def current(hook: Hook) -> Any:
@@ -57,6 +59,20 @@ def test_uninstall_restores_identical_objects(stock: dict[str, Any]) -> None:
     hfp.uninstall()
     assert {hook.target: current(hook) for hook in ROWS} == stock
     assert (dict(os.environ), sys.meta_path, sys.excepthook) == (environment, finders, excepthook)
+
+
+def test_function_is_replaced_where_it_was_imported(stock: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trl")
+    early, late = ModuleType("trl.early"), ModuleType("trl.late")
+    for module in (early, late):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    original = stock["trl.models.utils:prepare_fsdp"]
+    early.prepare_fsdp = original  # type: ignore[attr-defined]
+    install_hooks("trl")
+    late.prepare_fsdp = replacing = early.prepare_fsdp
+    assert replacing.__wrapped__ is original
+    hfp.uninstall()
+    assert early.prepare_fsdp is late.prepare_fsdp is original
 
 
 def test_installing_twice_wraps_once(stock: dict[str, Any]) -> None:

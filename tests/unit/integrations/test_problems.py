@@ -92,8 +92,8 @@ def test_model_with_device_map_is_refused() -> None:
     accelerator: Any = SimpleNamespace(num_processes=2, device=torch.device("cpu"))
     plugin = PlannedFsdpPlugin(hfp.load_spec(FSDP))
     accelerator.verify_device_map = lambda model: False
-    assert make_plan(accelerator, plugin, torch.nn.Linear(4, 4)).backend == "fsdp2"
+    assert make_plan(accelerator, plugin.spec, torch.nn.Linear(4, 4)).backend == "fsdp2"
     accelerator.verify_device_map = lambda model: True
     with pytest.raises(hfp.SpecError) as error:
-        make_plan(accelerator, plugin, torch.nn.Linear(4, 4))
+        make_plan(accelerator, plugin.spec, torch.nn.Linear(4, 4))
     assert codes(error) == ["FSDP-E605"]
