@@ -95,7 +95,9 @@ def optimizer_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> Opti
                 found = dict(reader.entries(own, parameter, entries))
                 if found:
                     state[own.name] = found
-        groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": names})
+        settings = {key: value for key, value in group.items() if key != "params"}
+        reader.check_settings(settings)
+        groups.append({**settings, "params": names})
     if reader.unsupported:
         raise CheckpointError([_unsupported_state(reader.unsupported)])
     return OptimizerShards(state, tuple(groups))
@@ -113,6 +115,12 @@ class _StateReader:
         self._on_whole = step_mode(optimizer) == "whole"
         self._per_shard = has_per_shard_state(optimizer)
         self._can_create_subclasses = state_factory(optimizer) is not None
+
+    def check_settings(self, settings: Mapping[str, Any]) -> None:
+        """Check the settings of a group: tensors in them would be stored by one rank only."""
+        for key, value in settings.items():
+            if not _is_setting(value):
+                self.unsupported.append(f"'{key}' of a parameter group contains a {_other_type(value)}")
 
     def entries(
         self, own: ParameterLayout, parameter: torch.Tensor, state: Mapping[str, Any]
@@ -167,6 +175,22 @@ class _StateReader:
             name, shape = f"state.{own.name}.{stored}", tuple(tensor.shape)
             pieces = (Piece(whole(shape), tensor.detach()),)
             yield stored, LocalShard(name, tensor.dtype, shape, pieces, own.replica, own.replicas)
+
+
+def _is_setting(value: Any) -> bool:
+    """Whether a value of a parameter group can be stored: a plain value, a dtype or a scalar tensor."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_setting, value))
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, torch.dtype) or is_plain(value)
+
+
+def _other_type(value: Any) -> str:
+    """Return the type of the value that cannot be stored, which may be inside a container."""
+    items = list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, (list, tuple)) else []
+    found = next((item for item in items if not _is_setting(item)), None)
+    return type(value).__name__ if found is None else _other_type(found)
 
 
 def _unsupported_state(entries: list[str]) -> Problem:

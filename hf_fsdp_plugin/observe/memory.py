@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_plugin.backends.optimizer_step import step_mode
 from hf_fsdp_plugin.devices import DEVICES, available_device
 from hf_fsdp_plugin.observe.units import UnitObservation
 
@@ -123,15 +124,24 @@ def state_tensors(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]
 
 def storage_bytes(tensors: Iterable[torch.Tensor], *, excluding: Iterable[torch.Tensor] = ()) -> int:
     """Return the bytes of the distinct storages of the tensors' local parts; a freed or meta storage counts 0."""
-    excluded = dict(map(_storage, excluding))
-    return sum(size for key, size in dict(map(_storage, tensors)).items() if key not in excluded)
+    excluded = dict(map(_storage, _plain_tensors(excluding)))
+    return sum(size for key, size in dict(map(_storage, _plain_tensors(tensors))).items() if key not in excluded)
 
 
-def _storage(tensor: torch.Tensor) -> tuple[tuple[str, int], int]:
-    """Return the identity and the bytes of the storage of a tensor's local part."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the local parts of tensors; of a tensor subclass (torchao's quantized state) the tensors inside it."""
+    for tensor in tensors:
+        local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if hasattr(local, "__tensor_flatten__"):
+            yield from _plain_tensors(getattr(local, name) for name in local.__tensor_flatten__()[0])
+        else:
+            yield local
+
+
+def _storage(local: torch.Tensor) -> tuple[tuple[str, int], int]:
+    """Return the identity and the bytes of a tensor's storage."""
     storage = local.untyped_storage()
-    key = str(local.device), storage.data_ptr() or -id(tensor)
+    key = str(local.device), storage.data_ptr() or -id(local)
     return key, 0 if local.is_meta else storage.nbytes()
 
 
@@ -155,7 +165,9 @@ def _whole_optimizer_bytes(
 ) -> int:
     """Return the bytes of the unsharded optimizer state: exact for DTensors, else scaled by the trainable elements."""
     tensors = state_tensors(optimizer)
-    if any(isinstance(tensor, DTensor) for tensor in tensors):
+    if optimizer is not None and step_mode(optimizer) == "whole":
+        return optimizer_bytes
+    if any(isinstance(tensor, DTensor) and type(tensor.to_local()) is torch.Tensor for tensor in tensors):
         return sum(map(_dense_bytes, tensors))
     num_unmanaged = sum(parameter.numel() for parameter in unmanaged)
     whole = sum(map(_num_trainable, units)) + num_unmanaged

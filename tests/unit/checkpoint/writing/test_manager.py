@@ -132,3 +132,15 @@ def test_objects_in_optimizer_state_are_refused() -> None:
         optimizer_shards(model, optimizer)
     [problem] = caught.value.problems
     assert problem.code == "FSDP-E411" and "'projector' of weight is a Linear object" in problem.message
+
+
+@pytest.mark.usefixtures("manager")
+def test_state_in_parameter_groups_is_refused() -> None:
+    model = nn.Linear(4, 3, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))
+    assert optimizer_shards(model, optimizer).groups[0]["params"] == ["weight"]
+    optimizer.param_groups[0]["state"] = {model.weight: {"average": torch.ones(3, 4)}}
+    with pytest.raises(CheckpointError) as caught:
+        optimizer_shards(model, optimizer)
+    [problem] = caught.value.problems
+    assert problem.code == "FSDP-E411" and "'state' of a parameter group contains a Tensor" in problem.message
