@@ -59,6 +59,7 @@ def load_and_train(family: str, folder: str, config: dict[str, Any], dtype: str 
     model = FAMILIES[family].model.from_pretrained(folder, dtype=dtype)
     model.config.use_cache = False
     without_dropout(model)
+    model = model.to(accelerator.device)  # as many scripts do; it must not copy the weights on CPU ranks
     memory = asdict(parameter_memory(model.parameters()))
     model, optimizer = accelerator.prepare(model.train(), sgd(model))
     return {
@@ -245,6 +246,18 @@ def load_damaged(folder: str, dtype: str, config: dict[str, Any]) -> str:
     except Exception as error:
         return type(error).__name__
     return ""
+
+
+def load_quantized(folder: str, config: dict[str, Any]) -> tuple[str, int]:
+    """Return what is printed while a model is quantized, and the number of parameters on the meta device."""
+    from transformers import BitsAndBytesConfig
+
+    fresh_accelerator(config)
+    four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage=torch.bfloat16)
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        model: Any = FAMILIES["llama"].model
+        model = model.from_pretrained(folder, quantization_config=four_bit, dtype=torch.bfloat16)
+    return printed.getvalue(), parameter_memory(model.parameters()).num_on_meta
 
 
 def load_given_weights(folder: str, dtype: str, config: dict[str, Any], given: bool) -> tuple[str, dict[str, Any]]:

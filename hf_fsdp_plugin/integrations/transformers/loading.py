@@ -78,7 +78,8 @@ def load_pretrained_model(
 def _obstacle(state_dict: Any, files: Sequence[str] | None, load_config: Any) -> str | None:
     """Return why the weights cannot be shared; ``None`` if they can."""
     if load_config.is_quantized:
-        return "the model is quantized"
+        method = load_config.hf_quantizer.quantization_config.quant_method
+        return f"the weights are quantized ({getattr(method, 'value', method)})"
     if state_dict is not None or not files:
         return "the weights do not come from files"
     devices = {str(device) for device in (load_config.device_map or {"": "cpu"}).values()}
@@ -185,6 +186,6 @@ def _report_private_memory(model: nn.Module, reason: str) -> None:
                 setting="loading.ram_efficient",
                 message=f"every rank loads {type(model).__name__} into its own memory, {format_bytes(num_bytes)} on "
                 f"each rank, because {reason}.",
-                fix="Save the model as safetensors in the dtype in which it is trained, and load that.",
+                fix="Provide that memory for each rank, or load unquantized weights from safetensors files.",
             )
         )
