@@ -60,6 +60,15 @@ def free_before_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         optimizer.register_step_pre_hook(lambda *_: free_gathered(model))
 
 
+def free_after_forward(model: nn.Module) -> None:
+    """Free what is still gathered after each forward of a model that is not trained.
+
+    No backward frees it. It would take memory during the training of another model, and it would be outdated if the
+    shards are changed, as TRL's ``sync_ref_model`` does.
+    """
+    model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else free_gathered(model))
+
+
 def free_gathered(model: nn.Module) -> None:
     """Free the parameters of a sharded model that are gathered."""
     for module in model.modules():

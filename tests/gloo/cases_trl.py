@@ -80,7 +80,7 @@ def train_dpo(folder: str, config: dict[str, Any] | None, how: str = "reference"
     Args:
         config: ``None`` for a training without the plugin.
         how: where the reference probabilities are from: a ``reference`` model, ``path`` for the model's own first
-            weights, or ``peft`` for the model with disabled adapters.
+            weights (``sync``: mixed with the trained weights after each step), or ``peft`` for disabled adapters.
     """
     world_size = install(folder, config)
     from datasets import Dataset
@@ -91,6 +91,8 @@ def train_dpo(folder: str, config: dict[str, Any] | None, how: str = "reference"
         {"prompt": text(i, 3), "chosen": text(100 + i, 4), "rejected": text(200 + i, 5)}
         for i in range(GLOBAL_BATCH * NUM_STEPS)
     ]
+    if how == "sync":
+        arguments = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5, **arguments}
     trainer = DPOTrainer(
         model=folder,
         ref_model=reference_model() if how == "reference" else None,

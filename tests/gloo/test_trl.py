@@ -33,15 +33,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def dpo_reference(folder: str, one_rank: Ranks) -> dict[str, Any]:
-    return {how: one_rank.run(cases.train_dpo, folder, None, how)[0] for how in ("reference", "path", "peft")}
+    return {how: one_rank.run(cases.train_dpo, folder, None, how)[0] for how in ("reference", "path", "sync", "peft")}
 
 
-@pytest.mark.parametrize("how", ["reference", "peft", pytest.param("path", marks=SLOW)])
+@pytest.mark.parametrize("how", ["reference", "sync", "peft", pytest.param("path", marks=SLOW)])
 @VERSIONS
 def test_dpo_has_losses_of_one_process(
     two_ranks: Ranks, folder: str, dpo_reference: dict[str, Any], version: int, how: str
 ) -> None:
-    run = two_ranks.run(cases.train_dpo, folder, config_of(version), how)[0]
+    config = config_of(version, fsdp_cpu_ram_efficient_loading=how != "reference")
+    run = two_ranks.run(cases.train_dpo, folder, config, how)[0]
     assert run["losses"] == pytest.approx(dpo_reference[how]["losses"], rel=1e-4)
     assert differing(run["report"]) == []
     others = run["report"]["other_models"]

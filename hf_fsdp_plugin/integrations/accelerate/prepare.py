@@ -17,7 +17,7 @@ from hf_fsdp_plugin.backends.optimizer_mode import apply_step_mode
 from hf_fsdp_plugin.backends.optimizer_state import set_state_factory
 from hf_fsdp_plugin.backends.shard import plan_of, rebind, shard
 from hf_fsdp_plugin.backends.shared_weights import exchange
-from hf_fsdp_plugin.backends.submodule_calls import free_before_step
+from hf_fsdp_plugin.backends.submodule_calls import free_after_forward, free_before_step
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.plugin import planned_plugin
 from hf_fsdp_plugin.integrations.messages import print_warnings
@@ -94,6 +94,7 @@ def prepare_for_evaluation(accelerator: Any, model: nn.Module) -> nn.Module:
         plugin = planned_plugin(accelerator)
         assert plugin is not None
         plugin.add_evaluated(model)
+        free_after_forward(model)
     return model.eval()
 
 
