@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple
 
 from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
 
-Scope = Literal["fsdp", "parallelism", "dynamo", "precision", "launch", "training"]
+Scope = Literal["fsdp", "parallelism", "dynamo", "precision", "launch", "training", "distributed"]
 """The scope in which a key is valid: in ``fsdp_config``, ``parallelism_config``, ``dynamo_config`` or the precision
-policy, at the top level of Accelerate's file, or among the arguments of a training script.
+policy, at the top level of Accelerate's file, among the arguments of a training script, or in a ``DistributedConfig``.
 """
 
 Kind = Literal[
@@ -32,7 +32,7 @@ Kind = Literal[
 PREFIXES: Mapping[Scope, str] = MappingProxyType(
     {
         "fsdp": "fsdp_", "parallelism": "parallelism_config_", "dynamo": "dynamo_",
-        "precision": "", "launch": "", "training": "",
+        "precision": "", "launch": "", "training": "", "distributed": "",
     }
 )  # fmt: skip
 
@@ -247,7 +247,24 @@ _TRAINING_ROWS = (
         about="Run on CPU ranks."),
 )  # fmt: skip
 
-ROWS: tuple[Row, ...] = (*_FSDP_ROWS, *_PARALLELISM_ROWS, *_LAUNCH_ROWS, *_TRAINING_ROWS)
+_DISTRIBUTED_ROWS = (
+    Row(name="mesh.shard", kind="size", scope="distributed", minimum=1, spellings=("fsdp_size",), about=_SHARD_SIZE),
+    Row(name="mesh.replicate", kind="size", scope="distributed", minimum=1, spellings=("dp_replicate_size",),
+        about=_REPLICATE_SIZE),
+    Row(name="offload.params", kind="bool", scope="distributed", spellings=("fsdp_cpu_offload",),
+        about="Offload parameters, gradients and optimizer state to CPU memory."),
+    Row(name="distributed.mixed_precision", kind="bool", scope="distributed", internal=True,
+        spellings=("fsdp_mixed_precision",), about="If true: precision.param is bf16 and precision.reduce is fp32."),
+    *(Row(name=f"mesh.{axis}", kind="one", scope="distributed", internal=True, spellings=(f"{axis}_size",),
+          about=f"{what} parallel degree; only 1 is supported.")
+      for axis, what in (("tp", "Tensor"), ("pp", "Pipeline"), ("ep", "Expert"))),
+    *(Row(name=f"distributed.{key}", kind="any", scope="distributed", internal=True, spellings=(key,),
+          about="Not a setting: reported with the reason if it is set.")
+      for key in ("tp_plan", "ep_plan", "ep_implementation", "enable_expert_parallel", "enable_sequence_parallel",
+                  "fsdp_plan")),
+)  # fmt: skip
+
+ROWS: tuple[Row, ...] = (*_FSDP_ROWS, *_PARALLELISM_ROWS, *_LAUNCH_ROWS, *_TRAINING_ROWS, *_DISTRIBUTED_ROWS)
 
 TRAINING_FILE_MARKS = frozenset(
     {

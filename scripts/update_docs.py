@@ -26,6 +26,7 @@ PLACES = {
     "precision": "`fsdp_mixed_precision_policy`",
     "launch": "the top level of Accelerate's file, `hf-fsdp launch --…`",
     "training": "`TrainingArguments`",
+    "distributed": "`DistributedConfig` of Transformers",
 }
 DIALECTS = {"accelerate": "in an Accelerate file or the environment", "training_arguments": "in TrainingArguments"}
 

@@ -14,10 +14,12 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.activations import apply_activation_checkpointing
 from hf_fsdp_plugin.backends.load import (
     BROADCAST_ATTRIBUTE,
+    BroadcastRecord,
     cast_buffers,
     prepare_buffers,
     prepare_ignored,
@@ -26,7 +28,14 @@ from hf_fsdp_plugin.backends.load import (
 )
 from hf_fsdp_plugin.backends.torch_types import device_mesh, torch_dtype
 from hf_fsdp_plugin.plan.model import FsdpPlan
-from hf_fsdp_plugin.torch_private.fsdp2 import mark_backward_prefetch
+from hf_fsdp_plugin.torch_private.fsdp2 import (
+    mark_backward_prefetch,
+    modules_of,
+    own_shards,
+    set_mixed_precision,
+    state_of,
+)
+from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
 
 
 def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Module:
@@ -60,6 +69,40 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
     _set_backward_prefetch(plan, model)
     setattr(model, BROADCAST_ATTRIBUTE, record)
     return model
+
+
+def adopt_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Module:
+    """Complete a model that ``from_pretrained`` has sharded, in place, and return it. Collective.
+
+    Parameters that were added to the sharded model are equal on all ranks afterwards, and their gradients are averaged.
+    The precision is that of the plan. Parameters become new objects if they are cast.
+    """
+    record = BroadcastRecord()
+    prepare_ignored(plan, model, device, record)
+    cast_buffers(plan, model)
+    _replace_by_masters(plan, model)
+    states = {id(state): state for m in model.modules() if isinstance(m, FSDPModule) for state in [state_of(m)]}
+    for state in states.values():
+        own_shards(state)
+        set_mixed_precision(state, _mixed_precision(plan, is_root=model in modules_of(state)))
+    _set_forward_prefetch(plan, model)
+    _set_backward_prefetch(plan, model)
+    return model
+
+
+def _replace_by_masters(plan: FsdpPlan, model: nn.Module) -> None:
+    """Replace trainable shards by shards in the dtype in which the optimizer updates them. Ties are kept."""
+    master = torch_dtype(plan.precision.master)
+    replaced: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        registered = own_parameters(module)
+        for name, parameter in list(registered.items()):
+            if parameter is None or not isinstance(parameter, DTensor) or master in (None, parameter.dtype):
+                continue
+            if parameter.requires_grad and parameter.is_floating_point():
+                if id(parameter) not in replaced:
+                    replaced[id(parameter)] = nn.Parameter(parameter.detach().to(master))
+                registered[name] = replaced[id(parameter)]
 
 
 def reshard(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_fsdp_plugin.backends.fsdp1 import apply_fsdp1
-from hf_fsdp_plugin.backends.fsdp2 import apply_fsdp2, reshard
+from hf_fsdp_plugin.backends.fsdp2 import adopt_fsdp2, apply_fsdp2, reshard
 from hf_fsdp_plugin.backends.optimizer import attach_optimizers, detach_optimizers, has_stepped
 from hf_fsdp_plugin.backends.submodule_calls import support_submodule_calls
 from hf_fsdp_plugin.plan.model import FsdpPlan
@@ -29,8 +29,13 @@ def shard(
     Returns:
         The sharded model: under FSDP1 a new root module.
     """
-    detached = [] if plan.pre_sharded else detach_optimizers(optimizers, model)
-    if plan.pre_sharded:
+    if plan.sharded_at_load:
+        detached = detach_optimizers([optimizer for optimizer in optimizers if not has_stepped(optimizer)], model)
+    else:
+        detached = [] if plan.pre_sharded else detach_optimizers(optimizers, model)
+    if plan.sharded_at_load:
+        sharded = adopt_fsdp2(plan, model, device)
+    elif plan.pre_sharded:
         sharded = model
     elif plan.backend == "fsdp2":
         sharded = apply_fsdp2(plan, model, device)
@@ -49,8 +54,12 @@ def rebind(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Non
     FSDP1 is not affected: its gathered and sharded parameters are the same objects.
     """
     plan = plan_of(model)
-    if plan is None or plan.backend != "fsdp2":
-        return
+    if plan is not None and plan.backend == "fsdp2":
+        reshard_and_rebind(model, optimizers)
+
+
+def reshard_and_rebind(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Free the gathered parameters of FSDP2 units, and replace them by their shards in optimizers without state."""
     detached = detach_optimizers([optimizer for optimizer in optimizers if not has_stepped(optimizer)], model)
     reshard(model)
     attach_optimizers(detached, model)

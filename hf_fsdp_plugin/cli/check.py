@@ -43,6 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="overrides",
         help="override one setting, with the highest precedence; repeatable",
     )
+    parser.add_argument(
+        "--distributed-config",
+        "--distributed_config",
+        metavar="PATH",
+        help="JSON file of a DistributedConfig, with which from_pretrained shards the model",
+    )
     parser.add_argument("--model", metavar="DIR|ID", help="resolve the config against this model")
     parser.add_argument("--world-size", type=_world_size, metavar="N", help="number of ranks (default: num_processes)")
 
@@ -77,7 +83,15 @@ def _assess(args: argparse.Namespace) -> Assessment:
         overrides.append(f"launch.num_processes={args.world_size}")
     given = {name: value for name in ("fsdp", "fsdp_config") if (value := getattr(args, name)) is not None}
     config = config_of(args.config)
-    return assess(Sources(config=config, training_arguments=given, overrides=overrides, default_file=not given))
+    distributed_config = config_of(args.distributed_config)
+    sources = Sources(
+        config=config,
+        training_arguments=given,
+        overrides=overrides,
+        distributed_config=distributed_config,
+        default_file=not given and distributed_config is None,
+    )
+    return assess(sources)
 
 
 def _plan(spec: FsdpSpec, model: str, world_size: int | None) -> tuple[FsdpPlan | None, tuple[Problem, ...]]:

@@ -121,6 +121,11 @@ _TRANSFORMERS_HOOKS = (
     Hook(f"{_ARGUMENTS}._process_fsdp_args", "transformers.arguments:process_fsdp_args",
          reason="Transformers drops some FSDP settings and refuses others.",
          until=_WITH_INSTALL),
+    Hook("transformers.distributed.mixin:DistributedMixin.prepare_distribute_model",
+         "transformers.sharded_loading:prepare_distribute_model",
+         reason="Transformers ignores a `device_map` and unknown keys of a `distributed_config`, and starts a process "
+                "group for one device type only.",
+         until="Transformers refuses both, and starts `cpu:gloo,cuda:nccl`."),
     Hook(f"{_TRAINER}.create_accelerator_and_postprocess", "transformers.trainer:create_accelerator",
          reason="The Accelerator gets the spec of the Trainer's arguments.",
          until=_WITH_INSTALL),

@@ -46,9 +46,9 @@ def _replace(hook: Hook, module: ModuleType) -> Callable[[], None]:
     """Replace the target of ``hook``. Returns a function that restores the original."""
     owner: Any = getattr(module, hook.class_name) if hook.class_name else module
     original = vars(owner)[hook.name]
-    is_static = isinstance(original, staticmethod)
+    is_static, is_class = isinstance(original, staticmethod), isinstance(original, classmethod)
     is_method = bool(hook.class_name) and not is_static
-    function: Callable[..., Any] = original.__func__ if is_static else original
+    function: Callable[..., Any] = original.__func__ if is_static or is_class else original
     active = True
 
     @functools.wraps(function)
@@ -58,7 +58,9 @@ def _replace(hook: Hook, module: ModuleType) -> Callable[[], None]:
         bound = functools.partial(function, args[0]) if is_method else function
         return _replacement(hook)(bound, *args, **kwargs)
 
-    attribute = staticmethod(replacing) if is_static else replacing
+    attribute: Any = replacing
+    if is_static or is_class:
+        attribute = type(original)(replacing)
     for each in [owner, *_importers(hook, original)]:
         setattr(each, hook.name, attribute)
 

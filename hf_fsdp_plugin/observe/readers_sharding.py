@@ -51,6 +51,8 @@ def read_mesh_replicate(run: LiveRun) -> ObservedValue:
 
 def read_wrap_policy(run: LiveRun) -> ObservedValue:
     """Check that the modules that the policy selected are units, because FSDP does not store the policy."""
+    if run.plan.sharded_at_load:
+        return ObservedValue(value="fsdp_plan", reason="from_pretrained chose the units", matches=True)
     if run.plan.pre_sharded:
         return ObservedValue(value="by hand", reason="the script wrapped the model")
     wrapped = {name for unit in run.units for name in unit.module_names}

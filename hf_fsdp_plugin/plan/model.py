@@ -65,6 +65,7 @@ class FsdpPlan:
         ignored_parameters: names of the parameters that are not sharded: the parameters of ignored modules, and
             scalars, which have no dimension to shard. Their gradients are averaged over all ranks.
         pre_sharded: whether the model was sharded before ``prepare``. Its units are kept.
+        sharded_at_load: whether ``from_pretrained`` sharded the model, with a ``DistributedConfig``.
         spec: the requested settings.
         problems: warnings and notes of the spec and of the plan.
     """
@@ -80,6 +81,7 @@ class FsdpPlan:
     ignored_modules: tuple[str, ...]
     ignored_parameters: tuple[str, ...]
     pre_sharded: bool
+    sharded_at_load: bool
     offload_params: bool
     pin_memory: bool
     precision: PrecisionPlan
@@ -146,6 +148,7 @@ class FsdpPlan:
             "ties": [list(names) for names in self.ties],
             "ignored_modules": list(self.ignored_modules),
             "pre_sharded": self.pre_sharded,
+            "sharded_at_load": self.sharded_at_load,
             "offload_params": self.offload_params,
             "pin_memory": self.pin_memory,
             "precision": asdict(self.precision),

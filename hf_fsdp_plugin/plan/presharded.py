@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from hf_fsdp_plugin.plan.model import Backend
@@ -23,6 +25,36 @@ def sharded_backend(model: nn.Module) -> Backend | None:
     if kinds:
         return "fsdp2" if True in kinds else "fsdp1"
     return "fsdp2" if any(isinstance(parameter, DTensor) for parameter in model.parameters()) else None
+
+
+def distributed_config_of(model: Any) -> Any:
+    """Return the ``DistributedConfig`` with which ``from_pretrained`` sharded a model; ``None`` for other models.
+
+    A PEFT model returns the config of the model inside.
+    """
+    if not isinstance(model, nn.Module):
+        return None
+    config = getattr(getattr(model, "config", None), "distributed_config", None)
+    # A config may also be a copy of another model's.
+    return config if config is not None and sharded_backend(model) == "fsdp2" else None
+
+
+def unsharded_parameters(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the parameters that FSDP2 does not shard, such as adapters that were added afterwards.
+
+    The units must not be gathered.
+    """
+    from torch.distributed.tensor import DTensor
+
+    return tuple(name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor))
+
+
+def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Return one tuple per tied parameter, with all its names."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(found) for found in names.values() if len(found) > 1)
 
 
 def model_class_name(model: nn.Module) -> str:
@@ -56,7 +88,10 @@ def _fsdp2_units(model: nn.Module) -> tuple[UnitPlan, ...]:
         else:
             owner[name] = owner.get(parent_of(name)) if name else None
     owned: dict[object, list[tuple[str, nn.Parameter]]] = {}
+    unsharded = set(unsharded_parameters(model))
     for name, parameter in model.named_parameters():
+        if name in unsharded:
+            continue
         owned.setdefault(owner[parent_of(name)], []).append((name, parameter))
     if None in owned and not groups:  # DTensors without FSDP: the whole model is one unit
         groups[None] = [""]

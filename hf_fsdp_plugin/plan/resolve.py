@@ -12,7 +12,14 @@ from hf_fsdp_plugin.plan.model import Backend, FsdpPlan, PrecisionPlan
 from hf_fsdp_plugin.plan.modules import ModuleTree
 from hf_fsdp_plugin.plan.parameters import check_parameters
 from hf_fsdp_plugin.plan.policy import ignored_modules
-from hf_fsdp_plugin.plan.presharded import model_class_name, sharded_backend, sharded_units
+from hf_fsdp_plugin.plan.presharded import (
+    distributed_config_of,
+    model_class_name,
+    sharded_backend,
+    sharded_units,
+    tied_names,
+    unsharded_parameters,
+)
 from hf_fsdp_plugin.plan.problem_collector import ProblemCollector
 from hf_fsdp_plugin.plan.settings import check_activation, check_offload, resolve_precision
 from hf_fsdp_plugin.plan.units import UnitPlan
@@ -68,6 +75,7 @@ def resolve(
         ignored_modules=parts.ignored_modules,
         ignored_parameters=parts.ignored_parameters,
         pre_sharded=parts.pre_sharded,
+        sharded_at_load=parts.sharded_at_load,
         offload_params=spec.offload.params,
         pin_memory=spec.offload.pin_memory and device_type != "cpu",
         precision=precision,
@@ -92,6 +100,7 @@ class _Parts:
     ignored_modules: tuple[str, ...] = ()
     ignored_parameters: tuple[str, ...] = ()
     pre_sharded: bool = False
+    sharded_at_load: bool = False
 
 
 def _sharded_parts(spec: FsdpSpec, model: nn.Module, problems: ProblemCollector) -> _Parts | None:
@@ -111,14 +120,34 @@ def _sharded_parts(spec: FsdpSpec, model: nn.Module, problems: ProblemCollector)
     wrap_settings = ("wrap.policy", "wrap.classes", "wrap.min_num_params", "wrap.ignored_modules")
     unused = [name for name in wrap_settings if spec.asked(name)]
     ignored = f" {', '.join(unused)} {'is' if len(unused) == 1 else 'are'} ignored." if unused else ""
-    problems.add(
-        "FSDP-W251",
-        unused[0] if unused else None,
-        f"{model_class_name(model)} is already sharded with {function}. Its units, sharding, precision and offload are "
-        f"kept.{ignored}",
-        "Pass the model unwrapped to apply the config.",
+    at_load = distributed_config_of(model) is not None
+    if at_load and not unused:
+        message = f"from_pretrained has sharded {model_class_name(model)}: its units, mesh and offload are kept."
+        problems.add("FSDP-N280", None, message)
+    else:
+        problems.add(
+            "FSDP-W251",
+            unused[0] if unused else None,
+            f"{model_class_name(model)} is already sharded with {function}. Its units, sharding, precision and offload "
+            f"are kept.{ignored}",
+            "Pass the model unwrapped to apply the config.",
+        )
+    if backend == "fsdp1":
+        return _Parts(backend=backend, units=sharded_units(model, backend), pre_sharded=True)
+    units = sharded_units(model, backend)
+    if at_load:
+        # Transformers never frees the last norm and the head, whatever the strategy: they do not show it.
+        units = tuple(replace(unit, from_policy=unit.from_policy and unit.reshard_after_forward) for unit in units)
+    return _Parts(
+        backend=backend,
+        units=units,
+        ties=tied_names(model),
+        # Transformers does not know of parameters that are added after from_pretrained. In a model that the script
+        # sharded, the script reduces their gradients.
+        ignored_parameters=unsharded_parameters(model) if at_load else (),
+        pre_sharded=True,
+        sharded_at_load=at_load,
     )
-    return _Parts(backend=backend, units=sharded_units(model, backend), pre_sharded=True)
 
 
 def _planned_parts(

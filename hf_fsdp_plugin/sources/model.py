@@ -18,6 +18,7 @@ class Sources:
 
     Attributes:
         training_arguments: keyword arguments of ``TrainingArguments``, including ``fsdp`` and ``fsdp_config``.
+        distributed_config: a ``DistributedConfig``, a dict with its fields, or a ``ConfigFile`` with them.
         problems: the problems found by :func:`sources.accelerate_launch.locate_config`.
         files: the config files parsed so far. Copies made with ``dataclasses.replace`` share it.
     """
@@ -25,6 +26,7 @@ class Sources:
     config: ConfigFile | Mapping[str, Any] | None = None
     training_arguments: Mapping[str, Any] = field(default_factory=dict)
     plugin_object: Mapping[str, Any] | None = None
+    distributed_config: Any = None
     command_line: Sequence[str] = ()
     overrides: Mapping[str, Any] | Sequence[str] = ()
     environ: Mapping[str, str] | None = None

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
+from hf_fsdp_plugin.sources import distributed_config as distributed_config_source
 from hf_fsdp_plugin.sources import environment
 from hf_fsdp_plugin.sources.accelerate_launch import locate_config
 from hf_fsdp_plugin.sources.config_file import ConfigFile
 from hf_fsdp_plugin.sources.model import Sources, config_of
-from hf_fsdp_plugin.sources.settings import SourceSettings
+from hf_fsdp_plugin.sources.settings import Setting, SourceSettings
 from hf_fsdp_plugin.sources.training_arguments import FsdpConfig, FsdpOptions
-from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.spec.model import VERSION_DEFAULTS, FsdpSpec
 from hf_fsdp_plugin.spec.parse import build, dialect_of, parse_settings
 from hf_fsdp_plugin.spec.precedence import merge, read_all
 from hf_fsdp_plugin.spec.rules import check_rules
@@ -48,6 +49,7 @@ def load_spec(
     overrides: Mapping[str, Any] | Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
     plugin_object: Mapping[str, Any] | None = None,
+    distributed_config: Any = None,
     default_file: bool = False,
     as_launched: bool = False,
 ) -> FsdpSpec:
@@ -59,9 +61,11 @@ def load_spec(
         fsdp_config: ``fsdp_config`` of ``TrainingArguments``: a dict, the path of a JSON or YAML file, or JSON text.
         training_arguments: other keyword arguments of ``TrainingArguments``.
         command_line: flags of the script and of ``accelerate launch``; unknown flags are ignored.
-        overrides: ``NAME=VALUE`` of every ``--set``, as strings or as a mapping. Highest precedence.
+        overrides: ``NAME=VALUE`` of every ``--set``, as strings or as a mapping.
         environ: environment variables; by default those of this process. Lowest precedence.
         plugin_object: constructor arguments of Accelerate's ``FullyShardedDataParallelPlugin``.
+        distributed_config: Transformers' ``DistributedConfig``, a dict with its fields, or the path of a JSON file with
+            them. The model is sharded with it when it is loaded, so it has the highest precedence.
         default_file: if there is no config, read Accelerate's default file.
         as_launched: if there is no config, read the file of the ``accelerate launch`` that started this process.
 
@@ -74,6 +78,7 @@ def load_spec(
         config=config_of(config),
         training_arguments=arguments,
         plugin_object=plugin_object,
+        distributed_config=config_of(distributed_config),
         command_line=command_line,
         overrides=overrides,
         environ=environ,
@@ -81,6 +86,38 @@ def load_spec(
         as_launched=as_launched,
     )
     return assess(sources).checked_spec()
+
+
+def with_distributed_config(spec: FsdpSpec, config: Any) -> FsdpSpec:
+    """Return ``spec`` with the settings of a ``DistributedConfig``, as if it had been one of the sources.
+
+    Args:
+        spec: a checked spec of the other sources.
+        config: as for :func:`load_spec`.
+
+    Raises:
+        SpecError: the config has an error, or conflicts with other settings. The exception contains all problems.
+    """
+    read = distributed_config_source.read(Sources(distributed_config=config_of(config), environ={}))
+    if read is None:
+        return spec
+    level = parse_settings(read)
+    now = {name: Setting(name=name, value=value, origin=origin) for name, value, origin in spec.settings()}
+    # The sizes of other axes are checked, but are not in the spec. A second call changes nothing.
+    new = [
+        s for s in level.settings if s.name in now and (now[s.name].value, now[s.name].origin) != (s.value, s.origin)
+    ]
+    before = SourceSettings(settings=tuple(setting for name, setting in now.items() if spec.asked(name)))
+    _, overridden = merge([replace(level, settings=tuple(new)), before])
+    values = {setting.name: setting.value for setting in new}
+    if values.get("fsdp.version", spec.fsdp.version) != spec.fsdp.version:
+        defaults = VERSION_DEFAULTS[values["fsdp.version"]]
+        values |= {name: value for name, value in defaults.items() if not spec.asked(name)}
+    changed = spec.with_values(values, {setting.name: setting.origin for setting in new})
+    problems = [*spec.problems, *level.problems, *overridden]
+    unique = tuple(dict.fromkeys([*problems, *_check(changed, problems)]))
+    changed = replace(changed, problems=tuple(problem for problem in unique if problem.severity != "error"))
+    return Assessment(spec=changed, problems=unique).checked_spec()
 
 
 def assess(sources: Sources) -> Assessment:

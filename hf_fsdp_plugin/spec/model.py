@@ -7,7 +7,7 @@ replaced by ``plan.resolve`` with a value for the model and the world size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
@@ -172,6 +172,15 @@ class FsdpSpec:
     def asked(self, name: str) -> bool:
         """Whether a source sets this setting."""
         return name in self.origins
+
+    def with_values(self, values: Mapping[str, Any], origins: Mapping[str, Origin]) -> FsdpSpec:
+        """Return a copy with other values of some settings, by canonical name. The caller checks the rules."""
+        sections: dict[str, dict[str, Any]] = {}
+        for name, value in values.items():
+            section, _, setting = name.partition(".")
+            sections.setdefault(section, {})[setting] = value
+        changed: dict[str, Any] = {name: replace(getattr(self, name), **new) for name, new in sections.items()}
+        return replace(self, **changed, origins=MappingProxyType({**self.origins, **origins}))
 
     def settings(self) -> Iterator[tuple[str, Any, Origin]]:
         """Yield every setting as (name, value, origin), in the order of the sections."""

@@ -10,6 +10,7 @@ from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources import (
     accelerate_file,
     command_line,
+    distributed_config,
     environment,
     overrides,
     plugin_object,
@@ -22,6 +23,7 @@ from hf_fsdp_plugin.vocabulary import canonical
 Reader = Callable[[Sources], SourceSettings | None]
 
 PRECEDENCE: Final[tuple[tuple[str, Reader], ...]] = (
+    (distributed_config.SOURCE, distributed_config.read),
     (overrides.SOURCE, overrides.read),
     (command_line.SOURCE, command_line.read),
     (training_arguments.SOURCE, training_arguments.read),
@@ -30,6 +32,8 @@ PRECEDENCE: Final[tuple[tuple[str, Reader], ...]] = (
     (environment.SOURCE, environment.read),
 )
 """The level and the reader of every source, highest precedence first. The defaults have the lowest precedence.
+
+``DistributedConfig`` has the highest precedence, because the model is already sharded with it.
 
 ``TrainingArguments`` and ``FullyShardedDataParallelPlugin`` are one level, because both are part of the script. If they
 set a setting to different values, ``TrainingArguments`` overrides the plugin object. If one sets the strategy and the

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from hf_fsdp_plugin.torch_private.live_unit import LiveUnit
@@ -22,6 +22,30 @@ def state_of(module: FSDPModule) -> Any:
 def modules_of(state: Any) -> tuple[nn.Module, ...]:
     """Return the modules of one ``fully_shard`` call, in the order of the call."""
     return tuple(state._modules)
+
+
+def set_mixed_precision(state: Any, policy: MixedPrecisionPolicy) -> None:
+    """Replace the policy of one ``fully_shard`` call. The units must not be gathered."""
+    state._mp_policy = policy
+    for group in _parameter_groups(state):
+        group.mp_policy = policy
+        if state._is_root is not None:
+            group._init_mp_dtypes()  # otherwise the first forward does this
+
+
+def own_shards(state: Any) -> None:
+    """Make FSDP2 use the parameters that are in the modules now, and copy shards that are views of a larger storage.
+
+    ``from_pretrained`` replaces the parameters of a sharded model, and a shard may be a view of the whole parameter, so
+    that every rank keeps the whole model in memory. FSDP2 itself reads the parameters again in the first forward.
+    """
+    for group in _parameter_groups(state):
+        for item in group.fsdp_params:
+            parameter = getattr(item._module_info.module, item._module_info.param_name)
+            local = parameter._local_tensor
+            if local.untyped_storage().nbytes() > item.padded_sharded_param_size.numel() * local.itemsize:
+                parameter._local_tensor = local.clone()
+            item.reset_sharded_param()
 
 
 def mark_backward_prefetch(module: Any, kind: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,10 +13,12 @@ from hf_fsdp_plugin.backends.clipping import clip_grad_norm
 from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.checkpoint import full_model_state
 from hf_fsdp_plugin.integrations.accelerate import prepare as planned
+from hf_fsdp_plugin.integrations.accelerate.adoption import adopt_models, with_mixed_precision
 from hf_fsdp_plugin.integrations.accelerate.plugin import (
     PlannedFsdpPlugin,
     dynamo_plugin,
     if_planned,
+    planned_plugin,
     spec_of_stock_plugin,
 )
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_optimizers
@@ -26,7 +27,8 @@ from hf_fsdp_plugin.integrations.messages import print_once
 from hf_fsdp_plugin.integrations.patching import install_hooks
 from hf_fsdp_plugin.integrations.run_report import report_run
 from hf_fsdp_plugin.integrations.session import session
-from hf_fsdp_plugin.problems import Origin, Problem
+from hf_fsdp_plugin.plan.presharded import distributed_config_of
+from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.model import FsdpSpec
 
 
@@ -56,7 +58,7 @@ def init_accelerator(original: Callable[..., None], accelerator: Any, *args: Any
     if spec is not None:
         # The spec of a Trainer already contains the precision of its arguments.
         given = None if session.trainer_spec is not None else arguments.get("mixed_precision")
-        plugin = PlannedFsdpPlugin(_with_mixed_precision(spec, given))
+        plugin = PlannedFsdpPlugin(with_mixed_precision(spec, given))
     if isinstance(plugin, PlannedFsdpPlugin):
         arguments["fsdp_plugin"] = plugin
         if (dynamo := dynamo_plugin(plugin.spec)) and not arguments.keys() & {"dynamo_plugin", "dynamo_backend"}:
@@ -75,38 +77,20 @@ def init_accelerator(original: Callable[..., None], accelerator: Any, *args: Any
         )
 
 
-def _with_mixed_precision(spec: FsdpSpec, given: Any) -> FsdpSpec:
-    """Return ``spec`` with the precision of ``Accelerator(mixed_precision=…)``, which overrides the sources."""
-    if given is None or (given == "no" and not spec.asked("precision.param")):
-        return spec
-    param: Any = given if given in ("bf16", "fp16") else "auto"
-    if param == spec.precision.param:
-        return spec
-    origin = Origin(source="Accelerator()", spelling="mixed_precision", text=str(given))
-    before = spec.origin("precision.param")
-    overridden = Problem(
-        code="FSDP-W103",
-        setting="precision.param",
-        origin=before,
-        message=f"{before.spelling}={before.text} is overridden by {origin}.",
-        fix="Set it in one place.",
-    )
-    return replace(
-        spec,
-        precision=replace(spec.precision, param=param),
-        origins={**spec.origins, "precision.param": origin},
-        problems=(*spec.problems, overridden) if spec.asked("precision.param") else spec.problems,
-    )
-
-
-@if_planned
 def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    adopt_models(accelerator, args)
+    if planned_plugin(accelerator) is None:
+        return original(*args, **kwargs)
     return planned.prepare_objects(accelerator, args)
 
 
-@if_planned
 def prepare_model(original: Callable[..., Any], accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    if kwargs.get("evaluation_mode", args[1] if len(args) > 1 else False):
+    adopt_models(accelerator, [model])
+    if planned_plugin(accelerator) is None:
+        return original(model, *args, **kwargs)
+    evaluation_mode = kwargs.get("evaluation_mode", args[1] if len(args) > 1 else False)
+    # The Trainer prepares a model that from_pretrained has sharded for evaluation, to keep Accelerate from wrapping it.
+    if evaluation_mode and distributed_config_of(model) is None:
         if not args and kwargs.get("device_placement") is None:
             # Accelerate leaves the placement to FSDP, which does not shard a model in this mode.
             kwargs["device_placement"] = True

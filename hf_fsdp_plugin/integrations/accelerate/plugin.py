@@ -70,6 +70,10 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
     """
 
     def __init__(self, spec: FsdpSpec) -> None:
+        self.use_spec(spec)
+
+    def use_spec(self, spec: FsdpSpec) -> None:
+        """Set every field from ``spec``, before the first model is prepared."""
         strategy = STRATEGIES[spec.sharding.strategy]
         version2 = spec.fsdp.version == 2
         self.spec = spec

@@ -15,7 +15,7 @@ from hf_fsdp_plugin.backends.agreement import on_all_ranks, same_on_all_ranks
 from hf_fsdp_plugin.backends.optimizer import foreign_parameters
 from hf_fsdp_plugin.backends.optimizer_mode import apply_step_mode
 from hf_fsdp_plugin.backends.optimizer_state import set_state_factory
-from hf_fsdp_plugin.backends.shard import plan_of, rebind, shard
+from hf_fsdp_plugin.backends.shard import plan_of, rebind, reshard_and_rebind, shard
 from hf_fsdp_plugin.backends.shared_weights import exchange
 from hf_fsdp_plugin.backends.submodule_calls import free_after_forward, free_before_step
 from hf_fsdp_plugin.integrations.accelerate import private
@@ -26,8 +26,10 @@ from hf_fsdp_plugin.integrations.saving import prepare_buffers_after_first_step
 from hf_fsdp_plugin.integrations.torchao import private as torchao_private
 from hf_fsdp_plugin.plan.further import spec_of_further_model
 from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.presharded import distributed_config_of, sharded_backend
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.spec.load import with_distributed_config
 from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.torch_private.modules import compile_call, compiled_module
 
@@ -113,6 +115,9 @@ def _shard_model(
     inner = compiled_module(model)
     if inner is not None:
         compiler, model = model.dynamo_ctx, inner
+    if sharded_backend(model) == "fsdp2":
+        # After a forward, units that are not freed have gathered parameters, which do not show how they are sharded.
+        reshard_and_rebind(model, optimizers)
     with on_all_ranks("planning"):
         spec = plugin.spec if is_first else spec_of_further_model(plugin.spec, model, is_trained=is_trained)
         plan = make_plan(accelerator, spec, model)
@@ -136,7 +141,7 @@ def make_plan(accelerator: Any, spec: FsdpSpec, model: nn.Module) -> FsdpPlan:
         fix = "Load it without device_map: FSDP places the model."
         raise SpecError([Problem(code="FSDP-E605", message=message, fix=fix)])
     return resolve(
-        spec,
+        with_distributed_config(spec, distributed_config_of(model)),
         model,
         world_size=accelerator.num_processes,
         device_type=accelerator.device.type,

@@ -13,9 +13,30 @@ from typing import Any
 
 import torch
 
+from hf_fsdp_plugin.plan.names import unwrapped
+
 
 def is_trainer(obj: Any) -> bool:
     return hasattr(obj, "_train_batch_size")
+
+
+def hide_loading(model: Any) -> None:
+    """Make a model that ``from_pretrained`` has sharded look like any other model to the constructor of a Trainer.
+
+    The Trainer refuses checkpoints for such a model, and does not pass it to ``Accelerator.prepare``. It keeps what the
+    model tells it when it is created, so :func:`show_loading` can undo this afterwards.
+    """
+    for module in model.modules():
+        if vars(module).get("_is_distributed_loading_by_transformers"):
+            module._is_distributed_loading_by_transformers = False
+            module._hf_fsdp_hides_loading = True
+
+
+def show_loading(model: Any) -> None:
+    """Undo :func:`hide_loading`."""
+    for module in model.modules():
+        if vars(module).pop("_hf_fsdp_hides_loading", False):
+            module._is_distributed_loading_by_transformers = True
 
 
 def stored_state(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -42,8 +63,15 @@ def using_run_folder(trainer: Any, folder: Path) -> Iterator[None]:
 
 
 def save_files(trainer: Any, folder: Path, state_dict: Mapping[str, torch.Tensor]) -> None:
-    """Write model, config, tokenizer or processor, and arguments, with the Trainer's own method."""
-    trainer._save(str(folder), state_dict=state_dict)
+    """Write model, config, tokenizer or processor, and arguments, with the Trainer's own method. Not collective."""
+    # With a DistributedConfig, save_pretrained would ignore the state dict and gather the model, on this rank alone.
+    config: Any = getattr(unwrapped(trainer.model), "config", None)
+    hidden = vars(config).pop("distributed_config", None) if config is not None else None
+    try:
+        trainer._save(str(folder), state_dict=state_dict)
+    finally:
+        if hidden is not None:
+            config.distributed_config = hidden
 
 
 def train_batch_size(trainer: Any) -> int:

@@ -21,15 +21,22 @@ from transformers.utils import find_labels
 
 from hf_fsdp_plugin.backends.fsdp2 import reshard
 from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX
+from hf_fsdp_plugin.integrations.accelerate.adoption import is_left_to_transformers
 from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
+from hf_fsdp_plugin.integrations.messages import print_warnings
 from hf_fsdp_plugin.integrations.patching import install_hooks, override_hooked_methods
 from hf_fsdp_plugin.integrations.run_report import report_run
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.transformers import private
+from hf_fsdp_plugin.integrations.transformers.arguments import fsdp_arguments
 from hf_fsdp_plugin.integrations.transformers.checkpoints import checkpoint_to_resume
 from hf_fsdp_plugin.observe.report import BatchShape
 from hf_fsdp_plugin.plan.names import unwrapped
+from hf_fsdp_plugin.plan.presharded import distributed_config_of
+from hf_fsdp_plugin.spec.load import with_distributed_config
+from hf_fsdp_plugin.spec.model import FsdpSpec
 
 
 def create_accelerator(original: Callable[[], None], trainer: Any) -> None:
@@ -39,7 +46,7 @@ def create_accelerator(original: Callable[[], None], trainer: Any) -> None:
     would not save the model. The checkpoints of this package contain the model for every state dict type.
     """
     install_hooks("accelerate", "trl")
-    spec = session.spec_of_arguments(trainer.args)
+    spec = _spec_of_trainer(trainer)
     only_model = trainer.args.save_only_model
     trainer.args.save_only_model = only_model and spec is None
     try:
@@ -47,6 +54,24 @@ def create_accelerator(original: Callable[[], None], trainer: Any) -> None:
             original()
     finally:
         trainer.args.save_only_model = only_model
+
+
+def _spec_of_trainer(trainer: Any) -> FsdpSpec | None:
+    """Return the spec of the Trainer's arguments and of the ``DistributedConfig`` of its model; ``None`` without FSDP.
+
+    The stock Trainer trains a model that ``from_pretrained`` has sharded, but cannot resume its training.
+    """
+    spec, config = session.spec_of_arguments(trainer.args), distributed_config_of(trainer.model)
+    if config is None:
+        return spec
+    if spec is None:
+        if is_left_to_transformers(config):
+            return None
+        spec = session.load(fsdp_arguments(trainer.args))
+    spec = with_distributed_config(spec, config)
+    print_warnings(spec.problems)
+    private.hide_loading(trainer.model)
+    return spec
 
 
 def set_signature_columns(original: Callable[[], None], trainer: Any) -> None:
@@ -67,6 +92,7 @@ def evaluation_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kw
 
     Otherwise the Trainer raises an error under FSDP2, and later trains unsharded parameters under FSDP1.
     """
+    private.show_loading(trainer.model)
     if not prepared_models(trainer.accelerator):
         trainer.model = trainer.model_wrapped = trainer.accelerator.prepare(trainer.model)
     output = original(*args, **kwargs)
@@ -77,6 +103,7 @@ def evaluation_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kw
 @if_planned
 def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Resume from a complete checkpoint only, and write the report at the end."""
+    private.show_loading(trainer.model)
     resume = args[0] if args else kwargs.get("resume_from_checkpoint")
     if resume:
         found = checkpoint_to_resume(trainer, resume)

@@ -151,3 +151,11 @@ def test_model_adds_the_plan_or_its_errors(capsys, config, tiny_llama):
     code, result = check(capsys, str(config), "--model", str(tiny_llama))
     assert (code, result["plan"], result["problems"][0]["setting"]) == (1, None, "wrap.classes")
     assert result["problems"][0]["origin"] == f"{config}:5"
+
+
+def test_distributed_config_flag_is_read(capsys, tmp_path):
+    path = tmp_path / "distributed.json"
+    path.write_text('{"fsdp_size": 2, "dp_replicate_size": 2}')
+    assert main(["check", "--distributed-config", str(path), "--json"]) == 0
+    settings = json.loads(capsys.readouterr().out)["settings"]
+    assert settings["mesh.replicate"] == {"value": 2, "origin": f"{path}:1 dp_replicate_size=2"}

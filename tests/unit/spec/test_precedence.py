@@ -9,6 +9,7 @@ import pytest
 from hf_fsdp_plugin.spec.precedence import PRECEDENCE
 
 GIVEN: dict[str, Callable[[str], dict[str, Any]]] = {
+    "DistributedConfig": lambda value: {"distributed_config": {"fsdp_size": 2, "fsdp_cpu_offload": value}},
     "--set": lambda value: {"overrides": [f"offload.params={value}"]},
     "command line": lambda value: {"command_line": ["--fsdp_offload_params", value]},
     "TrainingArguments": lambda value: {"fsdp": True, "fsdp_config": {"offload_params": value}},

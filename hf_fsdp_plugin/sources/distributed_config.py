@@ -1,0 +1,124 @@
+"""Reads Transformers' ``DistributedConfig``, with which ``from_pretrained`` shards a model while it loads it.
+
+Transformers is not imported: the source is an object with ``to_dict``, a dict, or the path of a JSON file as written by
+``DistributedConfig.to_json_file``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+from hf_fsdp_plugin.problems import Origin, Problem
+from hf_fsdp_plugin.sources.collector import TRUE_WORDS, Collector, entry_of
+from hf_fsdp_plugin.sources.config_file import ConfigFile
+from hf_fsdp_plugin.sources.model import Sources
+from hf_fsdp_plugin.sources.settings import SourceSettings
+from hf_fsdp_plugin.sources.tree import Entry
+from hf_fsdp_plugin.sources.yaml_tree import ConfigFileError, dict_tree
+from hf_fsdp_plugin.strategies import strategy_of
+from hf_fsdp_plugin.vocabulary import find, plain_key
+
+SOURCE = "DistributedConfig"
+OTHER_AXES: Final = ("tp_size", "pp_size", "ep_size")
+"""Sizes of the axes that FSDP does not use. Only 1 is supported."""
+
+_SIZES: Final = MappingProxyType({"fsdp_size": "mesh.shard", "dp_replicate_size": "mesh.replicate"})
+_NO_EFFECT: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "tp_plan": "has an effect only if tp_size is above 1",
+        "ep_plan": "has an effect only if ep_size is above 1",
+        "ep_implementation": "has an effect only if ep_size is above 1",
+        "enable_expert_parallel": "has an effect only if tp_size or ep_size is above 1",
+        "enable_sequence_parallel": "is reserved by Transformers and has no effect",
+        "fsdp_plan": "is not a setting of this package: from_pretrained chooses the units with it, and they are kept",
+    }
+)
+"""Field -> why it is not a setting."""
+_DEFAULTS: Final = frozenset({"", "auto", "false", "none", "null"})
+
+
+def read(sources: Sources) -> SourceSettings | None:
+    """Read ``sources.distributed_config``; ``None`` if there is none.
+
+    Every field of a ``DistributedConfig`` has a value when the model is loaded, so an absent ``dp_replicate_size`` is 1
+    and an absent ``fsdp_cpu_offload`` is false. ``fsdp_mixed_precision`` sets dtypes only if it is true.
+    """
+    given = sources.distributed_config
+    if given is None:
+        return None
+    if hasattr(given, "to_dict"):
+        given = given.to_dict()
+    out = Collector(given.shown if isinstance(given, ConfigFile) else SOURCE)
+    try:
+        tree = sources.files.tree(given) if isinstance(given, ConfigFile) else dict_tree(given, source=SOURCE)
+    except ConfigFileError as error:
+        return SourceSettings(problems=(error.problem,))
+    fields = {plain_key(entry.key, "distributed"): entry for entry in tree.value}
+    _add_fields(out, fields)
+    sizes = {name: _size(fields, name) for name in _SIZES}
+    if sizes["fsdp_size"] == sizes["dp_replicate_size"] == 1:
+        # from_pretrained does not shard the model, so these fields set nothing.
+        message = "fsdp_size and dp_replicate_size are 1: from_pretrained does not shard the model."
+        note = Problem(code="FSDP-N081", message=message, origin=Origin(source=out.source))
+        return SourceSettings(problems=tuple(out.problems) or (note,))
+    _add_consequences(out, fields, sizes)
+    return out.result("training_arguments")
+
+
+def _add_fields(out: Collector, fields: Mapping[str, Entry]) -> None:
+    unknown: list[Entry] = []
+    for name, entry in fields.items():
+        if name in _NO_EFFECT:
+            if not entry.value.is_empty and entry.value.text.strip().lower() not in _DEFAULTS:
+                out.report("FSDP-N080", entry, f"{entry.key} {_NO_EFFECT[name]}.")
+        elif name == "fsdp_mixed_precision":
+            _add_precision(out, entry)
+        elif name in _SIZES and entry.value.text.strip().lower() in ("-1", "auto"):
+            # Accelerate computes such a size from the world size; Transformers does not.
+            message = f"{entry.key} is {entry.value.text}; expected a number of ranks."
+            out.report("FSDP-E101", entry, message, "Set the number of ranks.", setting=_SIZES[name])
+        elif (row := find(name, ("distributed",))) is not None and row.scope == "distributed":
+            out.add_entry(row, entry)
+        else:
+            unknown.append(entry)
+    # Transformers ignores unknown keys of a dict, so a misspelled size would leave the model unsharded.
+    out.add_mapping(unknown, ("distributed",))
+
+
+def _add_precision(out: Collector, entry: Entry) -> None:
+    """Add the dtypes of the policy that Transformers uses for ``fsdp_mixed_precision=True``."""
+    if str(entry.value.value).strip().lower() in TRUE_WORDS:
+        out.add("precision.param", entry, value="bf16")
+        out.add("precision.reduce", entry, value="fp32")
+
+
+def _add_consequences(out: Collector, fields: Mapping[str, Entry], sizes: Mapping[str, int | None]) -> None:
+    """Add what follows from the fields, including the fields that are absent."""
+    out.mentions_fsdp = True
+    absent: Iterable[tuple[str, str, Any]] = (
+        ("fsdp_size", "mesh.shard", 1),
+        ("dp_replicate_size", "mesh.replicate", 1),
+        ("fsdp_cpu_offload", "offload.params", False),
+    )
+    for name, setting, value in absent:
+        if name not in fields or fields[name].value.is_empty:
+            out.add(setting, entry_of(name, value), implied=True)
+    cause = fields.get("fsdp_size") or entry_of("fsdp_size", 1)
+    out.add("launch.distributed_type", cause, value="FSDP", implied=True)
+    out.add("fsdp.version", cause, value="2", implied=True)
+    if "fsdp_plan" in fields and not fields["fsdp_plan"].value.is_empty and sizes["fsdp_size"] != 1:
+        return  # the plan decides which parameters are freed after forward
+    # By default, Transformers frees the layers' parameters after forward.
+    row = strategy_of(sharded=sizes["fsdp_size"] != 1, hybrid=sizes["dp_replicate_size"] != 1, reshard=True)
+    out.add("sharding.strategy", cause, value=row.name, implied=True)
+
+
+def _size(fields: Mapping[str, Entry], name: str) -> int | None:
+    """Return a size, which is 1 if it is absent; ``None`` if it is not a number, which the parser reports."""
+    entry = fields.get(name)
+    if entry is None or entry.value.is_empty:
+        return 1
+    text = entry.value.text.strip()
+    return int(text) if text.isdigit() else None

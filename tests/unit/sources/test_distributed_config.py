@@ -1,0 +1,104 @@
+"""Transformers' ``DistributedConfig`` as a source of settings."""
+
+import dataclasses
+import json
+
+import pytest
+from transformers.distributed.configuration_utils import DistributedConfig
+
+import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.spec.load import with_distributed_config
+from hf_fsdp_plugin.vocabulary import find
+
+YAML = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1, "fsdp_sharding_strategy": 2}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "value"),
+    [
+        ({"fsdp_size": 4}, "mesh.shard", 4),
+        ({"fsdp_size": 4}, "mesh.replicate", 1),
+        ({"fsdp_size": 4}, "fsdp.version", 2),
+        ({"fsdp_size": 4}, "sharding.strategy", "full_shard"),
+        ({"fsdp_size": 4}, "offload.params", False),
+        ({"fsdp_size": 4}, "precision.param", "auto"),
+        ({"fsdp_size": 4}, "launch.distributed_type", "FSDP"),
+        ({"fsdp_size": 2, "dp_replicate_size": 2}, "mesh.replicate", 2),
+        ({"fsdp_size": 2, "dp_replicate_size": 2}, "sharding.strategy", "hybrid_shard"),
+        ({"dp_replicate_size": 2}, "mesh.shard", 1),
+        ({"dp_replicate_size": 2}, "sharding.strategy", "no_shard"),
+        ({"fsdp_size": 2, "fsdp_cpu_offload": True}, "offload.params", True),
+        ({"fsdp_size": 2, "fsdp_mixed_precision": True}, "precision.param", "bf16"),
+        ({"fsdp_size": 2, "fsdp_mixed_precision": True}, "precision.reduce", "fp32"),
+    ],
+)
+@pytest.mark.parametrize("make", [dict, lambda **fields: DistributedConfig(**fields)], ids=["dict", "object"])
+def test_field_sets_setting(make, fields, name, value):
+    spec = hfp.load_spec(distributed_config=make(**fields), environ={})
+    assert spec.get(name) == value
+    merged = with_distributed_config(hfp.load_spec(YAML, environ={}), make(**fields))
+    assert merged.get(name) == value
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(DistributedConfig)])
+def test_every_field_is_known(field):
+    row = find(field, ("distributed",))
+    assert row is not None and row.scope == "distributed"
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"tp_plan": {"layers.*.mlp.up_proj": "colwise"}}, {"ep_plan": {"layers.*.mlp.experts": "ep_dispatch_experts"}},
+        {"ep_implementation": "all_to_all"}, {"enable_sequence_parallel": True}, {"enable_expert_parallel": True},
+        {"fsdp_plan": {"layers.*": "free_full_weight"}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_field_without_effect_is_reported(codes, field):
+    config = {"fsdp_size": 2, "tp_size": 1, **field}
+    assert codes(distributed_config=config) == []
+    assert codes(severity="note", distributed_config=config) == ["FSDP-N080"]
+
+
+@pytest.mark.parametrize("axis", ["tp_size", "pp_size", "ep_size"])
+def test_other_parallelism_is_refused(codes, axis):
+    assert codes(distributed_config={"fsdp_size": 2, axis: 2}) == ["FSDP-E122"]
+    assert codes(distributed_config={"fsdp_size": 2, axis: 1}) == []
+    with pytest.raises(hfp.SpecError, match="FSDP-E122"):
+        with_distributed_config(hfp.load_spec(YAML, environ={}), {"fsdp_size": 2, axis: 2})
+
+
+def test_misspelled_field_is_refused(codes):
+    assert codes(distributed_config={"fsdp_szie": 2}) == ["FSDP-E020"]
+
+
+@pytest.mark.parametrize("size", ["two", 0, -1, 2.5])
+def test_invalid_size_is_refused(codes, size):
+    assert codes(distributed_config={"fsdp_size": size}) == ["FSDP-E101"]
+
+
+def test_sizes_of_one_set_nothing(assess):
+    assessment = assess(YAML, distributed_config={"fsdp_size": 1})
+    assert [problem.code for problem in assessment.problems] == ["FSDP-N081"]
+    assert assessment.spec.settings and assessment.spec.mesh == assess(YAML).spec.mesh
+    assert assessment.spec.fsdp.version == 1
+
+
+def test_values_of_other_sources_are_overridden(codes):
+    config = {"fsdp_size": 2}
+    assert codes(YAML, severity="warning", distributed_config=config) == ["FSDP-W103", "FSDP-W103"]
+    merged = with_distributed_config(hfp.load_spec(YAML, environ={}), config)
+    assert [problem.code for problem in merged.problems if problem.severity == "warning"] == ["FSDP-W103"] * 2
+    assert merged.prefetch.backward == "pre"
+    assert with_distributed_config(merged, config) == merged
+
+
+def test_json_file_is_read(tmp_path):
+    path = tmp_path / "distributed.json"
+    DistributedConfig(fsdp_size=2).to_json_file(path)
+    spec = hfp.load_spec(distributed_config=path, environ={})
+    assert (spec.mesh.shard, spec.origin("mesh.shard").source) == (2, str(path))
+    path.write_text(json.dumps({"fsdp_size": 2})[:-1])
+    with pytest.raises(hfp.SpecError):
+        hfp.load_spec(distributed_config=path, environ={})
