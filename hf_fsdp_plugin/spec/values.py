@@ -107,8 +107,8 @@ def _choice(row: Row, raw: Any) -> Any:
     _raise_if_null(word)
     forms = [value for value in row.choices if value != "auto"]
     if row.choices is STRATEGY_CHOICES:
-        raise InvalidValue(f"{', '.join(forms)} or 1 to {len(forms)}", _did_you_mean(_value_key(raw), forms))
-    raise InvalidValue(_or(forms), _did_you_mean(_value_key(raw), _spellings(row.choices)))
+        raise InvalidValue(f"{', '.join(forms)} or 1 to {len(forms)}", _nearest(_value_key(raw), row.choices, forms))
+    raise InvalidValue(_or(forms), _nearest(_value_key(raw), row.choices, _spellings(row.choices)))
 
 
 def _mode(row: Row, raw: Any) -> str:
@@ -185,8 +185,15 @@ def _value_key(raw: Any) -> str:
     """Return a value in the form of a choice: ``full_shard`` for ``full shard`` and ``ShardingStrategy.FULL_SHARD``."""
     if isinstance(raw, float) and raw.is_integer():
         raw = int(raw)
+    if not set(_word(raw)) - set("+-.0123456789"):
+        return _word(raw)  # a sign or a decimal point is not a separator: -1 is not 1, and 2.5 is not 5
     word = "_".join(_word(raw).rpartition(".")[2].replace("-", " ").split())
     return word.lstrip("_")
+
+
+def _is_number(word: str) -> bool:
+    digits = word[1:] if word.startswith(("+", "-")) else word
+    return digits.isascii() and digits.replace(".", "", 1).isdigit()
 
 
 def _word(raw: Any) -> str:
@@ -205,6 +212,15 @@ def _raise_if_null(word: str) -> None:
 
 def _spellings(choices: Mapping[str, tuple[str, ...]]) -> list[str]:
     return [form for value, others in choices.items() for form in (value.lower(), *others) if not form.isdigit()]
+
+
+def _nearest(word: str, choices: Mapping[str, tuple[str, ...]], known: Any) -> str:
+    """Return the nearest number of the choices for a number, and the most similar spelling for text."""
+    numbers = sorted(int(way) for value, others in choices.items() for way in (value, *others) if way.isdigit())
+    if not numbers or not _is_number(word):
+        return _did_you_mean(word, known)
+    number = float(word)
+    return f"Did you mean {min(numbers, key=lambda choice: abs(choice - number))}?"
 
 
 def _did_you_mean(word: str, known: Any) -> str:

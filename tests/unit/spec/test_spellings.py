@@ -128,3 +128,17 @@ def test_invalid_value_is_error_with_expected_values(problems, key, value, expec
     (problem,) = problems({"fsdp_config": {key: value}})
     assert (problem.code, problem.origin.spelling) == ("FSDP-E101", key)
     assert expected in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("value", "nearest"), [(-1, "1"), ("-1", "1"), (2.5, "2"), ("4.9", "5"), (0, "1"), (6, "5"), ("9" * 400, "")]
+)
+def test_number_that_is_no_strategy_is_refused(problems, value, nearest):
+    (problem,) = problems({"fsdp_config": {"fsdp_sharding_strategy": value}})
+    assert (problem.code, problem.setting) == ("FSDP-E101", "sharding.strategy")
+    assert problem.fix.startswith(f"Did you mean {nearest}")
+
+
+@pytest.mark.parametrize("value", ["+-1", "--1", "1.", ".5", "²", "-", "1e3"])
+def test_text_like_number_is_refused(codes, value):
+    assert codes({"fsdp_config": {"fsdp_sharding_strategy": value}}) == ["FSDP-E101"]
