@@ -76,6 +76,8 @@ def unobservable(reason: str) -> ObservedValue:
 
 
 def common_value(values: Iterable[Any]) -> Any:
-    """Return the value if all values are equal, else ``mixed: a, b``."""
+    """Return the value if all values are equal, else ``mixed: a, b``; ``None`` if there are no values."""
     distinct = list(dict.fromkeys(values))
+    if not distinct:
+        return None
     return distinct[0] if len(distinct) == 1 else "mixed: " + ", ".join(sorted(map(str, distinct)))

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from hf_fsdp_plugin.torch_private.live_unit import LiveUnit
+from hf_fsdp_plugin.torch_private.modules import LOCAL_TENSOR_ATTRIBUTE
 
 _BACKWARD_PREFETCH_MARK = "_hf_fsdp_backward_prefetch"
 
@@ -42,9 +43,9 @@ def own_shards(state: Any) -> None:
     for group in _parameter_groups(state):
         for item in group.fsdp_params:
             parameter = getattr(item._module_info.module, item._module_info.param_name)
-            local = parameter._local_tensor
+            local = parameter.to_local()
             if local.untyped_storage().nbytes() > item.padded_sharded_param_size.numel() * local.itemsize:
-                parameter._local_tensor = local.clone()
+                setattr(parameter, LOCAL_TENSOR_ATTRIBUTE, local.detach().clone())
             item.reset_sharded_param()
 
 

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 _COMPILED: Final = "_orig_mod"
 CHECKPOINTED_ATTRIBUTE: Final = "_checkpoint_wrapped_module"
+LOCAL_TENSOR_ATTRIBUTE: Final = "_local_tensor"
+"""Attribute of a ``DTensor`` that contains the shard, also in a pickled ``DTensor``."""
 WRAPPER_ATTRIBUTES: Final = ("_fsdp_wrapped_module", CHECKPOINTED_ATTRIBUTE, _COMPILED)
 """Attributes in which wrappers (FSDP1, activation checkpointing, ``torch.compile``) store the wrapped module."""
 

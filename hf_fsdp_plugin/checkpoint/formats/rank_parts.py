@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, within
 from hf_fsdp_plugin.checkpoint.formats.pickles import Distributed, PickledTensor, Replicate, Shard, StridedShard
+from hf_fsdp_plugin.torch_private.modules import LOCAL_TENSOR_ATTRIBUTE
 
 
 def parts_of(value: Distributed) -> tuple[tuple[int, ...], list[tuple[Box, PickledTensor]]]:
@@ -22,7 +23,7 @@ def parts_of(value: Distributed) -> tuple[tuple[int, ...], list[tuple[Box, Pickl
 
 def _of_dtensor(state: Any) -> tuple[tuple[int, ...], list[tuple[Box, PickledTensor]]]:
     attributes = state[1] if isinstance(state, tuple) else state
-    local, spec = attributes["_local_tensor"], attributes["_spec"]
+    local, spec = attributes[LOCAL_TENSOR_ATTRIBUTE], attributes["_spec"]
     shape = tuple(spec.tensor_meta.shape)
     begins, ends = [0] * len(shape), list(shape)
     sizes = [math.prod(_flat(axis.shape)) for axis in spec.mesh._layout.axes]

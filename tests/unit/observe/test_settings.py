@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from live_models import make_plan, make_run
+from live_models import make_plan, make_run, make_unit
 
 from hf_fsdp_plugin.observe.settings import SettingObservation, check_settings, format_value, observe_settings
 
@@ -42,6 +42,18 @@ def test_setting_that_differs_has_one_problem(settings: Any, problems: list[tupl
 def test_model_without_units_differs_in_every_section() -> None:
     rows = rows_of(make_plan(), units=()).values()
     assert {row.status for row in rows if not row.setting.startswith("launch.")} == {"differs"}
+
+
+@pytest.mark.parametrize(
+    "units", [(make_unit("", num_params=0),), (make_unit("0", num_params=0), make_unit("", num_params=0))]
+)
+@pytest.mark.parametrize("settings", [{}, {"fsdp_offload_params": True}, {"fsdp_mixed_precision_policy": "bf16"}])
+def test_units_without_parameters_are_unobservable(units: Any, settings: dict[str, Any]) -> None:
+    rows = rows_of(make_plan(**settings), units=units)
+    assert not [row for row in rows.values() if "mixed" in str(row.observed)]
+    for name in ("mesh.shard", "mesh.replicate", "precision.param", "offload.params"):
+        assert (rows[name].status, rows[name].observed) == ("unobservable", None), name
+    assert not [row for row in rows.values() if row.status == "differs" and not row.setting.startswith("wrap.")]
 
 
 @pytest.mark.parametrize(
