@@ -59,6 +59,11 @@ def install(
         set_variables(ACCELERATE_USE_CPU="true")
     if session.ambient is not None:
         set_loading_variables(spec)
+        if spec.loading.ram_efficient and "RANK" in os.environ:
+            from accelerate import PartialState
+
+            # Scripts and libraries that load a model first ask torch.distributed or PartialState() for their rank.
+            PartialState(cpu=cpu)
     start_reporting()
     return session.ambient
 
