@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from hf_fsdp_plugin.backends.load import (
     prepare_unit,
     start_record,
 )
+from hf_fsdp_plugin.backends.quantized import prepare_quantized
 from hf_fsdp_plugin.backends.torch_types import device_mesh, torch_dtype
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.strategies import STRATEGIES
@@ -35,17 +37,23 @@ def apply_fsdp1(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
     record = start_record(plan, model)
     apply_activation_checkpointing(plan, model)
     prepare_buffers(plan, model, device, record)
+    prepare_quantized(plan, model, device)
     ignored = prepare_ignored(plan, model, device, record)
     kwargs = _constructor_arguments(plan, device)
     for unit in plan.units:
         prepare_unit(plan, unit, model, device, record)
         if unit.modules == ("",):
             continue
+        if unit.is_split_off and kwargs["mixed_precision"] is not None:
+            # The other units receive activations, which have the compute dtype already.
+            unit_kwargs = {**kwargs, "mixed_precision": replace(kwargs["mixed_precision"], cast_forward_inputs=True)}
+        else:
+            unit_kwargs = kwargs
         for name in unit.modules:
             module = model.get_submodule(name)
             inside = {id(parameter) for parameter in module.parameters()}
             ignored_inside = [parameter for parameter in ignored if id(parameter) in inside]
-            replace_module(model, module, FSDP(module, ignored_states=ignored_inside, **kwargs))
+            replace_module(model, module, FSDP(module, ignored_states=ignored_inside, **unit_kwargs))
     root = FSDP(model, ignored_states=ignored, **kwargs)
     _cast_output(plan, root)
     setattr(root, BROADCAST_ATTRIBUTE, record)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -26,9 +26,11 @@ from hf_fsdp_plugin.backends.load import (
     prepare_unit,
     start_record,
 )
+from hf_fsdp_plugin.backends.quantized import prepare_quantized
 from hf_fsdp_plugin.backends.torch_types import device_mesh, torch_dtype
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.torch_private.fsdp2 import (
+    keep_requires_grad,
     mark_backward_prefetch,
     modules_of,
     own_shards,
@@ -47,6 +49,7 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
     record = start_record(plan, model)
     apply_activation_checkpointing(plan, model)
     prepare_buffers(plan, model, device, record)
+    prepare_quantized(plan, model, device)
     cast_buffers(plan, model)
     kwargs: dict[str, Any] = {
         "mesh": device_mesh(plan),
@@ -65,6 +68,8 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
     if not isinstance(model, FSDPModule):
         # Every parameter belongs to an inner unit. A root unit is still needed: it orders the hooks of the others.
         fully_shard(model, mp_policy=_mixed_precision(plan, is_root=True), **kwargs)
+    # Before FSDP2's own hook, which gathers the parameters.
+    model.register_forward_pre_hook(_before_forward, prepend=True)
     _set_forward_prefetch(plan, model)
     _set_backward_prefetch(plan, model)
     setattr(model, BROADCAST_ATTRIBUTE, record)
@@ -105,12 +110,18 @@ def _replace_by_masters(plan: FsdpPlan, model: nn.Module) -> None:
                 registered[name] = replaced[id(parameter)]
 
 
+def _before_forward(model: nn.Module, args: tuple[Any, ...]) -> None:
+    keep_requires_grad(cast(FSDPModule, model))
+
+
 def reshard(model: nn.Module) -> None:
     """Free every gathered parameter of a model, so that ``model.parameters()`` are the shards.
 
     A unit without reshard after forward stays gathered after an evaluation, which has no backward. An optimizer that is
     created then would update the gathered copies.
     """
+    if isinstance(model, FSDPModule):
+        keep_requires_grad(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -107,8 +107,13 @@ def _prepare_parameters(
     parameters = list({id(parameter): parameter for parameter in map(model.get_parameter, names)}.values())
     if plan.ram_efficient or plan.sync_module_states:
         for parameter in parameters:
-            parameter.data = _broadcast(parameter.data, device, record)
+            parameter.data = _broadcast(_without_subclass(parameter.data), device, record)
     return parameters
+
+
+def _without_subclass(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the packed bytes of a weight of bitsandbytes: its class requires attributes that ``data`` lacks."""
+    return tensor.as_subclass(torch.Tensor) if type(tensor).__name__ == "Params4bit" else tensor
 
 
 def materialize(model: nn.Module, names: Iterable[str], device: torch.device, record: BroadcastRecord) -> None:

@@ -114,6 +114,13 @@ _ACCELERATE_HOOKS = (
     ),
 )
 
+_PEFT_HOOKS = tuple(
+    Hook(f"peft.tuners.tuners_utils:BaseTuner.{name}", "peft.merging:refuse_if_sharded",
+         reason="PEFT merges one rank's shards, and replaces modules that FSDP manages.",
+         until="PEFT merges adapters into sharded models.")
+    for name in ("merge_adapter", "merge_and_unload", "unload")
+)
+
 _TRANSFORMERS_HOOKS = (
     Hook(f"{_ARGUMENTS}.__post_init__", "transformers.arguments:validate_arguments",
          reason="Transformers refuses `bf16` on CPU ranks that a launcher selected.",
@@ -178,7 +185,7 @@ _TRL_HOOKS = (
 # fmt: on
 
 HOOKS: Final[dict[Group, tuple[Hook, ...]]] = {
-    "accelerate": _ACCELERATE_HOOKS,
+    "accelerate": (*_ACCELERATE_HOOKS, *_PEFT_HOOKS),
     "transformers": _TRANSFORMERS_HOOKS,
     "loading": _LOADING_HOOKS,
     "trl": _TRL_HOOKS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import torch
 
@@ -14,6 +14,7 @@ from hf_fsdp_plugin.plan.units import UnitPlan
 from hf_fsdp_plugin.spec.model import Version
 from hf_fsdp_plugin.text import format_names, plural
 
+_COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Violation = tuple[UnitPlan, str]
 """A unit that violates a rule, and the details for the message."""
 
@@ -28,7 +29,8 @@ def check_parameters(
 ) -> None:
     """Report units that the backend cannot create, and parameters that cannot be sharded."""
     entries = {entry.name: entry for entry in tree.parameters}
-    _check_integers(tree, problems)
+    _check_integers(tree, precision, problems)
+    _check_packed(tree, precision, problems)
     owned = {u.name: [e for name in u.parameters if _is_floating(e := entries[name])] for u in units}
     _check_dtypes(tree, units, owned, precision, version, problems)
     if version == 1 and not use_orig:
@@ -40,19 +42,50 @@ def _is_floating(entry: ParameterEntry) -> bool:
     return entry.parameter.is_floating_point()
 
 
-def _check_integers(tree: ModuleTree, problems: ProblemCollector) -> None:
+def _check_integers(tree: ModuleTree, precision: PrecisionPlan, problems: ProblemCollector) -> None:
     integers = [e for e in tree.parameters if not (e.ignored or _is_floating(e) or e.parameter.is_complex())]
     if integers:
         dtypes = sorted({str(entry.parameter.dtype).removeprefix("torch.") for entry in integers})
+        # bitsandbytes packs two 4-bit weights into each byte of a tensor of any dtype, but has no choice for 8 bits.
+        storage = f"bnb_4bit_quant_storage={_COMPUTE_DTYPES.get(precision.param) or _model_dtype(tree)}"
         problems.add(
             "FSDP-E220",
             None,
             "FSDP shards only floating-point parameters, but "
             f"{plural(len(integers), 'parameter has', 'parameters have')} an integer dtype ({', '.join(dtypes)}), as "
             f"quantized weights do: {format_names([entry.name for entry in integers])}.",
-            "Set bnb_4bit_quant_storage to a floating-point dtype such as torch.bfloat16, or exclude the modules with "
+            f"Load it with BitsAndBytesConfig(load_in_4bit=True, {storage}), or exclude the modules with "
             "fsdp_ignored_modules.",
         )
+
+
+def _model_dtype(tree: ModuleTree) -> torch.dtype:
+    """Return the dtype of most parameters that are not quantized."""
+    sizes: Counter[torch.dtype] = Counter()
+    for entry in tree.parameters:
+        if not entry.ignored and _is_floating(entry):
+            sizes[entry.parameter.dtype] += entry.parameter.numel()
+    return sizes.most_common(1)[0][0] if sizes else torch.bfloat16
+
+
+def _check_packed(tree: ModuleTree, precision: PrecisionPlan, problems: ProblemCollector) -> None:
+    """Report packed 4-bit weights that mixed precision would cast: a cast changes the bytes."""
+    compute = _COMPUTE_DTYPES.get(precision.param)
+    packed = [
+        entry
+        for entry in tree.parameters
+        if getattr(entry.parameter, "quant_state", None) is not None and not entry.ignored and _is_floating(entry)
+    ]
+    if compute is None or all(entry.parameter.dtype == compute for entry in packed):
+        return
+    stored = str(next(e.parameter.dtype for e in packed if e.parameter.dtype != compute)).removeprefix("torch.")
+    problems.add(
+        "FSDP-E266",
+        "precision.param",
+        f"the bytes of {plural(len(packed), 'quantized weight')} are stored in {stored} tensors, and mixed precision "
+        f"would cast them to {precision.param}: {format_names([entry.name for entry in packed])}.",
+        f"Set bnb_4bit_quant_storage={compute}, or mixed_precision to the dtype {stored} or no.",
+    )
 
 
 def _check_dtypes(

@@ -27,6 +27,8 @@ class UnitPlan:
         reshard_after_forward: whether the gathered parameters are freed between forward and backward.
         from_policy: whether the wrap policy selected the modules. False for the units of embedding, norm, head and
             root, and for layers inside other layers. Only units from the policy are checkpointed.
+        is_split_off: whether FSDP1 needs a unit for these modules because of their dtype or ``requires_grad``. Code
+            around such a module reads the dtype of its shards, and may pass inputs of that dtype.
     """
 
     modules: tuple[str, ...]
@@ -37,6 +39,7 @@ class UnitPlan:
     frozen: tuple[str, ...]
     reshard_after_forward: bool
     from_policy: bool
+    is_split_off: bool = False
 
     @property
     def name(self) -> str:
@@ -60,6 +63,7 @@ def unit_plan(
     *,
     reshard: bool,
     from_policy: bool,
+    is_split_off: bool = False,
 ) -> UnitPlan:
     """Return the unit with these modules and parameters."""
     rows = list(parameters)
@@ -75,4 +79,5 @@ def unit_plan(
         frozen=tuple(name for name, _, _, requires_grad in rows if not requires_grad),
         reshard_after_forward=reshard,
         from_policy=from_policy,
+        is_split_off=is_split_off,
     )

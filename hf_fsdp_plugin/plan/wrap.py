@@ -28,6 +28,7 @@ class UnitDraft:
     members: list[str]
     from_policy: bool
     reshard: bool
+    is_split_off: bool = False
     parameters: list[ParameterEntry] = field(default_factory=list)
 
 
@@ -81,6 +82,7 @@ def _unit(tree: ModuleTree, draft: UnitDraft, layers: set[str]) -> UnitPlan:
         [(e.name, e.parameter.numel(), e.parameter.dtype, e.parameter.requires_grad) for e in draft.parameters],
         reshard=draft.reshard,
         from_policy=draft.from_policy and not is_nested,
+        is_split_off=draft.is_split_off,
     )
 
 
@@ -179,7 +181,7 @@ def _split_by_kind(
     }
     if not split:
         return drafts
-    added = [UnitDraft(members=[name], from_policy=False, reshard=reshard) for name in split]
+    added = [UnitDraft(members=[name], from_policy=False, reshard=reshard, is_split_off=True) for name in split]
     drafts = [*_in_order(tree, [*drafts[:-1], *added]), drafts[-1]]
     for draft in drafts:
         draft.parameters.clear()

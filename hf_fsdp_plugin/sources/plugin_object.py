@@ -91,8 +91,17 @@ def _add_policy(out: Collector, key: str, value: Any) -> None:
         if policy == "size":
             out.add_key("fsdp", "min_num_params", keywords.get("min_num_params", _SIZE_DEFAULT))
         return
+    if any(_is_from_peft(inner) for inner in keywords.get("policies", ())):
+        out.add("wrap.policy", entry_of(key, name), value="transformer")
+        return
     fix = "Pass transformer_cls_names_to_wrap, min_num_params, or one of torch's policies."
     _report(out, key, name, "a custom wrap function is not supported", fix)
+
+
+def _is_from_peft(policy: Any) -> bool:
+    """Whether a policy is part of ``peft.utils.other.fsdp_auto_wrap_policy``, which wraps the model's own layers."""
+    function = getattr(policy, "keywords", {}).get("lambda_fn")
+    return str(getattr(function, "__module__", "")).startswith("peft.")
 
 
 def _report(out: Collector, key: str, value: Any, reason: str, fix: str) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 from hf_fsdp_plugin.torch_private.live_unit import LiveUnit
 from hf_fsdp_plugin.torch_private.modules import LOCAL_TENSOR_ATTRIBUTE
@@ -52,6 +54,25 @@ def own_shards(state: Any) -> None:
 def mark_backward_prefetch(module: Any, kind: str) -> None:
     """Record which prefetch replaces torch's implicit backward prefetch. It cannot be read from the module's hooks."""
     setattr(module, _BACKWARD_PREFETCH_MARK, kind)
+
+
+def keep_requires_grad(root: FSDPModule) -> None:
+    """Copy ``requires_grad`` of gathered parameters to their shards.
+
+    A script sets it on the parameters in the module tree, as PEFT does when an adapter is disabled. If these are
+    gathered, torch overwrites the value with that of the shard in the next all-gather. A unit without trainable
+    parameters in its first forward has no dtype for gradients.
+    """
+    state = state_of(root)
+    for group in (group for other in state._state_ctx.all_states for group in _parameter_groups(other)):
+        for managed in group.fsdp_params:
+            if managed.sharded_state is ShardedState.UNSHARDED:
+                needs_gradient = managed._unsharded_param.requires_grad
+                if managed.sharded_param.requires_grad != needs_gradient:
+                    managed.sharded_param.requires_grad_(needs_gradient)
+        has_dtype = getattr(group, "_orig_dtype", torch.float32) is not None  # the first forward sets it
+        if not has_dtype and any(managed.sharded_param.requires_grad for managed in group.fsdp_params):
+            group._init_mp_dtypes()
 
 
 def reshards_after_forward(state: Any, *, is_root: bool) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -75,3 +77,21 @@ def mark_fsdp_managed(model: nn.Module) -> None:
     """
     for module in model.modules():
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
+
+
+def is_fsdp_managed(module: nn.Module) -> bool:
+    """Return whether :func:`mark_fsdp_managed` has marked a module."""
+    return getattr(module, "_is_fsdp_managed_module", False) is True
+
+
+@contextmanager
+def without_forward_hooks(module: nn.Module) -> Iterator[None]:
+    """Call the module and those inside it without their hooks, which gather parameters collectively."""
+    kept = [(inner, inner._forward_pre_hooks, inner._forward_hooks) for inner in module.modules()]
+    for inner, _, _ in kept:
+        inner._forward_pre_hooks, inner._forward_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield
+    finally:
+        for inner, before, after in kept:
+            inner._forward_pre_hooks, inner._forward_hooks = before, after

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ranks import RankError, Ranks
 from tiny import parallel_config
-from training import assert_same_training, differing, reference, sgd
+from training import RELATIVE, assert_same_training, assert_same_weights, differing, reference, sgd
 
 pytest.importorskip("peft")
 
@@ -19,7 +21,13 @@ BACKENDS = {
     "flat": {"version": 1, "fsdp_use_orig_params": False},
     "fsdp2": {"version": 2},
 }
+IN_ARGUMENTS = {
+    "fsdp1": {"version": 1, "use_orig_params": True},
+    "flat": {"version": 1, "use_orig_params": False},
+    "fsdp2": {"version": 2},
+}
 QUICK = ("lora", "dora", "ia3", "modules", "prompt")
+SAVED = ("lora", "dora", "ia3", "embedding", "prompt", "prefix", "two")
 OTHERS = ("rslora", "embedding", "prefix", "ptuning", "loha", "vera", "two")
 
 
@@ -55,3 +63,103 @@ def test_bare_adapter_parameters_need_original_parameters(two_ranks: Ranks, kind
         train_kind(two_ranks, kind, "flat")
     for backend in ("fsdp1", "fsdp2"):
         assert_same_training(train_kind(two_ranks, kind, backend), reference_of(kind))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["lora", "modules"])
+def test_disabled_adapters_leave_the_base_model(two_ranks: Ranks, kind: str, backend: str) -> None:
+    expected = cases.disabled_first_reference(kind)
+    run = two_ranks.run(cases.train_disabled_first, config_of(backend), kind)[0]
+    for name in ("losses", "norms", "norm", "last", "disabled"):
+        assert run[name] == pytest.approx(expected[name], rel=RELATIVE), name
+
+
+def saved_adapter(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["modules", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SAVED)])
+def test_adapter_is_saved_resumed_and_merged(two_ranks: Ranks, tmp_path: Path, kind: str, backend: str) -> None:
+    """Losses, the saved adapter, and the merged model that is loaded from it equal those of one process."""
+    losses, adapters = cases.trainer_reference(str(tmp_path / "reference"), kind)
+    arguments = {"fsdp": "full_shard auto_wrap", "fsdp_config": IN_ARGUMENTS[backend]}
+    run = two_ranks.run(cases.train_save_and_resume, str(tmp_path), kind, **arguments)[0]
+    assert run["whole"] == pytest.approx(losses, rel=RELATIVE)
+    assert run["resumed"] == pytest.approx(losses, rel=RELATIVE)
+    for folder in ("checkpoint-6", "final"):
+        for name, expected in adapters.items():
+            saved = saved_adapter(tmp_path / folder / ("" if name == "default" else name))
+            assert_same_weights(saved, expected, 1e-4)
+    if kind not in ("prompt", "prefix", "ptuning"):
+        merged = cases.merged_logits(str(tmp_path / "final"), kind)
+        assert torch.allclose(merged, cases.adapted_logits(str(tmp_path / "final"), kind), atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("how", ["merge_adapter", "merge_and_unload", "unload"])
+def test_merge_of_sharded_model_is_refused(two_ranks: Ranks, how: str, backend: str) -> None:
+    assert two_ranks.run(cases.merge_sharded, config_of(backend), how) == [["FSDP-E631"]] * 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_adalora_is_refused(two_ranks: Ranks, backend: str) -> None:
+    with pytest.raises(RankError, match="FSDP-E630"):
+        train_kind(two_ranks, "adalora", backend)
+
+
+@pytest.mark.parametrize(("by_peft", "expected"), [(True, []), (False, ["FSDP-E632"])])
+def test_only_the_policy_of_peft_may_be_assigned(two_ranks: Ranks, by_peft: bool, expected: list[str]) -> None:
+    assert two_ranks.run(cases.assign_policy, config_of("flat"), by_peft) == [expected] * 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_gradient_checkpointing_of_frozen_layers(two_ranks: Ranks, backend: str, reentrant: bool) -> None:
+    run = two_ranks.run(cases.train_checkpointed, config_of(backend), "lora", reentrant)[0]
+    assert_same_training(run, reference_of("lora"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("storage", "dtype", "double"),
+    [("bfloat16", "float32", True), pytest.param("float32", "float32", False, marks=pytest.mark.slow)],
+)
+def test_quantized_weights_train_as_in_one_process(
+    two_ranks: Ranks, tmp_path: Path, storage: str, dtype: str, double: bool, backend: str
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    cases.save_tiny_llama(str(tmp_path))
+    expected = cases.quantized_reference(str(tmp_path), storage, dtype, double)
+    run = two_ranks.run(cases.train_quantized, config_of(backend), str(tmp_path), storage, dtype, double)[0]
+    for name in ("losses", "norms", "evaluations"):
+        assert run[name] == pytest.approx(expected[name], rel=1e-4), name
+    assert differing(run["report"]) == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_quantized_weights_train_in_bf16(two_ranks: Ranks, tmp_path: Path, backend: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    cases.save_tiny_llama(str(tmp_path))
+    expected = cases.quantized_reference(str(tmp_path), "float32", "float32", False)
+    config = {**config_of(backend), "mixed_precision": "bf16"}
+    run = two_ranks.run(cases.train_quantized, config, str(tmp_path), "bfloat16", "bfloat16", False)[0]
+    assert run["losses"] == pytest.approx(expected["losses"], rel=0.01)
+    assert run["evaluations"] == pytest.approx(expected["evaluations"], rel=0.01)
+    assert run["masters"] == {"torch.float32"}
+
+
+@pytest.mark.parametrize("backend", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize(
+    ("storage", "precision", "code"), [("uint8", "no", "FSDP-E220"), ("float16", "bf16", "FSDP-E266")]
+)
+def test_quantized_weights_that_would_be_garbage_are_refused(
+    two_ranks: Ranks, tmp_path: Path, backend: str, storage: str, precision: str, code: str
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    cases.save_tiny_llama(str(tmp_path))
+    config = {**config_of(backend), "mixed_precision": precision}
+    codes = two_ranks.run(cases.prepare_quantized, config, str(tmp_path), storage, "float32")
+    assert all(code in found for found in codes)

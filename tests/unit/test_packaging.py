@@ -19,18 +19,37 @@ def _setup() -> configparser.ConfigParser:
     return parser
 
 
+def _imported(path: Path, *, at_import: bool = False) -> set[str]:
+    """Return the distributions that a file imports; with ``at_import``, only those outside of functions."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = tree.body if at_import else list(ast.walk(tree))
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return {_DISTRIBUTIONS.get(name, name) for name in names - sys.stdlib_module_names - {"hf_fsdp_plugin"}}
+
+
+def _requirements(lines: str) -> set[str]:
+    return {re.split(r"[<>=~!]", line)[0] for line in lines.split()}
+
+
 def test_every_imported_library_is_declared() -> None:
-    imported = set()
-    for path in (ROOT / "hf_fsdp_plugin").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                imported |= {alias.name.partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                imported.add(node.module.partition(".")[0])
-    third_party = {_DISTRIBUTIONS.get(name, name) for name in imported - sys.stdlib_module_names - {"hf_fsdp_plugin"}}
-    declared = {re.split(r"[<>=~!]", line)[0] for line in _setup()["options"]["install_requires"].split()}
-    assert third_party <= declared
-    assert declared - third_party == {"datasets"}  # for scripts and users; the package itself does not import it
+    setup = _setup()
+    declared = _requirements(setup["options"]["install_requires"])
+    optional = _requirements(setup["options.extras_require"]["ecosystem"])
+    package = ROOT / "hf_fsdp_plugin"
+    used: set[str] = set()
+    for path in package.rglob("*.py"):
+        imported = _imported(path)
+        # An optional library is imported by its own adapter only, inside functions.
+        adapter = path.relative_to(package / "integrations").parts[0] if "integrations" in path.parts else ""
+        assert imported - declared <= {adapter} & optional, path
+        assert _imported(path, at_import=True) <= declared, path
+        used |= imported
+    assert declared - used == {"datasets"}  # for scripts and users; the package itself does not import it
 
 
 def test_minimum_python_version_is_the_same_everywhere() -> None:

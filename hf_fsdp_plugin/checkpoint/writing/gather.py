@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -26,15 +27,18 @@ def full_model_state(model: nn.Module) -> dict[str, Any]:
     return state if dist.get_rank() == 0 else {}
 
 
-def trainable_state(model: nn.Module) -> dict[str, torch.Tensor]:
+def trainable_state(model: nn.Module, also: Collection[str] = ()) -> dict[str, torch.Tensor]:
     """Return whole trainable parameters by canonical names, on the CPU of rank 0; empty on other ranks. Collective.
 
     This is for adapters: the frozen base model, which may be many times larger, is not gathered.
+
+    Args:
+        also: names of frozen tensors to include, the same on all ranks.
     """
     mine = [
         (shard.name, shard.shape, piece.box, piece.tensor.detach().cpu().contiguous())
         for shard in shards_to_write(model_shards(model).tensors)
-        if not shard.frozen
+        if not shard.frozen or shard.name in also
         for piece in shard.pieces
     ]
     rank = dist.get_rank()

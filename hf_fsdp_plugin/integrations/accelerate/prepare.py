@@ -21,6 +21,7 @@ from hf_fsdp_plugin.backends.submodule_calls import free_after_forward, free_bef
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.plugin import planned_plugin
 from hf_fsdp_plugin.integrations.messages import print_warnings
+from hf_fsdp_plugin.integrations.peft.checks import check_adapters, check_assigned_policy
 from hf_fsdp_plugin.integrations.run_report import track
 from hf_fsdp_plugin.integrations.saving import prepare_buffers_after_first_step
 from hf_fsdp_plugin.integrations.torchao import private as torchao_private
@@ -140,6 +141,8 @@ def make_plan(accelerator: Any, spec: FsdpSpec, model: nn.Module) -> FsdpPlan:
         message = f"{type(model).__name__} was loaded with a device_map over several devices."
         fix = "Load it without device_map: FSDP places the model."
         raise SpecError([Problem(code="FSDP-E605", message=message, fix=fix)])
+    check_adapters(model)
+    check_assigned_policy(planned_plugin(accelerator))
     return resolve(
         with_distributed_config(spec, distributed_config_of(model)),
         model,

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from transformers.utils import logging
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
-from hf_fsdp_plugin.checkpoint import manifest_of, model_shards, remove_checkpoint, trainable_state
+from hf_fsdp_plugin.checkpoint import manifest_of, model_shards, remove_checkpoint
 from hf_fsdp_plugin.checkpoint.names import (
-    ADAPTER,
     HF_MODEL,
     TRAINER_PREFIX,
     TRAINER_STATE,
@@ -23,10 +22,11 @@ from hf_fsdp_plugin.checkpoint.names import (
 from hf_fsdp_plugin.devices import available_device
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, if_planned, if_sharded
 from hf_fsdp_plugin.integrations.messages import print_once
+from hf_fsdp_plugin.integrations.peft.saving import adapter_state, as_unsharded
 from hf_fsdp_plugin.integrations.resuming import find_checkpoint, warn_differences
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.transformers import private
-from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
+from hf_fsdp_plugin.plan.names import unwrapped
 
 
 @if_sharded
@@ -130,13 +130,13 @@ def _write_companions(trainer: Any, folder: Path) -> None:
 
     Of the weights, only PEFT's adapters are written: they are small, and PEFT loads them only from its own format.
     """
-    adapters = trainable_state(trainer.model) if _is_peft(trainer) else None
+    adapters = adapter_state(trainer.model) if _is_peft(trainer) else None
     with on_all_ranks(f"writing {folder}"):
         if not trainer.args.should_save:
             return
         if adapters is not None:
-            private.save_files(trainer, folder, _with_module_names(adapters, unwrapped(trainer.model)))
-            _remove_wrapper_names(folder)
+            with as_unsharded(unwrapped(trainer.model), adapters):
+                private.save_files(trainer, folder, adapters)
         else:
             # Transformers shows a progress bar and writes a file even for an empty state dict.
             shown = logging.is_progress_bar_enabled()
@@ -147,27 +147,6 @@ def _write_companions(trainer: Any, folder: Path) -> None:
                 if shown:
                     logging.enable_progress_bar()
             (folder / safetensors_file(HF_MODEL)).unlink(missing_ok=True)
-
-
-def _with_module_names(state: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
-    """Return ``state`` with FSDP1's wrappers in the names. PEFT finds parameters by the current names of modules."""
-    live = {canonical_name(name): name for name, _ in model.named_modules()}
-    named = {}
-    for name, tensor in state.items():
-        module, _, parameter = name.rpartition(".")
-        named[f"{live[module]}.{parameter}" if live.get(module) else name] = tensor
-    return named
-
-
-def _remove_wrapper_names(folder: Path) -> None:
-    """Remove the names of wrappers from the parameters in the adapter files."""
-    from safetensors.torch import load_file, save_file
-
-    for path in folder.rglob(safetensors_file(ADAPTER)):
-        state = load_file(path)
-        clean = {canonical_name(name): tensor for name, tensor in state.items()}
-        if clean.keys() != state.keys():
-            save_file(clean, path, metadata={"format": "pt"})
 
 
 def _is_peft(trainer: Any) -> bool:

@@ -12,7 +12,7 @@ _SHORT = f"--max_length 48 {SEQUENTIAL}"
 _REWARD = "--reward_funcs suite_rewards.vowels --num_generations 2 --max_completion_length 8"
 _TEACHER = "--teacher_model_name_or_path models/teacher --max_completion_length 8"
 _QLORA = "--use_peft --load_in_4bit --dtype bfloat16 --bf16 true"
-_CODE_OF_UINT8 = "FSDP-E661"
+_CODE_OF_UINT8 = "FSDP-E220"
 
 
 def _case(script: str, variant: str, arguments: str, *, data: str = "lm", **more: Any) -> Case:

@@ -89,8 +89,9 @@ def test_plugin_created_before_install_is_refused() -> None:
 
 
 def test_model_with_device_map_is_refused() -> None:
-    accelerator: Any = SimpleNamespace(num_processes=2, device=torch.device("cpu"))
     plugin = PlannedFsdpPlugin(hfp.load_spec(FSDP))
+    state = SimpleNamespace(fsdp_plugin=plugin)
+    accelerator: Any = SimpleNamespace(num_processes=2, device=torch.device("cpu"), state=state)
     accelerator.verify_device_map = lambda model: False
     assert make_plan(accelerator, plugin.spec, torch.nn.Linear(4, 4)).backend == "fsdp2"
     accelerator.verify_device_map = lambda model: True

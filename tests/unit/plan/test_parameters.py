@@ -168,7 +168,7 @@ def test_shared_parameter_stays_with_both_users() -> None:
         layer.other = nn.Linear(8, 8, bias=False)
         layer.other.weight = layer.adapter.weight
     units = {unit.name: unit.parameters for unit in planned(spec_of(version=1), model).units}
-    assert units["layers.0.base"] == ("layers.0.base.weight", "layers.0.base.bias")
+    assert units["layers.0.base"] == ("layers.0.base.weight",)
     assert units["layers.0"] == ("layers.0.adapter.weight",)
 
 
@@ -187,6 +187,26 @@ def test_quantized_weights_are_refused_unless_ignored(version: int) -> None:
     assert "layers.0.base.weight" in problem.message
     assert "bnb_4bit_quant_storage" in problem.fix
     planned(spec_of(version=version, use_orig=True, ignored_modules=r"layers\.\d\.base"), model)
+
+
+def test_storage_of_quantized_weights_has_the_dtype_of_the_model() -> None:
+    model = Stack().to(torch.float16)
+    model.layers[0].base.weight = nn.Parameter(torch.zeros(32, 1, dtype=torch.int8), requires_grad=False)
+    storage = "bnb_4bit_quant_storage=torch."
+    assert storage + "float16" in refused("FSDP-E220", spec_of(version=2), model).fix
+    assert storage + "bfloat16" in refused("FSDP-E220", spec_of(version=2, param="bf16"), model).fix
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_mixed_precision_must_not_cast_quantized_weights(version: int) -> None:
+    model = Stack()
+    weight = nn.Parameter(torch.zeros(16, 1, dtype=torch.float16), requires_grad=False)
+    weight.quant_state = object()  # type: ignore[attr-defined]
+    model.layers[0].base.weight = weight
+    problem = refused("FSDP-E266", spec_of(version=version, use_orig=True, param="bf16"), model)
+    assert "layers.0.base.weight" in problem.message
+    assert "bnb_4bit_quant_storage=torch.bfloat16" in problem.fix
+    planned(spec_of(version=version, use_orig=True), model)
 
 
 @pytest.mark.parametrize("version", [1, 2])

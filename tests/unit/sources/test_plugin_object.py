@@ -15,11 +15,27 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     StateDictType,
 )
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.fsdp.wrap import (
+    ModuleWrapPolicy,
+    _or_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 
 MIXED = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 BY_LAYER = partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear, nn.Conv1d})
 BY_SIZE = partial(size_based_auto_wrap_policy, min_num_params=7)
+
+
+def is_trainable_leaf(module):
+    return module.weight.requires_grad
+
+
+# As peft.utils.other.fsdp_auto_wrap_policy returns it.
+is_trainable_leaf.__module__ = "peft.utils.other"
+LEAVES = partial(lambda_auto_wrap_policy, lambda_fn=is_trainable_leaf)
+BY_PEFT = partial(_or_policy, policies=[LEAVES, BY_LAYER])
 
 
 @pytest.mark.parametrize(
@@ -55,6 +71,7 @@ BY_SIZE = partial(size_based_auto_wrap_policy, min_num_params=7)
         ({"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}, "wrap.classes", ("Linear",)),
         ({"auto_wrap_policy": size_based_auto_wrap_policy}, "wrap.min_num_params", 100_000_000),
         ({"auto_wrap_policy": BY_SIZE}, "wrap.min_num_params", 7),
+        ({"auto_wrap_policy": BY_PEFT}, "wrap.policy", "transformer"),
         ({"transformer_cls_names_to_wrap": ["Layer"]}, "wrap.classes", ("Layer",)),
         ({"ignored_modules": ".*head"}, "wrap.ignored_modules", ".*head"),
         ({"state_dict_type": StateDictType.SHARDED_STATE_DICT}, "checkpoint.state_dict", "sharded"),
