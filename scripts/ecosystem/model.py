@@ -35,6 +35,8 @@ class Case:
     """Keys of ``fsdp_config`` for both versions."""
     settings_1: Mapping[str, object] = field(default_factory=dict)
     settings_2: Mapping[str, object] = field(default_factory=dict)
+    versions: tuple[int, ...] = VERSIONS
+    """The FSDP versions under which the script makes sense."""
     top: Mapping[str, object] = field(default_factory=dict)
     """Keys at the top level of the config file, such as ``mixed_precision``."""
     needs: tuple[str, ...] = ()

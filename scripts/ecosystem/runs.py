@@ -116,6 +116,7 @@ def make_config(case: Case, fsdp_version: int) -> dict[str, object]:
         "fsdp_config": {
             "fsdp_version": fsdp_version,
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_cpu_ram_efficient_loading": True,  # as the wizard of `accelerate config` writes it
             **case.settings,
             **own,
         },
@@ -172,11 +173,19 @@ def _run(command: list[str], folder: Path, case: Case, suite: Suite, **more: str
             code = process.wait(suite.limit)
         except subprocess.TimeoutExpired:
             timed_out = True
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-            code = process.wait() or 1
+            code = _stop(process) or 1
+        except BaseException:
+            _stop(process)
+            raise
     seconds = round(time.monotonic() - start, 1)
     return Run(folder=str(folder), code=code, seconds=seconds, timed_out=timed_out)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> int:
+    """End a script with all its ranks, and return its exit code."""
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        return process.wait(20)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.wait()

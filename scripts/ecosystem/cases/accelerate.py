@@ -7,6 +7,7 @@ from typing import Any
 from ecosystem.model import OWN_CHECKS, Case
 
 _METRIC = ("evaluate", "sklearn")
+_REPLICATED: dict[str, Any] = {"settings": {"fsdp_sharding_strategy": "NO_SHARD"}, "versions": (1,)}
 
 
 def _test(script: str, arguments: str = "", **more: Any) -> Case:
@@ -34,8 +35,9 @@ def _example(script: str, arguments: str = "", **more: Any) -> Case:
 TESTS = [
     _test("test_cli", sharded=False),
     _test("test_ops", sharded=False),
-    _test("test_sync"),
-    _test("test_script"),
+    # These compare parameters of a prepared model one by one with those of an unsharded one.
+    _test("test_sync", **_REPLICATED),
+    _test("test_script", **_REPLICATED),
     _test("test_distributed_data_loop"),
     _test("test_merge_weights"),
     _test("external_deps.test_metrics", needs=_METRIC),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ecosystem.cases.arguments import BEST, BF16, EVALUATED, PEFT_FSDP1, SEQUENTIAL, TRAINER
-from ecosystem.model import Case
+from ecosystem.model import TWO_PROCESSES, Case
 
 
 def _case(name: str, script: str, arguments: str = "", *, package: str = "transformers", **more: Any) -> Case:
@@ -27,7 +27,9 @@ def _sentence(variant: str, arguments: str = "", **more: Any) -> Case:
 
 def _seq2seq(variant: str, arguments: str = "", **more: Any) -> Case:
     given = f"{EVALUATED} {SEQUENTIAL} --predict_with_generate true --generation_max_length 12 {arguments}"
-    return _case(f"Seq2SeqTrainer, {variant}", "seq2seq", given, model="seq2seq", start="t5", **more)
+    # The Trainer multiplies T5's loss by the number of processes, with every launcher.
+    two: dict[str, Any] = {"compared": TWO_PROCESSES, "model": "seq2seq", "start": "t5"}
+    return _case(f"Seq2SeqTrainer, {variant}", "seq2seq", given, **two, **more)
 
 
 def _peft(method: str, variant: str = "", **more: Any) -> Case:

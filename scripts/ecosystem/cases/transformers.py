@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ecosystem.cases.arguments import BEST, SEQUENTIAL, TRAINER
-from ecosystem.model import Case
+from ecosystem.model import ONE_PROCESS, TWO_PROCESSES, Case
 
 _TRAINER = f"--do_train --do_eval {TRAINER} {SEQUENTIAL}"
 _LOOP = (
@@ -13,6 +13,16 @@ _LOOP = (
     " --learning_rate 1e-3"
 )
 _SUMMARY = "--text_column document --summary_column summary --max_source_length 48 --max_target_length 16"
+
+# Scripts whose loss does not depend on how a batch is split over processes. In the others, the Trainer multiplies
+# the loss of a model that averages it itself (BERT, T5) by the number of processes, with every launcher; or the loss
+# is an average over the tokens of a rank; or masks are random.
+_EQUAL_LOSS = (
+    "language-modeling/run_clm",
+    "language-modeling/run_clm_no_trainer",
+    "text-classification/run_glue_no_trainer",
+    "question-answering/run_qa_no_trainer",
+)
 
 
 def _case(script: str, model: str, start: str, data: str, arguments: str, **more: Any) -> Case:
@@ -25,6 +35,7 @@ def _case(script: str, model: str, start: str, data: str, arguments: str, **more
         needs=("evaluate", "sklearn"),
         model=model,
         start=start,
+        compared=ONE_PROCESS if script in _EQUAL_LOSS else TWO_PROCESSES,
         **more,
     )
 
