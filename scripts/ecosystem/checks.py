@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -126,6 +125,8 @@ def read_weights(folder: Path) -> dict[str, Any]:
 
 def compare_weights(ours: Path, reference: Path, start: Path | None, limit: float) -> tuple[float | None, list[str]]:
     """Return the L2 distance of two saved models relative to the change by the training, and what is wrong."""
+    import torch
+
     got, wanted = read_weights(ours), read_weights(reference)
     if not got:
         return None, [f"no weights in {ours.name}"]
@@ -136,23 +137,22 @@ def compare_weights(ours: Path, reference: Path, start: Path | None, limit: floa
         missing, extra = sorted(wanted.keys() - got.keys()), sorted(got.keys() - wanted.keys())
         faults.append(f"saved tensors: {len(missing)} missing {missing[:2]}, {len(extra)} extra {extra[:2]}")
     first = read_weights(start) if start is not None else {}
-    trained = [name for name in wanted if "lora_B" in name] or list(wanted)
     distance = change = 0.0
-    for name in trained:
-        if name not in got:
-            continue
+    for name in sorted(wanted.keys() & got.keys()):
         a, b = got[name].float(), wanted[name].float()
-        if a.shape != b.shape or got[name].dtype != wanted[name].dtype:
-            faults.append(
-                f"saved {name}: {tuple(a.shape)} {got[name].dtype}, expected {tuple(b.shape)} {wanted[name].dtype}"
-            )
+        # Under mixed precision FSDP keeps fp32 weights, where one process trains in bf16.
+        if a.shape != b.shape or got[name].dtype not in (wanted[name].dtype, torch.float32):
+            kinds = [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in (got[name], wanted[name])]
+            faults.append(f"saved {name}: {kinds[0]}, expected {kinds[1]}")
             continue
         if not bool(a.isfinite().all()):
             faults.append(f"saved {name} is not finite")
         origin = first.get(name)
         origin = origin.float() if origin is not None and origin.shape == b.shape else None
         distance += float((a - b).square().sum())
-        change += float((b if origin is None else b - origin).square().sum())
+        # The initial value of a new layer is unknown. lora_B begins with zeros; lora_A is random.
+        if "lora_A" not in name:
+            change += float((b if origin is None else b - origin).square().sum())
     if change == 0.0:
         return None, [*faults, "the saved weights are the initial ones"]
     relative = math.sqrt(distance / change)
@@ -174,12 +174,15 @@ def _pretrained(name: str) -> Callable[[Path], list[str]]:
 def _adapter(folder: Path) -> list[str]:
     import peft
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        kind = json.loads((folder / "adapter_config.json").read_text())["task_type"]
-        names = {"CAUSAL_LM": "ForCausalLM", "SEQ_CLS": "ForSequenceClassification"}
-        getattr(peft, f"AutoPeftModel{names.get(kind, '')}").from_pretrained(folder)
-    return [str(w.message)[:200] for w in caught if "adapter" in str(w.message) and "missing" in str(w.message).lower()]
+    kind = json.loads((folder / "adapter_config.json").read_text())["task_type"]
+    names = {"CAUSAL_LM": "ForCausalLM", "SEQ_CLS": "ForSequenceClassification"}
+    model = getattr(peft, f"AutoPeftModel{names.get(kind, '')}").from_pretrained(folder)
+    # PEFT loads what it finds and leaves the rest as it was initialized.
+    loaded, saved = peft.get_peft_model_state_dict(model), read_weights(folder)
+    missing, extra = sorted(loaded.keys() - saved.keys()), sorted(saved.keys() - loaded.keys())
+    faults = [f"{name} is not in the file" for name in missing[:2]] + [f"{name} is not loaded" for name in extra[:2]]
+    other = [name for name in loaded.keys() & saved.keys() if not bool((loaded[name] == saved[name]).all())]
+    return faults + [f"{name} is loaded with other values" for name in sorted(other)[:2]]
 
 
 def _sentence_transformer(folder: Path) -> list[str]:
