@@ -100,7 +100,7 @@ def read_error(run: Run) -> tuple[str, str]:
     text = run.log
     failed = _FAILED.search(text)
     if failed:
-        return failed[1].strip()[:300], _first(_CODE, failed[1])
+        return failed[1].strip()[:300], _first(_CODE, text[failed.start() :])
     refused = [line.strip() for line in text.splitlines() if _CODE.search(line)]
     if refused and "Traceback" not in text:
         return refused[0][:300], _first(_CODE, refused[0])

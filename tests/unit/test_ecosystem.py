@@ -11,7 +11,7 @@ from ecosystem.cases import CASES
 from ecosystem.checks import check_report, compare_numbers, compare_weights, read_error, read_numbers
 from ecosystem.model import Case
 from ecosystem.results import find_missing, is_expected, merge_rows, select
-from ecosystem.runs import Run, Suite, make_config
+from ecosystem.runs import HERE, Run, Suite, make_config
 from safetensors.torch import save_file
 
 from hf_fsdp_plugin.spec.load import load_spec
@@ -45,6 +45,11 @@ def test_configs_of_all_cases_are_valid() -> None:
             spec = load_spec(make_config(case, version))
             assert spec.fsdp.version == version
             assert [problem for problem in spec.problems if problem.severity == "error"] == []
+
+
+def test_scripts_do_not_know_the_plugin() -> None:
+    scripts = list(HERE.glob("*.py"))
+    assert scripts and [path.name for path in scripts if "fsdp_plugin" in path.read_text()] == []
 
 
 def test_losses_are_read_from_the_trainer_state(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import argparse
 
 from datasets import load_dataset
-from peft import IA3Config, LoraConfig, PromptTuningConfig, TaskType, get_peft_model
+from peft import AdaLoraConfig, IA3Config, LoraConfig, PromptTuningConfig, TaskType, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -23,6 +23,7 @@ CONFIGS = {
     "ia3": lambda: IA3Config(
         task_type=TaskType.CAUSAL_LM, target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
     ),
+    "adalora": lambda: AdaLoraConfig(task_type=TaskType.CAUSAL_LM, target_modules=["q_proj"], total_step=8, tfinal=2),
     "prompt": lambda: PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=4),
 }
 parser = argparse.ArgumentParser()
