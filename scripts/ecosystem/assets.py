@@ -50,15 +50,7 @@ class Glue(evaluate.Metric):
         return {"accuracy": accuracy, "f1": float(f1_score(references, predictions))}
 '''
 
-_GLUE_CARD = """---
-configs:
-- config_name: mrpc
-  data_files:
-  - {split: train, path: mrpc/train.jsonl}
-  - {split: validation, path: mrpc/validation.jsonl}
-  - {split: test, path: mrpc/test.jsonl}
----
-"""
+_SPLITS = {"train": slice(0, 48), "validation": slice(48, 64), "test": slice(64, 72)}
 
 # SmolLM2's template, with the marks by which TRL finds the assistant's tokens.
 _TRAINING_TEMPLATE = (
@@ -67,6 +59,12 @@ _TRAINING_TEMPLATE = (
     "{{ '\n' }}{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+
+def _card(name: str) -> str:
+    """Return the card of a dataset with one configuration, whose files are in the folder of its name."""
+    files = "".join(f"  - {{split: {split}, path: {name}/{split}.jsonl}}\n" for split in _SPLITS)
+    return f"---\nconfigs:\n- config_name: {name}\n  data_files:\n{files}---\n"
 
 
 def make_assets(folder: Path) -> None:
@@ -196,6 +194,8 @@ def _make_datasets(folder: Path) -> None:
             for i, (a, _) in enumerate(pairs)
         ),
     )
+    write("Salesforce/wikitext/wikitext-2-v1", ({"text": text} for text in texts), _SPLITS)
+    (folder / "Salesforce/wikitext/README.md").write_text(_card("wikitext-2-v1"))
     mrpc = ({"sentence1": a[:80], "sentence2": b[:80], "label": i % 2, "idx": i} for i, (a, b) in enumerate(pairs))
-    write("nyu-mll/glue/mrpc", mrpc, {"train": slice(0, 48), "validation": slice(48, 64), "test": slice(64, 72)})
-    (folder / "nyu-mll/glue/README.md").write_text(_GLUE_CARD)
+    write("nyu-mll/glue/mrpc", mrpc, _SPLITS)
+    (folder / "nyu-mll/glue/README.md").write_text(_card("mrpc"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ecosystem.model import OWN_CHECKS, Case
+from ecosystem.model import OWN_CHECKS, TWO_PROCESSES, Case
 
 _METRIC = ("evaluate", "sklearn")
 _REPLICATED: dict[str, Any] = {"settings": {"fsdp_sharding_strategy": "NO_SHARD"}, "versions": (1,)}
@@ -22,7 +22,7 @@ def _test(script: str, arguments: str = "", **more: Any) -> Case:
 
 
 def _example(script: str, arguments: str = "", **more: Any) -> Case:
-    default: dict[str, Any] = {"compared": OWN_CHECKS, "needs": _METRIC}
+    default: dict[str, Any] = {"compared": TWO_PROCESSES, "needs": _METRIC}
     return Case(
         name=f"accelerate examples {script}",
         package="accelerate",
@@ -46,6 +46,8 @@ TESTS = [
     _test("external_deps.test_peak_memory_usage", "--output_dir . --n_train 32 --n_val 16"),
 ]
 
+# Accelerate's LocalSGD and communication hooks of DistributedDataParallel do not support FSDP. The examples take the
+# batch size of a process from their source, so they are compared with two unsharded processes.
 EXAMPLES = [
     _example("nlp_example"),
     _example("complete_nlp_example", "--output_dir out --checkpointing_steps epoch"),
@@ -60,7 +62,6 @@ EXAMPLES = [
     ),
     _example("by_feature/gradient_accumulation", "--gradient_accumulation_steps 2"),
     _example("by_feature/gradient_accumulation_for_autoregressive_models", "--gradient_accumulation_steps 2"),
-    _example("by_feature/local_sgd", "--local_sgd_steps 2"),
     _example("by_feature/memory"),
     _example("by_feature/multi_process_metrics"),
     _example("by_feature/profiler"),
