@@ -159,6 +159,9 @@ def _run(command: list[str], folder: Path, case: Case, suite: Suite, **more: str
         **case.environ,
         **more,
     }
+    # torchrun leaves a file in the temporary folder.
+    environ["TMPDIR"] = str(folder / "tmp")
+    (folder / "tmp").mkdir(exist_ok=True)
     # Caches of datasets are separate for each run: ranks and references must not read what another one writes.
     environ.setdefault("HF_DATASETS_CACHE", str(folder / "datasets_cache"))
     start = time.monotonic()

@@ -17,11 +17,8 @@ from ecosystem.runs import Suite
 
 # Case -> the FSDP version under which it is one of the quick tests. Each needs some 20 seconds for two runs.
 QUICK = {
-    "trl sft, LoRA, PEFT's FSDP configuration": 1,
     "trl dpo": 1,
-    "SentenceTransformerTrainer, ranking loss": 2,
     "Seq2SeqTrainer, predict with generate": 1,
-    "save_pretrained on all ranks": 2,
 }
 
 
