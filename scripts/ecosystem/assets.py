@@ -163,6 +163,10 @@ def _make_datasets(folder: Path) -> None:
         for split, part in (splits or {"train": slice(0, 64), "test": slice(64, 72)}).items():
             lines = [json.dumps(row) + "\n" for row in listed[part]]
             (folder / name / f"{split}.jsonl").write_text("".join(lines))
+            if name.startswith("data/"):  # the same files for scripts that take no .jsonl
+                copy = folder / "files" / name.removeprefix("data/") / f"{split}.json"
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.write_text("".join(lines))
 
     pairs = list(zip(texts, other, strict=True))
     write("data/lm", ({"text": text} for text in texts))

@@ -7,7 +7,12 @@ from typing import Any
 from ecosystem.model import OWN_CHECKS, TWO_PROCESSES, Case
 
 _METRIC = ("evaluate", "sklearn")
-_REPLICATED: dict[str, Any] = {"settings": {"fsdp_sharding_strategy": "NO_SHARD"}, "versions": (1,)}
+# Models without layer classes.
+_FLAT = {"settings": {"fsdp_auto_wrap_policy": "NO_WRAP"}}
+_REPLICATED: dict[str, Any] = {
+    "settings": {"fsdp_auto_wrap_policy": "NO_WRAP", "fsdp_sharding_strategy": "NO_SHARD"},
+    "versions": (1,),
+}
 
 
 def _test(script: str, arguments: str = "", **more: Any) -> Case:
@@ -38,12 +43,11 @@ TESTS = [
     # These compare parameters of a prepared model one by one with those of an unsharded one.
     _test("test_sync", **_REPLICATED),
     _test("test_script", **_REPLICATED),
-    _test("test_distributed_data_loop"),
-    _test("test_merge_weights"),
-    _test("external_deps.test_metrics", needs=_METRIC),
-    _test("external_deps.test_performance", "--output_dir . --num_epochs 1", needs=_METRIC),
+    _test("test_distributed_data_loop", **_FLAT),
+    _test("test_merge_weights", **_FLAT),
+    _test("external_deps.test_metrics", needs=_METRIC, **_FLAT),
+    _test("external_deps.test_performance", "--output_dir . --num_epochs 3", needs=_METRIC),
     _test("external_deps.test_checkpointing", "--output_dir . --num_epochs 1", needs=_METRIC),
-    _test("external_deps.test_peak_memory_usage", "--output_dir . --n_train 32 --n_val 16"),
 ]
 
 # Accelerate's LocalSGD and communication hooks of DistributedDataParallel do not support FSDP. The examples take the

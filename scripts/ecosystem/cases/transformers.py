@@ -26,7 +26,7 @@ _EQUAL_LOSS = (
 
 
 def _case(script: str, model: str, start: str, data: str, arguments: str, **more: Any) -> Case:
-    files = f"--train_file data/{data}/train.jsonl --validation_file data/{data}/test.jsonl"
+    files = f"--train_file files/{data}/train.json --validation_file files/{data}/test.json"
     return Case(
         name=f"transformers examples {script.rpartition('/')[2]}",
         package="transformers",
@@ -58,7 +58,7 @@ CASES = [
         "tags",
         "bert-tags",
         "tags",
-        f"--test_file data/tags/test.jsonl --do_predict {_TRAINER}",
+        f"--test_file files/tags/test.json --do_predict {_TRAINER}",
     ),
     _case("question-answering/run_qa", "answers", "bert-answers", "questions", f"--max_seq_length 64 {_TRAINER}"),
     _case(
