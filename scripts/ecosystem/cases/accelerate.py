@@ -9,10 +9,6 @@ from ecosystem.model import OWN_CHECKS, TWO_PROCESSES, Case
 _METRIC = ("evaluate", "sklearn")
 # Models without layer classes.
 _FLAT = {"settings": {"fsdp_auto_wrap_policy": "NO_WRAP"}}
-_REPLICATED: dict[str, Any] = {
-    "settings": {"fsdp_auto_wrap_policy": "NO_WRAP", "fsdp_sharding_strategy": "NO_SHARD"},
-    "versions": (1,),
-}
 
 
 def _test(script: str, arguments: str = "", **more: Any) -> Case:
@@ -37,13 +33,12 @@ def _example(script: str, arguments: str = "", **more: Any) -> Case:
     )
 
 
+# Not here: test_sync, test_script and test_distributed_data_loop test DistributedDataParallel (gradients of one rank,
+# autocast without casting the inputs, joining uneven inputs), test_peak_memory_usage needs a GPU, the others DeepSpeed,
+# pipelines or notebooks.
 TESTS = [
     _test("test_cli", sharded=False),
     _test("test_ops", sharded=False),
-    # These compare parameters of a prepared model one by one with those of an unsharded one.
-    _test("test_sync", **_REPLICATED),
-    _test("test_script", **_REPLICATED),
-    _test("test_distributed_data_loop", **_FLAT),
     _test("test_merge_weights", **_FLAT),
     _test("external_deps.test_metrics", needs=_METRIC, **_FLAT),
     _test("external_deps.test_performance", "--output_dir . --num_epochs 3", needs=_METRIC),
