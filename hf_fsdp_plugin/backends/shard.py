@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -12,10 +15,32 @@ from hf_fsdp_plugin.backends.fsdp2 import adopt_fsdp2, apply_fsdp2, reshard
 from hf_fsdp_plugin.backends.optimizer import attach_optimizers, detach_optimizers, has_stepped
 from hf_fsdp_plugin.backends.submodule_calls import support_submodule_calls
 from hf_fsdp_plugin.plan.model import FsdpPlan
-from hf_fsdp_plugin.torch_private.modules import mark_fsdp_managed
+from hf_fsdp_plugin.plan.names import canonical_name
+from hf_fsdp_plugin.torch_private.modules import is_fsdp_managed, mark_fsdp_managed
 
 PLAN_ATTRIBUTE = "_hf_fsdp_plan"
 """Attribute of a sharded model that contains its plan."""
+_sharded_models: Final[WeakSet[nn.Module]] = WeakSet()
+"""The sharded models that are alive. A submodule, or the module in FSDP1's root, has no reference to its model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a module is in a sharded model.
+
+    Attributes:
+        root: the sharded model; under FSDP1 its outermost wrapper.
+        name: canonical name of the module in ``root``; empty for the whole model.
+    """
+
+    root: nn.Module
+    plan: FsdpPlan
+    name: str
+
+    @property
+    def prefix(self) -> str:
+        """The prefix of the names of the module's parameters in ``root``."""
+        return f"{self.name}." if self.name else ""
 
 
 def shard(
@@ -45,6 +70,7 @@ def shard(
     support_submodule_calls(sharded)
     attach_optimizers(detached, sharded)
     setattr(sharded, PLAN_ATTRIBUTE, plan)
+    _sharded_models.add(sharded)
     return sharded
 
 
@@ -68,3 +94,22 @@ def reshard_and_rebind(model: nn.Module, optimizers: Iterable[torch.optim.Optimi
 def plan_of(model: nn.Module) -> FsdpPlan | None:
     """Return the plan of a sharded model; ``None`` for any other model."""
     return getattr(model, PLAN_ATTRIBUTE, None)
+
+
+def sharded_models() -> list[nn.Module]:
+    """Return the sharded models that are alive."""
+    return list(_sharded_models)
+
+
+def place_of(module: nn.Module) -> Place | None:
+    """Return the place of a sharded model, or of a module in one; ``None`` for any other module."""
+    plan = plan_of(module)
+    if plan is not None:
+        return Place(module, plan, "")
+    if not is_fsdp_managed(module):
+        return None
+    for root in sharded_models():
+        for name, other in root.named_modules():
+            if other is module and (plan := plan_of(root)) is not None:
+                return Place(root, plan, canonical_name(name))
+    return None

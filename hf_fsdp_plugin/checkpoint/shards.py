@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,6 +52,22 @@ class ModelShards:
         for alias, name in self.aliases.items():
             groups.setdefault(name, [name]).append(alias)
         return tuple(tuple(group) for group in groups.values())
+
+
+def shards_below(shards: ModelShards, prefix: str) -> ModelShards:
+    """Return the shards whose names begin with ``prefix``, without it: those of a module of the model.
+
+    A weight that is tied to a weight outside of the module is included with its name in the module.
+    """
+    if not prefix:
+        return shards
+    tensors = {shard.name: shard for shard in shards.tensors}
+    names: dict[str, list[str]] = {}
+    for name, held in [*((name, name) for name in tensors), *shards.aliases.items()]:
+        if name.startswith(prefix):
+            names.setdefault(held, []).append(name.removeprefix(prefix))
+    own = tuple(replace(tensors[held], name=first) for held, (first, *_) in names.items())
+    return ModelShards(own, {alias: first for first, *others in names.values() for alias in others})
 
 
 @dataclass(frozen=True, slots=True)

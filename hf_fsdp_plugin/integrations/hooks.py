@@ -1,4 +1,4 @@
-"""The table of hooks: every function of Accelerate and Transformers that this package replaces.
+"""The table of hooks: every function of another library that this package replaces.
 
 Each row contains the replaced function, its replacement, the reason, and when the row can be deleted.
 :mod:`hf_fsdp_plugin.integrations.patching` installs and removes the rows; ``docs/hooks.md`` is generated from them. To
@@ -14,9 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-Group = Literal["accelerate", "transformers", "loading", "trl"]
+Group = Literal["accelerate", "saving", "transformers", "loading", "trl"]
 GROUPS: Final[dict[Group, str]] = {
     "accelerate": "Installed by `install()`, `accelerator()` and `FsdpTrainer`.",
+    "saving": "Installed together with the group `accelerate`. They replace nothing for models that are not sharded.",
     "transformers": "Installed by `install()`. `FsdpTrainer`, `FsdpTrainerMixin` and `FsdpTrainingArguments` override "
     "the same methods in a subclass instead.",
     "loading": "Installed by `install()`, and when a spec enables RAM-efficient loading.",
@@ -61,6 +62,7 @@ _TRAINER = "transformers.trainer:Trainer"
 _WITH_INSTALL = "`install()` is removed from this package."
 _WITH_PLANS = "Accelerate shards a model by a plan."
 _STAGED = "Accelerate writes checkpoints to a staging folder and renames them."
+_WHOLE_TENSORS = "The library refuses shards."
 _TRAINER_STAGED = "The Trainer writes checkpoints to a staging folder and renames them."
 
 # fmt: off
@@ -119,6 +121,35 @@ _PEFT_HOOKS = tuple(
          reason="PEFT merges one rank's shards, and replaces modules that FSDP manages.",
          until="PEFT merges adapters into sharded models.")
     for name in ("merge_adapter", "merge_and_unload", "unload")
+)
+
+_SAVING_HOOKS = (
+    Hook("torch.nn.modules.module:Module.state_dict", "state_dicts:state_dict",
+         reason="Under FSDP1, a module inside a wrapper returns flat shards and empty tensors for the parameters of "
+                "outer units. A call on one rank waits without end.",
+         until="torch returns a complete state dict or raises an error."),
+    Hook("torch.nn.modules.module:Module.load_state_dict", "state_dicts:load_state_dict",
+         reason="Under FSDP1, the module in the root's wrapper cannot load the complete state dict that it returns.",
+         until="torch returns a complete state dict or raises an error."),
+    Hook("torch:save", "serialization:torch_save",
+         reason="torch writes one rank's shards without an error.",
+         until=_WHOLE_TENSORS),
+    Hook("safetensors.torch:_find_shared_tensors", "serialization:find_shared_tensors",
+         reason="safetensors fails with an error about data pointers for a `DTensor`, and writes flat shards of FSDP1. "
+                "All of its functions that write call this one, also where they were imported by name.",
+         until=_WHOLE_TENSORS),
+    Hook(f"{_ACCELERATOR}.save", "serialization:accelerator_save",
+         reason="Only the main process writes, so the other ranks would continue without the file.",
+         until=_WHOLE_TENSORS),
+    Hook(f"{_MODEL}.save_pretrained", "transformers.save_pretrained:save_pretrained",
+         reason="Transformers writes empty tensors or fails for a model that was sharded after loading.",
+         until="`save_pretrained` writes such models completely, or raises an error if a rank does not call it."),
+    Hook("peft.peft_model:PeftModel.save_pretrained", "peft.save_pretrained:save_pretrained",
+         reason="PEFT writes empty tensors or fails for a model that is sharded.",
+         until="`save_pretrained` writes such models completely, or raises an error if a rank does not call it."),
+    Hook("transformers.utils.hub:PushToHubMixin.push_to_hub", "transformers.save_pretrained:push_to_hub",
+         reason="Each rank saves to its own temporary folder and uploads it.",
+         until="`push_to_hub` gathers such models and uploads them once."),
 )
 
 _TRANSFORMERS_HOOKS = (
@@ -186,6 +217,7 @@ _TRL_HOOKS = (
 
 HOOKS: Final[dict[Group, tuple[Hook, ...]]] = {
     "accelerate": (*_ACCELERATE_HOOKS, *_PEFT_HOOKS),
+    "saving": _SAVING_HOOKS,
     "transformers": _TRANSFORMERS_HOOKS,
     "loading": _LOADING_HOOKS,
     "trl": _TRL_HOOKS,

@@ -51,7 +51,7 @@ def install(
     )
     spec = session.begin(sources, report=absolute(report) or report_before)
     printer.print_warnings(spec.problems, printed_by_launcher=handover is not None)
-    install_hooks("accelerate", "transformers", "loading", "trl")
+    install_hooks("accelerate", "saving", "transformers", "loading", "trl")
     # The session has read the environment by now, so variables that are set here are not settings of the user.
     cpu = spec.launch.use_cpu or accelerator_type() == "cpu"
     if "RANK" in os.environ and cpu:

@@ -53,6 +53,8 @@ def _replace(hook: Hook, module: ModuleType) -> Callable[[], None]:
 
     @functools.wraps(function)
     def replacing(*args: Any, **kwargs: Any) -> Any:
+        if is_method and not args:  # torch binds methods with functools.partial(method, self=module)
+            args = (kwargs.pop("self"),)
         if not active or (is_method and getattr(args[0], _OVERRIDDEN, None) == hook.class_name):
             return function(*args, **kwargs)
         bound = functools.partial(function, args[0]) if is_method else function

@@ -10,6 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -23,6 +24,7 @@ __all__ = [
     "checkpoint_wrapper",
     "checkpointed_module",
     "compute_local_shape_and_global_offset",
+    "default_store",
     "scale_tensors",
     "tensor_norms",
     "tree_leaves",

@@ -80,8 +80,8 @@ def mark_fsdp_managed(model: nn.Module) -> None:
 
 
 def is_fsdp_managed(module: nn.Module) -> bool:
-    """Return whether :func:`mark_fsdp_managed` has marked a module."""
-    return getattr(module, "_is_fsdp_managed_module", False) is True
+    """Return whether :func:`mark_fsdp_managed`, or torch, has marked this module."""
+    return module.__dict__.get("_is_fsdp_managed_module", False) is True
 
 
 @contextmanager

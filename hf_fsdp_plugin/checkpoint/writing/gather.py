@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+import math
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -11,8 +12,14 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from hf_fsdp_plugin.backends.shard import plan_of
-from hf_fsdp_plugin.checkpoint.formats.boxes import slices, whole
-from hf_fsdp_plugin.checkpoint.shards import model_shards, shards_to_write
+from hf_fsdp_plugin.checkpoint.formats.boxes import Box, slices, whole
+from hf_fsdp_plugin.checkpoint.shard_layout import LocalShard
+from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, shards_to_write
+from hf_fsdp_plugin.text import format_names
+
+_BATCH_BYTES: Final = 1 << 30
+"""Size of the whole tensors that are gathered at once. NCCL needs memory for a batch on rank 0's device."""
+_Piece = tuple[str, Box, torch.Tensor]
 
 
 def full_model_state(model: nn.Module) -> dict[str, Any]:
@@ -35,21 +42,65 @@ def trainable_state(model: nn.Module, also: Collection[str] = ()) -> dict[str, t
     Args:
         also: names of frozen tensors to include, the same on all ranks.
     """
-    mine = [
-        (shard.name, shard.shape, piece.box, piece.tensor.detach().cpu().contiguous())
-        for shard in shards_to_write(model_shards(model).tensors)
-        if not shard.frozen or shard.name in also
-        for piece in shard.pieces
-    ]
+    shards = model_shards(model).tensors
+    return gathered_state(ModelShards(tuple(s for s in shards if not s.frozen or s.name in also), {}))
+
+
+def gathered_state(shards: ModelShards) -> dict[str, torch.Tensor]:
+    """Return whole tensors by name, on the CPU of rank 0; empty on other ranks. Collective.
+
+    Each byte is sent once, to rank 0, in batches of ``_BATCH_BYTES``. Names of a tied weight share one tensor.
+    """
+    state: dict[str, torch.Tensor] = {}
+    missing: dict[str, int] = {}
+    mine = {shard.name for shard in shards_to_write(shards.tensors)}
+    for batch in _batches(shards.tensors):
+        pieces = [
+            (shard.name, piece.box, piece.tensor.detach().cpu().contiguous())
+            for shard in batch
+            if shard.name in mine
+            for piece in shard.pieces
+        ]
+        if (gathered := _on_rank_0(pieces)) is not None:
+            _place(state, batch, gathered, missing)
+    incomplete = [name for name, count in missing.items() if count]
+    assert not incomplete, f"elements of {format_names(incomplete)} are missing"
+    state.update({alias: state[name] for alias, name in shards.aliases.items() if name in state})
+    return state
+
+
+def _batches(shards: Sequence[LocalShard]) -> Iterator[list[LocalShard]]:
+    """Divide tensors into batches of about ``_BATCH_BYTES`` of whole tensors, with the same result on every rank."""
+    batch: list[LocalShard] = []
+    size = 0
+    for shard in shards:
+        batch.append(shard)
+        size += math.prod(shard.shape) * shard.dtype.itemsize
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _on_rank_0(pieces: list[_Piece]) -> list[_Piece] | None:
+    """Return the pieces of all ranks on rank 0, ``None`` on the others. Collective."""
     rank = dist.get_rank()
     gathered: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
-    dist.gather_object(mine, gathered)
-    state: dict[str, torch.Tensor] = {}
-    for name, shape, box, tensor in (piece for pieces in gathered or () for piece in pieces):
-        if name not in state:
-            state[name] = torch.empty(shape, dtype=tensor.dtype)
-        state[name][slices(box, whole(shape))] = tensor
-    return state
+    dist.gather_object(pieces, gathered)
+    return None if gathered is None else [piece for theirs in gathered for piece in theirs]
+
+
+def _place(
+    state: dict[str, torch.Tensor], batch: Sequence[LocalShard], pieces: Sequence[_Piece], missing: dict[str, int]
+) -> None:
+    """Copy the pieces of one batch to whole tensors in ``state``, and subtract them from the ``missing`` elements."""
+    for shard in batch:
+        state[shard.name] = torch.empty(shard.shape, dtype=shard.dtype)
+        missing[shard.name] = math.prod(shard.shape)
+    for name, box, tensor in pieces:
+        state[name][slices(box, whole(state[name].shape))] = tensor
+        missing[name] -= box.numel
 
 
 def _with_shared_tensors(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:

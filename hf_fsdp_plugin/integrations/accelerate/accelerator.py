@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from hf_fsdp_plugin.backends.arrivals import together
 from hf_fsdp_plugin.backends.clipping import clip_grad_norm
-from hf_fsdp_plugin.backends.shard import plan_of
+from hf_fsdp_plugin.backends.shard import place_of
 from hf_fsdp_plugin.checkpoint import full_model_state
 from hf_fsdp_plugin.integrations.accelerate import prepare as planned
 from hf_fsdp_plugin.integrations.accelerate.adoption import adopt_models, with_mixed_precision
@@ -23,10 +24,13 @@ from hf_fsdp_plugin.integrations.accelerate.plugin import (
 )
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_optimizers
 from hf_fsdp_plugin.integrations.environment import set_loading_variables
+from hf_fsdp_plugin.integrations.gathered import gathered, state_at
 from hf_fsdp_plugin.integrations.messages import print_once
 from hf_fsdp_plugin.integrations.patching import install_hooks
 from hf_fsdp_plugin.integrations.run_report import report_run
 from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.state_dicts import FIX, has_shards
+from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.plan.presharded import distributed_config_of
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.model import FsdpSpec
@@ -43,7 +47,7 @@ def accelerator(spec: FsdpSpec, **kwargs: Any) -> Accelerator:
     Raises:
         SpecError: the process is not a rank of a launcher, so there is no process group.
     """
-    install_hooks("accelerate", "trl")
+    install_hooks("accelerate", "saving", "trl")
     set_loading_variables(spec)
     if spec.launch.use_cpu:
         kwargs.setdefault("cpu", True)
@@ -100,7 +104,20 @@ def prepare_model(original: Callable[..., Any], accelerator: Any, model: Any, *a
 
 
 def get_state_dict(original: Callable[..., Any], accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    return original(model, *args, **kwargs) if plan_of(model) is None else full_model_state(model)
+    """Return the whole state dict of a sharded model, or of a module in one, on rank 0; empty on other ranks.
+
+    Collective for these. A model that is not sharded, in an Accelerator with FSDP, returns its own state dict.
+    """
+    answer = gathered.state_of(model)
+    if answer is not None:
+        return answer
+    place = place_of(model)
+    if place is not None:
+        with together(f"Accelerator.get_state_dict of {type(unwrapped(model)).__name__}", fix=FIX):
+            return state_at(place) if place.name else full_model_state(place.root)
+    if planned_plugin(accelerator) is not None and not has_shards(model):
+        return model.state_dict()
+    return original(model, *args, **kwargs)
 
 
 @if_planned

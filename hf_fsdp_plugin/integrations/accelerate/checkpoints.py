@@ -12,13 +12,14 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
-from hf_fsdp_plugin.backends.shard import plan_of
+from hf_fsdp_plugin.backends.arrivals import together
+from hf_fsdp_plugin.backends.shard import place_of, plan_of
 from hf_fsdp_plugin.checkpoint import manifest_of, numbered_checkpoints, remove_checkpoint
 from hf_fsdp_plugin.checkpoint.names import ACCELERATE_PREFIX, ACCELERATE_RUN
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, if_sharded
 from hf_fsdp_plugin.integrations.accelerate.private import parse_size, prepared_models
 from hf_fsdp_plugin.integrations.resuming import find_checkpoint, warn_differences
-from hf_fsdp_plugin.integrations.saving import manager
+from hf_fsdp_plugin.integrations.saving import manager, remove_stale_weights
 from hf_fsdp_plugin.plan.names import unwrapped
 
 
@@ -102,12 +103,18 @@ def save_model(
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
 ) -> None:
-    """Write a folder for ``from_pretrained``. Every rank writes its shards; no rank gathers the model."""
-    if plan_of(model) is None or not safe_serialization:
+    """Write a folder for ``from_pretrained``. Every rank writes its shards; no rank gathers the model.
+
+    A part of a sharded model is gathered on rank 0. A model that is not sharded is written by the main process.
+    """
+    place = place_of(model)
+    if place is None or place.name or not safe_serialization:
         original(model, save_directory, max_shard_size, safe_serialization)
         return
-    size = parse_size(max_shard_size)
-    with manager.saving(Path(save_directory), into=True) as save:
-        _write_config(model, save.folder)
-        manager.save_model(model, save.folder, "full", max_shard_size=size)
-    manager.finish(save, manifest_of(model, "full", step=accelerator.step or None, batch={}))
+    with together(f"Accelerator.save_model of {type(unwrapped(model)).__name__}", fix="Call it on all ranks."):
+        size, final, root = parse_size(max_shard_size), Path(save_directory), place.root
+        with manager.saving(final, into=True) as save:
+            _write_config(root, save.folder)
+            manager.save_model(root, save.folder, "full", max_shard_size=size)
+        manifest = manifest_of(root, "full", step=accelerator.step or None, batch={})
+        manager.finish(save, manifest, after=lambda: remove_stale_weights(final))

@@ -17,7 +17,7 @@ _SWITCHES = ("bf16", "fp16", "gradient_checkpointing", "activation_checkpointing
 
 def validate_arguments(original: Callable[..., None], arguments: Any, *args: Any, **kwargs: Any) -> None:
     """Set ``use_cpu`` first on CPU ranks that a launcher selected, because Transformers rejects bf16 without it."""
-    install_hooks("accelerate")
+    install_hooks("accelerate", "saving")
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on"):
         arguments.use_cpu = True
     original(*args, **kwargs)

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers.utils import logging
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
+from hf_fsdp_plugin.backends.arrivals import together
+from hf_fsdp_plugin.backends.shard import place_of
 from hf_fsdp_plugin.checkpoint import manifest_of, model_shards, remove_checkpoint
 from hf_fsdp_plugin.checkpoint.names import (
     HF_MODEL,
@@ -21,11 +22,13 @@ from hf_fsdp_plugin.checkpoint.names import (
 )
 from hf_fsdp_plugin.devices import available_device
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, if_planned, if_sharded
+from hf_fsdp_plugin.integrations.gathered import gathered
 from hf_fsdp_plugin.integrations.messages import print_once
 from hf_fsdp_plugin.integrations.peft.saving import adapter_state, as_unsharded
 from hf_fsdp_plugin.integrations.resuming import find_checkpoint, warn_differences
-from hf_fsdp_plugin.integrations.saving import manager
+from hf_fsdp_plugin.integrations.saving import manager, remove_stale_weights
 from hf_fsdp_plugin.integrations.transformers import private
+from hf_fsdp_plugin.integrations.transformers.save_pretrained import is_stored_differently, without_progress_bar
 from hf_fsdp_plugin.plan.names import unwrapped
 
 
@@ -97,11 +100,12 @@ def save_model(
     if manager.open_save(folder) is not None:
         _write_companions(trainer, folder)
         adapters, kind = _is_peft(trainer), plugin.state_dict_kind
-        if adapters and kind == "full":
-            kind = "sharded"  # PEFT's file already contains the whole adapters
+        if kind == "full" and (adapters or private.overrides_save(trainer)):
+            kind = "sharded"  # the file for `from_pretrained` is written by PEFT, or by the Trainer's own method
         manager.save_model(trainer.model, folder, kind, adapter_only=adapters)
         return None
-    _export(original, trainer, folder)
+    with together(f"save_model of {type(trainer).__name__}", fix="Call it on all ranks."):
+        _export(original, trainer, folder)
     if trainer.args.push_to_hub and not _internal_call:
         trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
     return None
@@ -109,6 +113,9 @@ def save_model(
 
 def _export(original: Callable[..., Any], trainer: Any, folder: Path) -> None:
     """Write a Hugging Face folder. Every rank writes its shards, except for models that Transformers converts."""
+    if private.overrides_save(trainer):
+        _write_companions(trainer, folder)
+        return
     if _is_converted(trainer):
         plugin: PlannedFsdpPlugin = trainer.accelerator.state.fsdp_plugin
         kind = plugin.state_dict_kind
@@ -122,30 +129,35 @@ def _export(original: Callable[..., Any], trainer: Any, folder: Path) -> None:
         _write_companions(trainer, save.folder)
         if not _is_peft(trainer):
             manager.save_model(trainer.model, save.folder, "full")
-    manager.finish(save, manifest_of(trainer.model, "full", step=trainer.state.global_step, batch=_batch(trainer)))
+    manifest = manifest_of(trainer.model, "full", step=trainer.state.global_step, batch=_batch(trainer))
+    manager.finish(save, manifest, after=lambda: remove_stale_weights(folder))
 
 
 def _write_companions(trainer: Any, folder: Path) -> None:
     """Write config, generation config, tokenizer or processor, and arguments. Collective.
 
     Of the weights, only PEFT's adapters are written: they are small, and PEFT loads them only from its own format.
+    If the Trainer's class has its own method for these files, the method also writes the whole weights in its own
+    format: the model is gathered on rank 0 for it.
     """
+    if private.overrides_save(trainer):
+        place = place_of(trainer.model)
+        assert place is not None, "the replacement is for sharded models"
+        with gathered.on_rank_0(place) as writes, on_all_ranks(f"writing {folder}"):
+            if writes:
+                private.save_files(trainer, folder, gathered.state_of(trainer.model) or {})
+        return
     adapters = adapter_state(trainer.model) if _is_peft(trainer) else None
-    with on_all_ranks(f"writing {folder}"):
+    with on_all_ranks(f"writing {folder}"), gathered.pause():
         if not trainer.args.should_save:
             return
         if adapters is not None:
             with as_unsharded(unwrapped(trainer.model), adapters):
                 private.save_files(trainer, folder, adapters)
         else:
-            # Transformers shows a progress bar and writes a file even for an empty state dict.
-            shown = logging.is_progress_bar_enabled()
-            logging.disable_progress_bar()
-            try:
+            # Transformers writes a file even for an empty state dict.
+            with without_progress_bar():
                 private.save_files(trainer, folder, {})
-            finally:
-                if shown:
-                    logging.enable_progress_bar()
             (folder / safetensors_file(HF_MODEL)).unlink(missing_ok=True)
 
 
@@ -156,19 +168,7 @@ def _is_peft(trainer: Any) -> bool:
 
 
 def _is_converted(trainer: Any) -> bool:
-    """Return whether Transformers stores this model with different names or shapes, for example for fused experts.
-
-    Its conversion needs full tensors, so such a model is gathered on rank 0.
-    """
-    if _is_peft(trainer):
-        return False
-    shards = model_shards(trainer.model)
-    on_meta = {held.name: torch.empty(held.shape, dtype=held.dtype, device="meta") for held in shards.tensors}
-    try:
-        stored = private.stored_state(unwrapped(trainer.model), dict(on_meta))
-    except Exception:  # the conversion computes with the values
-        return True
-    return {name: tensor.shape for name, tensor in stored.items()} != {n: t.shape for n, t in on_meta.items()}
+    return not _is_peft(trainer) and is_stored_differently(unwrapped(trainer.model), model_shards(trainer.model))
 
 
 @if_planned

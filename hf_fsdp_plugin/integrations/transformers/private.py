@@ -39,6 +39,11 @@ def show_loading(model: Any) -> None:
             module._is_distributed_loading_by_transformers = True
 
 
+def tied_weights(model: Any) -> Mapping[str, str]:
+    """Return name of each tied parameter -> name of its source."""
+    return getattr(model, "all_tied_weights_keys", None) or {}
+
+
 def stored_state(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return ``state`` with the names and shapes in which Transformers stores it, for example with split experts."""
     from transformers.core_model_loading import revert_weight_conversion
@@ -74,6 +79,63 @@ def save_files(trainer: Any, folder: Path, state_dict: Mapping[str, torch.Tensor
             config.distributed_config = hidden
 
 
+def overrides_save(trainer: Any) -> bool:
+    """Return whether the Trainer's class writes model, config and so on with its own method."""
+    from transformers import Trainer
+
+    return type(trainer)._save is not Trainer._save
+
+
+@contextmanager
+def loading_sharded_models(trainer: Any) -> Iterator[None]:
+    """Use the Trainer's own methods that load a checkpoint, which load shards, instead of those of a subclass."""
+    from transformers import Trainer
+
+    names = [
+        name
+        for name in ("_load_from_checkpoint", "_load_best_model")
+        if getattr(type(trainer), name) is not getattr(Trainer, name)
+    ]
+    for name in names:
+        setattr(trainer, name, getattr(Trainer, name).__get__(trainer))
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(trainer, name)
+
+
 def train_batch_size(trainer: Any) -> int:
     """Return the micro-batch size per device, which ``auto_find_batch_size`` may have reduced."""
     return int(trainer._train_batch_size)
+
+
+def ignored_on_save(model: Any) -> tuple[str, ...]:
+    """Return the names of the weights that ``save_pretrained`` does not store."""
+    return tuple(getattr(model, "_keys_to_ignore_on_save", None) or ())
+
+
+def has_adapters(model: Any) -> bool:
+    """Return whether adapters were added with ``add_adapter``; then only these are stored."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def is_quantized(model: Any) -> bool:
+    return getattr(model, "hf_quantizer", None) is not None
+
+
+@contextmanager
+def saved_by_one_rank(model: Any, num_parameters: int) -> Iterator[None]:
+    """Let one rank call ``save_pretrained`` with a state dict: without collectives, and with the number of parameters
+    of the whole model, which the index of the files contains.
+    """
+    config: Any = getattr(model, "config", None)
+    # With it, save_pretrained would gather the model again, with collectives.
+    sharded_at_load = vars(config).pop("distributed_config", None) if config is not None else None
+    model.__dict__["num_parameters"] = lambda *args, **kwargs: num_parameters
+    try:
+        yield
+    finally:
+        del model.__dict__["num_parameters"]
+        if sharded_at_load is not None:
+            config.distributed_config = sharded_at_load

@@ -45,7 +45,7 @@ def create_accelerator(original: Callable[[], None], trainer: Any) -> None:
     The Trainer refuses ``save_only_model`` together with a sharded state dict or ``load_best_model_at_end``, because it
     would not save the model. The checkpoints of this package contain the model for every state dict type.
     """
-    install_hooks("accelerate", "trl")
+    install_hooks("accelerate", "saving", "trl")
     spec = _spec_of_trainer(trainer)
     only_model = trainer.args.save_only_model
     trainer.args.save_only_model = only_model and spec is None
@@ -108,7 +108,8 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     if resume:
         found = checkpoint_to_resume(trainer, resume)
         args, kwargs = (found, *args[1:]), {k: v for k, v in kwargs.items() if k != "resume_from_checkpoint"}
-    result = original(*args, **kwargs)
+    with private.loading_sharded_models(trainer):
+        result = original(*args, **kwargs)
     manager.wait()
     given = trainer.args
     checkpoint = Path(given.output_dir) / f"{TRAINER_PREFIX}{trainer.state.global_step}"

@@ -1,0 +1,192 @@
+"""Wait until every rank has made the same collective call, with a time limit.
+
+A script that saves on one rank only (``if accelerator.is_main_process: model.save_pretrained(…)``) would wait in a
+collective without end, because the other ranks never call it. Before such a collective, each rank registers its arrival
+in the store of the process group, and waits until all ranks have arrived. If some do not, the waiting ranks raise an
+error that names them. Only the store is used, so this works for every backend.
+
+A round of the protocol has a number, which is kept in the store. It ends once: the last rank to arrive ends it as
+complete, or the first rank whose limit is over ends it as failed. A rank that arrives at a failed round joins the next
+one, so a call can be repeated after a failure. Each rank sends a constant number of messages per call; only the rank
+that ends a round sends one per rank.
+
+::
+
+    round               number of the current round
+    <n>/rank<r>         the call of rank r
+    <n>/count/<call>    number of ranks that have made this call
+    <n>/ended           1 if a rank has ended the round; the first increment decides
+    <n>/result          JSON: the rank that has ended the round, its call, the missing ranks and their other calls
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.text import format_names
+from hf_fsdp_plugin.torch_private.functions import default_store
+
+LIMIT_VARIABLE: Final = "HF_FSDP_ARRIVAL_TIMEOUT"
+"""Environment variable with the time in seconds that a rank waits for the others."""
+DEFAULT_LIMIT: Final = 45.0
+_SLICE: Final = 2.0
+"""Seconds of one wait in the store. Signals are handled between two waits."""
+
+
+def arrival_limit() -> float:
+    """Return the limit in seconds. Raises ``SpecError`` if the environment variable is not a positive number."""
+    text = os.environ.get(LIMIT_VARIABLE, "").strip()
+    try:
+        limit = float(text) if text else DEFAULT_LIMIT
+    except ValueError:
+        limit = 0.0
+    if limit > 0:
+        return limit
+    message = f"{LIMIT_VARIABLE}={text} is not a positive number of seconds."
+    raise SpecError([Problem(code="FSDP-E674", message=message, fix=f"Set it to a number such as {DEFAULT_LIMIT:g}.")])
+
+
+def wait_for_all_ranks(call: str, *, fix: str = "", limit: float | None = None) -> None:
+    """Wait until every rank has called this function with the same ``call``.
+
+    Args:
+        call: the collective call for messages, such as ``save_pretrained of LlamaForCausalLM``.
+        fix: what to write instead of a call on some ranks.
+        limit: seconds to wait; by default :func:`arrival_limit`.
+
+    Raises:
+        SpecError: on each rank that waited, if some ranks did not arrive in time. It names these ranks.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    limit = arrival_limit() if limit is None else limit
+    missing = Round(dist.PrefixStore("hf_fsdp_arrivals", default_store()), call).join(limit)
+    if missing:
+        message = (
+            f"{call} is a collective call: every rank must make it, because each rank has only a part of the weights. "
+            f"{_describe(missing)} within {limit:g} seconds ({LIMIT_VARIABLE})."
+        )
+        raise SpecError([Problem(code="FSDP-E670", message=message, fix=fix or "Make the call on all ranks.")])
+
+
+@contextmanager
+def together(call: str, *, fix: str = "") -> Iterator[None]:
+    """Run the block, which contains collectives, after :func:`wait_for_all_ranks`. Inner blocks do not wait again."""
+    if not _inside.get():
+        wait_for_all_ranks(call, fix=fix)
+    token = _inside.set(True)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
+
+
+_inside: ContextVar[bool] = ContextVar("hf_fsdp_together", default=False)
+
+
+class Round:
+    """One rank's part in the rounds of a store.
+
+    Args:
+        store: a store that all ranks share.
+        rank, world_size: of this process; by default of the default process group.
+    """
+
+    def __init__(self, store: dist.Store, call: str, rank: int | None = None, world_size: int | None = None) -> None:
+        self._store, self._call = store, call
+        self._rank = dist.get_rank() if rank is None else rank
+        self._world_size = dist.get_world_size() if world_size is None else world_size
+
+    def join(self, limit: float) -> list[tuple[int, str]]:
+        """Arrive, and wait for at most ``limit`` seconds.
+
+        Returns:
+            The ranks that did not arrive, each with the call that it made instead; empty if all arrived.
+        """
+        while True:
+            number = self._store.add("round", 0)
+            if self._ended(number):
+                continue  # the rank that ended it is about to start the next round
+            self._store.set(f"{number}/rank{self._rank}", self._call)
+            try:
+                if self._store.add(f"{number}/count/{self._call}", 1) == self._world_size:
+                    self._end(number, complete=True)
+                elif not self._wait(number, limit):
+                    self._end(number, complete=False)
+            except BaseException:  # for example KeyboardInterrupt: this rank must not be counted twice if it retries
+                self._end(number, complete=False)
+                raise
+            result = self._result(number)
+            missing = [(rank, call) for rank, call in result["missing"]]
+            mine = dict(missing).get(self._rank)
+            if mine is None:
+                return missing
+            if mine == self._call:  # this rank arrived in time, but made another call
+                return [(result["rank"], result["call"])]
+            # The round failed while this rank was arriving.
+
+    def _ended(self, number: int) -> bool:
+        return bool(self._store.check([f"{number}/result"]))
+
+    def _wait(self, number: int, limit: float) -> bool:
+        """Return whether the round ended within ``limit`` seconds."""
+        deadline = time.monotonic() + limit
+        while (remaining := deadline - time.monotonic()) > 0:
+            try:
+                self._store.wait([f"{number}/result"], timedelta(seconds=max(min(remaining, _SLICE), 0.01)))
+            except RuntimeError:
+                if self._ended(number):  # raises again if the store is gone
+                    return True
+            else:
+                return True
+        return False
+
+    def _end(self, number: int, *, complete: bool) -> None:
+        """End the round, unless another rank ends it."""
+        if self._store.add(f"{number}/ended", 1) != 1:
+            return
+        missing = [] if complete else self._missing(number)
+        self._store.add("round", 1)
+        result = {"rank": self._rank, "call": self._call, "missing": missing}
+        self._store.set(f"{number}/result", json.dumps(result))
+        if complete:
+            self._delete(number - 1)  # every rank is in this round, so none reads the previous one
+
+    def _missing(self, number: int) -> list[tuple[int, str]]:
+        calls = []
+        for rank in range(self._world_size):
+            key = f"{number}/rank{rank}"
+            calls.append(self._store.get(key).decode() if self._store.check([key]) else "")
+        return [(rank, call) for rank, call in enumerate(calls) if call != self._call]
+
+    def _delete(self, number: int) -> None:
+        keys = [f"{number}/rank{rank}" for rank in range(self._world_size)]
+        for key in (*keys, f"{number}/count/{self._call}", f"{number}/ended", f"{number}/result"):
+            if number >= 0:
+                self._store.delete_key(key)
+
+    def _result(self, number: int) -> dict[str, Any]:
+        self._store.wait([f"{number}/result"], timedelta(seconds=60))
+        result: dict[str, Any] = json.loads(self._store.get(f"{number}/result"))
+        return result
+
+
+def _describe(missing: Sequence[tuple[int, str]]) -> str:
+    absent = [rank for rank, call in missing if not call]
+    other = [f"rank {rank} called {call}" for rank, call in missing if call]
+    parts = [f"{_ranks(absent)} did not call it"] if absent else []
+    return "; ".join([*parts, *other[:3]])
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {format_names(list(numbers), 8)}"

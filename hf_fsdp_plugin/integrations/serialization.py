@@ -1,0 +1,109 @@
+"""Replacements that refuse to write shards of parameters to a file that should contain whole weights.
+
+``torch.save`` writes a ``DTensor`` as the shard of one rank, without an error. Objects without shards are written as
+before. ``torch.distributed.checkpoint`` and the checkpoints of this package write plain tensors, so they are not
+affected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor import DTensor
+
+from hf_fsdp_plugin.backends.shard import sharded_models
+from hf_fsdp_plugin.integrations.state_dicts import FIX
+from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.text import format_names, plural
+from hf_fsdp_plugin.torch_private import fsdp1
+
+
+def torch_save(original: Callable[..., Any], obj: Any, *args: Any, **kwargs: Any) -> Any:
+    check_no_shards("torch.save", obj)
+    return original(obj, *args, **kwargs)
+
+
+def find_shared_tensors(original: Callable[..., Any], state_dict: Mapping[str, Any]) -> Any:
+    """Check the tensors that safetensors is about to write. Each of its functions that writes calls this one."""
+    check_no_shards("safetensors", state_dict, dtensors=True)
+    return original(state_dict)
+
+
+def accelerator_save(original: Callable[..., Any], accelerator: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+    """Check on every rank, although only the main process writes, so that no rank continues without the file."""
+    check_no_shards("Accelerator.save", obj, dtensors=bool(kwargs.get("safe_serialization")))
+    return original(obj, *args, **kwargs)
+
+
+def check_no_shards(function: str, obj: Any, *, dtensors: bool = False) -> None:
+    """Raise ``SpecError`` if ``obj`` contains shards of parameters, while there is a sharded model in this process.
+
+    Args:
+        dtensors: whether to refuse the ``DTensor`` objects of a single rank too.
+    """
+    models = sharded_models()
+    if not models:
+        return
+    storages = set(_flat_storages(models))
+    found = [
+        name
+        for name, tensor in _tensors(obj)
+        if is_shard(tensor, storages) or (dtensors and isinstance(tensor, DTensor))
+    ]
+    if found:
+        message = (
+            f"{function} would write one rank's part of {plural(len(found), 'tensor')} instead of the whole tensors: "
+            f"{format_names(found, 3)}."
+        )
+        raise SpecError([Problem(code="FSDP-E672", message=message, fix=FIX)])
+
+
+def is_shard(tensor: torch.Tensor, flat_storages: set[int]) -> bool:
+    """Return whether a tensor is a part of a parameter, or a ``DTensor``, which is read only by the same ranks.
+
+    Args:
+        flat_storages: addresses of the memory of FSDP1's flat shards.
+    """
+    if isinstance(tensor, DTensor):
+        return tensor.device_mesh.size() > 1
+    if not flat_storages or tensor.layout != torch.strided or tensor.is_meta:
+        return False
+    return tensor.numel() > 0 and tensor.untyped_storage().data_ptr() in flat_storages
+
+
+def flat_storages() -> set[int]:
+    """Return the addresses of the memory of all flat shards of FSDP1 in this process."""
+    return set(_flat_storages(sharded_models()))
+
+
+def _flat_storages(models: list[nn.Module]) -> Iterator[int]:
+    for unit in (module for model in models for module in model.modules() if isinstance(module, FSDP)):
+        flat, group = fsdp1.flat_parameter(unit), fsdp1.shard_group(unit)
+        if flat is not None and group is not None and group.size() > 1:
+            yield fsdp1.local_shard(flat).untyped_storage().data_ptr()
+
+
+def _tensors(obj: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in nested containers and modules, with a name for messages."""
+    waiting: list[tuple[str, Any]] = [("", obj)]
+    seen: set[int] = set()
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            yield name or "a tensor", value
+            continue
+        if not isinstance(value, Mapping | list | tuple | set | frozenset | nn.Module) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            items: Any = value.named_parameters()
+        elif isinstance(value, Mapping):
+            items = value.items()
+        else:
+            items = enumerate(value)
+        children = [(f"{name}.{key}" if name else str(key), child) for key, child in items]
+        waiting.extend(reversed(children))

@@ -1,0 +1,219 @@
+"""``save_pretrained`` and ``push_to_hub`` of a sharded Transformers model, and of a model in a sharded model.
+
+All ranks make the call. Rank 0 writes config, generation config and custom code with the original method, and every
+rank writes its shards of the weights. A model that Transformers stores in another form than it computes with, a part of
+a sharded model, and a model that is uploaded are gathered on rank 0 instead, and the original method writes them.
+
+The weights are written in the dtype of the parameters that the optimizer updates, which the original method writes too.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers.utils import logging
+
+from hf_fsdp_plugin.backends.agreement import gather_objects, on_all_ranks
+from hf_fsdp_plugin.backends.arrivals import together
+from hf_fsdp_plugin.backends.shard import Place, place_of
+from hf_fsdp_plugin.checkpoint import ModelShards, gathered_state, manifest_of
+from hf_fsdp_plugin.checkpoint.names import HF_MODEL, safetensors_file
+from hf_fsdp_plugin.integrations.accelerate.private import parse_size
+from hf_fsdp_plugin.integrations.adapters import remove_wrapper_names, with_module_names
+from hf_fsdp_plugin.integrations.gathered import gathered, shards_at
+from hf_fsdp_plugin.integrations.peft.prompts import prompt_embeddings
+from hf_fsdp_plugin.integrations.saving import manager, remove_stale_weights
+from hf_fsdp_plugin.integrations.serialization import flat_storages, is_shard
+from hf_fsdp_plugin.integrations.transformers import private
+from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
+from hf_fsdp_plugin.problems import CheckpointError, Problem, SpecError
+from hf_fsdp_plugin.text import format_names, plural
+
+FIX = (
+    "Call it on all ranks, outside of `if accelerator.is_main_process:`; only the main process writes the files if "
+    "`is_main_process=accelerator.is_main_process` is passed. Or call `state = accelerator.get_state_dict(model)` on "
+    "all ranks, and pass state_dict=state on the main process."
+)
+_NOT_SHARED = "FSDP-E405"
+
+
+def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Write the whole of a sharded model, or of a model in one. Collective, unless ``state_dict`` is given."""
+    place = None if gathered.paused else place_of(model)
+    if place is None:
+        return original(*args, **kwargs)
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound.apply_defaults()
+    call: dict[str, Any] = {**bound.arguments, **bound.arguments.get("kwargs", {})}
+    call.pop("kwargs", None)
+    answer = gathered.state_of(model)
+    if call["distributed_checkpoint"]:  # every rank writes its shards to a checkpoint of torch
+        with together(_name("save_pretrained", model), fix=FIX):
+            return original(**call)
+    if call["state_dict"] is not None:
+        if answer is None and not _may_write(call):
+            return None
+        check_given_state(model, place, call["state_dict"])
+        return _write(original, model, call, call["state_dict"])
+    if answer is not None:
+        return _write(original, model, call, answer)
+    with together(_name("save_pretrained", model), fix=FIX):
+        return _save(original, model, place, call)
+
+
+def push_to_hub(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Upload a sharded model from rank 0. Collective. All ranks return rank 0's result."""
+    place = None if gathered.paused or gathered.state_of(model) is not None else place_of(model)
+    if place is None:
+        return original(*args, **kwargs)
+    with together(_name("push_to_hub", model), fix="Call it on all ranks; rank 0 uploads the model."):
+        with prompt_embeddings(model), gathered.on_rank_0(place) as writes, on_all_ranks("uploading the model"):
+            result = original(*args, **kwargs) if writes else None
+        return gather_objects(result)[0]
+
+
+def _name(method: str, model: Any) -> str:
+    return f"{method} of {type(unwrapped(model)).__name__.removeprefix('FSDP')}"
+
+
+def _may_write(call: Mapping[str, Any]) -> bool:
+    """Return whether this rank writes. `get_state_dict` returns an empty state dict on all ranks but rank 0."""
+    return bool(call["is_main_process"]) and not (dist.get_rank() != 0 and not call["state_dict"])
+
+
+def _save(original: Callable[..., Any], model: Any, place: Place, call: dict[str, Any]) -> None:
+    with on_all_ranks("reading the layout of the model"):
+        _check_not_quantized(model)
+        shards = shards_at(place)
+    folders = [
+        folder
+        for folder, writes in gather_objects((str(Path(call["save_directory"]).absolute()), call["is_main_process"]))
+        if writes
+    ]
+    if not folders:
+        return
+    call["save_directory"] = folders[0]
+    if not _needs_whole_tensors(model, place, shards, call) and len(set(folders)) == 1:
+        try:
+            _write_side_by_side(original, model, place, call)
+        except CheckpointError as error:
+            if any(problem.code != _NOT_SHARED for problem in error.problems):
+                raise
+        else:
+            return
+    state = gathered_state(shards)
+    with on_all_ranks(f"writing {folders[0]}"):
+        if dist.get_rank() == 0:
+            _write(original, model, call, state)
+
+
+def _write_side_by_side(original: Callable[..., Any], model: Any, place: Place, call: dict[str, Any]) -> None:
+    """Write the original's files without weights on rank 0, and this rank's shards of the weights."""
+    final = Path(call["save_directory"])
+    with manager.saving(final, into=True) as save:
+        with on_all_ranks(f"writing {final}"):
+            if dist.get_rank() == 0:
+                with without_progress_bar():
+                    _write(original, model, {**call, "save_directory": str(save.folder)}, {})
+                (save.folder / safetensors_file(HF_MODEL)).unlink(missing_ok=True)
+        manager.save_model(place.root, save.folder, "full", max_shard_size=parse_size(call["max_shard_size"]))
+    manager.finish(
+        save, manifest_of(place.root, "full", step=None, batch={}), after=lambda: remove_stale_weights(final)
+    )
+
+
+def _write(original: Callable[..., Any], model: Any, call: Mapping[str, Any], state: Mapping[str, Any]) -> Any:
+    """Call the original method for a given state dict, on this rank only."""
+    tensors = {id(tensor): tensor for name, tensor in state.items() if name not in _buffer_names(model)}
+    state = with_module_names(dict(state), model) if private.has_adapters(model) else dict(state)
+    with private.saved_by_one_rank(model, sum(tensor.numel() for tensor in tensors.values())):
+        result = original(**{**call, "state_dict": state, "is_main_process": True})
+    if private.has_adapters(model):
+        remove_wrapper_names(Path(call["save_directory"]))
+    return result
+
+
+def _buffer_names(model: Any) -> set[str]:
+    return {canonical_name(name) for name, _ in model.named_buffers()}
+
+
+@contextmanager
+def without_progress_bar() -> Iterator[None]:
+    """Hide the progress bar of Transformers, which it shows even for an empty state dict."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _needs_whole_tensors(model: Any, place: Place, shards: ModelShards, call: Mapping[str, Any]) -> bool:
+    """Return whether only the original method can write the weights."""
+    if place.name or call["push_to_hub"] or call["variant"] or private.has_adapters(model):
+        return True
+    return is_stored_differently(model, shards, convert=call["save_original_format"])
+
+
+def is_stored_differently(model: Any, shards: ModelShards, *, convert: bool = True) -> bool:
+    """Return whether Transformers stores a model with different names or shapes, for example for fused experts.
+
+    Args:
+        convert: whether the format of older versions is written (``save_original_format``).
+    """
+    on_meta = {held.name: torch.empty(held.shape, dtype=held.dtype, device="meta") for held in shards.tensors}
+    if on_meta.keys() & set(private.ignored_on_save(model)):
+        return True
+    tied = private.tied_weights(model)
+    if any(name in tied for name in shards.aliases.values()):  # stored with another of its names
+        return True
+    if not convert:
+        return False
+    try:
+        stored = private.stored_state(model, dict(on_meta))
+    except Exception:  # the conversion computes with the values
+        return True
+    return {name: tensor.shape for name, tensor in stored.items()} != {n: t.shape for n, t in on_meta.items()}
+
+
+def check_given_state(model: Any, place: Place, state: Mapping[str, Any], *, only_trainable: bool = False) -> None:
+    """Raise ``SpecError`` if a given state dict lacks weights of the model, or has shards instead of whole tensors."""
+    shards = shards_at(place)
+    storages = flat_storages()
+    names: dict[str, list[str]] = {held.name: [held.name] for held in shards.tensors}
+    for alias, name in shards.aliases.items():
+        names[name].append(alias)
+    quantized, trainable = private.is_quantized(model), only_trainable or private.has_adapters(model)
+    missing, partial = [], []
+    for held in shards.tensors:
+        given = [state[name] for name in names[held.name] if name in state]
+        if not given:
+            required = not trainable or not (held.frozen or held.name in _buffer_names(model))
+            if required and not set(names[held.name]) & set(private.ignored_on_save(model)):
+                missing.append(held.name)
+        elif any(is_shard(tensor, storages) for tensor in given) or (
+            not quantized and any(tuple(tensor.shape) != held.shape for tensor in given)
+        ):
+            partial.append(held.name)
+    if missing or partial:
+        parts = [f"lacks {plural(len(missing), 'weight')} of the model ({format_names(missing, 3)})"] if missing else []
+        parts += [f"has parts of {plural(len(partial), 'weight')} ({format_names(partial, 3)})"] if partial else []
+        message = (
+            f"the state_dict passed to save_pretrained {' and '.join(parts)}, so the saved model would be incomplete."
+        )
+        fix = "Pass the result of accelerator.get_state_dict(model), which all ranks must call, on the main process."
+        raise SpecError([Problem(code="FSDP-E671", message=message, fix=fix)])
+
+
+def _check_not_quantized(model: Any) -> None:
+    if private.is_quantized(model) and not private.has_adapters(model):
+        message = f"the weights of {type(model).__name__} are quantized and sharded, and cannot be stored as one model."
+        fix = "Save the adapters that were trained (PeftModel.save_pretrained); the base model is unchanged."
+        raise SpecError([Problem(code="FSDP-E673", message=message, fix=fix)])

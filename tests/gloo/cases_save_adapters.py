@@ -1,0 +1,52 @@
+"""Cases that ranks run: ``PeftModel.save_pretrained`` of a sharded model."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases_peft import KINDS, adapted_llama
+from cases_save_pretrained import Trained, codes_of
+from tiny import tiny_llama
+
+
+def save(folder: str, form: str, version: int, strategy: str, kind: str, **settings: Any) -> dict[str, Any]:
+    """Save adapters after one step, in one of the forms in which scripts do, and load them in one process.
+
+    Returns:
+        The logits of the sharded model and of the loaded one, and the codes of problems.
+    """
+    from peft import PeftModel
+
+    run = Trained(version, strategy, partial(adapted_llama, kind), **settings)
+    codes: list[str] = []
+    if form == "all":
+        run.save(folder)
+    elif form == "wrapped":
+        run.model.save_pretrained(folder, safe_serialization=False)
+    elif form == "state_dict":
+        run.save(folder, state_dict=run.accelerator.get_state_dict(run.model))
+    elif form == "evaluated":
+        with torch.no_grad():
+            run.loss(1)
+        run.save(folder)
+    elif form == "one":
+        codes = codes_of(lambda: run.unwrapped.save_pretrained(folder)) if run.main else []
+    elif form == "conversion":
+        codes = codes_of(
+            lambda: run.unwrapped.save_pretrained(folder, path_initial_model_for_weight_conversion=f"{folder}/initial")
+        )
+    dist.barrier()
+    tokens = torch.arange(8)[None]
+    run.model.eval()
+    with torch.no_grad():
+        live = run.model(input_ids=tokens).logits.detach().clone()
+        if form in ("one", "conversion"):
+            return {"codes": codes}
+        base: Any = tiny_llama(layers=2, attention_bias=kind == "bias")
+        loaded = PeftModel.from_pretrained(base, folder).eval()(input_ids=tokens).logits
+        fresh = adapted_llama(kind).eval()(input_ids=tokens).logits
+    assert KINDS[kind] is not None and not torch.equal(fresh, live), "the step changes the model"
+    return {"codes": codes, "live": live, "loaded": loaded}

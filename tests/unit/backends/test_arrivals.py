@@ -1,0 +1,100 @@
+"""Rounds of arrival in a store: complete, failed, late, repeated."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from hf_fsdp_plugin.backends import arrivals
+from hf_fsdp_plugin.backends.arrivals import Round, arrival_limit, wait_for_all_ranks
+from hf_fsdp_plugin.problems import SpecError
+
+LONG, SHORT = 30.0, 0.3
+
+
+def together(*ranks: Callable[[], Any]) -> list[Any]:
+    """Run one function per rank at the same time, and return the results."""
+    results: list[Any] = [None] * len(ranks)
+
+    def run(index: int) -> None:
+        results[index] = ranks[index]()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.HashStore()
+
+
+def join(store: dist.Store, rank: int, call: str = "save", *, of: int = 3, limit: float = LONG) -> Any:
+    return Round(store, call, rank, of).join(limit)
+
+
+def test_complete_rounds_follow_each_other(store: dist.Store) -> None:
+    for _ in range(3):
+        assert together(*(lambda rank=rank: join(store, rank) for rank in range(3))) == [[], [], []]
+    assert store.add("round", 0) == 3
+    assert not store.check(["1/rank0"]), "the keys of earlier rounds are deleted"
+
+
+def test_missing_rank_is_named_by_all_that_waited(store: dist.Store) -> None:
+    results = together(*(lambda rank=rank: join(store, rank, limit=SHORT) for rank in (0, 2)))
+    assert results == [[(1, "")], [(1, "")]]
+
+
+def test_other_call_of_a_rank_is_named(store: dist.Store) -> None:
+    first, second = together(
+        lambda: join(store, 0, "save", of=2, limit=SHORT), lambda: join(store, 1, "push", of=2, limit=LONG)
+    )
+    assert (first, second) == ([(1, "push")], [(0, "save")])
+
+
+def test_call_can_be_repeated_after_a_failure(store: dist.Store) -> None:
+    assert join(store, 0, of=2, limit=SHORT) == [(1, "")]
+    assert together(lambda: join(store, 0, of=2), lambda: join(store, 1, of=2)) == [[], []]
+
+
+def test_late_rank_waits_in_the_next_round(store: dist.Store) -> None:
+    assert join(store, 0, of=2, limit=SHORT) == [(1, "")]
+    assert join(store, 1, of=2, limit=SHORT) == [(0, "")]
+
+
+def test_interrupted_wait_ends_the_round(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Round, "_wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            join(store, 0, of=2)
+    assert together(lambda: join(store, 0, of=2), lambda: join(store, 1, of=2)) == [[], []]
+
+
+def test_problem_names_call_and_ranks(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("is_initialized", True), ("get_world_size", 3), ("get_rank", 1)):
+        monkeypatch.setattr(dist, name, lambda value=value: value)
+    monkeypatch.setattr(arrivals, "default_store", lambda: store)
+    with pytest.raises(SpecError) as caught:
+        wait_for_all_ranks("save_pretrained of Llama", limit=SHORT)
+    assert [problem.code for problem in caught.value.problems] == ["FSDP-E670"]
+    assert "save_pretrained of Llama" in str(caught.value) and "ranks 0, 2" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["none", "0", "-3", "nan"])
+def test_invalid_limit_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv(arrivals.LIMIT_VARIABLE, value)
+    with pytest.raises(SpecError) as caught:
+        arrival_limit()
+    assert [problem.code for problem in caught.value.problems] == ["FSDP-E674"]
+    monkeypatch.setenv(arrivals.LIMIT_VARIABLE, "7.5")
+    assert arrival_limit() == 7.5
