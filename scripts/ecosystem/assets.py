@@ -33,22 +33,49 @@ def vowels(completions, **kwargs):
     return [sum(letter in "aeiou" for letter in text) / max(len(text), 1) for text in completions]
 '''
 
-_GLUE_METRIC = '''"""Accuracy and F1, under the name by which scripts load the metric of GLUE."""
+_METRIC = '''"""A metric, under the name by which scripts load it."""
 
 import datasets
 import evaluate
-from sklearn.metrics import f1_score
 
 
-class Glue(evaluate.Metric):
+class {name}(evaluate.Metric):
     def _info(self):
-        features = datasets.Features({"predictions": datasets.Value("int64"), "references": datasets.Value("int64")})
-        return evaluate.MetricInfo(description="MRPC", citation="", inputs_description="", features=features)
+        features = datasets.Features({features})
+        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
 
     def _compute(self, predictions, references):
-        accuracy = sum(a == b for a, b in zip(predictions, references)) / len(references)
-        return {"accuracy": accuracy, "f1": float(f1_score(references, predictions))}
+{body}
 '''
+_NUMBERS = '{"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}'
+_TAGS = '{kind: datasets.Sequence(datasets.Value("string")) for kind in ("predictions", "references")}'
+_ANSWERS = (
+    '{"predictions": {"id": datasets.Value("string"), "prediction_text": datasets.Value("string")}, "references": '
+    '{"id": datasets.Value("string"), "answers": datasets.Sequence({"text": datasets.Value("string"), '
+    '"answer_start": datasets.Value("int32")})}}'
+)
+_ACCURACY = "sum(a == b for a, b in zip(predictions, references)) / len(references)"
+_METRICS = {
+    "accuracy": (_NUMBERS, f'        return {{"accuracy": {_ACCURACY}}}'),
+    "glue": (
+        _NUMBERS,
+        "        from sklearn.metrics import f1_score\n\n"
+        f'        return {{"accuracy": {_ACCURACY}, "f1": float(f1_score(references, predictions))}}',
+    ),
+    "seqeval": (
+        _TAGS,
+        "        from seqeval.metrics import accuracy_score, f1_score, precision_score, recall_score\n\n"
+        '        functions = {"precision": precision_score, "recall": recall_score, "f1": f1_score, '
+        '"accuracy": accuracy_score}\n'
+        '        return {f"overall_{name}": float(get(references, predictions)) for name, get in functions.items()}',
+    ),
+    "squad": (
+        _ANSWERS,
+        '        pairs = zip((row["prediction_text"] for row in predictions), references)\n'
+        '        found = [text in row["answers"]["text"] for text, row in pairs]\n'
+        '        return {"exact_match": 100 * sum(found) / len(found)}',
+    ),
+}
 
 _SPLITS = {"train": slice(0, 48), "validation": slice(48, 64), "test": slice(64, 72)}
 
@@ -79,8 +106,7 @@ def make_assets(folder: Path) -> None:
     (folder / "suite_rewards.py").write_text(_REWARDS)
     (folder / "templates").mkdir()
     (folder / "templates" / "training.jinja").write_text(_TRAINING_TEMPLATE)
-    (folder / "glue").mkdir()
-    (folder / "glue" / "glue.py").write_text(_GLUE_METRIC)
+    _make_metrics(folder)
     for name, target in _HUB_NAMES.items():
         link = folder / name
         link.parent.mkdir(parents=True, exist_ok=True)
@@ -144,6 +170,13 @@ def _make_models(folder: Path) -> None:
     (folder / "minilm").symlink_to(locate(MINILM))
 
 
+def _make_metrics(folder: Path) -> None:
+    for name, (features, body) in _METRICS.items():
+        (folder / name).mkdir()
+        text = _METRIC.replace("{name}", name.title()).replace("{features}", features).replace("{body}", body)
+        (folder / name / f"{name}.py").write_text(text)
+
+
 def _make_datasets(folder: Path) -> None:
     from pydoc_data.topics import topics
 
@@ -167,6 +200,8 @@ def _make_datasets(folder: Path) -> None:
                 copy = folder / "files" / name.removeprefix("data/") / f"{split}.json"
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 copy.write_text("".join(lines))
+                if name == "data/questions":  # in the form of SQuAD
+                    copy.write_text(json.dumps({"data": listed[part]}))
 
     pairs = list(zip(texts, other, strict=True))
     write("data/lm", ({"text": text} for text in texts))

@@ -35,11 +35,11 @@ def _example(script: str, arguments: str = "", **more: Any) -> Case:
 
 # Not here: test_sync, test_script and test_distributed_data_loop test DistributedDataParallel (gradients of one rank,
 # autocast without casting the inputs, joining uneven inputs), test_peak_memory_usage needs a GPU, the others DeepSpeed,
-# pipelines or notebooks.
+# pipelines or notebooks. test_merge_weights makes a plugin of FSDP1.
 TESTS = [
     _test("test_cli", sharded=False),
     _test("test_ops", sharded=False),
-    _test("test_merge_weights", **_FLAT),
+    _test("test_merge_weights", **_FLAT, versions=(1,)),
     _test("external_deps.test_metrics", needs=_METRIC, **_FLAT),
     _test("external_deps.test_performance", "--output_dir . --num_epochs 3", needs=_METRIC),
     _test("external_deps.test_checkpointing", "--output_dir . --num_epochs 1", needs=_METRIC),
