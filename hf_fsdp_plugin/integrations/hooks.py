@@ -110,8 +110,8 @@ _ACCELERATE_HOOKS = (
         Hook(f"{module}:{name}", f"accelerate.fsdp_utils:{name}",
              reason="The state dict type `local` is refused under FSDP2; FSDP1's full state dict fails on CPU ranks.",
              until="torch and Accelerate support both.")
-        # Both modules import the functions by name.
-        for module in ("accelerate.accelerator", "transformers.trainer")
+        # The Trainer's module imports the functions by name.
+        for module in ("accelerate.utils.fsdp_utils", "transformers.trainer")
         for name in ("save_fsdp_model", "load_fsdp_model", "save_fsdp_optimizer", "load_fsdp_optimizer")
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def load_with_stock_functions(folder: str, version: int) -> dict[str, Any]:
         plugin.state_dict_config.offload_to_cpu = plugin.optim_state_dict_config.offload_to_cpu = False
     delattr(second.model, PLAN_ATTRIBUTE)
     for name, arguments in (("load_fsdp_model", ()), ("load_fsdp_optimizer", (second.optimizer.optimizer,))):
-        getattr(fsdp_utils, name)(plugin, accelerator, *arguments, second.model, folder)
+        inspect.unwrap(getattr(fsdp_utils, name))(plugin, accelerator, *arguments, second.model, folder)
     return {"whole": whole, "stock": [second.step(number) for number in (2, 3)]}
 
 
@@ -127,4 +128,18 @@ def export(folder: str, version: int, tied: bool, max_shard_size: str) -> dict[s
     accelerator = hfp.accelerator(spec)
     model = accelerator.prepare(tiny_llama(tied=tied))
     accelerator.save_model(model, folder, max_shard_size=max_shard_size)
+    return {name: tensor.clone() for name, tensor in accelerator.get_state_dict(model).items()}
+
+
+def save_with_function_and_stock_plugin(folder: str, version: int) -> dict[str, torch.Tensor]:
+    """Call ``accelerate.utils.save_fsdp_model`` with the stock plugin of the Accelerator, and return the weights."""
+    import accelerate
+    from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
+
+    hfp.install({"distributed_type": "FSDP", "use_cpu": True, "fsdp_config": {"fsdp_version": version}})
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+    accelerator = accelerate.Accelerator(fsdp_plugin=plugin)
+    model = accelerator.prepare(tiny_llama())
+    plugin.set_state_dict_type("SHARDED_STATE_DICT")
+    fsdp_utils.save_fsdp_model(plugin, accelerator, model, folder)
     return {name: tensor.clone() for name, tensor in accelerator.get_state_dict(model).items()}

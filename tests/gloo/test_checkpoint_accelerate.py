@@ -10,6 +10,7 @@ from typing import Any
 import cases_checkpoint_accelerate as cases
 import pytest
 import torch
+from accelerate.utils import merge_fsdp_weights
 from ranks import Ranks
 from safetensors.torch import load_file
 
@@ -56,6 +57,15 @@ def test_automatic_naming_applies_limit_and_skips_damaged(two_ranks: Ranks, tmp_
 def test_checkpoint_loads_with_functions_of_accelerate(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
     run = two_ranks.run(cases.load_with_stock_functions, str(tmp_path / "state"), version)[0]
     assert run["stock"] == pytest.approx(run["whole"], rel=1e-6)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_accelerate_function_saves_with_stock_plugin(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
+    weights = two_ranks.run(cases.save_with_function_and_stock_plugin, str(tmp_path / "saved"), version)[0]
+    merge_fsdp_weights(str(tmp_path / "saved/pytorch_model_fsdp_0"), str(tmp_path / "merged"))
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert merged.keys() == weights.keys()
+    assert all(torch.equal(merged[name], tensor) for name, tensor in weights.items())
 
 
 def test_accelerate_merge_weights_reads_checkpoint(two_ranks: Ranks, tmp_path: Path) -> None:

@@ -13,18 +13,33 @@ from typing import Any
 from accelerate.utils.modeling import is_peft_model
 
 from hf_fsdp_plugin.checkpoint import load_model, load_optimizer
-from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin
+from hf_fsdp_plugin.integrations.accelerate.plugin import (
+    PlannedFsdpPlugin,
+    assigned_state_dict_type,
+    planned_plugin,
+)
 from hf_fsdp_plugin.integrations.saving import manager
 
 
 def _if_planned(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: call ``function(plugin, …)`` for a planned plugin, else the original with all arguments."""
+    """Decorator: call ``function(plugin, …)`` for an Accelerator with a planned plugin, else the original.
+
+    A script may pass the stock plugin that it made its Accelerator with. A state dict type that it assigned is used.
+    """
 
     @functools.wraps(function)
     def replacement(original: Callable[..., Any], fsdp_plugin: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(fsdp_plugin, PlannedFsdpPlugin):
             return function(fsdp_plugin, *args, **kwargs)
-        return original(fsdp_plugin, accelerator, *args, **kwargs)
+        planned = planned_plugin(accelerator)
+        if planned is None:
+            return original(fsdp_plugin, accelerator, *args, **kwargs)
+        kind = planned.state_dict_kind
+        planned.set_state_dict_type(assigned_state_dict_type(fsdp_plugin))
+        try:
+            return function(planned, *args, **kwargs)
+        finally:
+            planned.set_state_dict_type(kind)
 
     return replacement
 

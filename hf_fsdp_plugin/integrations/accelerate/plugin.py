@@ -204,6 +204,13 @@ def spec_of_stock_plugin(plugin: Any) -> FsdpSpec | None:
     return spec
 
 
+def assigned_state_dict_type(plugin: Any) -> Any:
+    """Return the state dict type that a script assigned to a stock plugin; ``None`` if it is the constructor's."""
+    fields: dict[str, Any] = getattr(plugin, _ARGUMENTS, ({}, {}))[1]
+    value = getattr(plugin, "state_dict_type", None)
+    return value if value != fields.get("state_dict_type") else None
+
+
 def dynamo_plugin(spec: FsdpSpec) -> TorchDynamoPlugin | None:
     """Return Accelerate's ``torch.compile`` settings, which launchers set by variables; ``None`` if there are none."""
     given = {str(key).removeprefix("dynamo_"): value for key, value in spec.launch.dynamo_config.items()}
