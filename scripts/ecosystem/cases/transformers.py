@@ -14,7 +14,7 @@ _LOOP = (
 )
 
 # The Trainer multiplies the loss of a model that averages it itself (BERT, T5) by the number of processes, with every
-# launcher; masks are random; and the scripts without the Trainer shuffle. Only this script is compared with one process.
+# launcher; masks are random; scripts without the Trainer shuffle. Only this script is compared with one process.
 _SAME_BATCHES = "language-modeling/run_clm"
 
 
@@ -54,7 +54,13 @@ CASES = [
         "tags",
         f"--test_file files/tags/test.json --do_predict {_TRAINER}",
     ),
-    _case("question-answering/run_qa", "answers", "bert-answers", "questions", f"--max_seq_length 64 {_TRAINER}"),
+    _case(
+        "question-answering/run_qa",
+        "answers",
+        "bert-answers",
+        "questions",
+        f"--max_seq_length 64 --doc_stride 16 {_TRAINER}",
+    ),
     _case("language-modeling/run_clm_no_trainer", "causal_lm", "llama", "lm", f"--block_size 32 {_LOOP}"),
     _case(
         "language-modeling/run_mlm_no_trainer",
@@ -66,6 +72,10 @@ CASES = [
     _case("text-classification/run_glue_no_trainer", "classification", "bert", "classes", f"--max_length 48 {_LOOP}"),
     _case("token-classification/run_ner_no_trainer", "tags", "bert-tags", "tags", _LOOP),
     _case(
-        "question-answering/run_qa_no_trainer", "answers", "bert-answers", "questions", f"--max_seq_length 64 {_LOOP}"
+        "question-answering/run_qa_no_trainer",
+        "answers",
+        "bert-answers",
+        "questions",
+        f"--max_seq_length 64 --doc_stride 16 {_LOOP}",
     ),
 ]
