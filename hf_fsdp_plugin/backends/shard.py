@@ -13,6 +13,7 @@ from torch import nn
 from hf_fsdp_plugin.backends.fsdp1 import apply_fsdp1
 from hf_fsdp_plugin.backends.fsdp2 import adopt_fsdp2, apply_fsdp2, reshard
 from hf_fsdp_plugin.backends.optimizer import attach_optimizers, detach_optimizers, has_stepped
+from hf_fsdp_plugin.backends.outputs import support_mapping_outputs
 from hf_fsdp_plugin.backends.submodule_calls import support_submodule_calls
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name
@@ -68,6 +69,7 @@ def shard(
         sharded = apply_fsdp1(plan, model, device)
     mark_fsdp_managed(sharded)
     support_submodule_calls(sharded)
+    support_mapping_outputs(sharded)
     attach_optimizers(detached, sharded)
     setattr(sharded, PLAN_ATTRIBUTE, plan)
     _sharded_models.add(sharded)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from hf_fsdp_plugin.backends.outputs import watch_mappings
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.torch_private import fsdp1, fsdp2
 from hf_fsdp_plugin.torch_private.functions import tree_map_only
@@ -114,6 +115,7 @@ class SubmoduleCalls:
             return None
         self._entered = None
         output = self._leave(module, args, output)
+        watch_mappings(self.root, output)
         if not torch.is_grad_enabled() and not self._keeps_gathered:
             # No backward will free the parameters. An optimizer step would leave the gathered copy outdated.
             free_gathered(self.root)

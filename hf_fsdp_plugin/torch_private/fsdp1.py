@@ -15,6 +15,7 @@ from torch.distributed.fsdp._runtime_utils import (
     _post_forward_reshard,
     _pre_forward,
     _pre_forward_unshard,
+    _register_pre_backward_hooks,
     _reshard,
     _root_pre_forward,
 )
@@ -162,6 +163,12 @@ def before_forward(
 def after_forward(root: Any, output: Any) -> Any:
     """Do what ``root.forward`` does after it has called the wrapped module. Return the output to pass on."""
     return _post_forward(root, root._handle, _post_forward_reshard, root, None, output)
+
+
+def start_backward_at(unit: Any, tensors: list[torch.Tensor]) -> None:
+    """Start the unit's backward at these tensors too. They require gradients, and the unit has left its forward."""
+    if is_idle(unit):  # otherwise a checkpointed module computes its output again inside backward
+        _register_pre_backward_hooks(unit, unit, tensors, unit._handle)
 
 
 def original_dtype(unit: Any) -> torch.dtype | None:

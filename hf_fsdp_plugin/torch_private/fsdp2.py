@@ -111,6 +111,13 @@ def after_forward(root: FSDPModule, module: nn.Module, args: tuple[Any, ...], ou
     return state._post_forward(module, args, output)
 
 
+def start_backward_at(module: FSDPModule, tensors: list[torch.Tensor]) -> None:
+    """Start the unit's backward at these tensors too. They require gradients, and the unit has left its forward."""
+    state = state_of(module)
+    if state._training_state is TrainingState.IDLE:  # otherwise a checkpointed module is computed again in backward
+        state._register_pre_backward_hook(tensors)
+
+
 def read_units(state: Any, *, is_root: bool) -> Iterator[LiveUnit]:
     """Return the units of one ``fully_shard`` call: one per mesh, or one empty unit if there are no parameters."""
     modules = modules_of(state)
