@@ -95,3 +95,12 @@ def without_forward_hooks(module: nn.Module) -> Iterator[None]:
     finally:
         for inner, before, after in kept:
             inner._forward_pre_hooks, inner._forward_hooks = before, after
+
+
+@contextmanager
+def with_tensors(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Let the module have other tensors as parameters and buffers, by its own names."""
+    from torch.nn.utils.stateless import _reparametrize_module
+
+    with _reparametrize_module(module, tensors):
+        yield

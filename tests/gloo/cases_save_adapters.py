@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,8 @@ def save(folder: str, form: str, version: int, strategy: str, kind: str, **setti
     """
     from peft import PeftModel
 
-    run = Trained(version, strategy, partial(adapted_llama, kind), **settings)
+    with patch.dict(os.environ):  # BOFT sets the compiler
+        run = Trained(version, strategy, partial(adapted_llama, kind), **settings)
     codes: list[str] = []
     if form == "all":
         run.save(folder)
@@ -46,7 +49,34 @@ def save(folder: str, form: str, version: int, strategy: str, kind: str, **setti
         if form in ("one", "conversion"):
             return {"codes": codes}
         base: Any = tiny_llama(layers=2, attention_bias=kind == "bias")
-        loaded = PeftModel.from_pretrained(base, folder).eval()(input_ids=tokens).logits
-        fresh = adapted_llama(kind).eval()(input_ids=tokens).logits
+        with patch.dict(os.environ):
+            loaded = PeftModel.from_pretrained(base, folder).eval()(input_ids=tokens).logits
+            fresh = adapted_llama(kind).eval()(input_ids=tokens).logits
     assert KINDS[kind] is not None and not torch.equal(fresh, live), "the step changes the model"
     return {"codes": codes, "live": live, "loaded": loaded}
+
+
+def added_llama() -> Any:
+    """A llama with an adapter that Transformers added."""
+    from peft import LoraConfig
+
+    model: Any = tiny_llama(layers=2)
+    torch.manual_seed(1)
+    model.add_adapter(LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    return model
+
+
+def save_added(folder: str, version: int) -> dict[str, Any]:
+    """Save a model whose adapter was added with ``model.add_adapter``, and load the adapter in one process."""
+    run = Trained(version, model=added_llama)
+    run.save(folder)
+    dist.barrier()
+    tokens = torch.arange(8)[None]
+    run.model.eval()
+    with torch.no_grad():
+        live = run.model(input_ids=tokens).logits.detach().clone()
+        base: Any = tiny_llama(layers=2)
+        base.load_adapter(folder)
+        loaded = base.eval()(input_ids=tokens).logits
+        assert not torch.equal(added_llama().eval()(input_ids=tokens).logits, live), "the step changes the model"
+    return {"codes": [], "live": live, "loaded": loaded}

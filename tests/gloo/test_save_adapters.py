@@ -41,6 +41,13 @@ def test_adapters_are_saved_in_every_form(two_ranks: Ranks, tmp_path: Path, form
 
 
 @pytest.mark.parametrize("version", VERSIONS)
+def test_adapter_of_add_adapter_is_saved(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
+    assert_loads(two_ranks.run(cases.save_added, str(tmp_path / "adapter"), version)[0])
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert stored and all("lora_" in name and "_fsdp_wrapped_module" not in name for name in stored)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(("form", "code"), [("one", "FSDP-E670"), ("conversion", "FSDP-E675")])
 def test_unsupported_save_of_adapters_raises(
     two_ranks: Ranks, tmp_path: Path, form: str, code: str, version: int
@@ -52,7 +59,7 @@ def test_unsupported_save_of_adapters_raises(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("kind", sorted(set(cases.KINDS) - set(QUICK) - {"two"}))
+@pytest.mark.parametrize("kind", sorted(set(cases.KINDS) - set(QUICK) - {"two", "adalora"}))
 def test_every_kind_of_adapter_is_saved(two_ranks: Ranks, tmp_path: Path, kind: str, version: int) -> None:
     assert_loads(two_ranks.run(cases.save, str(tmp_path / "adapter"), "all", version, "full_shard", kind)[0])
 

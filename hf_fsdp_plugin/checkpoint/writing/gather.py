@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, slices, whole
 from hf_fsdp_plugin.checkpoint.shard_layout import LocalShard
-from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, shards_to_write
+from hf_fsdp_plugin.checkpoint.shards import ModelShards, shards_to_write
 from hf_fsdp_plugin.text import format_names
 
 _BATCH_BYTES: Final = 1 << 30
@@ -32,18 +32,6 @@ def full_model_state(model: nn.Module) -> dict[str, Any]:
     options = StateDictOptions(full_state_dict=True, cpu_offload=not on_cpu)
     state = _with_shared_tensors(model, get_model_state_dict(model, options=options))
     return state if dist.get_rank() == 0 else {}
-
-
-def trainable_state(model: nn.Module, also: Collection[str] = ()) -> dict[str, torch.Tensor]:
-    """Return whole trainable parameters by canonical names, on the CPU of rank 0; empty on other ranks. Collective.
-
-    This is for adapters: the frozen base model, which may be many times larger, is not gathered.
-
-    Args:
-        also: names of frozen tensors to include, the same on all ranks.
-    """
-    shards = model_shards(model).tensors
-    return gathered_state(ModelShards(tuple(s for s in shards if not s.frozen or s.name in also), {}))
 
 
 def gathered_state(shards: ModelShards) -> dict[str, torch.Tensor]:

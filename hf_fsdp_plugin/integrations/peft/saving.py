@@ -18,60 +18,78 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.func import functional_call
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
-from hf_fsdp_plugin.checkpoint import model_shards, trainable_state
-from hf_fsdp_plugin.plan.names import unwrapped
-from hf_fsdp_plugin.torch_private.modules import children, without_forward_hooks, wrapped_module
+from hf_fsdp_plugin.checkpoint import ModelShards, gathered_state
+from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
+from hf_fsdp_plugin.torch_private.modules import children, with_tensors, without_forward_hooks, wrapped_module
 
 _PROMPT_ENCODER = "prompt_encoder"
-_WITHOUT_TRANSFORM = ("PREFIX_TUNING", "CARTRIDGE")
-"""Kinds of prompts whose encoder takes only the virtual tokens of one module (``get_prompt_embedding_to_save``)."""
+_PROMPT_METHOD = "get_prompt_embedding_to_save"
 
 
-def adapter_state(model: nn.Module) -> dict[str, torch.Tensor]:
+def adapter_state(model: nn.Module, shards: ModelShards, **settings: Any) -> dict[str, torch.Tensor]:
     """Return the whole tensors that PEFT saves, by canonical names, on the CPU of rank 0; empty elsewhere. Collective.
 
-    These are the trainable parameters, the parameters of inactive adapters, and embeddings that were resized or have an
-    adapter.
+    Args:
+        model: the model with adapters, with or without wrappers around it.
+        shards: its shards, by its own names.
+        settings: arguments of ``get_peft_model_state_dict``, which decide about the embeddings.
     """
-    shards = model_shards(model)
+    shards = _with_shared_buffers(model, shards)
     names: list[Any] = [None]
     with on_all_ranks("selecting the weights of the adapters"):
         if dist.get_rank() == 0:
-            shapes = {held.name: torch.empty(held.shape, dtype=held.dtype, device="meta") for held in shards.tensors}
-            aliases = {alias: shapes[name] for alias, name in shards.aliases.items()}
-            selected = _selected_by_peft(unwrapped(model), {**shapes, **aliases})
-            names = [{name for name, tensor in shapes.items() if id(tensor) in selected}]
+            names = [_selected_by_peft(unwrapped(model), shards, settings)]
     dist.broadcast_object_list(names, src=0)
-    state = trainable_state(model, also=names[0])
-    return {**state, **{alias: state[name] for alias, name in shards.aliases.items() if name in state}}
+    aliases = {alias: name for alias, name in shards.aliases.items() if name in names[0]}
+    return gathered_state(ModelShards(tuple(held for held in shards.tensors if held.name in names[0]), aliases))
 
 
-def _selected_by_peft(model: Any, state: Mapping[str, torch.Tensor]) -> set[int]:
-    """Return the ids of the tensors in ``state`` that PEFT saves for any adapter."""
+def _with_shared_buffers(model: nn.Module, shards: ModelShards) -> ModelShards:
+    """Add the other names of buffers that modules share. PEFT asks for the projections of VeRA by the last of them."""
+    held = {shard.name for shard in shards.tensors}
+    names: dict[int, list[str]] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        names.setdefault(id(buffer), []).append(canonical_name(name))
+    aliases = dict(shards.aliases)
+    for shared in names.values():
+        if stored := [name for name in shared if name in held]:
+            aliases.update({name: stored[0] for name in shared if name not in held})
+    return ModelShards(shards.tensors, aliases)
+
+
+def _selected_by_peft(model: Any, shards: ModelShards, settings: Mapping[str, Any]) -> set[str]:
+    """Return the names of the tensors from which PEFT makes the files of any adapter."""
     from peft import get_peft_model_state_dict
 
-    selected: set[int] = set()
+    on_meta = {held.name: torch.empty(held.shape, dtype=held.dtype, device="meta") for held in shards.tensors}
+    state = {**on_meta, **{alias: on_meta[name] for alias, name in shards.aliases.items()}}
+    owners = {id(tensor): name for name, tensor in on_meta.items()}
+    prompts = tuple(f"{_PROMPT_ENCODER}.{adapter}." for adapter in model.peft_config)
+    selected = {owners[id(tensor)] for name, tensor in state.items() if name.startswith(prompts)}
+    no_prompt = torch.empty(0)
     with warnings.catch_warnings(), as_unsharded(model, state):
         warnings.simplefilter("ignore")  # PEFT repeats its warnings when it saves
-        for adapter, config in model.peft_config.items():
-            if config.is_prompt_learning:
-                prefix = f"{_PROMPT_ENCODER}.{adapter}."
-                selected.update(id(tensor) for name, tensor in state.items() if name.startswith(prefix))
-                continue
-            saved = get_peft_model_state_dict(model, state_dict=dict(state), adapter_name=adapter)
-            selected.update(id(tensor) for tensor in saved.values())
+        with _replaced(model, _PROMPT_METHOD, lambda adapter_name: no_prompt):
+            for adapter in model.peft_config:
+                try:
+                    saved = get_peft_model_state_dict(model, dict(state), adapter, **settings)
+                except Exception:  # PEFT computes with the values
+                    return set(on_meta)
+                found = [tensor for tensor in saved.values() if tensor is not no_prompt]
+                if any(id(tensor) not in owners for tensor in found):
+                    return set(on_meta)
+                selected.update(owners[id(tensor)] for tensor in found)
     return selected
 
 
 @contextmanager
 def as_unsharded(model: Any, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Remove the wrappers in a PEFT model, and answer PEFT's questions to its modules from ``state``. Not collective.
+    """Remove the wrappers in a model with adapters, and let its modules answer PEFT from ``state``. Not collective.
 
     Args:
-        model: the ``PeftModel`` itself, without wrappers around it.
+        model: the model itself, without wrappers around it.
         state: whole tensors by canonical names, at least those of the adapters.
     """
     with ExitStack() as stack:
@@ -82,7 +100,11 @@ def as_unsharded(model: Any, state: Mapping[str, torch.Tensor]) -> Iterator[None
                 for adapter, inner in saved.items():
                     part = _below(state, f"{name}.modules_to_save.{adapter}.")
                     stack.enter_context(_replaced(inner, "state_dict", partial(dict, part)))
-        stack.enter_context(_replaced(model, "get_prompt_embedding_to_save", partial(_prompt, model, state)))
+        encoders = getattr(model, _PROMPT_ENCODER, {})
+        for adapter, encoder in encoders.items():
+            weights = _below(state, f"{_PROMPT_ENCODER}.{adapter}.")
+            stack.enter_context(with_tensors(encoder, weights))
+            stack.enter_context(without_forward_hooks(encoder))
         yield
 
 
@@ -117,16 +139,3 @@ def _replaced(module: nn.Module, method: str, replacement: Any) -> Iterator[None
         yield
     finally:
         del vars(module)[method]
-
-
-def _prompt(model: Any, state: Mapping[str, torch.Tensor], adapter_name: str) -> torch.Tensor:
-    """Return the output of a prompt encoder with whole weights, as ``PeftModel.get_prompt_embedding_to_save`` does."""
-    config = model.peft_config[adapter_name]
-    tokens = model.prompt_tokens[adapter_name]
-    if config.peft_type in _WITHOUT_TRANSFORM:
-        tokens = tokens[: config.num_virtual_tokens]
-    weights = _below(state, f"{_PROMPT_ENCODER}.{adapter_name}.")
-    encoder = model.prompt_encoder[adapter_name]
-    with torch.no_grad(), without_forward_hooks(encoder):
-        prompts = functional_call(encoder, weights, (tokens.unsqueeze(0).cpu(),))
-    return prompts[0].detach().cpu()

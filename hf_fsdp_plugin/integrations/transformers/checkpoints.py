@@ -147,7 +147,7 @@ def _write_companions(trainer: Any, folder: Path) -> None:
             if writes:
                 private.save_files(trainer, folder, gathered.state_of(trainer.model) or {})
         return
-    adapters = adapter_state(trainer.model) if _is_peft(trainer) else None
+    adapters = adapter_state(trainer.model, model_shards(trainer.model)) if _is_peft(trainer) else None
     with on_all_ranks(f"writing {folder}"), gathered.pause():
         if not trainer.args.should_save:
             return

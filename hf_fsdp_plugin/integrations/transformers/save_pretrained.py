@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,8 @@ from hf_fsdp_plugin.backends.shard import Place, place_of
 from hf_fsdp_plugin.checkpoint import ModelShards, gathered_state, manifest_of
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL, safetensors_file
 from hf_fsdp_plugin.integrations.accelerate.private import parse_size
-from hf_fsdp_plugin.integrations.adapters import remove_wrapper_names, with_module_names
 from hf_fsdp_plugin.integrations.gathered import gathered, shards_at
-from hf_fsdp_plugin.integrations.peft.prompts import prompt_embeddings
+from hf_fsdp_plugin.integrations.peft.saving import adapter_state, as_unsharded
 from hf_fsdp_plugin.integrations.saving import manager, remove_stale_weights
 from hf_fsdp_plugin.integrations.serialization import flat_storages, is_shard
 from hf_fsdp_plugin.integrations.transformers import private
@@ -73,7 +72,7 @@ def push_to_hub(original: Callable[..., Any], model: Any, *args: Any, **kwargs: 
     if place is None:
         return original(*args, **kwargs)
     with together(_name("push_to_hub", model), fix="Call it on all ranks; rank 0 uploads the model."):
-        with prompt_embeddings(model), gathered.on_rank_0(place) as writes, on_all_ranks("uploading the model"):
+        with gathered.on_rank_0(place) as writes, on_all_ranks("uploading the model"):
             result = original(*args, **kwargs) if writes else None
         return gather_objects(result)[0]
 
@@ -107,7 +106,7 @@ def _save(original: Callable[..., Any], model: Any, place: Place, call: dict[str
                 raise
         else:
             return
-    state = gathered_state(shards)
+    state = adapter_state(model, shards) if private.has_adapters(model) else gathered_state(shards)
     with on_all_ranks(f"writing {folders[0]}"):
         if dist.get_rank() == 0:
             _write(original, model, call, state)
@@ -131,12 +130,11 @@ def _write_side_by_side(original: Callable[..., Any], model: Any, place: Place, 
 def _write(original: Callable[..., Any], model: Any, call: Mapping[str, Any], state: Mapping[str, Any]) -> Any:
     """Call the original method for a given state dict, on this rank only."""
     tensors = {id(tensor): tensor for name, tensor in state.items() if name not in _buffer_names(model)}
-    state = with_module_names(dict(state), model) if private.has_adapters(model) else dict(state)
-    with private.saved_by_one_rank(model, sum(tensor.numel() for tensor in tensors.values())):
-        result = original(**{**call, "state_dict": state, "is_main_process": True})
-    if private.has_adapters(model):
-        remove_wrapper_names(Path(call["save_directory"]))
-    return result
+    with ExitStack() as stack:
+        stack.enter_context(private.saved_by_one_rank(model, sum(tensor.numel() for tensor in tensors.values())))
+        if private.has_adapters(model):
+            stack.enter_context(as_unsharded(model, state))
+        return original(**{**call, "state_dict": dict(state), "is_main_process": True})
 
 
 def _buffer_names(model: Any) -> set[str]:
