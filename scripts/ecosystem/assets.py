@@ -167,7 +167,18 @@ def _make_models(folder: Path) -> None:
         torch.manual_seed(seed)
         model_class(config).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    (folder / "minilm").symlink_to(locate(MINILM))
+    _link_without_dropout(locate(MINILM), folder / "minilm")
+
+
+def _link_without_dropout(source: Path, target: Path) -> None:
+    """Link the files of a model folder, and copy its config with dropout off: the ranks of a run draw other masks."""
+    target.mkdir()
+    for path in source.iterdir():
+        if path.name != "config.json":
+            (target / path.name).symlink_to(path)
+    config = json.loads((source / "config.json").read_text())
+    config |= {name: 0.0 for name in config if name.endswith("dropout_prob")}
+    (target / "config.json").write_text(json.dumps(config))
 
 
 def _make_metrics(folder: Path) -> None:

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from cases_peft import KINDS, adapted_llama
 from cases_save_pretrained import Trained, codes_of
-from tiny import tiny_llama
+from tiny import global_batch, tiny_llama
+
+import hf_fsdp_plugin as hfp
 
 
 def save(folder: str, form: str, version: int, strategy: str, kind: str, **settings: Any) -> dict[str, Any]:
@@ -80,3 +82,17 @@ def save_added(folder: str, version: int) -> dict[str, Any]:
         loaded = base.eval()(input_ids=tokens).logits
         assert not torch.equal(added_llama().eval()(input_ids=tokens).logits, live), "the step changes the model"
     return {"codes": [], "live": live, "loaded": loaded}
+
+
+def save_added_with_trainer(folder: str, version: int) -> dict[str, torch.Tensor]:
+    """Train a model whose adapter was added with ``model.add_adapter``, and return the adapter's whole weights."""
+    arguments = hfp.FsdpTrainingArguments(
+        output_dir=folder, fsdp="full_shard auto_wrap", fsdp_config={"version": version, "state_dict_type": "FULL"},
+        use_cpu=True, max_steps=1, save_steps=1, per_device_train_batch_size=2, report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    rows = [{name: value[row] for name, value in global_batch(0).items()} for row in range(4)]
+    trainer = hfp.FsdpTrainer(model=added_llama(), args=arguments, train_dataset=rows)
+    trainer.train()
+    trainer.save_model()
+    state = trainer.accelerator.get_state_dict(trainer.model)
+    return {name: tensor.clone() for name, tensor in state.items() if "lora_" in name}

@@ -48,6 +48,17 @@ def test_adapter_of_add_adapter_is_saved(two_ranks: Ranks, tmp_path: Path, versi
 
 
 @pytest.mark.parametrize("version", VERSIONS)
+def test_trainer_saves_adapter_of_add_adapter(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
+    trained = two_ranks.run(cases.save_added_with_trainer, str(tmp_path), version)[0]
+    for folder in (tmp_path, tmp_path / "checkpoint-1"):
+        stored = load_file(folder / "adapter_model.safetensors")
+        assert {name.replace(".default", ""): tensor.sum() for name, tensor in trained.items()} == {
+            name.removeprefix("base_model.model."): tensor.sum() for name, tensor in stored.items()
+        }
+        assert not (folder / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(("form", "code"), [("one", "FSDP-E670"), ("conversion", "FSDP-E675")])
 def test_unsupported_save_of_adapters_raises(
     two_ranks: Ranks, tmp_path: Path, form: str, code: str, version: int

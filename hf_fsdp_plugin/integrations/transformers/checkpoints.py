@@ -99,10 +99,10 @@ def save_model(
     folder = Path(output_dir if output_dir is not None else trainer.args.output_dir)
     if manager.open_save(folder) is not None:
         _write_companions(trainer, folder)
-        adapters, kind = _is_peft(trainer), plugin.state_dict_kind
-        if kind == "full" and (adapters or private.overrides_save(trainer)):
+        kind = plugin.state_dict_kind
+        if kind == "full" and (_stores_adapters(trainer) or private.overrides_save(trainer)):
             kind = "sharded"  # the file for `from_pretrained` is written by PEFT, or by the Trainer's own method
-        manager.save_model(trainer.model, folder, kind, adapter_only=adapters)
+        manager.save_model(trainer.model, folder, kind, adapter_only=_is_peft(trainer))
         return None
     with together(f"save_model of {type(trainer).__name__}", fix="Call it on all ranks."):
         _export(original, trainer, folder)
@@ -127,7 +127,7 @@ def _export(original: Callable[..., Any], trainer: Any, folder: Path) -> None:
         return
     with manager.saving(folder, into=True) as save:
         _write_companions(trainer, save.folder)
-        if not _is_peft(trainer):
+        if not _stores_adapters(trainer):
             manager.save_model(trainer.model, save.folder, "full")
     manifest = manifest_of(trainer.model, "full", step=trainer.state.global_step, batch=_batch(trainer))
     manager.finish(save, manifest, after=lambda: remove_stale_weights(folder))
@@ -147,7 +147,7 @@ def _write_companions(trainer: Any, folder: Path) -> None:
             if writes:
                 private.save_files(trainer, folder, gathered.state_of(trainer.model) or {})
         return
-    adapters = adapter_state(trainer.model, model_shards(trainer.model)) if _is_peft(trainer) else None
+    adapters = adapter_state(trainer.model, model_shards(trainer.model)) if _stores_adapters(trainer) else None
     with on_all_ranks(f"writing {folder}"), gathered.pause():
         if not trainer.args.should_save:
             return
@@ -167,8 +167,15 @@ def _is_peft(trainer: Any) -> bool:
     return bool(is_peft_model(trainer.model))
 
 
+def _stores_adapters(trainer: Any) -> bool:
+    """Return whether only the adapters are stored for ``from_pretrained``: PEFT's models, and ``model.add_adapter``."""
+    return _is_peft(trainer) or private.has_adapters(unwrapped(trainer.model))
+
+
 def _is_converted(trainer: Any) -> bool:
-    return not _is_peft(trainer) and is_stored_differently(unwrapped(trainer.model), model_shards(trainer.model))
+    return not _stores_adapters(trainer) and is_stored_differently(
+        unwrapped(trainer.model), model_shards(trainer.model)
+    )
 
 
 @if_planned
