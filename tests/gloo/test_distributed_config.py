@@ -51,7 +51,7 @@ def test_trainer_equals_one_process(trained: tuple[dict[str, Any], str], expecte
     assert [problem["code"] for problem in run["report"]["problems"]] == ["FSDP-N280"]
 
 
-@pytest.mark.parametrize("fields", [{"fsdp_size": 2}, None], ids=["sharded at load", "sharded by plan"])
+@pytest.mark.parametrize("fields", [{"fsdp_size": 2}, pytest.param(None, marks=pytest.mark.slow)], ids=str)
 def test_resumed_training_equals_uninterrupted(
     two_ranks: Ranks, folder: str, trained: tuple[dict[str, Any], str], fields: dict[str, Any] | None
 ) -> None:
@@ -90,8 +90,11 @@ def test_accelerator_adopts_model(two_ranks: Ranks, folder: str, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("fields", "arguments"),
-    [({"fsdp_size": 2}, {"bf16": True}), ({"fsdp_size": 2, "fsdp_mixed_precision": True}, {})],
-    ids=["bf16 of the Trainer", "fsdp_mixed_precision"],
+    [
+        ({"fsdp_size": 2}, {"bf16": True}),
+        pytest.param({"fsdp_size": 2, "fsdp_mixed_precision": True}, {}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_mixed_precision_has_fp32_master_weights(
     two_ranks: Ranks, folder: str, tmp_path: Path, expected: dict[str, Any], fields: Any, arguments: Any

@@ -17,7 +17,6 @@ from ecosystem.runs import Suite
 
 # Case -> the FSDP version under which it is one of the quick tests. Each needs some 20 seconds for two runs.
 QUICK = {
-    "trl dpo": 1,
     "Seq2SeqTrainer, predict with generate": 1,
 }
 

@@ -73,10 +73,9 @@ EXPECTED: dict[str, tuple[list[str], list[str], list[str] | str]] = {
 """Name -> codes of the refusal under FSDP1, without original parameters, and under FSDP2, or how its steps run."""
 
 QUICK = (
-    "adamw-foreach", "adamw-fused", "sgd-fused", "adagrad", "hf-adafactor", "muon", "bnb-adamw8bit",
-    "schedulefree-adamw", "own-kernel", "own-kernel-normalized", "own-kernel-global",
+    "adamw-fused", "sgd-fused", "hf-adafactor", "muon", "bnb-adamw8bit", "schedulefree-adamw", "own-kernel-normalized",
 )  # fmt: skip
-QUICK_RESUMED = ("adagrad", "hf-adafactor", "bnb-adamw8bit", "schedulefree-adamw", "torchao-adamw8bit")
+QUICK_RESUMED = ("hf-adafactor", "bnb-adamw8bit")
 RESUMABLE = [name for name, codes in EXPECTED.items() if codes[2] not in (E321, E323)]
 SLOW = pytest.mark.slow
 
@@ -136,7 +135,7 @@ def test_resumed_optimizer_continues(two_ranks: Ranks, tmp_path: Path, name: str
 
 
 @pytest.mark.parametrize(
-    "name", params(["hf-adafactor", "adagrad", "schedulefree-adamw", "lion", "muon", "prodigy"], QUICK_RESUMED[:2])
+    "name", params(["hf-adafactor", "adagrad", "schedulefree-adamw", "lion", "muon", "prodigy"], QUICK_RESUMED[:1])
 )
 def test_state_is_resumed_on_one_rank(two_ranks: Ranks, one_rank: Ranks, tmp_path: Path, name: str) -> None:
     available(name)

@@ -27,7 +27,9 @@ def assert_loads(folder: Path, expected: dict[str, torch.Tensor], base: Path) ->
     assert (loaded.encode(sentences) == in_memory.encode(sentences)).all()
 
 
-@pytest.mark.parametrize(("version", "kind"), [(1, "SHARDED"), (2, "SHARDED"), (2, "FULL")])
+@pytest.mark.parametrize(
+    ("version", "kind"), [(1, "SHARDED"), (2, "FULL"), pytest.param(2, "SHARDED", marks=pytest.mark.slow)]
+)
 def test_every_saved_folder_loads(two_ranks: Ranks, tmp_path: Path, version: int, kind: str) -> None:
     result = two_ranks.run(cases.train, str(tmp_path), version, kind)[0]
     base = tmp_path / "base"

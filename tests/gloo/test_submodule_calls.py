@@ -25,7 +25,9 @@ def config_of(version: int, **settings: Any) -> dict[str, Any]:
 
 
 @VERSIONS
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "clip", "bert"])
+@pytest.mark.parametrize(
+    "name", ["llama", "clip", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "t5", "bert"))]
+)
 def test_submodule_calls_equal_those_of_bare_model(two_ranks: Ranks, name: str, version: int) -> None:
     layers = {"fsdp_transformer_layer_cls_to_wrap": ",".join(cases.FAMILIES[name].layers)}
     for run in two_ranks.run(cases.call_submodules, name, config_of(version, **layers)):
