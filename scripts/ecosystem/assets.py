@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-VERSION = "1"  # change it when anything below changes: the folder is then made again, and so are all references
+VERSION = "2"  # change it when anything below changes: the folder is then made again, and so are all references
 _HIDDEN = 64
 _SIZES = {"hidden_size": _HIDDEN, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -167,7 +167,7 @@ def _make_models(folder: Path) -> None:
         torch.manual_seed(seed)
         model_class(config).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    _link_without_dropout(locate(MINILM), folder / "minilm")
+    _link_without_dropout(Path(locate(MINILM)), folder / "minilm")
 
 
 def _link_without_dropout(source: Path, target: Path) -> None:
