@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_fsdp_plugin.plan.model import FsdpPlan, PlannedDtype
@@ -25,10 +27,31 @@ def torch_dtype(name: PlannedDtype) -> torch.dtype | None:
 def device_mesh(plan: FsdpPlan) -> DeviceMesh:
     """Return a 1-D mesh with a shard axis, or a 2-D mesh (replicate x shard) if parameters are replicated.
 
-    The ranks of a shard group are consecutive, so that the frequent all-gathers stay within a machine.
+    The ranks of a shard group are consecutive, so that the frequent all-gathers stay within a machine. All models of a
+    process that have the same mesh get the same object: each 2-D mesh has two more process groups, which own a
+    communicator (NCCL: GPU memory) and threads (gloo) until the end of the process.
     """
     strategy = STRATEGIES[plan.strategy]
     if plan.mesh.replicate == 1 and strategy.is_sharded and not strategy.hybrid:
-        return init_device_mesh(plan.device_type, (plan.mesh.shard,), mesh_dim_names=(SHARD_AXIS,))
-    shape = (plan.mesh.replicate, plan.mesh.shard)
-    return init_device_mesh(plan.device_type, shape, mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS))
+        return _meshes.get(plan.device_type, {SHARD_AXIS: plan.mesh.shard})
+    return _meshes.get(plan.device_type, {REPLICATE_AXIS: plan.mesh.replicate, SHARD_AXIS: plan.mesh.shard})
+
+
+class _Meshes:
+    """The meshes that were created since the default process group was."""
+
+    def __init__(self) -> None:
+        self._world: dist.ProcessGroup | None = None
+        self._created: dict[tuple[str, tuple[tuple[str, int], ...]], DeviceMesh] = {}
+
+    def get(self, device_type: str, axes: Mapping[str, int]) -> DeviceMesh:
+        """Return the mesh with these names and sizes. Collective at the first call for each mesh."""
+        if self._world is not dist.group.WORLD:
+            self._world, self._created = dist.group.WORLD, {}
+        key = (device_type, tuple(axes.items()))
+        if key not in self._created:
+            self._created[key] = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        return self._created[key]
+
+
+_meshes = _Meshes()

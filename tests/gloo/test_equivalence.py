@@ -9,7 +9,14 @@ import pytest
 import torch
 from ranks import Ranks
 from tiny import parallel_config
-from training import assert_same_training, prepare_different_models, reference, train, train_ddp_bf16
+from training import (
+    assert_same_training,
+    count_process_groups,
+    prepare_different_models,
+    reference,
+    train,
+    train_ddp_bf16,
+)
 
 reference_of = cache(reference)
 
@@ -71,3 +78,10 @@ def test_bf16_error_is_close_to_error_of_ddp(two_ranks: Ranks, version: int) -> 
 
 def test_ranks_with_different_models_are_refused(two_ranks: Ranks) -> None:
     assert two_ranks.run(prepare_different_models) == [["FSDP-E302"]] * 2
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard", "hybrid_shard"])
+def test_models_of_one_mesh_share_process_groups(two_ranks: Ranks, strategy: str, version: int) -> None:
+    for first, *later in two_ranks.run(count_process_groups, parallel_config(strategy, version, 2), 3):
+        assert later == [first, first]

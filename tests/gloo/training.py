@@ -140,6 +140,15 @@ def prepare_different_models() -> list[str]:
     return []
 
 
+def count_process_groups(config: dict[str, Any], num_models: int) -> list[int]:
+    """Prepare models one after the other. Returns the number of process groups after each."""
+    counts = []
+    for _ in range(num_models):
+        fresh_accelerator(config).prepare(tiny_llama())
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    return counts
+
+
 def assert_same_training(run: dict[str, Any], expected: dict[str, Any], relative: float = RELATIVE) -> None:
     """Compare losses, gradient norms and final weights."""
     assert run["losses"] == pytest.approx(expected["losses"], rel=relative)
