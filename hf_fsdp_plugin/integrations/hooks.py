@@ -150,6 +150,12 @@ _SAVING_HOOKS = (
     Hook("transformers.utils.hub:PushToHubMixin.push_to_hub", "transformers.save_pretrained:push_to_hub",
          reason="Each rank saves to its own temporary folder and uploads it.",
          until="`push_to_hub` gathers such models and uploads them once."),
+    Hook("sentence_transformers.base.model:BaseModel.save", "sentence_transformers.saving:save",
+         reason="Each rank writes the same files, and modules of the library write their shards.",
+         until="`save` gathers such models and writes them once."),
+    Hook("sentence_transformers.base.model:BaseModel.push_to_hub", "sentence_transformers.saving:push_to_hub",
+         reason="Each rank saves to its own temporary folder and uploads it.",
+         until="`push_to_hub` gathers such models and uploads them once."),
 )
 
 _TRANSFORMERS_HOOKS = (
@@ -167,6 +173,10 @@ _TRANSFORMERS_HOOKS = (
     Hook(f"{_TRAINER}.create_accelerator_and_postprocess", "transformers.trainer:create_accelerator",
          reason="The Accelerator gets the spec of the Trainer's arguments.",
          until=_WITH_INSTALL),
+    Hook(f"{_TRAINER}._validate_args", "transformers.trainer:validate_args",
+         reason="The Trainer refuses `optimizers` under FSDP, because FSDP1 replaces parameters. The parameters of a "
+                "model that `from_pretrained` has sharded stay.",
+         until="The Trainer refuses `optimizers` only for models that it wraps itself."),
     Hook(f"{_TRAINER}._set_signature_columns_if_needed", "transformers.trainer:set_signature_columns",
          reason="The signature of FSDP1's wrapper accepts any argument, so the Trainer keeps no dataset column.",
          until="The Trainer inspects the unwrapped model."),

@@ -37,7 +37,15 @@ def norms(trainer: Any) -> list[float]:
     return [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
 
 
-def one_process(folder: str, output_dir: str, *, adapters: bool = False, **arguments: Any) -> dict[str, Any]:
+def own_optimizers(model: Any) -> tuple[Any, Any]:
+    """An optimizer and a scheduler that the Trainer would not create."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=0.5, total_iters=3)
+
+
+def one_process(
+    folder: str, output_dir: str, *, adapters: bool = False, own: bool = False, **arguments: Any
+) -> dict[str, Any]:
     """Losses, gradient norms and weights of a stock Trainer in one process, on the same global batches."""
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -48,17 +56,21 @@ def one_process(folder: str, output_dir: str, *, adapters: bool = False, **argum
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if adapters:
         model = with_adapters(model)
-    trainer = Trainer(model=model, args=args, train_dataset=Batches(6))
+    optimizers = own_optimizers(model) if own else (None, None)
+    trainer = Trainer(model=model, args=args, train_dataset=Batches(6), optimizers=optimizers)
     trainer.train()
     return {"losses": losses(trainer), "norms": norms(trainer), "weights": dict(model.state_dict())}
 
 
-def train(folder: str, output_dir: str, fields: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+def train(
+    folder: str, output_dir: str, fields: dict[str, Any], *, own: bool = False, **arguments: Any
+) -> dict[str, Any]:
     """Train six steps through the Trainer, save every third step and export the model."""
     from transformers import AutoModelForCausalLM
 
     arguments = {"save_strategy": "steps", "save_steps": 3, **PLAIN, **arguments}
-    trainer = make_trainer(output_dir, model=load(folder, **fields), **arguments)
+    model = load(folder, **fields)
+    trainer = make_trainer(output_dir, model, optimizers=own_optimizers(model) if own else (None, None), **arguments)
     trainer.train()
     exported = str(Path(output_dir) / "exported")
     trainer.save_model(exported)

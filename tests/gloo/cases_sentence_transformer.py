@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases_save_pretrained import codes_of
 from ranks import reset_accelerate
 from transformers import TrainerCallback
 
@@ -103,7 +102,7 @@ def train(output: str, version: int, kind: str) -> dict[str, Any]:
     trainer.train()
     best = gathered(trainer)
     trainer.save_model(str(folder / "final"))
-    direct = codes_of(lambda: trainer.model.save_pretrained(str(folder / "direct")))
+    trainer.model.save_pretrained(str(folder / "direct"))
     dist.barrier()
     resumed, _ = make_trainer(folder, version, kind)
     resumed.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-2"))
@@ -111,7 +110,6 @@ def train(output: str, version: int, kind: str) -> dict[str, Any]:
         "losses": (losses(trainer), losses(resumed)),
         "saved": record.weights,
         "best": best,
-        "direct": direct,
         "best_step": int(trainer.state.best_model_checkpoint.rpartition("-")[2]),
         "resumed": gathered(resumed),
     }

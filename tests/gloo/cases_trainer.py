@@ -26,7 +26,13 @@ class Batches(torch.utils.data.Dataset):
         return self.rows[index]
 
 
-def make_trainer(output_dir: str, model: str | torch.nn.Module = "llama", callbacks: Any = (), **arguments: Any) -> Any:
+def make_trainer(
+    output_dir: str,
+    model: str | torch.nn.Module = "llama",
+    callbacks: Any = (),
+    optimizers: tuple[Any, Any] = (None, None),
+    **arguments: Any,
+) -> Any:
     world_size = torch.distributed.get_world_size()
     defaults: dict[str, Any] = {
         "per_device_train_batch_size": GLOBAL_BATCH // world_size, "max_steps": 6, "learning_rate": 1e-3,
@@ -40,6 +46,7 @@ def make_trainer(output_dir: str, model: str | torch.nn.Module = "llama", callba
         train_dataset=Batches(6),
         eval_dataset=Batches(1),
         callbacks=list(callbacks),
+        optimizers=optimizers,
     )
 
 

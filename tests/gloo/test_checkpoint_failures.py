@@ -72,14 +72,14 @@ def assert_refused(outcomes: list[dict[str, Any]], run: Path, *words: str) -> No
 
 def test_killed_ranks_and_full_disks_lose_no_checkpoint(tmp_path: Path) -> None:
     result = tmp_path / "survival.json"
-    command = [sys.executable, str(SURVIVAL), "--trials", "4", "--seed", "11", "--out", str(result)]
+    command = [sys.executable, str(SURVIVAL), "--trials", "2", "--seed", "11", "--out", str(result)]
     command += ["--folder", str(tmp_path)] + ([] if os.geteuid() == 0 else ["--no-disk-full"])
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     run = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads(result.read_text())
     assert found["lost"] == []
-    assert found["kills"] == 4
+    assert found["kills"] == 2
     assert all(flips["found"] == flips["files"] > 10 for flips in found["flipped_bytes"])
 
 

@@ -129,6 +129,12 @@ def test_optimizer_made_before_prepare_trains_shards(two_ranks: Ranks, folder: s
     assert_same_weights(run["weights"], alone["weights"], RELATIVE)
 
 
+def test_trainer_takes_optimizers(two_ranks: Ranks, folder: str, tmp_path: Path) -> None:
+    alone = cases.one_process(folder, str(tmp_path / "alone"), own=True)
+    run = two_ranks.run(cases.train, folder, str(tmp_path / "out"), {"fsdp_size": 2}, own=True)[0]
+    assert_same_run(run, alone)
+
+
 def test_config_that_does_not_fit_is_refused_at_load(two_ranks: Ranks, folder: str) -> None:
     messages = two_ranks.run(cases.refused_loads, folder)[0]
     assert "FSDP-E651" in messages["device_map"]

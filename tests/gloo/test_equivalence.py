@@ -28,7 +28,7 @@ def test_two_ranks_match_single_process(two_ranks: Ranks, model: str, version: i
     assert_same_training(two_ranks.run(train, model, parallel_config(strategy, version, 2))[0], reference_of(model))
 
 
-@pytest.mark.parametrize("model", ["llama", "bert"])
+@pytest.mark.parametrize("model", [pytest.param("llama", marks=pytest.mark.slow), "bert"])
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2"])
 def test_hybrid_mesh_matches_single_process(four_ranks: Ranks, model: str, version: int, strategy: str) -> None:

@@ -100,7 +100,7 @@ def test_handover_contains_only_user_variables(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(("rank", "code"), [(0, 3), (1, 42)])
+@pytest.mark.parametrize(("rank", "code"), [pytest.param(0, 3, marks=pytest.mark.slow), (1, 42)])
 def test_launcher_returns_exit_code_of_failed_rank(tmp_path: Path, rank: int, code: int) -> None:
     done = launch_script(tmp_path, f"import os, sys\nsys.exit({code} if os.environ['RANK'] == '{rank}' else 0)")
     assert done.returncode == code

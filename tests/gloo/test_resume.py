@@ -33,14 +33,19 @@ def whole(two_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return two_ranks.run(cases.train, str(folder), until=cases.NUM_STEPS, **config(2, "SHARDED"))[0]
 
 
-SAME_WORLD = [
+SAME_WORLD: list[Any] = [
     ((2, "SHARDED", "full_shard"), (2, "SHARDED", "full_shard"), EXACT),
     ((2, "SHARDED", "full_shard"), (1, "SHARDED", "full_shard"), REORDERED),
     ((1, "SHARDED", "full_shard"), (2, "FULL", "full_shard"), REORDERED),
     ((1, "FULL", "shard_grad_op"), (1, "LOCAL", "no_shard"), REORDERED),
-    ((2, "FULL", "full_shard"), (2, "LOCAL", "shard_grad_op"), EXACT),
-    ((2, "LOCAL", "no_shard"), (1, "SHARDED", "full_shard"), REORDERED),
-    ((1, "LOCAL", "full_shard"), (2, "SHARDED", "no_shard"), REORDERED),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [
+            ((2, "FULL", "full_shard"), (2, "LOCAL", "shard_grad_op"), EXACT),
+            ((2, "LOCAL", "no_shard"), (1, "SHARDED", "full_shard"), REORDERED),
+            ((1, "LOCAL", "full_shard"), (2, "SHARDED", "no_shard"), REORDERED),
+        ]
+    ),
 ]
 
 

@@ -28,7 +28,7 @@ def settings(version: int, words: str = "full_shard auto_wrap", **config: Any) -
         *(("full_shard auto_wrap", version, kind) for version in (1, 2) for kind in MODEL_FILES),
         pytest.param("shard_grad_op auto_wrap", 1, "full", marks=pytest.mark.slow),
         pytest.param("no_shard auto_wrap", 1, "full", marks=pytest.mark.slow),
-        ("no_shard auto_wrap", 2, "sharded"),
+        pytest.param("no_shard auto_wrap", 2, "sharded", marks=pytest.mark.slow),
         ("SHARD_GRAD_OP,auto_wrap", 2, "sharded"),
     ],
 )
@@ -72,7 +72,7 @@ def test_full_save_after_changing_state_dict_type(two_ranks: Ranks, tmp_path: Pa
 
 
 @both_versions
-@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.slow), "sharded"])
 def test_best_model_is_loaded_at_end(two_ranks: Ranks, tmp_path: Path, version: int, kind: str) -> None:
     arguments = settings(version, state_dict_type=kind)
     run = two_ranks.run(cases.train_with_best_model, str(tmp_path), **arguments)[0]

@@ -14,7 +14,7 @@ from torch import nn
 from hf_fsdp_plugin.backends.agreement import on_all_ranks, same_on_all_ranks
 from hf_fsdp_plugin.backends.optimizer import foreign_parameters
 from hf_fsdp_plugin.backends.optimizer_mode import apply_step_mode
-from hf_fsdp_plugin.backends.optimizer_state import set_state_factory
+from hf_fsdp_plugin.backends.optimizer_state_factory import set_state_factory
 from hf_fsdp_plugin.backends.shard import plan_of, rebind, reshard_and_rebind, shard
 from hf_fsdp_plugin.backends.shared_weights import exchange
 from hf_fsdp_plugin.backends.submodule_calls import free_after_forward, free_before_step

@@ -6,18 +6,18 @@ PEFT is imported inside functions only, as scripts without it must not import it
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
 
-from hf_fsdp_plugin.backends.agreement import gather_objects, on_all_ranks
+from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.arrivals import together
 from hf_fsdp_plugin.backends.shard import place_of
 from hf_fsdp_plugin.integrations.gathered import gathered, shards_at
 from hf_fsdp_plugin.integrations.peft.saving import adapter_state, as_unsharded
-from hf_fsdp_plugin.integrations.transformers.save_pretrained import FIX, check_given_state
+from hf_fsdp_plugin.integrations.save_calls import FIX, bind_call, call_name, writes_given_state, writing_folders
+from hf_fsdp_plugin.integrations.transformers.save_pretrained import check_given_state
 from hf_fsdp_plugin.problems import Problem, SpecError
 
 
@@ -26,27 +26,19 @@ def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwar
     place = None if gathered.paused else place_of(model)
     if place is None:
         return original(*args, **kwargs)
-    bound = inspect.signature(original).bind(*args, **kwargs)
-    bound.apply_defaults()
-    call: dict[str, Any] = {**bound.arguments, **bound.arguments.get("kwargs", {})}
-    call.pop("kwargs", None)
-    answer, given = gathered.state_of(model), call.get("state_dict")
-    if given is not None:
-        if not call["is_main_process"] or (answer is None and dist.get_rank() != 0 and not given):
+    call, answer = bind_call(original, args, kwargs), gathered.state_of(model)
+    if (given := call.get("state_dict")) is not None:
+        if not writes_given_state(call, is_answered=answer is not None):
             return None
         check_given_state(model, place, given, only_trainable=True)
         return _write(original, model, call, given)
     if answer is not None:
         return _write(original, model, call, answer)
-    with together(f"save_pretrained of {type(model).__name__.removeprefix('FSDP')}", fix=FIX):
+    with together(call_name("save_pretrained", model), fix=FIX):
         with on_all_ranks("reading the layout of the model"):
             _check_supported(call)
             shards = shards_at(place)
-        folders = [
-            folder
-            for folder, writes in gather_objects((str(call["save_directory"]), call["is_main_process"]))
-            if writes
-        ]
+        folders = writing_folders(call)
         if not folders:
             return None
         call["save_directory"] = folders[0]

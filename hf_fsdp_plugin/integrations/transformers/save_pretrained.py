@@ -9,7 +9,6 @@ The weights are written in the dtype of the parameters that the optimizer update
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from transformers.utils import logging
 
-from hf_fsdp_plugin.backends.agreement import gather_objects, on_all_ranks
+from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.arrivals import together
 from hf_fsdp_plugin.backends.shard import Place, place_of
 from hf_fsdp_plugin.checkpoint import ModelShards, gathered_state, manifest_of
@@ -27,18 +26,21 @@ from hf_fsdp_plugin.checkpoint.names import HF_MODEL, safetensors_file
 from hf_fsdp_plugin.integrations.accelerate.private import parse_size
 from hf_fsdp_plugin.integrations.gathered import gathered, shards_at
 from hf_fsdp_plugin.integrations.peft.saving import adapter_state, as_unsharded
+from hf_fsdp_plugin.integrations.save_calls import (
+    FIX,
+    bind_call,
+    call_name,
+    call_on_rank_0,
+    writes_given_state,
+    writing_folders,
+)
 from hf_fsdp_plugin.integrations.saving import manager, remove_stale_weights
 from hf_fsdp_plugin.integrations.serialization import flat_storages, is_shard
 from hf_fsdp_plugin.integrations.transformers import private
-from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
+from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import CheckpointError, Problem, SpecError
 from hf_fsdp_plugin.text import format_names, plural
 
-FIX = (
-    "Call it on all ranks, outside of `if accelerator.is_main_process:`; only the main process writes the files if "
-    "`is_main_process=accelerator.is_main_process` is passed. Or call `state = accelerator.get_state_dict(model)` on "
-    "all ranks, and pass state_dict=state on the main process."
-)
 _NOT_SHARED = "FSDP-E405"
 
 
@@ -47,54 +49,31 @@ def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwar
     place = None if gathered.paused else place_of(model)
     if place is None:
         return original(*args, **kwargs)
-    bound = inspect.signature(original).bind(*args, **kwargs)
-    bound.apply_defaults()
-    call: dict[str, Any] = {**bound.arguments, **bound.arguments.get("kwargs", {})}
-    call.pop("kwargs", None)
-    answer = gathered.state_of(model)
+    call, answer = bind_call(original, args, kwargs), gathered.state_of(model)
     if call["distributed_checkpoint"]:  # every rank writes its shards to a checkpoint of torch
-        with together(_name("save_pretrained", model), fix=FIX):
+        with together(call_name("save_pretrained", model), fix=FIX):
             return original(**call)
     if call["state_dict"] is not None:
-        if answer is None and not _may_write(call):
+        if not writes_given_state(call, is_answered=answer is not None):
             return None
         check_given_state(model, place, call["state_dict"])
         return _write(original, model, call, call["state_dict"])
     if answer is not None:
         return _write(original, model, call, answer)
-    with together(_name("save_pretrained", model), fix=FIX):
+    with together(call_name("save_pretrained", model), fix=FIX):
         return _save(original, model, place, call)
 
 
 def push_to_hub(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Upload a sharded model from rank 0. Collective. All ranks return rank 0's result."""
-    place = None if gathered.paused or gathered.state_of(model) is not None else place_of(model)
-    if place is None:
-        return original(*args, **kwargs)
-    with together(_name("push_to_hub", model), fix="Call it on all ranks; rank 0 uploads the model."):
-        with gathered.on_rank_0(place) as writes, on_all_ranks("uploading the model"):
-            result = original(*args, **kwargs) if writes else None
-        return gather_objects(result)[0]
-
-
-def _name(method: str, model: Any) -> str:
-    return f"{method} of {type(unwrapped(model)).__name__.removeprefix('FSDP')}"
-
-
-def _may_write(call: Mapping[str, Any]) -> bool:
-    """Return whether this rank writes. `get_state_dict` returns an empty state dict on all ranks but rank 0."""
-    return bool(call["is_main_process"]) and not (dist.get_rank() != 0 and not call["state_dict"])
+    return call_on_rank_0(original, model, args, kwargs, name="push_to_hub")
 
 
 def _save(original: Callable[..., Any], model: Any, place: Place, call: dict[str, Any]) -> None:
     with on_all_ranks("reading the layout of the model"):
         _check_not_quantized(model)
         shards = shards_at(place)
-    folders = [
-        folder
-        for folder, writes in gather_objects((str(Path(call["save_directory"]).absolute()), call["is_main_process"]))
-        if writes
-    ]
+    folders = writing_folders(call)
     if not folders:
         return
     call["save_directory"] = folders[0]

@@ -74,6 +74,17 @@ def _spec_of_trainer(trainer: Any) -> FsdpSpec | None:
     return spec
 
 
+def validate_args(original: Callable[[], None], trainer: Any) -> None:
+    """Accept ``optimizers`` for a model that ``from_pretrained`` has sharded, as the stock Trainer does."""
+    given = trainer.optimizer, trainer.lr_scheduler
+    if distributed_config_of(trainer.model) is not None and trainer.model_init is None:
+        trainer.optimizer = trainer.lr_scheduler = None
+    try:
+        original()
+    finally:
+        trainer.optimizer, trainer.lr_scheduler = given
+
+
 def set_signature_columns(original: Callable[[], None], trainer: Any) -> None:
     """Read the columns from the signature of the unwrapped model: FSDP1's wrapper accepts any argument."""
     model, inner = trainer.model, unwrapped(trainer.model)
