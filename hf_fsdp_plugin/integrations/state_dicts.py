@@ -20,6 +20,7 @@ from hf_fsdp_plugin.backends.arrivals import together
 from hf_fsdp_plugin.backends.shard import Place, place_of
 from hf_fsdp_plugin.integrations.gathered import gathered, part_of
 from hf_fsdp_plugin.strategies import STRATEGIES
+from hf_fsdp_plugin.torch_private import fsdp1
 from hf_fsdp_plugin.torch_private.modules import is_fsdp_managed
 
 FIX = (
@@ -40,6 +41,9 @@ def state_dict(original: Callable[..., Any], module: nn.Module, *args: Any, **kw
     if place is None or place.plan.backend != "fsdp1" or place.plan.pre_sharded:
         return original(**kwargs)
     if not STRATEGIES[place.plan.strategy].is_sharded:
+        for unit in place.root.modules():
+            if isinstance(unit, FSDP):
+                fsdp1.register_parameters(unit)
         return _fsdp1_state_dict(original, module, place, kwargs)
     with together(f"state_dict of {type(module).__name__}", fix=FIX):
         return _fsdp1_state_dict(original, module, place, kwargs)

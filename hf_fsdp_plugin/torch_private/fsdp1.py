@@ -142,6 +142,19 @@ def free_gathered(unit: Any) -> None:
         _reshard(unit, handle, free_unsharded_flat_param=gathered)
 
 
+def register_parameters(unit: Any) -> None:
+    """Register the parameters of an unsharded unit (``NO_SHARD``) again, if its last forward replaced them by tensors.
+
+    torch does so at the end of the backward, but not for a unit without trainable parameters. Its ``state_dict`` then
+    raises ``AssertionError``, because the parameters are not in it.
+    """
+    handle = unit._handle
+    if handle is None or handle.uses_sharded_strategy or not handle._use_orig_params or not is_idle(unit):
+        return
+    if any(info.param_name not in info.module._parameters for info in handle.flat_param._param_infos):
+        _reshard(unit, handle, free_unsharded_flat_param=False)
+
+
 def is_idle(unit: Any) -> bool:
     """Whether the unit is neither in a forward nor in a backward, and its parameters are not summoned."""
     return bool(unit.training_state is TrainingState.IDLE)

@@ -50,7 +50,7 @@ def _saved(variant: str, form: str, **more: Any) -> Case:
 
 
 CASES = [
-    _sentence("ranking loss", f"{EVALUATED} --save_steps 2"),
+    _sentence("ranking loss", f"{EVALUATED} --per_device_eval_batch_size {{batch}} --save_steps 2"),
     _sentence("ranking loss, final save", saved="out/final"),
     _sentence("cached ranking loss", "--loss cached"),
     _sentence("cosine similarity", f"--loss cosine {BEST}"),
