@@ -23,6 +23,8 @@ PLAN_ATTRIBUTE = "_hf_fsdp_plan"
 """Attribute of a sharded model that contains its plan."""
 _sharded_models: Final[WeakSet[nn.Module]] = WeakSet()
 """The sharded models that are alive. A submodule, or the module in FSDP1's root, has no reference to its model."""
+_sharded_optimizers: Final[WeakSet[torch.optim.Optimizer]] = WeakSet()
+"""The optimizers of sharded models that are alive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,16 @@ def plan_of(model: nn.Module) -> FsdpPlan | None:
 def sharded_models() -> list[nn.Module]:
     """Return the sharded models that are alive."""
     return list(_sharded_models)
+
+
+def remember_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Add optimizers of sharded models to :func:`sharded_optimizers`."""
+    _sharded_optimizers.update(optimizers)
+
+
+def sharded_optimizers() -> list[torch.optim.Optimizer]:
+    """Return the optimizers of sharded models that are alive."""
+    return list(_sharded_optimizers)
 
 
 def place_of(module: nn.Module) -> Place | None:

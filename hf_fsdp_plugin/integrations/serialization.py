@@ -1,4 +1,4 @@
-"""Replacements that refuse to write shards of parameters to a file that should contain whole weights.
+"""Replacements that refuse to write shards of parameters, or of optimizer state, to a file for whole tensors.
 
 ``torch.save`` writes a ``DTensor`` as the shard of one rank, without an error. Objects without shards are written as
 before. ``torch.distributed.checkpoint`` and the checkpoints of this package write plain tensors, so they are not
@@ -15,11 +15,13 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_plugin.backends.shard import sharded_models
+from hf_fsdp_plugin.backends.shard import sharded_models, sharded_optimizers
 from hf_fsdp_plugin.integrations.state_dicts import FIX
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_names, plural
 from hf_fsdp_plugin.torch_private import fsdp1
+
+_OPTIMIZER_FIX = "call `accelerator.save_state(folder)` on all ranks."
 
 
 def torch_save(original: Callable[..., Any], obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -40,7 +42,7 @@ def accelerator_save(original: Callable[..., Any], accelerator: Any, obj: Any, *
 
 
 def check_no_shards(function: str, obj: Any, *, dtensors: bool = False) -> None:
-    """Raise ``SpecError`` if ``obj`` contains shards of parameters, while there is a sharded model in this process.
+    """Raise ``SpecError`` if ``obj`` contains shards, while there is a sharded model in this process.
 
     Args:
         dtensors: whether to refuse the ``DTensor`` objects of a single rank too.
@@ -59,14 +61,14 @@ def check_no_shards(function: str, obj: Any, *, dtensors: bool = False) -> None:
             f"{function} would write one rank's part of {plural(len(found), 'tensor')} instead of the whole tensors: "
             f"{format_names(found, 3)}."
         )
-        raise SpecError([Problem(code="FSDP-E672", message=message, fix=FIX)])
+        raise SpecError([Problem(code="FSDP-E672", message=message, fix=f"{FIX} For optimizers: {_OPTIMIZER_FIX}")])
 
 
 def is_shard(tensor: torch.Tensor, flat_storages: set[int]) -> bool:
-    """Return whether a tensor is a part of a parameter, or a ``DTensor``, which is read only by the same ranks.
+    """Return whether a tensor is a part of a whole one, or a ``DTensor``, which is read only by the same ranks.
 
     Args:
-        flat_storages: addresses of the memory of FSDP1's flat shards.
+        flat_storages: addresses of the memory of FSDP1's flat shards, and of their optimizer state.
     """
     if isinstance(tensor, DTensor):
         return tensor.device_mesh.size() > 1
@@ -76,15 +78,22 @@ def is_shard(tensor: torch.Tensor, flat_storages: set[int]) -> bool:
 
 
 def flat_storages() -> set[int]:
-    """Return the addresses of the memory of all flat shards of FSDP1 in this process."""
+    """Return the addresses of the memory of all flat shards of FSDP1, and of their optimizer state."""
     return set(_flat_storages(sharded_models()))
 
 
 def _flat_storages(models: list[nn.Module]) -> Iterator[int]:
+    parameters: set[int] = set()
     for unit in (module for model in models for module in model.modules() if isinstance(module, FSDP)):
         flat, group = fsdp1.flat_parameter(unit), fsdp1.shard_group(unit)
         if flat is not None and group is not None and group.size() > 1:
             yield fsdp1.local_shard(flat).untyped_storage().data_ptr()
+            parameters.update(map(id, fsdp1.parameter_objects(flat)))
+    for optimizer in sharded_optimizers() if parameters else ():
+        for state in (state for parameter, state in optimizer.state.items() if id(parameter) in parameters):
+            for value in state.values():
+                if isinstance(value, torch.Tensor) and value.dim() and value.layout == torch.strided:
+                    yield value.untyped_storage().data_ptr()
 
 
 def _tensors(obj: Any) -> Iterator[tuple[str, torch.Tensor]]:

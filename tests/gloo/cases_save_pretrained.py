@@ -26,10 +26,10 @@ class Trained:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.accelerator = fresh_accelerator(parallel_config(strategy, version, self.world_size, **settings))
         raw = MODELS[model]() if isinstance(model, str) else model()
-        self.model, optimizer = self.accelerator.prepare(raw, adamw(raw))
+        self.model, self.optimizer = self.accelerator.prepare(raw, adamw(raw))
         self.accelerator.backward(self.loss(0))
-        optimizer.step()
-        optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def loss(self, step: int) -> torch.Tensor:
         return loss_of(self.model, "llama", step, self.rank, self.world_size)
@@ -147,6 +147,8 @@ def use_state_dicts(folder: str, version: int, strategy: str) -> dict[str, Any]:
     results["safetensors"] = codes_of(lambda: save_file(dict(live), path / f"live{run.rank}.safetensors"))
     parameters = dict(run.model.named_parameters())
     results["parameters"] = codes_of(lambda: torch.save(parameters, path / f"parameters{run.rank}.pt"))
+    steps = run.optimizer.state_dict()
+    results["optimizer"] = codes_of(lambda: torch.save(steps, path / f"optimizer{run.rank}.pt"))
     copies = {name: value.clone() for name, value in live.items()}
     with torch.no_grad():
         for parameter in run.model.parameters():

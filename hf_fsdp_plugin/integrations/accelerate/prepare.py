@@ -15,7 +15,7 @@ from hf_fsdp_plugin.backends.agreement import on_all_ranks, same_on_all_ranks
 from hf_fsdp_plugin.backends.optimizer import foreign_parameters
 from hf_fsdp_plugin.backends.optimizer_mode import apply_step_mode
 from hf_fsdp_plugin.backends.optimizer_state_factory import set_state_factory
-from hf_fsdp_plugin.backends.shard import plan_of, rebind, reshard_and_rebind, shard
+from hf_fsdp_plugin.backends.shard import plan_of, rebind, remember_optimizers, reshard_and_rebind, shard
 from hf_fsdp_plugin.backends.shared_weights import exchange
 from hf_fsdp_plugin.backends.submodule_calls import free_after_forward, free_before_step
 from hf_fsdp_plugin.integrations.accelerate import private
@@ -62,6 +62,7 @@ def prepare_objects(accelerator: Any, objects: Sequence[Any]) -> Any:
         _check_optimizers(new_optimizers, models)
     if any(isinstance(obj, nn.Module) for obj in objects):
         exchange.close()  # every rank has loaded its model
+    remember_optimizers(new_optimizers)
     _set_step_modes(new_optimizers, models)
     for optimizer in new_optimizers:
         for model in models:
