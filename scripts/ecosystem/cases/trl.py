@@ -124,6 +124,7 @@ CASES = [
         data="reward",
         model="classification",
         start="reward",
+        compared=TWO_PROCESSES,  # it logs the mean of each batch's largest reward
     ),
     _case(
         "reward",
