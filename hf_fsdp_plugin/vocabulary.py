@@ -67,7 +67,7 @@ class Row:
 
 
 STRATEGY_CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {row.name: (str(row.number),) for row in STRATEGIES.values()}
+    {row.name: tuple(dict.fromkeys((str(row.number), row.torch_name.lower()))) for row in STRATEGIES.values()}
 )
 DTYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -77,7 +77,7 @@ DTYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "auto": ("no", "false", "none", "null", "unchanged"),
     }
 )
-_MODES = {
+MODES = {
     "no": ("false", "none", "null", "fp32", "float32", "32"),
     "fp16": ("float16", "16"),
     "bf16": ("bfloat16",),
@@ -208,7 +208,7 @@ _LAUNCH_ROWS = (
     _launch("main_process_ip", "text", "Address of machine 0."),
     _launch("main_process_port", "integer", "Port on machine 0; 0 selects a free port.", minimum=0),
     _launch("mixed_precision", "mode",
-            "Mixed precision mode. It sets precision.param; gradients are still reduced in fp32.", choices=_MODES),
+            "Mixed precision mode. It sets precision.param; gradients are still reduced in fp32.", choices=MODES),
     _launch("use_cpu", "bool", "Run on CPU ranks."),
     _launch("debug", "bool", "Enable the collective checks of Accelerate."),
     _launch("downcast_bf16", "bool", "Use bf16 on TPUs."),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from hf_fsdp_plugin.integrations.patching import install_hooks
-from hf_fsdp_plugin.sources.collector import TRUE_WORDS
 from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.spellings import TRUE_WORDS
 
 
 class ProcessEnvironment:

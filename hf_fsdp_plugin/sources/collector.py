@@ -8,13 +8,14 @@ from collections.abc import Iterable, Sequence
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.settings import Dialect, Setting, SourceSettings
 from hf_fsdp_plugin.sources.tree import Entries, Entry, from_python, shorten
+from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS, look_up, without_enumeration
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.vocabulary import UNSUPPORTED_KEYS, Row, Scope, find, plain_key, suggest
+from hf_fsdp_plugin.vocabulary import MODES, UNSUPPORTED_KEYS, Row, Scope, find, plain_key, suggest
 
-TRUE_WORDS = frozenset({"true", "yes", "on", "1"})
-FALSE_WORDS = frozenset({"false", "no", "off", "0"})
 AUTO_WRAP = "wrap.auto"
 """Internal name of the ``auto_wrap`` option, which leaves the wrap policy to the other settings."""
+_PRIVATE_STRATEGY = "_hybrid_shard_zero2"
+"""The name of a strategy in torch's enumeration."""
 FSDP_SCOPES: tuple[Scope, ...] = ("fsdp", "precision", "parallelism")
 
 
@@ -146,17 +147,24 @@ class Collector:
             self.add("launch.distributed_type", entry, value="NO", implied=True)
             return
         self.add("launch.distributed_type", entry, value="FSDP", implied=True)
+        strategies: list[str] = []
         for option in options:
             if option in TRUE_WORDS:
                 continue
-            if option.lstrip("_") in STRATEGIES:
-                self.add("sharding.strategy", entry, value=option)
+            if option in STRATEGIES or option == _PRIVATE_STRATEGY:
+                strategies.append(option)
             elif option == "auto_wrap":
                 self.add(AUTO_WRAP, entry, value=True)
             elif option == "offload":
                 self.add("offload.params", entry, value=True)
             else:
                 self._report_option(entry, option)
+
+        for option in strategies[:1]:
+            self.add("sharding.strategy", entry, value=option)
+        if len(set(strategies)) > 1:
+            message = f"{entry.key} has more than one sharding strategy: {', '.join(strategies)}."
+            self.report("FSDP-E023", entry, message, "Keep one of them.", setting="sharding.strategy")
 
     def _report_option(self, entry: Entry, option: str) -> None:
         known = (*STRATEGIES, "auto_wrap", "offload")
@@ -183,10 +191,10 @@ class Collector:
 
     def _add_param_dtype(self, entry: Entry, mode: str) -> None:
         """Add the parameter dtype that a mixed precision mode implies, if the mode is valid."""
-        word = mode.strip().lower()
-        if word in ("bf16", "fp16", "bfloat16", "float16"):
-            self.add("precision.param", entry, value=word, implied=True)
-        elif word in ("no", "false", "none"):
+        found = look_up(MODES, mode)
+        if found in ("bf16", "fp16"):
+            self.add("precision.param", entry, value=found, implied=True)
+        elif found == "no":
             self.add("precision.param", entry, value="auto", implied=True)
 
     def _warn_misplaced(self, row: Row, entry: Entry) -> None:
@@ -215,7 +223,7 @@ def entry_of(key: str, value: object) -> Entry:
 
 def _options(text: str) -> list[str]:
     """Split text into lower-case options. ``full shard`` and ``FSDPOption.FULL_SHARD`` are ``full_shard``."""
-    joined = " ".join(word.rpartition(".")[2] for word in text.lower().replace(",", " ").replace("-", "_").split())
+    joined = " ".join(without_enumeration(word) for word in text.lower().replace(",", " ").replace("-", "_").split())
     for name in sorted((*STRATEGIES, "auto_wrap"), key=len, reverse=True):
         joined = f" {joined} ".replace(f" {name.replace('_', ' ')} ", f" {name} ").strip()
     return joined.split()

@@ -11,12 +11,13 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from hf_fsdp_plugin.problems import Origin, Problem
-from hf_fsdp_plugin.sources.collector import TRUE_WORDS, Collector, entry_of
+from hf_fsdp_plugin.sources.collector import Collector, entry_of
 from hf_fsdp_plugin.sources.config_file import ConfigFile
 from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.sources.settings import SourceSettings
 from hf_fsdp_plugin.sources.tree import Entry
 from hf_fsdp_plugin.sources.yaml_tree import ConfigFileError, dict_tree
+from hf_fsdp_plugin.spellings import TRUE_WORDS
 from hf_fsdp_plugin.strategies import strategy_of
 from hf_fsdp_plugin.vocabulary import find, plain_key
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from hf_fsdp_plugin.sources.collector import FALSE_WORDS, TRUE_WORDS, Collector, entry_of
+from hf_fsdp_plugin.sources.collector import Collector, entry_of
 from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.sources.settings import SourceSettings
+from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS
 from hf_fsdp_plugin.vocabulary import Scope, find, suggest
 
 SOURCE = "environment"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -134,6 +135,8 @@ class _Composer:
             value = self._resolver.construct_object(yaml.ScalarNode(tag, event.value), deep=True)
         except (yaml.YAMLError, ValueError, ArithmeticError, LookupError):
             return event.value  # for example 2024-99-99, which looks like a date
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and not _DECIMAL.fullmatch(event.value):
+            return event.value  # YAML 1.1 reads 010 as 8, 8:12 as 492 and 0x10 as 16
         return value if value is None or isinstance(value, (bool, int, float, str)) else event.value
 
     def _error(self, code: str, message: str, fix: str, event: Any) -> ConfigFileError:
@@ -156,6 +159,7 @@ def _line(event: Any) -> int:
     return int(event.start_mark.line) + 1
 
 
+_DECIMAL = re.compile(r"[-+]?(?:(?:0|[1-9][\d_]*)(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?|[-+]?\.inf|\.nan", re.IGNORECASE)
 _PLAIN_TAGS = frozenset(
     {"!", *(f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map"))}
 )

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from typing import Any
 
-from hf_fsdp_plugin.sources.collector import FALSE_WORDS, TRUE_WORDS
 from hf_fsdp_plugin.sources.tree import shorten
+from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS, look_up, value_key, word_of
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.vocabulary import STRATEGY_CHOICES, Kind, Row
 
 MAX_INTEGER = 2**63 - 1
-_INTEGER = re.compile(r"([+-]?)(\d[\d_,]*(?:\.\d*)?(?:e[+-]?\d{1,3})?)([kmbgt]?)", re.IGNORECASE)
+_INTEGER = re.compile(
+    r"""([+-]?)
+    (0|[1-9]\d* | [1-9]\d{0,2}(?:,\d{3})+ | [1-9]\d{0,2}(?:_\d{3})+)  # 1000, 1,000 or 1_000; 010 is octal in YAML 1.1
+    (\.\d*)? (e[+-]?\d{1,3})? ([kmbgt]?)""",
+    re.IGNORECASE | re.VERBOSE,
+)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 
 
@@ -80,23 +85,20 @@ def _number(raw: Any) -> int:
     if isinstance(raw, bool):
         raise InvalidValue(expected)
     if isinstance(raw, int):
-        number: float | int = raw
+        number = Decimal(raw)
     else:
         word = _word(raw)
         _raise_if_null(word)
         match = _INTEGER.fullmatch(word)
         if match is None or len(word) > 40:
             raise InvalidValue(expected)
-        digits = match[2].replace("_", "").replace(",", "")
-        number = int(digits) if digits.isdigit() else float(digits)
-        number = number * _UNITS[match[3].lower()] * (-1 if match[1] == "-" else 1)
-    if isinstance(number, float):
-        if not math.isfinite(number) or abs(number - round(number)) > 1e-6:
-            raise InvalidValue(expected)
-        number = round(number)
+        sign, digits, fraction, exponent, unit = match.groups(default="")
+        number = Decimal(sign + re.sub("[,_]", "", digits) + fraction + exponent) * _UNITS[unit.lower()]
     if abs(number) > MAX_INTEGER:
         raise InvalidValue(f"an integer of at most {MAX_INTEGER}")
-    return number
+    if number != number.to_integral_value():
+        raise InvalidValue(expected)
+    return int(number)
 
 
 def _choice(row: Row, raw: Any) -> Any:
@@ -107,8 +109,8 @@ def _choice(row: Row, raw: Any) -> Any:
     _raise_if_null(word)
     forms = [value for value in row.choices if value != "auto"]
     if row.choices is STRATEGY_CHOICES:
-        raise InvalidValue(f"{', '.join(forms)} or 1 to {len(forms)}", _nearest(_value_key(raw), row.choices, forms))
-    raise InvalidValue(_or(forms), _nearest(_value_key(raw), row.choices, _spellings(row.choices)))
+        raise InvalidValue(f"{', '.join(forms)} or 1 to {len(forms)}", _nearest(value_key(raw), row.choices, forms))
+    raise InvalidValue(_or(forms), _nearest(value_key(raw), row.choices, _spellings(row.choices)))
 
 
 def _mode(row: Row, raw: Any) -> str:
@@ -124,7 +126,7 @@ def _mode(row: Row, raw: Any) -> str:
 
 def _reshard(row: Row, raw: Any) -> bool | str:
     """Parse a bool, or the name or number of a strategy: ``accelerate to-fsdp2`` copies numbers to this key."""
-    word = _value_key(raw)
+    word = value_key(raw)
     if word in TRUE_WORDS:
         return True
     if word in FALSE_WORDS or word == "no_reshard":
@@ -172,25 +174,6 @@ def _mapping(row: Row, raw: Any) -> Mapping[str, Any]:
     return raw
 
 
-def look_up(choices: Mapping[str, tuple[str, ...]], raw: Any) -> str | None:
-    """Return the choice that a text, number or bool represents; ``None`` if there is none."""
-    word = _value_key(raw)
-    for value, others in choices.items():
-        if word == value.lower() or word in others:
-            return value
-    return None
-
-
-def _value_key(raw: Any) -> str:
-    """Return a value in the form of a choice: ``full_shard`` for ``full shard`` and ``ShardingStrategy.FULL_SHARD``."""
-    if isinstance(raw, float) and raw.is_integer():
-        raw = int(raw)
-    if not set(_word(raw)) - set("+-.0123456789"):
-        return _word(raw)  # a sign or a decimal point is not a separator: -1 is not 1, and 2.5 is not 5
-    word = "_".join(_word(raw).rpartition(".")[2].replace("-", " ").split())
-    return word.lstrip("_")
-
-
 def _is_number(word: str) -> bool:
     digits = word[1:] if word.startswith(("+", "-")) else word
     return digits.isascii() and digits.replace(".", "", 1).isdigit()
@@ -200,7 +183,7 @@ def _word(raw: Any) -> str:
     if isinstance(raw, (list, dict)):
         raise InvalidValue("a single value, not a list or a mapping")
     try:
-        return str(raw).strip().lower()
+        return word_of(raw)
     except ValueError:  # the integer has more digits than Python converts to text
         raise InvalidValue("a number of fewer digits") from None
 

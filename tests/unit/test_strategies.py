@@ -16,7 +16,12 @@ def test_every_strategy_is_a_member_of_torchs_enum():
 
 def test_vocabulary_choices_are_the_table():
     choices = BY_NAME["sharding.strategy"].choices
-    assert dict(choices) == {row.name: (str(row.number),) for row in STRATEGIES.values()}
+    assert {name: others[0] for name, others in choices.items()} == {
+        row.name: str(row.number) for row in STRATEGIES.values()
+    }
+    assert {name for row in STRATEGIES.values() for name in (row.name, row.torch_name.lower())} == {
+        spelling for name, others in choices.items() for spelling in (name, *others) if not spelling.isdigit()
+    }
     assert ShardingSection().strategy in STRATEGIES
 
 

@@ -113,6 +113,15 @@ def test_empty_value_is_skipped(assess, key, nothing):
         ("fsdp_min_num_params", True, "an integer"),
         ("fsdp_min_num_params", 10**40, "at most"),
         ("fsdp_min_num_params", "9" * 10_000, "an integer"),
+        ("fsdp_min_num_params", "1e-7", "an integer"),
+        ("fsdp_min_num_params", "2,4", "an integer"),
+        ("fsdp_min_num_params", "0,1,2", "an integer"),
+        ("fsdp_min_num_params", "1_0", "an integer"),
+        ("fsdp_min_num_params", "010", "an integer"),
+        ("fsdp_sharding_strategy", "not.full_shard", "or 1 to 5"),
+        ("fsdp_sharding_strategy", "_full_shard", "or 1 to 5"),
+        ("fsdp_sharding_strategy", "full_shard.", "or 1 to 5"),
+        ("fsdp_state_dict_type", "1.full", "full"),
         ("fsdp_sharding_strategy", 9, "or 1 to 5"),
         ("fsdp_sharding_strategy", "FULL_SHRD", "Did you mean full_shard?"),
         ("fsdp_reshard_after_forward", "perhaps", "strategy"),
@@ -142,3 +151,54 @@ def test_number_that_is_no_strategy_is_refused(problems, value, nearest):
 @pytest.mark.parametrize("value", ["+-1", "--1", "1.", ".5", "²", "-", "1e3"])
 def test_text_like_number_is_refused(codes, value):
     assert codes({"fsdp_config": {"fsdp_sharding_strategy": value}}) == ["FSDP-E101"]
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        ("1,000,000", 10**6),
+        ("1_000_000", 10**6),
+        ("1.5e6", 1_500_000),
+        ("1.5M", 1_500_000),
+        ("2b", 2 * 10**9),
+        ("0", 0),
+    ],
+)
+def test_ways_to_write_a_number(assess, value, number):
+    spec = assess({"distributed_type": "FSDP", "fsdp_config": {"fsdp_min_num_params": value}}).spec
+    assert spec.wrap.min_num_params == number
+
+
+@pytest.mark.parametrize("text", ["010", "8:12", "0x10", "0b1", "0" * 5000 + "1", "0x" + "f" * 4000])
+def test_number_that_yaml_reads_differently_is_refused(codes, tmp_path, text):
+    path = tmp_path / "fsdp.yaml"
+    path.write_text(f"distributed_type: FSDP\nnum_processes: {text}\nfsdp_config: {{}}\n")
+    assert codes(str(path)) == ["FSDP-E101"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "param"),
+    [
+        ("torch.bfloat16", "bf16"), ("bfloat16", "bf16"), ("BF16", "bf16"), ("torch.float16", "fp16"), (16, "fp16"),
+        ("fp32", "auto"), ("torch.float32", "auto"), ("no", "auto"), (False, "auto"),
+    ],
+)  # fmt: skip
+def test_every_spelling_of_a_mode_sets_the_parameters(assess, mode, param):
+    spec = assess({"distributed_type": "FSDP", "mixed_precision": mode, "fsdp_config": {}}).spec
+    assert spec.precision.param == param
+    assert spec.launch.mixed_precision == (param if param != "auto" else "no")
+
+
+def test_stronger_mode_without_mixed_precision_is_used(assess):
+    config = {"distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": {}}
+    assert assess(config, overrides={"mixed_precision": "fp32"}).spec.precision.param == "auto"
+
+
+@pytest.mark.parametrize("options", ["shard_grad_op full_shard auto_wrap", ["full_shard", "no_shard"]])
+def test_two_strategies_in_one_value_are_an_error(assess, options):
+    codes = [problem.code for problem in assess(fsdp=options).problems if problem.severity == "error"]
+    assert codes == ["FSDP-E023"]
+
+
+def test_one_strategy_twice_is_accepted(assess):
+    assert assess(fsdp="full_shard full_shard auto_wrap").ok
