@@ -21,6 +21,7 @@ from ecosystem import assets
 from ecosystem.model import TWO_PROCESSES, Case
 
 HERE = Path(__file__).resolve().parent / "scripts"
+UNSHARDED = HERE.parent / "unsharded.py"
 _OURS = ("FSDP_", "ACCELERATE_", "PARALLELISM_", "HF_FSDP_")
 _PINNED = ("torch", "transformers", "accelerate", "trl", "peft", "bitsandbytes", "sentence-transformers")
 
@@ -79,14 +80,9 @@ def run_reference(case: Case, suite: Suite) -> Run:
     done = folder / "run.json"
     if done.exists():
         return Run(**json.loads(done.read_text()))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] if two else []
-    # With DistributedDataParallel, torch 2.13 may hang when a process ends: its Reducer joins gloo's threads while it
-    # holds the GIL, for which one of them waits.
-    for _ in range(2):
-        _fresh(folder, suite)
-        run = _run([sys.executable, *torchrun, *words], folder, case, suite, ACCELERATE_USE_CPU="true")
-        if not (two and run.timed_out):
-            break
+    _fresh(folder, suite)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(UNSHARDED)]
+    run = _run([sys.executable, *(torchrun if two else []), *words], folder, case, suite, ACCELERATE_USE_CPU="true")
     if run.code == 0:
         done.write_text(json.dumps(asdict(run)))
     return run
