@@ -70,6 +70,7 @@ def assert_refused(outcomes: list[dict[str, Any]], run: Path, *words: str) -> No
     assert_only(run, "checkpoint-2")
 
 
+@pytest.mark.slow
 def test_killed_ranks_and_full_disks_lose_no_checkpoint(tmp_path: Path) -> None:
     result = tmp_path / "survival.json"
     command = [sys.executable, str(SURVIVAL), "--trials", "2", "--seed", "11", "--out", str(result)]

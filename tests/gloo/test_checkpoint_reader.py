@@ -106,6 +106,7 @@ def test_checkpoint_of_four_ranks_is_loaded_by_two(
         assert_same(two_ranks.run(read, str(tmp_path), other)[0], written)
 
 
+@pytest.mark.slow
 def test_one_and_three_ranks_load_a_checkpoint_of_two(
     one_rank: Ranks, two_ranks: Ranks, three_ranks: Ranks, tmp_path: Path
 ) -> None:

@@ -45,6 +45,7 @@ def test_script_runs_on_every_rank_as_under_python(tmp_path: Path) -> None:
         assert rank["name"] == "__main__"
 
 
+@pytest.mark.slow
 def test_module_runs_with_the_working_directory_on_path(tmp_path: Path) -> None:
     write(tmp_path, "")
     (tmp_path / "pack").mkdir()
@@ -53,6 +54,7 @@ def test_module_runs_with_the_working_directory_on_path(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, f"__main__ pack ['--epochs', '3'] {tmp_path}\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_globals_of_script_exist_in_exit_handlers(tmp_path: Path) -> None:
     text = "import atexit, pickle\nclass A: pass\natexit.register(lambda: print(pickle.loads(pickle.dumps(A()))))"
     done = launch_script(tmp_path, text, "--num_processes", "1")
@@ -65,6 +67,7 @@ def test_stdout_is_rank_0_and_notices_are_on_stderr(tmp_path: Path) -> None:
     assert "rendezvous: 1 machine, 2 ranks, 127.0.0.1:" in done.stderr
 
 
+@pytest.mark.slow
 def test_show_ranks_all_prefixes_each_line(tmp_path: Path) -> None:
     done = launch_script(tmp_path, SHOW, "--show-ranks", "all", "--log-dir", "logs")
     assert sorted(done.stdout.splitlines()) == ["[rank 0] shown by rank 0", "[rank 1] shown by rank 1"]
@@ -131,6 +134,7 @@ def test_exception_is_shown_once_with_user_frames(tmp_path: Path) -> None:
     assert "run_script" not in done.stderr
 
 
+@pytest.mark.slow
 def test_debug_shows_the_full_traceback(tmp_path: Path) -> None:
     done = launch_script(tmp_path, "raise RuntimeError('here')", "--debug", "--num_processes", "1")
     assert "Traceback (most recent call last)" in done.stderr
@@ -149,6 +153,7 @@ def test_syntax_error_shows_file_and_line(tmp_path: Path) -> None:
     assert 'train.py", line 1' in done.stderr
 
 
+@pytest.mark.slow
 def test_lost_connection_is_reported_in_one_line(tmp_path: Path) -> None:
     text = """
         import torch
@@ -217,7 +222,7 @@ HANDLES = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT])
 def test_handled_signal_reaches_every_rank(tmp_path: Path, number: signal.Signals) -> None:
     process, _ = start_script(tmp_path, HANDLES)
     process.send_signal(number)
@@ -226,7 +231,7 @@ def test_handled_signal_reaches_every_rank(tmp_path: Path, number: signal.Signal
     assert [(tmp_path / f"signal_{rank}").read_text() for rank in (0, 1)] == [number.name] * 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_unhandled_signal_stops_the_ranks(tmp_path: Path, number: signal.Signals) -> None:
     text = "import os, time\nopen('ready_' + os.environ['RANK'], 'w').write(str(os.getpid()))\ntime.sleep(120)"
     process, _ = start_script(tmp_path, text)

@@ -28,7 +28,7 @@ WITH_CONFIG = ["--config_file", "fsdp.yaml", "--num_processes", "1", "--cpu"]
     [
         (["hf_fsdp_plugin.cli.main", "launch", *WITH_CONFIG], SCRIPT.replace("CONFIG", "")),
         (["accelerate.commands.launch", *WITH_CONFIG], SCRIPT.replace("CONFIG", "")),
-        (TORCHRUN, SCRIPT.replace("CONFIG", "'fsdp.yaml'")),
+        pytest.param(TORCHRUN, SCRIPT.replace("CONFIG", "'fsdp.yaml'"), marks=pytest.mark.slow),
         (TORCHRUN, SCRIPT.replace("Accelerator()", "hfp.accelerator(hfp.load_spec('fsdp.yaml'))")
                          .replace("hfp.install(CONFIG)", "")),
     ],

@@ -59,7 +59,7 @@ def test_resume_with_other_version_strategy_or_type(
     assert_continues(resumed, whole, 4, tolerance)
 
 
-WORLDS: list[Any] = [(2, "SHARDED", False), (1, "FULL", True), (2, "LOCAL", True)]
+WORLDS: list[Any] = [(2, "SHARDED", False), (1, "FULL", True)]
 WORLDS += [
     pytest.param(version, kind, asynchronous, marks=pytest.mark.slow)
     for version, kind, asynchronous in itertools.product((1, 2), ("SHARDED", "FULL", "LOCAL"), (False, True))

