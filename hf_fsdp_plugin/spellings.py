@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
 TRUE_WORDS: Final = frozenset({"true", "yes", "on", "1"})
 FALSE_WORDS: Final = frozenset({"false", "no", "off", "0"})
-_ENUMERATIONS: Final = frozenset(
-    {
-        "shardingstrategy", "backwardprefetch", "statedicttype", "fsdpoption", "distributedtype", "precisiontype",
-        "dynamobackend", "computeenvironment", "torch",
-    }
+ENUMERATIONS: Final = (
+    "ShardingStrategy", "BackwardPrefetch", "StateDictType", "FSDPOption", "DistributedType", "PrecisionType",
+    "DynamoBackend", "ComputeEnvironment", "torch",
 )  # fmt: skip
 """What stands before a dot when a member of an enumeration, or a dtype, is converted to text."""
+_PREFIXES: Final = frozenset(name.lower() for name in ENUMERATIONS)
+_SEPARATOR: Final = re.compile(r"(?<=[a-z0-9])(?:-| +)(?=[a-z0-9])")
+"""What may be written for ``_`` inside a word: a hyphen or spaces, but not both, and not at the ends."""
+_BLANKS: Final = " \t\r\n\f\v"
+
+
+def lower(text: str) -> str:
+    """Return text in lower case, without blanks around it. Letters outside ASCII are not changed into ASCII letters."""
+    text = text.strip(_BLANKS)
+    return text.lower() if text.isascii() else text
 
 
 def word_of(raw: Any) -> str:
-    """Return a value as lower-case text without spaces around it. Raises ``ValueError`` for too many digits."""
-    return str(raw).strip().lower()
+    """Return a value as lower-case text without blanks around it. Raises ``ValueError`` for too many digits."""
+    return lower(str(raw))
 
 
 def without_enumeration(word: str) -> str:
     """Return ``full_shard`` for ``shardingstrategy.full_shard``. Text before any other dot is part of the value."""
-    before, dot, after = word.rpartition(".")
-    return after if dot and before.rpartition(".")[2] in _ENUMERATIONS and after else word
+    before, _, after = word.partition(".")
+    return after if before in _PREFIXES and after.strip(".") and not after[0].isdigit() else word
 
 
 def value_key(raw: Any) -> str:
@@ -34,7 +43,7 @@ def value_key(raw: Any) -> str:
     word = word_of(raw)
     if not set(word) - set("+-.0123456789"):
         return word  # a sign or a decimal point is not a separator: -1 is not 1, and 2.5 is not 5
-    return "_".join(without_enumeration(word).replace("-", " ").split())
+    return _SEPARATOR.sub("_", without_enumeration(word))
 
 
 def look_up(choices: Mapping[str, tuple[str, ...]], raw: Any) -> str | None:

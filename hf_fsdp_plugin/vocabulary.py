@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from hf_fsdp_plugin.spellings import lower
 from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
 
 Scope = Literal["fsdp", "parallelism", "dynamo", "precision", "launch", "training", "distributed"]
@@ -310,7 +311,7 @@ UNSUPPORTED_KEYS: Mapping[tuple[Scope, str], UnsupportedKey] = MappingProxyType(
 
 def plain_key(key: str, scope: Scope) -> str:
     """Normalize a key: lower case, ``_`` for ``-`` and spaces, without the prefix of the scope."""
-    plain = key.strip().lower().replace("-", "_").replace(" ", "_")
+    plain = lower(key).replace("-", "_").replace(" ", "_")
     return plain.removeprefix(PREFIXES[scope])
 
 
@@ -342,7 +343,7 @@ def find(key: str, scopes: Iterable[Scope]) -> Row | None:
     for scope in scopes:
         if row := BY_KEY.get((scope, plain_key(key, scope))):
             return row
-    row = BY_NAME.get(key.strip().lower())
+    row = BY_NAME.get(lower(key))
     return row if row is not None and not row.internal else None
 
 

@@ -32,7 +32,7 @@ def read(sources: Sources) -> SourceSettings:
 
 
 def _add(out: Collector, name: str, value: str, variables: Mapping[str, str]) -> None:
-    upper = name.upper()
+    upper = name.upper() if name.isascii() else name
     if upper == "ACCELERATE_USE_FSDP":
         if value.strip().lower() in TRUE_WORDS:
             out.mentions_fsdp = True

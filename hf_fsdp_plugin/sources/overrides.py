@@ -11,6 +11,7 @@ from hf_fsdp_plugin.sources.collector import Collector, entry_of
 from hf_fsdp_plugin.sources.command_line import parse_flags
 from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.sources.settings import SourceSettings
+from hf_fsdp_plugin.spellings import lower
 from hf_fsdp_plugin.vocabulary import BY_NAME, Scope, find, suggest
 
 SOURCE = "--set"
@@ -27,7 +28,7 @@ def read(sources: Sources) -> SourceSettings | None:
         return None
     for name, value in pairs:
         entry = entry_of(name, value)
-        row = BY_NAME.get(name.lower()) if "." in name else find(name, ALL_SCOPES)
+        row = BY_NAME.get(lower(name)) if "." in name else find(name, ALL_SCOPES)
         if row is None or (row.opens is not None and not entry.value.is_mapping):
             nearest = _nearest(name)
             fix = f"Did you mean {nearest}?" if nearest else "hf-fsdp check --json lists the names."

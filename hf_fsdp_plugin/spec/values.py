@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal
-from typing import Any
+from typing import Any, Final
 
 from hf_fsdp_plugin.sources.tree import shorten
 from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS, look_up, value_key, word_of
@@ -18,9 +18,9 @@ _INTEGER = re.compile(
     r"""([+-]?)
     (0|[1-9]\d* | [1-9]\d{0,2}(?:,\d{3})+ | [1-9]\d{0,2}(?:_\d{3})+)  # 1000, 1,000 or 1_000; 010 is octal in YAML 1.1
     (\.\d*)? (e[+-]?\d{1,3})? ([kmbgt]?)""",
-    re.IGNORECASE | re.VERBOSE,
+    re.ASCII | re.IGNORECASE | re.VERBOSE,
 )
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 
 
 class NoValue(Exception):
@@ -93,7 +93,7 @@ def _number(raw: Any) -> int:
         if match is None or len(word) > 40:
             raise InvalidValue(expected)
         sign, digits, fraction, exponent, unit = match.groups(default="")
-        number = Decimal(sign + re.sub("[,_]", "", digits) + fraction + exponent) * _UNITS[unit.lower()]
+        number = Decimal(sign + re.sub("[,_]", "", digits) + fraction + exponent) * UNITS[unit.lower()]
     if abs(number) > MAX_INTEGER:
         raise InvalidValue(f"an integer of at most {MAX_INTEGER}")
     if number != number.to_integral_value():

@@ -121,6 +121,12 @@ def test_empty_value_is_skipped(assess, key, nothing):
         ("fsdp_sharding_strategy", "not.full_shard", "or 1 to 5"),
         ("fsdp_sharding_strategy", "_full_shard", "or 1 to 5"),
         ("fsdp_sharding_strategy", "full_shard.", "or 1 to 5"),
+        ("fsdp_sharding_strategy", "-full_shard", "or 1 to 5"),
+        ("fsdp_sharding_strategy", "full - shard", "or 1 to 5"),
+        ("fsdp_sharding_strategy", "x.ShardingStrategy.FULL_SHARD", "or 1 to 5"),
+        ("fsdp_sharding_strategy", "ShardingStrategy.1", "or 1 to 5"),
+        ("fsdp_backward_prefetch", "BAC\u212aWARD_PRE", "pre"),  # KELVIN SIGN, whose lower case is k
+        ("fsdp_min_num_params", "1\u0663", "an integer"),  # an Arabic digit
         ("fsdp_state_dict_type", "1.full", "full"),
         ("fsdp_sharding_strategy", 9, "or 1 to 5"),
         ("fsdp_sharding_strategy", "FULL_SHRD", "Did you mean full_shard?"),
@@ -195,6 +201,13 @@ def test_stronger_mode_without_mixed_precision_is_used(assess):
 
 
 @pytest.mark.parametrize("options", ["shard_grad_op full_shard auto_wrap", ["full_shard", "no_shard"]])
+@pytest.mark.parametrize("key", ["fsdp_bac\u212award_prefetch", "prefetch.bac\u212award"])
+def test_key_with_letter_outside_ascii_is_refused(codes, key):
+    assert codes({"fsdp_config": {key: "BACKWARD_PRE"}}) == ["FSDP-E020"]
+    assert codes(overrides={key: "BACKWARD_PRE"}) == ["FSDP-E032"]
+    assert codes(environ={"F\u017fDP_VERSION": "3"}) == []
+
+
 def test_two_strategies_in_one_value_are_an_error(assess, options):
     codes = [problem.code for problem in assess(fsdp=options).problems if problem.severity == "error"]
     assert codes == ["FSDP-E023"]
