@@ -200,7 +200,6 @@ def test_stronger_mode_without_mixed_precision_is_used(assess):
     assert assess(config, overrides={"mixed_precision": "fp32"}).spec.precision.param == "auto"
 
 
-@pytest.mark.parametrize("options", ["shard_grad_op full_shard auto_wrap", ["full_shard", "no_shard"]])
 @pytest.mark.parametrize("key", ["fsdp_bac\u212award_prefetch", "prefetch.bac\u212award"])
 def test_key_with_letter_outside_ascii_is_refused(codes, key):
     assert codes({"fsdp_config": {key: "BACKWARD_PRE"}}) == ["FSDP-E020"]
@@ -208,6 +207,7 @@ def test_key_with_letter_outside_ascii_is_refused(codes, key):
     assert codes(environ={"F\u017fDP_VERSION": "3"}) == []
 
 
+@pytest.mark.parametrize("options", ["shard_grad_op full_shard auto_wrap", ["full_shard", "no_shard"]])
 def test_two_strategies_in_one_value_are_an_error(assess, options):
     codes = [problem.code for problem in assess(fsdp=options).problems if problem.severity == "error"]
     assert codes == ["FSDP-E023"]
