@@ -15,13 +15,14 @@ from typing import Any
 
 import cases_checkpoint_failures as cases
 import pytest
+from matrices import slow
 from ranks import Ranks
 
 from hf_fsdp_plugin.checkpoint import verify, why_incomplete
 
 SURVIVAL = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "survival.py"
 # Both versions fail in the same way, so FSDP1 is a slow test.
-BOTH_VERSIONS = [pytest.param(1, marks=pytest.mark.slow), 2]
+BOTH_VERSIONS = [slow(1), 2]
 IN_BOTH_WAYS = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 
 
@@ -195,9 +196,7 @@ def test_interrupted_commit_is_recovered_before_resuming(two_ranks: Ranks, tmp_p
     assert cases.listing(tmp_path) == ["checkpoint-2", "checkpoint-4", "fsdp_report.json"]
 
 
-@pytest.mark.parametrize(
-    ("version", "user_handler"), [pytest.param(1, False, marks=pytest.mark.slow), (2, False), (2, True)]
-)
+@pytest.mark.parametrize(("version", "user_handler"), [slow(1, False), (2, False), (2, True)])
 def test_sigterm_waits_for_the_save_in_flight(
     rank_forker: Pool, tmp_path: Path, version: int, user_handler: bool
 ) -> None:

@@ -23,6 +23,7 @@ from cases_checkpoint_reader import (
     write_and_read_without_state,
     write_uneven_state,
 )
+from matrices import slow
 from ranks import Ranks
 
 FSDP2: Layout = (2, "full_shard", True)
@@ -34,10 +35,6 @@ WHOLE_FLAT: Layout = (1, "no_shard", False)
 HYBRID2: Layout = (2, "hybrid_shard", True)
 HYBRID1: Layout = (1, "hybrid_shard", True)
 HYBRID_FLAT: Layout = (1, "hybrid_shard", False)
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def name(layout: Any) -> str:
@@ -62,17 +59,17 @@ def assert_same(read: dict[str, Any], written: dict[str, Any]) -> None:
         (FLAT, "dcp", [FSDP2, FLAT, HYBRID1]),
         (FSDP2, "bin", [HYBRID2, FLAT]),
         slow(FSDP1, "bin", [FSDP2, HYBRID1]),
-        (FLAT, "bin", [FSDP2, FLAT]),
+        slow(FLAT, "bin", [FSDP2, FLAT]),
         (FSDP2, "per_rank", [HYBRID2, FSDP1]),
         slow(FSDP1, "per_rank", [FSDP2, HYBRID_FLAT]),
-        (FLAT, "per_rank", [FSDP1]),
+        slow(FLAT, "per_rank", [FSDP1]),
         slow(FSDP2, "local", [FSDP2, FLAT, HYBRID1]),
         (FSDP1, "local", [FSDP2, HYBRID_FLAT]),
         slow(FLAT, "local", [FSDP2, FSDP1]),
-        (FSDP2, "full", [FSDP1]),
+        slow(FSDP2, "full", [FSDP1]),
         (FLAT, "full", [FSDP2]),
         (FSDP2, "sharded", [FLAT]),
-        (FSDP1, "sharded", [HYBRID2]),
+        slow(FSDP1, "sharded", [HYBRID2]),
     ],
     ids=name,
 )
@@ -118,7 +115,7 @@ def test_one_and_three_ranks_load_a_checkpoint_of_two(
         assert_same({**three, "losses": written["losses"]}, written)
 
 
-@pytest.mark.parametrize("kind", ["dcp", slow("bin"), "full"])
+@pytest.mark.parametrize("kind", ["dcp", slow("bin"), slow("full")])
 @pytest.mark.parametrize("layout", [FSDP2, slow(FSDP1), FLAT], ids=name)
 def test_tied_weights_are_loaded_under_either_name(
     two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path, layout: Layout, kind: str

@@ -9,6 +9,7 @@ from typing import Any
 import cases_checkpoint_save as cases
 import pytest
 import torch
+from matrices import alternating
 from ranks import Ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -93,8 +94,7 @@ def test_save_only_model_with_load_best_model_at_end(two_ranks: Ranks, tmp_path:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
-@pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
-@pytest.mark.parametrize("name", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize(("kind", "name"), alternating(["FULL", "SHARDED", "LOCAL"], ["fsdp1", "fsdp2"]))
 def test_adapters_are_saved_alone_and_readable_by_peft(two_ranks: Ranks, tmp_path: Path, name: str, kind: str) -> None:
     run = two_ranks.run(cases.train_adapters, str(tmp_path), **arguments(name, kind))[0]
     whole, resumed = run["losses"]

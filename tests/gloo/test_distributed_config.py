@@ -8,6 +8,7 @@ from typing import Any
 import cases_distributed_config as cases
 import pytest
 import torch
+from matrices import slow
 from ranks import Ranks
 from tiny import tiny_llama
 from training import assert_same_weights, differing, reference
@@ -51,7 +52,7 @@ def test_trainer_equals_one_process(trained: tuple[dict[str, Any], str], expecte
     assert [problem["code"] for problem in run["report"]["problems"]] == ["FSDP-N280"]
 
 
-@pytest.mark.parametrize("fields", [{"fsdp_size": 2}, pytest.param(None, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("fields", [{"fsdp_size": 2}, slow(None)], ids=str)
 def test_resumed_training_equals_uninterrupted(
     two_ranks: Ranks, folder: str, trained: tuple[dict[str, Any], str], fields: dict[str, Any] | None
 ) -> None:
@@ -92,7 +93,7 @@ def test_accelerator_adopts_model(two_ranks: Ranks, folder: str, tmp_path: Path)
     ("fields", "arguments"),
     [
         ({"fsdp_size": 2}, {"bf16": True}),
-        pytest.param({"fsdp_size": 2, "fsdp_mixed_precision": True}, {}, marks=pytest.mark.slow),
+        slow({"fsdp_size": 2, "fsdp_mixed_precision": True}, {}),
     ],
     ids=str,
 )

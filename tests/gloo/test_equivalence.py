@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrices import alternating, slow
 from ranks import Ranks
 from tiny import parallel_config
 from training import (
@@ -28,30 +29,35 @@ def test_two_ranks_match_single_process(two_ranks: Ranks, model: str, version: i
     assert_same_training(two_ranks.run(train, model, parallel_config(strategy, version, 2))[0], reference_of(model))
 
 
-@pytest.mark.parametrize("model", [pytest.param("llama", marks=pytest.mark.slow), "bert"])
+@pytest.mark.parametrize("model", [slow("llama"), "bert"])
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2"])
 def test_hybrid_mesh_matches_single_process(four_ranks: Ranks, model: str, version: int, strategy: str) -> None:
     assert_same_training(four_ranks.run(train, model, parallel_config(strategy, version, 4))[0], reference_of(model))
 
 
-@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_forward_prefetch": True},
-        {"fsdp_backward_prefetch": "BACKWARD_POST"},
-        {"fsdp_backward_prefetch": "NO_PREFETCH"},
-        {"fsdp_activation_checkpointing": True},
-        {"fsdp_activation_checkpointing": True, "fsdp_activation_checkpointing_offload": True},
-        {"fsdp_activation_checkpointing": "selective"},
-        {"fsdp_offload_params": True},
-        {"fsdp_use_orig_params": False},
-        {"fsdp_ignored_modules": r"model\.norm"},
-        {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 2000},
-        {"fsdp_auto_wrap_policy": "NO_WRAP"},
-    ],
-    ids=lambda settings: "-".join(f"{key.removeprefix('fsdp_')}={value}" for key, value in settings.items()),
+    ("settings", "version"),
+    alternating(
+        [
+            {"fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_forward_prefetch": True},
+            {"fsdp_backward_prefetch": "BACKWARD_POST"},
+            {"fsdp_backward_prefetch": "NO_PREFETCH"},
+            {"fsdp_activation_checkpointing": True},
+            {"fsdp_activation_checkpointing": True, "fsdp_activation_checkpointing_offload": True},
+            {"fsdp_activation_checkpointing": "selective"},
+            {"fsdp_offload_params": True},
+            {"fsdp_use_orig_params": False},
+            {"fsdp_ignored_modules": r"model\.norm"},
+            {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 2000},
+            {"fsdp_auto_wrap_policy": "NO_WRAP"},
+        ]
+    ),
+    ids=lambda value: (
+        str(value)
+        if isinstance(value, int)
+        else "-".join(f"{key.removeprefix('fsdp_')}={chosen}" for key, chosen in value.items())
+    ),
 )
 def test_setting_does_not_change_results(two_ranks: Ranks, version: int, settings: dict[str, Any]) -> None:
     config = parallel_config("full_shard", version, 2, **settings)

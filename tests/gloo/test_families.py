@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from cases_families import NUM_STEPS, adam, plain_sgd, reference, train
+from matrices import alternating
 from model_families import FAMILIES
 from ranks import Ranks
 from tiny import parallel_config
@@ -42,15 +42,10 @@ class Case:
     expected: dict[str, Any]
 
 
-def _parameters() -> list[Any]:
-    """Each family is a quick test under one of the versions: even families under 1, odd ones under 2."""
-    return [
-        pytest.param((family, version), marks=[] if index % 2 == version - 1 else pytest.mark.slow)
-        for (index, family), version in product(enumerate(FAMILIES), [1, 2])
-    ]
+PARAMETERS = [pytest.param(pair.values, marks=pair.marks) for pair in alternating(FAMILIES)]
 
 
-@pytest.fixture(scope="module", params=_parameters(), ids=lambda param: f"{param[0]}-{param[1]}")
+@pytest.fixture(scope="module", params=PARAMETERS, ids=lambda param: f"{param[0]}-{param[1]}")
 def case(two_ranks: Ranks, request: pytest.FixtureRequest) -> Case:
     """One run for each family and version, shared by the tests."""
     family, version = request.param

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from cases_fidelity import report_of_arguments, report_of_file
+from matrices import alternating
 from ranks import RankError, Ranks
 
 ReportOf = Callable[..., dict[str, Any]]
@@ -53,7 +54,9 @@ def assert_applied(report: dict[str, Any], **expected: Any) -> None:
     assert [entry for entry in report["settings"] if entry["status"] == "differs"] == []
 
 
-@pytest.mark.parametrize("strategy", ["shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"])
+@pytest.mark.parametrize(
+    ("strategy", "version"), alternating(["shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"])
+)
 def test_training_arguments_strategy_is_applied(four_ranks: Ranks, tmp_path: Path, strategy: str, version: int) -> None:
     config: dict[str, Any] = {"version": version}
     if strategy.startswith("hybrid"):
@@ -80,7 +83,9 @@ def test_sharding_strategy_is_applied_in_version_2(
     assert_applied(report, sharding__strategy=strategy)
 
 
-@pytest.mark.parametrize("key", ["fsdp_offload_params", "offload_params", "cpu_offload", "fsdp_cpu_offload"])
+@pytest.mark.parametrize(
+    ("key", "version"), alternating(["fsdp_offload_params", "offload_params", "cpu_offload", "fsdp_cpu_offload"])
+)
 def test_every_offload_key_of_training_arguments_is_applied(
     report_of_trainer: ReportOf, key: str, version: int
 ) -> None:

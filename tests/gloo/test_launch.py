@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from launching import finish, is_gone, launch, launch_script, run, start_script, write
+from matrices import slow
 
 SHOW = """
     import json, os, sys
@@ -103,7 +104,7 @@ def test_handover_contains_only_user_variables(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(("rank", "code"), [pytest.param(0, 3, marks=pytest.mark.slow), (1, 42)])
+@pytest.mark.parametrize(("rank", "code"), [slow(0, 3), (1, 42)])
 def test_launcher_returns_exit_code_of_failed_rank(tmp_path: Path, rank: int, code: int) -> None:
     done = launch_script(tmp_path, f"import os, sys\nsys.exit({code} if os.environ['RANK'] == '{rank}' else 0)")
     assert done.returncode == code
@@ -222,7 +223,7 @@ HANDLES = """
 """
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT])
+@pytest.mark.parametrize("number", [slow(signal.SIGTERM), signal.SIGINT])
 def test_handled_signal_reaches_every_rank(tmp_path: Path, number: signal.Signals) -> None:
     process, _ = start_script(tmp_path, HANDLES)
     process.send_signal(number)
@@ -231,7 +232,7 @@ def test_handled_signal_reaches_every_rank(tmp_path: Path, number: signal.Signal
     assert [(tmp_path / f"signal_{rank}").read_text() for rank in (0, 1)] == [number.name] * 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGINT)])
 def test_unhandled_signal_stops_the_ranks(tmp_path: Path, number: signal.Signals) -> None:
     text = "import os, time\nopen('ready_' + os.environ['RANK'], 'w').write(str(os.getpid()))\ntime.sleep(120)"
     process, _ = start_script(tmp_path, text)

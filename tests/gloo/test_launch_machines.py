@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from launching import Done, finish, free_port, launch_script, run, start, write
+from matrices import slow
 
 SUM = r"""
     import os, sys
@@ -36,7 +37,7 @@ def two_machines(folder: Path, *words: str, last: tuple[str, ...] = (), backend:
     return finish(first), finish(second)
 
 
-@pytest.mark.parametrize("backend", ["static", pytest.param("c10d", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["static", slow("c10d")])
 def test_two_machines_form_one_world(tmp_path: Path, backend: str) -> None:
     write(tmp_path, SUM)
     machines = two_machines(tmp_path, "train.py", backend=backend)
@@ -48,7 +49,7 @@ def test_two_machines_form_one_world(tmp_path: Path, backend: str) -> None:
         assert f"{backend}, gloo on cpu" in done.stderr
 
 
-@pytest.mark.parametrize("failing", [pytest.param("0", marks=pytest.mark.slow), "3"])
+@pytest.mark.parametrize("failing", [slow("0"), "3"])
 def test_failure_on_one_machine_stops_the_other(tmp_path: Path, failing: str) -> None:
     write(tmp_path, SUM)
     began = time.monotonic()

@@ -8,12 +8,13 @@ from typing import Any
 import cases_loading as cases
 import pytest
 import torch
+from matrices import slow
 from ranks import Ranks
 from tiny import parallel_config
 
 # Tied, three tied weights, converted experts; then untied, scalars and position ids, a scaled embedding.
 LOADED = ["llama-tied", "bert-mlm", "mixtral"]
-OTHERS = [pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "t5", "clip", "gemma")]
+OTHERS = [slow(family) for family in ("llama", "t5", "clip", "gemma")]
 both_versions = pytest.mark.parametrize("version", [1, 2])
 # The file contains fp32: read as fp32 it is mapped, read as bf16 one rank casts it for both.
 both_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"], ids=["mapped", "cast"])

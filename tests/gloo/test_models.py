@@ -10,6 +10,7 @@ from typing import Any
 import cases_models as cases
 import pytest
 import torch
+from matrices import slow
 from ranks import RankError, Ranks
 from tiny import parallel_config, tiny_llama
 from training import RELATIVE, assert_same_training, assert_same_weights, differing, reference, sgd, train
@@ -184,9 +185,7 @@ def test_bf16_model_without_mixed_precision_is_warned_about(two_ranks: Ranks, ve
 
 
 @VERSIONS
-@pytest.mark.parametrize(
-    "how", ["config", pytest.param("wrapper", marks=pytest.mark.slow), pytest.param("in place", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("how", ["config", slow("wrapper"), slow("in place")])
 def test_compiled_model_trains_with_its_compiler(two_ranks: Ranks, version: int, how: str) -> None:
     dynamo = {"dynamo_config": {"dynamo_backend": "aot_eager"}} if how == "config" else {}
     config = {**config_of(version), **dynamo}

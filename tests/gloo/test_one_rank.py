@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases_trainer import train_and_resume
 from launching import CONFIG, run, write
+from matrices import alternating, slow
 from ranks import Ranks
 
 SCRIPT = """
@@ -27,8 +28,8 @@ WITH_CONFIG = ["--config_file", "fsdp.yaml", "--num_processes", "1", "--cpu"]
     ("launcher", "script"),
     [
         (["hf_fsdp_plugin.cli.main", "launch", *WITH_CONFIG], SCRIPT.replace("CONFIG", "")),
-        (["accelerate.commands.launch", *WITH_CONFIG], SCRIPT.replace("CONFIG", "")),
-        pytest.param(TORCHRUN, SCRIPT.replace("CONFIG", "'fsdp.yaml'"), marks=pytest.mark.slow),
+        slow(["accelerate.commands.launch", *WITH_CONFIG], SCRIPT.replace("CONFIG", "")),
+        slow(TORCHRUN, SCRIPT.replace("CONFIG", "'fsdp.yaml'")),
         (TORCHRUN, SCRIPT.replace("Accelerator()", "hfp.accelerator(hfp.load_spec('fsdp.yaml'))")
                          .replace("hfp.install(CONFIG)", "")),
     ],
@@ -48,8 +49,7 @@ def test_script_without_launcher_is_refused(tmp_path: Path) -> None:
     assert "[FSDP-E601]" in done.stderr
 
 
-@pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("kind", ["SHARDED", "FULL", "LOCAL"])
+@pytest.mark.parametrize(("kind", "version"), alternating(["SHARDED", "FULL", "LOCAL"]))
 def test_trainer_on_one_rank_saves_and_resumes(one_rank: Ranks, tmp_path: Path, version: int, kind: str) -> None:
     config = {"fsdp_version": version, "fsdp_state_dict_type": f"{kind}_STATE_DICT"}
     [run] = one_rank.run(train_and_resume, str(tmp_path), fsdp="full_shard auto_wrap", fsdp_config=config)
@@ -60,8 +60,9 @@ def test_trainer_on_one_rank_saves_and_resumes(one_rank: Ranks, tmp_path: Path, 
     assert run["report"]["world_size"] == 1
 
 
-@pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("strategy", ["shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"])
+@pytest.mark.parametrize(
+    ("strategy", "version"), alternating(["shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"])
+)
 def test_every_strategy_trains_on_one_rank(one_rank: Ranks, tmp_path: Path, version: int, strategy: str) -> None:
     config = {"fsdp_version": version, "fsdp_sharding_strategy": strategy}
     [run] = one_rank.run(train_and_resume, str(tmp_path), fsdp=f"{strategy} auto_wrap", fsdp_config=config)

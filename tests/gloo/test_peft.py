@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrices import slow
 from ranks import RankError, Ranks
 from tiny import parallel_config
 from training import RELATIVE, assert_same_training, assert_same_weights, differing, reference, sgd
@@ -49,7 +50,7 @@ def codes(run: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", [*QUICK, *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)])
+@pytest.mark.parametrize("kind", [*QUICK, *(slow(kind) for kind in OTHERS)])
 def test_adapter_trains_as_in_one_process(two_ranks: Ranks, kind: str, backend: str) -> None:
     run = train_kind(two_ranks, kind, backend)
     assert_same_training(run, reference_of(kind))
@@ -81,7 +82,7 @@ def saved_adapter(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["modules", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SAVED)])
+@pytest.mark.parametrize("kind", ["modules", *(slow(kind) for kind in SAVED)])
 def test_adapter_is_saved_resumed_and_merged(two_ranks: Ranks, tmp_path: Path, kind: str, backend: str) -> None:
     """Losses, the saved adapter, and the merged model that is loaded from it equal those of one process."""
     losses, adapters = cases.trainer_reference(str(tmp_path / "reference"), kind)
@@ -116,7 +117,7 @@ def test_only_the_policy_of_peft_may_be_assigned(two_ranks: Ranks, by_peft: bool
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("reentrant", [False, slow(True)])
 def test_gradient_checkpointing_of_frozen_layers(two_ranks: Ranks, backend: str, reentrant: bool) -> None:
     run = two_ranks.run(cases.train_checkpointed, config_of(backend), "lora", reentrant)[0]
     assert_same_training(run, reference_of("lora"))
@@ -125,7 +126,7 @@ def test_gradient_checkpointing_of_frozen_layers(two_ranks: Ranks, backend: str,
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("storage", "dtype", "double"),
-    [("bfloat16", "float32", True), pytest.param("float32", "float32", False, marks=pytest.mark.slow)],
+    [("bfloat16", "float32", True), slow("float32", "float32", False)],
 )
 def test_quantized_weights_train_as_in_one_process(
     two_ranks: Ranks, tmp_path: Path, storage: str, dtype: str, double: bool, backend: str

@@ -8,6 +8,7 @@ from typing import Any
 
 import cases_resume as cases
 import pytest
+from matrices import slow
 from ranks import Ranks
 
 EXACT, REORDERED = 1e-6, 1e-4
@@ -35,12 +36,12 @@ def whole(two_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 SAME_WORLD: list[Any] = [
     ((2, "SHARDED", "full_shard"), (2, "SHARDED", "full_shard"), EXACT),
-    ((2, "SHARDED", "full_shard"), (1, "SHARDED", "full_shard"), REORDERED),
     ((1, "SHARDED", "full_shard"), (2, "FULL", "full_shard"), REORDERED),
     ((1, "FULL", "shard_grad_op"), (1, "LOCAL", "no_shard"), REORDERED),
     *(
-        pytest.param(*case, marks=pytest.mark.slow)
+        slow(*case)
         for case in [
+            ((2, "SHARDED", "full_shard"), (1, "SHARDED", "full_shard"), REORDERED),
             ((2, "FULL", "full_shard"), (2, "LOCAL", "shard_grad_op"), EXACT),
             ((2, "LOCAL", "no_shard"), (1, "SHARDED", "full_shard"), REORDERED),
             ((1, "LOCAL", "full_shard"), (2, "SHARDED", "no_shard"), REORDERED),
@@ -61,7 +62,7 @@ def test_resume_with_other_version_strategy_or_type(
 
 WORLDS: list[Any] = [(2, "SHARDED", False), (1, "FULL", True)]
 WORLDS += [
-    pytest.param(version, kind, asynchronous, marks=pytest.mark.slow)
+    slow(version, kind, asynchronous)
     for version, kind, asynchronous in itertools.product((1, 2), ("SHARDED", "FULL", "LOCAL"), (False, True))
     if (version, kind, asynchronous) not in WORLDS
 ]
@@ -87,7 +88,7 @@ def test_resume_in_worlds_of_two_four_one_and_three(
     assert_continues(run, whole, 4, REORDERED)
 
 
-@pytest.mark.parametrize("version", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("version", [slow(1), 2])
 def test_resume_with_other_meshes(four_ranks: Ranks, tmp_path: Path, whole: dict[str, Any], version: int) -> None:
     for until, strategy, resume in [
         (2, "full_shard", False), (3, "hybrid_shard", True), (4, "no_shard", True),

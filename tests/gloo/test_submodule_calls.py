@@ -9,6 +9,7 @@ import cases_submodule_calls as cases
 import pytest
 import torch
 from cases_trl import write_model
+from matrices import slow
 from ranks import RankError, Ranks
 from tiny import parallel_config, tiny_bert
 
@@ -25,9 +26,7 @@ def config_of(version: int, **settings: Any) -> dict[str, Any]:
 
 
 @VERSIONS
-@pytest.mark.parametrize(
-    "name", ["llama", "clip", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "t5", "bert"))]
-)
+@pytest.mark.parametrize("name", ["llama", "clip", *(slow(name) for name in ("gpt2", "t5", "bert"))])
 def test_submodule_calls_equal_those_of_bare_model(two_ranks: Ranks, name: str, version: int) -> None:
     layers = {"fsdp_transformer_layer_cls_to_wrap": ",".join(cases.FAMILIES[name].layers)}
     for run in two_ranks.run(cases.call_submodules, name, config_of(version, **layers)):
@@ -59,7 +58,7 @@ def test_loss_by_submodules_trains_as_in_one_process(
 
 @LAYOUTS
 @pytest.mark.parametrize("how", ["model", "unwrapped", "peft", "own parameter", "summoned", "root summoned"])
-@pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["no", slow("bf16")])
 def test_generate_works_wherever_it_is_called(
     two_ranks: Ranks, how: str, version: int, settings: dict[str, Any], precision: str
 ) -> None:
@@ -84,7 +83,7 @@ def test_resize_of_sharded_embeddings_is_refused(two_ranks: Ranks, version: int)
 
 @pytest.mark.parametrize(
     ("version", "settings"),
-    [(1, {}), pytest.param(1, {"fsdp_use_orig_params": False}, marks=pytest.mark.slow), (2, {})],
+    [(1, {}), slow(1, {"fsdp_use_orig_params": False}), (2, {})],
 )
 def test_generate_in_callbacks_does_not_change_training(
     two_ranks: Ranks, tmp_path: Path, version: int, settings: dict[str, Any]

@@ -7,6 +7,7 @@ from typing import Any
 
 import cases_trainer as cases
 import pytest
+from matrices import slow
 from ranks import Ranks
 
 MODEL_FILES = {
@@ -25,12 +26,15 @@ def settings(version: int, words: str = "full_shard auto_wrap", **config: Any) -
 @pytest.mark.parametrize(
     ("words", "version", "kind"),
     [
-        *(("full_shard auto_wrap", version, kind) for version in (1, 2) for kind in ("full", "sharded")),
+        ("full_shard auto_wrap", 1, "full"),
+        ("full_shard auto_wrap", 2, "sharded"),
+        slow("full_shard auto_wrap", 1, "sharded"),
+        slow("full_shard auto_wrap", 2, "full"),
         ("full_shard auto_wrap", 1, "local"),
-        pytest.param("full_shard auto_wrap", 2, "local", marks=pytest.mark.slow),
-        pytest.param("shard_grad_op auto_wrap", 1, "full", marks=pytest.mark.slow),
-        pytest.param("no_shard auto_wrap", 1, "full", marks=pytest.mark.slow),
-        pytest.param("no_shard auto_wrap", 2, "sharded", marks=pytest.mark.slow),
+        slow("full_shard auto_wrap", 2, "local"),
+        slow("shard_grad_op auto_wrap", 1, "full"),
+        slow("no_shard auto_wrap", 1, "full"),
+        slow("no_shard auto_wrap", 2, "sharded"),
         ("SHARD_GRAD_OP,auto_wrap", 2, "sharded"),
     ],
 )
@@ -74,7 +78,7 @@ def test_full_save_after_changing_state_dict_type(two_ranks: Ranks, tmp_path: Pa
 
 
 @both_versions
-@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.slow), "sharded"])
+@pytest.mark.parametrize("kind", [slow("full"), "sharded"])
 def test_best_model_is_loaded_at_end(two_ranks: Ranks, tmp_path: Path, version: int, kind: str) -> None:
     arguments = settings(version, state_dict_type=kind)
     run = two_ranks.run(cases.train_with_best_model, str(tmp_path), **arguments)[0]
