@@ -30,6 +30,7 @@ AREAS: Final[Mapping[str, str]] = MappingProxyType(
 """First digit of a code -> the package that reports it, which is also the name of the page in ``problem_pages/``."""
 
 CODE: Final = re.compile(r"FSDP-([EWN])([0-7])\d\d")
+_SUGGESTION: Final = re.compile(r"Did you mean (?:--)?([^\s?]+)\?")
 _SEVERITIES: Final[Mapping[str, Severity]] = MappingProxyType({"E": "error", "W": "warning", "N": "note"})
 
 
@@ -55,11 +56,44 @@ class Origin:
         """``fsdp.yaml:12``, or the name of a source without lines."""
         return f"{self.source}:{self.line}" if self.line is not None else self.source
 
+    @property
+    def file(self) -> str | None:
+        """The path of the file as the user gave it; ``None`` for a source that is not a file."""
+        name = self.source.removesuffix(_JSON_TEXT)
+        is_named = name in NAMED_SOURCES and (self.line is None or name != self.source)
+        return None if is_named else self.source
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object ``origin`` of the JSON output."""
+        return {
+            "source": self.source if self.file is None else "file",
+            "file": self.file,
+            "line": self.line,
+            "key": self.spelling or None,
+            "text": self.text if self.spelling else None,
+        }
+
     def __str__(self) -> str:
         return f"{self.place} {self.spelling}={self.text}" if self.spelling else self.place
 
 
 DEFAULT_ORIGIN = Origin(source="default")
+
+NAMED_SOURCES: Final = (
+    "--model",
+    "--set",
+    "DistributedConfig",
+    "FullyShardedDataParallelPlugin",
+    "TrainingArguments",
+    "command line",
+    "config",
+    "default",
+    "environment",
+)
+"""Sources that are not files."""
+
+_JSON_TEXT: Final = " fsdp_config"
+"""Follows the source of ``fsdp_config`` that is given as JSON text: ``TrainingArguments fsdp_config:1``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,21 +124,31 @@ class Problem:
         """An ``error`` stops the run; a ``warning`` or ``note`` is printed and added to the report."""
         return _SEVERITIES[self.code[len("FSDP-")]]
 
+    @property
+    def suggestion(self) -> str:
+        """The key or value that was probably meant; empty if none is similar to what was written."""
+        found = _SUGGESTION.search(self.fix)
+        return found[1] if found is not None else ""
+
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON object in ``check --json`` and ``fsdp_report.json``."""
+        """Return the JSON object in the output of all verbs and in ``fsdp_report.json``."""
         return {
             "code": self.code,
             "severity": self.severity,
             "setting": self.setting,
-            "origin": self.origin.place if self.origin is not None else None,
+            "origin": self.origin.to_json() if self.origin is not None else None,
             "message": self.message,
             "fix": self.fix,
+            "suggestion": self.suggestion or None,
             **({"rank": self.rank} if self.rank is not None else {}),
         }
 
     def __str__(self) -> str:
+        return self.text("" if self.severity == "error" else f"{self.severity}: ")
+
+    def text(self, label: str) -> str:
+        """Return the problem as one line, with a label such as ``error: `` after its place."""
         place = f"{self.origin.place}: " if self.origin is not None else ""
-        label = "" if self.severity == "error" else f"{self.severity}: "
         rank = f"rank {self.rank}: " if self.rank is not None else ""
         setting = f"{self.setting}: " if self.setting else ""
         fix = f" {self.fix}" if self.fix else ""

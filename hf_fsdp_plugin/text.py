@@ -5,6 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
 
+_MIN_CELL = 8
+"""Smallest width to which a cell of a table is shortened."""
+
 
 def format_bytes(num_bytes: int, *, binary: bool = False) -> str:
     """Format a number of bytes.
@@ -59,6 +62,28 @@ def format_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) 
     return "\n".join(lines)
 
 
+def fit_table(rows: Sequence[Sequence[str]], width: int | None) -> str:
+    """Align the columns of a table, and shorten the longest cells until a row has at most `width` columns.
+
+    Args:
+        width: columns of the terminal; ``None`` for no limit.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    excess = sum(widths) + 2 * (len(widths) - 1) - width if width is not None else 0
+    while excess > 0:
+        longest = max(range(len(widths)), key=widths.__getitem__)
+        others = [other for number, other in enumerate(widths) if number != longest]
+        target = (
+            max(widths[longest] - excess, *others, _MIN_CELL) if others else max(widths[longest] - excess, _MIN_CELL)
+        )
+        target = min(target, widths[longest] - 1)
+        if target < _MIN_CELL:
+            break  # the terminal is too narrow for any table
+        excess -= widths[longest] - target
+        widths[longest] = target
+    return format_table([[shorten(cell, size) for cell, size in zip(row, widths, strict=True)] for row in rows])
+
+
 def plural(count: int, noun: str, nouns: str = "") -> str:
     """Return the count with its noun: ``1 rank``, ``1,024 ranks``.
 
@@ -78,6 +103,13 @@ def truncate_lines(lines: Iterable[str], limit: int, indent: str = "  ") -> list
     lines = list(lines)
     rest = [f"{indent}… and {len(lines) - limit:,} more"] if len(lines) > limit else []
     return lines[:limit] + rest
+
+
+def wrap_words(text: str, width: int | None, indent: str = "  ") -> list[str]:
+    """Break a text between words into lines of at most `width` characters; ``None`` for one line."""
+    if width is None:
+        return [text]
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def wrap_items(items: Iterable[str], width: int, *, label: str = "") -> list[str]:

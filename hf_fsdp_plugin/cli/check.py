@@ -1,39 +1,54 @@
-"""``hf-fsdp check``: prints every setting with its origin, and every problem at once."""
+"""``hf-fsdp check``: prints every problem at once, every setting with its origin, and a verdict."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
+import os
 import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
-from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
+from hf_fsdp_plugin.cli.check_output import settings_table, to_json, verdict
+from hf_fsdp_plugin.cli.exit_codes import USAGE, exit_code
+from hf_fsdp_plugin.cli.launch_flags import UsageError, split_setting_flags
+from hf_fsdp_plugin.cli.output import print_json
+from hf_fsdp_plugin.cli.parser import make_parser
+from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems, text_width
+from hf_fsdp_plugin.problems import Origin, Problem, SpecError
+from hf_fsdp_plugin.sources.accelerate_launch import default_config_file
+from hf_fsdp_plugin.sources.config_file import MAX_BYTES, ConfigFile, read_text
 from hf_fsdp_plugin.sources.model import Sources, config_of
-from hf_fsdp_plugin.spec.load import Assessment, assess
+from hf_fsdp_plugin.sources.yaml_tree import ConfigFileError
+from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.spec.model import FsdpSpec
-from hf_fsdp_plugin.text import format_table, wrap_items
 
 if TYPE_CHECKING:
     from hf_fsdp_plugin.plan.model import FsdpPlan
 
-HELP = "Check an FSDP config: print every setting with its origin, and every problem."
+HELP = "Check FSDP configs: print every problem, every setting with its origin, and a verdict."
 EXAMPLES = ("hf-fsdp check fsdp.yaml --world-size 8", 'hf-fsdp check --fsdp "full_shard auto_wrap" --json')
 MAX_WORLD_SIZE = 1 << 20
+STDIN: Final = "-"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", nargs="?", help="Accelerate YAML or JSON (default: Accelerate's default config file)")
+    parser.add_argument(
+        "configs",
+        nargs="*",
+        metavar="CONFIG",
+        help="Accelerate YAML or JSON files; - reads stdin (default: Accelerate's default config file)",
+    )
+    parser.add_argument("--config-file", metavar="CONFIG", help="the same as CONFIG, as in launch")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+    parser.add_argument("--fix", action="store_true", help="print the config with misspelled keys and values corrected")
     parser.add_argument(
         "--fsdp", nargs="?", const="true", metavar="WORDS", help='as in TrainingArguments: "full_shard auto_wrap"'
     )
     parser.add_argument(
-        "--fsdp-config",
-        "--fsdp_config",
-        metavar="JSON|PATH",
-        help="as in TrainingArguments: JSON, or the path of a JSON or YAML file",
+        "--fsdp-config", metavar="JSON|PATH", help="as in TrainingArguments: JSON, or the path of a JSON or YAML file"
     )
     parser.add_argument(
         "--set",
@@ -45,64 +60,166 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--distributed-config",
-        "--distributed_config",
         metavar="PATH",
         help="JSON file of a DistributedConfig, with which from_pretrained shards the model",
     )
     parser.add_argument("--model", metavar="DIR|ID", help="resolve the config against this model")
     parser.add_argument("--world-size", type=_world_size, metavar="N", help="number of ranks (default: num_processes)")
+    parser.add_argument(
+        "--device", metavar="TYPE", help="plan for cuda, cpu, … (default: the device that launch uses on this machine)"
+    )
+    parser.epilog = "also all setting flags of `hf-fsdp launch`: --mixed_precision bf16, --fsdp_version 2, --cpu, …"
+
+
+OWN_FLAGS: Final = frozenset(
+    {
+        "config_file", "json", "fix", "fsdp", "fsdp_config", "set", "distributed_config", "model", "world_size",
+        "device", "help",
+    }
+)  # fmt: skip
+
+
+def parse_argv(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments after ``check``, among them flags of launch. Raises ``SystemExit`` for wrong usage."""
+    try:
+        command_line, words = split_setting_flags(argv, OWN_FLAGS)
+    except UsageError as error:
+        print(f"hf-fsdp check: {error}", file=sys.stderr)
+        raise SystemExit(USAGE) from None
+    args = make_parser("check", sys.modules[__name__]).parse_args(words)
+    args.command_line = tuple(command_line)
+    return args
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checked:
+    """One config and its problems.
+
+    Attributes:
+        config: ``None`` if only flags and the environment are checked.
+        exit_code: 0 without errors, 1 with errors, 2 if there is no such config.
+    """
+
+    config: ConfigFile | None
+    spec: FsdpSpec
+    problems: tuple[Problem, ...]
+    plan: FsdpPlan | None
+    exit_code: int
+
+    @property
+    def shown(self) -> str:
+        return self.config.shown if self.config is not None else "flags"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the settings and the problems. Returns 0 without errors, 1 with errors."""
-    assessment = _assess(args)
-    problems = list(assessment.problems)
-    plan = None
-    if args.model and assessment.ok:
-        plan, more = _plan(assessment.spec, args.model, args.world_size)
-        problems += [problem for problem in more if problem not in problems]
+    """Print the problems, settings and verdict. Returns 0 without errors, 1 with errors, 2 for a missing config."""
+    files = _config_files(args)
+    if args.fix:
+        return _fix(args, files)
+    checked = [_check(args, file) for file in files]
     if args.json:
-        result = _to_json(assessment.spec, problems)
-        if args.model:
-            result["plan"] = plan.to_json() if plan is not None else None
-        print(json.dumps(result, indent=2, ensure_ascii=False))
+        results = [_result(args, one) for one in checked]
+        ok = all(result["ok"] for result in results)
+        print_json(results[0] if len(results) == 1 else {"ok": ok, "configs": results})
     else:
-        # If the config file could not be read, a table of defaults would hide the reason.
-        if assessment.ok or assessment.spec.origins:
-            print(_table(assessment.spec))
-        if plan is not None:
-            print(f"\n{plan}")
-        for problem in problems:
-            print(problem, file=sys.stderr)
-    return 1 if has_errors(problems) else 0
+        for number, one in enumerate(checked):
+            print("\n" if number else "", end="")
+            _print(one)
+    return max(one.exit_code for one in checked)
 
 
-def _assess(args: argparse.Namespace) -> Assessment:
-    overrides = list(args.overrides)
-    if args.world_size is not None:
-        overrides.append(f"launch.num_processes={args.world_size}")
+def _config_files(args: argparse.Namespace) -> list[ConfigFile | None]:
+    """Return the configs of the command line, else Accelerate's default config, else ``None``."""
+    named = [*args.configs, *([args.config_file] if args.config_file is not None else [])]
+    if named:
+        return [_stdin() if name == STDIN else ConfigFile.at(name) for name in named]
+    if args.fsdp is not None or args.fsdp_config is not None or args.distributed_config is not None:
+        return [None]
+    return [default_config_file(os.environ)]
+
+
+def _stdin() -> ConfigFile:
+    data = sys.stdin.buffer.read(MAX_BYTES + 1)
+    return ConfigFile(path=Path.cwd() / "stdin", shown="<stdin>", data=data)
+
+
+def _check(args: argparse.Namespace, config: ConfigFile | None) -> Checked:
     given = {name: value for name in ("fsdp", "fsdp_config") if (value := getattr(args, name)) is not None}
-    config = config_of(args.config)
     distributed_config = config_of(args.distributed_config)
     sources = Sources(
         config=config,
         training_arguments=given,
-        overrides=overrides,
+        command_line=args.command_line,
+        overrides=args.overrides,
+        world_size=args.world_size,
         distributed_config=distributed_config,
-        default_file=not given and distributed_config is None,
+        default_file=not given and not args.command_line and distributed_config is None,
     )
-    return assess(sources)
+    assessment = assess(sources)
+    problems, plan = list(assessment.problems), None
+    if args.model and assessment.ok:
+        plan, more = _plan(assessment.spec, args)
+        problems += [problem for problem in more if problem not in problems]
+    code = exit_code(problems, config.shown if config is not None else None)
+    return Checked(
+        config=config, spec=assessment.spec, problems=tuple(in_line_order(problems)), plan=plan, exit_code=code
+    )
 
 
-def _plan(spec: FsdpSpec, model: str, world_size: int | None) -> tuple[FsdpPlan | None, tuple[Problem, ...]]:
+def _result(args: argparse.Namespace, checked: Checked) -> dict[str, Any]:
+    shown = checked.config.shown if checked.config is not None else None
+    result = to_json(checked.spec, checked.problems, shown)
+    return {**result, "plan": checked.plan.to_json() if checked.plan is not None else None} if args.model else result
+
+
+def _print(checked: Checked) -> None:
+    print_problems(checked.problems)
+    # If the config could not be read, a table of defaults would hide the reason.
+    if checked.spec.origins:
+        print(settings_table(checked.spec, checked.problems, checked.config.shown if checked.config else None))
+    if checked.plan is not None:
+        print(f"\n{checked.plan.text(width=text_width())}")
+    print("\n" if checked.spec.origins else "", verdict(checked.spec, checked.problems, checked.shown), sep="")
+
+
+def _fix(args: argparse.Namespace, files: Sequence[ConfigFile | None]) -> int:
+    """Print the corrected config on stdout; the corrections, the remaining problems and the verdict on stderr."""
+    from hf_fsdp_plugin.cli.fix import apply_edits, corrections
+
+    if args.json or len(files) != 1 or files[0] is None:
+        print("hf-fsdp check: --fix needs one config, and prints no JSON.", file=sys.stderr)
+        return USAGE
+    file = files[0]
+    checked = _check(args, file)
+    try:
+        text = read_text(file)
+    except ConfigFileError:
+        print_problems(checked.problems)
+        return checked.exit_code
+    # A corrected key may have a misspelled value.
+    while edits := corrections(text, checked.problems, file.shown):
+        for edit in edits:
+            print(f"{file.shown}:{edit.line}: {text[edit.start : edit.stop]} → {edit.text}", file=sys.stderr)
+        text = apply_edits(text, edits)
+        checked = _check(args, replace(file, data=text.encode()))
+    sys.stderr.flush()
+    sys.stdout.write(text)
+    sys.stdout.flush()
+    print_problems(problem for problem in checked.problems if problem.severity != "note")
+    print(verdict(checked.spec, checked.problems, f"{file.shown} (corrected)"), file=sys.stderr)
+    return checked.exit_code
+
+
+def _plan(spec: FsdpSpec, args: argparse.Namespace) -> tuple[FsdpPlan | None, tuple[Problem, ...]]:
     """Resolve the plan for a model. Torch is imported only here."""
+    from hf_fsdp_plugin.cli.world import find_accelerators
     from hf_fsdp_plugin.plan.load_model import meta_model
     from hf_fsdp_plugin.plan.resolve import resolve
 
-    world_size = world_size if world_size is not None else _smallest_world_size(spec)
-    device_type = "cpu" if spec.launch.use_cpu else "cuda"
+    world_size = args.world_size or _smallest_world_size(spec)
+    device_type = args.device or ("cpu" if spec.launch.use_cpu else find_accelerators().kind)
     try:
-        plan = resolve(spec, meta_model(model), world_size=world_size, device_type=device_type)
+        plan = resolve(spec, meta_model(args.model), world_size=world_size, device_type=device_type)
     except SpecError as error:
         return None, error.problems
     except (ValueError, OSError) as error:  # the model does not exist, or cannot be built
@@ -110,7 +227,7 @@ def _plan(spec: FsdpSpec, model: str, world_size: int | None) -> tuple[FsdpPlan 
             code="FSDP-E709",
             message=" ".join(str(error).split()),
             fix="Give a directory with a config.json, or the name of a model in the local cache.",
-            origin=Origin(source="--model", spelling="--model", text=model),
+            origin=Origin(source="--model", spelling="--model", text=args.model),
         )
         return None, (problem,)
     return plan, plan.problems
@@ -121,50 +238,6 @@ def _smallest_world_size(spec: FsdpSpec) -> int:
     if spec.launch.num_processes != "auto":
         return spec.launch.num_processes
     return math.prod(size for size in (spec.mesh.shard, spec.mesh.replicate) if size != "auto")
-
-
-def _to_json(spec: FsdpSpec, problems: list[Problem]) -> dict[str, Any]:
-    return {
-        "ok": not has_errors(problems),
-        "settings": {
-            name: {"value": _jsonable(value), "origin": str(origin)} for name, value, origin in spec.settings()
-        },
-        "problems": [problem.to_json() for problem in problems],
-    }
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _jsonable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_jsonable(item) for item in value]
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return str(value)  # JSON has no NaN and no infinity
-    return value
-
-
-def _table(spec: FsdpSpec) -> str:
-    """Return the settings that a source sets, one per line with the origin, then the defaults in one paragraph."""
-    rows = [(name, _format(value), str(origin)) for name, value, origin in spec.settings() if spec.asked(name)]
-    defaults = [
-        f"{name} {_format(value)}"
-        for name, value, _ in spec.settings()
-        if not spec.asked(name) and not name.startswith(("launch.", "xla."))
-    ]
-    lines = wrap_items(defaults, 110, label="defaults: ")
-    if sys.stdout.isatty():
-        lines = [f"\033[2m{line}\033[0m" for line in lines]  # ANSI code for dimmed text
-    return "\n".join([*([format_table(rows), ""] if rows else []), *lines])
-
-
-def _format(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, (tuple, list)):
-        return ", ".join(str(item) for item in value) or "-"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}={_format(item)}" for key, item in value.items()) or "-"
-    return str(value) if value != "" else "-"
 
 
 def _world_size(text: str) -> int:

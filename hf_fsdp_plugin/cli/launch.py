@@ -11,13 +11,16 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hf_fsdp_plugin.cli.failure_summary import exit_code, first_failure, format_failures, summarize
+from hf_fsdp_plugin.cli.exit_codes import USAGE, exit_code
+from hf_fsdp_plugin.cli.failure_summary import exit_code as exit_code_of_ranks
+from hf_fsdp_plugin.cli.failure_summary import first_failure, format_failures, summarize
 from hf_fsdp_plugin.cli.launch_flags import LaunchArguments, UsageError, add_help, parse_launch_arguments
 from hf_fsdp_plugin.cli.rank_env import rank_env, settings_env
 from hf_fsdp_plugin.cli.ranks import Ranks
 from hf_fsdp_plugin.cli.rendezvous import Rendezvous, describe, endpoint, meet_locally, meet_machines
 from hf_fsdp_plugin.cli.run_script import FAILURE_VARIABLE
 from hf_fsdp_plugin.cli.script_path import check_script
+from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems
 from hf_fsdp_plugin.cli.world import World, find_accelerators, resolve_world
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.sources.config_file import ConfigFile
@@ -44,7 +47,7 @@ def parse_argv(argv: Sequence[str]) -> LaunchArguments:
         return parse_launch_arguments(argv)
     except UsageError as error:
         print(f"hf-fsdp launch: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(USAGE) from None
 
 
 def run(arguments: LaunchArguments) -> int:
@@ -54,10 +57,10 @@ def run(arguments: LaunchArguments) -> int:
         return _launch(arguments)
     except UsageError as error:
         print(f"hf-fsdp launch: {error}", file=sys.stderr)
-        return 2
+        return USAGE
     except SpecError as error:
-        print(error, file=sys.stderr)
-        return 1
+        print_problems(problem for problem in in_line_order(error.problems) if problem.severity != "note")
+        return exit_code(error.problems, arguments.options.get("config_file"))
 
 
 def _launch(arguments: LaunchArguments) -> int:
@@ -116,7 +119,7 @@ def _run_ranks(
         print(text, file=sys.stderr)
         if log_dir is not None and first is not None:
             print(f"hf-fsdp: all output is in {log_dir}/rank_*.log", file=sys.stderr)
-    return exit_code(result)
+    return exit_code_of_ranks(result)
 
 
 def _check_usage(arguments: LaunchArguments) -> None:

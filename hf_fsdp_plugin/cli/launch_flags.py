@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -97,6 +97,20 @@ FLAGS: tuple[Flag, ...] = (
 )
 
 _BY_NAME = {flag.name: flag for flag in FLAGS}
+OTHER_LAUNCHERS: Mapping[str, str] = {
+    "config": "config_file",
+    "nproc": "num_processes",
+    "nproc_per_node": "num_processes",
+    "num_gpus": "num_processes",
+    "nnodes": "num_machines",
+    "num_nodes": "num_machines",
+    "node_rank": "machine_rank",
+    "master_addr": "main_process_ip",
+    "master_port": "main_process_port",
+    "bf16": "mixed_precision bf16",
+    "fp16": "mixed_precision fp16",
+}
+"""Flags of torchrun, deepspeed and training scripts -> the flag of launch with this meaning."""
 _SHORT = {"-m": "module", "-q": "quiet", "-t": "tee"}
 _SCOPES: tuple[Scope, ...] = ("fsdp", "parallelism")
 _SETTING_PREFIXES = ("fsdp_", "parallelism_config_")
@@ -162,21 +176,65 @@ def parse_launch_arguments(argv: Sequence[str]) -> LaunchArguments:
     )
 
 
-def _find_flag(written: str) -> Flag:
+def split_setting_flags(argv: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str]]:
+    """Split the arguments of another verb into the setting flags of launch, as ``--name=value``, and its own words.
+
+    Args:
+        own: names of the verb's own flags, with underscores.
+
+    Raises:
+        UsageError: a flag that neither the verb nor ``launch`` has, or one that only ``launch`` has.
+    """
+    settings: list[str] = []
+    words = list(argv)
+    rest: list[str] = []
+    while words:
+        word = words.pop(0)
+        written, equals, value = word.partition("=")
+        if word == "--":
+            rest += [word, *words]
+            break
+        if not word.startswith("--") or _plain(written) in own:
+            rest.append(word)
+            continue
+        flag = _find_flag(written, own)
+        if flag.kind == "unsupported":
+            raise UsageError(f"{written} is not supported: {flag.help}")
+        if flag.kind == "launcher":
+            raise UsageError(f"{written} is a flag of hf-fsdp launch only.")
+        if not equals and flag.takes_value and not words:
+            raise UsageError(f"{written} needs a value")
+        if not equals:
+            value = words.pop(0) if flag.takes_value else "true"
+        if flag.kind == "setting":
+            settings.append(f"--{flag.setting or flag.name}={value}")
+    return settings, rest
+
+
+def _plain(written: str) -> str:
+    return written.removeprefix("--").replace("-", "_").lower() if written.startswith("--") else ""
+
+
+def _find_flag(written: str, own: Collection[str] | None = None) -> Flag:
+    """Return a flag of launch. `own` are the flags of the verb that has these arguments, if it is another one."""
     if written in _SHORT:
         return _BY_NAME[_SHORT[written]]
-    name = written.removeprefix("--").replace("-", "_").lower() if written.startswith("--") else ""
+    name = _plain(written)
     if name in _BY_NAME:
         return _BY_NAME[name]
     if name.startswith(_UNSUPPORTED_PREFIXES):
         return Flag(name=name, kind="unsupported", help=_NOT_FSDP)
     if name.startswith(_SETTING_PREFIXES) and find(name, _SCOPES) is not None:
         return Flag(name=name)
-    supported = [flag.name for flag in FLAGS if flag.kind != "unsupported"]
-    near = suggest(name, _SCOPES) if name.startswith(_SETTING_PREFIXES) else ""
-    near = near or next(iter(difflib.get_close_matches(name, supported, n=1, cutoff=0.6)), "")
-    remedy = f"Did you mean --{near}?" if near else "`hf-fsdp launch --help` lists the flags."
-    raise UsageError(f"unknown flag {written} before the script. {remedy} Flags of the script go after it.")
+    supported = [flag.name for flag in FLAGS if flag.kind != "unsupported" and (own is None or flag.kind == "setting")]
+    near = OTHER_LAUNCHERS.get(name, "")
+    near = near or (suggest(name, _SCOPES) if name.startswith(_SETTING_PREFIXES) else "")
+    near = near or next(iter(difflib.get_close_matches(name, [*(own or ()), *supported], n=1, cutoff=0.6)), "")
+    verb = "launch" if own is None else "check"
+    remedy = f"Did you mean --{near}?" if near else f"`hf-fsdp {verb} --help` lists the flags."
+    if own is None:
+        raise UsageError(f"unknown flag {written} before the script. {remedy} Flags of the script go after it.")
+    raise UsageError(f"unknown flag {written}. {remedy}")
 
 
 _METAVARS = {

@@ -2,21 +2,21 @@
 
 A verb is a module of this package with ``HELP``, two ``EXAMPLES``, ``add_arguments(parser)`` and ``run(args) -> int``.
 A verb that also accepts the arguments of another program has ``parse_argv(argv)``, which replaces argparse and returns
-the argument of ``run``. Exit codes: 0 without problems, 1 with problems, 2 for wrong usage.
+the argument of ``run``. The exit codes are in :mod:`hf_fsdp_plugin.cli.exit_codes`.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType, ModuleType
 from typing import Any
 
 import hf_fsdp_plugin
+from hf_fsdp_plugin.cli.exit_codes import INTERRUPTED, OK, PROBLEMS, USAGE
+from hf_fsdp_plugin.cli.parser import PROG, make_parser
 
 VERBS: Mapping[str, str] = MappingProxyType(
     {
@@ -32,8 +32,6 @@ VERBS: Mapping[str, str] = MappingProxyType(
 )
 """Verb -> description. Each verb is the module with this name, which is imported when the verb is called."""
 
-OK, PROBLEMS, USAGE = 0, 1, 2
-PROG = "hf-fsdp"
 _HELP_FLAGS = ("-h", "--help")
 
 
@@ -56,15 +54,7 @@ def parse_arguments(verb: str, module: ModuleType, argv: Sequence[str]) -> Any:
     """Parse the arguments of a verb. Raises ``SystemExit`` for wrong usage and after ``--help``."""
     if hasattr(module, "parse_argv") and not (argv and argv[0] in _HELP_FLAGS):
         return module.parse_argv(argv)
-    parser = argparse.ArgumentParser(
-        prog=f"{PROG} {verb}",
-        description=textwrap.fill(module.HELP, 100),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    module.add_arguments(parser)
-    examples = "\n".join(["examples:", *(f"  {example}" for example in module.EXAMPLES)])
-    parser.epilog = f"{parser.epilog}\n\n{examples}" if parser.epilog else examples
-    return parser.parse_args(argv)
+    return make_parser(verb, module).parse_args(argv)
 
 
 def _run(verb: str, argv: Sequence[str]) -> int:
@@ -82,7 +72,8 @@ def _run(verb: str, argv: Sequence[str]) -> int:
         print(f"{PROG} {verb}: {error.strerror or error}", file=sys.stderr)
         return PROBLEMS
     except KeyboardInterrupt:
-        return 130
+        print(f"{PROG} {verb}: interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _usage() -> str:

@@ -161,6 +161,15 @@ class FsdpPlan:
         }
 
     def __str__(self) -> str:
+        lines = [self.text(), *(["", "problems"] if self.problems else [])]
+        return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
+
+    def text(self, *, width: int | None = None) -> str:
+        """Return the settings and the table of units, without the problems.
+
+        Args:
+            width: maximum number of columns of a line; ``None`` for no limit.
+        """
         settings = [(name, value) for name, value in self.settings() if not name.startswith(("launch.", "xla."))]
         master = self.precision.master
         frozen = [name for unit in self.units for name in unit.frozen]
@@ -169,13 +178,11 @@ class FsdpPlan:
             f"{plural(self.world_size, f'{self.device_type} rank')}"
             + (f" · master weights {master}" if master != "unchanged" else "")
             + (" · already sharded" if self.pre_sharded else ""),
-            *settings_text(settings),
+            *settings_text(settings, width),
             "",
-            units_text(self.units),
+            units_text(self.units, width),
             *names_text("tied parameters", [" = ".join(names) for names in self.ties]),
             *names_text(f"frozen parameters: {len(frozen)}", frozen),
             *names_text(f"ignored modules: {len(self.ignored_modules)}", self.ignored_modules),
-            *(["", "problems"] if self.problems else []),
-            *(f"  {problem}" for problem in self.problems),
         ]
         return "\n".join(lines)

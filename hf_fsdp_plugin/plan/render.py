@@ -7,23 +7,31 @@ from itertools import groupby, product
 from typing import Any
 
 from hf_fsdp_plugin.plan.units import UnitPlan
-from hf_fsdp_plugin.text import format_count, format_table, truncate_lines
+from hf_fsdp_plugin.text import fit_table, format_count, truncate_lines
 
 MAX_NAMES = 12
 
 
-def settings_text(settings: Iterable[tuple[str, Any]]) -> list[str]:
+def settings_text(settings: Iterable[tuple[str, Any]], width: int | None = None) -> list[str]:
     """Return one line per section: ``prefetch    backward pre · forward no · limit_all_gathers yes``.
 
     Args:
         settings: canonical names and values, grouped by section.
+        width: maximum number of columns. Longer sections have several lines.
     """
-    split = ((*name.split(".", 1), value) for name, value in settings)
-    rows = [
-        (f"  {section}", " · ".join(f"{name} {_value_text(value)}" for _, name, value in group))
-        for section, group in groupby(split, key=lambda setting: setting[0])
-    ]
-    return format_table(rows).splitlines()
+    split = [(*name.split(".", 1), value) for name, value in settings]
+    indent = max(len(section) for section, _, _ in split) + 4
+    lines: list[str] = []
+    for section, group in groupby(split, key=lambda setting: setting[0]):
+        line = f"  {section}".ljust(indent)
+        for number, item in enumerate(f"{name} {_value_text(value)}" for _, name, value in group):
+            if number and width is not None and len(line) + len(item) + 3 > width:
+                lines.append(line)
+                line = " " * indent + item
+            else:
+                line += f" · {item}" if number else item
+        lines.append(line)
+    return lines
 
 
 def _value_text(value: Any) -> str:
@@ -39,7 +47,7 @@ def names_text(title: str, names: Sequence[str]) -> list[str]:
     return ["", title, *truncate_lines((f"  {name}" for name in names), MAX_NAMES)] if names else []
 
 
-def units_text(units: Iterable[UnitPlan]) -> str:
+def units_text(units: Iterable[UnitPlan], width: int | None = None) -> str:
     """Return a table of units. Units that differ only in the numbers in their names share a row."""
     rows = [("unit", "class", "parameters", "dtype", "after forward")]
     for same in _groups(units):
@@ -54,7 +62,7 @@ def units_text(units: Iterable[UnitPlan]) -> str:
                 "freed" if first.reshard_after_forward else "kept",
             )
         )
-    return format_table(rows)
+    return fit_table(rows, width)
 
 
 def _groups(units: Iterable[UnitPlan]) -> list[list[UnitPlan]]:

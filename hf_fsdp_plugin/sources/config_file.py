@@ -19,10 +19,12 @@ class ConfigFile:
     Attributes:
         path: absolute path.
         shown: path as the user wrote it, for messages.
+        data: the content, if it was read already, for example from stdin.
     """
 
     path: Path
     shown: str
+    data: bytes | None = None
 
     @classmethod
     def at(cls, path: str | os.PathLike[str]) -> ConfigFile:
@@ -38,24 +40,32 @@ class ConfigFiles:
 
     def tree(self, file: ConfigFile) -> Node:
         """Return the content of `file`. Raises ``ConfigFileError``."""
+        is_json = file.path.suffix.lower() == ".json"
+        if file.data is not None:
+            return parse_text(read_text(file), source=file.shown, is_json=is_json)
         version = _version(file.path)
         parsed = self._trees.get(file.path)
         if parsed is None or parsed[0] != version:
-            text = _read_text(file.path, file.shown)
-            parsed = version, parse_text(text, source=file.shown, is_json=file.path.suffix.lower() == ".json")
+            parsed = version, parse_text(read_text(file), source=file.shown, is_json=is_json)
             self._trees[file.path] = parsed
         return parsed[1]
+
+
+def read_text(file: ConfigFile) -> str:
+    """Return the text of a config file. Raises ``ConfigFileError``."""
+    data = file.data if file.data is not None else _read_bytes(file.path, file.shown)
+    return _decoded(data, file.shown)
 
 
 def _version(path: Path) -> tuple[int, int]:
     try:
         status = os.stat(path)
     except (OSError, ValueError):
-        return (-1, -1)  # _read_text reports the reason
+        return (-1, -1)  # _read_bytes reports the reason
     return status.st_mtime_ns, status.st_size
 
 
-def _read_text(path: Path, source: str) -> str:
+def _read_bytes(path: Path, source: str) -> bytes:
     try:
         if not path.exists():
             fix = "Check the path. accelerate config writes a config file."
@@ -64,7 +74,7 @@ def _read_text(path: Path, source: str) -> str:
             message = "the path is a directory." if path.is_dir() else "the path is not a regular file."
             raise ConfigFileError("FSDP-E002", message, "Give a YAML or JSON file.", source=source)
         with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+            return file.read(MAX_BYTES + 1)
     except ConfigFileError:
         raise
     except PermissionError:
@@ -73,6 +83,9 @@ def _read_text(path: Path, source: str) -> str:
     except (OSError, ValueError) as error:
         message = f"the file cannot be read: {getattr(error, 'strerror', None) or error}."
         raise ConfigFileError("FSDP-E003", message, "Check the path.", source=shorten(source)) from None
+
+
+def _decoded(data: bytes, source: str) -> str:
     if len(data) > MAX_BYTES:
         message = "the file is larger than 1 MiB, the limit for configs."
         raise ConfigFileError("FSDP-E004", message, "Check that the path names a config.", source=source)

@@ -19,6 +19,7 @@ class Sources:
     Attributes:
         training_arguments: keyword arguments of ``TrainingArguments``, including ``fsdp`` and ``fsdp_config``.
         distributed_config: a ``DistributedConfig``, a dict with its fields, or a ``ConfigFile`` with them.
+        world_size: the value of ``check --world-size``, a number of ranks with the precedence of ``--set``.
         problems: the problems found by :func:`sources.accelerate_launch.locate_config`.
         files: the config files parsed so far. Copies made with ``dataclasses.replace`` share it.
     """
@@ -29,6 +30,7 @@ class Sources:
     distributed_config: Any = None
     command_line: Sequence[str] = ()
     overrides: Mapping[str, Any] | Sequence[str] = ()
+    world_size: int | None = None
     environ: Mapping[str, str] | None = None
     default_file: bool = False
     as_launched: bool = False

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hf_fsdp_plugin.problems import Origin, Problem
+from hf_fsdp_plugin.sources import command_line
 from hf_fsdp_plugin.sources.collector import Collector, entry_of
 from hf_fsdp_plugin.sources.command_line import parse_flags
 from hf_fsdp_plugin.sources.model import Sources
@@ -24,17 +25,24 @@ def read(sources: Sources) -> SourceSettings | None:
     given = [sources.overrides] if isinstance(sources.overrides, str) else sources.overrides
     pairs: list[tuple[str, Any]] = list(given.items() if isinstance(given, Mapping) else _split(given, out))
     pairs += _split((flag.value for flag in parse_flags(sources.command_line) if flag.name == "set"), out)
-    if not pairs and not out.problems:
+    if not pairs and not out.problems and sources.world_size is None:
         return None
     for name, value in pairs:
         entry = entry_of(name, value)
         row = BY_NAME.get(lower(name)) if "." in name else find(name, ALL_SCOPES)
-        if row is None or (row.opens is not None and not entry.value.is_mapping):
+        if row is not None and row.opens is not None and not entry.value.is_mapping:
+            fix = "Set one of its settings, such as sharding.strategy=shard_grad_op, or pass --fsdp_config with JSON."
+            out.report("FSDP-E032", entry, f"'{name}' is a section, not a setting.", fix)
+        elif row is None:
             nearest = _nearest(name)
             fix = f"Did you mean {nearest}?" if nearest else "hf-fsdp check --json lists the names."
             out.report("FSDP-E032", entry, f"unknown setting '{name}'.", fix)
         else:
             out.add_entry(row, entry)
+    if sources.world_size is not None:
+        flag = Collector(command_line.SOURCE)
+        flag.add("launch.num_processes", entry_of("--world-size", sources.world_size))
+        out.extend(flag)
     return out.result(None)
 
 

@@ -41,6 +41,10 @@ other a different ``reshard_after_forward``, neither has precedence, which is th
 """
 
 _LEVELS: Final = tuple(dict.fromkeys(level for level, _ in PRECEDENCE))
+FLAGS: Final = frozenset({overrides.SOURCE, command_line.SOURCE})
+FILES: Final = frozenset({accelerate_file.SOURCE, environment.SOURCE})
+"""Flags are given for one run, and usually override the file and the environment of many runs on purpose."""
+
 COMPLEMENTARY = frozenset({"launch.distributed_type"})
 """Settings that several sources may set differently: ``fsdp=`` in a script turns FSDP on under any launcher."""
 
@@ -98,7 +102,8 @@ def overridden(setting: Setting, effective: Setting) -> Problem:
     if setting.value == effective.value:
         return _repeated(setting, effective)
     message = f"{setting.written} is overridden by {effective.origin}."
-    if setting.name in COMPLEMENTARY or (setting.implied and effective.implied):
+    by_flag = setting.level in FILES and effective.level in FLAGS
+    if by_flag or setting.name in COMPLEMENTARY or (setting.implied and effective.implied):
         return about(setting, "FSDP-N105", message)
     return about(setting, "FSDP-W103", message, "Set it in one place.")
 

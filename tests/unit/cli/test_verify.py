@@ -26,7 +26,7 @@ def test_json_is_one_object(local, hf_fsdp):
     assert (code, err) == (1, "") and printed.keys() == {"ok", "checkpoint", "problems", "files", "bytes"}
     assert printed["ok"] is False and printed["checkpoint"] == str(local) and printed["files"] == 5
     problem = next(problem for problem in printed["problems"] if problem["severity"] == "error")
-    assert problem["origin"] == str(local / FILES[0]) and "norm.weight" in problem["message"] and problem["fix"]
+    assert problem["origin"]["file"] == str(local / FILES[0]) and "norm.weight" in problem["message"] and problem["fix"]
 
 
 def test_wrong_folder_exits_2(local, hf_fsdp):

@@ -112,7 +112,7 @@ def test_reshard_of_higher_source_overrides_strategy(assess):
     assessment = assess(config, overrides=["reshard_after_forward=true"])
     assert assessment.ok
     assert assessment.spec.sharding.strategy == "full_shard"
-    (problem,) = (problem for problem in assessment.problems if problem.code == "FSDP-W103")
+    (problem,) = (problem for problem in assessment.problems if problem.code == "FSDP-N105")
     assert problem.setting == "sharding.strategy" and "--set" in problem.message
 
 

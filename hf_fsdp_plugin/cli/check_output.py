@@ -1,0 +1,153 @@
+"""What ``hf-fsdp check`` prints: a table of settings, a verdict, or JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from hf_fsdp_plugin.cli.terminal import Color, colored, text_width
+from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Origin, Problem, has_errors
+from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.text import fit_table, plural, wrap_items, wrap_words
+from hf_fsdp_plugin.vocabulary import BY_NAME, ROWS, canonical, find
+
+_UNKNOWN_KEYS: Final = frozenset({"FSDP-E020", "FSDP-E030", "FSDP-E032"})
+_REFUSED: Final = "refused"
+_PARAGRAPH: Final = 110
+_ROW_INDENT: Final = 4
+"""Width of the line numbers before the keys."""
+
+
+def settings_table(spec: FsdpSpec, problems: Sequence[Problem], shown: str | None) -> str:
+    """Return the settings that a source sets, one per line with its origin, then the defaults in one paragraph.
+
+    Args:
+        shown: the config as the user named it. Its name is the heading of the last column, and is not repeated.
+    """
+    refused = refused_settings(spec, problems)
+    width = text_width()
+    rows: list[tuple[str, str, Origin]] = []
+    defaults = []
+    for name, value, origin in spec.settings():
+        if name in refused:
+            rows.append((name, _REFUSED, refused[name]))
+        elif spec.asked(name):
+            rows.append((name, format_value(value), origin))
+        elif not name.startswith(("launch.", "xla.")):
+            defaults.append(f"{name} {format_value(value)}")
+    lines = wrap_items(defaults, min(width or _PARAGRAPH, _PARAGRAPH), label="defaults: ")
+    lines = [colored(line, "dim") for line in lines]
+    if not rows:
+        return "\n".join(lines)
+    head, *table = _fitted(rows, shown, width).split("\n")
+    table = [colored(line, "red") if f"  {_REFUSED}  " in line else line for line in table]
+    return "\n".join([colored(head, "bold"), *table, "", *lines])
+
+
+def _fitted(rows: Sequence[tuple[str, str, Origin]], shown: str | None, width: int | None) -> str:
+    """Return the table. An origin that does not fit is shown without its value, which the second column contains."""
+    used = max(len(name) for name, _, _ in rows) + max(len(value) for _, value, _ in rows) + 4
+    room = None if width is None else width - used
+    cells = [(name, value, _origin_text(origin, shown, room)) for name, value, origin in rows]
+    return fit_table([("setting", "value", shown or "origin"), *cells], width)
+
+
+def _origin_text(origin: Origin, shown: str | None, room: int | None) -> str:
+    if origin.file is not None:
+        line = str(origin.line or "").rjust(_ROW_INDENT)
+        place = line if origin.file == shown else f"{origin.place} "
+    else:
+        place = "" if origin.source in ("command line", "--set") else f"{origin.place} "
+    place = f"{place}  " if origin.file == shown else place
+    flag = "--set " if origin.source == "--set" else ""
+    text = f"{place}{flag}{origin.spelling}={origin.text}" if origin.spelling else place.strip()
+    return f"{place}{flag}{origin.spelling}" if room is not None and len(text) > room else text
+
+
+def refused_settings(spec: FsdpSpec, problems: Iterable[Problem]) -> dict[str, Origin]:
+    """Return the settings whose value or key was refused, and that no other source sets: the default is not meant."""
+    refused: dict[str, Origin] = {}
+    names = {name for name, _, _ in spec.settings()}
+    for problem in problems:
+        name = problem.setting
+        if problem.severity != "error" or problem.origin is None or problem.origin == DEFAULT_ORIGIN:
+            continue
+        if problem.code in _UNKNOWN_KEYS:
+            name = _setting_of(problem.suggestion)
+        if name in names and not spec.asked(name) and problem.origin.spelling:
+            refused.setdefault(name, problem.origin)
+    return refused
+
+
+def _setting_of(key: str) -> str | None:
+    """Return the canonical name of a key of any section."""
+    row = BY_NAME.get(key) or find(key, dict.fromkeys(row.scope for row in ROWS)) if key else None
+    return canonical(row.name) if row is not None else None
+
+
+def verdict(spec: FsdpSpec, problems: Sequence[Problem], shown: str) -> str:
+    """Return the last line: the number of errors and warnings, or what will run."""
+    counts = {severity: sum(p.severity == severity for p in problems) for severity in ("error", "warning")}
+    found = ", ".join(plural(count, severity) for severity, count in counts.items() if count)
+    color: Color = "red" if counts["error"] else "yellow" if found else "green"
+    if counts["error"]:
+        return f"{shown}: {colored(found, color)}"
+    found = found or "no problems"
+    text = f"{shown}: {found}. {describe_run(spec)}"
+    lines = wrap_words(text, text_width())
+    return "\n".join(lines).replace(found, colored(found, color), 1)
+
+
+def describe_run(spec: FsdpSpec) -> str:
+    """Return one sentence about the run that a spec without errors describes."""
+    launch, ranks = spec.launch, spec.launch.num_processes
+    where = "CPU rank" if launch.use_cpu else "rank"
+    on = f"on {plural(ranks, where)}" if ranks != "auto" else f"on all {where}s of the launcher"
+    if launch.distributed_type != "FSDP":
+        return f"Runs without FSDP {on} (distributed_type {launch.distributed_type})."
+    units = {
+        "transformer": f"each {', '.join(spec.wrap.classes) or 'layer'} is a unit",
+        "size": f"units of at least {spec.wrap.min_num_params:,} parameters",
+        "none": "the whole model is one unit",
+    }[spec.wrap.policy]
+    precision = "no mixed precision" if spec.precision.param == "auto" else spec.precision.param
+    return f"Runs FSDP{spec.fsdp.version} {spec.sharding.strategy} {on}; {units}; {precision}."
+
+
+def to_json(spec: FsdpSpec, problems: Sequence[Problem], shown: str | None) -> dict[str, Any]:
+    """Return the object that ``--json`` prints for one config."""
+    refused = refused_settings(spec, problems)
+    settings = {
+        name: {"value": None, "refused": True, "origin": refused[name].to_json()}
+        if name in refused
+        else {"value": jsonable(value), "refused": False, "origin": origin.to_json()}
+        for name, value, origin in spec.settings()
+    }
+    return {
+        "ok": not has_errors(problems),
+        "config": shown,
+        "settings": settings,
+        "problems": [problem.to_json() for problem in problems],
+    }
+
+
+def jsonable(value: Any) -> Any:
+    """Return a value of a setting as JSON."""
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(item) for item in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return str(value)  # JSON has no NaN and no infinity
+    return value
+
+
+def format_value(value: Any) -> str:
+    """Return a value of a setting as text."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (tuple, list)):
+        return ", ".join(str(item) for item in value) or "-"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={format_value(item)}" for key, item in value.items()) or "-"
+    return str(value) if value != "" else "-"

@@ -1,0 +1,15 @@
+"""The JSON objects that the verbs print. docs/json.md describes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+SCHEMA_VERSION: Final = 1
+"""Increased when a field is removed or its meaning changes; not when a field is added."""
+
+
+def print_json(tree: Mapping[str, Any]) -> None:
+    """Print one JSON object to stdout, with the version of its schema."""
+    print(json.dumps({"schema_version": SCHEMA_VERSION, **tree}, indent=2, ensure_ascii=False, default=str))

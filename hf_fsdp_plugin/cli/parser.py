@@ -1,0 +1,59 @@
+"""The argparse parser of a verb."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any, NoReturn
+
+from hf_fsdp_plugin.cli.exit_codes import USAGE
+
+PROG = "hf-fsdp"
+
+
+class Parser(argparse.ArgumentParser):
+    """Accepts flags with hyphens or underscores, and prints an error as one line with a suggestion."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([self._with_hyphens(word) for word in words], namespace)
+
+    def _with_hyphens(self, word: str) -> str:
+        name, equals, value = word.partition("=")
+        if name.startswith("--") and "_" in name and name.replace("_", "-") in self._option_string_actions:
+            return name.replace("_", "-") + equals + value
+        return word
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message and unknown.startswith("-"):
+            message = f"unknown flag {unknown.split()[0].partition('=')[0]}.{self._suggestion(unknown.split()[0])}"
+        print(f"{self.prog}: {message} `{self.prog} --help` lists the arguments.", file=sys.stderr)
+        raise SystemExit(USAGE)
+
+    def _suggestion(self, written: str) -> str:
+        import difflib
+
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        near = difflib.get_close_matches(self._with_hyphens(written).partition("=")[0], flags, n=1)
+        return f" Did you mean {near[0]}?" if near else ""
+
+
+def make_parser(verb: str, module: ModuleType) -> Parser:
+    """Return the parser of a verb's arguments."""
+    parser = Parser(
+        prog=f"{PROG} {verb}",
+        description=textwrap.fill(module.HELP, 100),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    module.add_arguments(parser)
+    parser.epilog = "\n\n".join(filter(None, [parser.epilog, _examples(module.EXAMPLES)]))
+    return parser
+
+
+def _examples(examples: Iterable[str]) -> str:
+    return "\n".join(["examples:", *(f"  {example}" for example in examples)])
