@@ -186,7 +186,8 @@ _PARALLELISM_ROWS = (
     *(Row(name=f"mesh.{axis}", kind="one", scope="parallelism", internal=True,
           spellings=(f"{axis}_size", f"{what.lower()}_parallel_size"),
           about=f"{what} parallel degree; only 1 is supported.")
-      for axis, what in (("tp", "Tensor"), ("cp", "Context"), ("sp", "Sequence"), ("pp", "Pipeline"))),
+      for axis, what in (("tp", "Tensor"), ("cp", "Context"), ("sp", "Sequence"), ("pp", "Pipeline"),
+                         ("ep", "Expert"))),
     *(Row(name=f"mesh.{key}", kind="any", scope="parallelism", internal=True, spellings=(key,),
           about="Option of an unsupported parallel axis; ignored.")
       for key in ("cp_backend", "cp_comm_strategy", "cp_handler", "sp_backend", "sp_seq_length",
@@ -243,7 +244,7 @@ _TRAINING_ROWS = (
     Row(name="training.fsdp_config", kind="section", opens="fsdp", scope="training", internal=True,
         spellings=("fsdp_config",), about="Section with the FSDP settings."),
     *(Row(name=f"training.{dtype}", kind="flag", scope="training", internal=True, spellings=(dtype,),
-          about=f"Same as mixed_precision: {dtype}.") for dtype in ("bf16", "fp16")),
+          about=f"Same as mixed_precision: {dtype}.") for dtype in ("bf16", "fp16", "fp8")),
     Row(name="launch.use_cpu", kind="bool", scope="training", spellings=("use_cpu", "no_cuda"),
         about="Run on CPU ranks."),
 )  # fmt: skip

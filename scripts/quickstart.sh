@@ -32,16 +32,17 @@ echo "[1/5] installing"
 make_environment
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-# The config sets 4 processes, one per GPU. The flags override this with 2 CPU ranks. All other settings are from the
-# config: full shard, LlamaDecoderLayer, bf16, backward prefetch, sharded checkpoints, RAM-efficient loading.
+# The config sets 4 processes, one per GPU, and no FSDP version. The flags set 2 CPU ranks and version 2. All other
+# settings are from the config: full shard, LlamaDecoderLayer, bf16, backward prefetch, sharded checkpoints, RAM-efficient
+# loading.
 train() {
-  "$VENV/bin/hf-fsdp" launch --config_file "$config" --num_processes 2 --cpu scripts/train_causal_lm.py \
+  "$VENV/bin/hf-fsdp" launch --config_file "$config" --fsdp_version 2 --num_processes 2 --cpu scripts/train_causal_lm.py \
     --use_cpu --output_dir "$out" --max_length 128 --per_device_train_batch_size 2 --learning_rate 1e-4 \
     --lr_scheduler_type constant --eval_strategy steps --eval_steps 10 --save_strategy steps --save_steps "$steps" "$@"
 }
 
 echo "[2/5] checking $config"
-"$VENV/bin/hf-fsdp" check "$config"
+"$VENV/bin/hf-fsdp" check "$config" --set fsdp.version=2
 
 echo "[3/5] fine-tuning SmolLM2-135M on 2 ranks, $steps steps"
 rm -rf "$out"

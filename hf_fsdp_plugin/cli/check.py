@@ -17,13 +17,14 @@ from hf_fsdp_plugin.cli.launch_flags import UsageError, split_setting_flags
 from hf_fsdp_plugin.cli.output import print_json
 from hf_fsdp_plugin.cli.parser import make_parser
 from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems, text_width
-from hf_fsdp_plugin.problems import Origin, Problem, SpecError
+from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
 from hf_fsdp_plugin.sources.accelerate_launch import default_config_file
 from hf_fsdp_plugin.sources.config_file import MAX_BYTES, ConfigFile, read_text
 from hf_fsdp_plugin.sources.model import Sources, config_of
 from hf_fsdp_plugin.sources.yaml_tree import ConfigFileError
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.spec.rules import check_version_without_script, fsdp_is_off
 
 if TYPE_CHECKING:
     from hf_fsdp_plugin.plan.model import FsdpPlan
@@ -156,13 +157,18 @@ def _check(args: argparse.Namespace, config: ConfigFile | None) -> Checked:
         default_file=not given and not args.command_line and distributed_config is None,
     )
     assessment = assess(sources)
+    spec = assessment.spec
     problems, plan = list(assessment.problems), None
-    if args.model and assessment.ok:
-        plan, more = _plan(assessment.spec, args)
+    if assessment.ok and not spec.enabled and fsdp_is_off(spec) not in problems:
+        problems.append(fsdp_is_off(spec))
+    if args.model and assessment.ok and spec.enabled:
+        plan, more = _plan(spec, args)
         problems += [problem for problem in more if problem not in problems]
+    if not has_errors(problems):
+        problems += check_version_without_script(spec)
     code = exit_code(problems, config.shown if config is not None else None)
     return Checked(
-        config=config, spec=assessment.spec, problems=tuple(in_line_order(problems)), plan=plan, exit_code=code
+        config=config, spec=spec, problems=tuple(in_line_order(problems)), plan=plan, exit_code=code
     )
 
 

@@ -21,6 +21,8 @@ _ROW_INDENT: Final = 4
 def settings_table(spec: FsdpSpec, problems: Sequence[Problem], shown: str | None) -> str:
     """Return the settings that a source sets, one per line with its origin, then the defaults in one paragraph.
 
+    The defaults of FSDP are omitted if FSDP is not enabled.
+
     Args:
         shown: the config as the user named it. Its name is the heading of the last column, and is not repeated.
     """
@@ -33,7 +35,7 @@ def settings_table(spec: FsdpSpec, problems: Sequence[Problem], shown: str | Non
             rows.append((name, _REFUSED, refused[name]))
         elif spec.asked(name):
             rows.append((name, format_value(value), origin))
-        elif not name.startswith(("launch.", "xla.")):
+        elif spec.enabled and not name.startswith(("launch.", "xla.")):
             defaults.append(f"{name} {format_value(value)}")
     lines = wrap_items(defaults, min(width or _PARAGRAPH, _PARAGRAPH), label="defaults: ")
     lines = [colored(line, "dim") for line in lines]
@@ -103,8 +105,8 @@ def describe_run(spec: FsdpSpec) -> str:
     launch, ranks = spec.launch, spec.launch.num_processes
     where = "CPU rank" if launch.use_cpu else "rank"
     on = f"on {plural(ranks, where)}" if ranks != "auto" else f"on all {where}s of the launcher"
-    if launch.distributed_type != "FSDP":
-        return f"Runs without FSDP {on} (distributed_type {launch.distributed_type})."
+    if not spec.enabled:
+        return f"Runs without FSDP {on}."
     units = {
         "transformer": f"each {', '.join(spec.wrap.classes) or 'layer'} is a unit",
         "size": f"units of at least {spec.wrap.min_num_params:,} parameters",
@@ -126,6 +128,7 @@ def to_json(spec: FsdpSpec, problems: Sequence[Problem], shown: str | None) -> d
     return {
         "ok": not has_errors(problems),
         "config": shown,
+        "enabled": spec.enabled,
         "settings": settings,
         "problems": [problem.to_json() for problem in problems],
     }

@@ -9,7 +9,6 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
-from hf_fsdp_plugin.sources import environment
 from hf_fsdp_plugin.sources.accelerate_launch import locate_config
 from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.spec.load import assess
@@ -40,7 +39,7 @@ class Session:
         """
         self._set(sources, installed=True, report=report)
         spec = self.load()
-        self.ambient = spec if asks_for_fsdp(spec) else None
+        self.ambient = spec if spec.enabled else None
         return spec
 
     def close(self) -> None:
@@ -81,21 +80,6 @@ class Session:
     def trainer_spec(self) -> FsdpSpec | None:
         """The spec of the Trainer that is creating an Accelerator, if there is one."""
         return self._of_trainer.get()
-
-
-def asks_for_fsdp(spec: FsdpSpec) -> bool:
-    """Return whether a source enables FSDP. A precision or a number of processes alone does not.
-
-    ``FSDP_*`` variables alone configure FSDP but do not enable it; ``ACCELERATE_USE_FSDP`` does.
-    """
-    if spec.launch.distributed_type != "FSDP":
-        return False
-    about_fsdp = (
-        origin
-        for name, origin in spec.origins.items()
-        if name.partition(".")[0] not in ("launch", "precision", "activation")
-    )
-    return spec.asked("launch.distributed_type") or any(origin.source != environment.SOURCE for origin in about_fsdp)
 
 
 session = Session()

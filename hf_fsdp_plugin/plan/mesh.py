@@ -5,7 +5,7 @@ from __future__ import annotations
 from hf_fsdp_plugin.plan.model import MeshPlan
 from hf_fsdp_plugin.plan.problem_collector import ProblemCollector
 from hf_fsdp_plugin.spec.model import FsdpSpec
-from hf_fsdp_plugin.strategies import STRATEGIES
+from hf_fsdp_plugin.strategies import STRATEGIES, Strategy, strategy_of
 
 
 def resolve_mesh(
@@ -35,6 +35,8 @@ def resolve_mesh(
     mesh = _complete(spec, world_size, shard, replicate, problems)
     if mesh is None:
         return MeshPlan(replicate=1, shard=world_size), strategy.name
+    if mesh.shard == 1 and world_size > 1:
+        return mesh, _unsharded(spec, strategy, world_size, problems).name
     hybrid, plain = strategy.counterpart(hybrid=True), strategy.counterpart(hybrid=False)
     if mesh.replicate > 1 and strategy is plain:
         problems.add(
@@ -52,6 +54,22 @@ def resolve_mesh(
             "Set mesh.shard (parallelism_config_dp_shard_size) below the world size to get several replicas.",
         )
     return mesh, strategy.name
+
+
+def _unsharded(spec: FsdpSpec, strategy: Strategy, world_size: int, problems: ProblemCollector) -> Strategy:
+    """Report that a strategy that shards got a mesh with one rank per shard group. Return the strategy that results."""
+    unsharded = strategy_of(sharded=False, hybrid=False, reshard=False)
+    if spec.asked("mesh.shard") and spec.asked("sharding.strategy"):
+        message = f"{strategy.name} with a shard size of 1 does not shard the model."
+        problems.add("FSDP-E130", "mesh.shard", message, f"Use {unsharded.name}, or a larger shard size.")
+        return strategy
+    message = (
+        f"nothing is sharded: each of the {world_size} ranks has a copy of the model, because a shard group has one "
+        f"rank. This is {unsharded.name}, not {strategy.name}."
+    )
+    fix = "Set mesh.shard (parallelism_config_dp_shard_size) to the number of ranks that share one copy."
+    problems.add("FSDP-W281", "sharding.strategy", message, fix)
+    return unsharded
 
 
 def _integer(size: int | str) -> int | None:

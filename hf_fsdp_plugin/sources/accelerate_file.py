@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from hf_fsdp_plugin.sources.collector import Collector
+from hf_fsdp_plugin.sources.collector import Collector, entry_of
 from hf_fsdp_plugin.sources.config_file import ConfigFile, ConfigFiles
 from hf_fsdp_plugin.sources.model import Sources
-from hf_fsdp_plugin.sources.settings import SourceSettings
+from hf_fsdp_plugin.sources.settings import SourceSettings, enables_fsdp
 from hf_fsdp_plugin.sources.tree import Entry, Node
 from hf_fsdp_plugin.sources.yaml_tree import ConfigFileError, dict_tree
 from hf_fsdp_plugin.vocabulary import TRAINING_FILE_MARKS, find, plain_key
@@ -21,23 +21,44 @@ def read(sources: Sources) -> SourceSettings | None:
     config = sources.config
     if config is None:
         return None
-    out = Collector(SOURCE if isinstance(config, Mapping) else config.shown)
+    file = ConfigFile.at(SOURCE) if isinstance(config, Mapping) else config
     try:
-        if isinstance(config, Mapping):
-            _add_tree(out, dict_tree(config, source=SOURCE), ConfigFile.at(SOURCE), sources.files)
-        else:
-            _add_tree(out, sources.files.tree(config), config, sources.files)
+        root = dict_tree(config, source=SOURCE) if isinstance(config, Mapping) else sources.files.tree(config)
     except ConfigFileError as error:
         return SourceSettings(problems=(error.problem,), dialect="accelerate")
+    keys = {entry.key.strip().lower() for entry in root.value}
+    out = Collector(file.shown)
+    if keys & TRAINING_FILE_MARKS and "distributed_type" not in keys:
+        _add_training_file(out, root, file, sources.files)
+        return out.result("training_arguments")
+    _add_tree(out, root)
     return out.result("accelerate")
 
 
-def _add_tree(out: Collector, root: Node, file: ConfigFile, files: ConfigFiles) -> None:
-    """Add a config of any form. Relative paths in it are resolved from the folder of `file`."""
+def _add_training_file(out: Collector, root: Node, file: ConfigFile, files: ConfigFiles) -> None:
+    """Add the config of a training script, which passes its FSDP keys to ``TrainingArguments``.
+
+    There, only ``fsdp`` enables FSDP. axolotl (``base_model``) sets it for every ``fsdp_config``.
+    """
+    inner = Collector(out.source)
+    inner.add_training_file(_without_path(root.value, inner, file, files))
+    fsdp = next((entry for entry in root.value if plain_key(entry.key, "training") == "fsdp"), None)
+    is_on = any(s.name == "launch.distributed_type" and s.value == "FSDP" for s in inner.settings)
+    if not is_on and (fsdp is None or fsdp.value.is_empty) and any(entry.key == "base_model" for entry in root.value):
+        is_on = any(enables_fsdp(s.name, s.value, s.origin) for s in inner.settings)
+    if is_on:
+        out.extend(inner)
+        out.mentions_fsdp = True
+        return
+    out.problems += inner.problems
+    out.set_inactive(s for s in inner.settings if s.name != "launch.distributed_type")
+    out.add("launch.distributed_type", fsdp or entry_of("", "NO"), value="NO", implied=True)
+
+
+def _add_tree(out: Collector, root: Node) -> None:
+    """Add Accelerate's file, or only its ``fsdp_config`` section."""
     keys = {entry.key.strip().lower() for entry in root.value}
-    if keys & TRAINING_FILE_MARKS and "distributed_type" not in keys:
-        out.add_training_file(_without_path(root.value, out, file, files))
-    elif any(_is_top_level(key) for key in keys):
+    if any(_is_top_level(key) for key in keys):
         out.add_mapping(root.value, ("launch", "training"), misplaced=("fsdp", "parallelism"))
     else:
         out.add_mapping(root.value, ("fsdp", "parallelism"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.settings import Dialect, Setting, SourceSettings
@@ -16,6 +17,8 @@ AUTO_WRAP = "wrap.auto"
 """Internal name of the ``auto_wrap`` option, which leaves the wrap policy to the other settings."""
 _PRIVATE_STRATEGY = "_hybrid_shard_zero2"
 """The name of a strategy in torch's enumeration."""
+_ALWAYS_WRITTEN: Final = frozenset({"wrap.min_num_params", "xla.enabled", "xla.v2", "xla.grad_ckpt"})
+_WRITTEN_VALUES: Final = (0, False)
 FSDP_SCOPES: tuple[Scope, ...] = ("fsdp", "precision", "parallelism")
 
 
@@ -32,6 +35,7 @@ class Collector:
         self.settings: list[Setting] = []
         self.problems: list[Problem] = []
         self.mentions_fsdp = False
+        self.inactive: SourceSettings | None = None
 
     def result(self, dialect: Dialect | None) -> SourceSettings:
         """Return the settings and problems. `dialect` is used only if the source mentions FSDP."""
@@ -39,7 +43,18 @@ class Collector:
             settings=tuple(self.settings),
             problems=tuple(self.problems),
             dialect=dialect if self.mentions_fsdp else None,
+            inactive=self.inactive,
         )
+
+    def set_inactive(self, settings: Iterable[Setting], problems: Iterable[Problem] = ()) -> None:
+        """Keep these settings for the case that another source enables FSDP.
+
+        Values that Transformers 4 writes into every ``fsdp_config`` are not settings of the user.
+        """
+        given = tuple(s for s in settings if s.name not in _ALWAYS_WRITTEN or s.value not in _WRITTEN_VALUES)
+        found = tuple(problems)
+        if given or found:
+            self.inactive = SourceSettings(settings=given, problems=found)
 
     def extend(self, other: Collector) -> None:
         """Add the content of another collector."""

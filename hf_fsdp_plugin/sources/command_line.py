@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from hf_fsdp_plugin.sources.collector import Collector, entry_of
 from hf_fsdp_plugin.sources.model import Sources
-from hf_fsdp_plugin.sources.settings import SourceSettings
+from hf_fsdp_plugin.sources.settings import SourceSettings, enables_fsdp
 from hf_fsdp_plugin.sources.training_arguments import add_fsdp_arguments
 from hf_fsdp_plugin.vocabulary import PREFIXES, Row, Scope, find, plain_key, suggest
 
@@ -43,12 +43,14 @@ class Flag(NamedTuple):
         written: the flag as written, without its value: ``--fsdp-offload-params``.
         name: the name with underscores, without leading dashes: ``fsdp_offload_params``.
         value: empty if the flag has none.
+        has_value: whether a value follows, which may be the empty string.
         num_words: the number of words of the command line that form the flag.
     """
 
     written: str
     name: str
     value: str
+    has_value: bool
     num_words: int
 
 
@@ -111,18 +113,32 @@ def read(sources: Sources) -> SourceSettings | None:
     fsdp_config: str | None = None
     for flag in parse_flags(sources.command_line):
         if flag.name == "fsdp":
-            fsdp = flag.value or True
+            fsdp = flag.value if flag.has_value else True
         elif flag.name == "fsdp_config":
             fsdp_config = flag.value
         else:
             _add_flag(flags, flag)
     add_fsdp_arguments(arguments, fsdp, fsdp_config, sources.files)
+    if fsdp is not None and not arguments.mentions_fsdp:
+        _deactivate(flags, arguments)
     from_arguments, from_flags = arguments.result("training_arguments"), flags.result("accelerate")
     return SourceSettings(
         settings=(*from_arguments.settings, *from_flags.settings),
         problems=(*from_arguments.problems, *from_flags.problems),
         dialect=from_arguments.dialect or from_flags.dialect,
+        inactive=from_arguments.inactive,
     )
+
+
+def _deactivate(flags: Collector, arguments: Collector) -> None:
+    """Make flags such as ``--fsdp_min_num_params`` inactive, because ``--fsdp ""`` turns FSDP off."""
+    if any(setting.name == "launch.distributed_type" for setting in flags.settings):
+        return  # --use_fsdp
+    unused = [setting for setting in flags.settings if enables_fsdp(setting.name, setting.value, setting.origin)]
+    before = arguments.inactive or SourceSettings()
+    arguments.set_inactive((*before.settings, *unused), before.problems)
+    flags.settings = [setting for setting in flags.settings if setting not in unused]
+    flags.mentions_fsdp = False
 
 
 def _parse_flag(argv: Sequence[str], position: int) -> Flag:
@@ -142,7 +158,8 @@ def _parse_flag(argv: Sequence[str], position: int) -> Flag:
     if takes_next:
         assert following is not None
         value = following
-    return Flag(written=written, name=name, value=value, num_words=2 if takes_next else 1)
+    has_value = bool(equals) or takes_next
+    return Flag(written=written, name=name, value=value, has_value=has_value, num_words=2 if takes_next else 1)
 
 
 def _add_flag(out: Collector, flag: Flag) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 from hf_fsdp_plugin.sources.collector import Collector, entry_of
 from hf_fsdp_plugin.sources.model import Sources
-from hf_fsdp_plugin.sources.settings import SourceSettings
+from hf_fsdp_plugin.sources.settings import ENVIRONMENT, SourceSettings
 from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS
 from hf_fsdp_plugin.vocabulary import Scope, find, suggest
 
-SOURCE = "environment"
+SOURCE = ENVIRONMENT
 PREFIXES: tuple[tuple[str, Scope], ...] = (("FSDP_", "fsdp"), ("PARALLELISM_CONFIG_", "parallelism"))
 ACCELERATE: Mapping[str, str] = {
     "ACCELERATE_MIXED_PRECISION": "mixed_precision",

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from hf_fsdp_plugin.problems import Origin, Problem
 
 Dialect = Literal["accelerate", "training_arguments"]
 """Selects the defaults: FSDP1 without wrapping (Accelerate), or FSDP2 with the model's layers (TrainingArguments)."""
+
+
+ENVIRONMENT: Final = "environment"
+"""Name of the source of environment variables."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,9 +46,31 @@ class SourceSettings:
     Attributes:
         dialect: selects the defaults; ``None`` if the source does not mention FSDP.
         level: level of precedence; set by ``spec.precedence``.
+        inactive: settings that do not enable FSDP, and that apply only if another source enables it: an ``fsdp_config``
+            without ``fsdp``, which Transformers ignores.
     """
 
     settings: tuple[Setting, ...] = ()
     problems: tuple[Problem, ...] = ()
     dialect: Dialect | None = None
     level: str = ""
+    inactive: SourceSettings | None = None
+
+    @property
+    def enables_fsdp(self) -> bool:
+        """Whether a setting of this source enables FSDP."""
+        return any(enables_fsdp(s.name, s.value, s.origin) for s in self.settings)
+
+
+def enables_fsdp(name: str, value: Any, origin: Origin) -> bool:
+    """Whether a setting enables FSDP. A precision or a number of processes does not.
+
+    Environment variables configure FSDP but do not enable it, except ``ACCELERATE_USE_FSDP``: Transformers itself sets
+    some of them.
+    """
+    if name == "launch.distributed_type":
+        return str(value).strip().upper() == "FSDP"
+    section, _, key = name.partition(".")
+    if section == "mesh" and key not in ("shard", "replicate"):
+        return False
+    return section not in ("launch", "precision", "activation") and origin.source != ENVIRONMENT

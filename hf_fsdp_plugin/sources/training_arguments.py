@@ -7,7 +7,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.accelerate_file import add_fsdp_section
 from hf_fsdp_plugin.sources.collector import Collector
 from hf_fsdp_plugin.sources.config_file import ConfigFile, ConfigFiles
@@ -15,14 +14,12 @@ from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.sources.settings import SourceSettings
 from hf_fsdp_plugin.sources.tree import Node
 from hf_fsdp_plugin.sources.yaml_tree import ConfigFileError, dict_tree, parse_text
-from hf_fsdp_plugin.vocabulary import Scope
 
 SOURCE = "TrainingArguments"
-KEYS: Mapping[Scope, tuple[str, ...]] = {
-    "training": ("bf16", "fp16", "gradient_checkpointing", "activation_checkpointing", "use_cpu", "no_cuda"),
-    "fsdp": ("fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap"),  # removed from Transformers
-}
-"""Scope -> FSDP arguments other than ``fsdp`` and ``fsdp_config``."""
+KEYS = ("bf16", "fp16", "gradient_checkpointing", "activation_checkpointing", "use_cpu", "no_cuda")
+"""Arguments that are settings whether or not FSDP is enabled."""
+OLD_KEYS = ("fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap")
+"""Arguments of Transformers 4 that Transformers 5 removed."""
 
 FsdpOptions = bool | str | Enum | Sequence[str | Enum] | None
 FsdpConfig = Mapping[str, Any] | str | Path | None
@@ -34,33 +31,42 @@ def read(sources: Sources) -> SourceSettings | None:
     if not arguments:
         return None
     out = Collector(SOURCE)
-    for scope, key in ((scope, key) for scope, keys in KEYS.items() for key in keys):
+    for key in KEYS:
         if arguments.get(key):  # False is the Trainer's default, not a setting
-            out.add_key(scope, key, arguments[key])
-    add_fsdp_arguments(out, arguments.get("fsdp"), arguments.get("fsdp_config"), sources.files)
+            out.add_key("training", key, arguments[key])
+    old = {key: arguments[key] for key in OLD_KEYS if arguments.get(key)}
+    add_fsdp_arguments(out, arguments.get("fsdp"), arguments.get("fsdp_config"), sources.files, old)
     return out.result("training_arguments")
 
 
-def add_fsdp_arguments(out: Collector, fsdp: FsdpOptions, fsdp_config: FsdpConfig, files: ConfigFiles) -> None:
-    """Add the arguments ``fsdp`` and ``fsdp_config``.
+def add_fsdp_arguments(
+    out: Collector,
+    fsdp: FsdpOptions,
+    fsdp_config: FsdpConfig,
+    files: ConfigFiles,
+    old_arguments: Mapping[str, Any] | None = None,
+) -> None:
+    """Add the arguments ``fsdp`` and ``fsdp_config``. As in Transformers, only ``fsdp`` enables FSDP.
 
     Args:
         fsdp: options as text or list, or a bool.
         fsdp_config: a dict, the path of a JSON or YAML file, or JSON text.
+        old_arguments: the arguments in ``OLD_KEYS``, which are part of ``fsdp_config`` today.
     """
     if fsdp is not None:
         out.add_key("training", "fsdp", fsdp)
-    if fsdp_config is None or fsdp_config == "" or fsdp_config == {}:
-        return
-    if fsdp is not None and not out.mentions_fsdp:
-        out.problems.append(
-            Problem(
-                code="FSDP-E033",
-                message=f"fsdp={fsdp!r} turns FSDP off, but fsdp_config is given.",
-                fix="Set fsdp=True, or remove fsdp_config.",
-                origin=Origin(source=out.source, spelling="fsdp", text=str(fsdp)),
-            )
-        )
+    inner = Collector(out.source)
+    for key, value in (old_arguments or {}).items():
+        inner.add_key("fsdp", key, value)
+    if fsdp_config is not None and fsdp_config != "" and fsdp_config != {}:
+        _add_config(inner, fsdp_config, files)
+    if out.mentions_fsdp:
+        out.extend(inner)
+    else:
+        out.set_inactive(inner.settings, inner.problems)
+
+
+def _add_config(out: Collector, fsdp_config: FsdpConfig, files: ConfigFiles) -> None:
     try:
         tree, source = _config_tree(fsdp_config, out.source, files)
     except ConfigFileError as error:
@@ -69,7 +75,6 @@ def add_fsdp_arguments(out: Collector, fsdp: FsdpOptions, fsdp_config: FsdpConfi
     inner = Collector(source)
     add_fsdp_section(inner, tree)
     out.extend(inner)
-    out.mentions_fsdp = True
 
 
 def _config_tree(config: FsdpConfig, source: str, files: ConfigFiles) -> tuple[Node, str]:

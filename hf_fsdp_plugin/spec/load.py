@@ -123,7 +123,7 @@ def with_distributed_config(spec: FsdpSpec, config: Any) -> FsdpSpec:
 def assess(sources: Sources) -> Assessment:
     """Read every source, apply the precedence, and check the result."""
     sources = locate_config(sources)
-    levels = [parse_settings(level) for level in _without_default_off(read_all(sources))]
+    levels = [parse_settings(level) for level in _resolve_activity(read_all(sources))]
     problems = [*sources.problems, *(problem for level in levels for problem in level.problems)]
     effective, overridden = merge(levels)
     spec, derived = build(effective, dialect_of(levels))
@@ -135,8 +135,10 @@ def assess(sources: Sources) -> Assessment:
 
 def _ambiguous_version(levels: Sequence[SourceSettings], spec: FsdpSpec) -> Iterator[Problem]:
     """Report that no source sets the FSDP version, and that the dialects of the sources have different defaults."""
+    if spec.asked("fsdp.version") or not spec.enabled:
+        return
     dialects = {level.dialect for level in levels if level.dialect is not None and level.level != environment.SOURCE}
-    if len(dialects) > 1 and not spec.asked("fsdp.version"):
+    if len(dialects) > 1:
         message = (
             "no source sets the FSDP version, and the defaults differ: 1 for Accelerate's file, 2 for "
             f"TrainingArguments. The default of the source with higher precedence is used: {spec.fsdp.version}."
@@ -163,20 +165,46 @@ def _check(spec: FsdpSpec, read_problems: list[Problem]) -> Iterator[Problem]:
             yield problem
 
 
-def _without_default_off(levels: Sequence[SourceSettings]) -> Sequence[SourceSettings]:
-    """Remove ``fsdp=False`` if another source turns FSDP on, because ``False`` is also the Trainer's default."""
-    if not any(_turns_on(level) for level in levels):
-        return levels
-    return [level if level.dialect is not None else _without_implied_off(level) for level in levels]
+def _resolve_activity(levels: Sequence[SourceSettings]) -> Sequence[SourceSettings]:
+    """Apply or discard what depends on whether any source enables FSDP.
+
+    If one does, ``inactive`` settings apply, and ``fsdp=False`` does not, because it is also the Trainer's default. If
+    none does, ``inactive`` settings are reported and not used.
+    """
+    if any(level.enables_fsdp for level in levels):
+        return [_activate(level if level.dialect is not None else _without_implied_off(level)) for level in levels]
+    return [_discard_inactive(level) for level in levels]
+
+
+def _activate(level: SourceSettings) -> SourceSettings:
+    inactive = level.inactive
+    if inactive is None:
+        return level
+    settings = (replace(setting, level=level.level) for setting in inactive.settings)
+    return replace(
+        level, settings=(*level.settings, *settings), problems=(*level.problems, *inactive.problems), inactive=None
+    )
+
+
+def _discard_inactive(level: SourceSettings) -> SourceSettings:
+    if level.inactive is None:
+        return level
+    unused = [s for s in level.inactive.settings if _is_only_for_fsdp(s)]
+    origins = [*(s.origin for s in unused), *(problem.origin for problem in level.inactive.problems)]
+    if not origins:
+        return replace(level, inactive=None)
+    keys = ", ".join(dict.fromkeys(s.origin.spelling for s in unused)) or "fsdp_config"
+    message = f"FSDP settings without fsdp do not enable FSDP and are not used: {keys}."
+    fix = "Set fsdp=True to shard the model, or remove these settings."
+    problem = Problem(code="FSDP-W033", message=message, fix=fix, origin=origins[0])
+    return replace(level, problems=(*level.problems, problem), inactive=None)
+
+
+def _is_only_for_fsdp(setting: Setting) -> bool:
+    """Whether a setting has no effect on a run without FSDP, unlike ``bf16`` or ``gradient_checkpointing``."""
+    return not (setting.implied or setting.name.startswith("launch.") or setting.name == "activation.trainer")
 
 
 def _without_implied_off(level: SourceSettings) -> SourceSettings:
     off = ("launch.distributed_type", "NO")
     return replace(level, settings=tuple(s for s in level.settings if not s.implied or (s.name, s.value) != off))
-
-
-def _turns_on(level: SourceSettings) -> bool:
-    """Whether a source turns FSDP on. Variables alone do not, because Transformers itself sets some of them."""
-    if level.level != environment.SOURCE:
-        return level.dialect is not None
-    return any(setting.name == "launch.distributed_type" for setting in level.settings)

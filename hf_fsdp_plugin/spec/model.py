@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Origin, Problem
-from hf_fsdp_plugin.sources.settings import Dialect
+from hf_fsdp_plugin.sources.settings import Dialect, enables_fsdp
 from hf_fsdp_plugin.strategies import DEFAULT
 
 Version = Literal[1, 2]
@@ -172,6 +172,12 @@ class FsdpSpec:
     def asked(self, name: str) -> bool:
         """Whether a source sets this setting."""
         return name in self.origins
+
+    @property
+    def enabled(self) -> bool:
+        """Whether a source enables FSDP, and no source of higher precedence selects another engine."""
+        asked = (setting for setting in self.settings() if self.asked(setting[0]))
+        return self.launch.distributed_type == "FSDP" and any(enables_fsdp(*setting) for setting in asked)
 
     def with_values(self, values: Mapping[str, Any], origins: Mapping[str, Origin]) -> FsdpSpec:
         """Return a copy with other values of some settings, by canonical name. The caller checks the rules."""

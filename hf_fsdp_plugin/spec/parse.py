@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hf_fsdp_plugin.problems import Origin, Problem
-from hf_fsdp_plugin.sources import environment
+from hf_fsdp_plugin.sources import environment, plugin_object
 from hf_fsdp_plugin.sources.collector import AUTO_WRAP
 from hf_fsdp_plugin.sources.settings import Dialect, Setting, SourceSettings
 from hf_fsdp_plugin.spec import model
@@ -145,6 +145,12 @@ def _combine_reshard(
     elif row.hybrid and row.reshards_after_forward:
         settings["sharding.strategy"] = replace(strategy, value=other.value)
         problems.append(about(reshard, "FSDP-N109", f"{reshard.written} changes {strategy.origin} to {other.value}."))
+    elif version == 2 and _is_option_of_fsdp(strategy) and _is_from_fsdp_config(reshard, strategy):
+        # As in Transformers, fsdp_config has precedence over the options of fsdp.
+        settings["sharding.strategy"] = other
+        message = f"{strategy.written} is overridden by {reshard.origin}: the strategy is {other.value}."
+        fix = f"Write {strategy.written.replace(strategy.value, other.value)}."
+        problems.append(about(strategy, "FSDP-W103", message, fix))
     elif reshard.origin.source == strategy.origin.source == environment.SOURCE:
         # accelerate launch always sets both variables; each FSDP version reads one of them.
         if version == 2:
@@ -158,20 +164,29 @@ def _combine_reshard(
         settings["sharding.strategy"] = other
         problems.append(overridden(strategy, reshard))
     else:
-        message = f"{strategy.written} conflicts with {reshard.origin}, which means {_strategy_of(reshard).value}."
-        problems.append(about(strategy, "FSDP-E107", message, f"Remove {reshard.origin.spelling}."))
+        message = f"{strategy.written} conflicts with {reshard.origin}, which means {other.value}."
+        fix = f"Keep one of them: {strategy.value}, or {other.value}."
+        problems.append(about(strategy, "FSDP-E107", message, fix))
+
+
+def _is_option_of_fsdp(strategy: Setting) -> bool:
+    """Whether a strategy is an option of ``fsdp="full_shard auto_wrap"``."""
+    return strategy.origin.spelling.lstrip("-") == "fsdp"
 
 
 def _combine_mesh(settings: Settings, problems: list[Problem]) -> None:
     """Change the strategy to its hybrid counterpart if the mesh replicates, or to no_shard if the shard size is 1."""
     replicate, shard = settings.get("mesh.replicate"), settings.get("mesh.shard")
-    if replicate is None or replicate.value == "auto" or replicate.value == 1:
-        return
     strategy = settings.get("sharding.strategy")
-    if shard is not None and shard.value == 1:
+    if shard is not None and shard.value == 1 and _num_ranks(settings) > 1:
         if strategy is None:
             unsharded = strategy_of(sharded=False, hybrid=False, reshard=False)
-            settings["sharding.strategy"] = replace(replicate, name="sharding.strategy", value=unsharded.name)
+            settings["sharding.strategy"] = replace(shard, name="sharding.strategy", value=unsharded.name)
+            if replicate is None or replicate.value == "auto":
+                message = f"{shard.written} shards nothing: every rank has a copy of the model ({unsharded.name})."
+                problems.append(about(shard, "FSDP-W162", message, "Remove it to shard the model over all ranks."))
+        return
+    if replicate is None or replicate.value == "auto" or replicate.value == 1:
         return
     plain = STRATEGIES[strategy.value] if strategy is not None else DEFAULT
     hybrid = plain.counterpart(hybrid=True)
@@ -179,6 +194,17 @@ def _combine_mesh(settings: Settings, problems: list[Problem]) -> None:
         settings["sharding.strategy"] = replace(strategy or replicate, name="sharding.strategy", value=hybrid.name)
         message = f"{replicate.written} changes the strategy {plain.name} to {hybrid.name}."
         problems.append(about(replicate, "FSDP-N111", message))
+
+
+def _is_from_fsdp_config(reshard: Setting, strategy: Setting) -> bool:
+    """Whether ``reshard_after_forward`` stands in the ``fsdp_config`` of the same ``TrainingArguments``."""
+    return reshard.level == strategy.level and reshard.origin.source != plugin_object.SOURCE
+
+
+def _num_ranks(settings: Settings) -> int:
+    """Return the number of ranks that these settings imply; 1 if they do not imply a number."""
+    sizes = (settings[name].value for name in ("mesh.replicate", "launch.num_processes") if name in settings)
+    return max((size for size in sizes if size != "auto"), default=1)
 
 
 def _make_spec(settings: Settings, defaults: dict[str, Any]) -> model.FsdpSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Final
 
 from hf_fsdp_plugin.problems import Problem
@@ -45,6 +46,8 @@ FLAGS: Final = frozenset({overrides.SOURCE, command_line.SOURCE})
 FILES: Final = frozenset({accelerate_file.SOURCE, environment.SOURCE})
 """Flags are given for one run, and usually override the file and the environment of many runs on purpose."""
 
+OTHER_ENGINES: Final = MappingProxyType({"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM"})
+"""Value of ``distributed_type`` -> name of an engine other than FSDP."""
 COMPLEMENTARY = frozenset({"launch.distributed_type"})
 """Settings that several sources may set differently: ``fsdp=`` in a script turns FSDP on under any launcher."""
 
@@ -69,10 +72,12 @@ def merge(levels: Iterable[SourceSettings]) -> tuple[dict[str, Setting], tuple[P
         settings, conflicts = _merge_level(level)
         problems += conflicts
         for name, setting in settings.items():
-            if name in effective:
-                problems.append(overridden(setting, effective[name]))
-            else:
+            if name not in effective:
                 effective[name] = setting
+                continue
+            if _script_enables_fsdp(setting, effective[name]):
+                setting, effective[name] = effective[name], setting
+            problems.append(overridden(setting, effective[name]))
     return effective, tuple(problems)
 
 
@@ -97,15 +102,32 @@ def has_precedence(one: Setting, other: Setting) -> bool:
     return _LEVELS.index(one.level) < _LEVELS.index(other.level)
 
 
+def _script_enables_fsdp(setting: Setting, effective: Setting) -> bool:
+    """Whether a script enables FSDP under a launcher that was started with ``--multi_gpu``, as Transformers does."""
+    is_fsdp = setting.name in COMPLEMENTARY and setting.value == "FSDP" and setting.level == training_arguments.SOURCE
+    return is_fsdp and effective.level == command_line.SOURCE and effective.value not in OTHER_ENGINES
+
+
 def overridden(setting: Setting, effective: Setting) -> Problem:
     """Return the note or warning that `effective` overrides `setting`."""
     if setting.value == effective.value:
         return _repeated(setting, effective)
-    message = f"{setting.written} is overridden by {effective.origin}."
     by_flag = setting.level in FILES and effective.level in FLAGS
-    if by_flag or setting.name in COMPLEMENTARY or (setting.implied and effective.implied):
+    if setting.name in COMPLEMENTARY and (setting.value in OTHER_ENGINES or not by_flag):
+        return _other_engine(setting, effective)
+    message = f"{setting.written} is overridden by {effective.origin}."
+    if by_flag or (setting.implied and effective.implied):
         return about(setting, "FSDP-N105", message)
     return about(setting, "FSDP-W103", message, "Set it in one place.")
+
+
+def _other_engine(setting: Setting, effective: Setting) -> Problem:
+    """Return the problem that two sources select different kinds of parallelism."""
+    if setting.value in OTHER_ENGINES:
+        message = f"{setting.written} selects {OTHER_ENGINES[setting.value]}, and {effective.origin} enables FSDP."
+        return about(setting, "FSDP-E120", message, "Keep one of them.")
+    message = f"{setting.written} is overridden by {effective.origin}, which selects {effective.value}."
+    return about(setting, "FSDP-W160", message, f"Set distributed_type: {effective.value} in the config.")
 
 
 def about(setting: Setting, code: str, message: str, fix: str = "") -> Problem:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.spec.model import DIALECT_DEFAULTS, FsdpSpec
+from hf_fsdp_plugin.spec.precedence import OTHER_ENGINES
 from hf_fsdp_plugin.strategies import STRATEGIES
 
-OTHER_ENGINES = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM"}
 XLA_TYPES = ("XLA", "TPU")
 FSDP_SECTIONS = frozenset(
     {"fsdp", "sharding", "mesh", "wrap", "offload", "prefetch", "checkpoint", "loading", "params", "xla"}
@@ -54,9 +54,29 @@ def check_fsdp_enabled(spec: FsdpSpec) -> Iterator[Problem]:
         fix = "Set distributed_type: FSDP, or remove the fsdp_config."
         yield about(spec, "FSDP-E123", "launch.distributed_type", message, fix)
     else:
-        message = f"distributed_type is {kind}: this config does not enable FSDP."
-        fix = "Set distributed_type: FSDP and an fsdp_config to shard the model."
-        yield about(spec, "FSDP-W124", "launch.distributed_type", message, fix)
+        yield fsdp_is_off(spec)
+
+
+def fsdp_is_off(spec: FsdpSpec) -> Problem:
+    """Return the warning that no source enables FSDP."""
+    origin = spec.origins.get("launch.distributed_type")
+    message = f"FSDP is not enabled by these settings{f' ({origin})' if origin is not None else ''}."
+    fix = "Set distributed_type: FSDP and an fsdp_config, or fsdp=True in TrainingArguments, to shard the model."
+    return about(spec, "FSDP-W124", "launch.distributed_type", message, fix)
+
+
+def check_version_without_script(spec: FsdpSpec) -> Iterator[Problem]:
+    """Report a version that is a default of Accelerate's file, for a caller that does not know the script.
+
+    ``TrainingArguments`` that enable FSDP have another default.
+    """
+    of_script = DIALECT_DEFAULTS["training_arguments"]["fsdp.version"]
+    if spec.enabled and not spec.asked("fsdp.version") and spec.fsdp.version != of_script:
+        message = (
+            f"fsdp_version is not set. This config means version {spec.fsdp.version}; with a script whose "
+            f"TrainingArguments set fsdp, version {of_script} runs."
+        )
+        yield about(spec, "FSDP-N161", "fsdp.version", message, "Set fsdp_version.")
 
 
 def check_defaults_only(spec: FsdpSpec) -> Iterator[Problem]:
@@ -105,10 +125,11 @@ def check_mesh_size(spec: FsdpSpec) -> Iterator[Problem]:
 def check_mesh_strategy(spec: FsdpSpec) -> Iterator[Problem]:
     strategy, shard, replicate = spec.sharding.strategy, spec.mesh.shard, spec.mesh.replicate
     is_sharded = STRATEGIES[strategy].is_sharded
+    num_ranks = [size for size in (replicate, spec.launch.num_processes) if size != "auto"]
     if not is_sharded and shard not in ("auto", 1):
         message = f"{strategy} does not shard the model, but the shard size is {shard}."
         yield about(spec, "FSDP-E130", "mesh.shard", message, "Remove the shard size, or use full_shard.")
-    elif is_sharded and shard == 1 and replicate not in ("auto", 1) and spec.asked("sharding.strategy"):
+    elif is_sharded and shard == 1 and max(num_ranks, default=1) > 1 and spec.asked("sharding.strategy"):
         message = f"{strategy} with a shard size of 1 does not shard the model."
         yield about(spec, "FSDP-E130", "mesh.shard", message, "Use no_shard, or a larger shard size.")
 

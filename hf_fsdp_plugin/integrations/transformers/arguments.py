@@ -9,7 +9,8 @@ from typing import Any
 from hf_fsdp_plugin.integrations.environment import set_loading_variables
 from hf_fsdp_plugin.integrations.messages import print_warnings
 from hf_fsdp_plugin.integrations.patching import install_hooks
-from hf_fsdp_plugin.integrations.session import asks_for_fsdp, session
+from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.sources.training_arguments import OLD_KEYS
 
 _SWITCHES = ("bf16", "fp16", "gradient_checkpointing", "activation_checkpointing")
 """Fields that are settings only if true: false is their default, so the user may not have set it."""
@@ -33,7 +34,10 @@ def process_fsdp_args(original: Callable[[], Any], arguments: Any) -> Any:
         SpecError: any source has an error. The exception contains all problems of all sources.
     """
     spec = session.load(fsdp_arguments(arguments))
-    if not asks_for_fsdp(spec):
+    if not spec.enabled:
+        print_warnings(spec.problems)
+        if arguments.fsdp:
+            arguments.fsdp = None  # Transformers turns FSDP on for any text, "false" included
         return original()
     print_warnings(spec.problems)
     session.remember(arguments, spec)
@@ -48,6 +52,6 @@ def process_fsdp_args(original: Callable[[], Any], arguments: Any) -> Any:
 
 def fsdp_arguments(arguments: Any) -> dict[str, Any]:
     """Return the FSDP fields that are set in a ``TrainingArguments``, as keyword arguments."""
-    given = {name: getattr(arguments, name, None) for name in ("fsdp", "fsdp_config")}
+    given = {name: getattr(arguments, name, None) for name in ("fsdp", "fsdp_config", *OLD_KEYS)}
     given |= {name: True for name in _SWITCHES if getattr(arguments, name, None)}
-    return {name: value for name, value in given.items() if value not in (None, "", [], {})}
+    return {name: value for name, value in given.items() if value not in (None, "", [], {}, False)}

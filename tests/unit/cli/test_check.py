@@ -348,3 +348,20 @@ def test_distributed_config_flag_is_read(capsys, tmp_path):
     settings = json.loads(capsys.readouterr().out)["settings"]
     assert settings["mesh.replicate"]["value"] == 2
     assert place(settings["mesh.replicate"]["origin"]) == f"{path}:1 dp_replicate_size=2"
+
+
+def test_config_that_does_not_enable_fsdp_has_no_defaults(capsys, tmp_path):
+    path = tmp_path / "axolotl.yaml"
+    path.write_text("base_model: m\nbf16: auto\nfsdp:\nfsdp_config:\n")
+    for argv in ([str(path)], ["--fsdp", ""], ["--fsdp-config", '{"min_num_params": 0}']):
+        code, result = check(capsys, *argv)
+        assert code == 0 and not result["enabled"]
+        assert main(["check", *argv]) == 0
+        shown = capsys.readouterr()
+        assert "full_shard" not in shown.out and "FSDP is not enabled by these settings" in shown.err
+
+
+def test_version_that_depends_on_the_script_is_noted(capsys, config):
+    code, result = check(capsys, str(config))
+    assert (code, [problem["code"] for problem in result["problems"]]) == (0, ["FSDP-N161"])
+    assert check(capsys, str(config), "--set", "fsdp.version=1")[1]["problems"] == []

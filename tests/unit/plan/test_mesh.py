@@ -7,6 +7,7 @@ import pytest
 from hf_fsdp_plugin.plan.mesh import resolve_mesh
 from hf_fsdp_plugin.plan.problem_collector import ProblemCollector
 from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.spec.load import load_spec
 from hf_fsdp_plugin.spec.model import FsdpSpec, LaunchSection, MeshSection, ShardingSection
 
 
@@ -81,3 +82,22 @@ def test_no_shard_refuses_sizes_of_other_strategies() -> None:
 def test_world_size_below_1_is_refused() -> None:
     assert codes_of("full_shard", 0) == [("FSDP-E201", None)]
     assert codes_of("full_shard", 1) == []
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "hybrid_shard_zero2"])
+def test_shard_groups_of_one_rank_are_reported(strategy: str) -> None:
+    machines = LaunchSection(num_processes=2, num_machines=2)
+    mesh, planned, problems = mesh_of(strategy, 2, launch=machines, shard=1)
+    assert (mesh, planned, [problem.code for problem in problems]) == ((2, 1), "no_shard", ["FSDP-W281"])
+    assert mesh_of(strategy, 1, shard=1)[2] == []
+    if strategy != "full_shard":
+        assert [problem.code for problem in mesh_of(strategy, 2, launch=machines)[2]] == ["FSDP-W281"]
+
+
+def test_strategy_that_shards_refuses_a_shard_size_of_1() -> None:
+    config = {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_size": 1}
+    spec = load_spec({"distributed_type": "FSDP", "fsdp_config": config}, environ={})
+    for world_size, codes in ((4, ["FSDP-E130"]), (1, [])):
+        collector = ProblemCollector(spec)
+        resolve_mesh(spec, world_size, None, collector)
+        assert [problem.code for problem in collector.problems] == codes

@@ -49,11 +49,6 @@ def test_unknown_fsdp_option_is_error(codes, options):
     assert codes(fsdp=options) == ["FSDP-E023"]
 
 
-def test_fsdp_config_with_fsdp_off_is_error(codes):
-    assert codes(fsdp=False, fsdp_config=CONFIG)[0] == "FSDP-E033"
-    assert codes(fsdp_config=CONFIG) == []
-
-
 def test_arguments_without_fsdp_meaning_are_ignored(assess):
     arguments = {"output_dir": "out", "learning_rate": 1e-4, "fsdp": "full_shard", "bf16": True, "fp16": False}
     assessment = assess(training_arguments=arguments)

@@ -76,4 +76,21 @@ def test_fsdp_in_script_enables_it_under_other_launcher(assess):
     assessment = assess({"distributed_type": "MULTI_GPU", "num_processes": 2}, fsdp="full_shard auto_wrap")
     assert assessment.ok
     assert assessment.spec.launch.distributed_type == "FSDP"
-    assert "FSDP-N105" in [problem.code for problem in assessment.problems]
+    assert "FSDP-W160" in [problem.code for problem in assessment.problems]
+    assert assess({"distributed_type": "FSDP"}, fsdp="full_shard").problems[0].code != "FSDP-W160"
+
+
+def test_fsdp_in_script_enables_it_under_multi_gpu_flag(assess):
+    assessment = assess(command_line=["--multi_gpu"], fsdp="full_shard auto_wrap")
+    assert assessment.ok and assessment.spec.enabled
+    assert [problem.code for problem in assessment.problems] == ["FSDP-W160"]
+
+
+@pytest.mark.parametrize("engine", ["DEEPSPEED", "MEGATRON_LM"])
+def test_fsdp_in_script_under_other_engine_is_error(codes, engine):
+    assert codes({"distributed_type": engine}, fsdp="full_shard") == ["FSDP-E120"]
+
+
+def test_implied_precision_of_weaker_source_is_noted(codes):
+    config = {"distributed_type": "FSDP", "mixed_precision": "bf16"}
+    assert "FSDP-N105" in codes(config, training_arguments={"fp16": True}, severity="note")

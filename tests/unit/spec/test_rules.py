@@ -126,3 +126,19 @@ def test_errors_of_all_kinds_are_reported_together(codes):
         fsdp_typo=1, fsdp_offload_params="perhaps", transformer_layer_cls_to_wrap="A B",
     )  # fmt: skip
     assert sorted(codes(given)) == ["FSDP-E020", "FSDP-E101", "FSDP-E131", "FSDP-E144", "FSDP-E147"]
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"])
+def test_strategy_with_shard_size_of_1_is_error(codes, strategy):
+    given = config({"num_processes": 4}, fsdp_sharding_strategy=strategy, fsdp_size=1)
+    assert codes(given) == ["FSDP-E130"]
+    assert codes({**given, "num_processes": 1}) == []
+
+
+def test_shard_size_of_1_without_strategy_is_no_shard(assess):
+    assessment = assess(config({"num_processes": 4}, fsdp_size=1))
+    assert assessment.spec.sharding.strategy == "no_shard"
+    assert "FSDP-W162" in [problem.code for problem in assessment.problems]
+    both = assess(config({"num_processes": 4}, fsdp_size=1, dp_replicate_size=4))
+    assert both.spec.sharding.strategy == "no_shard"
+    assert "FSDP-W162" not in [problem.code for problem in both.problems]

@@ -1,0 +1,106 @@
+"""Which settings enable FSDP. What Transformers and Accelerate run without FSDP runs without it here too."""
+
+import pytest
+
+WRITTEN_BY_TRANSFORMERS_4 = {"min_num_params": 0, "xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False}
+YAML = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1, "fsdp_min_num_params": 2000}}
+OFF = ["", [], None, False, "false", "  "]
+
+
+@pytest.mark.parametrize("fsdp", OFF, ids=repr)
+@pytest.mark.parametrize("fsdp_config", [None, {}, "", WRITTEN_BY_TRANSFORMERS_4], ids=["none", "empty", "text", "v4"])
+def test_empty_fsdp_does_not_enable_fsdp(assess, fsdp, fsdp_config):
+    assessment = assess(fsdp=fsdp, fsdp_config=fsdp_config)
+    assert assessment.ok and not assessment.spec.enabled
+    assert {problem.code for problem in assessment.problems} <= {"FSDP-W124"}
+
+
+@pytest.mark.parametrize("fsdp", OFF, ids=repr)
+@pytest.mark.parametrize("content", [{"fsdp_version": 2}, {"activation_checkpointing": True}, {"misspelt": 1}])
+def test_fsdp_config_without_fsdp_is_reported(assess, codes, fsdp, content):
+    assessment = assess(fsdp=fsdp, fsdp_config=content)
+    assert assessment.ok and not assessment.spec.enabled
+    assert "FSDP-W033" in codes(fsdp=fsdp, fsdp_config=content, severity="warning")
+
+
+def test_old_arguments_without_fsdp_are_reported(assess):
+    assessment = assess(training_arguments={"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer"})
+    assert not assessment.spec.enabled
+    assert "fsdp_transformer_layer_cls_to_wrap" in assessment.problems[0].message
+
+
+@pytest.mark.parametrize("fsdp", OFF, ids=repr)
+def test_fsdp_config_applies_if_the_launcher_enables_fsdp(assess, codes, fsdp):
+    spec = assess(YAML, fsdp=fsdp, fsdp_config={"offload_params": True}).spec
+    assert spec.enabled and spec.offload.params and spec.fsdp.version == 1
+    assert codes(YAML, fsdp=fsdp, fsdp_config={"misspelt": 1}) == ["FSDP-E020"]
+    # The values that Transformers 4 writes do not override the launcher's.
+    assert assess(YAML, fsdp=fsdp, fsdp_config=WRITTEN_BY_TRANSFORMERS_4).spec.wrap.min_num_params == 2000
+
+
+@pytest.mark.parametrize(
+    "flags", [["--fsdp="], ["--fsdp", ""], ["--fsdp", "", "--fsdp_min_num_params", "0"]], ids=" ".join
+)
+def test_empty_fsdp_flag_does_not_enable_fsdp(assess, flags):
+    assessment = assess(command_line=flags)
+    assert assessment.ok and not assessment.spec.enabled
+    assert assess(command_line=["--fsdp"]).spec.enabled
+    assert assess(command_line=["--use_fsdp", *flags]).spec.enabled
+
+
+@pytest.mark.parametrize(
+    ("file", "enabled"),
+    [
+        ({"base_model": "m", "fsdp": None, "fsdp_config": None, "bf16": "auto", "fp8": True}, False),
+        ({"base_model": "m", "fsdp": [], "fsdp_config": {}}, False),
+        ({"base_model": "m", "bf16": True}, False),
+        ({"base_model": "m", "fsdp": ["full_shard"]}, True),
+        ({"base_model": "m", "fsdp": None, "fsdp_config": {"offload_params": True}}, True),
+        ({"model_name_or_path": "m", "fsdp": "", "fsdp_config": {"offload_params": True}}, False),
+        ({"model_name_or_path": "m", "fsdp_config": {"offload_params": True}}, False),
+        ({"model_name_or_path": "m", "fsdp": ["full_shard", "auto_wrap"]}, True),
+    ],
+)
+def test_training_file_enables_fsdp_as_its_script_does(assess, file, enabled):
+    assessment = assess(file)
+    assert assessment.ok and assessment.spec.enabled is enabled
+    assert ("FSDP-W124" in [problem.code for problem in assessment.problems]) is not enabled
+
+
+def test_training_file_has_version_of_training_arguments(assess):
+    spec = assess({"model_name_or_path": "m", "fsdp": ["full_shard", "auto_wrap"]}).spec
+    assert (spec.fsdp.version, spec.wrap.policy) == (2, "transformer")
+    assert assess({"base_model": "m", "fsdp": ["full_shard"], "fsdp_version": 1}).spec.fsdp.version == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "code"), [("fp8", True, "FSDP-E121"), ("expert_parallel_size", 2, "FSDP-E122")]
+)
+def test_unsupported_key_of_training_file_is_error(codes, key, value, code):
+    assert codes({"base_model": "m", "fsdp": ["full_shard"], key: value}) == [code]
+    assert codes({"base_model": "m", "fsdp": ["full_shard"], key: type(value)(value == 2)}) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "reshard", "strategy"),
+    [
+        ("full_shard auto_wrap", False, "shard_grad_op"),
+        ("shard_grad_op auto_wrap", True, "full_shard"),
+        ("hybrid_shard", False, "hybrid_shard_zero2"),
+    ],
+)
+def test_fsdp_config_overrides_options_of_fsdp(assess, options, reshard, strategy):
+    config = {"version": 2, "reshard_after_forward": reshard}
+    for assessment in (
+        assess(fsdp=options, fsdp_config=config),
+        assess(command_line=["--fsdp", options, "--fsdp_config", str(config).replace("'", '"').lower()]),
+        assess({"model_name_or_path": "m", "fsdp": options, "fsdp_config": config}),
+    ):
+        assert assessment.ok and assessment.spec.sharding.strategy == strategy
+        found = [problem for problem in assessment.problems if problem.setting == "sharding.strategy"]
+        assert strategy in found[0].message + found[0].fix
+
+
+def test_options_of_fsdp_conflict_with_reshard_in_version_1(problems):
+    (problem,) = problems(fsdp="full_shard", fsdp_config={"version": 1, "reshard_after_forward": False})
+    assert problem.code == "FSDP-E107" and problem.fix == "Keep one of them: full_shard, or shard_grad_op."
