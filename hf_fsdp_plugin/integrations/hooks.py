@@ -60,6 +60,7 @@ _MODEL = "transformers.modeling_utils:PreTrainedModel"
 _ARGUMENTS = "transformers.training_args:TrainingArguments"
 _TRAINER = "transformers.trainer:Trainer"
 _WITH_INSTALL = "`install()` is removed from this package."
+_WITHOUT_OLD = "Commands for Transformers 4 are no longer in use."
 _WITH_PLANS = "Accelerate shards a model by a plan."
 _STAGED = "Accelerate writes checkpoints to a staging folder and renames them."
 _WHOLE_TENSORS = "The library refuses shards."
@@ -159,6 +160,21 @@ _SAVING_HOOKS = (
 )
 
 _TRANSFORMERS_HOOKS = (
+    Hook(f"{_ARGUMENTS}.__init__", "transformers.old_arguments:init_arguments",
+         reason="Transformers 5 removed `fsdp_min_num_params` and `fsdp_transformer_layer_cls_to_wrap`, which scripts "
+                "for Transformers 4 pass.",
+         until=_WITHOUT_OLD),
+    *(
+        Hook(f"{module}:HfArgumentParser.{name}", f"transformers.old_arguments:{replacement}",
+             reason="Commands for Transformers 4 contain these two arguments. TRL has a copy of the parser.",
+             until=_WITHOUT_OLD)
+        for module in ("transformers.hf_argparser", "trl.scripts._hf_argparser")
+        for name, replacement in (
+            ("__init__", "init_parser"),
+            ("parse_args_into_dataclasses", "parse_args_into_dataclasses"),
+            ("parse_dict", "parse_dict"),
+        )
+    ),
     Hook(f"{_ARGUMENTS}.__post_init__", "transformers.arguments:validate_arguments",
          reason="Transformers refuses `bf16` on CPU ranks that a launcher selected.",
          until="Transformers reads `ACCELERATE_USE_CPU` in this method."),

@@ -10,6 +10,7 @@ from hf_fsdp_plugin.integrations.environment import set_loading_variables
 from hf_fsdp_plugin.integrations.messages import print_warnings
 from hf_fsdp_plugin.integrations.patching import install_hooks
 from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.transformers.old_arguments import apply_old_arguments
 from hf_fsdp_plugin.sources.training_arguments import OLD_KEYS
 
 _SWITCHES = ("bf16", "fp16", "gradient_checkpointing", "activation_checkpointing")
@@ -17,10 +18,14 @@ _SWITCHES = ("bf16", "fp16", "gradient_checkpointing", "activation_checkpointing
 
 
 def validate_arguments(original: Callable[..., None], arguments: Any, *args: Any, **kwargs: Any) -> None:
-    """Set ``use_cpu`` first on CPU ranks that a launcher selected, because Transformers rejects bf16 without it."""
+    """Add the arguments of Transformers 4, and set ``use_cpu`` on CPU ranks that a launcher selected.
+
+    Without ``use_cpu``, Transformers rejects bf16.
+    """
     install_hooks("accelerate", "saving")
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on"):
         arguments.use_cpu = True
+    apply_old_arguments(arguments)
     original(*args, **kwargs)
 
 
