@@ -167,9 +167,7 @@ def _check(args: argparse.Namespace, config: ConfigFile | None) -> Checked:
     if not has_errors(problems):
         problems += check_version_without_script(spec)
     code = exit_code(problems, config.shown if config is not None else None)
-    return Checked(
-        config=config, spec=spec, problems=tuple(in_line_order(problems)), plan=plan, exit_code=code
-    )
+    return Checked(config=config, spec=spec, problems=tuple(in_line_order(problems)), plan=plan, exit_code=code)
 
 
 def _result(args: argparse.Namespace, checked: Checked) -> dict[str, Any]:

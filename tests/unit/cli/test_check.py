@@ -233,7 +233,7 @@ def test_section_in_set_names_what_to_write(capsys, config):
 def test_world_size_is_shown_as_written(capsys, config):
     _, result = check(capsys, str(config), "--world-size", "4")
     assert place(result["settings"]["launch.num_processes"]["origin"]) == "command line --world-size=4"
-    (problem,) = result["problems"]
+    (problem,) = (problem for problem in result["problems"] if problem["setting"] == "launch.num_processes")
     assert problem["severity"] == "note" and "--set" not in problem["message"]
 
 
