@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hf_fsdp_plugin.cli.exit_codes import USAGE, exit_code
+from hf_fsdp_plugin.cli.exit_watch import LIMIT_VARIABLE, exit_limit
 from hf_fsdp_plugin.cli.failure_summary import exit_code as exit_code_of_ranks
 from hf_fsdp_plugin.cli.failure_summary import first_failure, format_failures, summarize
 from hf_fsdp_plugin.cli.launch_flags import LaunchArguments, UsageError, add_help, parse_launch_arguments
 from hf_fsdp_plugin.cli.rank_env import rank_env, settings_env
 from hf_fsdp_plugin.cli.ranks import Ranks
 from hf_fsdp_plugin.cli.rendezvous import Rendezvous, describe, endpoint, meet_locally, meet_machines
-from hf_fsdp_plugin.cli.run_script import FAILURE_VARIABLE
 from hf_fsdp_plugin.cli.script_path import check_script
 from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems
 from hf_fsdp_plugin.cli.world import World, find_accelerators, resolve_world
@@ -100,15 +100,20 @@ def _run_ranks(
     show_all = options.get("show_ranks") == "all" or options.get("tee", "0") != "0"
     base = {**os.environ, **settings_env(spec, world, arguments), **handover.to_env()}
     with tempfile.TemporaryDirectory(prefix="hf_fsdp_") as scratch:
-        ranks = Ranks(show_all=show_all, log_dir=log_dir, scratch=Path(scratch))
+        ranks = Ranks(
+            show_all=show_all,
+            log_dir=log_dir,
+            scratch=Path(scratch),
+            notice=lambda notice: _print_notices(arguments, notice),
+        )
         try:
             for local_rank in range(world.num_local):
                 env = {**base, **rank_env(world, rendezvous, local_rank, role=options.get("role", "default"))}
                 rank = rendezvous.first_rank + local_rank
-                ranks.start(rank, _command(arguments), env, failure_variable=FAILURE_VARIABLE)
+                ranks.start(rank, _command(arguments), env)
             result = ranks.watch(grace=float(options.get("grace", DEFAULT_GRACE)), peers=rendezvous.peers)
         finally:
-            ranks.kill()
+            ranks.close()
         first = first_failure(result.exits)
         if first is not None:
             rendezvous.peers.announce(f"rank {first.rank}: {summarize(first)}")
@@ -135,6 +140,10 @@ def _check_usage(arguments: LaunchArguments) -> None:
     for name, pattern in (("grace", r"\d+(\.\d+)?"), ("num_cpu_threads_per_process", r"\d+")):
         if name in options and not re.fullmatch(pattern, options[name]):
             raise UsageError(f"--{name} is {options[name]!r}; expected a number.")
+    try:
+        exit_limit()
+    except ValueError:
+        raise UsageError(f"{LIMIT_VARIABLE} is {os.environ[LIMIT_VARIABLE]!r}; expected seconds.") from None
 
 
 def _check_writable(options: Mapping[str, str]) -> None:

@@ -2,8 +2,8 @@
 
 This replaces torch's elastic agent, which restarts ranks with a changing world size and reports little more than the
 exit code of a failed rank. Training that resumes from checkpoints does not need restarts. Here each rank has its own
-session, so that it receives a signal once and its children exit with it, and the launcher can report which rank failed
-first and why.
+session, so that it receives a signal once, and the launcher can report which rank failed first and why. The processes
+that a rank has started end with the run, also if the launcher is killed (see ``leftovers``).
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from hf_fsdp_plugin.cli.leftovers import RUN_VARIABLE, Guard, Leftover, end_processes, run_name
+from hf_fsdp_plugin.cli.rank_files import FILES_VARIABLE, RankFiles
+from hf_fsdp_plugin.cli.rank_output import RankOutput, last_lines
 from hf_fsdp_plugin.cli.rendezvous import Peers
+from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.text import plural
 
-NUM_TAIL_LINES = 15
 _POLL_SECONDS = 0.05
 _SETTLE_SECONDS = 2.0
 """Seconds from the first failure to SIGTERM. Ranks that wait for the failed rank often fail in this time."""
@@ -75,9 +77,8 @@ class RunResult:
 class _Rank:
     rank: int
     process: subprocess.Popen[bytes]
-    failure_file: Path
+    files: RankFiles
     tail: deque[str]
-    readers: list[threading.Thread] = field(default_factory=list)
     exit_time: float | None = None
     stopped: bool = False
     term_sent: float | None = None
@@ -90,7 +91,7 @@ class _Rank:
 
     @property
     def has_failed(self) -> bool:
-        return (self.poll() or 0) != 0 or self.failure_file.exists()
+        return (self.poll() or 0) != 0 or self.files.failure.exists()
 
     def send(self, number: int) -> None:
         """Send a signal to the rank only. The rank is responsible for its children."""
@@ -103,7 +104,7 @@ class _Rank:
 
     def result(self) -> RankExit:
         try:
-            failure: Mapping[str, Any] | None = json.loads(self.failure_file.read_text())
+            failure: Mapping[str, Any] | None = json.loads(self.files.failure.read_text())
         except (OSError, ValueError):
             failure = None
         return RankExit(
@@ -113,46 +114,48 @@ class _Rank:
             stopped=self.stopped,
             time=failure["time"] if failure is not None else self.exit_time or time.time(),
             failure=failure,
-            tail=tuple(_last_lines(self.tail)),
+            tail=tuple(last_lines(self.tail)),
         )
 
 
 class Ranks:
-    """The ranks of this machine."""
+    """The ranks of this machine.
 
-    def __init__(self, *, show_all: bool, log_dir: Path | None, scratch: Path) -> None:
-        self._show_all = show_all
-        self._log_dir = log_dir
+    Args:
+        scratch: temporary folder for the files of this run.
+        notice: prints a message for the user.
+    """
+
+    def __init__(
+        self, *, show_all: bool, log_dir: Path | None, scratch: Path, notice: Callable[[object], None]
+    ) -> None:
+        self._output = RankOutput(show_all=show_all, log_dir=log_dir, notice=notice)
         self._scratch = scratch
+        self._notice = notice
+        self._noticed: set[str] = set()
         self._ranks: list[_Rank] = []
         self._signal = 0
         self._kill_at = float("inf")
-        self._print_lock = threading.Lock()
+        self._run = run_name()
+        self._guard = Guard(self._run, scratch)
 
-    def start(self, rank: int, command: Sequence[str], env: Mapping[str, str], *, failure_variable: str) -> None:
+    def start(self, rank: int, command: Sequence[str], env: Mapping[str, str]) -> None:
         """Start one rank. The first rank writes to the terminal. For other ranks, the last lines of stderr are kept."""
-        failure_file = self._scratch / f"rank_{rank}.json"
+        files = RankFiles(self._scratch / f"rank_{rank}")
         is_first = not self._ranks
-        is_live = is_first and not self._show_all and self._log_dir is None
-        is_captured = self._show_all or self._log_dir is not None
+        stdout, stderr = self._output.streams(is_first=is_first)
         process = subprocess.Popen(
             command,
-            env={**env, failure_variable: str(failure_file)},
+            env={**env, FILES_VARIABLE: str(files.stem), RUN_VARIABLE: self._run},
             stdin=None if is_first else subprocess.DEVNULL,
-            stdout=None if is_live else subprocess.PIPE if is_captured else subprocess.DEVNULL,
-            stderr=None if is_live else subprocess.PIPE,
+            stdout=stdout,
+            stderr=stderr,
             start_new_session=True,
         )
-        started = _Rank(rank=rank, process=process, failure_file=failure_file, tail=deque(maxlen=4 * NUM_TAIL_LINES))
+        # Appended before anything else can fail, so that close() ends the rank.
+        started = _Rank(rank=rank, process=process, files=files, tail=deque())
         self._ranks.append(started)
-        log = (self._log_dir / f"rank_{rank}.log").open("wb", buffering=0) if self._log_dir is not None else None
-        is_shown = self._show_all or is_first
-        prefix = f"[rank {rank}] " if self._show_all else ""
-        for pipe, stream, tail in ((process.stdout, sys.stdout, None), (process.stderr, sys.stderr, started.tail)):
-            if pipe is not None:
-                arguments = (pipe, stream if is_shown else None, prefix, tail, log)
-                started.readers.append(threading.Thread(target=self._forward_output, args=arguments, daemon=True))
-                started.readers[-1].start()
+        started.tail = self._output.forward(rank, process, is_first=is_first)
 
     def watch(self, *, grace: float, peers: Peers) -> RunResult:
         """Wait for the ranks and forward signals. If a rank fails, here or on another machine, stop all.
@@ -175,21 +178,48 @@ class Ranks:
                     for rank in self._running():
                         rank.stopped = True
                         rank.kill_group()
+                if self._output.reader_exited and not self._signal:
+                    self._stop_after_broken_pipe()
+                self._print_notices()
                 time.sleep(_POLL_SECONDS)
-            if failed_at is not None or self._signal or any(rank.has_failed for rank in self._ranks):
+            has_ended = failed_at is None and not self._signal and not any(rank.has_failed for rank in self._ranks)
+            if not has_ended:
                 for rank in self._ranks:
                     rank.kill_group()
-        for rank in self._ranks:
-            for reader in rank.readers:
-                reader.join(1.0)  # a grandchild may keep the pipe open
+            end_processes(self._run, on_term=self._warn_leftovers if has_ended else None)
+        self._output.finish()
+        self._print_notices()
         exits = tuple(rank.result() for rank in self._ranks)
         return RunResult(exits=exits, signal_number=self._signal, remote_failure=remote_failure)
 
-    def kill(self) -> None:
-        """Kill every rank that is still running."""
+    def close(self) -> None:
+        """Kill every process of the run that is still running."""
         for rank in self._running():
             rank.kill_group()
             rank.process.wait()
+        end_processes(self._run)
+        self._guard.close()
+
+    def _print_notices(self) -> None:
+        """Print what ranks have to say. Ranks often have the same notice, of which the first is printed."""
+        for rank in self._ranks:
+            file = rank.files.notice
+            if file.exists() and (text := file.read_text(errors="replace")) not in self._noticed:
+                self._noticed.add(text)
+                self._notice(f"rank {rank.rank}: {text}")
+
+    def _warn_leftovers(self, left: Sequence[Leftover]) -> None:
+        shown = ", ".join(f"{process.pid} ({process.command[:80]}) of rank {process.rank}" for process in left[:3])
+        message = f"the script has ended and left {plural(len(left), 'process', 'processes')} running: {shown}."
+        fix = "They are stopped now. Wait for them in the script."
+        self._notice(Problem(code="FSDP-W740", message=message, fix=fix))
+
+    def _stop_after_broken_pipe(self) -> None:
+        """Stop the run as SIGPIPE stops other programs, because nobody reads its output any more."""
+        self._signal = signal.SIGPIPE
+        self._kill_at = time.monotonic() + _TERM_SECONDS
+        for rank in self._running():
+            rank.send(signal.SIGTERM)
 
     def _running(self) -> list[_Rank]:
         return [rank for rank in self._ranks if rank.poll() is None]
@@ -197,7 +227,7 @@ class Ranks:
     def _stop_after_failure(self, seconds: float) -> None:
         """Send SIGTERM, later SIGKILL, to the ranks that still run `seconds` after the failure."""
         for rank in self._running():
-            allowed = _TEARDOWN_SECONDS if rank.failure_file.exists() else _SETTLE_SECONDS
+            allowed = _TEARDOWN_SECONDS if rank.files.failure.exists() else _SETTLE_SECONDS
             if rank.term_sent is None and seconds > allowed:
                 rank.term_sent = seconds
                 rank.stopped = True
@@ -227,28 +257,3 @@ class Ranks:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-
-    def _forward_output(
-        self, pipe: IO[bytes], stream: Any, prefix: str, tail: deque[str] | None, log: IO[bytes] | None
-    ) -> None:
-        read: Callable[[], bytes] = pipe.readline if prefix else lambda: pipe.read1(65536)  # type: ignore[attr-defined]
-        rest = b""
-        for block in iter(read, b""):
-            if log is not None:
-                log.write(block)
-            if stream is not None:
-                with self._print_lock:
-                    stream.buffer.write(prefix.encode() + block)
-                    stream.buffer.flush()
-            if tail is not None:
-                *lines, rest = (rest + block).split(b"\n")
-                rest = rest[-4096:]
-                tail.extend(line.decode(errors="replace") for line in lines)
-        if tail is not None and rest:
-            tail.append(rest.decode(errors="replace"))
-
-
-def _last_lines(tail: Sequence[str]) -> list[str]:
-    """Return the last non-empty lines. For each progress bar, only its last state is returned."""
-    lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in tail]
-    return [line for line in lines if line][-NUM_TAIL_LINES:]

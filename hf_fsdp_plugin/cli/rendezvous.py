@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -54,7 +55,7 @@ class Rendezvous:
         machine: number of this machine.
         first_rank: the global rank of this machine's local rank 0.
         hosted: True if the launcher of machine 0 hosts the store, False if rank 0 does.
-        reserved: the socket that reserves the port until rank 0 listens on it.
+        reserved: the sockets that reserve the port until rank 0 listens on it.
     """
 
     address: str
@@ -63,24 +64,23 @@ class Rendezvous:
     first_rank: int
     hosted: bool
     peers: Peers = field(default_factory=Peers)
-    reserved: socket.socket | None = None
+    reserved: tuple[socket.socket, ...] = ()
 
     def close(self) -> None:
         """Release the port."""
-        if self.reserved is not None:
-            self.reserved.close()
+        for each in self.reserved:
+            each.close()
 
 
 def meet_locally(launch: LaunchSection) -> tuple[Rendezvous, tuple[Problem, ...]]:
     """Return the rendezvous of one machine, and a warning if the requested port is in use."""
     problems: tuple[Problem, ...] = ()
     reserved = _reserve(launch.main_process_port)
-    if reserved is None:
+    if not reserved:
         message = f"port {launch.main_process_port} is in use on this machine. A free port is used instead."
         problems = (Problem(code="FSDP-W711", setting="launch.main_process_port", message=message),)
         reserved = _reserve(0)
-        assert reserved is not None  # the kernel returns a free port, or raises
-    address, port = reserved.getsockname()
+    address, port = reserved[0].getsockname()
     return Rendezvous(address=address, port=port, machine=0, first_rank=0, hosted=False, reserved=reserved), problems
 
 
@@ -248,18 +248,24 @@ class StorePeers(Peers):
             self._handler.shutdown()
 
 
-def _reserve(port: int) -> socket.socket | None:
-    """Bind a socket that does not listen, so that no other process gets the port.
+def _reserve(port: int) -> tuple[socket.socket, ...]:
+    """Bind sockets that do not listen, so that no other process gets the port; none if the port is in use.
 
-    Rank 0 can still listen on the port, because its socket also has SO_REUSEADDR.
+    Rank 0 can still listen on the port, because the first socket has SO_REUSEADDR, as its own. So has that of another
+    launcher, which could bind the same port until one of the two runs listens. The second socket, whose name only
+    launchers use, keeps them apart.
     """
-    reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved = [socket.socket(socket.AF_INET, socket.SOCK_STREAM)]
     try:
-        reserved.bind(("127.0.0.1", port))
+        reserved[0].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved[0].bind(("127.0.0.1", port))
+        if sys.platform.startswith("linux"):
+            reserved.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            reserved[1].bind(f"\0hf_fsdp_port_{reserved[0].getsockname()[1]}")  # an abstract name: no file
     except OSError:
-        reserved.close()
+        for each in reserved:
+            each.close()
         if port == 0:
             raise
-        return None
-    return reserved
+        return ()
+    return tuple(reserved)

@@ -1,6 +1,6 @@
 """Runs the user's script as a rank, with the plugin installed: ``python -m … [-m] SCRIPT ARGS…``.
 
-``hf-fsdp launch`` starts this module. It writes the script's failure to the file ``HF_FSDP_FAILURE_FILE`` and prints no
+``hf-fsdp launch`` starts this module. It writes the script's failure to a file (see ``rank_files``) and prints no
 traceback, because the launcher prints one summary for all ranks.
 """
 
@@ -27,9 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import hf_fsdp_plugin
+from hf_fsdp_plugin.cli.exit_watch import exit_limit, watch_exit
+from hf_fsdp_plugin.cli.rank_files import FILES_VARIABLE, RankFiles, write_atomically
 from hf_fsdp_plugin.problems import SpecError
 
-FAILURE_VARIABLE = "HF_FSDP_FAILURE_FILE"
 LAUNCHER_VARIABLE = "HF_FSDP_LAUNCHER_PID"
 _PR_SET_PDEATHSIG = 1
 _MAX_FRAMES = 300
@@ -38,7 +39,7 @@ _MAX_FRAMES = 300
 def main() -> None:
     """Run the script given in ``sys.argv``. The process exits with the script's own exit code."""
     launcher = int(os.environ.pop(LAUNCHER_VARIABLE, "0"))
-    failure_file = os.environ.pop(FAILURE_VARIABLE, "")
+    files = RankFiles(Path(stem)) if (stem := os.environ.pop(FILES_VARIABLE, "")) else None
     if launcher:
         _exit_with_launcher(launcher)
     # Print the Python stack at a crash in native code, such as a segmentation fault.
@@ -54,14 +55,27 @@ def main() -> None:
             from hf_fsdp_plugin.integrations.run_report import stop_reporting  # lazy: the launcher imports this module
 
             stop_reporting()
-        if not failure_file:
+            if files is not None:
+                write_atomically(files.failure, json.dumps(_failure_of(error)))
+        elif files is not None:
+            _watch_exit(files)
+        if files is None:
             raise
-        _record_failure(error, Path(failure_file))
         if isinstance(error, SpecError):
             raise SystemExit(1) from None
         if not isinstance(error, SystemExit):
             sys.excepthook = _without_stderr(sys.excepthook)
         raise
+    if files is not None:
+        _watch_exit(files)
+
+
+def _watch_exit(files: RankFiles) -> None:
+    watch_exit(
+        exit_limit(),
+        notice=lambda problem: write_atomically(files.notice, str(problem)),
+        fail=lambda problem: write_atomically(files.failure, json.dumps(_failure_of(SpecError([problem])))),
+    )
 
 
 def run(script: str, args: Sequence[str], *, module: bool = False) -> None:
@@ -107,10 +121,8 @@ def is_failure(error: BaseException) -> bool:
     return error.code % 256 != 0 if isinstance(error.code, int) else error.code is not None
 
 
-def _record_failure(error: BaseException, file: Path) -> None:
-    """Write the failure for the launcher. Writes nothing for a successful exit."""
-    if not is_failure(error):
-        return
+def _failure_of(error: BaseException) -> dict[str, Any]:
+    """Return the failure for the launcher as JSON."""
     content: dict[str, Any] = {"time": time.time(), "type": type(error).__name__, "frames": [], "traceback": ""}
     if isinstance(error, SpecError):
         content |= {"kind": "spec", "message": str(error)}
@@ -128,10 +140,7 @@ def _record_failure(error: BaseException, file: Path) -> None:
             ],
             "traceback": "".join(details.format()),
         }
-    partial = file.with_suffix(".part")
-    with contextlib.suppress(OSError):
-        partial.write_text(json.dumps(content))
-        partial.replace(file)
+    return content
 
 
 def _without_stderr(hook: Callable[..., Any]) -> Callable[..., None]:

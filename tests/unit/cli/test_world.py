@@ -102,6 +102,19 @@ def test_used_port_is_replaced_with_a_warning() -> None:
     assert (problems, rendezvous.first_rank) == ((), 0)
 
 
+def test_port_of_another_launch_is_in_use_before_rank_0_listens() -> None:
+    first, problems = meet_locally(replace(LaunchSection(), main_process_port=0))
+    assert not problems
+    second, problems = meet_locally(replace(LaunchSection(), main_process_port=first.port))
+    assert [problem.code for problem in problems] == ["FSDP-W711"] and str(first.port) in problems[0].message
+    assert second.port != first.port
+    first.close()
+    second.close()
+    third, problems = meet_locally(replace(LaunchSection(), main_process_port=first.port))
+    assert (third.port, problems) == (first.port, ())
+    third.close()
+
+
 def test_different_worlds_are_an_error() -> None:
     store: dict[str, str] = {"world/1": json.dumps({"ranks": 2, "device": "cpu"})}
 

@@ -1,0 +1,40 @@
+"""The files in which a rank tells its launcher what it does. They are in the launcher's temporary folder."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+FILES_VARIABLE = "HF_FSDP_RANK_FILES"
+"""Environment variable with the path of a rank's files, without their suffix."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFiles:
+    """The files of one rank.
+
+    Attributes:
+        stem: their path without the suffix.
+    """
+
+    stem: Path
+
+    @property
+    def failure(self) -> Path:
+        """JSON: how the script failed, written before the rank exits (see ``run_script``)."""
+        return self.stem.with_suffix(".json")
+
+    @property
+    def notice(self) -> Path:
+        """A text that the launcher prints."""
+        return self.stem.with_suffix(".notice")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file that is never seen incomplete. Does nothing if that is not possible, such as on a full disk."""
+    partial = path.with_name(f"{path.name}.part")
+    with suppress(OSError):
+        partial.write_text(text)
+        os.replace(partial, path)
