@@ -159,7 +159,7 @@ def _check(args: argparse.Namespace, config: ConfigFile | None) -> Checked:
     assessment = assess(sources)
     spec = assessment.spec
     problems, plan = list(assessment.problems), None
-    if assessment.ok and not spec.enabled and fsdp_is_off(spec) not in problems:
+    if assessment.ok and not spec.enabled and not spec.uses_xla and fsdp_is_off(spec) not in problems:
         problems.append(fsdp_is_off(spec))
     if args.model and assessment.ok and spec.enabled:
         plan, more = _plan(spec, args)

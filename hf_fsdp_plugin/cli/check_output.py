@@ -105,6 +105,8 @@ def describe_run(spec: FsdpSpec) -> str:
     launch, ranks = spec.launch, spec.launch.num_processes
     where = "CPU rank" if launch.use_cpu else "rank"
     on = f"on {plural(ranks, where)}" if ranks != "auto" else f"on all {where}s of the launcher"
+    if spec.uses_xla:
+        return f"Transformers runs the FSDP of PyTorch/XLA {on}."
     if not spec.enabled:
         return f"Runs without FSDP {on}."
     units = {

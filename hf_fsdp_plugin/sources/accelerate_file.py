@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.collector import Collector, entry_of
 from hf_fsdp_plugin.sources.config_file import ConfigFile, ConfigFiles
+from hf_fsdp_plugin.sources.deepspeed import equivalent_settings, is_deepspeed
 from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.sources.settings import SourceSettings, enables_fsdp
 from hf_fsdp_plugin.sources.tree import Entry, Node
@@ -57,6 +59,8 @@ def _add_training_file(out: Collector, root: Node, file: ConfigFile, files: Conf
 
 def _add_tree(out: Collector, root: Node) -> None:
     """Add Accelerate's file, or only its ``fsdp_config`` section."""
+    if _refuse_deepspeed(out, root):
+        return
     keys = {entry.key.strip().lower() for entry in root.value}
     if any(_is_top_level(key) for key in keys):
         out.add_mapping(root.value, ("launch", "training"), misplaced=("fsdp", "parallelism"))
@@ -88,11 +92,25 @@ def _without_path(entries: Iterable[Entry], out: Collector, file: ConfigFile, fi
 
 def add_fsdp_section(out: Collector, root: Node) -> None:
     """Add the content of an ``fsdp_config``, which may also be a whole file of Accelerate."""
+    if _refuse_deepspeed(out, root):
+        return
     keys = {entry.key.strip().lower() for entry in root.value}
     if keys & {"fsdp_config", "distributed_type"}:
         out.add_mapping(root.value, ("launch", "training"), misplaced=("fsdp", "parallelism"))
     else:
         out.add_mapping(root.value, ("fsdp", "precision", "parallelism"))
+
+
+def _refuse_deepspeed(out: Collector, root: Node) -> bool:
+    """Report a config of DeepSpeed, with the equivalent settings. Return whether it is one."""
+    if not is_deepspeed(entry.key for entry in root.value):
+        return False
+    settings = equivalent_settings(root.plain())
+    equivalent = f" The equivalent settings are {', '.join(settings)}." if settings else ""
+    fix = "Write a config with distributed_type: FSDP and an fsdp_config, or use accelerate launch to run DeepSpeed."
+    message = f"this is a config of DeepSpeed, not of FSDP.{equivalent}"
+    out.problems.append(Problem(code="FSDP-E060", message=message, fix=fix, origin=Origin(source=out.source)))
+    return True
 
 
 def _is_top_level(key: str) -> bool:

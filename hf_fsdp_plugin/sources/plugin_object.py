@@ -16,6 +16,10 @@ from hf_fsdp_plugin.sources.settings import SourceSettings
 SOURCE = "FullyShardedDataParallelPlugin"
 _STATE_CONFIGS = ("state_dict_config", "optim_state_dict_config")
 _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
+_FSDP1_SWITCHES = {
+    "keep_low_precision_grads": False, "cast_forward_inputs": False, "cast_root_forward_inputs": True,
+}  # fmt: skip
+_FSDP2_SWITCHES = {"cast_forward_inputs": True}
 _POLICIES = {"transformer_auto_wrap_policy": "transformer", "size_based_auto_wrap_policy": "size"}
 _SIZE_DEFAULT = 100_000_000
 """torch's default threshold of ``size_based_auto_wrap_policy``."""
@@ -46,7 +50,7 @@ def _add(out: Collector, key: str, value: Any, given: Mapping[str, Any]) -> None
     elif key == "auto_wrap_policy" and not isinstance(value, str):
         _add_policy(out, key, value)
     elif key in _STATE_CONFIGS:
-        if given.get("state_dict_type") is None and key == _STATE_CONFIGS[0]:
+        if given.get("state_dict_type") is None:
             kind = type(value).__name__.removesuffix("StateDictConfig").lower()  # FullStateDictConfig
             out.add_key("fsdp", "state_dict_type", kind, written=key)
     elif key == "param_init_fn":
@@ -62,7 +66,11 @@ def _add_offload(out: Collector, key: str, value: Any) -> None:
     """Add a bool, FSDP1's ``CPUOffload``, FSDP2's ``CPUOffloadPolicy`` or ``OffloadPolicy``, which does not offload."""
     offloads = value if isinstance(value, bool | str) else getattr(value, "offload_params", None)
     if offloads is None:
-        offloads = type(value).__name__ == "CPUOffloadPolicy"
+        name = type(value).__name__
+        if name not in ("CPUOffloadPolicy", "OffloadPolicy"):
+            _report(out, key, value, "this is not an offload policy of torch", "Pass True or False.")
+            return
+        offloads = name == "CPUOffloadPolicy"
     out.add_key("fsdp", key, offloads)
     if hasattr(value, "pin_memory"):
         out.add_key("fsdp", "pin_memory", value.pin_memory)
@@ -70,11 +78,27 @@ def _add_offload(out: Collector, key: str, value: Any) -> None:
 
 def _add_precision(out: Collector, key: str, value: Any) -> None:
     """Add a dtype for all fields, a dict, FSDP1's ``MixedPrecision`` or FSDP2's ``MixedPrecisionPolicy``."""
+    if str(value).startswith("torch."):  # a dtype
+        value = str(value)
     if not isinstance(value, str | Mapping):
+        if not any(hasattr(value, name) for name in _DTYPES):
+            _report(out, key, value, "this is not a precision policy of torch", "Pass bf16, fp16 or a policy.")
+            return
+        _report_switches(out, key, value)
         value = {name: dtype for name in _DTYPES if (dtype := getattr(value, name, None)) is not None}
     if isinstance(value, Mapping):
         value = {name: str(dtype).removeprefix("torch.") for name, dtype in value.items() if dtype is not None}
     out.add_key("fsdp", key, value)
+
+
+def _report_switches(out: Collector, key: str, policy: Any) -> None:
+    """Report switches of a precision policy that differ from what a plan applies."""
+    planned = _FSDP1_SWITCHES if type(policy).__name__ == "MixedPrecision" else _FSDP2_SWITCHES
+    for name, fixed in planned.items():
+        given = getattr(policy, name, fixed)
+        if given != fixed:
+            message = f"{name}={given} of {key} is not supported: the plan uses {name}={fixed}."
+            out.report("FSDP-E037", entry_of(key, type(policy).__name__), message, f"Remove {name}.")
 
 
 def _add_policy(out: Collector, key: str, value: Any) -> None:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
+from hf_fsdp_plugin.sources import accelerate_file, environment, plugin_object, training_arguments
 from hf_fsdp_plugin.sources import distributed_config as distributed_config_source
-from hf_fsdp_plugin.sources import environment
 from hf_fsdp_plugin.sources.accelerate_launch import locate_config
 from hf_fsdp_plugin.sources.config_file import ConfigFile
 from hf_fsdp_plugin.sources.model import Sources, config_of
 from hf_fsdp_plugin.sources.settings import Setting, SourceSettings
 from hf_fsdp_plugin.sources.training_arguments import FsdpConfig, FsdpOptions
 from hf_fsdp_plugin.spec.model import VERSION_DEFAULTS, FsdpSpec
-from hf_fsdp_plugin.spec.parse import build, dialect_of, parse_settings
+from hf_fsdp_plugin.spec.parse import build, defaults_of, dialect_of, parse_settings
 from hf_fsdp_plugin.spec.precedence import merge, read_all
 from hf_fsdp_plugin.spec.rules import check_rules
+from hf_fsdp_plugin.strategies import STRATEGIES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,13 +121,47 @@ def with_distributed_config(spec: FsdpSpec, config: Any) -> FsdpSpec:
     return Assessment(spec=changed, problems=unique).checked_spec()
 
 
+def with_plugin_object(spec: FsdpSpec, fields: Mapping[str, Any]) -> FsdpSpec:
+    """Return ``spec`` with fields of Accelerate's plugin that a script assigned after the spec was made.
+
+    Args:
+        spec: a checked spec.
+        fields: name of a field -> the assigned value. They override the settings of ``spec``.
+
+    Raises:
+        SpecError: a value is invalid or not supported, or conflicts with other settings.
+    """
+    read = plugin_object.read(Sources(plugin_object=fields, environ={}))
+    assert read is not None, "fields are given"
+    level = parse_settings(read)
+    asked = [s for s in level.settings if s.name != "launch.distributed_type"]
+    reshard = STRATEGIES[spec.sharding.strategy].counterpart
+    new = [
+        replace(s, name="sharding.strategy", value=reshard(reshard=s.value).name) if s.name == "sharding.reshard" else s
+        for s in asked
+    ]
+    now = [
+        Setting(name=name, value=value, origin=origin) for name, value, origin in spec.settings() if spec.asked(name)
+    ]
+    effective, overridden = merge([_at(training_arguments.SOURCE, new), _at(accelerate_file.SOURCE, now)])
+    changed, derived = build(effective, {"fsdp.version": spec.fsdp.version, "wrap.policy": spec.wrap.policy})
+    problems = [*spec.problems, *level.problems, *overridden, *derived]
+    unique = tuple(dict.fromkeys([*problems, *_check(changed, problems)]))
+    changed = replace(changed, problems=tuple(problem for problem in unique if problem.severity != "error"))
+    return Assessment(spec=changed, problems=unique).checked_spec()
+
+
+def _at(level: str, settings: Iterable[Setting]) -> SourceSettings:
+    return SourceSettings(settings=tuple(replace(setting, level=level) for setting in settings), level=level)
+
+
 def assess(sources: Sources) -> Assessment:
     """Read every source, apply the precedence, and check the result."""
     sources = locate_config(sources)
     levels = [parse_settings(level) for level in _resolve_activity(read_all(sources))]
     problems = [*sources.problems, *(problem for level in levels for problem in level.problems)]
     effective, overridden = merge(levels)
-    spec, derived = build(effective, dialect_of(levels))
+    spec, derived = build(effective, defaults_of(dialect_of(levels)))
     found = [*problems, *overridden, *_ambiguous_version(levels, spec), *derived, *_check(spec, problems)]
     unique = tuple(dict.fromkeys(found))
     spec = replace(spec, problems=tuple(problem for problem in unique if problem.severity != "error"))

@@ -175,9 +175,19 @@ class FsdpSpec:
 
     @property
     def enabled(self) -> bool:
-        """Whether a source enables FSDP, and no source of higher precedence selects another engine."""
+        """Whether a source enables FSDP, and no source of higher precedence selects another engine.
+
+        The FSDP of PyTorch/XLA is another engine.
+        """
+        if self.uses_xla:
+            return False
         asked = (setting for setting in self.settings() if self.asked(setting[0]))
         return self.launch.distributed_type == "FSDP" and any(enables_fsdp(*setting) for setting in asked)
+
+    @property
+    def uses_xla(self) -> bool:
+        """Whether the settings select the FSDP of PyTorch/XLA."""
+        return self.xla.enabled or self.xla.v2
 
     def with_values(self, values: Mapping[str, Any], origins: Mapping[str, Origin]) -> FsdpSpec:
         """Return a copy with other values of some settings, by canonical name. The caller checks the rules."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -52,14 +52,19 @@ def dialect_of(levels: Iterable[SourceSettings]) -> Dialect | None:
     return next((level.dialect for level in levels if level.dialect is not None), None)
 
 
-def build(effective: Settings, dialect: Dialect | None) -> tuple[model.FsdpSpec, tuple[Problem, ...]]:
+def defaults_of(dialect: Dialect | None) -> Mapping[str, Any]:
+    """Return the defaults that depend on the dialect."""
+    return {"fsdp.version": model.FsdpSection().version, **model.DIALECT_DEFAULTS[dialect]}
+
+
+def build(effective: Settings, dialect_defaults: Mapping[str, Any]) -> tuple[model.FsdpSpec, tuple[Problem, ...]]:
     """Return the spec of these settings, and the problems of the derived settings."""
     problems: list[Problem] = []
     settings = dict(effective)
     _derive_mode(settings)
     _gather(settings, "launch.dynamo_config", "dynamo_")
     _gather(settings, "launch.extra", "")
-    defaults = {"fsdp.version": model.FsdpSection().version, **model.DIALECT_DEFAULTS[dialect]}
+    defaults = dict(dialect_defaults)
     version = settings["fsdp.version"].value if "fsdp.version" in settings else defaults["fsdp.version"]
     defaults |= model.VERSION_DEFAULTS[version]
     _derive_checkpointing(settings, problems)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.sources.deepspeed import equivalent_settings
 from hf_fsdp_plugin.spec.model import DIALECT_DEFAULTS, FsdpSpec
 from hf_fsdp_plugin.spec.precedence import OTHER_ENGINES
 from hf_fsdp_plugin.strategies import STRATEGIES
@@ -27,7 +29,10 @@ def check_engine(spec: FsdpSpec) -> Iterator[Problem]:
     kind = spec.launch.distributed_type
     if kind in OTHER_ENGINES:
         message = f"distributed_type is {kind}: this is a config for {OTHER_ENGINES[kind]}, not for FSDP."
-        fix = "Set distributed_type: FSDP and an fsdp_config, or use accelerate launch."
+        section = spec.launch.extra.get("deepspeed_config")
+        settings = equivalent_settings(section) if isinstance(section, Mapping) else []
+        equivalent = f" with {', '.join(settings)}" if settings else ""
+        fix = f"Set distributed_type: FSDP and an fsdp_config{equivalent}, or use accelerate launch."
         yield about(spec, "FSDP-E120", "launch.distributed_type", message, fix)
         return
     for engine in OTHER_ENGINES.values():
@@ -94,15 +99,30 @@ def _fsdp_settings(spec: FsdpSpec) -> list[str]:
 
 
 def check_xla(spec: FsdpSpec) -> Iterator[Problem]:
-    if spec.xla.enabled or spec.xla.v2 or spec.launch.distributed_type in XLA_TYPES:
-        name = "xla.enabled" if spec.xla.enabled else "xla.v2" if spec.xla.v2 else "launch.distributed_type"
-        message = "the FSDP of PyTorch/XLA (for TPUs) is not supported by this plugin."
-        fix = "Remove the xla settings to use PyTorch's FSDP, or use accelerate launch on a TPU."
-        yield about(spec, "FSDP-E126", name, message, fix)
+    """Leave runs with ``xla: true`` to Transformers if torch_xla is installed, and refuse them otherwise."""
+    if spec.launch.distributed_type in XLA_TYPES:
+        message = "the FSDP of PyTorch/XLA (for TPUs) is not supported by this launcher."
+        fix = "Use accelerate launch on a TPU, or set distributed_type: FSDP to use PyTorch's FSDP."
+        yield about(spec, "FSDP-E126", "launch.distributed_type", message, fix)
+    elif spec.uses_xla and importlib.util.find_spec("torch_xla") is None:
+        message = "this setting selects the FSDP of PyTorch/XLA, which needs torch_xla, and torch_xla is not installed."
+        fix = "Remove the xla settings to use PyTorch's FSDP, or install torch_xla on a TPU machine."
+        yield about(spec, "FSDP-E126", _xla_setting(spec), message, fix)
+    elif spec.uses_xla:
+        message = (
+            "Transformers runs the FSDP of PyTorch/XLA with its own code. This package shards nothing and writes no "
+            "report or checkpoints of its own."
+        )
+        fix = "Remove the xla settings to use PyTorch's FSDP."
+        yield about(spec, "FSDP-W163", _xla_setting(spec), message, fix)
     elif spec.xla.grad_ckpt or spec.xla.settings:
         name = "xla.grad_ckpt" if spec.xla.grad_ckpt else "xla.settings"
         fix = "Use fsdp_activation_checkpointing, or remove the key."
         yield about(spec, "FSDP-W127", name, "the setting has no effect without xla: true.", fix)
+
+
+def _xla_setting(spec: FsdpSpec) -> str:
+    return "xla.enabled" if spec.xla.enabled else "xla.v2"
 
 
 def check_mesh_size(spec: FsdpSpec) -> Iterator[Problem]:

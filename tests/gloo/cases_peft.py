@@ -182,10 +182,11 @@ def merge_sharded(config: dict[str, Any], how: str) -> list[str]:
 
 
 def assign_policy(config: dict[str, Any], by_peft: bool) -> list[str]:
-    """Prepare a model after a wrap policy is assigned to the plugin. Returns the codes of the problems."""
+    """Prepare a model after a policy is assigned to the plugin. Returns its layers that are units, or the codes."""
     from functools import partial
 
     from peft.utils.other import fsdp_auto_wrap_policy
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
     import hf_fsdp_plugin as hfp
@@ -195,10 +196,11 @@ def assign_policy(config: dict[str, Any], by_peft: bool) -> list[str]:
     custom = partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.Linear))
     accelerator.state.fsdp_plugin.auto_wrap_policy = fsdp_auto_wrap_policy(model) if by_peft else custom
     try:
-        accelerator.prepare(model)
+        model = accelerator.prepare(model)
     except hfp.SpecError as error:
-        return [problem.code for problem in error.problems]
-    return []
+        return [problem.code for problem in error.problems if problem.severity == "error"]
+    units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    return [name.removeprefix("base_model.") for name in units if "layers" in name]
 
 
 def save_tiny_llama(folder: str) -> None:

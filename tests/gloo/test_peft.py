@@ -111,9 +111,13 @@ def test_adalora_is_refused(two_ranks: Ranks, backend: str) -> None:
         train_kind(two_ranks, "adalora", backend)
 
 
-@pytest.mark.parametrize(("by_peft", "expected"), [(True, []), (False, ["FSDP-E632"])])
-def test_only_the_policy_of_peft_may_be_assigned(two_ranks: Ranks, by_peft: bool, expected: list[str]) -> None:
-    assert two_ranks.run(cases.assign_policy, config_of("flat"), by_peft) == [expected] * 2
+@pytest.mark.parametrize(
+    ("by_peft", "expected"),
+    [(True, ["model.model.layers.0", "model.model.layers.1"]), (False, ["FSDP-E037"])],
+)
+def test_policy_of_peft_may_be_assigned(two_ranks: Ranks, by_peft: bool, expected: list[str]) -> None:
+    config = {"distributed_type": "FSDP", "use_cpu": True, "fsdp_config": {"fsdp_version": 2}}
+    assert two_ranks.run(cases.assign_policy, config, by_peft) == [expected] * 2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

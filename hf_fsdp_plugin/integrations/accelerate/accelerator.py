@@ -62,7 +62,7 @@ def init_accelerator(original: Callable[..., None], accelerator: Any, *args: Any
     if spec is not None:
         # The spec of a Trainer already contains the precision of its arguments.
         given = None if session.trainer_spec is not None else arguments.get("mixed_precision")
-        plugin = PlannedFsdpPlugin(with_mixed_precision(spec, given))
+        plugin = PlannedFsdpPlugin.replacing(plugin, with_mixed_precision(spec, given))
     if isinstance(plugin, PlannedFsdpPlugin):
         arguments["fsdp_plugin"] = plugin
         if (dynamo := dynamo_plugin(plugin.spec)) and not arguments.keys() & {"dynamo_plugin", "dynamo_backend"}:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
@@ -38,6 +38,7 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.devices import accelerator_type
+from hf_fsdp_plugin.integrations.accelerate.assignments import FIELDS, is_of_peft, refused, spec_with_assignments
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.environment import set_loading_variables
 from hf_fsdp_plugin.integrations.messages import print_warnings
@@ -72,8 +73,53 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
     def __init__(self, spec: FsdpSpec) -> None:
         self.use_spec(spec)
 
+    @classmethod
+    def replacing(cls, plugin: Any, spec: FsdpSpec) -> PlannedFsdpPlugin:
+        """Return a plugin with ``spec``. A stock plugin becomes it, so that the script's references stay valid."""
+        if type(plugin) is not FullyShardedDataParallelPlugin:
+            return cls(spec)
+        plugin.__class__ = cls
+        plugin.use_spec(spec)
+        return cast(PlannedFsdpPlugin, plugin)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a field, and remember that a script assigned it.
+
+        Raises:
+            SpecError: a model has been prepared, so the assignment would have no effect.
+        """
+        own = self.__dict__
+        if name in FIELDS and not own.get("_is_changing", True) and not _equal(own.get(name), value):
+            if not own["_is_in_use"]:
+                own["_assigned"][name] = value
+            elif not (is_of_peft(value) and self.spec.wrap.policy == "transformer"):
+                raise refused(name, "a model has been prepared already", "Assign it before prepare().")
+        own[name] = value
+
+    def apply_assignments(self) -> None:
+        """Change the spec as the script's assignments require. Called before a model is planned.
+
+        Raises:
+            SpecError: an assignment cannot have an effect, or its value is invalid.
+        """
+        own = self.__dict__
+        assigned, own["_assigned"] = own["_assigned"], {}
+        if assigned:
+            kind = self.state_dict_kind
+            self.use_spec(spec_with_assignments(self.spec, assigned))
+            self.set_state_dict_type(kind)
+            print_warnings(self.spec.problems)
+        own["_is_in_use"] = True
+
     def use_spec(self, spec: FsdpSpec) -> None:
         """Set every field from ``spec``, before the first model is prepared."""
+        own = self.__dict__
+        own.setdefault("_assigned", {})
+        own.update(_is_changing=True, _is_in_use=False)
+        self._set_fields(spec)
+        own["_is_changing"] = False
+
+    def _set_fields(self, spec: FsdpSpec) -> None:
         strategy = STRATEGIES[spec.sharding.strategy]
         version2 = spec.fsdp.version == 2
         self.spec = spec
@@ -136,9 +182,18 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
         spec = spec_of_further_model(self.spec, model, is_trained=True)
         plan = resolve(spec, model, world_size=_world_size(), device_type=_device_type(spec))
         units = {id(model.get_submodule(name)) for unit in plan.units for name in unit.modules if name}
-        self.auto_wrap_policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: id(module) in units)
+        policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: id(module) in units)
+        self.__dict__["auto_wrap_policy"] = policy
         if self.fsdp_version == 1:
-            self.ignored_modules = [model.get_submodule(name) for name in plan.ignored_modules] or None
+            self.__dict__["ignored_modules"] = [model.get_submodule(name) for name in plan.ignored_modules] or None
+
+
+def _equal(before: Any, value: Any) -> bool:
+    """Whether a value is the one that a field has. Values that cannot be compared differ."""
+    try:
+        return value is before or (type(value) is type(before) and bool(value == before))
+    except (RuntimeError, TypeError, ValueError):
+        return False
 
 
 def planned_plugin(accelerator: Any) -> PlannedFsdpPlugin | None:

@@ -21,7 +21,7 @@ from hf_fsdp_plugin.backends.submodule_calls import free_after_forward, free_bef
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.plugin import planned_plugin
 from hf_fsdp_plugin.integrations.messages import print_warnings
-from hf_fsdp_plugin.integrations.peft.checks import check_adapters, check_assigned_policy
+from hf_fsdp_plugin.integrations.peft.checks import check_adapters
 from hf_fsdp_plugin.integrations.run_report import track
 from hf_fsdp_plugin.integrations.saving import prepare_buffers_after_first_step
 from hf_fsdp_plugin.integrations.torchao import private as torchao_private
@@ -121,6 +121,7 @@ def _shard_model(
         # After a forward, units that are not freed have gathered parameters, which do not show how they are sharded.
         reshard_and_rebind(model, optimizers)
     with on_all_ranks("planning"):
+        plugin.apply_assignments()
         spec = plugin.spec if is_first else spec_of_further_model(plugin.spec, model, is_trained=is_trained)
         plan = make_plan(accelerator, spec, model)
     same_on_all_ranks("the plan", json.dumps(plan.to_json(), sort_keys=True))
@@ -143,7 +144,6 @@ def make_plan(accelerator: Any, spec: FsdpSpec, model: nn.Module) -> FsdpPlan:
         fix = "Load it without device_map: FSDP places the model."
         raise SpecError([Problem(code="FSDP-E605", message=message, fix=fix)])
     check_adapters(model)
-    check_assigned_policy(planned_plugin(accelerator))
     return resolve(
         with_distributed_config(spec, distributed_config_of(model)),
         model,

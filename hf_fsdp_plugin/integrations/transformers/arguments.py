@@ -41,7 +41,7 @@ def process_fsdp_args(original: Callable[[], Any], arguments: Any) -> Any:
     spec = session.load(fsdp_arguments(arguments))
     if not spec.enabled:
         print_warnings(spec.problems)
-        if arguments.fsdp:
+        if arguments.fsdp and not spec.uses_xla:
             arguments.fsdp = None  # Transformers turns FSDP on for any text, "false" included
         return original()
     print_warnings(spec.problems)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from hf_fsdp_plugin.integrations.accelerate.accelerator import init_accelerator
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, spec_of_stock_plugin
 from hf_fsdp_plugin.integrations.accelerate.prepare import make_plan
 from hf_fsdp_plugin.integrations.accelerate.state import init_accelerator_state
+from hf_fsdp_plugin.integrations.transformers.arguments import process_fsdp_args
 
 FSDP = {"distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": {"fsdp_version": 2}}
 
@@ -98,3 +100,16 @@ def test_model_with_device_map_is_refused() -> None:
     with pytest.raises(hfp.SpecError) as error:
         make_plan(accelerator, plugin.spec, torch.nn.Linear(4, 4))
     assert codes(error) == ["FSDP-E605"]
+
+
+def test_arguments_with_xla_are_left_to_transformers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "torch_xla").mkdir()
+    (tmp_path / "torch_xla" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    hfp.install({})
+    arguments = SimpleNamespace(fsdp="full_shard", fsdp_config={"xla": True})
+    assert process_fsdp_args(lambda: "stock", arguments) == "stock"
+    assert arguments.fsdp == "full_shard"
+    assert "[FSDP-W163]" in capsys.readouterr().err

@@ -142,3 +142,16 @@ def test_shard_size_of_1_without_strategy_is_no_shard(assess):
     both = assess(config({"num_processes": 4}, fsdp_size=1, dp_replicate_size=4))
     assert both.spec.sharding.strategy == "no_shard"
     assert "FSDP-W162" not in [problem.code for problem in both.problems]
+
+
+@pytest.mark.parametrize("key", ["xla", "xla_fsdp_v2"])
+def test_xla_is_left_to_transformers_if_torch_xla_exists(problems, assess, monkeypatch, tmp_path, key):
+    given = {"fsdp": "full_shard", "fsdp_config": {key: True, "xla_fsdp_settings": {"compute_dtype": "bfloat16"}}}
+    (problem,) = problems(**given)
+    assert problem.code == "FSDP-E126" and "torch_xla is not installed" in problem.message
+    (tmp_path / "torch_xla").mkdir()
+    (tmp_path / "torch_xla" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert [problem.code for problem in problems(**given, severity="warning")] == ["FSDP-W163"]
+    assessment = assess(**given)
+    assert assessment.ok and not assessment.spec.enabled and assessment.spec.uses_xla

@@ -1,0 +1,72 @@
+"""Fields that a script assigns to the plugin of an Accelerator: ``accelerator.state.fsdp_plugin.min_num_params = …``.
+
+Stock Accelerate reads them when it prepares a model. Here they change the spec, from which the plan of the model is
+resolved. An assignment that cannot have this effect is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from types import MappingProxyType
+from typing import Any, Final
+
+from accelerate.utils import FullyShardedDataParallelPlugin
+
+from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.spec.load import with_plugin_object
+from hf_fsdp_plugin.spec.model import FsdpSpec
+
+STATE_DICT_FIELDS: Final = frozenset({"state_dict_type", "state_dict_config", "optim_state_dict_config"})
+"""Fields that scripts may change at any time. Each save reads the type; the options of torch have no effect."""
+FIELDS: Final = frozenset(field.name for field in fields(FullyShardedDataParallelPlugin)) - STATE_DICT_FIELDS
+"""Fields that are settings of the plan."""
+
+_MEANING_OF_NONE: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "auto_wrap_policy": "no_wrap",
+        "backward_prefetch": "no_prefetch",
+        "min_num_params": 0,
+        "mixed_precision_policy": {f"{name}_dtype": "no" for name in ("param", "reduce", "output", "buffer")},
+    }
+)
+"""Field -> the value that ``None`` stands for. Other fields have no such value."""
+
+
+def spec_with_assignments(spec: FsdpSpec, assigned: Mapping[str, Any]) -> FsdpSpec:
+    """Return ``spec`` with the fields that a script assigned, which override it.
+
+    PEFT's wrap policy wraps the model's own layers. It does not override a wrap policy of the settings, because the
+    Trainer assigns it for every PEFT model.
+
+    Raises:
+        SpecError: a value is not supported, cannot have an effect any more, or conflicts with another setting.
+    """
+    given: dict[str, Any] = {}
+    for name, value in assigned.items():
+        if name == "cpu_ram_efficient_loading":
+            raise refused(name, "the model is loaded already", "Set fsdp_cpu_ram_efficient_loading in the config.")
+        if value is None and name not in _MEANING_OF_NONE:
+            raise refused(name, "None is not a value of this setting", "Assign the value that is meant.")
+        if not (is_of_peft(value) and spec.asked("wrap.policy")):
+            given[name] = _MEANING_OF_NONE[name] if value is None else value
+    if not given:
+        return spec
+    changed = with_plugin_object(spec, given)
+    if changed.precision.param == "fp16" != spec.precision.param:
+        reason = "fp16 needs a gradient scaler, which the Accelerator creates in its constructor"
+        raise refused("mixed_precision_policy", reason, "Set mixed_precision: fp16 in the config.")
+    return changed
+
+
+def refused(name: str, reason: str, fix: str) -> SpecError:
+    """Return the error that an assignment would have no effect."""
+    message = f"accelerator.state.fsdp_plugin.{name} was assigned, but {reason}."
+    return SpecError([Problem(code="FSDP-E632", message=message, fix=fix)])
+
+
+def is_of_peft(policy: Any) -> bool:
+    """Return whether a wrap policy is the one that PEFT's ``fsdp_auto_wrap_policy`` returns."""
+    inner = getattr(policy, "keywords", {}).get("policies", ())
+    functions = (getattr(each, "keywords", {}).get("lambda_fn") for each in inner)
+    return any(str(getattr(function, "__module__", "")).startswith("peft.") for function in functions)

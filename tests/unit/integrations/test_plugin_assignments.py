@@ -1,0 +1,171 @@
+"""Fields that a script assigns to the plugin of an Accelerator are applied or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import FullyShardedDataParallelPlugin
+from torch import nn
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy, size_based_auto_wrap_policy
+
+import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.integrations.accelerate.accelerator import init_accelerator
+from hf_fsdp_plugin.integrations.accelerate.assignments import STATE_DICT_FIELDS
+from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin
+
+Assignment = tuple[dict[str, Any], str, Any]
+# Fields assigned together -> the setting and its value, or the code of the error.
+APPLIED: list[Assignment] = [
+    ({"fsdp_version": 1}, "fsdp.version", 1),
+    ({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, "sharding.strategy", "shard_grad_op"),
+    ({"reshard_after_forward": False}, "sharding.strategy", "shard_grad_op"),
+    ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, "prefetch.backward", "post"),
+    ({"backward_prefetch": None}, "prefetch.backward", "none"),
+    ({"mixed_precision_policy": torch.bfloat16}, "precision.param", "bf16"),
+    ({"mixed_precision_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}, "precision.reduce", "bf16"),
+    ({"mixed_precision_policy": MixedPrecision(param_dtype=torch.bfloat16)}, "precision.param", "bf16"),
+    ({"auto_wrap_policy": "transformer_based_wrap"}, "wrap.policy", "transformer"),
+    ({"auto_wrap_policy": partial(size_based_auto_wrap_policy, min_num_params=7)}, "wrap.min_num_params", 7),
+    ({"auto_wrap_policy": "size_based_wrap", "min_num_params": 7}, "wrap.policy", "size"),
+    ({"cpu_offload": CPUOffload(offload_params=True)}, "offload.params", True),
+    ({"cpu_offload": CPUOffloadPolicy(pin_memory=False)}, "offload.pin_memory", False),
+    ({"cpu_offload": True}, "offload.params", True),
+    ({"ignored_modules": ".*head"}, "wrap.ignored_modules", ".*head"),
+    ({"limit_all_gathers": False}, "prefetch.limit_all_gathers", False),
+    ({"use_orig_params": False}, "params.use_orig", False),
+    ({"sync_module_states": True}, "loading.sync_module_states", True),
+    ({"forward_prefetch": True}, "prefetch.forward", True),
+    ({"activation_checkpointing": True}, "activation.checkpointing", "full"),
+    ({"activation_checkpointing": True, "activation_checkpointing_offload": True}, "activation.offload", True),
+    ({"transformer_cls_names_to_wrap": ["Layer"]}, "wrap.classes", ("Layer",)),
+    ({"transformer_cls_names_to_wrap": ["Layer"]}, "wrap.policy", "transformer"),
+    ({"min_num_params": 7}, "wrap.policy", "size"),
+]
+REFUSED = [
+    ({"auto_wrap_policy": partial(lambda_auto_wrap_policy, lambda_fn=bool)}, "FSDP-E037"),
+    ({"ignored_modules": [nn.Linear(1, 1)]}, "FSDP-E037"),
+    ({"param_init_fn": print}, "FSDP-E037"),
+    ({"mixed_precision_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}, "FSDP-E037"),
+    ({"mixed_precision_policy": MixedPrecision(keep_low_precision_grads=True)}, "FSDP-E037"),
+    ({"mixed_precision_policy": 3}, "FSDP-E037"),
+    ({"cpu_offload": object()}, "FSDP-E037"),
+    ({"mixed_precision_policy": torch.float16}, "FSDP-E632"),
+    ({"cpu_ram_efficient_loading": True}, "FSDP-E632"),
+    ({"sharding_strategy": None}, "FSDP-E632"),
+    ({"sharding_strategy": "full_shrad"}, "FSDP-E101"),
+    ({"activation_checkpointing_offload": True}, "FSDP-E140"),
+]
+
+
+@pytest.fixture(autouse=True)
+def uninstalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run the test without hooks. The stock plugin's constructor sets this variable."""
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
+    hfp.uninstall()
+    yield
+    hfp.uninstall()
+
+
+def plugin_of(**config: Any) -> Any:
+    spec = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, **config}}
+    return PlannedFsdpPlugin(hfp.load_spec(spec, environ={}))
+
+
+def test_every_field_is_tested() -> None:
+    tested = {name for assigned, *_ in [*APPLIED, *REFUSED] for name in assigned} | STATE_DICT_FIELDS
+    assert tested == {field.name for field in fields(FullyShardedDataParallelPlugin)}
+
+
+@pytest.mark.parametrize(("assigned", "name", "value"), APPLIED, ids=str)
+def test_assignment_changes_the_spec(assigned: dict[str, Any], name: str, value: Any) -> None:
+    plugin = plugin_of(fsdp_sync_module_states=False)
+    for field, given in assigned.items():
+        setattr(plugin, field, given)
+        assert getattr(plugin, field) is given
+    plugin.apply_assignments()
+    assert plugin.spec.get(name) == value
+    assert plugin.spec.origin(name).source == "FullyShardedDataParallelPlugin"
+
+
+@pytest.mark.parametrize(("assigned", "code"), REFUSED, ids=str)
+def test_assignment_without_effect_is_refused(assigned: dict[str, Any], code: str) -> None:
+    plugin = plugin_of()
+    for field, given in assigned.items():
+        setattr(plugin, field, given)
+    with pytest.raises(hfp.SpecError, match=code):
+        plugin.apply_assignments()
+
+
+def test_assignment_after_prepare_is_refused() -> None:
+    plugin = plugin_of()
+    plugin.apply_assignments()
+    plugin.forward_prefetch = plugin.forward_prefetch
+    with pytest.raises(hfp.SpecError, match="FSDP-E632"):
+        plugin.forward_prefetch = True
+    assert not plugin.forward_prefetch
+
+
+def test_assigned_setting_overrides_config_with_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    plugin = plugin_of(fsdp_forward_prefetch=False)
+    plugin.forward_prefetch = True
+    plugin.apply_assignments()
+    assert plugin.spec.prefetch.forward
+    assert capsys.readouterr().err.count("[FSDP-W103]") == 1
+
+
+def test_state_dict_type_may_be_assigned_at_any_time() -> None:
+    plugin = plugin_of()
+    plugin.state_dict_type = StateDictType.FULL_STATE_DICT
+    plugin.min_num_params = 7
+    plugin.apply_assignments()
+    assert plugin.state_dict_kind == "full"
+    plugin.state_dict_type = "SHARDED_STATE_DICT"
+    assert plugin.state_dict_kind == "sharded"
+    plugin.state_dict_config, plugin.optim_state_dict_config = FullStateDictConfig(), FullOptimStateDictConfig()
+
+
+@pytest.mark.parametrize(("config", "policy"), [({}, "transformer"), ({"auto_wrap_policy": "NO_WRAP"}, "none")])
+def test_policy_of_peft_wraps_layers_by_default(config: dict[str, Any], policy: str) -> None:
+    peft = pytest.importorskip("peft")
+    from peft.utils.other import fsdp_auto_wrap_policy
+
+    assert peft
+    model = nn.Linear(2, 2)
+    plugin = plugin_of(**config)
+    plugin.auto_wrap_policy = fsdp_auto_wrap_policy(model)
+    plugin.apply_assignments()
+    assert plugin.spec.wrap.policy == policy
+    if policy == "transformer":
+        plugin.auto_wrap_policy = fsdp_auto_wrap_policy(model)  # the Trainer assigns it again
+
+
+def test_assignment_to_the_plugin_of_the_script_is_applied() -> None:
+    hfp.install()
+    own: Any = FullyShardedDataParallelPlugin(fsdp_version=2)
+    passed: dict[str, Any] = {}
+
+    def original(fsdp_plugin: Any = None, mixed_precision: Any = None, dynamo_plugin: Any = None) -> None:
+        passed.update(fsdp_plugin=fsdp_plugin)
+
+    init_accelerator(original, SimpleNamespace(num_processes=2), fsdp_plugin=own)
+    assert passed["fsdp_plugin"] is own
+    own.forward_prefetch = True
+    own.apply_assignments()
+    assert own.spec.prefetch.forward
