@@ -9,6 +9,7 @@ from typing import Final
 
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources.deepspeed import equivalent_settings
+from hf_fsdp_plugin.sources.settings import enables_fsdp
 from hf_fsdp_plugin.spec.model import DIALECT_DEFAULTS, FsdpSpec
 from hf_fsdp_plugin.spec.precedence import OTHER_ENGINES
 from hf_fsdp_plugin.strategies import STRATEGIES
@@ -53,7 +54,8 @@ def check_fsdp_enabled(spec: FsdpSpec) -> Iterator[Problem]:
     kind = spec.launch.distributed_type
     if kind == "FSDP" or kind in OTHER_ENGINES or kind in XLA_TYPES:
         return
-    asked = _fsdp_settings(spec)
+    # Variables alone do not enable FSDP. Transformers sets some of them in every run.
+    asked = [name for name in _fsdp_settings(spec) if enables_fsdp(name, spec.get(name), spec.origin(name))]
     if asked:
         message = f"distributed_type is {kind}, but FSDP settings are given ({spec.origin(asked[0])}, …)."
         fix = "Set distributed_type: FSDP, or remove the fsdp_config."

@@ -100,6 +100,12 @@ def test_setting_without_effect_is_warning(problems, given, code, setting):
     assert (problem.code, problem.setting) == (code, setting)
 
 
+def test_variables_do_not_conflict_with_other_parallelism(codes):
+    environ = {"FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+    assert codes({"distributed_type": "MULTI_GPU"}, environ=environ) == []
+    assert codes({"distributed_type": "MULTI_GPU"}, environ=environ, severity="warning") == ["FSDP-W124"]
+
+
 def test_fsdp1_settings_have_no_warning_under_fsdp1(codes):
     given = config(fsdp_version=1, fsdp_limit_all_gathers=False, fsdp_use_orig_params=False)
     assert codes(given, severity="warning") == []
