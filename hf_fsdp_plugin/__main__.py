@@ -6,7 +6,7 @@
     accelerate launch --config_file fsdp.yaml -m hf_fsdp_plugin train.py ARGS…
     torchrun --nproc_per_node 4 -m hf_fsdp_plugin --config_file fsdp.yaml train.py ARGS…
 
-Flags before the script: ``--config_file``, ``--set NAME=VALUE``, ``--report PATH``, ``--fsdp…``, ``-m`` for a module.
+``python -m hf_fsdp_plugin --help`` lists the flags before the script.
 """
 
 from __future__ import annotations
@@ -23,16 +23,40 @@ this module runs inside the ranks of a launcher. Use one of
   hf-fsdp launch --config_file CONFIG SCRIPT
   accelerate launch --config_file CONFIG -m hf_fsdp_plugin SCRIPT
   torchrun --nproc_per_node N -m hf_fsdp_plugin --config_file CONFIG SCRIPT"""
+_HELP = """\
+usage: accelerate launch [LAUNCHER FLAGS] -m hf_fsdp_plugin [FLAGS] SCRIPT [ARGS ...]
+       torchrun [LAUNCHER FLAGS] -m hf_fsdp_plugin [FLAGS] SCRIPT [ARGS ...]
+
+Run an unmodified script with the plugin installed, as a rank of accelerate launch or torchrun.
+`hf-fsdp launch` starts the ranks itself; `hf-fsdp --help` lists all verbs.
+
+flags, with hyphens or underscores:
+  --config_file CONFIG    Accelerate YAML or JSON (default: the config of accelerate launch)
+  --set NAME=VALUE        override one setting, with the highest precedence; repeatable
+  --fsdp WORDS            as in TrainingArguments: "full_shard auto_wrap"
+  --fsdp_config JSON|PATH as in TrainingArguments
+  --fsdp_*, --parallelism_config_*, --mixed_precision
+                          setting flags of accelerate launch
+  --report PATH           file of the report of the run
+  --report_table          print the tables of the report, instead of a summary
+  -m MODULE               run a module, as in python -m
+
+examples:
+  accelerate launch --config_file fsdp.yaml -m hf_fsdp_plugin train.py --epochs 3
+  torchrun --nproc_per_node 4 -m hf_fsdp_plugin --config_file fsdp.yaml train.py"""
 _PLAIN_PROCESS = (
     "accelerate launch has started a plain process instead of ranks. It does so for --cpu and for configs without "
     "FSDP. Use `hf-fsdp launch --config_file CONFIG SCRIPT`, which also starts CPU ranks."
 )
-_OPTIONS = frozenset({"config_file", "set", "report", "module"})
+_OPTIONS = frozenset({"config_file", "set", "report", "report_table", "module"})
 _SETTING_FLAGS = ("--fsdp", "--parallelism_config_", "--mixed_precision")
 
 
 def main() -> int:
     """Run the script. Returns 2 for wrong usage, 1 for a config with errors, otherwise 0."""
+    if sys.argv[1:] in (["-h"], ["--help"]):
+        print(_HELP)
+        return 0
     try:
         arguments = _parse_arguments(sys.argv[1:])
     except UsageError as error:
@@ -54,6 +78,7 @@ def main() -> int:
             command_line=arguments.command_line,
             overrides=arguments.overrides,
             report=arguments.options.get("report"),
+            report_table="report_table" in arguments.options,
         )
         run(arguments.script, arguments.script_args, module="module" in arguments.options)
     except SpecError as error:

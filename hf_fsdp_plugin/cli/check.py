@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Final
 from hf_fsdp_plugin.cli.check_output import settings_table, to_json, verdict
 from hf_fsdp_plugin.cli.exit_codes import USAGE, exit_code
 from hf_fsdp_plugin.cli.launch_flags import UsageError, split_setting_flags
+from hf_fsdp_plugin.cli.model_plan import plan_of_model
 from hf_fsdp_plugin.cli.output import print_json
 from hf_fsdp_plugin.cli.parser import make_parser
 from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems, text_width
-from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
+from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.sources.accelerate_launch import default_config_file
 from hf_fsdp_plugin.sources.config_file import MAX_BYTES, ConfigFile, read_text
 from hf_fsdp_plugin.sources.model import Sources, config_of
@@ -215,26 +216,12 @@ def _fix(args: argparse.Namespace, files: Sequence[ConfigFile | None]) -> int:
 
 
 def _plan(spec: FsdpSpec, args: argparse.Namespace) -> tuple[FsdpPlan | None, tuple[Problem, ...]]:
-    """Resolve the plan for a model. Torch is imported only here."""
-    from hf_fsdp_plugin.cli.world import find_accelerators
-    from hf_fsdp_plugin.plan.load_model import meta_model
-    from hf_fsdp_plugin.plan.resolve import resolve
+    """Return the plan for the device that ``launch`` would use on this machine, and its problems."""
+    from hf_fsdp_plugin.cli.world import find_accelerators  # imports torch
 
-    world_size = args.world_size or _smallest_world_size(spec)
     device_type = args.device or ("cpu" if spec.launch.use_cpu else find_accelerators().kind)
-    try:
-        plan = resolve(spec, meta_model(args.model), world_size=world_size, device_type=device_type)
-    except SpecError as error:
-        return None, error.problems
-    except (ValueError, OSError) as error:  # the model does not exist, or cannot be built
-        problem = Problem(
-            code="FSDP-E709",
-            message=" ".join(str(error).split()),
-            fix="Give a directory with a config.json, or the name of a model in the local cache.",
-            origin=Origin(source="--model", spelling="--model", text=args.model),
-        )
-        return None, (problem,)
-    return plan, plan.problems
+    world_size = args.world_size or _smallest_world_size(spec)
+    return plan_of_model(spec, args.model, world_size=world_size, device_type=device_type)
 
 
 def _smallest_world_size(spec: FsdpSpec) -> int:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import re
 import sys
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 
+from hf_fsdp_plugin.cli.exit_codes import OK, USAGE
+from hf_fsdp_plugin.cli.output import print_json
 from hf_fsdp_plugin.problems import AREAS, CODE
 from hf_fsdp_plugin.text import format_table
 
@@ -44,17 +45,22 @@ def run(args: argparse.Namespace) -> int:
     if args.code is None:
         listed = [{"code": entry.code, "title": entry.title} for entry in entries.values()]
         rows = [tuple(row.values()) for row in listed]
-        print(json.dumps({"codes": listed}, indent=2, ensure_ascii=False) if args.json else format_table(rows))
-        return 0
+        if args.json:
+            print_json({"codes": listed})
+        else:
+            print(format_table(rows))
+        return OK
     entry = find_entry(args.code, entries)
     if entry is None:
         near = nearest_codes(args.code, entries)
         hint = f"Did you mean {' or '.join(near)}?" if near else "`hf-fsdp explain` lists all codes."
         print(f"hf-fsdp explain: unknown problem code '{args.code}'. {hint}", file=sys.stderr)
-        return 2
-    text = f"{entry.code}: {entry.title}\n\n{entry.text}"
-    print(json.dumps(asdict(entry), indent=2, ensure_ascii=False) if args.json else text)
-    return 0
+        return USAGE
+    if args.json:
+        print_json(asdict(entry))
+    else:
+        print(f"{entry.code}: {entry.title}\n\n{entry.text}")
+    return OK
 
 
 def read_entries() -> dict[str, Entry]:

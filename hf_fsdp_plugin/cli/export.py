@@ -11,6 +11,7 @@ from typing import NoReturn
 from hf_fsdp_plugin.checkpoint import newest_complete
 from hf_fsdp_plugin.checkpoint.names import PREFIXES, TRAINER_STATE
 from hf_fsdp_plugin.cli import merge
+from hf_fsdp_plugin.cli.exit_codes import USAGE, check_folder
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem
 
 HELP = (
@@ -29,11 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Merge the checkpoint. Returns 0 if the output folder is complete, 1 otherwise."""
+    """Merge the checkpoint. Returns 0 if the output folder is complete, 1 otherwise, 2 if RUN does not exist."""
+    if not check_folder("export", args.run):
+        return USAGE
     try:
         args.checkpoint = find_checkpoint(args.run, best=args.best)
     except CheckpointError as error:
-        return merge.print_problems(error.problems, as_json=args.json)
+        return merge.report_failure(error.problems, as_json=args.json)
     return merge.run(args)
 
 

@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.checkpoint import Summary, checkpoints_of_run, summarize, why_incomplete
+from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS, USAGE, check_folder
+from hf_fsdp_plugin.cli.output import print_json
+from hf_fsdp_plugin.cli.terminal import print_problems, text_width
 from hf_fsdp_plugin.problems import CheckpointError
-from hf_fsdp_plugin.text import format_bytes, format_shape, format_table, truncate_lines, wrap_items
+from hf_fsdp_plugin.text import fit_table, format_bytes, format_shape, format_table, truncate_lines, wrap_items
 
 HELP = "Describe a checkpoint, or all checkpoints of a run, from metadata alone: format, step, parameters, settings."
 EXAMPLES = ("hf-fsdp inspect out/checkpoint-500", "hf-fsdp inspect out --json")
 _FILES_SHOWN = 20
+_WIDTH = 112
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,9 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the summary. Return 0 for a complete checkpoint, 1 if there is none, 2 if the folder does not exist."""
-    if not args.checkpoint.is_dir():
-        print(f"hf-fsdp inspect: {args.checkpoint} is not a folder. Give the folder of a checkpoint.", file=sys.stderr)
-        return 2
+    if not check_folder("inspect", args.checkpoint):
+        return USAGE
     paths = checkpoints_of_run(args.checkpoint)
     try:
         summary = summarize(args.checkpoint)
@@ -40,23 +43,23 @@ def run(args: argparse.Namespace) -> int:
             return _run(args, paths)
         return _unreadable(args, error)
     if args.json:
-        print(_dumped(summary.to_json(parameters=args.parameters, optimizer=args.optimizer)))
+        print_json(summary.to_json(parameters=args.parameters, optimizer=args.optimizer))
     else:
         print(_text(summary, parameters=args.parameters, optimizer=args.optimizer))
         if paths:
             print(f"\n{_table(_rows(paths))}")
     if summary.incomplete is not None:
         print(f"{summary.path}: {summary.incomplete}", file=sys.stderr)
-    return 0 if summary.incomplete is None else 1
+    return OK if summary.incomplete is None else PROBLEMS
 
 
 def _unreadable(args: argparse.Namespace, error: CheckpointError) -> int:
     if args.json:
         problems = [problem.to_json() for problem in error.problems]
-        print(_dumped({"checkpoint": str(args.checkpoint), "complete": False, "problems": problems}))
+        print_json({"checkpoint": str(args.checkpoint), "complete": False, "problems": problems})
     else:
-        print(error, file=sys.stderr)
-    return 1
+        print_problems(error.problems)
+    return PROBLEMS
 
 
 def _run(args: argparse.Namespace, paths: list[Path]) -> int:
@@ -71,12 +74,12 @@ def _run(args: argparse.Namespace, paths: list[Path]) -> int:
             for path, summary, reason in rows
         ]
         tree = {"run": str(args.checkpoint), "checkpoints": summaries}
-        print(_dumped({**tree, "newest_complete": None if newest is None else str(newest)}))
+        print_json({**tree, "newest_complete": None if newest is None else str(newest)})
     else:
         print(_table(rows))
     if newest is None:
         print(f"{args.checkpoint}: none of the checkpoints is complete.", file=sys.stderr)
-    return 0 if newest is not None else 1
+    return OK if newest is not None else PROBLEMS
 
 
 Row = tuple[Path, Summary | None, str | None]
@@ -103,13 +106,13 @@ def _table(rows: Iterable[Row]) -> str:
             step = "-" if summary.step is None else f"{summary.step:,}"
             known = (step, summary.kind, ranks, format_bytes(sum(summary.files.values())))
         lines.append((path.name, *known, "complete" if reason is None else f"incomplete: {reason}"))
-    return format_table(lines)
+    return fit_table(lines, text_width())
 
 
 def _text(summary: Summary, *, parameters: bool, optimizer: bool) -> str:
     lines = [f"{summary.path}: {'complete' if summary.incomplete is None else 'incomplete'}"]
     for label, text in _facts(summary):
-        lines += wrap_items(text.split(", "), 112, label=f"  {label:<10} ")
+        lines += wrap_items(text.split(", "), min(text_width() or _WIDTH, _WIDTH), label=f"  {label:<10} ")
     if parameters:
         table = [("parameter", "dtype", "shape"), *((name, *_kind(kind)) for name, kind in summary.parameters.items())]
         lines += ["", format_table(table)]
@@ -167,7 +170,3 @@ def _pairs(table: Mapping[str, Any]) -> str:
 
 def _shown(value: Any) -> str:
     return value if isinstance(value, str) and value else json.dumps(value, default=str, ensure_ascii=False)
-
-
-def _dumped(tree: Mapping[str, Any]) -> str:
-    return json.dumps(tree, indent=2, ensure_ascii=False, default=str)

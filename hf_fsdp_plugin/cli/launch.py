@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shlex
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hf_fsdp_plugin.cli.dry_run import show_run
 from hf_fsdp_plugin.cli.exit_codes import USAGE, exit_code
 from hf_fsdp_plugin.cli.exit_watch import LIMIT_VARIABLE, exit_limit
 from hf_fsdp_plugin.cli.failure_summary import exit_code as exit_code_of_ranks
@@ -31,7 +31,7 @@ from hf_fsdp_plugin.spec.model import FsdpSpec
 HELP = "Check a config, then run an unmodified script on every rank with the plugin installed."
 EXAMPLES = (
     "hf-fsdp launch --config_file fsdp.yaml train.py --epochs 3",
-    "hf-fsdp launch --num_processes 4 --cpu --dry_run -m package.train",
+    "hf-fsdp launch --num_processes 4 --cpu --dry_run --model ./llama -m package.train",
 )
 DEFAULT_GRACE = 30.0
 
@@ -68,17 +68,14 @@ def _launch(arguments: LaunchArguments) -> int:
 
     handover = _handover(arguments)
     sources = handover.sources
+    if "dry_run" in arguments.options:
+        _note_missing_config(arguments, sources)
+        return show_run(arguments, sources, _command(arguments))
     spec = assess(sources).checked_spec()
     _print_notices(arguments, *(problem for problem in spec.problems if problem.severity == "warning"))
     world = resolve_world(spec, find_accelerators())
     _print_notices(arguments, *world.problems)
-    if sources.config is None and not sources.command_line and not sources.overrides:
-        message = "no config: FSDP runs only if the script's own TrainingArguments or Accelerator enables it."
-        _print_notices(arguments, Problem(code="FSDP-N713", message=message))
-    if "dry_run" in arguments.options:
-        print(describe(world, spec.launch))
-        print(f"command of a rank: {shlex.join(_command(arguments))}")
-        return 0
+    _note_missing_config(arguments, sources)
     if world.num_machines > 1:
         _print_notices(arguments, f"waiting for {world.num_machines} machines at {endpoint(spec.launch)}")
         rendezvous = meet_machines(spec.launch, world, rdzv_conf=arguments.options.get("rdzv_conf", ""))
@@ -90,6 +87,12 @@ def _launch(arguments: LaunchArguments) -> int:
         return _run_ranks(arguments, spec, world, rendezvous, handover)
     finally:
         rendezvous.close()
+
+
+def _note_missing_config(arguments: LaunchArguments, sources: Sources) -> None:
+    if sources.config is None and not sources.command_line and not sources.overrides:
+        message = "no config: FSDP runs only if the script's own TrainingArguments or Accelerator enables it."
+        _print_notices(arguments, Problem(code="FSDP-N713", message=message))
 
 
 def _run_ranks(
@@ -136,6 +139,9 @@ def _check_usage(arguments: LaunchArguments) -> None:
         raise UsageError(f"--show_ranks is {options['show_ranks']!r}; expected main or all.")
     if options.get("max_restarts", "0") != "0":
         raise UsageError("--max_restarts is not supported. Resume a failed run from its last checkpoint.")
+    for name in ("json", "model"):
+        if name in options and "dry_run" not in options:
+            raise UsageError(f"--{name} needs --dry_run.")
     _check_writable(options)
     for name, pattern in (("grace", r"\d+(\.\d+)?"), ("num_cpu_threads_per_process", r"\d+")):
         if name in options and not re.fullmatch(pattern, options[name]):
@@ -175,7 +181,10 @@ def _handover(arguments: LaunchArguments) -> LaunchHandover:
         environ=user_variables(os.environ),
     )
     report = absolute(arguments.options.get("report"))
-    return LaunchHandover(sources=sources, quiet="quiet" in arguments.options, report=report)
+    options = arguments.options
+    return LaunchHandover(
+        sources=sources, quiet="quiet" in options, report=report, report_table="report_table" in options
+    )
 
 
 def _with_absolute_path(flag: str) -> str:

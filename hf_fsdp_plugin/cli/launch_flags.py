@@ -41,7 +41,7 @@ class Flag:
 
     @property
     def takes_value(self) -> bool:
-        return self.name != "dry_run" and self.name not in SWITCHES
+        return self.name not in ("dry_run", "json", "report_table") and self.name not in SWITCHES
 
 
 def _unsupported(reason: str, *names: str) -> tuple[Flag, ...]:
@@ -55,7 +55,10 @@ FLAGS: tuple[Flag, ...] = (
     Flag(name="module", kind="launcher", help="SCRIPT is a module name, as in python -m (also -m)"),
     Flag(name="set", kind="launcher", help="override one setting, with the highest precedence; repeatable"),
     Flag(name="report", kind="launcher", help="file of the report of the run"),
-    Flag(name="dry_run", kind="launcher", help="print the rendezvous and the command of a rank, and stop"),
+    Flag(name="report_table", kind="launcher", help="print the tables of the report, instead of a summary"),
+    Flag(name="dry_run", kind="launcher", help="print settings, units, rendezvous and command; start nothing"),
+    Flag(name="json", kind="launcher", help="with --dry_run: print one JSON object and nothing else on stdout"),
+    Flag(name="model", kind="launcher", help="with --dry_run: the model (default: --model_name_or_path of the script)"),
     Flag(name="show_ranks", kind="launcher", help="main (default): rank 0's output; all: every rank's, with its rank"),
     Flag(name="log_dir", kind="launcher", help="also write each rank's output to DIR/rank_N.log"),
     Flag(name="grace", kind="launcher", help="seconds until ranks are killed after SIGINT or SIGTERM (default: 30)"),
@@ -241,7 +244,7 @@ _METAVARS = {
     "set": "NAME=VALUE", "report": "PATH", "show_ranks": "main|all", "grace": "SECONDS", "role": "NAME", "tee": "N",
     "num_cpu_threads_per_process": "N", "rdzv_conf": "KEY=VALUE,…", "max_restarts": "N", "fsdp": "WORDS",
     "fsdp_config": "JSON|PATH", "num_processes": "N", "num_machines": "N", "machine_rank": "N",
-    "main_process_ip": "ADDRESS", "mixed_precision": "KIND", "log_dir": "DIR",
+    "main_process_ip": "ADDRESS", "mixed_precision": "KIND", "log_dir": "DIR", "model": "DIR|ID",
 }  # fmt: skip
 
 

@@ -10,27 +10,15 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType, ModuleType
+from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import hf_fsdp_plugin
 from hf_fsdp_plugin.cli.exit_codes import INTERRUPTED, OK, PROBLEMS, USAGE
+from hf_fsdp_plugin.cli.help import usage
 from hf_fsdp_plugin.cli.parser import PROG, make_parser
-
-VERBS: Mapping[str, str] = MappingProxyType(
-    {
-        "check": "check a config: show every setting, its origin, and every problem",
-        "schema": "print a JSON Schema of the YAML config, for editors",
-        "launch": "check a config, then run a script on every rank with it",
-        "inspect": "describe a checkpoint, or all checkpoints of a run, from metadata alone",
-        "verify": "check every byte of a checkpoint, and its names and shapes",
-        "merge": "write any checkpoint as a Hugging Face folder, for from_pretrained",
-        "export": "merge the newest complete checkpoint of a run, or its best one",
-        "explain": "print the documentation of a problem code",
-    }
-)
-"""Verb -> description. Each verb is the module with this name, which is imported when the verb is called."""
+from hf_fsdp_plugin.cli.verbs import VERBS
 
 _HELP_FLAGS = ("-h", "--help")
 
@@ -39,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in _HELP_FLAGS:
-        print(_usage())
+        print(usage())
         return OK if argv else USAGE
     if argv[0] == "--version":
         print(f"{PROG} {hf_fsdp_plugin.__version__}")
@@ -74,13 +62,6 @@ def _run(verb: str, argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print(f"{PROG} {verb}: interrupted", file=sys.stderr)
         return INTERRUPTED
-
-
-def _usage() -> str:
-    lines = [f"usage: {PROG} VERB [ARGUMENTS]", "", "verbs:"]
-    lines += [f"  {verb:<8} {about}" for verb, about in VERBS.items()]
-    lines += ["", f"{PROG} VERB --help describes a verb, with examples. {PROG} --version prints the version."]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

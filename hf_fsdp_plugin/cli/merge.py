@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from hf_fsdp_plugin.checkpoint import Merged, MergeOptions, merge
+from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS, USAGE, check_folder
+from hf_fsdp_plugin.cli.output import print_json
 from hf_fsdp_plugin.cli.progress import ProgressBars
+from hf_fsdp_plugin.cli.terminal import print_problems
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, has_errors
 from hf_fsdp_plugin.text import format_bytes, plural
 
@@ -58,7 +59,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Merge. Return 0 if the output folder is complete and every option was applied, 1 otherwise."""
+    """Merge. Return 0 if OUT is complete and every option was applied, 1 otherwise, 2 if CKPT does not exist."""
+    if not check_folder("merge", args.checkpoint):
+        return USAGE
     options = MergeOptions(
         dtype=DTYPES.get(args.dtype),
         max_shard_size=args.max_shard_size,
@@ -72,22 +75,24 @@ def run(args: argparse.Namespace) -> int:
         with ProgressBars() as progress:
             merged = merge(args.checkpoint, args.out, options, progress)
     except CheckpointError as error:
-        return print_problems(error.problems, as_json=args.json)
+        return report_failure(error.problems, as_json=args.json)
     except OSError as error:
-        return print_problems([_disk_problem(error, args.out)], as_json=args.json)
-    print(json.dumps(merged.to_json(), indent=2, ensure_ascii=False) if args.json else _text(merged))
-    for problem in merged.problems if not args.json else ():
-        print(problem, file=sys.stderr)
-    return 1 if has_errors(merged.problems) else 0
-
-
-def print_problems(problems: Sequence[Problem], *, as_json: bool) -> int:
-    """Print the problems of a failed merge: JSON to stdout, text to stderr. Returns the exit code 1."""
-    if as_json:
-        print(json.dumps({"ok": False, "problems": [problem.to_json() for problem in problems]}, indent=2))
+        return report_failure([_disk_problem(error, args.out)], as_json=args.json)
+    if args.json:
+        print_json(merged.to_json())
     else:
-        print("\n".join(map(str, problems)), file=sys.stderr)
-    return 1
+        print_problems(merged.problems)
+        print(_text(merged))
+    return PROBLEMS if has_errors(merged.problems) else OK
+
+
+def report_failure(problems: Sequence[Problem], *, as_json: bool) -> int:
+    """Print the problems of a failed merge: JSON to stdout, text to stderr. Returns the exit code."""
+    if as_json:
+        print_json({"ok": False, "problems": [problem.to_json() for problem in problems]})
+    else:
+        print_problems(problems)
+    return PROBLEMS
 
 
 def _disk_problem(error: OSError, out: Path) -> Problem:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from pathlib import Path
 
 from hf_fsdp_plugin.checkpoint import Verdict, checkpoints_of_run, read_stored_model, verify
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
+from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS, USAGE, check_folder
+from hf_fsdp_plugin.cli.output import print_json
 from hf_fsdp_plugin.cli.progress import ProgressBars
+from hf_fsdp_plugin.cli.terminal import colored, print_problems
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.text import plural
 
 HELP = "Check every byte of a checkpoint against its manifest, and every name and shape against its config."
-EXAMPLES = ("hf-fsdp verify out/checkpoint-500", "hf-fsdp verify out/checkpoint-500 --no-config-check --json")
+EXAMPLES = ("hf-fsdp verify out/checkpoint-500", "hf-fsdp verify out --no-config-check --json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint of any kind, or a Hugging Face folder")
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        help="a checkpoint of any kind, a Hugging Face folder, or a run: all of its checkpoints",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
     parser.add_argument(
         "--no-config-check",
@@ -28,38 +33,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the result. Returns 0 for an undamaged checkpoint, 1 for damage, 2 if the folder does not exist."""
-    if not args.checkpoint.is_dir():
-        print(f"hf-fsdp verify: {args.checkpoint} is not a folder. Give the folder of a checkpoint.", file=sys.stderr)
-        return 2
-    if (newest := _newest_of_run(args.checkpoint)) is not None:
-        message = f"{args.checkpoint} is the folder of a run. Give one of its checkpoints, such as {newest}."
-        print(f"hf-fsdp verify: {message}", file=sys.stderr)
-        return 2
-    with ProgressBars() as progress:
-        verdict = verify(args.checkpoint, config_check=not args.no_config_check, progress=progress)
-    if args.json:
-        print(json.dumps(verdict.to_json(), indent=2, ensure_ascii=False))
-    else:
-        print(_text(verdict))
-        for problem in verdict.problems:
-            print(problem, file=sys.stderr)
-    return 0 if verdict.ok else 1
+    """Print the result. Returns 0 if nothing is damaged, 1 for damage, 2 if the folder does not exist."""
+    if not check_folder("verify", args.checkpoint):
+        return USAGE
+    found = _checkpoints_of_run(args.checkpoint)
+    verdicts = []
+    for checkpoint in found or [args.checkpoint]:
+        with ProgressBars() as progress:
+            verdict = verify(checkpoint, config_check=not args.no_config_check, progress=progress)
+        verdicts.append(verdict)
+        if not args.json:
+            print_problems(verdict.problems)
+            print(_text(verdict), flush=True)
+    ok = all(verdict.ok for verdict in verdicts)
+    if args.json and found:
+        results = [verdict.to_json() for verdict in verdicts]
+        print_json({"ok": ok, "run": str(args.checkpoint), "checkpoints": results})
+    elif args.json:
+        print_json(verdicts[0].to_json())
+    return OK if ok else PROBLEMS
 
 
-def _newest_of_run(folder: Path) -> Path | None:
-    """Return the newest checkpoint in a folder that is not a checkpoint itself."""
+def _checkpoints_of_run(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder that is not a checkpoint itself, oldest first."""
     paths = checkpoints_of_run(folder)
     if not paths or (folder / MANIFEST_NAME).exists():
-        return None
+        return []
     try:
         read_stored_model(folder)
     except CheckpointError:
-        return paths[0]
-    return None
+        return paths[::-1]
+    return []
 
 
 def _text(verdict: Verdict) -> str:
     errors = sum(problem.severity == "error" for problem in verdict.problems)
-    result = "undamaged" if verdict.ok else plural(errors, "problem")
-    return f"{verdict.checkpoint}: {result}; {plural(verdict.num_files, 'file')}, {verdict.num_bytes:,} bytes"
+    size = f"{plural(verdict.num_files, 'file')}, {verdict.num_bytes:,} bytes"
+    if errors:
+        return f"{verdict.checkpoint}: {colored(plural(errors, 'problem'), 'red')}; {size}"
+    if verdict.num_checked_bytes == verdict.num_bytes:
+        return f"{verdict.checkpoint}: {colored('undamaged', 'green')}; {size}"
+    # Without a checksum, changed bytes cannot be found.
+    count = f"{verdict.num_checked_bytes:,} of" if verdict.num_checked_bytes else "none of the"
+    checked = f"{count} {verdict.num_bytes:,} bytes {'have' if verdict.num_checked_bytes else 'has'} a checksum"
+    result = colored("no damage found", "yellow")
+    return f"{verdict.checkpoint}: {result}, but {checked}; {plural(verdict.num_files, 'file')}"

@@ -19,7 +19,12 @@ from hf_fsdp_plugin.spec.model import FsdpSpec
 
 
 def install(
-    config: Any = None, *, command_line: Sequence[str] = (), overrides: Sequence[str] = (), report: str | None = None
+    config: Any = None,
+    *,
+    command_line: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    report: str | None = None,
+    report_table: bool = False,
 ) -> FsdpSpec | None:
     """Hook Accelerate and Transformers in this process. Call it before the first Accelerator or TrainingArguments.
 
@@ -30,6 +35,7 @@ def install(
         command_line: setting flags, as on the command line of a launcher.
         overrides: ``NAME=VALUE``, as for ``--set``.
         report: path of ``fsdp_report.json``; by default in the Trainer's output folder.
+        report_table: print the tables of the report at the end of a run, instead of a summary.
 
     Returns:
         The spec of these sources, or ``None`` if they do not enable FSDP. The script's TrainingArguments can still
@@ -42,14 +48,14 @@ def install(
     handover = LaunchHandover.from_env(os.environ)
     if handover is not None and handover.quiet:
         printer.quiet = True
-    before, report_before = _sources_before(handover)
+    before, report_before, table_before = _before(handover)
     sources = replace(
         before,
         config=before.config if config is None else config_of(config),
         command_line=(*before.command_line, *command_line),
         overrides=(*before.overrides, *overrides),
     )
-    spec = session.begin(sources, report=absolute(report) or report_before)
+    spec = session.begin(sources, report=absolute(report) or report_before, report_table=report_table or table_before)
     printer.print_warnings(spec.problems, printed_by_launcher=handover is not None)
     install_hooks("accelerate", "saving", "transformers", "loading", "trl")
     # The session has read the environment by now, so variables that are set here are not settings of the user.
@@ -86,10 +92,10 @@ def uninstall() -> None:
     printer.close()
 
 
-def _sources_before(handover: LaunchHandover | None) -> tuple[Sources, str | None]:
-    """Return the sources and the report path of an earlier ``install``, or else of the launcher."""
+def _before(handover: LaunchHandover | None) -> tuple[Sources, str | None, bool]:
+    """Return the sources and the options of the report of an earlier ``install``, or else of the launcher."""
     if session.installed:
-        return session.sources, session.report
+        return session.sources, session.report, session.report_table
     if handover is not None:
-        return handover.sources, handover.report
-    return Sources(environ=dict(os.environ), as_launched=True), None
+        return handover.sources, handover.report, handover.report_table
+    return Sources(environ=dict(os.environ), as_launched=True), None, False

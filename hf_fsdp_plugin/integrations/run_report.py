@@ -1,4 +1,4 @@
-"""The report at the end of a run: written to ``fsdp_report.json`` and printed."""
+"""The report at the end of a run: written to ``fsdp_report.json``, and printed as a summary or as tables."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def report_run(
     batch: BatchShape | None = None,
     checkpoint: Path | None = None,
 ) -> None:
-    """Report the first trained model: write ``fsdp_report.json`` and print the tables. Collective.
+    """Report the first trained model: write ``fsdp_report.json`` and print it. Collective.
 
     Does nothing for an accelerator without a prepared model. If the file cannot be written, a message is printed and
     no error is raised, because the script may still have to save the trained model.
@@ -129,4 +129,7 @@ def _publish(report: Report, path: Path) -> None:
         return
     if written is not None:
         with contextlib.suppress(OSError):  # stdout may be a pipe whose reader (head, less) has exited
-            print(f"\n{report}\n\nreport: {written}", flush=True)
+            if session.report_table:
+                print(f"\n{report}\n\nreport: {written}", flush=True)
+            else:
+                print(f"\n{report.summary()}\nreport: {written} (--report_table prints its tables)", flush=True)

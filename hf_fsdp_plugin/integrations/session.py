@@ -22,6 +22,7 @@ class Session:
         installed: whether ``install`` started the session. Otherwise the script's arguments are the only source.
         sources: the sources given to ``install`` or by the launcher.
         report: path of the report; ``None`` for the output folder of the script.
+        report_table: whether to print the tables of the report instead of a summary.
         ambient: the spec of the sources; ``None`` if they do not enable FSDP.
     """
 
@@ -32,12 +33,12 @@ class Session:
         self.ambient: FsdpSpec | None = None
         self.close()
 
-    def begin(self, sources: Sources, *, report: str | None = None) -> FsdpSpec:
+    def begin(self, sources: Sources, *, report: str | None = None, report_table: bool = False) -> FsdpSpec:
         """Begin the session and return the spec of its sources. Raises ``SpecError`` with all problems.
 
         If the sources enable FSDP, Accelerators that are created without an FSDP plugin use this spec.
         """
-        self._set(sources, installed=True, report=report)
+        self._set(sources, installed=True, report=report, report_table=report_table)
         spec = self.load()
         self.ambient = spec if spec.enabled else None
         return spec
@@ -47,8 +48,9 @@ class Session:
         self._set(Sources(environ={}), installed=False)
         self._of_arguments.clear()
 
-    def _set(self, sources: Sources, *, installed: bool, report: str | None = None) -> None:
+    def _set(self, sources: Sources, *, installed: bool, report: str | None = None, report_table: bool = False) -> None:
         self.installed, self.sources, self.report, self.ambient = installed, sources, report, None
+        self.report_table = report_table
         self._located = locate_config(sources)  # located once, because the launcher's config does not change
 
     def load(

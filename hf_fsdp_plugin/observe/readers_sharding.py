@@ -89,8 +89,11 @@ def read_min_num_params(run: LiveRun) -> ObservedValue:
     sizes = [unit.num_params for unit in run.units if planned.intersection(unit.module_names)]
     if not sizes:
         return unobservable("the size policy chose no unit")
+    # The threshold itself is not on the live model.
     reason = f"the smallest unit that the size policy chose has {min(sizes)} parameters"
-    return ObservedValue(value=min(sizes), reason=reason, matches=min(sizes) >= run.plan.spec.wrap.min_num_params)
+    return ObservedValue(
+        value=f"smallest unit {min(sizes):,}", reason=reason, matches=min(sizes) >= run.plan.spec.wrap.min_num_params
+    )
 
 
 def read_ignored_modules(run: LiveRun) -> ObservedValue:

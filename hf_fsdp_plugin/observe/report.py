@@ -12,9 +12,19 @@ import torch.distributed as dist
 
 from hf_fsdp_plugin.observe.memory import MemoryObservation
 from hf_fsdp_plugin.observe.settings import SettingObservation
-from hf_fsdp_plugin.observe.tables import memory_table, problem_lines, settings_table, units_table
+from hf_fsdp_plugin.observe.tables import (
+    difference_lines,
+    memory_line,
+    memory_table,
+    problem_lines,
+    settings_table,
+    status_line,
+    units_table,
+    wrap,
+)
 from hf_fsdp_plugin.observe.units import UnitObservation
 from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.text import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +161,23 @@ class Report:
             *(other._as_other_model(self) for other in self.other_models),
         ]
         return "\n\n".join(part for part in parts if part)
+
+    def summary(self) -> str:
+        """Return what ran, its memory, and every setting that differs: a few lines, at most 100 columns wide."""
+        local = max(row.num_local_params for row in self.ranks)
+        lines = [
+            f"FSDP: {self.model_class}, {self.num_params:,} parameters, {local:,} per rank, "
+            f"{plural(len(self.units), 'unit')}; {self.backend}, {self.world_size} × {self.device}, "
+            f"replicate {self.mesh['replicate']} × shard {self.mesh['shard']}",
+            memory_line([row.memory for row in self.ranks], self.memory),
+            status_line(self.settings),
+            *difference_lines(self.settings, self.problems),
+        ]
+        for other in self.other_models:
+            own = [problem for problem in other.problems if problem not in self.problems]
+            lines.append(f"other model: {other.model_class}, {status_line(other.settings)}")
+            lines += difference_lines(other.settings, own)
+        return "\n".join(map(wrap, lines))
 
     def _as_other_model(self, trained: Report) -> str:
         """Return the tables of units, differing settings and problems that the report of ``trained`` lacks."""

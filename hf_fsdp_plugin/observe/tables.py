@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from hf_fsdp_plugin.observe.memory import MemoryObservation
 from hf_fsdp_plugin.observe.settings import SettingObservation, format_value
 from hf_fsdp_plugin.observe.units import UnitObservation
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.text import format_bytes, format_table, plural, shorten
+from hf_fsdp_plugin.text import format_bytes, format_names, format_table, plural, shorten, truncate_lines
 
 _WIDTH = 100
+_MAX_LINES = 10
 
 
 def units_table(units: Sequence[UnitObservation]) -> str:
@@ -75,6 +77,41 @@ def memory_table(ranks: Sequence[MemoryObservation], own: MemoryObservation) -> 
         (f"  peak ({own.peak_source})", _range(m.peak_bytes for m in ranks), ""),
     ]
     return format_table(rows, right={1, 2})
+
+
+def memory_line(ranks: Sequence[MemoryObservation], own: MemoryObservation) -> str:
+    """Return the memory of all ranks as one line."""
+    held, peak = _range(m.held_bytes for m in ranks), _range(m.peak_bytes for m in ranks)
+    return (
+        f"memory per rank: {held} of parameters, gradients and optimizer state (data parallel: "
+        f"{_memory(own.ddp_bytes)}); peak {peak} ({own.peak_source})"
+    )
+
+
+def status_line(settings: Sequence[SettingObservation]) -> str:
+    """Return the number of settings of each status, and the names of the settings that differ."""
+    counts = Counter(row.status for row in settings)
+    differing = [row.setting for row in settings if row.status == "differs"]
+    text = f"settings: {counts['applied']} applied, {counts['unobservable']} unobservable"
+    if differing:
+        return f"{text}, {counts['differs']} DIFFER from the requested value: {format_names(differing)}"
+    return f"{text}, none differs"
+
+
+def difference_lines(settings: Sequence[SettingObservation], problems: Sequence[Problem]) -> list[str]:
+    """Return one line for each error and each setting that differs, at most 10 of each."""
+    rows = [row for row in settings if row.status == "differs"]
+    names = {row.setting for row in rows}
+    errors = [f"ERROR    {p}" for p in problems if p.severity == "error" and p.setting not in names]
+    lines = [
+        f"DIFFERS  {r.setting}: {format_value(r.asked)} requested, {format_value(r.observed)} observed" for r in rows
+    ]
+    return [*truncate_lines(errors, _MAX_LINES), *truncate_lines(lines, _MAX_LINES)]
+
+
+def wrap(text: str) -> str:
+    """Break a line that is wider than the tables."""
+    return "\n".join(_wrap(text))
 
 
 def settings_table(settings: Sequence[SettingObservation]) -> str:

@@ -46,11 +46,13 @@ def resolve_mesh(
         )
         strategy = hybrid
     elif mesh.replicate == 1 and strategy is hybrid and world_size > 1:
+        why = "By default, parameters are sharded over the ranks of one machine, and all ranks are on one machine."
+        if spec.asked("mesh.shard") or spec.asked("mesh.replicate"):
+            why = f"The sizes of the mesh leave no second replica on {world_size} ranks."
         problems.add(
             "FSDP-W205",
             "sharding.strategy",
-            f"{strategy.name} with one replica of {world_size} shards is the same as {plain.name}. By default, "
-            "parameters are sharded over the ranks of one machine, and all ranks are on one machine.",
+            f"{strategy.name} with one replica of {world_size} shards is the same as {plain.name}. {why}",
             "Set mesh.shard (parallelism_config_dp_shard_size) below the world size to get several replicas.",
         )
     return mesh, strategy.name

@@ -8,7 +8,7 @@ settings of the user. The handover therefore contains the user's variables, and 
 
     {"config": "/abs/fsdp.yaml" | null, "config_shown": "fsdp.yaml" | null, "quiet": false,
      "command_line": ["--fsdp_offload_params=true"], "overrides": ["mesh.shard=2"],
-     "report": "/abs/report.json" | null, "environ": {"FSDP_VERSION": "2"}}
+     "report": "/abs/report.json" | null, "report_table": false, "environ": {"FSDP_VERSION": "2"}}
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ class LaunchHandover:
         sources: a config file, command line, overrides, and the user's environment variables.
         quiet: whether the ranks print errors only.
         report: absolute path of the report; ``None`` for the default path.
+        report_table: whether the tables of the report are printed, instead of a summary.
     """
 
     sources: Sources
     quiet: bool = False
     report: str | None = None
+    report_table: bool = False
 
     def to_env(self) -> dict[str, str]:
         """Return the variables to add to a rank's environment."""
@@ -55,6 +57,7 @@ class LaunchHandover:
             "command_line": list(self.sources.command_line),
             "overrides": list(self.sources.overrides),
             "report": self.report,
+            "report_table": self.report_table,
             "environ": dict(self.sources.environ or {}),
         }
         return {LAUNCH_VARIABLE: json.dumps(content)}
@@ -78,7 +81,12 @@ class LaunchHandover:
                 overrides=tuple(content["overrides"]),
                 environ=dict(content["environ"]),
             )
-            return cls(sources=sources, quiet=bool(content["quiet"]), report=content["report"])
+            return cls(
+                sources=sources,
+                quiet=bool(content["quiet"]),
+                report=content["report"],
+                report_table=bool(content["report_table"]),
+            )
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"the environment variable {LAUNCH_VARIABLE} does not contain a launcher's handover ({error!r}). "

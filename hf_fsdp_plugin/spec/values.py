@@ -20,6 +20,8 @@ _INTEGER = re.compile(
     (\.\d*)? (e[+-]?\d{1,3})? ([kmbgt]?)""",
     re.ASCII | re.IGNORECASE | re.VERBOSE,
 )
+LARGE: Final = frozenset({"wrap.min_num_params"})
+"""Settings whose numbers are often written as 1e8 or 100M."""
 UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 
 
@@ -53,7 +55,7 @@ def _bool(row: Row, raw: Any) -> bool:
 
 
 def _integer(row: Row, raw: Any) -> int:
-    number = _number(raw)
+    number = _number(raw, "an integer, such as 100000000, 1e8 or 100M" if row.name in LARGE else "an integer")
     if row.minimum is not None and number < row.minimum:
         raise InvalidValue(f"an integer of at least {row.minimum}")
     return number
@@ -70,7 +72,7 @@ def _size(row: Row, raw: Any) -> int | str:
 
 
 def _one(row: Row, raw: Any) -> int:
-    number = _number(raw)
+    number = _number(raw, "1")
     if number != 1:
         raise InvalidValue(
             "1, because the plugin supports data parallelism only (replicate × shard)",
@@ -80,8 +82,7 @@ def _one(row: Row, raw: Any) -> int:
     return number
 
 
-def _number(raw: Any) -> int:
-    expected = "an integer, such as 100000000, 1e8 or 100M"
+def _number(raw: Any, expected: str) -> int:
     if isinstance(raw, bool):
         raise InvalidValue(expected)
     if isinstance(raw, int):
@@ -107,7 +108,7 @@ def _choice(row: Row, raw: Any) -> Any:
         return int(found) if found.isdigit() else found
     word = _word(raw)
     _raise_if_null(word)
-    forms = [value for value in row.choices if value != "auto"]
+    forms = [value for value in row.choices if value not in ("auto", "fp8")]  # fp8 is refused with its own reason
     if row.choices is STRATEGY_CHOICES:
         raise InvalidValue(f"{', '.join(forms)} or 1 to {len(forms)}", _nearest(value_key(raw), row.choices, forms))
     raise InvalidValue(_or(forms), _nearest(value_key(raw), row.choices, _spellings(row.choices)))

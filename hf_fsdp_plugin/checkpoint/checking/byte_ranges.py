@@ -34,6 +34,8 @@ def find_damaged(
 ) -> tuple[dict[Path, list[ByteRange]], list[Problem]]:
     """Return, by file, the ranges whose checksum differs, and a problem for each file that cannot be read."""
     total = sum(item.stop - item.start for item in ranges)
+    if progress is not None:
+        progress("verify", 0, total)
     damaged: dict[Path, list[ByteRange]] = {}
     unreadable: dict[Path, Problem] = {}
 

@@ -36,12 +36,14 @@ class Verdict:
         checkpoint: its path.
         problems: damage as errors; what could not be checked as notes.
         num_files, num_bytes: the number of files that were checked, and their size in bytes.
+        num_checked_bytes: the number of bytes that were compared with a checksum.
     """
 
     checkpoint: Path
     problems: tuple[Problem, ...]
     num_files: int
     num_bytes: int
+    num_checked_bytes: int
 
     @property
     def ok(self) -> bool:
@@ -54,6 +56,7 @@ class Verdict:
             "problems": [problem.to_json() for problem in self.problems],
             "files": self.num_files,
             "bytes": self.num_bytes,
+            "bytes_with_checksum": self.num_checked_bytes,
         }
 
 
@@ -76,11 +79,13 @@ def verify(checkpoint: Path, *, config_check: bool = True, progress: Progress | 
     problems += _extra_files(folder, manifest)
     # A damaged file has been reported already.
     problems += _contents_problems(folder, manifest, config_check=config_check, damaged=has_errors(problems))
+    size = sum(record.size for record in manifest.files)
     return Verdict(
         checkpoint=folder,
         problems=tuple(problems),
         num_files=len(manifest.files),
-        num_bytes=sum(record.size for record in manifest.files),
+        num_bytes=size,
+        num_checked_bytes=size,
     )
 
 
@@ -173,7 +178,13 @@ def _without_manifest(folder: Path, problems: list[Problem], config_check: bool,
     if not has_errors(problems) and checked < sum(sizes):
         message = f"has no {MANIFEST_NAME}; only {checked:,} of {sum(sizes):,} bytes have a checksum and were verified."
         problems.append(problem("FSDP-N474", folder, message))
-    return Verdict(checkpoint=folder, problems=tuple(problems), num_files=len(files), num_bytes=sum(sizes))
+    return Verdict(
+        checkpoint=folder,
+        problems=tuple(problems),
+        num_files=len(files),
+        num_bytes=sum(sizes),
+        num_checked_bytes=checked,
+    )
 
 
 def _size(path: Path) -> int | None:

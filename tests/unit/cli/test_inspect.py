@@ -27,7 +27,8 @@ def test_checkpoint_with_manifest_is_described(local, inspect_json):
     code, found = inspect_json(local)
     files = found.pop("files")
     assert code == 0 and found == {
-        **saved.FACTS, "checkpoint": str(local), "complete": True, "incomplete": None, "format": "local",
+        **saved.FACTS, "schema_version": 1, "checkpoint": str(local), "complete": True, "incomplete": None,
+        "format": "local",
         "manifest": True, "num_parameters": 2, "num_elements": 10, "dtypes": {"float32": 10}, "model_bytes": 40,
         "optimizer_bytes": 40, "ties": [["embed.weight", "head.weight"]],
     }  # fmt: skip
@@ -163,7 +164,7 @@ def test_other_folder_exits_1(tmp_path, extra, hf_fsdp):
 
 def test_missing_folder_exits_2(tmp_path, hf_fsdp):
     code, _, err = hf_fsdp("inspect", tmp_path / "nowhere")
-    assert code == 2 and "nowhere is not a folder" in err
+    assert code == 2 and "nowhere does not exist" in err
 
 
 def test_run_lists_checkpoints_newest_first(local, stock, tmp_path, hf_fsdp):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,6 +89,39 @@ def test_dry_run_prints_command_and_rendezvous(launch: Callable, folder: Path) -
     assert not (folder / "started").exists()
 
 
+def test_dry_run_shows_settings_units_and_verdict(launch: Callable, folder: Path) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64}
+    config |= {"num_attention_heads": 2, "num_hidden_layers": 2, "num_key_value_heads": 2, "vocab_size": 64}
+    (folder / "llama").mkdir()
+    (folder / "llama/config.json").write_text(json.dumps(config))
+    flags = ["--dry_run", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
+    for argv in (["--model", "llama", "train.py"], ["train.py", "--model_name_or_path=llama"]):
+        code, out, _ = launch(*flags, *argv)
+        assert code == 0 and "LlamaDecoderLayer ×2" in out and "fsdp_version=2" in out
+        assert out.endswith("Nothing was started (--dry_run).\n") and "no problems. Runs FSDP2 full_shard" in out
+    code, out, _ = launch("--dry_run", "train.py", "--model_name", "own/model")
+    assert code == 0 and "own/model cannot be built here" in out
+    code, _, err = launch("--dry_run", "--model", "own/model", "train.py")
+    assert code == 1 and "[FSDP-E709]" in err
+    assert not (folder / "started").exists()
+
+
+@pytest.mark.parametrize("flag", ["--json", "--model=llama"])
+def test_flags_of_a_dry_run_need_it(launch: Callable, folder: Path, flag: str) -> None:
+    code, _, err = launch(flag, "train.py")
+    assert code == 2 and "needs --dry_run" in err and not (folder / "started").exists()
+
+
+def test_flags_of_other_launchers_have_suggestions(hf_fsdp: Callable) -> None:
+    for written, right in (
+        ("--config", "config_file"),
+        ("--nproc_per_node", "num_processes"),
+        ("--nnodes", "num_m"),
+    ):
+        code, _, err = hf_fsdp("launch", written, "2", "train.py")
+        assert code == 2 and f"Did you mean --{right}" in err
+
+
 def test_launch_without_a_config_is_a_note(hf_fsdp: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(folder / "home"))
     code, _, err = hf_fsdp("launch", "--dry_run", "train.py")
@@ -115,7 +149,7 @@ def test_arguments_after_the_script_are_unchanged() -> None:
 def test_handover_round_trips_and_refuses_invalid_text() -> None:
     config = ConfigFile(path=Path("/a/b.yaml"), shown="b.yaml")
     sources = Sources(config=config, command_line=("--cpu=true",), overrides=("a=b",), environ={"A": "ü"})
-    written = LaunchHandover(sources=sources, quiet=True, report="/a/report.json")
+    written = LaunchHandover(sources=sources, quiet=True, report="/a/report.json", report_table=True)
     assert LaunchHandover.from_env(written.to_env()) == written
     assert LaunchHandover.from_env({}) is None
     with pytest.raises(ValueError, match=f"{LAUNCH_VARIABLE} does not"):

@@ -26,11 +26,12 @@ def test_json_is_one_object(checkpoint: Path, out: Path, hf_fsdp: Callable) -> N
 
 
 def test_problems_exit_1_on_stderr_or_as_json(tmp_path: Path, out: Path, hf_fsdp: Callable) -> None:
-    code, printed, err = hf_fsdp("merge", tmp_path / "gone", out)
-    assert (code, printed) == (1, "") and "gone: " in err and "[FSDP-E450]" in err
-    code, printed, _ = hf_fsdp("merge", tmp_path / "gone", out, "--json")
+    (tmp_path / "empty").mkdir()
+    code, printed, err = hf_fsdp("merge", tmp_path / "empty", out)
+    assert (code, printed) == (1, "") and "empty: " in err and "[FSDP-E483]" in err
+    code, printed, _ = hf_fsdp("merge", tmp_path / "empty", out, "--json")
     result = json.loads(printed)
-    assert code == 1 and not result["ok"] and result["problems"][0]["code"] == "FSDP-E450"
+    assert code == 1 and not result["ok"] and result["problems"][0]["code"] == "FSDP-E483"
 
 
 @pytest.mark.parametrize("words", [["--max-shard-size", "5XB"], ["--max-shard-size", "0"], ["--dtype", "int4"], []])

@@ -6,8 +6,11 @@ import shlex
 
 import pytest
 
+from hf_fsdp_plugin.__main__ import main as module_main
+from hf_fsdp_plugin.cli import explain
 from hf_fsdp_plugin.cli.explain import parse_page
-from hf_fsdp_plugin.cli.main import VERBS, main, parse_arguments
+from hf_fsdp_plugin.cli.main import main, parse_arguments
+from hf_fsdp_plugin.cli.verbs import VERBS
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -50,8 +53,43 @@ def test_explain_json_is_one_object(hf_fsdp):
     assert (entry["code"], entry["area"], set(entry)) == (
         "FSDP-E701",
         "cli",
-        {"code", "title", "area", "text"},
+        {"schema_version", "code", "title", "area", "text"},
     )
+
+
+def test_help_verb_prints_the_help_of_a_verb(hf_fsdp, capsys):
+    assert hf_fsdp("help") == hf_fsdp("--help")
+    for verb in VERBS:
+        assert hf_fsdp("help", verb) == hf_fsdp(verb, "--help")
+    assert hf_fsdp("help", "nonsense")[0] == 2
+
+
+def test_module_help_describes_the_flags(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["hf_fsdp_plugin", "--help"])
+    assert module_main() == 0
+    out = capsys.readouterr().out
+    assert all(part in out for part in ("--config_file", "--set", "--report_table", "torchrun", "accelerate launch"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [("merge a b --dtpye bf16", "Did you mean --dtype?"), ("inspect --parameter x", "Did you mean --parameters?")],
+)
+def test_unknown_flag_is_one_line_with_a_suggestion(hf_fsdp, argv, hint):
+    code, out, err = hf_fsdp(*argv.split())
+    assert (code, out, err.count("\n")) == (2, "", 1) and hint in err
+
+
+def test_flags_may_have_underscores(tmp_path, hf_fsdp):
+    assert "is not a folder" not in hf_fsdp("verify", "--no_config_check", tmp_path)[2]
+
+
+def test_interrupt_exits_130_and_says_so(monkeypatch, hf_fsdp):
+    def interrupt(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(explain, "run", interrupt)
+    assert hf_fsdp("explain") == (130, "", "hf-fsdp explain: interrupted\n")
 
 
 def test_parse_page_ignores_headings_in_fences():

@@ -21,6 +21,15 @@ def test_model_without_units_is_not_sharded() -> None:
     assert "not sharded" in str(found)
 
 
+def test_summary_is_short_and_names_errors() -> None:
+    found = build_report(make_model(), make_plan())
+    lines = found.summary().splitlines()
+    assert lines[0].startswith("FSDP: Sequential, 50 parameters") and "memory per rank: " in found.summary()
+    assert any(line.startswith("ERROR ") for line in lines) and "FSDP-E501" in found.summary()
+    assert "DIFFERS  sharding.strategy: full_shard requested, not sharded observed" in lines
+    assert max(map(len, lines)) <= 100 and len(found.summary()) < len(str(found))
+
+
 @pytest.mark.parametrize(("num_frozen", "codes"), [(10, ["FSDP-E502"]), (20, [])])
 def test_trained_units_must_have_the_master_dtype(num_frozen: int, codes: list[str]) -> None:
     plan = make_plan(fsdp_mixed_precision_policy={"param_dtype": "bf16"})

@@ -7,7 +7,7 @@ from live_models import make_unit
 
 from hf_fsdp_plugin.observe.memory import MemoryObservation
 from hf_fsdp_plugin.observe.settings import SettingObservation
-from hf_fsdp_plugin.observe.tables import memory_table, problem_lines, settings_table, units_table
+from hf_fsdp_plugin.observe.tables import memory_table, problem_lines, settings_table, status_line, units_table
 from hf_fsdp_plugin.problems import Problem
 
 
@@ -50,6 +50,13 @@ def test_settings_table_shows_reasons_of_differing_settings() -> None:
     assert "auto → 2" in lines[1] and lines[1].endswith("applied")
     assert "DIFFERS" in lines[2] and lines[3].strip() == "because"
     assert lines[4].endswith("debug") and len(lines) == 5
+
+
+def test_status_line_counts_and_names_what_differs() -> None:
+    rows = [row("mesh.shard"), row("launch.debug", status="unobservable")]
+    assert status_line(rows) == "settings: 1 applied, 1 unobservable, none differs"
+    rows.append(row("params.use_orig", status="differs"))
+    assert status_line(rows).endswith("1 DIFFER from the requested value: params.use_orig")
 
 
 @pytest.mark.parametrize("differing", [set(), {"mesh.shard"}])

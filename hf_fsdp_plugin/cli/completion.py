@@ -1,0 +1,252 @@
+"""``hf-fsdp completion``: prints a script that completes verbs, flags and their values in a shell.
+
+The scripts are static: pressing TAB starts no Python process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from hf_fsdp_plugin.cli import launch_flags
+from hf_fsdp_plugin.cli.parser import make_parser
+from hf_fsdp_plugin.cli.verbs import VERBS
+from hf_fsdp_plugin.vocabulary import BY_KEY, PREFIXES, ROWS, Row
+
+HELP = "Print a script that completes the verbs, flags and values of hf-fsdp in bash, zsh or fish."
+EXAMPLES = (
+    "hf-fsdp completion bash > ~/.local/share/bash-completion/completions/hf-fsdp",
+    "hf-fsdp completion fish > ~/.config/fish/completions/hf-fsdp.fish",
+)
+_BOOL: Final = ("true", "false")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flag:
+    """One flag of a verb.
+
+    Attributes:
+        name: with the leading dashes.
+        takes_value: whether the next word is its value.
+        values: the values to complete; files, if it is empty.
+    """
+
+    name: str
+    takes_value: bool = False
+    values: tuple[str, ...] = ()
+    help: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verb:
+    """One verb, its flags, and the words that are not flags; files, if there are none.
+
+    Attributes:
+        has_script: whether a script follows, whose arguments are not completed.
+    """
+
+    name: str
+    help: str
+    flags: tuple[Flag, ...]
+    words: tuple[str, ...] = ()
+    has_script: bool = False
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=SCRIPTS, help="zsh: write the script to a file named _hf-fsdp in $fpath")
+
+
+def run(args: argparse.Namespace) -> int:
+    print(SCRIPTS[args.shell](verbs()), end="")
+    return 0
+
+
+def verbs() -> list[Verb]:
+    """Return all verbs with their flags."""
+    found = []
+    for name, about in VERBS.items():
+        module = importlib.import_module(f"hf_fsdp_plugin.cli.{name}")
+        flags: dict[str, Flag] = {}
+        words: tuple[str, ...] = ()
+        for action in make_parser(name, module)._actions:
+            choices = tuple(map(str, action.choices or ()))
+            for option in (option for option in action.option_strings if option.startswith("--")):
+                takes_value = action.nargs != 0
+                flags[option] = Flag(name=option, takes_value=takes_value, values=choices, help=_first(action.help))
+            if not action.option_strings:
+                words = words or choices
+        if name in ("launch", "check"):
+            flags = {flag.name: flag for flag in _launch_flags(everything=name == "launch")} | flags
+        if name == "help":
+            words = tuple(VERBS)
+        found.append(Verb(name=name, help=about, flags=tuple(flags.values()), words=words, has_script=name == "launch"))
+    return found
+
+
+def _launch_flags(*, everything: bool) -> Iterable[Flag]:
+    """Yield the flags of launch, or only those that are settings."""
+    for flag in launch_flags.FLAGS:
+        if flag.kind == "setting" or (everything and flag.kind == "launcher"):
+            row = BY_KEY.get(("launch", flag.setting or flag.name))
+            yield Flag(
+                name=f"--{flag.name}",
+                takes_value=flag.takes_value,
+                values=_values(row) if row is not None else {"show_ranks": ("main", "all")}.get(flag.name, ()),
+                help=_first(flag.help),
+            )
+    for row in ROWS:
+        if row.scope in ("fsdp", "parallelism") and row.opens is None and row.spellings:
+            name = PREFIXES[row.scope] + row.spellings[0]
+            yield Flag(name=f"--{name}", takes_value=True, values=_values(row), help=_first(row.about))
+
+
+def _values(row: Row) -> tuple[str, ...]:
+    if row.kind in ("bool", "reshard"):
+        return _BOOL
+    return tuple(value for value in row.choices if value not in ("auto", "fp8"))
+
+
+def _first(text: str | None) -> str:
+    """Return the first sentence of a description."""
+    return (text or "").partition(". ")[0].rstrip(".")
+
+
+def _words(words: Iterable[str]) -> str:
+    return shlex.quote(" ".join(words))
+
+
+def bash_script(verbs: Iterable[Verb]) -> str:
+    verbs = list(verbs)
+    cases = []
+    for verb in verbs:
+        cases += [
+            f"    {verb.name})",
+            f"      flags={_words(flag.name for flag in verb.flags)}",
+            f"      valued={_words(_valued(verb))}",
+            f"      script={int(verb.has_script)} positional={_words(verb.words)}",
+            '      case "${prev//_/-}" in',
+            *(f"        {pattern}) words={_words(values)} ;;" for pattern, values in _by_values(verb) if values),
+            *(f"        {pattern}) files=1 ;;" for pattern, values in _by_values(verb) if not values),
+            "      esac ;;",
+        ]
+    return _BASH.replace("@VERBS@", " ".join(verb.name for verb in verbs)).replace("@CASES@", "\n".join(cases))
+
+
+def zsh_script(verbs: Iterable[Verb]) -> str:
+    verbs = list(verbs)
+    cases = []
+    for verb in verbs:
+        positional = f"compadd -- {' '.join(verb.words)}" if verb.words else "_files"
+        cases += [
+            f"    {verb.name})",
+            f"      flags=({' '.join(flag.name for flag in verb.flags)})",
+            f"      valued=({' '.join(_valued(verb))})",
+            *(["      _hf_fsdp_has_script && { _files; return }"] if verb.has_script else []),
+            "      case ${words[CURRENT-1]//_/-} in",
+            *(f"        {p}) compadd -- {' '.join(values)}; return ;;" for p, values in _by_values(verb) if values),
+            *(f"        {p}) _files; return ;;" for p, values in _by_values(verb) if not values),
+            "      esac",
+            f"      if [[ ${{words[CURRENT]}} == -* ]]; then compadd -- $flags; else {positional}; fi ;;",
+        ]
+    described = " ".join(shlex.quote(f"{verb.name}:{verb.help}") for verb in verbs)
+    return _ZSH.replace("@VERBS@", described).replace("@CASES@", "\n".join(cases))
+
+
+def _valued(verb: Verb) -> list[str]:
+    return [flag.name for flag in verb.flags if flag.takes_value]
+
+
+def _by_values(verb: Verb) -> list[tuple[str, tuple[str, ...]]]:
+    """Return patterns of flags, with hyphens, and the values of these flags; no values stand for files."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for flag in verb.flags:
+        if flag.takes_value:
+            names.setdefault(flag.values, []).append(flag.name.replace("_", "-"))
+    return [("|".join(flags), values) for values, flags in names.items()]
+
+
+def fish_script(verbs: Iterable[Verb]) -> str:
+    verbs = list(verbs)
+    lines = ["complete -c hf-fsdp -n __fish_use_subcommand -f"]
+    for verb in verbs:
+        lines.append(f"complete -c hf-fsdp -n __fish_use_subcommand -a {verb.name} -d {shlex.quote(verb.help)}")
+    for verb in verbs:
+        seen = f"complete -c hf-fsdp -n '__fish_seen_subcommand_from {verb.name}'"
+        if verb.words:
+            lines.append(f"{seen} -f -a {_words(verb.words)}")
+        for flag in verb.flags:
+            line = f"{seen} -l {flag.name.removeprefix('--')} -d {shlex.quote(flag.help)}"
+            if flag.values:
+                line += f" -x -a {_words(flag.values)}"
+            elif flag.takes_value:
+                line += " -r -F"
+            lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+_BASH = """\
+_hf_fsdp() {
+  local cur="${COMP_WORDS[COMP_CWORD]}" prev="${COMP_WORDS[COMP_CWORD-1]}"
+  local flags="" valued="" positional="" words="" files="" script=0 i word
+  if ((COMP_CWORD == 1)); then
+    COMPREPLY=($(compgen -W "@VERBS@ --help --version" -- "$cur"))
+    return
+  fi
+  case "${COMP_WORDS[1]}" in
+@CASES@
+  esac
+  if ((script)); then
+    for ((i = 2; i < COMP_CWORD; i++)); do
+      word="${COMP_WORDS[i]}"
+      if [[ $word != -* ]]; then  # the script: its arguments are its own
+        COMPREPLY=($(compgen -f -- "$cur"))
+        return
+      fi
+      [[ " $valued " == *" $word "* || " $valued " == *" ${word//-/_} "* ]] && ((i++))
+    done
+  fi
+  if [[ -n $words ]]; then
+    COMPREPLY=($(compgen -W "$words" -- "$cur"))
+  elif [[ -z $files && $cur == -* ]]; then
+    COMPREPLY=($(compgen -W "$flags" -- "$cur"))
+  elif [[ -z $files && -n $positional ]]; then
+    COMPREPLY=($(compgen -W "$positional" -- "$cur"))
+  else
+    COMPREPLY=($(compgen -f -- "$cur"))
+  fi
+}
+complete -o filenames -F _hf_fsdp hf-fsdp
+"""
+
+_ZSH = """\
+#compdef hf-fsdp
+_hf_fsdp_has_script() {
+  local i
+  for ((i = 3; i < CURRENT; i++)); do
+    [[ ${words[i]} == -* ]] || return 0
+    (( ${valued[(Ie)${words[i]}]} )) && ((i++))
+  done
+  return 1
+}
+_hf_fsdp() {
+  local -a verbs flags valued
+  if ((CURRENT == 2)); then
+    verbs=(@VERBS@)
+    _describe verb verbs
+    return
+  fi
+  case ${words[2]} in
+@CASES@
+  esac
+}
+if [[ ${funcstack[1]} == _hf-fsdp ]]; then _hf_fsdp "$@"; else compdef _hf_fsdp hf-fsdp; fi
+"""
+
+SCRIPTS: Final[Mapping[str, Callable[[Iterable[Verb]], str]]] = MappingProxyType(
+    {"bash": bash_script, "zsh": zsh_script, "fish": fish_script}
+)

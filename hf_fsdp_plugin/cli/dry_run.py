@@ -1,0 +1,117 @@
+"""``hf-fsdp launch --dry_run``: what would run, without starting anything."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Final
+
+from hf_fsdp_plugin.cli.check_output import settings_table, to_json, verdict
+from hf_fsdp_plugin.cli.exit_codes import exit_code
+from hf_fsdp_plugin.cli.launch_flags import LaunchArguments
+from hf_fsdp_plugin.cli.model_plan import plan_of_model
+from hf_fsdp_plugin.cli.output import print_json
+from hf_fsdp_plugin.cli.rank_env import settings_env
+from hf_fsdp_plugin.cli.rendezvous import describe
+from hf_fsdp_plugin.cli.run_script import LAUNCHER_VARIABLE
+from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems, text_width
+from hf_fsdp_plugin.cli.world import World, find_accelerators, resolve_world
+from hf_fsdp_plugin.problems import SpecError, has_errors
+from hf_fsdp_plugin.sources.config_file import ConfigFile
+from hf_fsdp_plugin.sources.model import Sources
+from hf_fsdp_plugin.spec.load import assess
+from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.spec.rules import fsdp_is_off
+
+_MODEL_FLAGS: Final = ("--model_name_or_path", "--model_name", "--model")
+"""Flags of training scripts that name the model."""
+
+
+def show_run(arguments: LaunchArguments, sources: Sources, command: Sequence[str]) -> int:
+    """Print the settings, the units, and the command and the variables of a rank. Returns the exit code.
+
+    Args:
+        command: the command of a rank.
+    """
+    config = sources.config.shown if isinstance(sources.config, ConfigFile) else None
+    assessment = assess(sources)
+    spec, problems = assessment.spec, list(assessment.problems)
+    world, plan = None, None
+    if assessment.ok:
+        try:
+            world = resolve_world(spec, find_accelerators())
+            problems += world.problems
+        except SpecError as error:
+            problems += error.problems
+    model, is_own = _model(arguments)
+    if assessment.ok and not spec.enabled:
+        problems.append(fsdp_is_off(spec))
+    if world is not None and model and spec.enabled:
+        plan, found = plan_of_model(spec, model, world_size=world.size, device_type=world.device)
+        # The script may know a model that is unknown here, for example its own folder.
+        unknown = not is_own and any(problem.code == "FSDP-E709" for problem in found)
+        problems += [problem for problem in found if problem not in problems and not unknown]
+    problems = in_line_order(dict.fromkeys(problems))
+    env = _variables(spec, world, arguments) if world is not None else {}
+    if "json" in arguments.options:
+        result = to_json(spec, problems, config)
+        started = _world_json(world) if world is not None else None
+        print_json(
+            {
+                **result,
+                "plan": plan.to_json() if plan is not None else None,
+                "world": started,
+                "command": list(command),
+                "environment": env,
+            }
+        )
+        return exit_code(problems, config)
+    print_problems(problems)
+    if spec.origins:
+        print(settings_table(spec, problems, config))
+    if plan is not None or spec.enabled:
+        print(f"\n{plan.text(width=text_width()) if plan is not None else _no_units(model)}")
+    if world is not None:
+        print(f"\n{describe(world, spec.launch)}")
+        print(f"command of a rank: {shlex.join(command)}")
+        print("variables of a rank:", " ".join(f"{name}={shlex.quote(value)}" for name, value in env.items()))
+    print("\n" if spec.origins else "", verdict(spec, problems, config or "flags"), sep="")
+    if not has_errors(problems):
+        print("Nothing was started (--dry_run).")
+    return exit_code(problems, config)
+
+
+def _model(arguments: LaunchArguments) -> tuple[str, bool]:
+    """Return the model, or "", and whether ``--model`` of the launcher names it, not an argument of the script."""
+    if "model" in arguments.options:
+        return arguments.options["model"], True
+    for name in _MODEL_FLAGS:
+        for word, following in pairwise((*arguments.script_args, "")):
+            if word == name and following:
+                return following, False
+            if word.startswith(f"{name}="):
+                return word.removeprefix(f"{name}="), False
+    return "", False
+
+
+def _no_units(model: str) -> str:
+    if model:
+        return f"units: unknown, {model} cannot be built here. Pass --model with a folder that has a config.json."
+    return "units: unknown without the model. Pass --model DIR|ID to show them."
+
+
+def _variables(spec: FsdpSpec, world: World, arguments: LaunchArguments) -> dict[str, str]:
+    env = settings_env(spec, world, arguments)
+    return {name: value for name, value in env.items() if name != LAUNCHER_VARIABLE}
+
+
+def _world_json(world: World) -> dict[str, Any]:
+    return {
+        "device": world.device,
+        "collectives": world.backend,
+        "world_size": world.size,
+        "num_machines": world.num_machines,
+        "machine_rank": world.machine_rank,
+        "num_local": world.num_local,
+    }

@@ -1,0 +1,37 @@
+"""The plan of a spec for a model that is named on the command line. Imports torch when it is called."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hf_fsdp_plugin.problems import Origin, Problem, SpecError
+from hf_fsdp_plugin.spec.model import FsdpSpec
+
+if TYPE_CHECKING:
+    from hf_fsdp_plugin.plan.model import FsdpPlan
+
+
+def plan_of_model(
+    spec: FsdpSpec, model: str, *, world_size: int, device_type: str
+) -> tuple[FsdpPlan | None, tuple[Problem, ...]]:
+    """Return the plan and its problems; no plan if a problem is an error, or if the model cannot be built.
+
+    Args:
+        model: a folder with a ``config.json``, or a hub id.
+    """
+    from hf_fsdp_plugin.plan.load_model import meta_model
+    from hf_fsdp_plugin.plan.resolve import resolve
+
+    try:
+        plan = resolve(spec, meta_model(model), world_size=world_size, device_type=device_type)
+    except SpecError as error:
+        return None, error.problems
+    except (ValueError, OSError) as error:  # the model does not exist, or cannot be built
+        problem = Problem(
+            code="FSDP-E709",
+            message=" ".join(str(error).split()),
+            fix="Give a directory with a config.json, or the name of a model in the local cache.",
+            origin=Origin(source="--model", spelling="--model", text=model),
+        )
+        return None, (problem,)
+    return plan, plan.problems
