@@ -70,7 +70,7 @@ def show_run(arguments: LaunchArguments, sources: Sources, command: Sequence[str
     print_problems(problems)
     if spec.origins:
         print(settings_table(spec, problems, config))
-    if plan is not None or spec.enabled:
+    if world is not None and spec.enabled:
         print(f"\n{plan.text(width=text_width()) if plan is not None else _no_units(model)}")
     if world is not None:
         print(f"\n{describe(world, spec.launch)}")
