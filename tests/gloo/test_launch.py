@@ -100,6 +100,7 @@ def test_handover_contains_only_user_variables(tmp_path: Path) -> None:
         "command_line": ["--use_cpu=true", "--fsdp_offload_params=false"],
         "overrides": ["prefetch.forward=true"],
         "report": str(tmp_path / "r.json"),
+        "report_table": False,
         "environ": {"FSDP_FORWARD_PREFETCH": "true"},
     }
 
