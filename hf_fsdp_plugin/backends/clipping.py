@@ -30,10 +30,14 @@ _PARAMETER_OF_OTHER_MODEL = Problem(
 
 @dataclass(kw_only=True, slots=True)
 class _Group:
-    """Local gradients whose norms are reduced over the same process groups. Unsharded gradients have no group."""
+    """Local gradients whose norms are reduced over the same process groups. Unsharded gradients have no group.
+
+    ``dtype`` is that of the norms: equal on all ranks, also on those that have no gradient.
+    """
 
     process_groups: tuple[dist.ProcessGroup, ...]
     device: torch.device | None
+    dtype: torch.dtype = torch.float32
     gradients: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -58,7 +62,7 @@ def clip_grad_norm(
     total = torch.zeros((), dtype=torch.float32)
     for group in groups:
         norm = _norm(group, norm_type)
-        total = total.to(norm.device)
+        total = total.to(norm.device, torch.promote_types(total.dtype, norm.dtype))
         total = torch.maximum(total, norm) if math.isinf(norm_type) else total + norm**norm_type
     if not math.isinf(norm_type):
         total = total ** (1.0 / norm_type)
@@ -96,7 +100,9 @@ def _groups(models: Sequence[nn.Module], parameters: Iterable[nn.Parameter]) -> 
             if device is None and fsdp1.is_flattened(parameter):
                 raise SpecError([_PARAMETER_OF_OTHER_MODEL])
         group = groups.setdefault(over, _Group(process_groups=over, device=device))
-        if gradient is not None:
+        if parameter.dtype is torch.float64:
+            group.dtype = torch.float64
+        if gradient is not None and gradient.numel():  # an empty tensor has no largest magnitude
             group.gradients.append(gradient)
     return list(groups.values())
 
@@ -116,9 +122,9 @@ def _flat_shards(models: Sequence[nn.Module]) -> dict[int, tuple[tuple[dist.Proc
 def _norm(group: _Group, norm_type: float) -> torch.Tensor:
     """Return the norm of a group's gradients, reduced over all ranks that have a shard of them."""
     device = group.device or (group.gradients[0].device if group.gradients else torch.device("cpu"))
-    norm = torch.zeros((), dtype=torch.float32, device=device)
+    norm = torch.zeros((), dtype=group.dtype, device=device)
     if group.gradients:
-        norms = tensor_norms(group.gradients, norm_type)
+        norms = tensor_norms(group.gradients, norm_type, group.dtype)
         norm = torch.linalg.vector_norm(torch.stack([one.to(device) for one in norms]), norm_type)
     for process_group in group.process_groups:
         if math.isinf(norm_type):

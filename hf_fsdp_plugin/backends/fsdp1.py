@@ -21,10 +21,14 @@ from hf_fsdp_plugin.backends.load import (
 from hf_fsdp_plugin.backends.quantized import prepare_quantized
 from hf_fsdp_plugin.backends.torch_types import device_mesh, torch_dtype
 from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.names import unwrapped
+from hf_fsdp_plugin.plan.units import UnitPlan
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.torch_private.functions import tree_map_only
 from hf_fsdp_plugin.torch_private.modules import replace_module
 
+_ONE_DTYPE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""Modules whose inputs must have the dtype of their weights."""
 _BACKWARD_PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
 
 
@@ -44,7 +48,7 @@ def apply_fsdp1(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
         prepare_unit(plan, unit, model, device, record)
         if unit.modules == ("",):
             continue
-        if unit.is_split_off and kwargs["mixed_precision"] is not None:
+        if kwargs["mixed_precision"] is not None and _may_receive_other_dtypes(plan, unit, model):
             # The other units receive activations, which have the compute dtype already.
             unit_kwargs = {**kwargs, "mixed_precision": replace(kwargs["mixed_precision"], cast_forward_inputs=True)}
         else:
@@ -58,6 +62,17 @@ def apply_fsdp1(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
     _cast_output(plan, root)
     setattr(root, BROADCAST_ATTRIBUTE, record)
     return root
+
+
+def _may_receive_other_dtypes(plan: FsdpPlan, unit: UnitPlan, model: nn.Module) -> bool:
+    """Return whether code outside the unit may cast its inputs to the dtype of the shards, which it reads off a weight.
+
+    This concerns modules that are no repeated layers, such as the embeddings of ViT, and those that cannot compute with
+    inputs of another dtype.
+    """
+    if unit.is_split_off or [other.class_names for other in plan.units].count(unit.class_names) == 1:
+        return True
+    return all(isinstance(unwrapped(model.get_submodule(name)), _ONE_DTYPE) for name in unit.modules)
 
 
 def _constructor_arguments(plan: FsdpPlan, device: torch.device) -> dict[str, Any]:

@@ -150,25 +150,29 @@ def _set_backward_prefetch(plan: FsdpPlan, model: nn.Module) -> None:
     units = _units_in_order(plan, model)
     for unit in units:
         unit.set_modules_to_backward_prefetch([unit])
-        mark_backward_prefetch(unit, plan.prefetch.backward)
     if plan.prefetch.backward == "post":
-        for predecessor, unit in pairwise(units):
+        for predecessor, unit in zip([None, *units], units, strict=False):
             _unshard_after_backward(unit, predecessor)
 
 
-def _unshard_after_backward(unit: Any, predecessor: FSDPModule) -> None:
-    """Gather ``predecessor`` when the gradient of ``unit``'s input is computed, at the end of the unit's backward."""
+def _unshard_after_backward(unit: Any, predecessor: FSDPModule | None) -> None:
+    """Gather ``predecessor`` when the gradient of ``unit``'s input is computed, at the end of the unit's backward.
+
+    The first unit has no predecessor. It gets the hook too, by which the report recognizes the prefetch of every unit.
+    """
 
     def on_input_gradient(gradient: torch.Tensor) -> None:
+        assert predecessor is not None
         predecessor.unshard(async_op=True)
 
     def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled():
+        if predecessor is not None and torch.is_grad_enabled():
             inputs = [*args, *kwargs.values()]
             needs_gradient = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
             if needs_gradient:
                 needs_gradient[0].register_hook(on_input_gradient)
 
+    mark_backward_prefetch(before_forward, "post")
     # Registered after fully_shard's hook, so that it receives the tensor that FSDP2 passes to forward.
     unit.register_forward_pre_hook(before_forward, with_kwargs=True)
 

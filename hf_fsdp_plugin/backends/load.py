@@ -34,12 +34,14 @@ class BroadcastRecord:
         num_tensors: number of parameters and buffers.
         num_filled: number of these that were on the meta device on this rank before the broadcast.
         checksum: checksum of the bits of all tensors. Equal on all ranks if all received the same weights.
+        bit_sum: sum of the bits of the parameters of all units just before they were sharded; ``None`` if unknown.
         before: which memory the parameters of this rank were in before the broadcast.
     """
 
     num_tensors: int = 0
     num_filled: int = 0
     checksum: int = 0
+    bit_sum: int | None = 0
     before: ParameterMemory | None = None
 
     def add(self, tensor: torch.Tensor) -> None:
@@ -49,6 +51,30 @@ class BroadcastRecord:
             bits = int(torch.hash_tensor(tensor).view(torch.int64))
             # Rotate before each XOR: otherwise two equal tensors would leave the checksum unchanged.
             self.checksum = (self.checksum << 1 ^ self.checksum >> 63 ^ bits) & (1 << 64) - 1
+
+    def add_unit(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Add the parameters of a unit to the sum that the sum over all shards must equal."""
+        added = sum_bits(parameters)
+        self.bit_sum = None if self.bit_sum is None or added is None else self.bit_sum + int(added)
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element -> the integer type with the same size."""
+
+
+def sum_bits(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    """Return the sum of the tensors' elements, read as integers, modulo 2**64; ``None`` if there are none to read.
+
+    The sums of the parts of a tensor add up to the sum of the tensor. The result is on the device of the tensors.
+    """
+    total = None
+    for tensor in tensors:
+        tensor = tensor.detach()
+        if type(tensor) is not torch.Tensor or tensor.element_size() not in _INTEGERS or tensor.is_meta:
+            return None
+        part = tensor.contiguous().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
+        total = part if total is None else total + part.to(total.device)
+    return total
 
 
 def start_record(plan: FsdpPlan, model: nn.Module) -> BroadcastRecord:
@@ -76,7 +102,10 @@ def prepare_unit(
     plan: FsdpPlan, unit: UnitPlan, model: nn.Module, device: torch.device, record: BroadcastRecord
 ) -> None:
     """Allocate, broadcast and cast the parameters of one unit before it is sharded."""
-    cast_to_master(plan, _prepare_parameters(plan, unit.parameters, model, device, record))
+    parameters = _prepare_parameters(plan, unit.parameters, model, device, record)
+    cast_to_master(plan, parameters)
+    if parameters and (plan.ram_efficient or plan.sync_module_states):
+        record.add_unit(parameters)
 
 
 def prepare_ignored(

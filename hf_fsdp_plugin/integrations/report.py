@@ -12,8 +12,10 @@ from hf_fsdp_plugin.integrations.accelerate.private import (
     prepared_models,
     prepared_optimizers,
 )
+from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.transformers.private import is_trainer, train_batch_size
 from hf_fsdp_plugin.observe.build import build_report_of_trained
+from hf_fsdp_plugin.observe.live_run import common_value
 from hf_fsdp_plugin.observe.report import BatchShape, Report
 
 
@@ -43,7 +45,8 @@ def report_accelerator(
 
     Args:
         batch: the input of one optimizer step. Default: derived from the first data loader with a batch size.
-        checkpoint: a checkpoint of this run, whose state dict type overrides the accelerator's.
+        checkpoint: a checkpoint of this run. If checkpoints were saved, their state dict types are reported, else that
+            of the accelerator.
         saved_asynchronously: whether the last checkpoint was written asynchronously; ``None`` if there is none.
 
     Raises:
@@ -51,11 +54,14 @@ def report_accelerator(
     """
     saved = stored_state_dict_type(checkpoint) if checkpoint is not None else None
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    kinds = {kind for model in prepared_models(accelerator) for kind in manager.saved_kinds(model)}
+    if saved is not None:
+        kinds.add(saved)
     return build_report_of_trained(
         [*prepared_models(accelerator), *getattr(plugin, "evaluated_models", ())],
         prepared_optimizers(accelerator),
         batch=batch or _loader_batch(accelerator),
-        state_dict=saved or _next_state_dict(accelerator),
+        state_dict=common_value(sorted(kinds)) or _next_state_dict(accelerator),
         saved_asynchronously=saved_asynchronously,
     )
 

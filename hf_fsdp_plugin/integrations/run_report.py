@@ -18,7 +18,7 @@ from hf_fsdp_plugin.integrations.report import report_accelerator
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.observe.first_step import record_first_step
-from hf_fsdp_plugin.observe.optimizer import optimizer_of
+from hf_fsdp_plugin.observe.optimizer import optimizers_of
 from hf_fsdp_plugin.observe.report import BatchShape, Report
 
 REPORT_NAME = "fsdp_report.json"
@@ -41,6 +41,10 @@ class RunReporter:
     def add_reported(self, accelerator: Any) -> None:
         """Add an accelerator whose run has been reported."""
         self._reported.add(accelerator)
+
+    def has_prepared(self, accelerator: Any) -> bool:
+        """Return whether an accelerator has prepared a model that is not reported yet."""
+        return accelerator in self._prepared - self._reported
 
     def close(self) -> None:
         """Cancel the reports at exit."""
@@ -80,7 +84,7 @@ def track(accelerator: Any) -> None:
         _reporter.add_prepared(accelerator)
     for model in prepared_models(accelerator):
         if plan_of(model) is not None:
-            record_first_step(model, optimizer_of(model, prepared_optimizers(accelerator)))
+            record_first_step(model, *optimizers_of(model, prepared_optimizers(accelerator)))
 
 
 def report_run(
@@ -100,6 +104,8 @@ def report_run(
         batch, checkpoint: see :func:`report_accelerator`.
     """
     if not any(plan_of(model) is not None for model in prepared_models(accelerator)):
+        if _reporter is not None and _reporter.has_prepared(accelerator):
+            print_once("no report: the Accelerator has no prepared model any more. free_memory() has removed it.")
         return
     manager.wait()
     outcome = manager.last_outcome

@@ -14,12 +14,14 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.agreement import gather_objects, on_all_ranks
 from hf_fsdp_plugin.backends.shard import plan_of
-from hf_fsdp_plugin.observe.first_step import recorded_first_step
+from hf_fsdp_plugin.observe.first_step import recorded_first_step, shards_changed
 from hf_fsdp_plugin.observe.live_run import LiveRun
 from hf_fsdp_plugin.observe.memory import observe_memory, unmanaged_parameters
-from hf_fsdp_plugin.observe.optimizer import check_optimizer, optimizer_of, trained_pair, unwrapped_optimizer
+from hf_fsdp_plugin.observe.optimizer import check_optimizers, optimizers_of, trained_pair, unwrapped_optimizer
 from hf_fsdp_plugin.observe.report import BatchShape, RankObservation, Report
 from hf_fsdp_plugin.observe.settings import SettingObservation, check_settings, observe_settings
+from hf_fsdp_plugin.observe.structure import StructureComparison, compare_structure
+from hf_fsdp_plugin.observe.training_checks import check_training
 from hf_fsdp_plugin.observe.units import UnitObservation, observe_units
 from hf_fsdp_plugin.observe.weights import compare_weights
 from hf_fsdp_plugin.plan.model import FsdpPlan
@@ -32,7 +34,7 @@ def build_report(
     model: nn.Module,
     plan: FsdpPlan,
     *,
-    optimizer: Any = None,
+    optimizers: Sequence[Any] = (),
     batch: BatchShape | None = None,
     state_dict: str | None = None,
     saved_asynchronously: bool | None = None,
@@ -41,7 +43,7 @@ def build_report(
 
     Args:
         model: the sharded model that the backend returned.
-        optimizer: a torch optimizer, or Accelerate's wrapper of one.
+        optimizers: of this model: torch optimizers, or Accelerate's wrappers of them.
         batch: the input of one optimizer step on one rank.
         state_dict: the state dict type of the last checkpoint or, if there is none, of the next one: ``full``,
             ``sharded`` or ``local``.
@@ -50,29 +52,39 @@ def build_report(
     Raises:
         SpecError: the model cannot be read on some rank. All ranks raise it, and the message names the rank.
     """
-    optimizer = unwrapped_optimizer(optimizer)
+    inner = [found for optimizer in optimizers if (found := unwrapped_optimizer(optimizer)) is not None]
+    first_step = recorded_first_step(model)
     with on_all_ranks("reading the live model"):
         units = observe_units(model)
-        own = _observe_rank(model, units, optimizer)
+        own = _observe_rank(model, units, inner)
     ranks = tuple(gather_objects(own))
     device_type = torch.device(own.device).type
     loads = plan.ram_efficient or plan.sync_module_states
-    weights = compare_weights(model, units) if loads else None
+    replicated = any(unit.live.replicate_size > 1 for unit in units)
+    compared = compare_weights(model, units, first_step.first_bit_sum) if loads or replicated else None
     with on_all_ranks("comparing the live model with the plan"):
+        structure = StructureComparison() if plan.pre_sharded else compare_structure(model, units, plan)
         run = LiveRun(
             model=model,
             plan=plan,
             units=units,
             world_size=len(ranks),
             device_type=device_type,
+            rank=own.rank,
+            structure=structure,
             num_hosts=len({row.host for row in ranks}),
-            output_dtype=recorded_first_step(model).output_dtype,
+            first_step=first_step,
             state_dict=state_dict,
             saved_asynchronously=saved_asynchronously,
-            weights=weights,
+            weights=compared if loads else None,
+            diverged=compared.diverged if compared is not None else (),
         )
         settings = observe_settings(run)
-        problems = [*check_structure(units, plan), *check_optimizer(model, units, optimizer)]
+        problems = [
+            *check_structure(units, plan),
+            *check_optimizers(model, units, inner, prepared_ids=first_step.optimized_ids),
+            *check_training(first_step, structure, [row.weights_changed for row in ranks]),
+        ]
     settings, problems = _merge_ranks(settings, problems)
     return Report(
         backend=_backend(model, units),
@@ -114,10 +126,10 @@ def build_report_of_trained(models: Sequence[Any], optimizers: Sequence[Any] = (
                 )
             ]
         )
-    model, optimizer = trained_pair([*plans], optimizers)
-    report = build_report(model, plans[model], optimizer=optimizer, **facts)
+    model, own = trained_pair([*plans], optimizers)
+    report = build_report(model, plans[model], optimizers=own, **facts)
     others = [
-        build_report(other, plan, optimizer=optimizer_of(other, optimizers), state_dict=facts.get("state_dict"))
+        build_report(other, plan, optimizers=optimizers_of(other, optimizers), state_dict=facts.get("state_dict"))
         for other, plan in plans.items()
         if other is not model
     ]
@@ -159,14 +171,16 @@ def check_structure(units: Sequence[UnitObservation], plan: FsdpPlan) -> list[Pr
 
 
 def _observe_rank(
-    model: nn.Module, units: Sequence[UnitObservation], optimizer: torch.optim.Optimizer | None
+    model: nn.Module, units: Sequence[UnitObservation], optimizers: Sequence[torch.optim.Optimizer]
 ) -> RankObservation:
+    first_step = recorded_first_step(model)
     return RankObservation(
         rank=dist.get_rank() if dist.is_initialized() else 0,
         host=socket.gethostname(),
         device=str(_compute_device(model, units)),
         num_local_params=sum(unit.num_local_params for unit in units) + _num_unmanaged(model, units),
-        memory=observe_memory(model, units, optimizer, recorded_grads_bytes=recorded_first_step(model).grads_bytes),
+        memory=observe_memory(model, units, optimizers, recorded_grads_bytes=first_step.grads_bytes),
+        weights_changed=shards_changed(first_step, units),
     )
 
 

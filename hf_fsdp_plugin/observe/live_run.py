@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
+from hf_fsdp_plugin.observe.first_step import FirstStep
+from hf_fsdp_plugin.observe.structure import StructureComparison
 from hf_fsdp_plugin.observe.units import UnitObservation
 from hf_fsdp_plugin.observe.weights import WeightComparison
 from hf_fsdp_plugin.plan.model import FsdpPlan
@@ -36,11 +37,14 @@ class LiveRun:
     """The live model, facts about its run, and the plan.
 
     Attributes:
+        rank: this rank.
+        structure: the comparison of the units with the plan's; nothing differs in a model that the script sharded.
         num_hosts: number of distinct host names of the ranks.
-        output_dtype: dtype of the loss or first output of a training forward; ``None`` if none was recorded.
+        first_step: what was recorded while the model was trained.
         state_dict: state dict type of the last or the next checkpoint; ``None`` if unknown.
         saved_asynchronously: whether the last checkpoint was written asynchronously; ``None`` if there is none.
         weights: the comparison of weights across ranks; ``None`` if they were not compared.
+        diverged: units whose replicas have different weights.
     """
 
     model: nn.Module
@@ -48,11 +52,14 @@ class LiveRun:
     units: Sequence[UnitObservation]
     world_size: int
     device_type: str
+    rank: int = 0
+    structure: StructureComparison = field(default_factory=StructureComparison)
     num_hosts: int = 1
-    output_dtype: torch.dtype | None = None
+    first_step: FirstStep = field(default_factory=FirstStep)
     state_dict: str | None = None
     saved_asynchronously: bool | None = None
     weights: WeightComparison | None = None
+    diverged: Sequence[str] = ()
 
     @property
     def units_with_params(self) -> list[UnitObservation]:

@@ -62,7 +62,7 @@ class MemoryObservation:
 def observe_memory(
     model: nn.Module,
     units: Sequence[UnitObservation],
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
     *,
     recorded_grads_bytes: int | None = None,
 ) -> MemoryObservation:
@@ -82,7 +82,7 @@ def observe_memory(
     device = available_device()
     if not device.is_initialized():
         device = DEVICES["cpu"]
-    optimizer_bytes = storage_bytes(state_tensors(optimizer))
+    optimizer_bytes = storage_bytes(state_tensors(optimizers))
     return MemoryObservation(
         params_bytes=storage_bytes([*(shard for unit in units for shard in unit.live.shards), *unmanaged]),
         grads_bytes=grads_bytes,
@@ -99,7 +99,7 @@ def observe_memory(
         + sum(map(_dense_bytes, unmanaged)),
         ddp_grads_bytes=sum(_num_trainable(unit) * _master_itemsize(unit) for unit in units)
         + sum(map(_dense_bytes, trained)),
-        ddp_optimizer_bytes=_whole_optimizer_bytes(units, trained, optimizer, optimizer_bytes),
+        ddp_optimizer_bytes=_whole_optimizer_bytes(units, trained, optimizers, optimizer_bytes),
     )
 
 
@@ -116,10 +116,9 @@ def gradient_bytes(model: nn.Module, units: Sequence[UnitObservation]) -> int:
     return storage_bytes(tensors)
 
 
-def state_tensors(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
-    if optimizer is None:
-        return []
-    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+def state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], *, excluding: Iterable[torch.Tensor] = ()) -> int:
@@ -160,12 +159,12 @@ def _master_itemsize(unit: UnitObservation) -> int:
 def _whole_optimizer_bytes(
     units: Sequence[UnitObservation],
     unmanaged: Sequence[nn.Parameter],
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Sequence[torch.optim.Optimizer],
     optimizer_bytes: int,
 ) -> int:
     """Return the bytes of the unsharded optimizer state: exact for DTensors, else scaled by the trainable elements."""
-    tensors = state_tensors(optimizer)
-    if optimizer is not None and step_mode(optimizer) == "whole":
+    tensors = state_tensors(optimizers)
+    if any(step_mode(optimizer) == "whole" for optimizer in optimizers):
         return optimizer_bytes
     if any(isinstance(tensor, DTensor) and type(tensor.to_local()) is torch.Tensor for tensor in tensors):
         return sum(map(_dense_bytes, tensors))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -20,56 +20,107 @@ def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
-def optimizer_of(model: nn.Module, optimizers: Sequence[Any]) -> Any:
-    """Return the first optimizer that updates parameters of this model; ``None`` for a frozen model."""
+def optimizers_of(model: nn.Module, optimizers: Sequence[Any]) -> list[Any]:
+    """Return the optimizers that update parameters of this model."""
     own = {id(parameter) for parameter in model.parameters()}
-    for optimizer in optimizers:
-        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-            return optimizer
-    return None
+    return [
+        optimizer
+        for optimizer in optimizers
+        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+    ]
 
 
-def trained_pair(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> tuple[nn.Module, Any]:
-    """Return the first model that is updated by an optimizer, and this optimizer.
+def trained_pair(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> tuple[nn.Module, Sequence[Any]]:
+    """Return the first model that is updated by optimizers, and these optimizers.
 
-    If no optimizer updates any of the models, return the first model and the first optimizer, so that the report
-    contains the problem.
+    If no optimizer updates any of the models, return the first model and all optimizers, so that the report contains
+    the problem.
     """
     for model in models:
-        if (optimizer := optimizer_of(model, optimizers)) is not None:
-            return model, optimizer
-    return models[0], optimizers[0] if optimizers else None
+        if own := optimizers_of(model, optimizers):
+            return model, own
+    return models[0], optimizers
 
 
-def check_optimizer(
-    model: nn.Module, units: Sequence[UnitObservation], optimizer: torch.optim.Optimizer | None
+def check_optimizers(
+    model: nn.Module,
+    units: Sequence[UnitObservation],
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    prepared_ids: Collection[int] = (),
 ) -> list[Problem]:
-    """Check that the optimizer has exactly the trainable parameters of the model.
+    """Check that the optimizers together have exactly the trainable parameters of the model.
+
+    Args:
+        prepared_ids: ``id`` of the parameters that the optimizers had when they were prepared.
+    """
+    if not optimizers:
+        return []
+    copies = frozenset[int]().union(*(unit.live.copy_ids for unit in units))
+    own = {id(parameter) for parameter in model.parameters()}.union(*(unit.live.parameter_ids for unit in units))
+    held = {id(parameter) for optimizer in optimizers for parameter in _parameters(optimizer)}
+    problems = [
+        problem
+        for optimizer in optimizers
+        for problem in (_foreign(optimizer, own), _copied(optimizer, copies))
+        if problem is not None
+    ]
+    # A model whose parameters are gathered now, for example after an evaluation, has the shards all the same.
+    trained = {id(p) for p in model.parameters() if p.requires_grad and id(p) not in copies}
+    left_out = trained - held
+    names = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
+    if problems or not left_out:
+        return problems
+    if num_removed := len(left_out.intersection(prepared_ids)):
+        return [
+            Problem(
+                code="FSDP-E509",
+                message=f"{num_removed} of {len(trained)} trainable parameters are no longer in {names}, which had "
+                "them when it was prepared: they are not updated.",
+                fix="Do not change the parameter groups after prepare(). If the parameters are meant to stay constant, "
+                "set requires_grad = False before prepare().",
+            )
+        ]
+    return [
+        Problem(
+            code="FSDP-W505",
+            message=f"{len(left_out)} of {len(trained)} trainable parameters are in no parameter group of {names}: "
+            "they are not updated.",
+            fix="Pass all trainable parameters to the optimizer, or set requires_grad = False on the others.",
+        )
+    ]
+
+
+def _foreign(optimizer: torch.optim.Optimizer, own: Collection[int]) -> Problem | None:
+    """Return a problem for parameters of no live model.
 
     An optimizer that was created before wrapping updates the old, unsharded parameters, and the loss stays constant.
     """
-    if optimizer is None:
-        return []
-    own = {id(parameter) for parameter in model.parameters()}.union(*(unit.live.parameter_ids for unit in units))
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    held = _parameters(optimizer)
     num_foreign = sum(id(parameter) not in own for parameter in held)
-    name = type(optimizer).__name__
-    if num_foreign:
-        return [
-            Problem(
-                code="FSDP-E504",
-                message=f"{num_foreign} of the {len(held)} parameters of {name} do not belong to the sharded model. "
-                "The optimizer was created before wrapping, so it updates parameters that the model does not use.",
-                fix="Create the optimizer after preparing the model, or pass both to one prepare() call.",
-            )
-        ]
-    known = {id(parameter) for parameter in held}
-    num_left_out = sum(p.requires_grad and id(p) not in known for p in model.parameters())
-    if not num_left_out:
-        return []
-    return [
-        Problem(
-            code="FSDP-N505",
-            message=f"{num_left_out} trainable parameters are in no parameter group of {name}: they are not updated.",
-        )
-    ]
+    if not num_foreign:
+        return None
+    return Problem(
+        code="FSDP-E504",
+        message=f"{num_foreign} of the {len(held)} parameters of {type(optimizer).__name__} do not belong to the "
+        "sharded model. The optimizer was created before wrapping, so it updates parameters that the model does not "
+        "use.",
+        fix="Create the optimizer after preparing the model, or pass both to one prepare() call.",
+    )
+
+
+def _copied(optimizer: torch.optim.Optimizer, copies: Collection[int]) -> Problem | None:
+    held = _parameters(optimizer)
+    num_copies = sum(id(parameter) in copies for parameter in held)
+    if not num_copies:
+        return None
+    return Problem(
+        code="FSDP-E504",
+        message=f"{num_copies} of the {len(held)} parameters of {type(optimizer).__name__} are gathered copies, which "
+        "FSDP frees. Updates of them are lost.",
+        fix="Create the optimizer before the first forward, or pass model and optimizer to one prepare() call.",
+    )
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

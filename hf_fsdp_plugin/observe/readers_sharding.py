@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 from hf_fsdp_plugin.observe.live_run import LiveRun, ObservedValue, common_value, unobservable
 from hf_fsdp_plugin.observe.memory import unmanaged_parameters
+from hf_fsdp_plugin.observe.numerics import not_reduced, unplanned_cast
 from hf_fsdp_plugin.observe.units import UnitObservation, dtype_name
-from hf_fsdp_plugin.plan.names import canonical_name
+from hf_fsdp_plugin.plan.names import canonical_name, is_inside
 from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
+from hf_fsdp_plugin.text import format_names
 
 
 def read_version(run: LiveRun) -> ObservedValue:
@@ -18,6 +21,11 @@ def read_version(run: LiveRun) -> ObservedValue:
 def read_strategy(run: LiveRun) -> ObservedValue:
     """Read FSDP1's strategy; under FSDP2, derive it from the mesh and the reshard flag of the layers."""
     value = common_value(unit.live.strategy or _strategy_of_mesh(unit) for unit in run.layers)
+    if run.structure.unsharded:
+        return ObservedValue(value=f"{value}, except some parameters", reason=run.structure.reason, matches=False)
+    if unreduced := not_reduced(run):
+        reason = f"gradients are not reduced: {format_names(unreduced, 2)}"
+        return ObservedValue(value=f"{value} without gradient reduction", reason=reason, matches=False)
     if run.world_size == 1:
         return ObservedValue(value=value, reason="with one rank, all strategies are the same", matches=True)
     if all(unit.live.is_root for unit in run.layers) and _differs_in_reshard_only(value, run.plan.strategy):
@@ -42,11 +50,26 @@ def _strategy_of_mesh(unit: UnitObservation) -> str:
 
 
 def read_mesh_shard(run: LiveRun) -> ObservedValue:
-    return ObservedValue(value=common_value(unit.live.shard_size for unit in run.units_with_params))
+    """Read the size of the shard groups, and check that the ranks of a group are consecutive, as planned."""
+    size = common_value(unit.live.shard_size for unit in run.units_with_params)
+    if size == run.plan.mesh.shard and not run.plan.pre_sharded:
+        first = run.rank - run.rank % size
+        planned = tuple(range(first, first + size))
+        for unit in run.units_with_params:
+            if unit.live.shard_ranks not in ((), planned):
+                group, expected = (", ".join(map(str, ranks)) for ranks in (unit.live.shard_ranks, planned))
+                reason = f"the shards of {unit.name or 'the root'} are on ranks {group} instead of {expected}"
+                return ObservedValue(value=size, reason=reason, matches=False)
+    return ObservedValue(value=size)
 
 
 def read_mesh_replicate(run: LiveRun) -> ObservedValue:
-    return ObservedValue(value=common_value(unit.live.replicate_size for unit in run.units_with_params))
+    size = common_value(unit.live.replicate_size for unit in run.units_with_params)
+    local = [unit.name or "(root)" for unit in run.units_with_params if size != 1 and not unit.live.all_reduces]
+    reason = f"gradients are not reduced over the replicas: {format_names(local, 2)}" if local else ""
+    if run.diverged:
+        reason = f"the replicas have different weights: {format_names(run.diverged, 2)}"
+    return ObservedValue(value=size, reason=reason, matches=False if reason else None)
 
 
 def read_wrap_policy(run: LiveRun) -> ObservedValue:
@@ -62,8 +85,13 @@ def read_wrap_policy(run: LiveRun) -> ObservedValue:
     if missing:
         reason = f"{len(missing)} of {len(chosen)} planned units are missing, for example {missing[0]}"
         return ObservedValue(value="other units" if has_units_below_root else "none", reason=reason)
+    if not run.structure.is_equal:
+        return ObservedValue(value="other units", reason=run.structure.reason)
     if chosen:
         reason = f"all {len(chosen)} modules that the policy chose are units"
+        return ObservedValue(value=run.plan.spec.wrap.policy, reason=reason, matches=True)
+    if all(not name for name in map(canonical_name, dict(run.model.named_modules()))):
+        reason = "the model has no modules inside it, so the root is the only unit"
         return ObservedValue(value=run.plan.spec.wrap.policy, reason=reason, matches=True)
     reason = "no policy chose the units below the root" if has_units_below_root else ""
     return ObservedValue(value="none", reason=reason)
@@ -80,6 +108,8 @@ def read_wrap_classes(run: LiveRun) -> ObservedValue:
     reason = f"not wrapped: {', '.join(missing)}" if missing else ""
     if absent and not missing:
         reason = f"not in the model: {', '.join(absent)}"
+    if not run.structure.is_equal:
+        return ObservedValue(value=observed, reason=reason or run.structure.reason, matches=False)
     # Without planned units, only the requested names can be compared.
     return ObservedValue(value=observed, reason=reason, matches=not missing if planned else not absent)
 
@@ -90,6 +120,8 @@ def read_min_num_params(run: LiveRun) -> ObservedValue:
     if not sizes:
         return unobservable("the size policy chose no unit")
     # The threshold itself is not on the live model.
+    if not run.structure.is_equal:
+        return ObservedValue(value=f"smallest unit {min(sizes):,}", reason=run.structure.reason, matches=False)
     reason = f"the smallest unit that the size policy chose has {min(sizes)} parameters"
     return ObservedValue(
         value=f"smallest unit {min(sizes):,}", reason=reason, matches=min(sizes) >= run.plan.spec.wrap.min_num_params
@@ -112,7 +144,7 @@ def read_ignored_modules(run: LiveRun) -> ObservedValue:
 
 
 def _inside_any(name: str, outers: Iterable[str]) -> bool:
-    return any(name == outer or not outer or name.startswith(f"{outer}.") for outer in outers)
+    return any(is_inside(name, outer) for outer in outers)
 
 
 def read_offload(run: LiveRun) -> ObservedValue:
@@ -137,6 +169,8 @@ def read_pin_memory(run: LiveRun) -> ObservedValue:
 
 def read_param_dtype(run: LiveRun) -> ObservedValue:
     value = common_value(unit.param_dtype for unit in run.units_with_params)
+    if value is not None and (reason := unplanned_cast(run)):
+        return ObservedValue(value=value, reason=reason, matches=False)
     if run.plan.precision.param == "unchanged":
         casts = any(unit.live.casts for unit in run.units_with_params)
         return ObservedValue(value=value, reason="the dtype of the parameters, without a cast", matches=not casts)
@@ -153,8 +187,10 @@ def read_reduce_dtype(run: LiveRun) -> ObservedValue:
 def read_output_dtype(run: LiveRun) -> ObservedValue:
     """Read the dtype of a recorded forward or, if there is none, of the root's policy."""
     matches = _true_if_unchanged(run.plan.precision.output)
-    if run.output_dtype is not None:
-        return ObservedValue(value=dtype_name(run.output_dtype), reason="of a recorded forward", matches=matches)
+    if run.first_step.output_dtype is not None:
+        return ObservedValue(
+            value=dtype_name(run.first_step.output_dtype), reason="of a recorded forward", matches=matches
+        )
     policies = [unit.live.output_dtype for unit in run.units if unit.live.is_root and unit.live.version == 2]
     if policies:
         value = dtype_name(policies[0]) or "unchanged"
@@ -191,8 +227,22 @@ def read_forward_prefetch(run: LiveRun) -> ObservedValue:
     num_prefetching = sum(unit.live.forward_prefetch for unit in run.units_below_root)
     # Under FSDP2 the last unit has no next unit to prefetch.
     if num_prefetching in (0, num_units, num_units - 1):
+        wrong = [] if run.plan.pre_sharded else _prefetching_others(run)
+        if wrong:
+            reason = f"{wrong[0]} prefetches another unit than the next one"
+            return ObservedValue(value=f"of another unit in {len(wrong)} units", reason=reason, matches=False)
         return ObservedValue(value=num_prefetching > 0)
     return ObservedValue(value=f"in {num_prefetching} of {num_units} units", matches=False)
+
+
+def _prefetching_others(run: LiveRun) -> list[str]:
+    """Return the FSDP2 units that prefetch another unit than the next one in the module tree."""
+    units = [unit for unit in run.units if not unit.live.is_root]
+    return [
+        unit.name
+        for unit, successor in pairwise(units)
+        if unit.live.prefetched and set(map(id, unit.live.prefetched)) != set(map(id, successor.live.modules))
+    ]
 
 
 def read_limit_all_gathers(run: LiveRun) -> ObservedValue:

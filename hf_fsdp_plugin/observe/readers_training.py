@@ -6,10 +6,13 @@ from dataclasses import replace
 
 from hf_fsdp_plugin.devices import accelerator_type
 from hf_fsdp_plugin.observe.live_run import LiveRun, ObservedValue, common_value, unobservable
+from hf_fsdp_plugin.observe.numerics import unplanned_cast
+from hf_fsdp_plugin.observe.recomputation import native_layers
 from hf_fsdp_plugin.observe.units import checkpoints_natively
-from hf_fsdp_plugin.text import format_bytes
-from hf_fsdp_plugin.torch_private.functions import ActivationWrapper, CheckpointWrapper
-from hf_fsdp_plugin.torch_private.modules import is_compiled
+from hf_fsdp_plugin.plan.names import canonical_name, is_inside
+from hf_fsdp_plugin.text import format_bytes, format_names
+from hf_fsdp_plugin.torch_private.functions import ActivationWrapper, CheckpointWrapper, uses_torch_checkpoint
+from hf_fsdp_plugin.torch_private.modules import calls_compiled
 
 
 def read_state_dict(run: LiveRun) -> ObservedValue:
@@ -26,29 +29,58 @@ def read_asynchronous(run: LiveRun) -> ObservedValue:
 
 def read_checkpointing(run: LiveRun) -> ObservedValue:
     wrappers = [module for module in run.model.modules() if isinstance(module, CheckpointWrapper)]
-    native = read_native(run).value
+    native = any(map(checkpoints_natively, run.model.modules()))
     if not wrappers and not native:
         return ObservedValue(value="none")
+    if missing := _not_recomputed(run):
+        total = len(missing) + run.first_step.recomputation.num_recomputed if run.first_step.recomputation else 0
+        reason = f"not computed again in the backward: {format_names(missing, 2)}"
+        return ObservedValue(value=f"in {total - len(missing)} of {total} units", reason=reason, matches=False)
     if wrappers and native:
         reason = "torch's and Transformers' checkpointing are both enabled, so activations are recomputed twice"
         return ObservedValue(value="twice", reason=reason)
     if native:
-        return ObservedValue(value="full", reason="Transformers' gradient checkpointing")
+        layers = read_native(run)
+        value = "full" if layers.value is True else layers.value
+        reason = layers.reason or "Transformers' gradient checkpointing"
+        return ObservedValue(value=value, reason=reason, matches=layers.matches)
     keywords = [getattr(module.checkpoint_fn, "keywords", {}) for module in wrappers]
     kind = common_value("selective" if "context_fn" in names else "full" for names in keywords)
+    if broken := [module for module in wrappers if not uses_torch_checkpoint(module)]:
+        return ObservedValue(value=f"{kind} in {len(wrappers) - len(broken)} of {len(wrappers)} units", matches=False)
     not_checkpointed = [unit.name for unit in run.layers if not unit.checkpointed]
     if not_checkpointed and len(wrappers) < len(run.layers):
         return ObservedValue(value=f"{kind} in {len(wrappers)} of {len(run.layers)} units", matches=False)
     return ObservedValue(value=kind, reason=f"{len(wrappers)} modules")
 
 
+def _not_recomputed(run: LiveRun) -> tuple[str, ...]:
+    """Return the checkpointed modules that the first step did not compute again, if it had a backward."""
+    first_step = run.first_step
+    if first_step.recomputation is None or not first_step.num_steps:
+        return ()
+    return first_step.recomputation.not_recomputed
+
+
 def read_native(run: LiveRun) -> ObservedValue:
+    """Read whether Transformers' checkpointing is enabled, in all layers that support it."""
+    layers = [module for _, module in native_layers(run.model)]
+    num_enabled = sum(map(checkpoints_natively, layers))
+    if 0 < num_enabled < len(layers):
+        return ObservedValue(value=f"in {num_enabled} of {len(layers)} layers", matches=False)
+    if run.plan.activation.native and (missing := _not_recomputed(run)):
+        return ObservedValue(value=False, reason=f"not computed again in the backward: {format_names(missing, 2)}")
     return ObservedValue(value=any(map(checkpoints_natively, run.model.modules())))
 
 
 def read_activation_offload(run: LiveRun) -> ObservedValue:
-    wrappers = (module for module in run.model.modules() if isinstance(module, ActivationWrapper))
-    return ObservedValue(value=any(not isinstance(wrapper, CheckpointWrapper) for wrapper in wrappers))
+    """Read whether the activations of all planned units are offloaded."""
+    wrappers = [module for module in run.model.modules() if isinstance(module, ActivationWrapper)]
+    found = sum(not isinstance(wrapper, CheckpointWrapper) and "forward" not in vars(wrapper) for wrapper in wrappers)
+    planned = sum(len(unit.modules) for unit in run.plan.units if unit.from_policy)
+    if 0 < found < planned:
+        return ObservedValue(value=f"in {found} of {planned} units", matches=False)
+    return ObservedValue(value=found > 0)
 
 
 def read_sync_module_states(run: LiveRun) -> ObservedValue:
@@ -91,6 +123,16 @@ def _read_loading(run: LiveRun, *, planned: bool) -> ObservedValue:
     if weights.differing:
         reason = f"ranks differ in {', '.join(weights.differing[:3])}"
         return ObservedValue(value=False, reason=reason, matches=False)
+    num_planned = sum(len(unit.parameters) for unit in run.plan.units) + len(run.plan.ignored_parameters)
+    num_broadcast = weights.num_broadcast
+    if num_broadcast is not None and num_broadcast < num_planned and not run.plan.pre_sharded:
+        reason = f"{num_broadcast} tensors were broadcast from rank 0, but the model has {num_planned} parameters"
+        return ObservedValue(value=False, reason=reason, matches=False)
+    if weights.changed:
+        return unobservable(
+            f"all ranks received {num_broadcast} tensors from rank 0, but a checkpoint or the script has changed "
+            "weights before the first forward"
+        )
     if weights.num_broadcast:
         filled = f"; {weights.num_filled} of them were not loaded on other ranks" if weights.num_filled else ""
         reason = f"all ranks received {weights.num_broadcast} bit-identical tensors from rank 0{filled}"
@@ -116,6 +158,9 @@ def read_mixed_precision(run: LiveRun) -> ObservedValue:
     asked, param = str(run.plan.spec.launch.mixed_precision).lower(), run.plan.spec.precision.param
     if (asked in ("bf16", "fp16") or param in ("bf16", "fp16")) and param != asked:
         return unobservable(f"overridden by precision.param={param}")
+    if reason := unplanned_cast(run):
+        value = common_value(unit.param_dtype for unit in run.units_with_params)
+        return ObservedValue(value=value, reason=reason, matches=False)
     if not any(unit.live.casts for unit in run.units_with_params):
         return ObservedValue(value="no")
     value = common_value(unit.param_dtype for unit in run.units_with_params)
@@ -136,5 +181,9 @@ def read_distributed_type(run: LiveRun) -> ObservedValue:
 def read_dynamo(run: LiveRun) -> ObservedValue:
     asked = {str(key).removeprefix("dynamo_"): value for key, value in run.plan.spec.launch.dynamo_config.items()}
     compiles = str(asked.get("backend", "NO")).upper() != "NO"
-    compiled = is_compiled(run.model)
-    return ObservedValue(value="compiled" if compiled else "not compiled", matches=compiled == compiles)
+    compiled = {canonical_name(name) for name, module in run.model.named_modules() if calls_compiled(module)}
+    chosen = [name for unit in run.plan.units if unit.from_policy for name in map(canonical_name, unit.modules)]
+    called = [name for name in chosen if any(is_inside(name, outer) for outer in compiled)]
+    if compiles and compiled and len(called) < len(chosen):
+        return ObservedValue(value=f"compiled in {len(called)} of {len(chosen)} units", matches=False)
+    return ObservedValue(value="compiled" if compiled else "not compiled", matches=bool(compiled) == compiles)

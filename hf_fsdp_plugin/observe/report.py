@@ -44,13 +44,19 @@ class BatchShape:
 
 @dataclass(frozen=True, kw_only=True)
 class RankObservation:
-    """Sizes on one rank: parameters in elements, memory in bytes."""
+    """Sizes on one rank: parameters in elements, memory in bytes.
+
+    Attributes:
+        weights_changed: whether trained weights have changed since the first optimizer step; ``None`` if no step with a
+            learning rate above 0 was recorded.
+    """
 
     rank: int
     host: str
     device: str
     num_local_params: int
     memory: MemoryObservation
+    weights_changed: bool | None = None
 
     def to_json(self) -> dict[str, Any]:
         own = {name: value for name, value in vars(self).items() if name != "memory"}

@@ -15,6 +15,8 @@ from hf_fsdp_plugin.text import format_bytes, format_names, format_table, plural
 
 _WIDTH = 100
 _MAX_LINES = 10
+_OF_RUN = ("FSDP-W505", "FSDP-W511", "FSDP-W512")
+"""Warnings about the trained model that are printed nowhere else."""
 
 
 def units_table(units: Sequence[UnitObservation]) -> str:
@@ -138,16 +140,18 @@ def settings_table(settings: Sequence[SettingObservation]) -> str:
 
 
 def problem_lines(problems: Sequence[Problem], differing: Collection[str]) -> str:
-    """Format the errors and the settings that differ. Other warnings, printed before the run, are only counted."""
+    """Format the errors, the settings that differ and the warnings of the run. Those from before it are counted."""
     warnings = [problem for problem in problems if problem.severity == "warning"]
     shown = [problem for problem in problems if problem.severity == "error"]
     # A setting's last warning is about the live model; earlier ones come from the plan.
     shown += {problem.setting: problem for problem in warnings if problem.setting in differing}.values()
+    of_run = [problem for problem in warnings if problem.setting not in differing and problem.code in _OF_RUN]
+    shown += of_run
     lines = [line for problem in shown for line in _wrap(str(problem))]
     if differing:
         verb = "setting differs" if len(differing) == 1 else "settings differ"
         lines = ["!" * _WIDTH, f"{len(differing)} {verb} from the requested value:", *lines, "!" * _WIDTH]
-    num_others = sum(problem.setting not in differing for problem in warnings)
+    num_others = sum(problem.setting not in differing for problem in warnings) - len(of_run)
     if num_others:
         lines.append(f"{plural(num_others, 'other warning')} from before the run: see 'problems' in the report's JSON.")
     return "\n".join(lines)

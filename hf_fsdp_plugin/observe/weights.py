@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_fsdp_plugin.backends.agreement import gather_objects
-from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE
+from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE, BroadcastRecord
 from hf_fsdp_plugin.backends.memory_maps import ParameterMemory
 from hf_fsdp_plugin.observe.memory import unmanaged_parameters
 from hf_fsdp_plugin.observe.units import UnitObservation
@@ -28,8 +28,11 @@ class WeightComparison:
     Attributes:
         num_on_meta: number of tensors on the meta device, which are not loaded; maximum over the ranks.
         differing: names of the units, parameters and buffers that differ between ranks but must be equal.
+        diverged: names of the units among them whose replicas differ.
         replicated: whether any shard is on more than one rank, so that replicas were compared.
-        num_broadcast: number of tensors that all ranks received from rank 0 before sharding, bit-identical.
+        num_broadcast: number of tensors that all ranks received from rank 0 before sharding, bit-identical; ``None`` if
+            no rank recorded a broadcast.
+        changed: whether the weights were changed between the broadcast and the first forward; ``None`` if unknown.
         num_filled: number of these tensors that a rank had not loaded; maximum over the ranks.
         before: which memory the parameters were in before the broadcast, on the rank with the most private memory.
         num_shared_ranks: number of ranks on which a parameter was mapped, shared or not loaded.
@@ -38,16 +41,23 @@ class WeightComparison:
     num_on_meta: int
     differing: tuple[str, ...]
     replicated: bool
-    num_broadcast: int = 0
+    diverged: tuple[str, ...] = ()
+    num_broadcast: int | None = None
+    changed: bool | None = None
     num_filled: int = 0
     before: ParameterMemory | None = None
     num_shared_ranks: int = 0
 
 
-def compare_weights(model: nn.Module, units: Sequence[UnitObservation]) -> WeightComparison:
+def compare_weights(
+    model: nn.Module, units: Sequence[UnitObservation], first_bit_sum: torch.Tensor | None = None
+) -> WeightComparison:
     """Compare checksums of replicas, unsharded parameters and non-persistent buffers across ranks. Collective.
 
     Buffers in the state dict are not compared, because running statistics may differ between ranks.
+
+    Args:
+        first_bit_sum: the sum of the bits of this rank's shards at the first forward.
     """
     checksums_by_rank = gather_objects(_checksums(model, units))
     first: dict[str, _Checksum | None] = {}
@@ -70,12 +80,25 @@ def compare_weights(model: nn.Module, units: Sequence[UnitObservation]) -> Weigh
     return WeightComparison(
         num_on_meta=max(sum(checksum is None for checksum in checksums.values()) for checksums in checksums_by_rank),
         differing=tuple(sorted(differing)),
+        diverged=tuple(sorted(key.removeprefix("unit ") for key in differing if key.startswith("unit "))),
         replicated=replicated,
-        num_broadcast=broadcasts[0].num_tensors if len(received) == 1 else 0,
+        num_broadcast=min((broadcast.num_tensors for broadcast in broadcasts), default=None),
+        changed=_changed(broadcasts, gather_objects(None if first_bit_sum is None else int(first_bit_sum)), units),
         num_filled=max((broadcast.num_filled for broadcast in broadcasts), default=0),
         before=max(memories, key=lambda memory: memory.private_bytes, default=None),
         num_shared_ranks=sum(memory.num_not_private > 0 for memory in memories),
     )
+
+
+def _changed(
+    broadcasts: Sequence[BroadcastRecord], bit_sums: Sequence[int | None], units: Sequence[UnitObservation]
+) -> bool | None:
+    """Compare the sum over the shards of all ranks with the sum of what was broadcast."""
+    found = [bit_sum for bit_sum in bit_sums if bit_sum is not None]
+    if not broadcasts or broadcasts[0].bit_sum is None or len(found) < len(bit_sums):
+        return None
+    replicas = max((unit.live.replicate_size for unit in units), default=1)
+    return (sum(found) - replicas * broadcasts[0].bit_sum) % (1 << 64) != 0
 
 
 def _checksums(model: nn.Module, units: Sequence[UnitObservation]) -> dict[str, _Checksum | None]:

@@ -16,6 +16,11 @@ def canonical_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPER_ATTRIBUTES)
 
 
+def is_inside(name: str, outer: str) -> bool:
+    """Return whether a module is another one or inside it, by canonical names."""
+    return name == outer or not outer or name.startswith(f"{outer}.")
+
+
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the module inside all of its wrappers."""
     while (inner := wrapped_module(module)) is not None:

@@ -50,7 +50,8 @@ def wrap_units(
     """
     reshard = STRATEGIES[strategy].reshards_after_forward
     num_before = len(problems.problems)
-    selected = policy_modules(spec, tree, problems)
+    has_submodules = any(name for name, _ in tree.named())
+    selected = policy_modules(spec, tree, problems) if has_submodules else ()
     if has_errors(problems.problems[num_before:]):
         return ()  # checks of a root unit with all parameters would report misleading problems
     drafts = [UnitDraft(members=[name], from_policy=True, reshard=reshard) for name in selected]
@@ -66,8 +67,8 @@ def wrap_units(
     layers = {name for draft in drafts if draft.from_policy for name in draft.members}
     units = tuple(_unit(tree, draft, layers) for draft in drafts if draft.members)
     _report_removed_members(tree, removed, problems)
-    if spec.wrap.policy == "none":
-        _report_no_policy(tree, problems)
+    if spec.wrap.policy == "none" or not has_submodules:
+        _report_no_policy(tree, problems, has_submodules=has_submodules)
     elif not any(name in selected for unit in units for name in unit.modules):
         _report_only_root(spec, tree, selected, removed, problems)
     return units
@@ -252,13 +253,14 @@ def _report_split(split: Mapping[str, int], use_orig: bool, problems: ProblemCol
     )
 
 
-def _report_no_policy(tree: ModuleTree, problems: ProblemCollector) -> None:
+def _report_no_policy(tree: ModuleTree, problems: ProblemCollector, *, has_submodules: bool) -> None:
+    reason = "without a wrap policy, " if has_submodules else "without modules inside it, "
     problems.add(
         "FSDP-W218",
         "wrap.policy",
-        f"without a wrap policy, {type(tree.model).__name__} is one unit: each rank gathers all parameters at once and "
+        f"{reason}{type(tree.model).__name__} is one unit: each rank gathers all parameters at once and "
         "keeps them until the end of backward, so only gradients and optimizer state are sharded.",
-        "Set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, or add auto_wrap to fsdp.",
+        "Set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, or add auto_wrap to fsdp." if has_submodules else "",
     )
 
 

@@ -201,8 +201,11 @@ def read_unit(unit: Any, *, is_root: bool) -> LiveUnit:
         "strategy": strategy.name,
         "shard_size": group.size() if strategy.is_sharded else 1,
         "shard_rank": group.rank() if strategy.is_sharded else 0,
+        "shard_ranks": tuple(dist.get_process_group_ranks(group)) if strategy.is_sharded else (),
         "replicate_size": replicas.size() if replicas is not None else 1,
         "hybrid": strategy.hybrid,
+        "reduces": bool(unit._sync_gradients),
+        "all_reduces": bool(unit._sync_gradients),
         "reshard_asked": strategy.reshards_after_forward,
         # _post_forward keeps the root's parameters under every strategy.
         "reshards": strategy.reshards_after_forward and not is_root,
@@ -235,7 +238,15 @@ def _flat_parameter_facts(handle: Any) -> dict[str, Any]:
         "reduce_dtype": handle._reduce_dtype if any(member.requires_grad for member in originals) else None,
         "casts": handle._low_prec_param_dtype_specified,
         "shards": (local_shard(flat),),
+        "parts": tuple(
+            local_shard(flat)[member.offset : member.offset + member.stop - member.start] for member in originals
+        ),
         "gathered": tuple(tensor for name in gathered if (tensor := getattr(flat, name, None)) is not None),
         "gradients": tuple(tensor for tensor in gradients if tensor is not None),
+        # Under no_sync, the flat gradient is that of the gathered parameters.
+        "unreduced": flat.grad is not None
+        and handle.uses_sharded_strategy
+        and flat.grad.shape != local_shard(flat).shape,
+        "places": tuple((member.module, member.attribute, member.requires_grad) for member in originals),
         "parameter_ids": frozenset(id(parameter) for parameter in parameter_objects(flat)),
     }

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -51,9 +52,9 @@ def own_shards(state: Any) -> None:
             item.reset_sharded_param()
 
 
-def mark_backward_prefetch(module: Any, kind: str) -> None:
-    """Record which prefetch replaces torch's implicit backward prefetch. It cannot be read from the module's hooks."""
-    setattr(module, _BACKWARD_PREFETCH_MARK, kind)
+def mark_backward_prefetch(hook: Any, kind: str) -> None:
+    """Mark a forward pre-hook of a unit as a replacement of torch's implicit backward prefetch."""
+    setattr(hook, _BACKWARD_PREFETCH_MARK, kind)
 
 
 def keep_requires_grad(root: FSDPModule) -> None:
@@ -124,8 +125,9 @@ def read_units(state: Any, *, is_root: bool) -> Iterator[LiveUnit]:
     ahead = [other for other in state._states_to_backward_prefetch if other is not state]
     backward = "pre"
     if state._states_to_backward_prefetch and not ahead:
-        # A list that contains only the unit itself disables implicit prefetch; the mark names its replacement.
-        marks = (getattr(module, _BACKWARD_PREFETCH_MARK, None) for module in modules)
+        # A list that contains only the unit itself disables implicit prefetch; a marked hook replaces it.
+        hooks = (hook for module in modules for hook in module._forward_pre_hooks.values())
+        marks = (getattr(hook, _BACKWARD_PREFETCH_MARK, None) for hook in hooks)
         backward = next((mark for mark in marks if mark is not None), "none")
     auto = state._auto_reshard_after_forward
     common: dict[str, Any] = {
@@ -135,6 +137,7 @@ def read_units(state: Any, *, is_root: bool) -> Iterator[LiveUnit]:
         "output_dtype": state._mp_policy.output_dtype,
         "backward_prefetch": backward,
         "forward_prefetch": any(other is not state for other in state._states_to_forward_prefetch),
+        "prefetched": tuple(module for other in state._states_to_forward_prefetch for module in modules_of(other)),
         "lazy": state._is_root is None,
     }
     groups = _parameter_groups(state)
@@ -167,7 +170,7 @@ def _parameter_group_facts(group: Any) -> dict[str, Any]:
     local = [p.to_local() for p in parameters]
     trainable = [p for p in parameters if p.requires_grad]
     master = sorted({p.dtype for p in (trainable or parameters)}, key=str)
-    compute = policy.param_dtype or master[0]
+    compute, reduce = _runtime_dtypes(group, master[0])
     wholes = [whole for item in managed if (whole := getattr(item, "_unsharded_param", None)) is not None]
     gathered = [tensor for item in managed for tensor in item.all_gather_outputs]
     gathered += [getattr(item, "_sharded_post_forward_param_data", None) for item in managed]
@@ -179,16 +182,43 @@ def _parameter_group_facts(group: Any) -> dict[str, Any]:
         "num_local_trainable": sum(t.numel() for t, p in zip(local, parameters, strict=True) if p.requires_grad),
         "master_dtypes": tuple(master),
         "compute_dtype": compute,
-        # Without a reduce dtype, foreach_reduce uses the dtype of the gradients, which is the compute dtype.
-        "reduce_dtype": (policy.reduce_dtype or compute) if trainable else None,
+        "reduce_dtype": reduce if trainable else None,
         "casts": policy.param_dtype is not None,
         "shard_size": getattr(mesh, "shard_mesh_size", 1),
         "shard_rank": getattr(mesh, "shard_mesh_rank", 0),
+        "shard_ranks": _ranks_of(getattr(mesh, "shard_process_group", None)),
         "replicate_size": getattr(mesh, "replicate_mesh_size", 1),
         "hybrid": hasattr(mesh, "shard_mesh_size") and hasattr(mesh, "replicate_mesh_size"),
+        "reduces": bool(group.reduce_grads),
+        "all_reduces": bool(group.all_reduce_grads),
+        # A backward without synchronization leaves these; an optimizer step ignores them.
+        "unreduced": group._partial_reduce_output is not None
+        or any(item.unsharded_accumulated_grad is not None for item in managed)
+        or any(whole.grad is not None for whole in wholes),
         "offloaded": isinstance(group.offload_policy, CPUOffloadPolicy),
         "shards": tuple(item._sharded_param_data for item in managed),
+        "parts": tuple(local),
         "gathered": tuple(tensor for tensor in gathered if tensor is not None),
         "gradients": tuple(tensor for tensor in gradients if tensor is not None),
+        "places": tuple(
+            (item._module_info.module, item._module_info.param_name, item.sharded_param.requires_grad)
+            for item in managed
+        ),
         "parameter_ids": frozenset(id(p) for p in [*parameters, *wholes]),
+        "copy_ids": frozenset(map(id, wholes)),
     }
+
+
+def _runtime_dtypes(group: Any, master: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtypes in which a group computes and reduces. The first forward derives them from the policy."""
+    policy = group.mp_policy
+    dtypes = {
+        getattr(item, "param_dtype", policy.param_dtype) or item.sharded_param.dtype for item in group.fsdp_params
+    }
+    compute = (policy.param_dtype or master) if len(dtypes) != 1 else dtypes.pop()
+    # Without a reduce dtype, foreach_reduce uses the dtype of the gradients, which is the compute dtype.
+    return compute, getattr(group, "_reduce_dtype", policy.reduce_dtype) or compute
+
+
+def _ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group)) if group is not None else ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     ActivationWrapper,
@@ -25,10 +26,12 @@ __all__ = [
     "checkpointed_module",
     "compute_local_shape_and_global_offset",
     "default_store",
+    "in_backward",
     "scale_tensors",
     "tensor_norms",
     "tree_leaves",
     "tree_map_only",
+    "uses_torch_checkpoint",
 ]
 
 ATTENTION_OPS = (
@@ -50,6 +53,17 @@ def scale_tensors(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
-def tensor_norms(tensors: list[torch.Tensor], norm_type: float) -> tuple[torch.Tensor, ...]:
-    """Return the norm of each tensor, computed in fp32."""
-    return torch._foreach_norm(tensors, norm_type, dtype=torch.float32)
+def tensor_norms(tensors: list[torch.Tensor], norm_type: float, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Return the norm of each tensor, computed in ``dtype``, which must not be narrower than that of a tensor."""
+    return torch._foreach_norm(tensors, norm_type, dtype=dtype)
+
+
+def in_backward() -> bool:
+    """Return whether autograd is running a backward on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def uses_torch_checkpoint(wrapper: CheckpointWrapper) -> bool:
+    """Return whether the wrapper still calls torch's ``checkpoint``."""
+    function = getattr(wrapper.checkpoint_fn, "func", None)
+    return function is torch.utils.checkpoint.checkpoint and "forward" not in vars(wrapper)

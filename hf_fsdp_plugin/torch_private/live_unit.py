@@ -30,11 +30,19 @@ class LiveUnit:
         reshard_asked: the reshard flag that was passed to FSDP2; ``None`` if FSDP2 selects it.
         backward_prefetch: ``pre``, ``post`` or ``none``.
         forward_prefetch: whether another unit is gathered before this unit's forward.
+        prefetched: the modules of the units that FSDP2 gathers before this unit's forward.
+        shard_ranks: the ranks that have the unit's shards, in the order of the shards; empty if it is not sharded.
+        reduces: whether the next backward reduces gradients over the shard group.
+        all_reduces: whether the next backward reduces gradients over the replicas.
+        unreduced: whether there are gradients that were computed but not reduced, so that the optimizer misses them.
+        places: the module, the attribute name and ``requires_grad`` of each parameter.
         lazy: whether torch has not initialized the unit yet. It does so in the first forward.
         shards: memory of this rank's parameters.
+        parts: this rank's part of each parameter, without padding.
         gathered: memory of gathered parameters that are not freed.
         gradients: the gradients that are not ``None``.
         parameter_ids: ``id`` of every parameter object that can represent the unit in the module tree.
+        copy_ids: ``id`` of the gathered parameters among them. An optimizer must not have these.
     """
 
     version: Literal[1, 2]
@@ -53,17 +61,25 @@ class LiveUnit:
     strategy: str | None = None
     shard_size: int = 1
     shard_rank: int = 0
+    shard_ranks: tuple[int, ...] = ()
     replicate_size: int = 1
+    reduces: bool = True
+    all_reduces: bool = True
+    unreduced: bool = False
     hybrid: bool = False
     reshard_asked: bool | None = None
     reshards: bool = False
     offloaded: bool = False
     backward_prefetch: str = "pre"
     forward_prefetch: bool = False
+    prefetched: tuple[nn.Module, ...] = ()
     limit_all_gathers: bool = True
     use_orig: bool = True
     lazy: bool = False
     shards: tuple[torch.Tensor, ...] = ()
+    parts: tuple[torch.Tensor, ...] = ()
     gathered: tuple[torch.Tensor, ...] = ()
     gradients: tuple[torch.Tensor, ...] = ()
+    places: tuple[tuple[nn.Module, str, bool], ...] = ()
     parameter_ids: frozenset[int] = frozenset()
+    copy_ids: frozenset[int] = frozenset()

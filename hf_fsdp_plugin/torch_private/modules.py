@@ -62,12 +62,9 @@ def compile_call(module: nn.Module, compiler: Callable[..., Any]) -> None:
     module._compiled_call_impl = compiler(module._call_impl)
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Whether any module is compiled, by ``torch.compile(module)`` or by ``module.compile()``."""
-    return any(
-        hasattr(module, _COMPILED) or getattr(module, "_compiled_call_impl", None) is not None
-        for module in model.modules()
-    )
+def calls_compiled(module: nn.Module) -> bool:
+    """Whether calls of this module run compiled code, by ``torch.compile(module)`` or by ``module.compile()``."""
+    return hasattr(module, _COMPILED) or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def mark_fsdp_managed(model: nn.Module) -> None:

@@ -45,7 +45,7 @@ def report_of_trained(model: nn.Module, plan: FsdpPlan) -> dict[str, Any]:
     optimizer.step()
     optimizer.zero_grad()
     batch = BatchShape(per_device=4, accumulation=2, seq_len=12)
-    return to_json(build_report(model, plan, optimizer=optimizer, batch=batch))
+    return to_json(build_report(model, plan, optimizers=[optimizer], batch=batch))
 
 
 def to_json(found: Report) -> dict[str, Any]:

@@ -28,10 +28,10 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
 
 
-def fresh_accelerator(config: dict[str, Any]) -> Any:
+def fresh_accelerator(config: dict[str, Any], **training_arguments: Any) -> Any:
     """A new Accelerator in a process that has created others."""
     reset_accelerate()
-    return hfp.accelerator(hfp.load_spec(config, environ={}))
+    return hfp.accelerator(hfp.load_spec(config, training_arguments=training_arguments, environ={}))
 
 
 def loss_of(model: nn.Module, name: str, step: int, part: int = 0, num_parts: int = 1) -> torch.Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -57,6 +58,7 @@ class CheckpointManager:
         self.writer = PartWriter()
         self.save_in_flight: Save | None = None
         self.last_outcome: SaveOutcome | None = None
+        self._kinds: WeakKeyDictionary[nn.Module, set[StateDictKind]] = WeakKeyDictionary()
         self._open: dict[Path, Save] = {}
         self._buffers = StagingBuffers()  # reused by all saves
         self._hooks: SaveHooks | None = None
@@ -176,6 +178,11 @@ class CheckpointManager:
         with on_all_ranks("reading the layout of the optimizer"):
             files = optimizer_files(optimizer_shards(model, optimizer), kind, index)
         self._write(folder, files)
+        self._kinds.setdefault(model, set()).add(kind)
+
+    def saved_kinds(self, model: nn.Module) -> set[StateDictKind]:
+        """Return the state dict types of all checkpoints with an optimizer of this model."""
+        return set(self._kinds.get(model, ()))
 
     def prepare_buffers(
         self,

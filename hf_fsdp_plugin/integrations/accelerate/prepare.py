@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from hf_fsdp_plugin.backends.agreement import on_all_ranks, same_on_all_ranks
 from hf_fsdp_plugin.backends.optimizer import foreign_parameters
 from hf_fsdp_plugin.backends.optimizer_mode import apply_step_mode
 from hf_fsdp_plugin.backends.optimizer_state_factory import set_state_factory
+from hf_fsdp_plugin.backends.same_weights import check_same_weights
 from hf_fsdp_plugin.backends.shard import plan_of, rebind, remember_optimizers, reshard_and_rebind, shard
 from hf_fsdp_plugin.backends.shared_weights import exchange
 from hf_fsdp_plugin.backends.submodule_calls import free_after_forward, free_before_step
@@ -125,6 +127,8 @@ def _shard_model(
         spec = plugin.spec if is_first else spec_of_further_model(plugin.spec, model, is_trained=is_trained)
         plan = make_plan(accelerator, spec, model)
     same_on_all_ranks("the plan", json.dumps(plan.to_json(), sort_keys=True))
+    if (problem := check_same_weights(plan, model, accelerator.device)) is not None:
+        plan = replace(plan, problems=(*plan.problems, problem))
     print_warnings(plan.problems)
     if accelerator.is_main_process:
         logger.info("%s", plan)

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from live_models import make_model
+from live_models import make_model, make_unit
 from torch import nn
 
-from hf_fsdp_plugin.observe.optimizer import check_optimizer, optimizer_of, trained_pair, unwrapped_optimizer
+from hf_fsdp_plugin.observe.optimizer import check_optimizers, optimizers_of, trained_pair, unwrapped_optimizer
 
 
 @pytest.fixture
@@ -21,26 +21,41 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def test_optimizer_of_the_model_has_no_problem(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    assert check_optimizer(model, [], optimizer) == check_optimizer(model, [], None) == []
+    assert check_optimizers(model, [], [optimizer]) == check_optimizers(model, [], []) == []
 
 
 def test_optimizer_of_another_model_is_an_error(model: nn.Module) -> None:
-    [problem] = check_optimizer(model, [], torch.optim.AdamW(make_model().parameters()))
+    [problem] = check_optimizers(model, [], [torch.optim.AdamW(make_model().parameters())])
     assert problem.code == "FSDP-E504" and "6 of the 6 parameters of AdamW" in problem.message
 
 
-def test_trainable_parameters_without_optimizer_are_a_note(model: nn.Module) -> None:
-    optimizer = torch.optim.AdamW([next(model.parameters())])
-    assert [problem.code for problem in check_optimizer(model, [], optimizer)] == ["FSDP-N505"]
+def test_trainable_parameters_without_optimizer_are_a_warning(model: nn.Module) -> None:
+    first, *others = model.parameters()
+    optimizer = torch.optim.AdamW([first])
+    assert [problem.code for problem in check_optimizers(model, [], [optimizer])] == ["FSDP-W505"]
+    assert check_optimizers(model, [], [optimizer, torch.optim.SGD(others, lr=1.0)]) == []
     model.requires_grad_(False)
-    assert check_optimizer(model, [], optimizer) == []
+    assert check_optimizers(model, [], [optimizer]) == []
+
+
+def test_parameters_removed_from_optimizer_are_an_error(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    prepared = {id(parameter) for parameter in model.parameters()}
+    optimizer.param_groups[0]["params"].pop()
+    [problem] = check_optimizers(model, [], [optimizer], prepared_ids=prepared)
+    assert problem.code == "FSDP-E509" and "1 of 6" in problem.message
+
+
+def test_optimizer_with_gathered_copies_is_an_error(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    copies = frozenset(map(id, list(model.parameters())[:2]))
+    [problem] = check_optimizers(model, [make_unit("", copy_ids=copies)], [optimizer])
+    assert problem.code == "FSDP-E504" and "2 of the 6 parameters of AdamW are gathered copies" in problem.message
 
 
 def test_trained_model_is_reported_before_a_teacher(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     teacher = nn.Linear(2, 2)
-    assert trained_pair([teacher, model], [optimizer]) == (model, optimizer)
-    assert trained_pair([teacher], []) == (teacher, None)
-    assert optimizer_of(teacher, [optimizer]) is None
+    assert trained_pair([teacher, model], [optimizer]) == (model, [optimizer])
+    assert trained_pair([teacher], []) == (teacher, [])
+    assert optimizers_of(teacher, [optimizer]) == []
 
 
 def test_wrapped_optimizer_is_unwrapped(optimizer: torch.optim.Optimizer) -> None:

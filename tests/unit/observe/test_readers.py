@@ -10,6 +10,7 @@ import torch
 from live_models import make_plan, make_run
 
 from hf_fsdp_plugin.backends.memory_maps import ParameterMemory
+from hf_fsdp_plugin.observe.first_step import FirstStep
 from hf_fsdp_plugin.observe.readers import READERS, read_setting
 from hf_fsdp_plugin.observe.weights import WeightComparison
 
@@ -31,7 +32,7 @@ def test_every_setting_has_a_reader_or_a_reason() -> None:
     ("name", "facts", "value", "matches"),
     [
         ("sharding.strategy", {"world_size": 1}, "full_shard", True),
-        ("precision.output", {"output_dtype": torch.bfloat16}, "bf16", True),
+        ("precision.output", {"first_step": FirstStep(output_dtype=torch.bfloat16)}, "bf16", True),
         ("checkpoint.state_dict", {"state_dict": "local"}, "local", None),
         ("checkpoint.asynchronous", {"saved_asynchronously": True}, True, None),
         ("launch.num_processes", {"world_size": 3}, 3, None),
@@ -61,9 +62,11 @@ PRIVATE = ParameterMemory(num_private=3, private_bytes=24, total_bytes=24)
     [
         ({"num_on_meta": 2}, False, False),
         ({"differing": ("unit 0",)}, False, False),
-        ({"num_broadcast": 5, "before": MAPPED, "num_shared_ranks": 2}, True, True),
-        ({"num_broadcast": 5, "before": PRIVATE, "num_shared_ranks": 1}, True, True),
-        ({"num_broadcast": 5, "before": PRIVATE}, None, None),
+        ({"num_broadcast": 6, "before": MAPPED, "num_shared_ranks": 2}, True, True),
+        ({"num_broadcast": 6, "before": PRIVATE, "num_shared_ranks": 1}, True, True),
+        ({"num_broadcast": 6, "before": PRIVATE}, None, None),
+        ({"num_broadcast": 5, "before": MAPPED}, False, False),
+        ({"num_broadcast": 6, "before": MAPPED, "changed": True}, None, None),
         ({"replicated": True}, True, True),
         ({}, None, None),
     ],

@@ -1,0 +1,109 @@
+"""Cases that ranks run: train models that are legitimate but unusual, with every layer as a unit, and report them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from training import fresh_accelerator
+
+import hf_fsdp_plugin as hfp
+
+NUM_STEPS = 2
+
+
+class Scalars(nn.Module):
+    """All parameters have no dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale + self.shift
+
+
+class Buffers(nn.Module):
+    """There are no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+class WithEmpty(nn.Module):
+    """One parameter has no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.unused = nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def linears(dtype: torch.dtype = torch.float32, sizes: tuple[int, ...] = (4, 4, 4, 4)) -> nn.Module:
+    layers = [nn.Linear(before, after) for before, after in pairwise(sizes)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+def tiny_t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2,
+        decoder_start_token_id=0, use_cache=False,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config)
+
+
+def tiny_vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=8
+    )
+    return ViTForImageClassification(config)
+
+
+def vector(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    return {"input": torch.randn(2, 4, dtype=dtype)}
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] = {
+    "fp64": (lambda: linears(torch.float64), lambda: vector(torch.float64)),
+    "linear": (lambda: nn.Linear(4, 4), vector),
+    "odd": (lambda: linears(sizes=(4, 3, 5, 1)), vector),
+    "empty": (WithEmpty, lambda: {"x": torch.randn(2, 4)}),
+    "scalars": (Scalars, lambda: {"x": torch.randn(2, 4)}),
+    "t5": (
+        tiny_t5,
+        lambda: {"input_ids": torch.ones(2, 6, dtype=torch.long), "labels": torch.ones(2, 5, dtype=torch.long)},
+    ),
+    "vit": (tiny_vit, lambda: {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.zeros(2, dtype=torch.long)}),
+}
+
+
+def report_of_odd(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """Train a model with clipping; return its report and the gradient norms."""
+    make, batch = MODELS[name]
+    accelerator = fresh_accelerator(config)
+    torch.manual_seed(0)
+    model = make()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    norms = []
+    for _ in range(NUM_STEPS):
+        output = model(**batch())
+        loss = output.loss if hasattr(output, "loss") else output.square().mean()
+        accelerator.backward(loss)
+        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**hfp.report(accelerator).to_json(), "norms": norms}

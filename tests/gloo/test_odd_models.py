@@ -1,0 +1,42 @@
+"""Legitimate but unusual models train with every layer as a unit, and their report has no false alarm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from cases_odd_models import report_of_odd
+from ranks import Ranks
+from tiny import parallel_config
+
+CHECKPOINT = {"fsdp_activation_checkpointing": True}
+SIZE = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 1}
+LINEAR = {"fsdp_transformer_layer_cls_to_wrap": "Linear"}
+BF16 = {"mixed_precision": "bf16"}
+
+CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("fp64", LINEAR, {}),
+    ("linear", {"fsdp_auto_wrap_policy": "NO_WRAP"}, {}),
+    ("linear", SIZE, {}),
+    ("linear", LINEAR, {}),
+    ("odd", SIZE, {}),
+    ("empty", LINEAR, {}),
+    ("empty", SIZE, {}),
+    ("scalars", {"fsdp_auto_wrap_policy": "NO_WRAP"}, {}),
+    ("t5", CHECKPOINT, {}),
+    ("t5", {**CHECKPOINT, **SIZE}, {}),
+    ("t5", {**CHECKPOINT, **SIZE}, BF16),
+    ("vit", SIZE, BF16),
+    ("vit", {}, BF16),
+]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(("name", "settings", "top"), CASES)
+def test_odd_model_trains_without_false_alarm(
+    two_ranks: Ranks, name: str, settings: dict[str, Any], top: dict[str, Any], version: int
+) -> None:
+    config = {**parallel_config("full_shard", version, 2, **settings), **top}
+    found = two_ranks.run(report_of_odd, config, name)[0]
+    assert [row for row in found["settings"] if row["status"] == "differs"] == []
+    assert all(norm > 0 for norm in found["norms"])

@@ -1,0 +1,44 @@
+"""The units and parameters of the live model are compared with the plan's in both directions."""
+
+from typing import Any
+
+import pytest
+from live_models import make_model, make_plan, make_unit
+
+from hf_fsdp_plugin.observe.structure import StructureComparison, compare_structure
+
+
+def compare(**changed: Any) -> StructureComparison:
+    """Compare a model whose units are as planned, except those that are given by name of the module."""
+    model = make_model()
+    units = []
+    for name, module in (("0", model[0]), ("1", model[1]), ("", model[2])):
+        own = changed.get(f"unit_{name}", {})
+        trained = not own.pop("frozen", False)
+        places = tuple((module, attribute, trained) for attribute, _ in module.named_parameters())
+        facts = {"places": places, "parameter_ids": frozenset(map(id, module.parameters())), **own}
+        if facts.pop("exists", True):
+            units.append(make_unit(name, **facts))
+    return compare_structure(model, units, make_plan())
+
+
+def test_planned_units_are_equal() -> None:
+    found = compare()
+    assert found.is_equal and found.reason == "" and found.frozen == ()
+
+
+def test_missing_unit_leaves_its_parameters_unsharded() -> None:
+    found = compare(unit_0={"exists": False})
+    assert (found.missing, found.unsharded) == (("0",), ("0.bias", "0.weight"))
+    assert "1 planned unit is not a unit of the live model: 0" in found.reason
+
+
+@pytest.mark.parametrize("unit", ["unit_0", "unit_"])
+def test_parameters_without_unit_are_unsharded(unit: str) -> None:
+    found = compare(**{unit: {"places": (), "parameter_ids": frozenset()}})
+    assert not found.is_equal and len(found.unsharded) == 2 and not found.missing
+
+
+def test_frozen_parameters_keep_the_units_equal() -> None:
+    found = compare(unit_0={"frozen": True})
+    assert found.is_equal and found.frozen == ("0.bias", "0.weight")
