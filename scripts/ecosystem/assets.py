@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-VERSION = "2"  # change it when anything below changes: the folder is then made again, and so are all references
+VERSION = "3"  # change it when anything below changes: the folder is then made again, and so are all references
 _HIDDEN = 64
 _SIZES = {"hidden_size": _HIDDEN, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -145,7 +145,11 @@ def _make_models(folder: Path) -> None:
     models: dict[str, tuple[Any, Any, Any]] = {
         "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**llama), smol),
         "teacher": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**{**llama, "num_hidden_layers": 3}), smol),
-        "qwen3": (transformers.Qwen3ForCausalLM, transformers.Qwen3Config(**llama, head_dim=16), smol),
+        "qwen3": (
+            transformers.Qwen3ForCausalLM,
+            transformers.Qwen3Config(**llama, num_key_value_heads=2, head_dim=16),
+            smol,
+        ),
         "reward": (
             transformers.LlamaForSequenceClassification,
             transformers.LlamaConfig(**llama, num_labels=1),
