@@ -25,26 +25,35 @@ REPORT_NAME = "fsdp_report.json"
 
 
 class RunReporter:
-    """Reports the runs of this process at exit, except runs that ``end_training`` or the Trainer has reported."""
+    """Reports the runs of this process at exit, except runs that ``end_training`` or the Trainer has reported.
+
+    The newest accelerator is kept alive until its run is reported, because many scripts create it in a function and
+    return without ``end_training``. An older one is not, because its model may have been deleted to free memory.
+    """
 
     def __init__(self) -> None:
         self._prepared: WeakSet[Any] = WeakSet()
         self._reported: WeakSet[Any] = WeakSet()
-        self._has_prepared = False
+        self._newest: Any = None
+        self._num_prepared = self._num_reported = 0
         atexit.register(self._at_exit)
 
     def add_prepared(self, accelerator: Any) -> None:
         """Add an accelerator that has prepared a model."""
+        self._num_prepared += accelerator not in self._prepared
         self._prepared.add(accelerator)
-        self._has_prepared = True
+        self._newest = None if accelerator in self._reported else accelerator
 
     def add_reported(self, accelerator: Any) -> None:
         """Add an accelerator whose run has been reported."""
+        self._num_reported += accelerator not in self._reported
         self._reported.add(accelerator)
+        if self._newest is accelerator:
+            self._newest = None
 
-    def has_prepared(self, accelerator: Any) -> bool:
-        """Return whether an accelerator has prepared a model that is not reported yet."""
-        return accelerator in self._prepared - self._reported
+    def awaits(self, accelerator: Any) -> bool:
+        """Return whether the accelerator has prepared a model and its run has not been reported."""
+        return accelerator in self._prepared and accelerator not in self._reported
 
     def close(self) -> None:
         """Cancel the reports at exit."""
@@ -54,10 +63,20 @@ class RunReporter:
         # After an exception, a collective may hang, because other ranks may have exited.
         if getattr(sys, "last_type", None) is not None:
             return
+        missing = self._prepared - self._reported
+        deleted = self._num_prepared - self._num_reported - len(missing)
         if dist.is_initialized():
-            for accelerator in self._prepared - self._reported:
+            for accelerator in missing:
                 report_run(accelerator)
-        if session.ambient is not None and not self._has_prepared:
+        elif missing:
+            print_once("no report: the process group was destroyed first. Call accelerator.end_training() before it.")
+        if deleted:
+            runs = "1 run" if deleted == 1 else f"{deleted} runs"
+            print_once(
+                f"no report of {runs}: the Accelerator was deleted before accelerator.end_training() was called."
+            )
+        self._newest = None
+        if session.ambient is not None and not self._num_prepared:
             print_once("nothing was sharded: the config enables FSDP, but the script prepared no model.")
 
 
@@ -96,16 +115,17 @@ def report_run(
 ) -> None:
     """Report the first trained model: write ``fsdp_report.json`` and print it. Collective.
 
-    Does nothing for an accelerator without a prepared model. If the file cannot be written, a message is printed and
-    no error is raised, because the script may still have to save the trained model.
+    Nothing is reported without a prepared model; if ``free_memory`` has released it, a message is printed. If the file
+    cannot be written, a message is printed and no error is raised, because the script may still have to save the
+    trained model.
 
     Args:
         output_dir: the Trainer's output folder; by default the Accelerator's project folder or the working directory.
         batch, checkpoint: see :func:`report_accelerator`.
     """
     if not any(plan_of(model) is not None for model in prepared_models(accelerator)):
-        if _reporter is not None and _reporter.has_prepared(accelerator):
-            print_once("no report: the Accelerator has no prepared model any more. free_memory() has removed it.")
+        if _reporter is not None and _reporter.awaits(accelerator):
+            print_once("no report: free_memory() has released the model. Call accelerator.end_training() before it.")
         return
     manager.wait()
     outcome = manager.last_outcome

@@ -60,16 +60,20 @@ class Head(nn.Linear):
     pass
 
 
-torch.manual_seed(0)
-accelerator = Accelerator({arguments})
-model = nn.Sequential(LlamaDecoderLayer(16, 16), LlamaDecoderLayer(16, 16), Head(16, 4))
-model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-for step in range(2):
-    loss = model(torch.ones(4, 16)).float().square().mean()
-    accelerator.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-accelerator.print("heavy:", "transformers" in sys.modules)
+def main():
+    torch.manual_seed(0)
+    accelerator = Accelerator({arguments})
+    model = nn.Sequential(LlamaDecoderLayer(16, 16), LlamaDecoderLayer(16, 16), Head(16, 4))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    for step in range(2):
+        loss = model(torch.ones(4, 16)).float().square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.print("heavy:", "transformers" in sys.modules)
+
+
+main()  # returns without end_training: the report is made at exit
 """
 ACCELERATE_LAUNCH = [BIN / "accelerate", "launch", "--config_file", "fsdp.yaml"]
 TORCHRUN = [BIN / "torchrun", "--nproc_per_node", "2"]
