@@ -1,19 +1,16 @@
-"""How values are written: words for true and false, names of enumerations, and choices with several spellings."""
+"""How values are written: words for true, false and null, and choices with several spellings."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 TRUE_WORDS: Final = frozenset({"true", "yes", "on", "1"})
 FALSE_WORDS: Final = frozenset({"false", "no", "off", "0"})
-ENUMERATIONS: Final = (
-    "ShardingStrategy", "BackwardPrefetch", "StateDictType", "FSDPOption", "DistributedType", "PrecisionType",
-    "DynamoBackend", "ComputeEnvironment", "torch",
-)  # fmt: skip
-"""What stands before a dot when a member of an enumeration, or a dtype, is converted to text."""
-_PREFIXES: Final = frozenset(name.lower() for name in ENUMERATIONS)
+NULL_WORDS: Final = frozenset({"", "none", "null", "~"})
+"""Text that programs write for a missing value."""
+
 _SEPARATOR: Final = re.compile(r"(?<=[a-z0-9])(?:-| +)(?=[a-z0-9])")
 """What may be written for ``_`` inside a word: a hyphen or spaces, but not both, and not at the ends."""
 _BLANKS: Final = " \t\r\n\f\v"
@@ -30,25 +27,26 @@ def word_of(raw: Any) -> str:
     return lower(str(raw))
 
 
-def without_enumeration(word: str) -> str:
-    """Return ``full_shard`` for ``shardingstrategy.full_shard``. Text before any other dot is part of the value."""
-    before, _, after = word.partition(".")
-    return after if before in _PREFIXES and after.strip(".") and not after[0].isdigit() else word
+def without_prefix(word: str, prefixes: Sequence[str]) -> str:
+    """Return ``full_shard`` for ``shardingstrategy.full_shard``, if ``ShardingStrategy`` is one of the prefixes."""
+    before, dot, after = word.partition(".")
+    is_known = before in {prefix.lower() for prefix in prefixes}
+    return after if dot and is_known and after and not after[0].isdigit() else word
 
 
-def value_key(raw: Any) -> str:
+def value_key(raw: Any, prefixes: Sequence[str] = ()) -> str:
     """Return a value in the form of a choice: ``full_shard`` for ``full shard`` and ``ShardingStrategy.FULL_SHARD``."""
     if isinstance(raw, float) and raw.is_integer():
         raw = int(raw)
     word = word_of(raw)
     if not set(word) - set("+-.0123456789"):
         return word  # a sign or a decimal point is not a separator: -1 is not 1, and 2.5 is not 5
-    return _SEPARATOR.sub("_", without_enumeration(word))
+    return _SEPARATOR.sub("_", without_prefix(word, prefixes))
 
 
-def look_up(choices: Mapping[str, tuple[str, ...]], raw: Any) -> str | None:
+def look_up(choices: Mapping[str, tuple[str, ...]], raw: Any, prefixes: Sequence[str] = ()) -> str | None:
     """Return the choice that a text, number or bool represents; ``None`` if there is none."""
-    key = value_key(raw)
+    key = value_key(raw, prefixes)
     for value, others in choices.items():
         if key == value.lower() or key in others:
             return value

@@ -1,7 +1,8 @@
 """The table of settings: names, values and accepted keys. To support another key or value, add it to a row.
 
 Keys are compared in lower case, with ``-`` replaced by ``_`` and without the prefix of their scope:
-``fsdp_offload_params``, ``OFFLOAD_PARAMS`` and ``--fsdp-offload-params`` are the same key.
+``fsdp_offload_params``, ``OFFLOAD_PARAMS`` and ``--fsdp-offload-params`` are the same key. ``spellings.py`` defines how
+values are compared.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ policy, at the top level of Accelerate's file, among the arguments of a training
 """
 
 Kind = Literal[
-    "bool", "integer", "size", "choice", "names", "text", "mapping", "any",  # plain values
+    "bool", "integer", "count", "size", "choice", "names", "mapping", "any",  # plain values
+    "address", "devices", "identifier", "pattern",  # text of a form
     "reshard",  # true, false or a strategy
     "one",      # a degree of parallelism, which must be 1
     "section",  # a section with another scope
@@ -47,7 +49,10 @@ class Row:
         about: meaning, for the documentation.
         spellings: keys without the prefix of the scope; the first one is recommended.
         choices: canonical value -> other spellings of it.
+        prefixes: names of enumerations, or ``torch``, that may precede a choice: ``ShardingStrategy.FULL_SHARD``.
         opens: for sections, the scope of their keys.
+        ignored: why the key has no effect. A value that is not in `stock` is reported.
+        stock: the values that Accelerate's own questionnaire writes for an ignored key.
         internal: whether the setting has no field in ``FsdpSpec``. Other settings are derived from it.
     """
 
@@ -57,9 +62,12 @@ class Row:
     scope: Scope = "fsdp"
     spellings: tuple[str, ...] = ()
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    prefixes: tuple[str, ...] = ()
     minimum: int | None = None
     opens: Scope | None = None
     internal: bool = False
+    ignored: str = ""
+    stock: tuple[Any, ...] = ()
 
     @property
     def key(self) -> str:
@@ -68,43 +76,61 @@ class Row:
 
 
 STRATEGY_CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {row.name: tuple(dict.fromkeys((str(row.number), row.torch_name.lower()))) for row in STRATEGIES.values()}
+    {
+        row.name: tuple(name for name in (str(row.number), row.torch_name.lower()) if name != row.name)
+        for row in STRATEGIES.values()
+    }
 )
+STRATEGY_PREFIXES = ("ShardingStrategy", "FSDPOption")
+MODE_PREFIXES = ("torch", "PrecisionType")
 DTYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "fp32": ("float32", "float", "32"),
         "bf16": ("bfloat16",),
         "fp16": ("float16", "half", "16"),
-        "auto": ("no", "false", "none", "null", "unchanged"),
+        "auto": ("no", "false", "none", "unchanged"),
     }
 )
 MODES = {
-    "no": ("false", "none", "null", "fp32", "float32", "32"),
+    "no": ("false", "none", "fp32", "float32", "32"),
     "fp16": ("float16", "16"),
     "bf16": ("bfloat16",),
     "fp8": (),
 }
 
-_DISTRIBUTED: dict[str, tuple[str, ...]] = {
-    name: (name.lower(),)
-    for name in (
+_DISTRIBUTED: dict[str, tuple[str, ...]] = dict.fromkeys(
+    (
         "FSDP", "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU",
         "MULTI_HPU", "MULTI_NEURON", "MPS", "DEEPSPEED", "MEGATRON_LM", "XLA", "TPU", "TP", "DATA_PARALLEL",
         "MODEL_PARALLEL",
-    )
-}  # fmt: skip
-_DISTRIBUTED["NO"] = ("no", "false", "none")
+    ),
+    (),
+)  # fmt: skip
+_DISTRIBUTED["NO"] = ("false", "none")
+_DYNAMO_BACKENDS: dict[str, tuple[str, ...]] = dict.fromkeys(
+    (
+        "no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt",
+        "onnxrt", "tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "tvm", "hpu_backend", "neuron",
+    ),
+    (),
+)  # fmt: skip
+"""The members of Accelerate's ``DynamoBackend``."""
+_DYNAMO_BACKENDS["no"] = ("false",)
+_DYNAMO_MODES = {"default": (), "reduce-overhead": ("reduce_overhead",), "max-autotune": ("max_autotune",)}
 
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
 _SHARD_SIZE = "Number of ranks that one copy of the model is sharded over, or auto."
 _REPLICATE_SIZE = "Number of sharded copies of the model, or auto."
 
 _FSDP_ROWS = (
     Row(name="fsdp.version", kind="choice", spellings=("version",), choices={"1": ("fsdp1",), "2": ("fsdp2",)},
         about="FSDP version: 1 is FullyShardedDataParallel, 2 is fully_shard."),
-    Row(name="sharding.strategy", kind="choice", choices=STRATEGY_CHOICES, spellings=("sharding_strategy", "strategy"),
+    Row(name="sharding.strategy", kind="choice", choices=STRATEGY_CHOICES, prefixes=STRATEGY_PREFIXES,
+        spellings=("sharding_strategy", "strategy"),
         about="What is sharded between forward and backward. "
               + "; ".join(row.about for row in STRATEGIES.values()) + "."),
-    Row(name="sharding.reshard", kind="reshard", internal=True, spellings=("reshard_after_forward",),
+    Row(name="sharding.reshard", kind="reshard", internal=True, prefixes=STRATEGY_PREFIXES,
+        spellings=("reshard_after_forward",),
         about="Whether gathered parameters are freed after forward: true is "
               + " and false is ".join(strategy_of(sharded=True, hybrid=False, reshard=flag).name
                                       for flag in (True, False)) + "; or a strategy."),
@@ -112,17 +138,17 @@ _FSDP_ROWS = (
     Row(name="mesh.replicate", kind="size", minimum=1, spellings=("dp_replicate_size",), about=_REPLICATE_SIZE),
     Row(name="wrap.policy", kind="choice", spellings=("auto_wrap_policy", "wrap_policy"),
         choices={"transformer": ("transformer_based_wrap", "transformer_based", "transformer_auto_wrap_policy"),
-                 "size": ("size_based_wrap", "size_based", "size_based_auto_wrap_policy"),
-                 "none": ("no_wrap", "null", "false")},
+                 "size": ("size_based_wrap", "sized_based_wrap", "size_based", "size_based_auto_wrap_policy"),
+                 "none": ("no_wrap", "false")},
         about="How the model is divided into units: by layer class, by module size, or the root module alone. If not "
               "set, min_num_params selects size, and layer classes select transformer."),
     Row(name="wrap.classes", kind="names",
         spellings=("transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap", "transformer_cls_to_wrap",
                    "transformer_layer_cls_names_to_wrap", "transformer_layer_cls"),
         about="Class names of the layers that become units; by default the model's own _no_split_modules."),
-    Row(name="wrap.min_num_params", kind="integer", minimum=0, spellings=("min_num_params", "min_num_param"),
-        about="Threshold of the size policy, in parameters: 100000000, 1e8 or 100M."),
-    Row(name="wrap.ignored_modules", kind="text", spellings=("ignored_modules",),
+    Row(name="wrap.min_num_params", kind="count", minimum=0, spellings=("min_num_params", "min_num_param"),
+        about="Threshold of the size policy, in parameters."),
+    Row(name="wrap.ignored_modules", kind="pattern", spellings=("ignored_modules",),
         about="Regular expression on the full names of modules that are not sharded."),
     Row(name="offload.params", kind="bool", spellings=("offload_params", "cpu_offload", "offload"),
         about="Offload parameters, gradients and optimizer state to CPU memory."),
@@ -132,31 +158,37 @@ _FSDP_ROWS = (
     Row(name="precision.policy", kind="section", internal=True, opens="precision",
         spellings=("mixed_precision_policy", "mixed_precision"),
         about="Section with one dtype per key, or one dtype for param."),
-    Row(name="precision.param", kind="choice", scope="precision", choices=DTYPES, spellings=("param_dtype", "param"),
+    Row(name="precision.param", kind="choice", scope="precision", choices=DTYPES, prefixes=("torch",),
+        spellings=("param_dtype", "param"),
         about="Dtype of gathered parameters and of the computation."),
-    Row(name="precision.reduce", kind="choice", scope="precision", choices=DTYPES, spellings=("reduce_dtype", "reduce"),
+    Row(name="precision.reduce", kind="choice", scope="precision", choices=DTYPES, prefixes=("torch",),
+        spellings=("reduce_dtype", "reduce"),
         about="Dtype of the gradient reduction."),
-    Row(name="precision.output", kind="choice", scope="precision", choices=DTYPES, spellings=("output_dtype", "output"),
+    Row(name="precision.output", kind="choice", scope="precision", choices=DTYPES, prefixes=("torch",),
+        spellings=("output_dtype", "output"),
         about="Dtype of a unit's outputs."),
-    Row(name="precision.buffer", kind="choice", scope="precision", choices=DTYPES, spellings=("buffer_dtype", "buffer"),
+    Row(name="precision.buffer", kind="choice", scope="precision", choices=DTYPES, prefixes=("torch",),
+        spellings=("buffer_dtype", "buffer"),
         about="Dtype of buffers."),
-    Row(name="prefetch.backward", kind="choice", spellings=("backward_prefetch", "backward_prefetch_policy"),
+    Row(name="prefetch.backward", kind="choice", prefixes=("BackwardPrefetch",),
+        spellings=("backward_prefetch", "backward_prefetch_policy"),
         choices={"pre": ("1", "backward_pre"), "post": ("2", "backward_post"),
-                 "none": ("no_prefetch", "null", "no", "false")},
+                 "none": ("no_prefetch", "no", "false")},
         about="When the next unit is all-gathered in backward: before (pre) or after (post) the gradients of the "
               "current unit, or without prefetch (none)."),
     Row(name="prefetch.forward", kind="bool", spellings=("forward_prefetch",),
         about="All-gather the next unit during the forward of the current one."),
     Row(name="prefetch.limit_all_gathers", kind="bool", spellings=("limit_all_gathers",),
         about="Limit the number of all-gathers in flight, to save memory."),
-    Row(name="checkpoint.state_dict", kind="choice", spellings=("state_dict_type", "state_dict"),
+    Row(name="checkpoint.state_dict", kind="choice", prefixes=("StateDictType",),
+        spellings=("state_dict_type", "state_dict"),
         choices={"full": ("1", "full_state_dict"), "local": ("2", "local_state_dict"),
                  "sharded": ("3", "sharded_state_dict")},
         about="Content of checkpoints: one full state dict, DCP shards, or one local file per rank."),
     Row(name="checkpoint.asynchronous", kind="bool", spellings=("async_save",),
         about="Write checkpoints in the background; training pauses only for the copy."),
     Row(name="activation.checkpointing", kind="choice", spellings=("activation_checkpointing",),
-        choices={"none": ("false", "no", "off", "0", "null"), "full": ("true", "yes", "on", "1"), "selective": ()},
+        choices={"none": ("false", "no", "off", "0"), "full": ("true", "yes", "on", "1"), "selective": ()},
         about="Recompute activations in backward instead of storing them."),
     Row(name="activation.trainer", kind="bool", internal=True, scope="training",
         spellings=("gradient_checkpointing", "activation_checkpointing"),
@@ -188,8 +220,8 @@ _PARALLELISM_ROWS = (
           about=f"{what} parallel degree; only 1 is supported.")
       for axis, what in (("tp", "Tensor"), ("cp", "Context"), ("sp", "Sequence"), ("pp", "Pipeline"),
                          ("ep", "Expert"))),
-    *(Row(name=f"mesh.{key}", kind="any", scope="parallelism", internal=True, spellings=(key,),
-          about="Option of an unsupported parallel axis; ignored.")
+    *(Row(name=f"mesh.{key}", kind="any", scope="parallelism", internal=True, spellings=(key,), about="Ignored.",
+          ignored=f"has no effect: {key.partition('_')[0]}_size is 1.", stock=_EMPTY)
       for key in ("cp_backend", "cp_comm_strategy", "cp_handler", "sp_backend", "sp_seq_length",
                   "sp_seq_length_is_variable", "sp_attn_implementation", "sp_handler", "tp_handler")),
 )  # fmt: skip
@@ -202,40 +234,55 @@ def _launch(key: str, kind: Kind, about: str, **options: Any) -> Row:
 
 _LAUNCH_ROWS = (
     _launch("compute_environment", "choice", "Environment of the run.",
-            choices={n: (n.lower(),) for n in ("LOCAL_MACHINE", "CUSTOM_CLUSTER", "AMAZON_SAGEMAKER")}),
-    _launch("distributed_type", "choice", "Kind of parallelism. FSDP settings require FSDP.", choices=_DISTRIBUTED),
+            choices=dict.fromkeys(("LOCAL_MACHINE", "CUSTOM_CLUSTER", "AMAZON_SAGEMAKER"), ()),
+            prefixes=("ComputeEnvironment",)),
+    _launch("distributed_type", "choice", "Kind of parallelism. FSDP settings require FSDP.", choices=_DISTRIBUTED,
+            prefixes=("DistributedType",)),
     _launch("num_processes", "size", "World size: the number of ranks on all machines.", minimum=1),
     _launch("num_machines", "integer", "Number of machines.", minimum=1),
     _launch("machine_rank", "integer", "Rank of this machine, from 0.", minimum=0),
-    _launch("main_process_ip", "text", "Address of machine 0."),
+    _launch("main_process_ip", "address", "IP address or host name of machine 0."),
     _launch("main_process_port", "integer", "Port on machine 0; 0 selects a free port.", minimum=0),
     _launch("mixed_precision", "mode",
-            "Mixed precision mode. It sets precision.param; gradients are still reduced in fp32.", choices=MODES),
+            "Mixed precision mode. It sets precision.param; gradients are still reduced in fp32.", choices=MODES,
+            prefixes=MODE_PREFIXES),
     _launch("use_cpu", "bool", "Run on CPU ranks."),
     _launch("debug", "bool", "Enable the collective checks of Accelerate."),
     _launch("downcast_bf16", "bool", "Use bf16 on TPUs."),
-    _launch("rdzv_backend", "text", "Rendezvous backend: static or c10d."),
-    _launch("same_network", "bool", "Whether all machines are in the same network."),
-    _launch("gpu_ids", "text", "Devices of this machine: all, or numbers separated by commas."),
-    _launch("main_training_function", "text", "Function to call in notebooks and on TPUs."),
+    _launch("rdzv_backend", "choice", "Rendezvous of several machines; with c10d they may join in any order.",
+            choices={"static": (), "c10d": ()}),
+    _launch("same_network", "bool", "Whether all machines are in one network. They meet at main_process_ip anyway."),
+    _launch("gpu_ids", "devices", "Devices of this machine."),
+    _launch("main_training_function", "identifier", "Function to call on TPUs.",
+            ignored="has no effect: only the launcher for TPUs calls a function of the script.", stock=("main",)),
     _launch("enable_cpu_affinity", "bool", "Pin each rank to the CPU cores of its NUMA node."),
     _launch("dynamo_config", "section", "Settings of torch.compile.", opens="dynamo"),
-    *(Row(name=f"launch.dynamo_config.{key}", kind="text" if key in ("backend", "mode") else "bool",
-          scope="dynamo", internal=True, spellings=(key,), about=f"Option {key} of torch.compile.")
-      for key in ("backend", "mode", "use_fullgraph", "use_dynamic", "use_regional_compilation")),
+    Row(name="launch.dynamo_config.backend", kind="choice", scope="dynamo", internal=True, spellings=("backend",),
+        choices=_DYNAMO_BACKENDS, prefixes=("DynamoBackend",), about="Backend of torch.compile."),
+    Row(name="launch.dynamo_config.mode", kind="choice", scope="dynamo", internal=True, spellings=("mode",),
+        choices=_DYNAMO_MODES, about="Mode of torch.compile."),
+    *(Row(name=f"launch.dynamo_config.{key}", kind="bool", scope="dynamo", internal=True, spellings=(key,),
+          about=f"Option {key} of torch.compile.")
+      for key in ("use_fullgraph", "use_dynamic", "use_regional_compilation")),
     _launch("fp16", "flag", "Same as mixed_precision: fp16.", internal=True),
     _launch("fsdp_config", "section", "Section with the FSDP settings.", opens="fsdp", internal=True),
     _launch("parallelism_config", "section", "Section with the sizes of the device mesh.", opens="parallelism",
             internal=True),
     *(Row(name=f"launch.extra.{key}", kind="any", scope="launch", internal=True, spellings=(key,),
-          about="Not used by the plugin.")
-      for key in (
-          "deepspeed_config", "megatron_lm_config", "fp8_config", "mpirun_config", "tpu_name", "tpu_zone",
-          "tpu_use_cluster", "tpu_use_sudo", "tpu_cluster", "tpu_vm", "tpu_env", "command_file", "commands",
-          "num_cpu_threads_per_process", "use_mps_device", "max_restarts", "monitor_interval", "rdzv_conf", "tee",
-          "log_dir", "role", "mpirun_hostfile", "ec2_instance_type", "iam_role_name", "image_uri", "profile",
-          "region", "base_job_name", "pytorch_version", "transformers_version", "py_version", "sagemaker_inputs_file",
-          "sagemaker_metrics_file", "additional_args")),
+          about="Section of another engine: refused unless it is empty.")
+      for key in ("deepspeed_config", "megatron_lm_config", "fp8_config")),
+    *(Row(name=f"launch.extra.{key}", kind="any", scope="launch", internal=True, spellings=(key,),
+          about="Ignored.", ignored=reason, stock=(*stock, *_EMPTY))
+      for reason, stock, keys in (
+          ("has no effect: hf-fsdp launch starts the ranks itself, without mpirun.", (), ("mpirun_config",)),
+          ("has no effect: it belongs to the launcher for TPUs.", (False,),
+           ("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env", "command_file",
+            "commands")),
+          ("has no effect: FSDP does not run on MPS.", (False,), ("use_mps_device",)),
+          ("has no effect: it belongs to the SageMaker launcher.", (),
+           ("ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name",
+            "pytorch_version", "transformers_version", "py_version", "sagemaker_inputs_file",
+            "sagemaker_metrics_file", "additional_args"))) for key in keys),
 )  # fmt: skip
 
 _TRAINING_ROWS = (
@@ -278,7 +325,7 @@ TRAINING_FILE_MARKS = frozenset(
 
 
 class UnsupportedKey(NamedTuple):
-    """A known key that is not a setting: the reason, the remedy and the code of the problem."""
+    """A known key or value that is not supported: the reason, the remedy and the code of the problem."""
 
     why: str
     fix: str
@@ -287,6 +334,17 @@ class UnsupportedKey(NamedTuple):
 
 _NO_OBJECTS = "takes Python objects, which a config cannot contain."
 _STATE_DICTS = "Set fsdp_state_dict_type to full, sharded or local."
+
+_LAUNCHER_FLAGS = {
+    **{
+        flag: f"Pass hf-fsdp launch --{flag}"
+        for flag in ("log_dir", "tee", "role", "rdzv_conf", "num_cpu_threads_per_process", "max_restarts")
+    },
+    "monitor_interval": "hf-fsdp launch does not need it",
+    "tpu_cluster": "hf-fsdp launch does not support it",
+    "mpirun_hostfile": "hf-fsdp launch starts the ranks itself",
+}
+"""Flag of a launcher that stock Accelerate rejects in a config -> what to do."""
 
 UNSUPPORTED_KEYS: Mapping[tuple[Scope, str], UnsupportedKey] = MappingProxyType(
     {
@@ -298,6 +356,12 @@ UNSUPPORTED_KEYS: Mapping[tuple[Scope, str], UnsupportedKey] = MappingProxyType(
         ("precision", "cast_forward_inputs"): UnsupportedKey(
             code="FSDP-W026", why="has no effect: the inputs of a unit are always cast.", fix="Remove it."
         ),
+        **{
+            ("launch", flag): UnsupportedKey(
+                code="FSDP-E052", why="is a flag of the launcher, not a key of the config.", fix=f"Remove it. {fix}."
+            )
+            for flag, fix in _LAUNCHER_FLAGS.items()
+        },
         ("fsdp", "state_dict_config"): UnsupportedKey(why=_NO_OBJECTS, fix=_STATE_DICTS),
         ("fsdp", "optim_state_dict_config"): UnsupportedKey(why=_NO_OBJECTS, fix=_STATE_DICTS),
         ("fsdp", "param_init_fn"): UnsupportedKey(
@@ -308,6 +372,22 @@ UNSUPPORTED_KEYS: Mapping[tuple[Scope, str], UnsupportedKey] = MappingProxyType(
         ),
     }
 )
+
+_NOT_NATIVE = (
+    "Set fsdp_activation_checkpointing: true and fsdp_activation_checkpointing_offload: true instead of "
+    "gradient_checkpointing."
+)
+UNSUPPORTED_VALUES: Mapping[tuple[str, str], UnsupportedKey] = MappingProxyType(
+    {
+        ("activation.trainer", value): UnsupportedKey(
+            code="FSDP-E053",
+            why="is a value of another library. FSDP offloads the activations that it checkpoints itself.",
+            fix=_NOT_NATIVE,
+        )
+        for value in ("offload", "offload_disk", "unsloth")
+    }
+)
+"""Setting and value -> why the value is not supported."""
 
 
 def plain_key(key: str, scope: Scope) -> str:
@@ -325,6 +405,8 @@ BY_KEY: Mapping[tuple[Scope, str], Row] = MappingProxyType(
 _DERIVED = {
     "sharding.reshard": "sharding.strategy",
     "wrap.auto": "wrap.policy",
+    "precision.off.bf16": "launch.mixed_precision",
+    "precision.off.fp16": "launch.mixed_precision",
     "activation.trainer": "activation.checkpointing",
 }
 

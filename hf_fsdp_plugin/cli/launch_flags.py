@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hf_fsdp_plugin.sources.command_line import SWITCHES
+from hf_fsdp_plugin.sources.command_line import RENAMED, SWITCHES, remedy_of_switch
 from hf_fsdp_plugin.vocabulary import Scope, find, suggest
 
 Kind = Literal["launcher", "setting", "ignored", "unsupported"]
@@ -31,13 +31,11 @@ class Flag:
         kind: ``launcher`` is an option of the launcher, ``setting`` is passed to ``load_spec``, ``ignored`` has no
             effect, ``unsupported`` is an error.
         help: one line; for an unsupported flag, the reason and what to do.
-        setting: the name that is passed to ``load_spec``, if it differs (``use_cpu`` for ``--cpu``).
     """
 
     name: str
     kind: Kind = "setting"
     help: str = ""
-    setting: str = ""
 
     @property
     def takes_value(self) -> bool:
@@ -81,7 +79,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag(name="rdzv_backend", help="static (default) or c10d, for several machines"),
     Flag(name="same_network", help="as in Accelerate"),
     Flag(name="mixed_precision", help="no, bf16 or fp16"),
-    Flag(name="cpu", setting="use_cpu", help="CPU ranks with gloo, even if there are GPUs"),
+    Flag(name="cpu", help="CPU ranks with gloo, even if there are GPUs"),
     Flag(name="gpu_ids", help="GPUs to use: a comma-separated list, or all"),
     Flag(name="debug", help="check the shapes of collectives, and print full tracebacks"),
     Flag(name="enable_cpu_affinity", help="as in Accelerate"),
@@ -127,7 +125,7 @@ class LaunchArguments:
     Attributes:
         options: name -> value of the launcher's flags; ``"true"`` for flags without a value.
         overrides: the values of ``--set``.
-        command_line: the setting flags for ``load_spec``, in the form ``--name=value``.
+        command_line: the setting flags for ``load_spec``, in the form ``--name=value``, or ``--name`` without a value.
         script: path, or a module name if ``module`` is in `options`; empty if none was given.
         script_args: the arguments after SCRIPT, unchanged.
     """
@@ -157,17 +155,13 @@ def parse_launch_arguments(argv: Sequence[str]) -> LaunchArguments:
         flag = _find_flag(written)
         if flag.kind == "unsupported":
             raise UsageError(f"{written} is not supported: {flag.help}")
-        is_missing = flag.takes_value and not equals and not rest
-        if not equals:
-            value = rest.pop(0) if flag.takes_value and rest else "true"
-        if is_missing or (flag.takes_value and flag.kind == "launcher" and not value):
-            raise UsageError(f"{written} needs a value")
+        value = _take_value(flag, written, value if equals else None, rest)
         if flag.kind == "setting":
-            command_line.append(f"--{flag.setting or flag.name}={value}")
+            command_line.append(f"--{flag.name}={value}" if flag.takes_value else f"--{flag.name}")
         elif flag.name == "set":
             overrides.append(value)
-        elif flag.kind == "launcher" and (flag.takes_value or value.lower() not in ("false", "no", "0", "off")):
-            options[flag.name] = value
+        elif flag.kind == "launcher" and options.setdefault(flag.name, value) != value:
+            raise UsageError(f"{written} {value} conflicts with {written} {options[flag.name]}. Keep one of them.")
         if flag.name == "module":
             break  # as in python -m, the next argument is the module
     return LaunchArguments(
@@ -180,7 +174,7 @@ def parse_launch_arguments(argv: Sequence[str]) -> LaunchArguments:
 
 
 def split_setting_flags(argv: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str]]:
-    """Split the arguments of another verb into the setting flags of launch, as ``--name=value``, and its own words.
+    """Split the arguments of another verb into the setting flags of launch, and its own words.
 
     Args:
         own: names of the verb's own flags, with underscores.
@@ -205,13 +199,27 @@ def split_setting_flags(argv: Sequence[str], own: Collection[str]) -> tuple[list
             raise UsageError(f"{written} is not supported: {flag.help}")
         if flag.kind == "launcher":
             raise UsageError(f"{written} is a flag of hf-fsdp launch only.")
-        if not equals and flag.takes_value and not words:
-            raise UsageError(f"{written} needs a value")
-        if not equals:
-            value = words.pop(0) if flag.takes_value else "true"
+        value = _take_value(flag, written, value if equals else None, words)
         if flag.kind == "setting":
-            settings.append(f"--{flag.setting or flag.name}={value}")
+            settings.append(f"--{flag.name}={value}" if flag.takes_value else f"--{flag.name}")
     return settings, rest
+
+
+def _take_value(flag: Flag, written: str, value: str | None, following: list[str]) -> str:
+    """Return the value of a flag, after its ``=`` or as the next word, which is removed; ``"true"`` if it takes none.
+
+    Raises:
+        UsageError: the value is missing, or the flag takes none.
+    """
+    if not flag.takes_value:
+        if value is not None:
+            raise UsageError(f"{written} takes no value, but is given {value!r}. {remedy_of_switch(written)}")
+        return "true"
+    if value is None and following and not following[0].startswith("--"):
+        value = following.pop(0)
+    if value is None or (flag.kind == "launcher" and not value):
+        raise UsageError(f"{written} needs a value")
+    return value
 
 
 def _plain(written: str) -> str:
@@ -230,7 +238,7 @@ def _find_flag(written: str, own: Collection[str] | None = None) -> Flag:
     if name.startswith(_SETTING_PREFIXES) and find(name, _SCOPES) is not None:
         return Flag(name=name)
     supported = [flag.name for flag in FLAGS if flag.kind != "unsupported" and (own is None or flag.kind == "setting")]
-    near = OTHER_LAUNCHERS.get(name, "")
+    near = OTHER_LAUNCHERS.get(name) or RENAMED.get(name, "")
     near = near or (suggest(name, _SCOPES) if name.startswith(_SETTING_PREFIXES) else "")
     near = near or next(iter(difflib.get_close_matches(name, [*(own or ()), *supported], n=1, cutoff=0.6)), "")
     verb = "launch" if own is None else "check"

@@ -15,7 +15,10 @@ _BOOL_WORDS = ("true", "false", "yes", "no", "on", "off")
 _BY_KIND: Mapping[str, Mapping[str, Any]] = {
     "one": {"enum": [1, "1", None]},
     "names": {"type": ["string", "array", "null"], "items": {"type": "string"}},
-    "text": {"type": ["string", "integer", "boolean", "null"]},
+    "address": {"type": ["string", "null"], "minLength": 1},
+    "devices": {"type": ["string", "integer", "array", "null"], "items": {"type": ["string", "integer"]}},
+    "identifier": {"type": ["string", "null"], "minLength": 1},
+    "pattern": {"type": ["string", "null"], "minLength": 1},
     "mapping": {"type": ["object", "null"]},
 }
 """Kind of value -> schema, for kinds whose schema does not depend on the setting."""
@@ -74,7 +77,7 @@ def _values(row: Row) -> dict[str, Any]:
         words = [form for word in _BOOL_WORDS for form in (word, word.capitalize(), word.upper())]
         return {"enum": [True, False, *words, "1", "0", 1, 0, None]}
     integer = {"type": ["integer", "null"], "minimum": row.minimum}
-    if row.kind == "integer":
+    if row.kind in ("integer", "count"):
         return {"anyOf": [integer, {"type": "string", "pattern": "^[0-9]"}]}
     if row.kind == "size":
         return {"anyOf": [integer, {"const": -1}, {"type": "string", "pattern": "^(auto|[0-9])"}]}

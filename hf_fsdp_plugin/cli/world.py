@@ -187,10 +187,6 @@ def _check_machines(spec: FsdpSpec) -> None:
         message = "port 0 selects a free port on machine 0, which the other machines cannot know."
         fix = "Set a port that is free on machine 0, such as 29500."
         raise _error(spec, "FSDP-E705", "launch.main_process_port", message, fix)
-    if launch.rdzv_backend not in ("static", "c10d"):
-        message = f"the rendezvous backend {launch.rdzv_backend!r} is not supported."
-        fix = "Set static, or c10d if machines may join in any order."
-        raise _error(spec, "FSDP-E706", "launch.rdzv_backend", message, fix)
 
 
 def _error(spec: FsdpSpec, code: str, setting: str, message: str, fix: str) -> SpecError:

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.settings import Dialect, Setting, SourceSettings
 from hf_fsdp_plugin.sources.tree import Entries, Entry, from_python, shorten
-from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS, look_up, without_enumeration
+from hf_fsdp_plugin.spellings import FALSE_WORDS, NULL_WORDS, TRUE_WORDS, look_up, without_prefix, word_of
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.vocabulary import MODES, UNSUPPORTED_KEYS, Row, Scope, find, plain_key, suggest
+from hf_fsdp_plugin.vocabulary import (
+    MODE_PREFIXES,
+    MODES,
+    STRATEGY_PREFIXES,
+    UNSUPPORTED_KEYS,
+    Row,
+    Scope,
+    canonical,
+    find,
+    plain_key,
+    suggest,
+)
 
 AUTO_WRAP = "wrap.auto"
 """Internal name of the ``auto_wrap`` option, which leaves the wrap policy to the other settings."""
+OFF: Final = {"bf16": "precision.off.bf16", "fp16": "precision.off.fp16"}
+"""Internal names of ``bf16: false`` and ``fp16: false``."""
 _PRIVATE_STRATEGY = "_hybrid_shard_zero2"
 """The name of a strategy in torch's enumeration."""
 _ALWAYS_WRITTEN: Final = frozenset({"wrap.min_num_params", "xla.enabled", "xla.v2", "xla.grad_ckpt"})
 _WRITTEN_VALUES: Final = (0, False)
+_QUOTES: Final = ('""', "''")
 FSDP_SCOPES: tuple[Scope, ...] = ("fsdp", "precision", "parallelism")
 
 
@@ -27,12 +41,15 @@ class Collector:
 
     Attributes:
         source: name for messages; the path of a file as the user wrote it.
+        nulls: the values that mean "not set" in this source.
         mentions_fsdp: whether the source has an FSDP setting.
     """
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, *, nulls: Collection[str | None] = (None,)) -> None:
         self.source = source
+        self.nulls = nulls
         self.settings: list[Setting] = []
+        self.not_set: list[Setting] = []
         self.problems: list[Problem] = []
         self.mentions_fsdp = False
         self.inactive: SourceSettings | None = None
@@ -41,12 +58,15 @@ class Collector:
         """Return the settings and problems. `dialect` is used only if the source mentions FSDP."""
         return SourceSettings(
             settings=tuple(self.settings),
+            not_set=tuple(self.not_set),
             problems=tuple(self.problems),
             dialect=dialect if self.mentions_fsdp else None,
             inactive=self.inactive,
         )
 
-    def set_inactive(self, settings: Iterable[Setting], problems: Iterable[Problem] = ()) -> None:
+    def set_inactive(
+        self, settings: Iterable[Setting], problems: Iterable[Problem] = (), not_set: Iterable[Setting] = ()
+    ) -> None:
         """Keep these settings for the case that another source enables FSDP.
 
         Values that Transformers 4 writes into every ``fsdp_config`` are not settings of the user.
@@ -54,11 +74,12 @@ class Collector:
         given = tuple(s for s in settings if s.name not in _ALWAYS_WRITTEN or s.value not in _WRITTEN_VALUES)
         found = tuple(problems)
         if given or found:
-            self.inactive = SourceSettings(settings=given, problems=found)
+            self.inactive = SourceSettings(settings=given, problems=found, not_set=tuple(not_set))
 
     def extend(self, other: Collector) -> None:
         """Add the content of another collector."""
         self.settings += other.settings
+        self.not_set += other.not_set
         self.problems += other.problems
         self.mentions_fsdp |= other.mentions_fsdp
 
@@ -96,26 +117,51 @@ class Collector:
             self.problems.append(Problem(code="FSDP-N028", message=message, origin=Origin(source=self.source)))
 
     def add_entry(self, row: Row, entry: Entry) -> None:
-        """Add one key. An empty value (null, ``""``, ``[]``, ``{}``) is skipped."""
+        """Add one key. Null means that it is not set. Any other value without content (``""``, ``[]``) is an error."""
         if row.scope in FSDP_SCOPES or row.kind == "options":
             self.mentions_fsdp = True
         if row.opens is not None and not (row.opens == "precision" and not entry.value.is_mapping):
             self._add_section(row, entry)
         elif row.kind == "options":
             self._add_options(entry)
-        elif entry.value.is_empty:
+        elif row.ignored and row.internal:
+            self._report_ignored(row, entry)
+        elif not self._has_value(row, entry):
             return
         elif row.kind == "mode":
             self.add(row.name, entry)
-            self._add_param_dtype(entry, str(entry.value.value))
+            self._add_param_dtype(entry, entry.value.plain())
         elif row.kind == "flag":
             self._add_flag(row, entry)
         elif row.opens == "precision":  # fsdp_mixed_precision_policy: bf16
             self.add("precision.param", entry)
         else:
+            if row.ignored:
+                self._report_ignored(row, entry)
             if row.name == "launch.distributed_type" and str(entry.value.value).strip().upper() == "FSDP":
                 self.mentions_fsdp = True
             self.add(row.name, entry)
+
+    def _report_ignored(self, row: Row, entry: Entry) -> None:
+        value = entry.value.plain()
+        if value not in row.stock:
+            self.report("FSDP-W026", entry, f"'{entry.key}' {row.ignored}", "Remove it.")
+
+    def _has_value(self, row: Row, entry: Entry) -> bool:
+        """Whether an entry has a value. Record null, and report any other value without content."""
+        raw = entry.value.value
+        word = word_of(raw) if isinstance(raw, str) else None
+        is_choice = word is not None and look_up(row.choices, word) is not None
+        if (raw is None or word is not None) and word in self.nulls and not is_choice:
+            self.not_set.append(Setting(name=row.name, value=None, origin=self._origin(entry)))
+            return False
+        is_null = word in NULL_WORDS and not is_choice
+        if not is_null and (not entry.value.is_empty or (row.kind in ("mapping", "any") and word is None)):
+            return True
+        message = f"{entry.key} is {entry.value.shown}, which is not a value."
+        fix = f"Write a value for {entry.key}, or leave it out."
+        self.report("FSDP-E050", entry, message, fix, setting=canonical(row.name))
+        return False
 
     def add_key(self, scope: Scope, key: str, value: object, *, written: str = "") -> None:
         """Add a key of the vocabulary with a Python value. Messages contain the key as `written`, by default `key`."""
@@ -138,10 +184,10 @@ class Collector:
 
     def _add_section(self, row: Row, entry: Entry) -> None:
         assert row.opens is not None
-        if entry.value.is_empty:
+        if entry.value.value is None:  # an empty section
             return
         if not entry.value.is_mapping:
-            message = f"'{entry.key}' is {entry.value.text!r}; expected a section with keys and values."
+            message = f"'{entry.key}' is {entry.value.shown}; expected a section with keys and values."
             self.report("FSDP-E022", entry, message, f"Indent the settings under {entry.key}:.")
             return
         self.mentions_fsdp |= row.opens == "fsdp"
@@ -157,7 +203,7 @@ class Collector:
             self.mentions_fsdp = False
             return
         options = _options(" ".join(str(node.value) for node in value) if isinstance(value, tuple) else str(value))
-        if not options or options == ["false"]:
+        if not options or (len(options) == 1 and options[0] in FALSE_WORDS):
             self.mentions_fsdp = False
             self.add("launch.distributed_type", entry, value="NO", implied=True)
             return
@@ -199,14 +245,17 @@ class Collector:
         if word in TRUE_WORDS or word in ("auto", "full"):
             self.add("launch.mixed_precision", entry, value=dtype)
             self._add_param_dtype(entry, dtype)
-        elif word not in FALSE_WORDS:
+        elif word in FALSE_WORDS:
+            if dtype in OFF:  # fp8 is never on
+                self.add(OFF[dtype], entry, value=False, implied=True)
+        else:
             message = f"{entry.key} is {entry.value.text!r}; expected true or false."
             fix = f"Write {entry.key}: true, or remove the key."
             self.report("FSDP-E024", entry, message, fix, setting="launch.mixed_precision")
 
-    def _add_param_dtype(self, entry: Entry, mode: str) -> None:
+    def _add_param_dtype(self, entry: Entry, mode: object) -> None:
         """Add the parameter dtype that a mixed precision mode implies, if the mode is valid."""
-        found = look_up(MODES, mode)
+        found = look_up(MODES, mode, MODE_PREFIXES)
         if found in ("bf16", "fp16"):
             self.add("precision.param", entry, value=found, implied=True)
         elif found == "no":
@@ -237,8 +286,21 @@ def entry_of(key: str, value: object) -> Entry:
 
 
 def _options(text: str) -> list[str]:
-    """Split text into lower-case options. ``full shard`` and ``FSDPOption.FULL_SHARD`` are ``full_shard``."""
-    joined = " ".join(without_enumeration(word) for word in text.lower().replace(",", " ").replace("-", "_").split())
+    """Split text into lower-case options. ``full shard`` and ``FSDPOption.FULL_SHARD`` are ``full_shard``.
+
+    Quotes around the text are removed, and a list in brackets is read too, because launchers of jobs add both.
+    """
+    text = _without(text.strip(), _QUOTES)
+    inner = _without(text, ("[]",))
+    if inner != text:
+        text = " ".join(_without(item.strip(), _QUOTES) for item in inner.split(","))
+    words = word_of(text).replace(",", " ").replace("-", "_").split()
+    joined = " ".join(without_prefix(word, STRATEGY_PREFIXES) for word in words)
     for name in sorted((*STRATEGIES, "auto_wrap"), key=len, reverse=True):
         joined = f" {joined} ".replace(f" {name.replace('_', ' ')} ", f" {name} ").strip()
     return joined.split()
+
+
+def _without(text: str, pairs: Iterable[str]) -> str:
+    """Return the text without the pair of characters around it."""
+    return text[1:-1].strip() if len(text) > 1 and text[0] + text[-1] in pairs else text

@@ -9,6 +9,7 @@ from hf_fsdp_plugin.sources.collector import Collector, entry_of
 from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.sources.settings import SourceSettings, enables_fsdp
 from hf_fsdp_plugin.sources.training_arguments import add_fsdp_arguments
+from hf_fsdp_plugin.spellings import lower
 from hf_fsdp_plugin.vocabulary import PREFIXES, Row, Scope, find, plain_key, suggest
 
 SOURCE = "command line"
@@ -20,7 +21,7 @@ SWITCHES = frozenset(
         "debug", "fp8_override_linear_precision", "fp8_enable_fsdp_float8_all_gather", "help",
     }
 )  # fmt: skip
-"""Flags of ``accelerate launch`` that take no value; all other flags take a value."""
+"""Flags of ``accelerate launch`` that take no value, not even after ``=``; all other flags take a value."""
 
 SHORT_FLAGS = {"q": "quiet", "m": "module", "t": "tee", "h": "help"}
 SETTING_OF_SWITCH: Mapping[str, tuple[str, Any]] = {
@@ -32,8 +33,16 @@ SETTING_OF_SWITCH: Mapping[str, tuple[str, Any]] = {
     "tpu": ("launch.distributed_type", "XLA"),
 }
 LAUNCHER_FLAGS = frozenset({"quiet", "module", "no_python", "help", "use_parallelism_config", "config_file"})
-OPTIONAL_VALUE = frozenset({"bf16", "fp16", "gradient_checkpointing", "fsdp"})
+OPTIONAL_VALUE = frozenset({"bf16", "fp16", "gradient_checkpointing", "activation_checkpointing", "use_cpu", "fsdp"})
 """Flags of a training script whose value is optional; ``--fsdp`` without a value turns FSDP on."""
+RENAMED: Mapping[str, str] = {
+    name: f"fsdp_{name}"
+    for name in (
+        "offload_params", "min_num_params", "sharding_strategy", "transformer_layer_cls_to_wrap", "auto_wrap_policy",
+        "backward_prefetch_policy", "state_dict_type",
+    )
+}  # fmt: skip
+"""Flag of ``accelerate launch`` before version 0.14 -> its present name."""
 
 
 class Flag(NamedTuple):
@@ -42,16 +51,19 @@ class Flag(NamedTuple):
     Attributes:
         written: the flag as written, without its value: ``--fsdp-offload-params``.
         name: the name with underscores, without leading dashes: ``fsdp_offload_params``.
-        value: empty if the flag has none.
-        has_value: whether a value follows, which may be the empty string.
+        value: ``None`` if the flag has none, which is not the same as ``--flag=``.
         num_words: the number of words of the command line that form the flag.
     """
 
     written: str
     name: str
-    value: str
-    has_value: bool
+    value: str | None
     num_words: int
+
+    @property
+    def text(self) -> str:
+        """The value for messages."""
+        return "" if self.value is None else self.value
 
 
 class LaunchLine(NamedTuple):
@@ -77,7 +89,7 @@ def split_launch(argv: Sequence[str]) -> LaunchLine:
     position = 0
     while position < len(argv) and argv[position].startswith("-") and argv[position] != "--":
         flag = _parse_flag(argv, position)
-        values[flag.name] = flag.value
+        values[flag.name] = flag.text
         position += flag.num_words
     rest = list(argv[position:])
     if rest[:1] == ["--"]:
@@ -109,15 +121,19 @@ def read(sources: Sources) -> SourceSettings | None:
     if not sources.command_line:
         return None
     flags, arguments = Collector(SOURCE), Collector(SOURCE)
-    fsdp: Any = None
-    fsdp_config: str | None = None
+    given: dict[str, Flag] = {}
     for flag in parse_flags(sources.command_line):
-        if flag.name == "fsdp":
-            fsdp = flag.value if flag.has_value else True
-        elif flag.name == "fsdp_config":
-            fsdp_config = flag.value
+        if flag.name in ("fsdp", "fsdp_config"):
+            first = given.setdefault(flag.name, flag)
+            if first.value != flag.value:
+                message = f"{flag.written}={flag.text} conflicts with {first.written}={first.text}."
+                arguments.report("FSDP-E102", entry_of(flag.written, flag.text), message, "Keep one of them.")
         else:
             _add_flag(flags, flag)
+    fsdp: str | bool | None = given["fsdp"].value if "fsdp" in given else None
+    if "fsdp" in given and fsdp is None:
+        fsdp = True
+    fsdp_config = given["fsdp_config"].text if "fsdp_config" in given else None
     add_fsdp_arguments(arguments, fsdp, fsdp_config, sources.files)
     if fsdp is not None and not arguments.mentions_fsdp:
         _deactivate(flags, arguments)
@@ -144,9 +160,7 @@ def _deactivate(flags: Collector, arguments: Collector) -> None:
 def _parse_flag(argv: Sequence[str], position: int) -> Flag:
     word = argv[position]
     written, equals, value = word.partition("=")
-    name = written.removeprefix("-").removeprefix("-").replace("-", "_")
-    if not word.startswith("--"):
-        name = SHORT_FLAGS.get(name, name)
+    name = lower(written[2:]).replace("-", "_") if written.startswith("--") else SHORT_FLAGS.get(written[1:], "")
     following = argv[position + 1] if position + 1 < len(argv) else None
     takes_next = not (
         equals
@@ -155,15 +169,16 @@ def _parse_flag(argv: Sequence[str], position: int) -> Flag:
         or following.startswith("--")
         or (name in OPTIONAL_VALUE and following.startswith("-"))
     )
-    if takes_next:
-        assert following is not None
-        value = following
-    has_value = bool(equals) or takes_next
-    return Flag(written=written, name=name, value=value, has_value=has_value, num_words=2 if takes_next else 1)
+    text = following if takes_next else value if equals else None
+    return Flag(written=written, name=name, value=text, num_words=2 if takes_next else 1)
 
 
 def _add_flag(out: Collector, flag: Flag) -> None:
     if flag.name in LAUNCHER_FLAGS or flag.name == "set":
+        return
+    if flag.name in SWITCHES and flag.value is not None:
+        message = f"{flag.written} takes no value, but is given {flag.value!r}."
+        out.report("FSDP-E054", entry_of(flag.written, flag.value), message, remedy_of_switch(flag.written))
         return
     if flag.name in SETTING_OF_SWITCH:
         setting, value = SETTING_OF_SWITCH[flag.name]
@@ -172,12 +187,17 @@ def _add_flag(out: Collector, flag: Flag) -> None:
         return
     row = _row_of_flag(flag.name)
     if row is not None:
-        text = flag.value or ("true" if flag.name in SWITCHES or row.kind in ("bool", "flag") else "")
-        out.add_entry(row, entry_of(flag.written, text))
-    elif flag.name.startswith(("fsdp", "parallelism_config")):
-        nearest = suggest(flag.name, ("fsdp", "parallelism"))
+        without_value = "true" if flag.name in SWITCHES | OPTIONAL_VALUE else ""
+        out.add_entry(row, entry_of(flag.written, without_value if flag.value is None else flag.value))
+    elif flag.name in RENAMED or flag.name.startswith(("fsdp", "parallelism_config")):
+        nearest = RENAMED.get(flag.name) or suggest(flag.name, ("fsdp", "parallelism"))
         fix = f"Did you mean --{nearest}?" if nearest else "Remove it."
-        out.report("FSDP-E030", entry_of(flag.written, flag.value), f"unknown flag '{flag.written}'.", fix)
+        out.report("FSDP-E030", entry_of(flag.written, flag.text), f"unknown flag '{flag.written}'.", fix)
+
+
+def remedy_of_switch(written: str) -> str:
+    """Return what to do if a flag that takes no value has one. argparse refuses it too."""
+    return f"Write {written} alone to turn it on, or leave it out."
 
 
 def _row_of_flag(name: str) -> Row | None:

@@ -56,7 +56,9 @@ def read(sources: Sources) -> SourceSettings | None:
         tree = sources.files.tree(given) if isinstance(given, ConfigFile) else dict_tree(given, source=SOURCE)
     except ConfigFileError as error:
         return SourceSettings(problems=(error.problem,))
-    fields = {plain_key(entry.key, "distributed"): entry for entry in tree.value}
+    # A field that is null has its default, as in Transformers.
+    entries = (entry for entry in tree.value if entry.value.value is not None)
+    fields = {plain_key(entry.key, "distributed"): entry for entry in entries}
     _add_fields(out, fields)
     sizes = {name: _size(fields, name) for name in _SIZES}
     if sizes["fsdp_size"] == sizes["dp_replicate_size"] == 1:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from hf_fsdp_plugin.sources.collector import Collector, entry_of
 from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.sources.settings import ENVIRONMENT, SourceSettings
-from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS
+from hf_fsdp_plugin.spellings import FALSE_WORDS, NULL_WORDS, TRUE_WORDS
 from hf_fsdp_plugin.vocabulary import Scope, find, suggest
 
 SOURCE = ENVIRONMENT
@@ -24,7 +24,7 @@ LAUNCHER_MIN_NUM_PARAMS = "100000000"
 
 def read(sources: Sources) -> SourceSettings:
     """Read the ``FSDP_*``, ``PARALLELISM_CONFIG_*`` and ``ACCELERATE_*`` variables."""
-    out = Collector(SOURCE)
+    out = Collector(SOURCE, nulls=NULL_WORDS)  # stock launchers write None for a setting without a value
     variables = variables_of(sources)
     for name in sorted(variables):
         _add(out, name, variables[name], variables)

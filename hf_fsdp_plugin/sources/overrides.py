@@ -21,10 +21,10 @@ ALL_SCOPES: tuple[Scope, ...] = ("launch", "fsdp", "parallelism", "precision", "
 
 def read(sources: Sources) -> SourceSettings | None:
     """Read ``sources.overrides`` and the ``--set`` flags of ``sources.command_line``; ``None`` if there are none."""
-    out = Collector(SOURCE)
+    out = Collector(SOURCE, nulls=())
     given = [sources.overrides] if isinstance(sources.overrides, str) else sources.overrides
     pairs: list[tuple[str, Any]] = list(given.items() if isinstance(given, Mapping) else _split(given, out))
-    pairs += _split((flag.value for flag in parse_flags(sources.command_line) if flag.name == "set"), out)
+    pairs += _split((flag.text for flag in parse_flags(sources.command_line) if flag.name == "set"), out)
     if not pairs and not out.problems and sources.world_size is None:
         return None
     for name, value in pairs:

@@ -44,6 +44,7 @@ class SourceSettings:
     """All settings and problems of one source.
 
     Attributes:
+        not_set: settings whose key has the value null, which means that they are not set.
         dialect: selects the defaults; ``None`` if the source does not mention FSDP.
         level: level of precedence; set by ``spec.precedence``.
         inactive: settings that do not enable FSDP, and that apply only if another source enables it: an ``fsdp_config``
@@ -51,6 +52,7 @@ class SourceSettings:
     """
 
     settings: tuple[Setting, ...] = ()
+    not_set: tuple[Setting, ...] = ()
     problems: tuple[Problem, ...] = ()
     dialect: Dialect | None = None
     level: str = ""

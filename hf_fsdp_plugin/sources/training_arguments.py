@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.sources.accelerate_file import add_fsdp_section
-from hf_fsdp_plugin.sources.collector import Collector
+from hf_fsdp_plugin.sources.collector import Collector, entry_of
 from hf_fsdp_plugin.sources.config_file import ConfigFile, ConfigFiles
 from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.sources.settings import SourceSettings
@@ -58,12 +58,19 @@ def add_fsdp_arguments(
     inner = Collector(out.source)
     for key, value in (old_arguments or {}).items():
         inner.add_key("fsdp", key, value)
-    if fsdp_config is not None and fsdp_config != "" and fsdp_config != {}:
+    if isinstance(fsdp_config, str) and not fsdp_config.strip():
+        if out.mentions_fsdp:
+            message, fix = (
+                f"fsdp_config is {fsdp_config!r}, which is not a value.",
+                "Write JSON, or the path of a file.",
+            )
+            out.report("FSDP-E050", entry_of("fsdp_config", fsdp_config), message, fix)
+    elif fsdp_config is not None and fsdp_config != {}:
         _add_config(inner, fsdp_config, files)
     if out.mentions_fsdp:
         out.extend(inner)
     else:
-        out.set_inactive(inner.settings, inner.problems)
+        out.set_inactive(inner.settings, inner.problems, inner.not_set)
 
 
 def _add_config(out: Collector, fsdp_config: FsdpConfig, files: ConfigFiles) -> None:
@@ -80,11 +87,11 @@ def _add_config(out: Collector, fsdp_config: FsdpConfig, files: ConfigFiles) -> 
 def _config_tree(config: FsdpConfig, source: str, files: ConfigFiles) -> tuple[Node, str]:
     if isinstance(config, Mapping):
         return dict_tree(config, source=source), source
+    if not isinstance(config, (str, Path)):
+        message = f"fsdp_config is {entry_of('', config).value.shown}; expected a dict, a path or JSON text."
+        raise ConfigFileError("FSDP-E034", message, "Pass a dict.", source=source)
     text = str(config).strip()
     if text.startswith("{"):
         return parse_text(text, source=f"{source} fsdp_config", is_json=True), f"{source} fsdp_config"
-    if not isinstance(config, (str, Path)):
-        message = f"fsdp_config is {text!r}; expected a dict, a path or JSON text."
-        raise ConfigFileError("FSDP-E034", message, "Pass a dict.", source=source)
     file = ConfigFile.at(config)
     return files.tree(file), file.shown

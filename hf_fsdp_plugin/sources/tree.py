@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 MAX_TEXT = 80
+MAX_NODES = 20_000
+MAX_DEPTH = 20
+"""Limits of a config. A larger one is most likely not a config."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +45,13 @@ class Node:
         value = self.value.strip() if isinstance(self.value, str) else self.value
         return value is None or value in ("", ())
 
+    @property
+    def shown(self) -> str:
+        """The value for messages. Strings are quoted, and empty lists and mappings have brackets."""
+        if isinstance(self.value, tuple) and not self.value:
+            return "{}" if self.is_mapping else "[]"
+        return repr(self.text) if isinstance(self.value, str) else self.text
+
     def plain(self) -> Any:
         """Return the tree as Python objects, without lines."""
         if isinstance(self.value, Entries):
@@ -49,6 +59,12 @@ class Node:
         if isinstance(self.value, tuple):
             return [item.plain() for item in self.value]
         return self.value
+
+
+class ObjectText(str):
+    """The text of an object such as a dtype, which may be a choice, but is not text that a user wrote."""
+
+    __slots__ = ()
 
 
 class Entries(tuple[Entry, ...]):
@@ -67,22 +83,27 @@ def from_python(value: Any, *, line: int | None = None, depth: int = 0) -> Node:
     """Return the tree of a Python object. Enums, classes and dtypes become text, as in a file.
 
     Raises:
-        ValueError: the object is nested more than 20 levels deep.
+        ValueError: the object is nested more than ``MAX_DEPTH`` levels deep.
     """
-    if depth > 20:
-        raise ValueError("the object is nested more than 20 levels deep")
+    if depth > MAX_DEPTH:
+        raise ValueError(f"the object is nested more than {MAX_DEPTH} levels deep")
     if isinstance(value, Mapping):
         entries = Entries(
-            Entry(key=str(key), line=line, value=from_python(item, line=line, depth=depth + 1))
+            Entry(key=_text(key), line=line, value=from_python(item, line=line, depth=depth + 1))
             for key, item in value.items()
         )
-        return Node(value=entries, line=line, text=shorten(repr(dict(value))))
+        return Node(value=entries, line=line, text=text_of_mapping(entries))
     if isinstance(value, (list, tuple, Set)):
-        items = sorted(value, key=str) if isinstance(value, Set) else value
+        items = sorted(value, key=_text) if isinstance(value, Set) else value
         nodes = tuple(from_python(item, line=line, depth=depth + 1) for item in items)
-        return Node(value=nodes, line=line, text=", ".join(node.text for node in nodes))
+        return Node(value=nodes, line=line, text=shorten(", ".join(node.text for node in nodes)))
     scalar = _scalar(value)
-    return Node(value=scalar, line=line, text=shorten(str(scalar)))
+    return Node(value=scalar, line=line, text=shorten(_text(scalar)))
+
+
+def text_of_mapping(entries: Sequence[Entry]) -> str:
+    """Return the first entries as text, for messages."""
+    return shorten("{" + ", ".join(f"{entry.key}: {entry.value.text}" for entry in entries[:5]) + "}")
 
 
 def _scalar(value: Any) -> Any:
@@ -95,4 +116,11 @@ def _scalar(value: Any) -> Any:
     try:
         return operator.index(value)
     except TypeError:
+        return ObjectText(_text(value))
+
+
+def _text(value: Any) -> str:
+    try:
         return str(value)
+    except Exception:  # an integer of more digits than Python converts, or an object whose __str__ fails
+        return f"a value of the type {type(value).__name__}"

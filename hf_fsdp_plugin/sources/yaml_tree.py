@@ -10,10 +10,17 @@ from typing import Any
 import yaml
 
 from hf_fsdp_plugin.problems import Origin, Problem
-from hf_fsdp_plugin.sources.tree import Entries, Entry, Node, from_python, shorten
+from hf_fsdp_plugin.sources.tree import (
+    MAX_DEPTH,
+    MAX_NODES,
+    Entries,
+    Entry,
+    Node,
+    from_python,
+    shorten,
+    text_of_mapping,
+)
 
-MAX_NODES = 20_000
-MAX_DEPTH = 20
 _TOO_DEEP = "the content is nested too deeply or too long for a config.", "Check that the path names a config."
 _EVENTS: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -126,8 +133,7 @@ class _Composer:
                 message = f"the key '{shorten(key)}' occurs twice, here and in line {entries[key].line}."
                 raise self._error("FSDP-E013", message, "Keep one of them.", event)
             entries[key] = Entry(key=key, line=key_line, value=self._node(next(events), events, depth + 1))
-        shown = ", ".join(f"{entry.key}: {entry.value.text}" for entry in list(entries.values())[:5])
-        return Node(value=Entries(entries.values()), line=line, text=shorten("{" + shown + "}"))
+        return Node(value=Entries(entries.values()), line=line, text=text_of_mapping(tuple(entries.values())))
 
     def _scalar(self, event: Any) -> Any:
         tag = event.tag or self._resolver.resolve(yaml.ScalarNode, event.value, event.implicit)
@@ -159,7 +165,7 @@ def _line(event: Any) -> int:
     return int(event.start_mark.line) + 1
 
 
-_DECIMAL = re.compile(r"[-+]?(?:(?:0|[1-9][\d_]*)(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?|[-+]?\.inf|\.nan", re.IGNORECASE)
+_DECIMAL = re.compile(r"[-+]?(?:0|[1-9]\d*)(?:\.\d+)?(?:e[-+]?\d+)?|[-+]?\.inf|\.nan", re.ASCII | re.IGNORECASE)
 _PLAIN_TAGS = frozenset(
     {"!", *(f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map"))}
 )

@@ -11,15 +11,17 @@ from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
 from hf_fsdp_plugin.sources import accelerate_file, environment, plugin_object, training_arguments
 from hf_fsdp_plugin.sources import distributed_config as distributed_config_source
 from hf_fsdp_plugin.sources.accelerate_launch import locate_config
+from hf_fsdp_plugin.sources.arguments import check_arguments
 from hf_fsdp_plugin.sources.config_file import ConfigFile
 from hf_fsdp_plugin.sources.model import Sources, config_of
 from hf_fsdp_plugin.sources.settings import Setting, SourceSettings
 from hf_fsdp_plugin.sources.training_arguments import FsdpConfig, FsdpOptions
 from hf_fsdp_plugin.spec.model import VERSION_DEFAULTS, FsdpSpec
 from hf_fsdp_plugin.spec.parse import build, defaults_of, dialect_of, parse_settings
-from hf_fsdp_plugin.spec.precedence import merge, read_all
+from hf_fsdp_plugin.spec.precedence import about, merge, read_all
 from hf_fsdp_plugin.spec.rules import check_rules
 from hf_fsdp_plugin.strategies import STRATEGIES
+from hf_fsdp_plugin.vocabulary import canonical
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +76,9 @@ def load_spec(
         SpecError: at least one problem is an error; the exception contains all problems.
     """
     given = {"fsdp": fsdp, "fsdp_config": fsdp_config}
-    arguments = {**(training_arguments or {}), **{key: value for key, value in given.items() if value is not None}}
+    arguments: Any = {} if training_arguments is None else training_arguments
+    if isinstance(arguments, Mapping):  # otherwise check_arguments reports the type
+        arguments = {**arguments, **{key: value for key, value in given.items() if value is not None}}
     sources = Sources(
         config=config_of(config),
         training_arguments=arguments,
@@ -99,7 +103,10 @@ def with_distributed_config(spec: FsdpSpec, config: Any) -> FsdpSpec:
     Raises:
         SpecError: the config has an error, or conflicts with other settings. The exception contains all problems.
     """
-    read = distributed_config_source.read(Sources(distributed_config=config_of(config), environ={}))
+    sources = Sources(distributed_config=config_of(config), environ={})
+    if wrong := check_arguments(sources):
+        raise SpecError(wrong)
+    read = distributed_config_source.read(sources)
     if read is None:
         return spec
     level = parse_settings(read)
@@ -157,15 +164,37 @@ def _at(level: str, settings: Iterable[Setting]) -> SourceSettings:
 
 def assess(sources: Sources) -> Assessment:
     """Read every source, apply the precedence, and check the result."""
+    if wrong := check_arguments(sources):
+        return Assessment(spec=FsdpSpec(), problems=wrong)
     sources = locate_config(sources)
     levels = [parse_settings(level) for level in _resolve_activity(read_all(sources))]
     problems = [*sources.problems, *(problem for level in levels for problem in level.problems)]
     effective, overridden = merge(levels)
     spec, derived = build(effective, defaults_of(dialect_of(levels)))
-    found = [*problems, *overridden, *_ambiguous_version(levels, spec), *derived, *_check(spec, problems)]
+    not_set = _not_set(levels, spec)
+    found = [*problems, *not_set, *overridden, *_ambiguous_version(levels, spec), *derived, *_check(spec, problems)]
     unique = tuple(dict.fromkeys(found))
     spec = replace(spec, problems=tuple(problem for problem in unique if problem.severity != "error"))
     return Assessment(spec=spec, problems=unique)
+
+
+def _not_set(levels: Sequence[SourceSettings], spec: FsdpSpec) -> Iterator[Problem]:
+    """Report each key whose value is null, with the value that is used instead."""
+    for setting in (setting for level in levels for setting in level.not_set):
+        name = canonical(setting.name)
+        written = setting.origin.spelling
+        message = f"{written} has no value, which means that it is not set."
+        if name is not None and spec.asked(name):
+            message += f" {spec.origin(name)} is used."
+        elif name is not None:
+            message += f" The default is used: {_format(spec.get(name))}."
+        yield about(setting, "FSDP-N051", message)
+
+
+def _format(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if value or value == 0 else "none"
 
 
 def _ambiguous_version(levels: Sequence[SourceSettings], spec: FsdpSpec) -> Iterator[Problem]:
@@ -217,7 +246,11 @@ def _activate(level: SourceSettings) -> SourceSettings:
         return level
     settings = (replace(setting, level=level.level) for setting in inactive.settings)
     return replace(
-        level, settings=(*level.settings, *settings), problems=(*level.problems, *inactive.problems), inactive=None
+        level,
+        settings=(*level.settings, *settings),
+        not_set=(*level.not_set, *inactive.not_set),
+        problems=(*level.problems, *inactive.problems),
+        inactive=None,
     )
 
 

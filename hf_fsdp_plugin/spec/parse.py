@@ -9,11 +9,11 @@ from typing import Any
 
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources import environment, plugin_object
-from hf_fsdp_plugin.sources.collector import AUTO_WRAP
+from hf_fsdp_plugin.sources.collector import AUTO_WRAP, OFF
 from hf_fsdp_plugin.sources.settings import Dialect, Setting, SourceSettings
 from hf_fsdp_plugin.spec import model
-from hf_fsdp_plugin.spec.precedence import about, has_precedence, overridden
-from hf_fsdp_plugin.spec.values import InvalidValue, NoValue, parse_value, shown
+from hf_fsdp_plugin.spec.precedence import about, conflict, has_precedence, overridden
+from hf_fsdp_plugin.spec.values import InvalidValue, parse_value, shown
 from hf_fsdp_plugin.strategies import DEFAULT, STRATEGIES, Strategy, strategy_of
 from hf_fsdp_plugin.vocabulary import BY_NAME
 
@@ -32,8 +32,6 @@ def parse_settings(level: SourceSettings) -> SourceSettings:
             continue
         try:
             parsed = replace(setting, value=parse_value(row, setting.value))
-        except NoValue:
-            continue
         except InvalidValue as invalid:
             message = f"{setting.origin.spelling} is {shown(setting.value)}; expected {invalid.expected}."
             problems.append(about(setting, invalid.code, message, invalid.fix))
@@ -61,6 +59,7 @@ def build(effective: Settings, dialect_defaults: Mapping[str, Any]) -> tuple[mod
     """Return the spec of these settings, and the problems of the derived settings."""
     problems: list[Problem] = []
     settings = dict(effective)
+    _derive_off(settings, problems)
     _derive_mode(settings)
     _gather(settings, "launch.dynamo_config", "dynamo_")
     _gather(settings, "launch.extra", "")
@@ -71,6 +70,25 @@ def build(effective: Settings, dialect_defaults: Mapping[str, Any]) -> tuple[mod
     _derive_wrap_policy(settings, problems)
     _derive_strategy(settings, version, problems)
     return _make_spec(settings, defaults), tuple(problems)
+
+
+def _derive_off(settings: Settings, problems: list[Problem]) -> None:
+    """Apply ``bf16: false`` to a mixed precision mode of lower precedence."""
+    for dtype, name in OFF.items():
+        off, mode, param = (
+            settings.pop(name, None),
+            settings.get("launch.mixed_precision"),
+            settings.get("precision.param"),
+        )
+        if off is None or mode is None or mode.value != dtype or has_precedence(mode, off):
+            continue
+        if not has_precedence(off, mode):
+            problems.append(conflict(off, mode))
+            continue
+        problems.append(overridden(mode, off))
+        settings["launch.mixed_precision"] = replace(off, name="launch.mixed_precision", value="no")
+        if param is not None and param.value == dtype and has_precedence(off, param):
+            settings["precision.param"] = replace(off, name="precision.param", value="auto")
 
 
 def _derive_mode(settings: Settings) -> None:
@@ -103,13 +121,23 @@ def _derive_checkpointing(settings: Settings, problems: list[Problem]) -> None:
         fix = f"Remove {trainer.origin.spelling}: FSDP's checkpointing needs no second all-gather."
         problems.append(about(own, "FSDP-E112", message, fix))
         return
+    if own is not None and has_precedence(own, trainer):
+        message = f"{own.written} does not turn off {trainer.origin}, which the Trainer itself applies."
+        problems.append(about(own, "FSDP-W150", message, f"Remove {trainer.origin.spelling} to turn it off."))
     settings["activation.checkpointing"] = replace(trainer, name="activation.checkpointing", value="full")
     settings["activation.native"] = replace(trainer, name="activation.native", value=True)
 
 
 def _derive_wrap_policy(settings: Settings, problems: list[Problem]) -> None:
     """If no wrap policy is set, select it by the size threshold, ``auto_wrap`` or the class names."""
-    auto_wrap = settings.pop(AUTO_WRAP, None)
+    auto_wrap, policy = settings.pop(AUTO_WRAP, None), settings.get("wrap.policy")
+    if auto_wrap is not None and policy is not None and policy.value == "none":
+        if has_precedence(auto_wrap, policy):
+            problems.append(overridden(settings.pop("wrap.policy"), auto_wrap))
+        elif has_precedence(policy, auto_wrap):
+            problems.append(overridden(auto_wrap, policy))
+        else:
+            problems.append(conflict(policy, auto_wrap))
     if "wrap.policy" in settings:
         return
     threshold, classes = settings.get("wrap.min_num_params"), settings.get("wrap.classes")
@@ -145,7 +173,10 @@ def _combine_reshard(
 ) -> None:
     row = STRATEGIES[strategy.value]
     other = _strategy_of(reshard, row)
-    if not row.is_sharded or row.reshards_after_forward == reshard.value:
+    if not row.is_sharded and has_precedence(reshard, strategy):
+        settings["sharding.strategy"] = _strategy_of(reshard)
+        problems.append(overridden(strategy, reshard))
+    elif not row.is_sharded or row.reshards_after_forward == reshard.value:
         problems.append(about(reshard, "FSDP-N108", f"{reshard.written} has no effect with {strategy.origin}."))
     elif row.hybrid and row.reshards_after_forward:
         settings["sharding.strategy"] = replace(strategy, value=other.value)

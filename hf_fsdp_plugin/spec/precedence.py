@@ -92,8 +92,7 @@ def _merge_level(level: SourceSettings) -> tuple[dict[str, Setting], list[Proble
         if first.value == setting.value:
             problems.append(_repeated(setting, first))
         else:
-            message = f"{setting.written} conflicts with {first.origin}."
-            problems.append(about(setting, "FSDP-E102", message, "Keep one of them."))
+            problems.append(conflict(setting, first))
     return settings, problems
 
 
@@ -128,6 +127,11 @@ def _other_engine(setting: Setting, effective: Setting) -> Problem:
         return about(setting, "FSDP-E120", message, "Keep one of them.")
     message = f"{setting.written} is overridden by {effective.origin}, which selects {effective.value}."
     return about(setting, "FSDP-W160", message, f"Set distributed_type: {effective.value} in the config.")
+
+
+def conflict(setting: Setting, first: Setting) -> Problem:
+    """Return the error that one source sets a setting to two values."""
+    return about(setting, "FSDP-E102", f"{setting.written} conflicts with {first.origin}.", "Keep one of them.")
 
 
 def about(setting: Setting, code: str, message: str, fix: str = "") -> Problem:

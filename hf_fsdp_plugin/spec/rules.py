@@ -12,6 +12,7 @@ from hf_fsdp_plugin.sources.deepspeed import equivalent_settings
 from hf_fsdp_plugin.sources.settings import enables_fsdp
 from hf_fsdp_plugin.spec.model import DIALECT_DEFAULTS, FsdpSpec
 from hf_fsdp_plugin.spec.precedence import OTHER_ENGINES
+from hf_fsdp_plugin.spec.values import is_class_name
 from hf_fsdp_plugin.strategies import STRATEGIES
 
 XLA_TYPES = ("XLA", "TPU")
@@ -217,12 +218,12 @@ def check_unused_wrapping(spec: FsdpSpec) -> Iterator[Problem]:
 
 def check_class_names(spec: FsdpSpec) -> Iterator[Problem]:
     for name in spec.wrap.classes:
-        if name.isidentifier():
+        if is_class_name(name):
             continue
         reason, fix = "is not a class name", "Write names such as LlamaDecoderLayer."
         if any(character.isspace() for character in name):
             reason, fix = "contains a space", f"Separate names with commas: {', '.join(name.split())}."
-        elif all(part.isidentifier() for part in name.split(".")):
+        elif all(map(is_class_name, name.split("."))):
             reason, fix = "is a path, not a class name", f"Write the class alone: {name.rpartition('.')[2]}."
         yield about(spec, "FSDP-E144", "wrap.classes", f"'{name[:80]}' {reason}.", fix)
 

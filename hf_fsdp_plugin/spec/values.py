@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import difflib
+import ipaddress
+import keyword
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, Final
 
-from hf_fsdp_plugin.sources.tree import shorten
+from hf_fsdp_plugin.sources.tree import ObjectText, shorten
 from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS, look_up, value_key, word_of
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.vocabulary import STRATEGY_CHOICES, Kind, Row
+from hf_fsdp_plugin.vocabulary import STRATEGY_CHOICES, UNSUPPORTED_VALUES, Kind, Row
 
 MAX_INTEGER = 2**63 - 1
-_INTEGER = re.compile(
+MAX_DIGITS = 40
+_INTEGER = re.compile(r"([+-]?) (0|[1-9]\d*) (\.0+)? () ()", re.ASCII | re.VERBOSE)
+_COUNT = re.compile(
     r"""([+-]?)
     (0|[1-9]\d* | [1-9]\d{0,2}(?:,\d{3})+ | [1-9]\d{0,2}(?:_\d{3})+)  # 1000, 1,000 or 1_000; 010 is octal in YAML 1.1
-    (\.\d*)? (e[+-]?\d{1,3})? ([kmbgt]?)""",
-    re.ASCII | re.IGNORECASE | re.VERBOSE,
+    (\.\d+)? (e[+-]?\d{1,3})? ([kmbgt]?)""",
+    re.ASCII | re.VERBOSE,
 )
-LARGE: Final = frozenset({"wrap.min_num_params"})
-"""Settings whose numbers are often written as 1e8 or 100M."""
 UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
-
-
-class NoValue(Exception):
-    """The text means null, for example ``None`` in an environment variable."""
+_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
+"""One part of a host name, by RFC 1123."""
+_DEVICE = re.compile(r"0|[1-9]\d{0,4}|(?:gpu|mig)-[0-9a-z/-]+", re.ASCII)
+"""A number, or the UUID of a GPU or of a part of one, as in ``CUDA_VISIBLE_DEVICES``."""
+_BRACKETS = {"[": "]", "(": ")", "{": "}"}
 
 
 class InvalidValue(ValueError):
@@ -38,7 +41,7 @@ class InvalidValue(ValueError):
 
 
 def parse_value(row: Row, raw: Any) -> Any:
-    """Return the typed value. Raises ``InvalidValue``, or ``NoValue`` if the text means null."""
+    """Return the typed value. Raises ``InvalidValue``."""
     return _PARSERS[row.kind](row, raw)
 
 
@@ -50,20 +53,27 @@ def _bool(row: Row, raw: Any) -> bool:
         return True
     if word in FALSE_WORDS:
         return False
-    _raise_if_null(word)
+    if unsupported := UNSUPPORTED_VALUES.get((row.name, word)):
+        raise InvalidValue(f"true or false. {word} {unsupported.why}", unsupported.fix, code=unsupported.code)
     raise InvalidValue("true or false", _did_you_mean(word, ("true", "false")))
 
 
 def _integer(row: Row, raw: Any) -> int:
-    number = _number(raw, "an integer, such as 100000000, 1e8 or 100M" if row.name in LARGE else "an integer")
+    return _at_least(row, _number(raw, _INTEGER, "an integer, such as 8"))
+
+
+def _count(row: Row, raw: Any) -> int:
+    return _at_least(row, _number(raw, _COUNT, "an integer, such as 100000000, 1e8 or 100M"))
+
+
+def _at_least(row: Row, number: int) -> int:
     if row.minimum is not None and number < row.minimum:
         raise InvalidValue(f"an integer of at least {row.minimum}")
     return number
 
 
 def _size(row: Row, raw: Any) -> int | str:
-    word = _word(raw)
-    if word in ("auto", "-1"):
+    if _word(raw) in ("auto", "-1"):
         return "auto"
     try:
         return _integer(row, raw)
@@ -72,7 +82,7 @@ def _size(row: Row, raw: Any) -> int | str:
 
 
 def _one(row: Row, raw: Any) -> int:
-    number = _number(raw, "1")
+    number = _number(raw, _INTEGER, "1")
     if number != 1:
         raise InvalidValue(
             "1, because the plugin supports data parallelism only (replicate × shard)",
@@ -82,19 +92,20 @@ def _one(row: Row, raw: Any) -> int:
     return number
 
 
-def _number(raw: Any, expected: str) -> int:
+def _number(raw: Any, form: re.Pattern[str], expected: str) -> int:
     if isinstance(raw, bool):
         raise InvalidValue(expected)
     if isinstance(raw, int):
         number = Decimal(raw)
+    elif isinstance(raw, float) and raw.is_integer():
+        number = Decimal(int(raw))
     else:
         word = _word(raw)
-        _raise_if_null(word)
-        match = _INTEGER.fullmatch(word)
-        if match is None or len(word) > 40:
+        match = form.fullmatch(word)
+        if match is None or len(word) > MAX_DIGITS:
             raise InvalidValue(expected)
         sign, digits, fraction, exponent, unit = match.groups(default="")
-        number = Decimal(sign + re.sub("[,_]", "", digits) + fraction + exponent) * UNITS[unit.lower()]
+        number = Decimal(sign + re.sub("[,_]", "", digits) + fraction + exponent) * UNITS[unit]
     if abs(number) > MAX_INTEGER:
         raise InvalidValue(f"an integer of at most {MAX_INTEGER}")
     if number != number.to_integral_value():
@@ -103,15 +114,15 @@ def _number(raw: Any, expected: str) -> int:
 
 
 def _choice(row: Row, raw: Any) -> Any:
-    found = look_up(row.choices, raw)
+    _word(raw)
+    found = look_up(row.choices, raw, row.prefixes)
     if found is not None:
         return int(found) if found.isdigit() else found
-    word = _word(raw)
-    _raise_if_null(word)
     forms = [value for value in row.choices if value not in ("auto", "fp8")]  # fp8 is refused with its own reason
+    nearest = _nearest(value_key(raw, row.prefixes), row.choices, _spellings(row.choices))
     if row.choices is STRATEGY_CHOICES:
-        raise InvalidValue(f"{', '.join(forms)} or 1 to {len(forms)}", _nearest(value_key(raw), row.choices, forms))
-    raise InvalidValue(_or(forms), _nearest(value_key(raw), row.choices, _spellings(row.choices)))
+        raise InvalidValue(f"{', '.join(forms)} or 1 to {len(forms)}", nearest)
+    raise InvalidValue(_or(forms), nearest)
 
 
 def _mode(row: Row, raw: Any) -> str:
@@ -127,52 +138,92 @@ def _mode(row: Row, raw: Any) -> str:
 
 def _reshard(row: Row, raw: Any) -> bool | str:
     """Parse a bool, or the name or number of a strategy: ``accelerate to-fsdp2`` copies numbers to this key."""
-    word = value_key(raw)
+    word = _word(raw)
     if word in TRUE_WORDS:
         return True
-    if word in FALSE_WORDS or word == "no_reshard":
+    if word in FALSE_WORDS or value_key(raw) == "no_reshard":
         return False
-    if found := look_up(STRATEGY_CHOICES, raw):
+    if found := look_up(STRATEGY_CHOICES, raw, row.prefixes):
         return found
-    _raise_if_null(word)
     forms = ("true", "false", *STRATEGIES)
-    raise InvalidValue("true, false or a strategy", _did_you_mean(word, forms))
+    raise InvalidValue("true, false or a strategy", _did_you_mean(value_key(raw, row.prefixes), forms))
 
 
 def _names(row: Row, raw: Any) -> tuple[str, ...]:
     """Parse a name, names with commas, a list, or a Python list as text, which stock launchers put in variables."""
-    items = raw if isinstance(raw, list) else [raw]
+    expected = "a class name, a list of them, or several separated by commas"
     names: dict[str, None] = {}
-    for item in items:
-        if not isinstance(item, str):
-            raise InvalidValue("a class name, a list of them, or several separated by commas")
+    for item in raw if isinstance(raw, list) else [raw]:
+        if not _is_text(item):
+            raise InvalidValue(expected)
         text = item.strip()
-        if text.startswith(("[", "{", "(")) and text.endswith(("]", "}", ")")):
-            text = text[1:-1]
-        for name in text.split(","):
-            if clean := name.strip().strip("'\"").strip():
-                names[clean] = None
-    if not names or list(names) in (["None"], ["null"]):
-        raise NoValue
+        if len(text) > 1 and _BRACKETS.get(text[0]) == text[-1]:
+            text = text[1:-1].strip()
+        given = [_without_quotes(name.strip()) for name in text.removesuffix(",").split(",")]
+        if "" in given:
+            raise InvalidValue(expected)
+        names |= dict.fromkeys(given)
     return tuple(names)
 
 
-def _text(row: Row, raw: Any) -> str:
-    if isinstance(raw, dict):
-        raise InvalidValue("text")
-    text = ",".join(str(item) for item in raw) if isinstance(raw, list) else str(raw).strip()
-    if isinstance(raw, bool):
-        text = text.lower()
-    _raise_if_null(text.lower())
-    if any(character in text for character in "\n\r\0"):
-        raise InvalidValue("a single line of text")
+def _without_quotes(text: str) -> str:
+    return text[1:-1].strip() if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
+
+
+def _address(row: Row, raw: Any) -> str:
+    """Parse an IP address, or a host name by RFC 1123."""
+    expected = "an IP address or a host name, such as 10.0.0.1 or node-0.cluster"
+    text = raw.strip() if _is_text(raw) else ""
+    try:
+        return str(ipaddress.ip_address(text))
+    except ValueError:
+        labels = text.lower().split(".")
+    if len(text) > 253 or labels[-1].isdigit() or not all(_LABEL.fullmatch(label) for label in labels):
+        fix = "Set main_process_port for the port." if ":" in text else ""
+        raise InvalidValue(expected, fix)
     return text
+
+
+def _devices(row: Row, raw: Any) -> str:
+    """Parse ``all``, or numbers or UUIDs of GPUs as text with commas or as a list."""
+    items = raw if isinstance(raw, list) else str(_word(raw)).split(",")
+    devices = [_word(item) for item in items]
+    if devices == ["all"]:
+        return "all"
+    expected = "all, or different numbers separated by commas, such as 0,1"
+    if any(isinstance(item, bool) for item in (raw, *items)) or not all(map(_DEVICE.fullmatch, devices)):
+        raise InvalidValue(expected)
+    if len(set(devices)) < len(devices):
+        raise InvalidValue(expected, f"Write {','.join(dict.fromkeys(devices))}.")
+    written = [str(item).strip() for item in (raw if isinstance(raw, list) else str(raw).split(","))]
+    return ",".join(written)
+
+
+def _identifier(row: Row, raw: Any) -> str:
+    if not _is_text(raw) or not is_class_name(raw.strip()):
+        raise InvalidValue("a name of Python, such as main")
+    return raw.strip()
+
+
+def is_class_name(name: str) -> bool:
+    """Whether Python can have a class of this name."""
+    return name.isidentifier() and not keyword.iskeyword(name)
+
+
+def _pattern(row: Row, raw: Any) -> str:
+    if not _is_text(raw) or any(character in raw for character in "\n\r\0"):
+        raise InvalidValue("a regular expression in one line, such as .*lora.*")
+    return raw.strip()
 
 
 def _mapping(row: Row, raw: Any) -> Mapping[str, Any]:
     if not isinstance(raw, dict):
         raise InvalidValue("a mapping with keys and values")
     return raw
+
+
+def _is_text(raw: Any) -> bool:
+    return isinstance(raw, str) and not isinstance(raw, ObjectText)
 
 
 def _is_number(word: str) -> bool:
@@ -189,16 +240,12 @@ def _word(raw: Any) -> str:
         raise InvalidValue("a number of fewer digits") from None
 
 
-def _raise_if_null(word: str) -> None:
-    if word in ("none", "null", ""):
-        raise NoValue
-
-
 def _spellings(choices: Mapping[str, tuple[str, ...]]) -> list[str]:
-    return [form for value, others in choices.items() for form in (value.lower(), *others) if not form.isdigit()]
+    forms = [form for value, others in choices.items() for form in (value.lower(), *others)]
+    return [form for form in forms if not form.isdigit()]
 
 
-def _nearest(word: str, choices: Mapping[str, tuple[str, ...]], known: Any) -> str:
+def _nearest(word: str, choices: Mapping[str, tuple[str, ...]], known: Sequence[str]) -> str:
     """Return the nearest number of the choices for a number, and the most similar spelling for text."""
     numbers = sorted(int(way) for value, others in choices.items() for way in (value, *others) if way.isdigit())
     if not numbers or not _is_number(word):
@@ -207,8 +254,8 @@ def _nearest(word: str, choices: Mapping[str, tuple[str, ...]], known: Any) -> s
     return f"Did you mean {min(numbers, key=lambda choice: abs(choice - number))}?"
 
 
-def _did_you_mean(word: str, known: Any) -> str:
-    nearest = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+def _did_you_mean(word: str, known: Sequence[str]) -> str:
+    nearest = difflib.get_close_matches(word[:MAX_DIGITS], known, n=1, cutoff=0.6)
     return f"Did you mean {nearest[0]}?" if nearest else ""
 
 
@@ -217,11 +264,17 @@ def _or(forms: list[str]) -> str:
 
 
 _PARSERS: Mapping[Kind, Callable[[Row, Any], Any]] = {
-    "bool": _bool, "integer": _integer, "size": _size, "choice": _choice, "names": _names, "text": _text,
+    "bool": _bool, "integer": _integer, "count": _count, "size": _size, "choice": _choice, "names": _names,
     "mapping": _mapping, "any": lambda row, raw: raw, "reshard": _reshard, "one": _one, "mode": _mode,
+    "address": _address, "devices": _devices, "identifier": _identifier, "pattern": _pattern,
 }  # fmt: skip
 
 
 def shown(raw: Any) -> str:
     """Return a value as text for messages. Strings are quoted."""
-    return shorten(repr(raw)) if isinstance(raw, str) else shorten(str(raw))
+    if isinstance(raw, str):
+        return shorten(repr(raw))
+    try:
+        return shorten(str(raw))
+    except ValueError:  # the integer has more digits than Python converts to text
+        return "a number of several thousand digits"

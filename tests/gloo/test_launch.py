@@ -97,7 +97,7 @@ def test_handover_contains_only_user_variables(tmp_path: Path) -> None:
         "config": str(tmp_path / "fsdp.yaml"),
         "config_shown": "fsdp.yaml",
         "quiet": False,
-        "command_line": ["--use_cpu=true", "--fsdp_offload_params=false"],
+        "command_line": ["--cpu", "--fsdp_offload_params=false"],
         "overrides": ["prefetch.forward=true"],
         "report": str(tmp_path / "r.json"),
         "report_table": False,

@@ -2,7 +2,9 @@
 
 import ast
 import importlib.util
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,6 +54,54 @@ def test_misspelled_key_suggests_nearest(written: str, expected: str):
 
 def test_unrelated_key_has_no_suggestion():
     assert suggest("zzzzzz", ("fsdp", "launch")) == ""
+
+
+UNREAD = {
+    "launch.same_network": "machines meet at main_process_ip in any network",
+    "launch.main_training_function": "ignored: the plugin does not start TPUs",
+}
+VALUES = {
+    "bool": (True, False), "integer": (3,), "count": (3,), "size": (3,), "names": ("A",), "pattern": ("a.*",),
+    "address": ("10.0.0.1",), "devices": ("0",), "identifier": ("other",), "mapping": ({"a": 1},), "any": ("x",),
+    "reshard": (True, False), "one": (2,), "flag": (True,), "options": ("no_shard",),
+}  # fmt: skip
+
+
+def test_every_setting_is_read_outside_the_spec():
+    package = Path(__file__).parents[2] / "hf_fsdp_plugin"
+    files = [path for path in package.rglob("*.py") if path.name not in ("vocabulary.py", "model.py")]
+    text = "\n".join(path.read_text("utf-8") for path in files)
+    names = [name for name, _, _ in FsdpSpec().settings()]
+    assert {name for name in names if not re.search(rf"\b{re.escape(name)}\b", text)} == set(UNREAD)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.opens is None], ids=lambda row: f"{row.scope}:{row.name}")
+def test_every_key_changes_the_spec_or_is_reported(assess, row: Row):
+    def read(**given: Any) -> Any:
+        assessment = assess(**given)
+        values = [(name, value) for name, value, _ in assessment.spec.settings()]
+        return values, [problem.code for problem in assessment.problems]
+
+    values = VALUES.get(row.kind) or tuple(row.choices)
+    assert any(read(**_given(row.scope, row.key, value)) != read(**_given(row.scope)) for value in values)
+
+
+def _given(scope: str, key: str = "", value: Any = None) -> dict[str, Any]:
+    """Return sources with one more key in one scope."""
+    sections: dict[str, Any] = {
+        "fsdp": {"fsdp_version": 2}, "parallelism": {}, "dynamo": {}, "precision": {}, "launch": {}, "training": {},
+        "distributed": {"fsdp_size": 4},
+    }  # fmt: skip
+    if key:
+        sections[scope] = {**sections[scope], key: value}
+    fsdp = {**sections["fsdp"], "fsdp_mixed_precision_policy": sections["precision"]}
+    config = {"distributed_type": "FSDP", "fsdp_config": fsdp, "parallelism_config": sections["parallelism"]}
+    if scope == "training":
+        return {"config": {"base_model": "m", "fsdp": True, **sections["training"]}}
+    return {
+        "config": {**config, "dynamo_config": sections["dynamo"], **sections["launch"]},
+        **({"distributed_config": sections["distributed"]} if scope == "distributed" else {}),
+    }
 
 
 def test_every_key_of_accelerate_config_is_known():

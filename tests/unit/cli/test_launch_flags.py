@@ -48,6 +48,13 @@ def launch(hf_fsdp: Callable) -> Callable[..., tuple[int, str, str]]:
         (["."], "without a __main__.py"),
         (["--report"], "--report needs a value"),
         (["--config_file=", "train.py"], "--config_file needs a value"),
+        (["--num_processes", "--cpu", "train.py"], "--num_processes needs a value"),
+        (["--cpu=false", "train.py"], "--cpu takes no value, but is given 'false'. Write --cpu alone to turn it on"),
+        (["--use_fsdp=false", "train.py"], "--use_fsdp takes no value"),
+        (["--quiet=", "train.py"], "--quiet takes no value"),
+        (["--log_dir", "a", "--log_dir", "b", "train.py"], "--log_dir b conflicts with --log_dir a"),
+        (["--offload_params", "true", "train.py"], "Did you mean --fsdp_offload_params?"),
+        (["--sharding_strategy", "1", "train.py"], "Did you mean --fsdp_sharding_strategy?"),
         (["--log_dir", "train.py", "train.py"], "--log_dir train.py: "),
         (["--report", "/proc/none/r.json", "train.py"], "--report /proc/none/r.json: "),
         (["x" * 5000], "no such script"),
@@ -72,6 +79,9 @@ def test_wrong_usage_exits_2_with_one_line(launch: Callable, folder: Path, argv:
         (["--num_machines", "2"], ["FSDP-E704"]),
         (["--num_machines", "2", "--num_processes", "3"], ["num_processes=3", "num_machines=2"]),
         (["--fsdp_sharding_strategy", "9", "--set", "foo=1"], ["fsdp_sharding_strategy", "'foo'"]),
+        (["--num_processes", "1", "--num_processes", "2"], ["FSDP-E102", "--num_processes=2"]),
+        (["--fsdp", "full_shard", "--fsdp", "no_shard"], ["FSDP-E102", "--fsdp=no_shard"]),
+        (["--fsdp_offload_params="], ["FSDP-E050"]),
     ],
     ids=str,
 )
@@ -132,10 +142,10 @@ def test_launch_without_a_config_is_a_note(hf_fsdp: Callable, folder: Path, monk
 
 def test_hyphens_equals_signs_and_any_suffix_are_accepted() -> None:
     parsed = parse_launch_arguments(["--num-processes=1", "--mixed-precision=no", "--same_network", "--DEBUG", "train"])
-    assert parsed.command_line == ("--num_processes=1", "--mixed_precision=no", "--same_network=true", "--debug=true")
+    assert parsed.command_line == ("--num_processes=1", "--mixed_precision=no", "--same_network", "--debug")
     assert (parsed.script, parsed.options) == ("train", {})
-    parsed = parse_launch_arguments(["--quiet=false", "--monitor_interval", "5", "-t", "3", "--", "--odd.py"])
-    assert (parsed.script, parsed.options) == ("--odd.py", {"tee": "3"})
+    parsed = parse_launch_arguments(["--quiet", "--monitor_interval", "5", "-t", "3", "--", "--odd.py"])
+    assert (parsed.script, parsed.options) == ("--odd.py", {"quiet": "true", "tee": "3"})
 
 
 def test_arguments_after_the_script_are_unchanged() -> None:

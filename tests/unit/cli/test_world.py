@@ -54,7 +54,6 @@ def test_resolve_world_without_problems(launch: dict[str, Any], found: Accelerat
         ({"gpu_ids": "0,1"}, GPUS[1], "FSDP-E703", "0,1 lists 2 devices"),
         ({**TWO_MACHINES, "main_process_ip": ""}, CPU, "FSDP-E704", "--main_process_ip"),
         ({**TWO_MACHINES, "main_process_port": 0}, CPU, "FSDP-E705", "29500"),
-        ({**TWO_MACHINES, "rdzv_backend": "etcd"}, CPU, "FSDP-E706", "'etcd'"),
     ],
 )
 def test_resolve_world_reports_a_code(launch: dict[str, Any], found: Accelerators, code: str, part: str) -> None:

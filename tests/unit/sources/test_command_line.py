@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_fsdp_plugin.sources.command_line import split_launch
+from hf_fsdp_plugin.sources.command_line import LAUNCHER_FLAGS, RENAMED, SWITCHES, split_launch
 
 LAUNCH = [
     "--config_file", "c.yaml", "--num_processes=4", "--use_fsdp", "--fsdp_sharding_strategy", "2",
@@ -87,3 +87,49 @@ def test_invalid_set_is_error(problems, override, code, suggestion):
     problem = problems(overrides=[override])[0]
     assert problem.code == code
     assert suggestion in str(problem)
+
+
+@pytest.mark.parametrize("flag", sorted(SWITCHES - LAUNCHER_FLAGS))
+def test_switch_with_a_value_is_an_error(problems, flag):
+    for value in ("false", "true", ""):
+        (problem,) = problems(command_line=[f"--{flag}={value}"])
+        assert (problem.code, problem.origin.spelling) == ("FSDP-E054", f"--{flag}")
+        assert f"--{flag} alone" in problem.fix
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--fsdp", "full_shard", "--fsdp", "no_shard"],
+        ["--fsdp", "--fsdp", "false"],
+        ["--fsdp", "full_shard", "--fsdp_config", "{}", "--fsdp_config", "a.yaml"],
+        ["--num_processes", "2", "--num_processes=4"],
+        ["--mixed_precision", "bf16", "--mixed_precision", "no"],
+        ["--use_cpu", "false", "--cpu"],
+        ["--set", "offload.params=true", "--set", "offload.params=false"],
+    ],
+)
+def test_flag_with_two_values_is_an_error(codes, flags):
+    assert "FSDP-E102" in codes(command_line=flags)
+
+
+@pytest.mark.parametrize("flags", [["--fsdp", "full_shard"], ["--num_processes", "2"], ["--cpu"], ["--fsdp"]])
+def test_repeated_flag_with_the_same_value_is_accepted(assess, flags):
+    assert assess(command_line=["--use_fsdp", *flags, *flags]).ok
+
+
+@pytest.mark.parametrize("flag", ["--fsdp_offload_params", "--fsdp_version", "--num_processes", "--fsdp_config"])
+def test_flag_without_its_value_is_an_error(codes, flag):
+    for flags in ([flag], [flag, "--cpu"], [f"{flag}="]):
+        assert "FSDP-E050" in codes(command_line=["--fsdp", *flags])
+
+
+@pytest.mark.parametrize(("flags", "kind"), [(["--fsdp"], "FSDP"), (["--fsdp="], "NO"), (["--fsdp", ""], "NO")])
+def test_empty_fsdp_flag_is_off(assess, flags, kind):
+    assert assess(command_line=flags).spec.launch.distributed_type == kind
+
+
+@pytest.mark.parametrize("name", sorted(RENAMED))
+def test_flag_of_an_old_accelerate_names_the_present_one(problems, name):
+    (problem,) = problems(command_line=["--use_fsdp", f"--{name}", "1"])
+    assert (problem.code, problem.fix) == ("FSDP-E030", f"Did you mean --fsdp_{name}?")

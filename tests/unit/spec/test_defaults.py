@@ -123,10 +123,10 @@ def test_gradient_checkpointing_is_native(assess):
     assert (own.activation.checkpointing, own.activation.native) == ("full", False)
 
 
-def test_launch_extra_keeps_unused_keys(assess):
-    spec = assess({"tpu_use_sudo": False, "dynamo_config": {"dynamo_backend": "INDUCTOR"}}).spec
-    assert dict(spec.launch.extra) == {"tpu_use_sudo": False}
-    assert dict(spec.launch.dynamo_config) == {"dynamo_backend": "INDUCTOR"}
+def test_options_of_compile_and_other_engines_are_kept(assess):
+    spec = assess({"deepspeed_config": {"zero_stage": 3}, "dynamo_config": {"dynamo_backend": "INDUCTOR"}}).spec
+    assert dict(spec.launch.extra) == {"deepspeed_config": {"zero_stage": 3}}
+    assert dict(spec.launch.dynamo_config) == {"dynamo_backend": "inductor"}
 
 
 def test_load_spec_raises_all_problems_at_once():

@@ -74,6 +74,9 @@ def test_every_spelling_is_read(assess, name, meant, value, key):
         ("hybrid shard zero2", ZERO2, False),
         (["shard_grad_op", "offload"], "shard_grad_op", True),
         (["FSDPOption.NO_SHARD"], "no_shard", False),
+        ('"full_shard auto_wrap offload"', FULL, True),  # SageMaker adds quotes to hyperparameters
+        ('["full_shard", "auto_wrap"]', FULL, False),
+        ("['shard_grad_op', 'offload']", "shard_grad_op", True),
         ("hybrid_shard auto_wrap", "hybrid_shard", False),
         (True, FULL, False),
         ("true", FULL, False),
@@ -88,16 +91,9 @@ def test_fsdp_options_are_read(assess, options, strategy, offload):
     assert assessment.spec.fsdp.version == 2
 
 
-@pytest.mark.parametrize("options", [False, "", "false", []])
+@pytest.mark.parametrize("options", [False, "", "false", [], "False", "no", "off", "0", 0])
 def test_false_option_disables_fsdp(assess, options):
     assert assess(fsdp=options).spec.launch.distributed_type == "NO"
-
-
-@pytest.mark.parametrize("nothing", [None, "", [], {}])
-@pytest.mark.parametrize("key", ["fsdp_transformer_layer_cls_to_wrap", "fsdp_offload_params", "xla_fsdp_settings"])
-def test_empty_value_is_skipped(assess, key, nothing):
-    spec = assess({"distributed_type": "FSDP", "fsdp_config": {key: nothing, "fsdp_version": 2}}).spec
-    assert set(spec.origins) == {"fsdp.version", "launch.distributed_type"}
 
 
 @pytest.mark.parametrize(
@@ -215,3 +211,43 @@ def test_two_strategies_in_one_value_are_an_error(assess, options):
 
 def test_one_strategy_twice_is_accepted(assess):
     assert assess(fsdp="full_shard full_shard auto_wrap").ok
+
+
+@pytest.mark.parametrize("value", ["SIZE_BASED_WRAP", "SIZED_BASED_WRAP", "size", "size-based-wrap"])
+def test_every_spelling_of_the_size_policy_is_read(assess, value):
+    section = {"fsdp_auto_wrap_policy": value, "fsdp_min_num_params": 1}
+    assert assess({"distributed_type": "FSDP", "fsdp_config": section}).spec.wrap.policy == "size"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("fsdp_sharding_strategy", "BackwardPrefetch.FULL_SHARD"),
+        ("fsdp_sharding_strategy", "torch.full_shard"),
+        ("fsdp_backward_prefetch", "FSDPOption.BACKWARD_PRE"),
+        ("fsdp_state_dict_type", "torch.full"),
+        ("fsdp_mixed_precision_policy", "PrecisionType.bf16"),
+        ("fsdp_auto_wrap_policy", "torch.NO_WRAP"),
+    ],
+)
+def test_prefix_of_another_setting_is_refused(codes, key, value):
+    assert codes({"fsdp_config": {key: value}}) == ["FSDP-E101"]
+
+
+@pytest.mark.parametrize("value", ["offload", "unsloth", "offload_disk"])
+def test_checkpointing_of_another_library_names_the_settings(problems, value):
+    given = {"base_model": "x", "fsdp_config": {"fsdp_version": 2}, "gradient_checkpointing": value}
+    (problem,) = problems(given)
+    assert (problem.code, problem.setting) == ("FSDP-E053", "activation.checkpointing")
+    assert "fsdp_activation_checkpointing_offload: true" in problem.fix
+
+
+@pytest.mark.parametrize("number", ["1e1", "1_0", "1,000", "1k", "2.5", "+-2", "1.", "", "²", "1٣"])
+@pytest.mark.parametrize("key", ["num_processes", "num_machines", "machine_rank", "main_process_port"])
+def test_small_number_is_written_in_digits(assess, key, number):
+    assert not assess({"distributed_type": "FSDP", key: number}).ok
+
+
+@pytest.mark.parametrize("number", [4, 4.0, "4", "4.0", "+4", " 4 "])
+def test_ways_to_write_a_small_number(assess, number):
+    assert assess({"distributed_type": "FSDP", "num_processes": number}).spec.launch.num_processes == 4
