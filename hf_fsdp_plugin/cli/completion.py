@@ -92,7 +92,7 @@ def _launch_flags(*, everything: bool) -> Iterable[Flag]:
     """Yield the flags of launch, or only those that are settings."""
     for flag in launch_flags.FLAGS:
         if flag.kind == "setting" or (everything and flag.kind == "launcher"):
-            row = BY_KEY.get(("launch", flag.setting or flag.name))
+            row = BY_KEY.get(("launch", flag.name))
             yield Flag(
                 name=f"--{flag.name}",
                 takes_value=flag.takes_value,
