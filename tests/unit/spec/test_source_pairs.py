@@ -111,7 +111,7 @@ def test_reshard_of_a_stronger_source_overrides_no_shard(assess, reshard, strate
     assert [problem.setting for problem in assessment.problems] == ["sharding.strategy"]
 
 
-def test_checkpointing_that_is_off_does_not_hide_that_of_the_trainer(assess):
+def test_checkpointing_that_is_off_does_not_hide_the_trainers(assess):
     arguments = {"fsdp": True, "gradient_checkpointing": True}
     assessment = assess(training_arguments=arguments, overrides=["activation.checkpointing=none"])
     assert assessment.spec.activation.native
