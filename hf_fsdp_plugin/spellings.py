@@ -13,18 +13,25 @@ NULL_WORDS: Final = frozenset({"", "none", "null", "~"})
 
 _SEPARATOR: Final = re.compile(r"(?<=[a-z0-9])(?:-| +)(?=[a-z0-9])")
 """What may be written for ``_`` inside a word: a hyphen or spaces, but not both, and not at the ends."""
-_BLANKS: Final = " \t\r\n\f\v"
+_MAX_BITS: Final = 10_000
+BLANKS: Final = " \t\r\n\f\v"
+"""What is removed around keys and values. Other white space, such as no-break spaces, is part of the text."""
 
 
 def lower(text: str) -> str:
     """Return text in lower case, without blanks around it. Letters outside ASCII are not changed into ASCII letters."""
-    text = text.strip(_BLANKS)
+    text = text.strip(BLANKS)
     return text.lower() if text.isascii() else text
 
 
 def word_of(raw: Any) -> str:
-    """Return a value as lower-case text without blanks around it. Raises ``ValueError`` for too many digits."""
-    return lower(str(raw))
+    """Return a value as lower-case text without blanks around it."""
+    return lower(text_of(raw))
+
+
+def text_of(raw: Any) -> str:
+    """Return ``str(raw)``; for an integer of more digits than Python converts to decimal, its hexadecimal digits."""
+    return hex(raw) if isinstance(raw, int) and raw.bit_length() > _MAX_BITS else str(raw)
 
 
 def without_prefix(word: str, prefixes: Sequence[str]) -> str:

@@ -64,6 +64,7 @@ class Row:
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     prefixes: tuple[str, ...] = ()
     minimum: int | None = None
+    maximum: int | None = None
     opens: Scope | None = None
     internal: bool = False
     ignored: str = ""
@@ -242,9 +243,11 @@ _LAUNCH_ROWS = (
     _launch("num_machines", "integer", "Number of machines.", minimum=1),
     _launch("machine_rank", "integer", "Rank of this machine, from 0.", minimum=0),
     _launch("main_process_ip", "address", "IP address or host name of machine 0."),
-    _launch("main_process_port", "integer", "Port on machine 0; 0 selects a free port.", minimum=0),
+    _launch("main_process_port", "integer", "Port on machine 0; 0 selects a free port.", minimum=0,
+            maximum=65535),
     _launch("mixed_precision", "mode",
-            "Mixed precision mode. It sets precision.param; gradients are still reduced in fp32.", choices=MODES,
+            "Mixed precision mode. It sets precision.param; gradients are still reduced in fp32. fp8 is refused: it is "
+            "implemented inside the model.", choices=MODES,
             prefixes=MODE_PREFIXES),
     _launch("use_cpu", "bool", "Run on CPU ranks."),
     _launch("debug", "bool", "Enable the collective checks of Accelerate."),

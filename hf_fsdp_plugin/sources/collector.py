@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.settings import Dialect, Setting, SourceSettings
 from hf_fsdp_plugin.sources.tree import Entries, Entry, from_python, shorten
-from hf_fsdp_plugin.spellings import FALSE_WORDS, NULL_WORDS, TRUE_WORDS, look_up, without_prefix, word_of
+from hf_fsdp_plugin.spellings import (
+    BLANKS,
+    FALSE_WORDS,
+    NULL_WORDS,
+    TRUE_WORDS,
+    look_up,
+    text_of,
+    without_prefix,
+    word_of,
+)
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.vocabulary import (
     MODE_PREFIXES,
@@ -33,6 +43,8 @@ _PRIVATE_STRATEGY = "_hybrid_shard_zero2"
 _ALWAYS_WRITTEN: Final = frozenset({"wrap.min_num_params", "xla.enabled", "xla.v2", "xla.grad_ckpt"})
 _WRITTEN_VALUES: Final = (0, False)
 _QUOTES: Final = ('""', "''")
+_SEPARATORS: Final = str.maketrans(dict.fromkeys(f"{BLANKS},", " "))
+"""What separates the options of ``fsdp``."""
 FSDP_SCOPES: tuple[Scope, ...] = ("fsdp", "precision", "parallelism")
 
 
@@ -202,7 +214,9 @@ class Collector:
         if value is None:
             self.mentions_fsdp = False
             return
-        options = _options(" ".join(str(node.value) for node in value) if isinstance(value, tuple) else str(value))
+        options = _options(
+            " ".join(text_of(node.value) for node in value) if isinstance(value, tuple) else text_of(value)
+        )
         if not options or (len(options) == 1 and options[0] in FALSE_WORDS):
             self.mentions_fsdp = False
             self.add("launch.distributed_type", entry, value="NO", implied=True)
@@ -240,7 +254,7 @@ class Collector:
 
     def _add_flag(self, row: Row, entry: Entry) -> None:
         """Add ``bf16: true`` or ``fp16: true``. ``auto`` and ``full``, which axolotl accepts, also mean true."""
-        word = str(entry.value.value).strip().lower()
+        word = word_of(entry.value.value)
         dtype = row.name.rpartition(".")[2]
         if word in TRUE_WORDS or word in ("auto", "full"):
             self.add("launch.mixed_precision", entry, value=dtype)
@@ -290,17 +304,23 @@ def _options(text: str) -> list[str]:
 
     Quotes around the text are removed, and a list in brackets is read too, because launchers of jobs add both.
     """
-    text = _without(text.strip(), _QUOTES)
+    text = _without(text.strip(BLANKS), _QUOTES)
     inner = _without(text, ("[]",))
     if inner != text:
-        text = " ".join(_without(item.strip(), _QUOTES) for item in inner.split(","))
-    words = word_of(text).replace(",", " ").replace("-", "_").split()
-    joined = " ".join(without_prefix(word, STRATEGY_PREFIXES) for word in words)
+        text = " ".join(_without(item.strip(BLANKS), _QUOTES) for item in inner.split(","))
+    words = [word for word in word_of(text).translate(_SEPARATORS).replace("-", "_").split(" ") if word]
+    joined = " ".join(_without_prefix(word) for word in words)
     for name in sorted((*STRATEGIES, "auto_wrap"), key=len, reverse=True):
-        joined = f" {joined} ".replace(f" {name.replace('_', ' ')} ", f" {name} ").strip()
-    return joined.split()
+        joined = re.sub(rf"(?<![^ ]){name.replace('_', '[ _]')}(?![^ ])", name, joined)
+    return joined.split(" ") if joined else []
+
+
+def _without_prefix(word: str) -> str:
+    """Return ``full_shard`` for ``fsdpoption.full_shard``. ``fsdpoption.true`` is not a word for true."""
+    option = without_prefix(word, STRATEGY_PREFIXES)
+    return word if option in TRUE_WORDS | FALSE_WORDS else option
 
 
 def _without(text: str, pairs: Iterable[str]) -> str:
     """Return the text without the pair of characters around it."""
-    return text[1:-1].strip() if len(text) > 1 and text[0] + text[-1] in pairs else text
+    return text[1:-1].strip(BLANKS) if len(text) > 1 and text[0] + text[-1] in pairs else text

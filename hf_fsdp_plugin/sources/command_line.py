@@ -189,7 +189,7 @@ def _add_flag(out: Collector, flag: Flag) -> None:
     if row is not None:
         without_value = "true" if flag.name in SWITCHES | OPTIONAL_VALUE else ""
         out.add_entry(row, entry_of(flag.written, without_value if flag.value is None else flag.value))
-    elif flag.name in RENAMED or flag.name.startswith(("fsdp", "parallelism_config")):
+    elif flag.name in RENAMED or flag.name.lower().startswith(("fsdp", "parallelism_config")):
         nearest = RENAMED.get(flag.name) or suggest(flag.name, ("fsdp", "parallelism"))
         fix = f"Did you mean --{nearest}?" if nearest else "Remove it."
         out.report("FSDP-E030", entry_of(flag.written, flag.text), f"unknown flag '{flag.written}'.", fix)

@@ -6,6 +6,7 @@ Transformers is not imported: the source is an object with ``to_dict``, a dict, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
@@ -17,7 +18,7 @@ from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.sources.settings import SourceSettings
 from hf_fsdp_plugin.sources.tree import Entry
 from hf_fsdp_plugin.sources.yaml_tree import ConfigFileError, dict_tree
-from hf_fsdp_plugin.spellings import TRUE_WORDS
+from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS, word_of
 from hf_fsdp_plugin.strategies import strategy_of
 from hf_fsdp_plugin.vocabulary import find, plain_key
 
@@ -37,6 +38,7 @@ _NO_EFFECT: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """Field -> why it is not a setting."""
+_NUMBER: Final = re.compile(r"\+?(\d{1,19})(?:\.0+)?", re.ASCII)
 _DEFAULTS: Final = frozenset({"", "auto", "false", "none", "null"})
 
 
@@ -74,11 +76,11 @@ def _add_fields(out: Collector, fields: Mapping[str, Entry]) -> None:
     unknown: list[Entry] = []
     for name, entry in fields.items():
         if name in _NO_EFFECT:
-            if not entry.value.is_empty and entry.value.text.strip().lower() not in _DEFAULTS:
+            if not entry.value.is_empty and word_of(entry.value.value) not in _DEFAULTS:
                 out.report("FSDP-N080", entry, f"{entry.key} {_NO_EFFECT[name]}.")
         elif name == "fsdp_mixed_precision":
             _add_precision(out, entry)
-        elif name in _SIZES and entry.value.text.strip().lower() in ("-1", "auto"):
+        elif name in _SIZES and word_of(entry.value.value) in ("-1", "auto"):
             # Accelerate computes such a size from the world size; Transformers does not.
             message = f"{entry.key} is {entry.value.text}; expected a number of ranks."
             out.report("FSDP-E101", entry, message, "Set the number of ranks.", setting=_SIZES[name])
@@ -92,9 +94,13 @@ def _add_fields(out: Collector, fields: Mapping[str, Entry]) -> None:
 
 def _add_precision(out: Collector, entry: Entry) -> None:
     """Add the dtypes of the policy that Transformers uses for ``fsdp_mixed_precision=True``."""
-    if str(entry.value.value).strip().lower() in TRUE_WORDS:
+    word = word_of(entry.value.value)
+    if word in TRUE_WORDS:
         out.add("precision.param", entry, value="bf16")
         out.add("precision.reduce", entry, value="fp32")
+    elif word not in FALSE_WORDS:
+        message = f"{entry.key} is {entry.value.shown}; expected true or false."
+        out.report("FSDP-E101", entry, message, f"Correct {entry.key}, or remove it.", setting="precision.param")
 
 
 def _add_consequences(out: Collector, fields: Mapping[str, Entry], sizes: Mapping[str, int | None]) -> None:
@@ -123,5 +129,5 @@ def _size(fields: Mapping[str, Entry], name: str) -> int | None:
     entry = fields.get(name)
     if entry is None or entry.value.is_empty:
         return 1
-    text = entry.value.text.strip()
-    return int(text) if text.isdigit() else None
+    number = _NUMBER.fullmatch(word_of(entry.value.value))
+    return int(number[1]) if number is not None else None

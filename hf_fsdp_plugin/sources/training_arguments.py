@@ -16,7 +16,7 @@ from hf_fsdp_plugin.sources.tree import Node
 from hf_fsdp_plugin.sources.yaml_tree import ConfigFileError, dict_tree, parse_text
 
 SOURCE = "TrainingArguments"
-KEYS = ("bf16", "fp16", "gradient_checkpointing", "activation_checkpointing", "use_cpu", "no_cuda")
+KEYS = ("bf16", "fp16", "fp8", "gradient_checkpointing", "activation_checkpointing", "use_cpu", "no_cuda")
 """Arguments that are settings whether or not FSDP is enabled."""
 OLD_KEYS = ("fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap")
 """Arguments of Transformers 4 that Transformers 5 removed."""
@@ -31,12 +31,18 @@ def read(sources: Sources) -> SourceSettings | None:
     if not arguments:
         return None
     out = Collector(SOURCE)
+    given = {key: value for key, value in arguments.items() if not _is_default(value)}
     for key in KEYS:
-        if arguments.get(key):  # False is the Trainer's default, not a setting
-            out.add_key("training", key, arguments[key])
-    old = {key: arguments[key] for key in OLD_KEYS if arguments.get(key)}
+        if key in given:
+            out.add_key("training", key, given[key])
+    old = {key: given[key] for key in OLD_KEYS if key in given}
     add_fsdp_arguments(out, arguments.get("fsdp"), arguments.get("fsdp_config"), sources.files, old)
     return out.result("training_arguments")
+
+
+def _is_default(value: Any) -> bool:
+    """Whether a value is ``None``, ``False`` or 0, which are defaults of Transformers and not settings."""
+    return value is None or (isinstance(value, int) and not value)
 
 
 def add_fsdp_arguments(

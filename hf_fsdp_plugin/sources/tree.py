@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from hf_fsdp_plugin.spellings import BLANKS
+
 MAX_TEXT = 80
 MAX_NODES = 20_000
 MAX_DEPTH = 20
@@ -42,7 +44,7 @@ class Node:
     @property
     def is_empty(self) -> bool:
         """Whether the value is null, a blank string, or an empty list or mapping."""
-        value = self.value.strip() if isinstance(self.value, str) else self.value
+        value = self.value.strip(BLANKS) if isinstance(self.value, str) else self.value
         return value is None or value in ("", ())
 
     @property
@@ -80,7 +82,7 @@ def shorten(text: str) -> str:
 
 
 def from_python(value: Any, *, line: int | None = None, depth: int = 0) -> Node:
-    """Return the tree of a Python object. Enums, classes and dtypes become text, as in a file.
+    """Return the tree of a Python object. Enums and classes become text, as in a file.
 
     Raises:
         ValueError: the object is nested more than ``MAX_DEPTH`` levels deep.

@@ -65,7 +65,7 @@ def _check_json(text: str, source: str) -> None:
     if not text.strip():
         return  # _Composer reports an empty file
     try:
-        json.loads(text)
+        json.loads(text, parse_int=str)  # the parser of the value reports a number of too many digits
     except json.JSONDecodeError as error:
         message = f"invalid JSON: {error.msg}."
         raise ConfigFileError("FSDP-E007", message, "Correct this line.", source=source, line=error.lineno) from None

@@ -34,7 +34,8 @@ def parse_settings(level: SourceSettings) -> SourceSettings:
             parsed = replace(setting, value=parse_value(row, setting.value))
         except InvalidValue as invalid:
             message = f"{setting.origin.spelling} is {shown(setting.value)}; expected {invalid.expected}."
-            problems.append(about(setting, invalid.code, message, invalid.fix))
+            fix = invalid.fix or f"Correct {setting.origin.spelling}, or remove it."
+            problems.append(about(setting, invalid.code, message, fix))
             continue
         if parsed.name == "sharding.reshard" and isinstance(parsed.value, str):
             parsed = replace(parsed, name="sharding.strategy")

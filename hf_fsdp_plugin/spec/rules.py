@@ -14,6 +14,7 @@ from hf_fsdp_plugin.spec.model import DIALECT_DEFAULTS, FsdpSpec
 from hf_fsdp_plugin.spec.precedence import OTHER_ENGINES
 from hf_fsdp_plugin.spec.values import is_class_name
 from hf_fsdp_plugin.strategies import STRATEGIES
+from hf_fsdp_plugin.vocabulary import BY_NAME
 
 XLA_TYPES = ("XLA", "TPU")
 FSDP_SECTIONS = frozenset(
@@ -168,9 +169,10 @@ def check_machines(spec: FsdpSpec) -> Iterator[Problem]:
         message = f"num_processes={launch.num_processes} is not divisible by num_machines={num_machines}."
         fix = f"num_processes is the total of all machines: set a multiple of {num_machines}."
         yield about(spec, "FSDP-E132", "launch.num_processes", message, fix)
-    if launch.main_process_port > 65535:
+    largest = BY_NAME["launch.main_process_port"].maximum
+    if largest is not None and launch.main_process_port > largest:
         message = f"main_process_port={launch.main_process_port} is not a valid port."
-        yield about(spec, "FSDP-E133", "launch.main_process_port", message, "Choose a port from 0 to 65535.")
+        yield about(spec, "FSDP-E133", "launch.main_process_port", message, f"Choose a port from 0 to {largest}.")
     if num_machines > 1 and not launch.main_process_ip and launch.machine_rank > 0:
         message = f"num_machines is {num_machines}, but main_process_ip is not set."
         fix = "Set it to the address of machine 0, in the config or on the command line."

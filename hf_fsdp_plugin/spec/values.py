@@ -11,7 +11,7 @@ from decimal import Decimal
 from typing import Any, Final
 
 from hf_fsdp_plugin.sources.tree import ObjectText, shorten
-from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS, look_up, value_key, word_of
+from hf_fsdp_plugin.spellings import BLANKS, FALSE_WORDS, TRUE_WORDS, look_up, value_key, word_of
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.vocabulary import STRATEGY_CHOICES, UNSUPPORTED_VALUES, Kind, Row
 
@@ -156,10 +156,10 @@ def _names(row: Row, raw: Any) -> tuple[str, ...]:
     for item in raw if isinstance(raw, list) else [raw]:
         if not _is_text(item):
             raise InvalidValue(expected)
-        text = item.strip()
+        text = item.strip(BLANKS)
         if len(text) > 1 and _BRACKETS.get(text[0]) == text[-1]:
-            text = text[1:-1].strip()
-        given = [_without_quotes(name.strip()) for name in text.removesuffix(",").split(",")]
+            text = text[1:-1].strip(BLANKS)
+        given = [_without_quotes(name.strip(BLANKS)) for name in text.removesuffix(",").split(",")]
         if "" in given:
             raise InvalidValue(expected)
         names |= dict.fromkeys(given)
@@ -167,13 +167,13 @@ def _names(row: Row, raw: Any) -> tuple[str, ...]:
 
 
 def _without_quotes(text: str) -> str:
-    return text[1:-1].strip() if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
+    return text[1:-1].strip(BLANKS) if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
 
 
 def _address(row: Row, raw: Any) -> str:
     """Parse an IP address, or a host name by RFC 1123."""
     expected = "an IP address or a host name, such as 10.0.0.1 or node-0.cluster"
-    text = raw.strip() if _is_text(raw) else ""
+    text = raw.strip(BLANKS) if _is_text(raw) else ""
     try:
         return str(ipaddress.ip_address(text))
     except ValueError:
@@ -195,14 +195,14 @@ def _devices(row: Row, raw: Any) -> str:
         raise InvalidValue(expected)
     if len(set(devices)) < len(devices):
         raise InvalidValue(expected, f"Write {','.join(dict.fromkeys(devices))}.")
-    written = [str(item).strip() for item in (raw if isinstance(raw, list) else str(raw).split(","))]
+    written = [str(item).strip(BLANKS) for item in (raw if isinstance(raw, list) else str(raw).split(","))]
     return ",".join(written)
 
 
 def _identifier(row: Row, raw: Any) -> str:
-    if not _is_text(raw) or not is_class_name(raw.strip()):
+    if not _is_text(raw) or not is_class_name(raw.strip(BLANKS)):
         raise InvalidValue("a name of Python, such as main")
-    return raw.strip()
+    return raw.strip(BLANKS)
 
 
 def is_class_name(name: str) -> bool:
@@ -211,9 +211,10 @@ def is_class_name(name: str) -> bool:
 
 
 def _pattern(row: Row, raw: Any) -> str:
-    if not _is_text(raw) or any(character in raw for character in "\n\r\0"):
+    text = raw.strip(BLANKS) if _is_text(raw) else None
+    if text is None or any(character in text for character in "\n\r\0"):
         raise InvalidValue("a regular expression in one line, such as .*lora.*")
-    return raw.strip()
+    return text
 
 
 def _mapping(row: Row, raw: Any) -> Mapping[str, Any]:
@@ -234,10 +235,7 @@ def _is_number(word: str) -> bool:
 def _word(raw: Any) -> str:
     if isinstance(raw, (list, dict)):
         raise InvalidValue("a single value, not a list or a mapping")
-    try:
-        return word_of(raw)
-    except ValueError:  # the integer has more digits than Python converts to text
-        raise InvalidValue("a number of fewer digits") from None
+    return word_of(raw)
 
 
 def _spellings(choices: Mapping[str, tuple[str, ...]]) -> list[str]:
