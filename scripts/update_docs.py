@@ -74,7 +74,8 @@ keys that begin with `_` are comments.
 Text is compared without its case (of ASCII letters) and without blanks around it. A number or a bool of YAML, JSON or
 Python is the text of that number or bool, unless the table states otherwise. A value that the table does not accept is
 refused; so is a list or a section where the table does not accept one. In YAML, `yes`, `no`, `on` and `off` without
-quotes are bools, and `010`, `0x10` and `8:12` are text, not numbers.
+quotes are bools. Numbers are decimal digits with an optional sign, fraction and exponent: `010`, `0x10`, `8:12`,
+`1_000`, `1.` and `.5` are text.
 
 | values | accepted |
 |---|---|

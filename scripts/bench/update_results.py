@@ -162,12 +162,23 @@ def _outcome(row: Result | None) -> str:
     return f"{row['status']}: {reason}"
 
 
+def generated_values(result: Result) -> list[str]:
+    lines = ["| kind of case | cases | keys and values |", "|---|---|---|"]
+    lines += [f"| {kind} | {row['cases']:,} | {row['values']:,} |" for kind, row in result["kinds"].items()]
+    return [
+        *lines,
+        f"| all | {result['num_cases']:,} | {result['num_values']:,} |",
+        "",
+        f"Results that differ from the document, tracebacks and hangs: {result['num_disagreements']}.",
+    ]
+
+
 def plain(result: Result) -> list[str]:
     rows = [f"| {key.replace('_', ' ')} | {value} |" for key, value in result.items() if key not in HEAD]
     return ["| | |", "|---|---|", *rows]
 
 
-_ALL = (step_overhead, checkpoint_save, merge, resume_parity, survival, gpu_check, ecosystem)
+_ALL = (step_overhead, checkpoint_save, merge, resume_parity, survival, gpu_check, ecosystem, generated_values)
 TABLES: dict[str, Callable[[Result], list[str]]] = {table.__name__: table for table in _ALL}
 
 
