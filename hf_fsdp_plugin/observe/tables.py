@@ -101,14 +101,15 @@ def status_line(settings: Sequence[SettingObservation]) -> str:
 
 
 def difference_lines(settings: Sequence[SettingObservation], problems: Sequence[Problem]) -> list[str]:
-    """Return one line for each error and each setting that differs, at most 10 of each."""
+    """Return one line for each error, each setting that differs and each warning of the run, at most 10 of each."""
     rows = [row for row in settings if row.status == "differs"]
     names = {row.setting for row in rows}
     errors = [f"ERROR    {p}" for p in problems if p.severity == "error" and p.setting not in names]
     lines = [
         f"DIFFERS  {r.setting}: {format_value(r.asked)} requested, {format_value(r.observed)} observed" for r in rows
     ]
-    return [*truncate_lines(errors, _MAX_LINES), *truncate_lines(lines, _MAX_LINES)]
+    warnings = [f"WARNING  {p}" for p in problems if p.code in _OF_RUN]
+    return [*truncate_lines(errors, _MAX_LINES), *truncate_lines(lines, _MAX_LINES), *warnings]
 
 
 def wrap(text: str) -> str:

@@ -23,6 +23,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("empty", LINEAR, {}),
     ("empty", SIZE, {}),
     ("scalars", {"fsdp_auto_wrap_policy": "NO_WRAP"}, {}),
+    ("scalars", {**SIZE, "fsdp_offload_params": True}, BF16),
     ("t5", CHECKPOINT, {}),
     ("t5", {**CHECKPOINT, **SIZE}, {}),
     ("t5", {**CHECKPOINT, **SIZE}, BF16),
