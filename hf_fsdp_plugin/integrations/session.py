@@ -7,12 +7,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from hf_fsdp_plugin.sources.accelerate_launch import locate_config
 from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.spec.model import FsdpSpec
+
+_ENGINE: Final = "FSDP-E120"
+"""Code of the problem that the settings are for another engine."""
 
 
 class Session:
@@ -59,7 +62,10 @@ class Session:
         """Return the spec of all sources and these arguments. Raises ``SpecError`` with all problems."""
         arguments = training_arguments or {}
         sources = replace(self._located, training_arguments=arguments, plugin_object=plugin_object)
-        return assess(sources).checked_spec()
+        assessment = assess(sources)
+        if not assessment.spec.enabled and {p.code for p in assessment.problems if p.severity == "error"} == {_ENGINE}:
+            return assessment.spec  # a script with install() that is started for DeepSpeed runs as without install()
+        return assessment.checked_spec()
 
     def remember(self, arguments: Any, spec: FsdpSpec) -> None:
         """Keep the spec of a ``TrainingArguments`` for the Trainer that will be created with it."""

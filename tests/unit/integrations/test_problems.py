@@ -78,6 +78,15 @@ def test_missing_fsdp_config_is_reported_once(
     assert capsys.readouterr().err.count("[FSDP-W602]") == num_lines
 
 
+def test_install_leaves_other_engines_alone() -> None:
+    config = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}}
+    assert hfp.install(config) is None
+    with pytest.raises(hfp.SpecError, match="FSDP-E120"):
+        process_fsdp_args(lambda: None, SimpleNamespace(fsdp="full_shard", fsdp_config=None))
+    with pytest.raises(hfp.SpecError, match="FSDP-E120"):
+        hfp.load_spec(config, environ={})
+
+
 def test_plugin_created_before_install_is_refused() -> None:
     early = FullyShardedDataParallelPlugin(fsdp_version=2)
     hfp.install()
