@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
-from hf_fsdp_plugin.sources import accelerate_file, environment, plugin_object, training_arguments
+from hf_fsdp_plugin.sources import accelerate_file, command_line, environment, plugin_object, training_arguments
 from hf_fsdp_plugin.sources import distributed_config as distributed_config_source
 from hf_fsdp_plugin.sources.accelerate_launch import locate_config
 from hf_fsdp_plugin.sources.arguments import check_arguments
@@ -274,5 +274,17 @@ def _is_only_for_fsdp(setting: Setting) -> bool:
 
 
 def _without_implied_off(level: SourceSettings) -> SourceSettings:
-    off = ("launch.distributed_type", "NO")
-    return replace(level, settings=tuple(s for s in level.settings if not s.implied or (s.name, s.value) != off))
+    """Remove ``fsdp=False``. A flag of the command line is not a default, so it is reported."""
+    off = [s for s in level.settings if s.implied and (s.name, s.value) == ("launch.distributed_type", "NO")]
+    ignored = [
+        about(
+            setting,
+            "FSDP-W164",
+            f"{setting.written} does not turn FSDP off, because another source enables it.",
+            "Set distributed_type: NO in the config.",
+        )
+        for setting in off
+        if level.level == command_line.SOURCE
+    ]
+    settings = tuple(setting for setting in level.settings if setting not in off)
+    return replace(level, settings=settings, problems=(*level.problems, *ignored))

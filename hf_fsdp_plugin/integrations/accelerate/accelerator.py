@@ -25,7 +25,7 @@ from hf_fsdp_plugin.integrations.accelerate.plugin import (
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_optimizers
 from hf_fsdp_plugin.integrations.environment import set_loading_variables
 from hf_fsdp_plugin.integrations.gathered import gathered, state_at
-from hf_fsdp_plugin.integrations.messages import print_once
+from hf_fsdp_plugin.integrations.messages import print_once, print_warnings
 from hf_fsdp_plugin.integrations.patching import install_hooks
 from hf_fsdp_plugin.integrations.run_report import report_run
 from hf_fsdp_plugin.integrations.session import session
@@ -34,10 +34,13 @@ from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.plan.presharded import distributed_config_of
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.spec.rules import fsdp_is_off
 
 
 def accelerator(spec: FsdpSpec, **kwargs: Any) -> Accelerator:
     """Return an ``accelerate.Accelerator`` whose ``prepare`` shards models according to ``spec``, on CPU ranks too.
+
+    If ``spec`` does not enable FSDP, this is a stock Accelerator, and a warning is printed.
 
     Args:
         spec: from :func:`hf_fsdp_plugin.load_spec`.
@@ -47,10 +50,13 @@ def accelerator(spec: FsdpSpec, **kwargs: Any) -> Accelerator:
     Raises:
         SpecError: the process is not a rank of a launcher, so there is no process group.
     """
-    install_hooks("accelerate", "saving", "trl")
-    set_loading_variables(spec)
     if spec.launch.use_cpu:
         kwargs.setdefault("cpu", True)
+    if not spec.enabled:
+        print_warnings([fsdp_is_off(spec)])
+        return Accelerator(mixed_precision=spec.launch.mixed_precision, **kwargs)
+    install_hooks("accelerate", "saving", "trl")
+    set_loading_variables(spec)
     return Accelerator(fsdp_plugin=PlannedFsdpPlugin(spec), **kwargs)
 
 

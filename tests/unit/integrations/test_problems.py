@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import FullyShardedDataParallelPlugin, PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
 import hf_fsdp_plugin as hfp
@@ -85,6 +86,16 @@ def test_install_leaves_other_engines_alone() -> None:
         process_fsdp_args(lambda: None, SimpleNamespace(fsdp="full_shard", fsdp_config=None))
     with pytest.raises(hfp.SpecError, match="FSDP-E120"):
         hfp.load_spec(config, environ={})
+
+
+def test_accelerator_of_spec_without_fsdp_is_stock(capsys: pytest.CaptureFixture[str]) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        created = hfp.accelerator(hfp.load_spec(fsdp="", environ={}), cpu=True)
+        assert getattr(created.state, "fsdp_plugin", None) is None
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert capsys.readouterr().err.count("[FSDP-W124]") == 1
 
 
 def test_plugin_created_before_install_is_refused() -> None:

@@ -48,6 +48,12 @@ def test_empty_fsdp_flag_does_not_enable_fsdp(assess, flags):
     assert assess(command_line=["--use_fsdp", *flags]).spec.enabled
 
 
+def test_empty_fsdp_flag_does_not_turn_the_config_off(assess, codes):
+    assert assess(YAML, command_line=["--fsdp="]).spec.enabled
+    assert codes(YAML, command_line=["--fsdp="], severity="warning") == ["FSDP-W164"]
+    assert codes(YAML, fsdp=False, severity="warning") == []  # also the Trainer's default
+
+
 @pytest.mark.parametrize(
     ("file", "enabled"),
     [
