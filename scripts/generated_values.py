@@ -79,6 +79,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=1_000_000, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--processes", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--minutes", type=float, default=60.0, help="stop after this time; default: %(default)s")
     parser.add_argument("--replay", type=int, help="print the case with this number, and its result")
     args = parser.parse_args()
     if args.replay is not None:
@@ -99,11 +100,13 @@ def main() -> int:
             for text in more_wrong[: max(0, SHOWN - len(wrong))]:
                 print(text)
             wrong += more_wrong
-            if done % 100 == 0:
+            if done % 20 == 0:
                 seconds = time.monotonic() - began
                 print(f"{done * CHUNK} cases, {len(wrong)} disagreements, {seconds:.0f} s", flush=True)
+            if time.monotonic() - began > 60 * args.minutes:
+                break
     result = {
-        "command": f"python scripts/generated_values.py --cases {args.cases} --seed {args.seed}",
+        "command": f"python scripts/generated_values.py --cases {cases.total()} --seed {args.seed}",
         "num_cases": cases.total(),
         "num_values": values.total(),
         "kinds": {kind: {"cases": cases[kind], "values": values[kind]} for kind in sorted(cases)},

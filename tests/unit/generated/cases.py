@@ -253,6 +253,8 @@ def argument(self: Builder) -> Case:
     key, raw = pick(self.random, setting.keys), self.value(setting)
     sources = {"training_arguments": {key: raw}, "config": {"distributed_type": "FSDP", "fsdp_config": {}}}
     case = self.single("value in TrainingArguments", "TrainingArguments", setting, key, raw, sources)
+    if too_deep(raw):
+        case.whole = frozenset({"FSDP-E014"})
     if raw is None or raw is False:  # the default of the argument
         case.expected = [Expected(setting, key, NOT_SET, is_reported=False)]
     return case
