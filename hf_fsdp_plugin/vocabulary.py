@@ -188,6 +188,8 @@ _FSDP_ROWS = (
         about="Content of checkpoints: one full state dict, DCP shards, or one local file per rank."),
     Row(name="checkpoint.asynchronous", kind="bool", spellings=("async_save",),
         about="Write checkpoints in the background; training pauses only for the copy."),
+    Row(name="checkpoint.verify", kind="bool", spellings=("verify_checkpoint",),
+        about="Compare all bytes that a resume reads with the hashes of the checkpoint's manifest."),
     Row(name="activation.checkpointing", kind="choice", spellings=("activation_checkpointing",),
         choices={"none": ("false", "no", "off", "0"), "full": ("true", "yes", "on", "1"), "selective": ()},
         about="Recompute activations in backward instead of storing them."),

@@ -23,6 +23,7 @@ _EXPORTS = {
     "merging.output_checks": ("same_elements",),
     "reading.model": ("load_model",),
     "reading.optimizer": ("load_optimizer",),
+    "reading.states": ("check_states", "load_state"),
     "shards": ("ModelShards", "model_shards", "shards_below"),
     "writing.gather": ("full_model_state", "gathered_state"),
     "writing.manager": ("CheckpointManager",),
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.checkpoint.merging.output_checks import same_elements
     from hf_fsdp_plugin.checkpoint.reading.model import load_model
     from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer
+    from hf_fsdp_plugin.checkpoint.reading.states import check_states, load_state
     from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, shards_below
     from hf_fsdp_plugin.checkpoint.writing.gather import full_model_state, gathered_state
     from hf_fsdp_plugin.checkpoint.writing.manager import CheckpointManager

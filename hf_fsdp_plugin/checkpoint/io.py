@@ -9,10 +9,12 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import stat
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO, NoReturn, Self
 
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem
 
@@ -42,11 +44,51 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def open_regular(path: Path, flags: int = 0) -> int:
+    """Open a regular file for reading, and return its descriptor. Never waits for the writer of a pipe.
+
+    Raises:
+        OSError: the file cannot be opened, or is a folder, a pipe, a device or a socket.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):  # opening some devices has an effect
+        _refuse_kind(path, os.stat(path).st_mode)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
+    if not stat.S_ISREG(mode := os.fstat(descriptor).st_mode):  # it was replaced after the check
+        os.close(descriptor)
+        _refuse_kind(path, mode)
+    return descriptor
+
+
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+
+
+def _refuse_kind(path: Path, mode: int) -> NoReturn:
+    raise OSError(errno.EINVAL, f"it is {_KINDS.get(stat.S_IFMT(mode), 'a device')}, not a file", str(path))
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[BinaryIO]:
+    """Open a regular file for reading. Raises the errors of :func:`open_regular`."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        yield file
+
+
+def read_file(path: Path) -> bytes:
+    """Return the bytes of a regular file. Raises the errors of :func:`open_regular`."""
+    with reading(path) as file:
+        return file.read()
+
+
 def write_text(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` atomically: to a temporary file, which is synced and renamed."""
+    """Write ``text`` to ``path`` as :func:`write_bytes` does."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write ``data`` to ``path`` atomically: to a temporary file, which is synced and renamed."""
     temporary = path.with_name(f"{path.name}.part")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with temporary.open("wb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
@@ -113,14 +155,17 @@ class OutputFile:
 
 
 class InputFiles:
-    """The files below ``root``. A file is opened on its first read, and at most 64 files stay open."""
+    """The files below ``root``. A file is opened on its first read, and at most 64 files stay open.
+
+    They are closed at the end of a ``with`` block, and opened again by later reads.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._open: OrderedDict[str, _InputFile] = OrderedDict()
         self._block = memoryview(mmap.mmap(-1, MAX_SPAN))  # uses no memory until the first read
 
-    def __enter__(self) -> InputFiles:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -156,7 +201,7 @@ class _InputFile:
 
     def __init__(self, path: Path, block: memoryview) -> None:
         self._path, self._block = path, block
-        self._cached = os.open(path, os.O_RDONLY)
+        self._cached = open_regular(path)
         self._direct: int | None = None if DIRECT and _ONLY_CACHED else -1
 
     def close(self) -> None:
@@ -193,7 +238,7 @@ class _InputFile:
     def _read_directly(self, offset: int, out: memoryview) -> int:
         """Read whole pages into aligned memory, and copy the requested bytes."""
         if self._direct is None:
-            self._direct = os.open(self._path, os.O_RDONLY | DIRECT)
+            self._direct = open_regular(self._path, DIRECT)
         skipped = offset % PAGE
         wanted = round_up(skipped + len(out))
         count = os.preadv(self._direct, [self._block[:wanted]], offset - skipped) - skipped

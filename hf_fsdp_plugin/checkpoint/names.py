@@ -13,7 +13,10 @@ ACCELERATE_RUN: Final = "checkpoints"
 """The folder in the project folder that contains checkpoints with automatic names of Accelerate."""
 
 MANIFEST_NAME: Final = "fsdp_manifest.json"
+BLOCK_FILE: Final = "fsdp_manifest.hashes"
+"""The hashes of a checkpoint that are too many for its manifest."""
 TRAINER_STATE: Final = "trainer_state.json"
+TRAINING_ARGUMENTS: Final = "training_args.bin"
 
 # Stems of file names. A number, a rank or a suffix follows.
 FSDP_MODEL: Final = "pytorch_model_fsdp"
@@ -28,7 +31,7 @@ DCP_METADATA: Final = ".metadata"
 DCP_SUFFIX: Final = ".distcp"
 CHECKPOINT_STEMS: Final = (
     FSDP_MODEL, HF_MODEL_BIN, HF_MODEL, OPTIMIZER, ADAPTER, TRAINER_RNG, ACCELERATE_RNG, "scheduler", "scaler",
-    "sampler", TRAINER_STATE, "training_args.bin", MANIFEST_NAME,
+    "sampler", TRAINER_STATE, TRAINING_ARGUMENTS, MANIFEST_NAME, BLOCK_FILE,
 )  # fmt: skip
 """Prefixes of the files that a save writes. Other files in a checkpoint's folder are the user's."""
 
@@ -81,6 +84,11 @@ def dcp_file(rank: int) -> str:
 def trainer_rng_file(rank: int | None) -> str:
     """Return the Trainer's file of a rank's random state; ``rank`` is ``None`` in a run with one rank."""
     return f"{TRAINER_RNG}.pth" if rank is None else f"{TRAINER_RNG}_{rank}.pth"
+
+
+def custom_state_file(index: int) -> str:
+    """Return Accelerate's file with the state of an object that ``register_for_checkpointing`` registered."""
+    return f"custom_checkpoint_{index}.pkl"
 
 
 def accelerate_rng_file(rank: int) -> str:

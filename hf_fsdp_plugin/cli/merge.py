@@ -49,7 +49,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="the model to write, if the checkpoint contains several (default: 0)",
     )
     parser.add_argument("--force", action="store_true", help="replace OUT if it is not empty")
-    parser.add_argument("--verify", action="store_true", help="compare every written byte with the checkpoint")
+    checks = parser.add_mutually_exclusive_group()
+    checks.add_argument("--verify", action="store_true", help="compare every written byte with the checkpoint")
+    checks.add_argument(
+        "--no-verify",
+        action="store_true",
+        help="do not compare the bytes of the checkpoint with the hashes of its manifest while they are read",
+    )
     parser.add_argument(
         "--delete-input",
         action="store_true",
@@ -68,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
         config=args.config,
         number=args.model_number,
         force=args.force,
+        verify_input=not args.no_verify,
         verify=args.verify,
         delete_input=args.delete_input,
     )

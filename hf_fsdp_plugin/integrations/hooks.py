@@ -101,6 +101,10 @@ _ACCELERATE_HOOKS = (
     Hook(f"{_ACCELERATOR}.load_state", "accelerate.checkpoints:load_state",
          reason="Accelerate loads an incomplete checkpoint.",
          until=_STAGED),
+    # Accelerate's module imports the function by name.
+    Hook("accelerate.accelerator:load_custom_state", "accelerate.checkpoints:load_custom_state",
+         reason="The state of a registered object is unpickled without a limit: the file can execute any code.",
+         until="Accelerate loads it with `weights_only=True`."),
     Hook(f"{_ACCELERATOR}.save_model", "accelerate.checkpoints:save_model",
          reason="Accelerate gathers the whole model on one rank.",
          until=_STAGED),

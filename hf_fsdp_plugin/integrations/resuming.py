@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.checkpoint import (
+    check_states,
     newest_complete,
     read_manifest,
     recover_interrupted_commit,
@@ -19,23 +20,41 @@ from hf_fsdp_plugin.integrations.messages import print_once
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 
 
-def find_checkpoint(run: Path | None, prefix: str, selected: Path | None, *, fix: str) -> Path | None:
+def find_checkpoint(
+    run: Path | None,
+    prefix: str,
+    selected: Path | None,
+    *,
+    fix: str,
+    verify: bool = True,
+    allow_pickles: bool = False,
+) -> Path | None:
     """Return ``selected`` or, if it is ``None``, the newest complete checkpoint of the run folder. Collective.
 
-    Interrupted commits are recovered first. Newer incomplete checkpoints are reported.
+    Interrupted commits are recovered first. Newer incomplete checkpoints are reported. All files of the checkpoint
+    that are read, except model and optimizer, are checked.
 
     Args:
         run: the folder of the checkpoints; ``None`` if there is none.
         prefix: prefix of the checkpoint names, before the number.
         selected: the checkpoint that the user selected.
         fix: what to do if ``selected`` is incomplete.
+        verify, allow_pickles: as in :func:`hf_fsdp_plugin.checkpoint.check_states`.
 
     Returns:
         ``None`` if ``selected`` is ``None`` and the run has no checkpoint.
 
     Raises:
-        CheckpointError: the selected checkpoint is incomplete, or all checkpoints of the run are.
+        CheckpointError: the selected checkpoint is incomplete, or all checkpoints of the run are. Or a file is damaged,
+            or contains a pickle that may execute code.
     """
+    found = _find(run, prefix, selected, fix)
+    if found is not None:
+        check_states(found, dist.get_rank(), dist.get_world_size(), verify=verify, allow_pickles=allow_pickles)
+    return found
+
+
+def _find(run: Path | None, prefix: str, selected: Path | None, fix: str) -> Path | None:
     with on_all_ranks("recovering interrupted commits"):
         if dist.get_rank() == 0:
             if run is not None:

@@ -48,6 +48,7 @@ READERS: Final[Mapping[str, SettingReader]] = MappingProxyType(
         "params.use_orig": SettingReader(sharding.read_use_orig),
         "checkpoint.state_dict": SettingReader(training.read_state_dict),
         "checkpoint.asynchronous": SettingReader(training.read_asynchronous),
+        "checkpoint.verify": SettingReader(training.read_verify),
         "activation.checkpointing": SettingReader(training.read_checkpointing, default_shown=True),
         "activation.native": SettingReader(training.read_native),
         "activation.offload": SettingReader(training.read_activation_offload),

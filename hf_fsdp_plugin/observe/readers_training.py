@@ -27,6 +27,10 @@ def read_asynchronous(run: LiveRun) -> ObservedValue:
     return ObservedValue(value=run.saved_asynchronously, reason="of the last checkpoint")
 
 
+def read_verify(run: LiveRun) -> ObservedValue:
+    return unobservable("only a resume uses this setting; the model does not record it")
+
+
 def read_checkpointing(run: LiveRun) -> ObservedValue:
     wrappers = [module for module in run.model.modules() if isinstance(module, CheckpointWrapper)]
     native = any(map(checkpoints_natively, run.model.modules()))

@@ -78,6 +78,7 @@ class PrefetchSection:
 class CheckpointSection:
     state_dict: StateDictKind = "sharded"
     asynchronous: bool = False
+    verify: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

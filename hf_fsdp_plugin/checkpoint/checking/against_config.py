@@ -14,6 +14,7 @@ from typing import Any
 from hf_fsdp_plugin.checkpoint.formats.errors import problem, refuse
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel
 from hf_fsdp_plugin.checkpoint.formats.table import format_named
+from hf_fsdp_plugin.checkpoint.io import read_file
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_names, format_shape, plural
 
@@ -53,7 +54,7 @@ def read_config(folder: Path, fix: str = _REPLACE) -> dict[str, Any] | None:
     """
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_bytes())
+        config = json.loads(read_file(path))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:

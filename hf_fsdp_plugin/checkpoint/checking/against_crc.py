@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from hf_fsdp_plugin.checkpoint.checking.byte_ranges import (
@@ -27,7 +27,17 @@ _Offsets = list[tuple[int, str]]
 
 def crc_problems(folder: Path, files: Iterable[Path], progress: Progress | None) -> tuple[int, list[Problem]]:
     """Return the number of bytes with a CRC-32, and a problem for each archive that is damaged or incomplete."""
-    offsets = _tensor_offsets(folder)
+    return _compare(files, _tensor_offsets(folder), progress)
+
+
+def archive_problems(files: Iterable[Path]) -> list[Problem]:
+    """Return a problem for each archive without tensors of a model that is damaged or incomplete."""
+    return _compare(files, {}, None)[1]
+
+
+def _compare(
+    files: Iterable[Path], offsets: Mapping[Path, _Offsets], progress: Progress | None
+) -> tuple[int, list[Problem]]:
     problems: list[Problem] = []
     ranges: list[ByteRange] = []
     for path in files:

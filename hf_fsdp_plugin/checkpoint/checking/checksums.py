@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_fsdp_plugin.checkpoint.formats.zip_directory import ZipError, data_offset, read_directory
+from hf_fsdp_plugin.checkpoint.io import reading
 
 _BLOCK = 1 << 20
 
@@ -33,14 +34,14 @@ class NotAnArchive(ValueError):
 
 def is_archive(path: Path) -> bool:
     """Whether a file has the signature of a zip archive."""
-    with path.open("rb") as file:
+    with reading(path) as file:
         return file.read(4) == b"PK\x03\x04"
 
 
 def crc_file(path: Path, start: int, stop: int) -> int:
     """Return the CRC-32 of the bytes ``[start, stop)`` of a file, or up to the end of the file if it is shorter."""
     crc = 0
-    with path.open("rb", buffering=0) as file:
+    with reading(path) as file:
         while start < stop and (block := os.pread(file.fileno(), min(_BLOCK, stop - start), start)):
             crc = zlib.crc32(block, crc)
             start += len(block)
@@ -53,7 +54,7 @@ def stored_entries(path: Path) -> Iterator[StoredEntry]:
     Raises:
         NotAnArchive: some bytes of the file do not belong to a complete archive.
     """
-    with path.open("rb", buffering=0) as file:
+    with reading(path) as file:
 
         def read(start: int, size: int) -> bytes:
             return os.pread(file.fileno(), size, start)

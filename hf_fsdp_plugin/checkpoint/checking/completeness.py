@@ -17,6 +17,7 @@ from hf_fsdp_plugin.checkpoint.formats.errors import problem
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
+from hf_fsdp_plugin.checkpoint.io import read_file
 from hf_fsdp_plugin.checkpoint.names import (
     ACCELERATE_PREFIX,
     FSDP_MODEL,
@@ -166,7 +167,7 @@ def _last_file_problems(folder: Path) -> list[Problem]:
     name = folder.resolve().name
     if re.fullmatch(rf"{TRAINER_PREFIX}\d+", name):
         try:
-            json.loads((folder / TRAINER_STATE).read_bytes())
+            json.loads(read_file(folder / TRAINER_STATE))
         except FileNotFoundError:
             return [problem("FSDP-E452", folder, f"has no {TRAINER_STATE}: {_UNFINISHED}", _RESUME_EARLIER)]
         except OSError as error:

@@ -27,6 +27,7 @@ from hf_fsdp_plugin.checkpoint.formats.table import (
     read_stored_optimizer,
     written_format,
 )
+from hf_fsdp_plugin.checkpoint.io import read_file
 from hf_fsdp_plugin.checkpoint.names import (
     ACCELERATE_RNG,
     ACCELERATE_RUN,
@@ -152,7 +153,9 @@ def summarize(path: Path) -> Summary:
             raise
     with suppress(CheckpointError):
         optimizer = read_stored_optimizer(folder)
-    files = {file.relative_to(folder).as_posix(): file.stat().st_size for file in sorted(own_files(folder))}
+    files = {
+        file.relative_to(folder).as_posix(): file.stat().st_size for file in sorted(own_files(folder)) if file.exists()
+    }
     parameters = {name: (tensor.dtype, tensor.shape) for name, tensor in model.tensors.items()} if model else {}
     return Summary(
         path=folder,
@@ -192,7 +195,7 @@ def _config_versions(folder: Path) -> dict[str, str]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        tree = json.loads(path.read_bytes())
+        tree = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError):
         return {}
     return tree if isinstance(tree, dict) else {}

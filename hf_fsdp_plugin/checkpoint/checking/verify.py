@@ -18,12 +18,14 @@ from hf_fsdp_plugin.checkpoint.checking.against_crc import crc_problems
 from hf_fsdp_plugin.checkpoint.checking.against_manifest import manifest_problems
 from hf_fsdp_plugin.checkpoint.checking.byte_ranges import ByteRange, Progress, damage_problem, find_damaged
 from hf_fsdp_plugin.checkpoint.checking.completeness import checkpoint_of, file_problems, own_files, structure_problems
+from hf_fsdp_plugin.checkpoint.formats.block_file import BlockTable
 from hf_fsdp_plugin.checkpoint.formats.errors import problem
 from hf_fsdp_plugin.checkpoint.formats.hashing import hash_file
-from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, Manifest
+from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
+from hf_fsdp_plugin.checkpoint.formats.ranges import FileRecord
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
-from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME, OPTIMIZER
+from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, MANIFEST_NAME, OPTIMIZER
 from hf_fsdp_plugin.problems import CheckpointError, Problem, has_errors
 from hf_fsdp_plugin.text import format_names
 
@@ -91,6 +93,15 @@ def verify(checkpoint: Path, *, config_check: bool = True, progress: Progress | 
 
 def _byte_problems(folder: Path, manifest: Manifest, progress: Progress | None) -> list[Problem]:
     """Return a problem for every file whose bytes differ from the saved ones."""
+    unreadable: list[Problem] = []
+    for record in manifest.files:
+        if isinstance(record.ranges, BlockTable):
+            try:
+                record.ranges.check()
+            except CheckpointError as error:
+                unreadable += error.problems
+    if unreadable:
+        return unreadable
     ranges = [
         ByteRange(folder / record.path, piece.start, piece.stop, piece.hash, (piece.name,) if piece.name else ())
         for record in manifest.files
@@ -119,7 +130,7 @@ def _file_with_contents(path: Path, record: FileRecord, records: Iterable[FileRe
 
 def _extra_files(folder: Path, manifest: Manifest) -> list[Problem]:
     """Return a note about files that are not in the manifest, and folders that contain no file of the manifest."""
-    known = {Path(record.path) for record in manifest.files} | {Path(MANIFEST_NAME)}
+    known = {Path(record.path) for record in manifest.files} | {Path(MANIFEST_NAME), Path(BLOCK_FILE)}
     folders = {parent for path in known for parent in path.parents}
     extra = []
     for place, inner, files in os.walk(folder):

@@ -18,7 +18,9 @@ def read_model(root: Path, number: int) -> StoredModel | None:
         index = root / index_file(name)
         if (root / name).is_file() or index.is_file():
             names = [name] if (root / name).is_file() else list(read_weight_map(root, index))
-            return StoredModel(root, FORMAT.name, *model_entries(read_state_dict(root, names)))
+            tensors, objects = model_entries(read_state_dict(root, names))
+            listed = (index.name,) if index.name not in names and index.is_file() else ()
+            return StoredModel(root, FORMAT.name, tensors, (*listed, *names), objects)
     return None
 
 
@@ -28,7 +30,7 @@ def read_optimizer(root: Path, number: int) -> StoredOptimizer | None:
     if not path.is_file():
         return None
     state, groups = optimizer_parts(read_state_dict(root, [path.name]), root, path)
-    return StoredOptimizer(root, FORMAT.name, state, groups)
+    return StoredOptimizer(root, FORMAT.name, state, groups, (path.name,))
 
 
 _HF_FILE = f"{HF_MODEL_BIN}{{suffix}}.bin"

@@ -45,6 +45,11 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def span(strides: Iterable[int], shape: Iterable[int]) -> int:
+    """Return the number of elements of a file from the first to the last element of a box with these strides."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
 def flat_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Return the run ``[start, stop)`` of a tensor as boxes, in order; each box is itself a run.
 

@@ -36,6 +36,7 @@ from hf_fsdp_plugin.checkpoint.formats.stored import (
     without_replicas,
 )
 from hf_fsdp_plugin.checkpoint.formats.torch_zip import TensorZips
+from hf_fsdp_plugin.checkpoint.io import open_regular, read_file
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, DCP_SUFFIX, FSDP_MODEL, OPTIMIZER, numbered
 from hf_fsdp_plugin.plan.names import canonical_name
 
@@ -45,7 +46,7 @@ def read_model(root: Path, number: int) -> StoredModel | None:
     folder = _folder(root, numbered(FSDP_MODEL, number))
     if folder is None:
         return None
-    entries = _read(root, folder)
+    entries, files = _read(root, folder)
     if entries and all(path[0] == "optimizer" for path in entries):
         fix = "Give the folder of the checkpoint, or of its model."
         refuse("FSDP-E451", folder, "contains an optimizer and no model.", fix)
@@ -59,7 +60,7 @@ def read_model(root: Path, number: int) -> StoredModel | None:
             tensors[name] = replace(value, name=name)
         else:
             objects[name] = value
-    return StoredModel(root, FORMAT.name, tensors, objects)
+    return StoredModel(root, FORMAT.name, tensors, files, objects)
 
 
 def read_optimizer(root: Path, number: int) -> StoredOptimizer | None:
@@ -67,11 +68,12 @@ def read_optimizer(root: Path, number: int) -> StoredOptimizer | None:
     folder = _folder(root, numbered(OPTIMIZER, number))
     if folder is None:
         return None
-    entries = {path[1:]: value for path, value in _read(root, folder).items() if path[0] == "optimizer"}
+    found, files = _read(root, folder)
+    entries = {path[1:]: value for path, value in found.items() if path[0] == "optimizer"}
     if not entries:
         return None
     state, groups = optimizer_parts(nested_value(entries), root, folder)
-    return StoredOptimizer(root, FORMAT.name, state, groups)
+    return StoredOptimizer(root, FORMAT.name, state, groups, files)
 
 
 def _folder(checkpoint: Path, name: str) -> Path | None:
@@ -88,10 +90,10 @@ def _folder(checkpoint: Path, name: str) -> Path | None:
 _Path = tuple[Any, ...]
 
 
-def _read(root: Path, folder: Path) -> dict[_Path, Any]:
-    """Return the entries: path within the state dict -> tensor (named by its path) or other value."""
+def _read(root: Path, folder: Path) -> tuple[dict[_Path, Any], tuple[str, ...]]:
+    """Return the entries, path within the state dict -> tensor (named by its path) or other value, and the files."""
     place = folder / DCP_METADATA
-    metadata = read_pickle(place.read_bytes(), place)
+    metadata = read_pickle(read_file(place), place)
     try:
         entries, paths = _parse_metadata(metadata)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
@@ -102,7 +104,7 @@ def _read(root: Path, folder: Path) -> dict[_Path, Any]:
         zips = TensorZips()
         values = {paths[entry.name]: _value(entry, files, zips) for entry in entries}
     raise_if_any(coverage_problems(place, (v for v in values.values() if isinstance(v, StoredTensor))))
-    return values
+    return values, (place.relative_to(root).as_posix(), *sorted(file.relative for file in files.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +196,7 @@ def _open(root: Path, folder: Path, names: set[str], stack: ExitStack) -> dict[s
     files: dict[str, _File] = {}
     for name in names:
         path = folder / name
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = open_regular(path)
         stack.callback(os.close, descriptor)
         files[name] = _File(path, path.relative_to(root).as_posix(), descriptor, os.fstat(descriptor).st_size)
     return files

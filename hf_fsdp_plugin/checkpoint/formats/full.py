@@ -25,10 +25,12 @@ def read_model(root: Path, name: str) -> StoredModel | None:
     """Return the model in the file ``name``, or in the shards that its index lists; ``None`` if neither exists."""
     index = root / index_file(name)
     shards: Mapping[str, Set[str] | None]
+    files: tuple[str, ...]
     if (root / name).is_file():
-        shards = {name: None}
+        shards, files = {name: None}, (name,)
     elif index.is_file():
         shards = read_weight_map(root, index)
+        files = index.name, *shards
     else:
         return None
     tensors: dict[str, StoredTensor] = {}
@@ -46,7 +48,7 @@ def read_model(root: Path, name: str) -> StoredModel | None:
             plain = canonical_name(key)
             tensors[plain] = StoredTensor(plain, entry.dtype, entry.shape, without_replicas([piece]))
     raise_if_any(problems)
-    return StoredModel(root, FORMAT.name, tensors)
+    return StoredModel(root, FORMAT.name, tensors, files)
 
 
 _MODEL_FILE = safetensors_file(f"{HF_MODEL}{{suffix}}")

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from hf_fsdp_plugin.checkpoint.formats.errors import refuse
+from hf_fsdp_plugin.checkpoint.io import reading
 
 HASH = "xxh3_128"
 
 _BLOCK = 4 << 20
 """Bytes read at once: large enough for a disk, and small enough to be in the CPU cache when they are hashed."""
+
+
+_thread = threading.local()
+
+
+def _block_of_thread() -> memoryview:
+    """Return memory that the thread reuses: new memory for each range takes as long as hashing it."""
+    if not hasattr(_thread, "block"):
+        _thread.block = memoryview(bytearray(_BLOCK))
+    block: memoryview = _thread.block
+    return block
 
 
 def hash_bytes(data: Any) -> str:
@@ -30,8 +43,8 @@ def hash_file(path: Path, start: int = 0, stop: int | None = None) -> str:
         CheckpointError: the file ends before ``stop``.
     """
     hasher = xxhash.xxh3_128()
-    block = memoryview(bytearray(_BLOCK if stop is None else min(_BLOCK, max(stop - start, 1))))
-    with open(path, "rb", buffering=0) as file:
+    block = _block_of_thread()
+    with reading(path) as file:
         position = start
         while stop is None or position < stop:
             wanted = len(block) if stop is None else min(len(block), stop - position)

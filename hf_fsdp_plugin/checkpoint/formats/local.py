@@ -48,7 +48,7 @@ def read_model(root: Path, number: int) -> StoredModel | None:
     if not files:
         return None
     tensors = {name: tensor for (name, _), tensor in _assemble(root, files).items()}
-    return StoredModel(root, FORMAT.name, {**tensors, **_aliases(files, tensors)})
+    return StoredModel(root, FORMAT.name, {**tensors, **_aliases(files, tensors)}, _names(root, files))
 
 
 def read_optimizer(root: Path, number: int) -> StoredOptimizer | None:
@@ -62,7 +62,12 @@ def read_optimizer(root: Path, number: int) -> StoredOptimizer | None:
     for file in files:
         for name, values in file.description.get("values", {}).items():
             state.setdefault(canonical_name(name), {}).update(values)
-    return StoredOptimizer(root, FORMAT.name, state, files[0].description.get("groups", []))
+    groups = files[0].description.get("groups", [])
+    return StoredOptimizer(root, FORMAT.name, state, groups, _names(root, files))
+
+
+def _names(root: Path, files: list[_RankFile]) -> tuple[str, ...]:
+    return tuple(file.path.relative_to(root).as_posix() for file in files)
 
 
 def _read_files(folder: Path, number: int) -> list[_RankFile]:

@@ -12,36 +12,17 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from hf_fsdp_plugin.checkpoint.formats import block_file
 from hf_fsdp_plugin.checkpoint.formats.hashing import HASH, hash_bytes, hash_file
-from hf_fsdp_plugin.checkpoint.io import write_text
-from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
+from hf_fsdp_plugin.checkpoint.formats.ranges import FileRange, FileRecord
+from hf_fsdp_plugin.checkpoint.io import write_bytes, write_text
+from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, MANIFEST_NAME
 
 FORMAT = "hf_fsdp_plugin checkpoint"
-VERSION = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FileRange:
-    """The bytes ``[start, stop)`` of a file.
-
-    Attributes:
-        hash: xxh3_128 of these bytes, in hexadecimal.
-        name: name of the tensor in this range; empty for headers, padding and files without tensors.
-    """
-
-    start: int
-    stop: int
-    hash: str
-    name: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FileRecord:
-    """A file: its path relative to the checkpoint (with ``/``), its size in bytes, and the ranges that tile it."""
-
-    path: str
-    size: int
-    ranges: tuple[FileRange, ...]
+VERSION = 2
+"""The latest version. A manifest with all hashes in it has version 1."""
+MAX_INLINE = 10_000
+"""Maximum number of ranges in the manifest itself, about 1 MB. More are written to a file of their own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,10 +63,33 @@ class Manifest:
 
 
 def to_text(m: Manifest) -> str:
-    """Return the manifest as JSON with its own hash. Numbers that JSON does not support (inf, nan) become text."""
+    """Return the manifest as JSON with its own hash and all ranges.
+
+    Numbers that JSON does not support (inf, nan) become text.
+    """
+    return _text(m, {"version": 1, "files": [_file_tree(record) for record in m.files]})
+
+
+def _with_block_file(m: Manifest) -> tuple[str, bytes]:
+    """Return the manifest as JSON, and the records of the files that have more than one range."""
+    names: dict[str, int] = {}
+    packed, files = [], []
+    first = 0
+    for record in m.files:
+        if len(record.ranges) < 2:
+            files.append(_file_tree(record))
+            continue
+        data = block_file.pack(record.ranges, names)
+        count = len(data) // block_file.RECORD_SIZE
+        files.append({"path": record.path, "size": record.size, "blocks": [first, count], "hash": hash_bytes(data)})
+        packed.append(data)
+        first += count
+    return _text(m, {"version": 2, "files": files, "num_blocks": first, "names": list(names)}), b"".join(packed)
+
+
+def _text(m: Manifest, contents: Mapping[str, Any]) -> str:
     tree = _plain({field.name: getattr(m, field.name) for field in fields(m) if field.name != "files"})
-    tree |= {"format": FORMAT, "version": VERSION, "hash": HASH, "files": [_file_tree(record) for record in m.files]}
-    tree["manifest_hash"] = ""
+    tree |= {"format": FORMAT, "hash": HASH, **contents, "manifest_hash": ""}
     first = ("format", "version", "hash")
     last = ("parameters", "files", "manifest_hash")
     order = [*first, *(key for key in tree if key not in first + last), *last]
@@ -94,8 +98,13 @@ def to_text(m: Manifest) -> str:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write ``fsdp_manifest.json`` to ``folder``, atomically."""
-    write_text(folder / MANIFEST_NAME, to_text(manifest))
+    """Write ``fsdp_manifest.json`` to ``folder``, atomically; before it ``fsdp_manifest.hashes`` if there are many."""
+    if sum(len(record.ranges) for record in manifest.files) <= MAX_INLINE:
+        write_text(folder / MANIFEST_NAME, to_text(manifest))
+        return
+    text, data = _with_block_file(manifest)
+    write_bytes(folder / BLOCK_FILE, data)
+    write_text(folder / MANIFEST_NAME, text)
 
 
 def record_file(root: Path, relative: str) -> FileRecord:

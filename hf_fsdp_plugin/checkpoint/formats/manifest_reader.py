@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar, get_args
 
+from hf_fsdp_plugin.checkpoint.formats.block_file import RECORD_SIZE, BlockTable
 from hf_fsdp_plugin.checkpoint.formats.errors import COPY_AGAIN, problem, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats.hashing import HASH, hash_bytes
-from hf_fsdp_plugin.checkpoint.formats.manifest import FORMAT, VERSION, FileRange, FileRecord, Manifest, hash_entry
-from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
+from hf_fsdp_plugin.checkpoint.formats.manifest import FORMAT, VERSION, Manifest, hash_entry
+from hf_fsdp_plugin.checkpoint.formats.ranges import FileRange, FileRecord
+from hf_fsdp_plugin.checkpoint.io import read_file
+from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, MANIFEST_NAME
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.model import StateDictKind
 
@@ -31,7 +34,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     if _is_foreign_link(folder, path):
         refuse("FSDP-E456", path, "is a symbolic link.", _NO_LINKS)
     try:
-        data = path.read_bytes()
+        data = read_file(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -41,6 +44,8 @@ def read_manifest(folder: Path) -> Manifest | None:
     manifest = reader.manifest(tree)
     for record in manifest.files:
         reader.check_links(folder, record.path)
+    if reader.num_blocks:
+        reader.check_block_file(folder)
     raise_if_any(reader.problems)
     return manifest
 
@@ -60,9 +65,9 @@ def _parse(path: Path, data: bytes) -> dict[str, Any]:
         refuse("FSDP-E465", path, message, "Install the hf_fsdp_plugin that wrote the checkpoint, or a later one.")
     if not _hash_matches(data, tree.get("manifest_hash")):
         refuse("FSDP-E464", path, "is damaged: its manifest_hash does not match its contents.")
-    if version != VERSION or tree.get("hash") != HASH:
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1 or tree.get("hash") != HASH:
         found = f"version {_shown(version)} and hash {_shown(tree.get('hash'))}"
-        refuse("FSDP-E465", path, f"has {found}; expected version {VERSION} and hash '{HASH}'.")
+        refuse("FSDP-E465", path, f"has {found}; expected version 1 to {VERSION} and hash '{HASH}'.")
     return tree
 
 
@@ -77,12 +82,17 @@ class _Reader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.problems: list[Problem] = []
+        self.num_blocks = 0
+        self.block_names: tuple[str, ...] = ()
 
     def manifest(self, tree: Mapping[str, Any]) -> Manifest:
         step = tree.get("step")
         kind = self.field(tree, "kind", str)
         if kind not in get_args(StateDictKind):
             self.report("kind", kind, "one of " + ", ".join(get_args(StateDictKind)))
+        if tree["version"] > 1:
+            self.num_blocks = self.count(tree.get("num_blocks"), "num_blocks")
+            self.block_names = self.names(tree.get("names"), "names")
         return Manifest(
             kind=kind,
             backend=self.field(tree, "backend", str),
@@ -145,9 +155,32 @@ class _Reader:
             if path in records:
                 self.report(f"{place}.path", path, "each file once")
             size = self.count(value.get("size"), f"{place}.size")
-            ranges = self.ranges(self.field(value, "ranges", list, f"{place}."), size, place)
+            ranges: Sequence[FileRange]
+            if self.num_blocks and "ranges" not in value:
+                ranges = self.blocks(value, size, place)
+            else:
+                ranges = self.ranges(self.field(value, "ranges", list, f"{place}."), size, place)
             records[path] = FileRecord(path=path, size=size, ranges=ranges)
         return tuple(records.values())
+
+    def blocks(self, value: Mapping[str, Any], size: int, place: str) -> Sequence[FileRange]:
+        match value.get("blocks"), value.get("hash"):
+            case [int(first), int(count)], str(digest) if 0 <= first <= first + count <= self.num_blocks:
+                path = self.path.with_name(BLOCK_FILE)
+                return BlockTable(path, first, count, size=size, digest=digest, names=self.block_names)
+        self.report(f"{place}.blocks", value.get("blocks"), f"the first and the number of {self.num_blocks} records")
+        return ()
+
+    def check_block_file(self, folder: Path) -> None:
+        """Report a file of hashes that is missing, is a link or has another size."""
+        path = folder / BLOCK_FILE
+        self.check_links(folder, BLOCK_FILE)
+        expected = self.num_blocks * RECORD_SIZE
+        if not path.is_file():
+            self.problems.append(problem("FSDP-E457", path, "is missing; it contained the hashes.", COPY_AGAIN))
+        elif path.stat().st_size != expected:
+            message = f"has {path.stat().st_size:,} bytes; {expected:,} were saved."
+            self.problems.append(problem("FSDP-E470", path, message, COPY_AGAIN))
 
     def ranges(self, values: list[Any], size: int, place: str) -> tuple[FileRange, ...]:
         ranges = []
@@ -196,7 +229,7 @@ def _is_foreign_link(folder: Path, place: Path) -> bool:
 def _is_inside(path: str) -> bool:
     """Whether a path is in normal form and inside the checkpoint."""
     # File systems do not accept surrogates.
-    if path == MANIFEST_NAME or any(c in "\\\0" or "\ud800" <= c <= "\udfff" for c in path):
+    if path in (MANIFEST_NAME, BLOCK_FILE) or any(c in "\\\0" or "\ud800" <= c <= "\udfff" for c in path):
         return False
     return not {"", ".", ".."} & set(path.split("/"))
 

@@ -12,6 +12,7 @@ from hf_fsdp_plugin.checkpoint.formats.boxes import whole
 from hf_fsdp_plugin.checkpoint.formats.element_types import dtype_size, numpy_dtype
 from hf_fsdp_plugin.checkpoint.formats.errors import refuse
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredTensor
+from hf_fsdp_plugin.checkpoint.io import open_regular
 from hf_fsdp_plugin.plan.names import canonical_name
 
 
@@ -66,7 +67,7 @@ def _number(tensor: StoredTensor, root: Path) -> Any:
     import numpy
 
     piece = tensor.pieces[0]
-    descriptor = os.open(root / piece.file, os.O_RDONLY)
+    descriptor = open_regular(root / piece.file)
     try:
         data = os.pread(descriptor, dtype_size(tensor.dtype), piece.offset)
     finally:

@@ -26,7 +26,7 @@ def read_model(root: Path, number: int) -> StoredModel | None:
         if names := _rank_files(root, stem):
             tensors, objects = model_entries(read_state_dict(root, names))
             _check_coverage(root, stem, names, tensors.values())
-            return StoredModel(root, FORMAT.name, tensors, objects)
+            return StoredModel(root, FORMAT.name, tensors, tuple(names), objects)
     return None
 
 
@@ -39,7 +39,7 @@ def read_optimizer(root: Path, number: int) -> StoredOptimizer | None:
     state, groups = optimizer_parts(read_state_dict(root, names), root, root / names[0])
     tensors = (value for entry in state.values() for value in entry.values() if isinstance(value, StoredTensor))
     _check_coverage(root, stem, names, tensors)
-    return StoredOptimizer(root, FORMAT.name, state, groups)
+    return StoredOptimizer(root, FORMAT.name, state, groups, tuple(names))
 
 
 def _check_coverage(root: Path, stem: str, names: list[str], tensors: Iterable[StoredTensor]) -> None:

@@ -13,6 +13,7 @@ from hf_fsdp_plugin.checkpoint.formats.boxes import whole
 from hf_fsdp_plugin.checkpoint.formats.element_types import SAFETENSORS_NAMES, dtype_size
 from hf_fsdp_plugin.checkpoint.formats.errors import raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats.stored import file_problems_inside
+from hf_fsdp_plugin.checkpoint.io import read_file, reading
 
 MAX_HEADER = 100_000_000
 """Maximum size of a header in bytes; the limit of the safetensors library."""
@@ -39,7 +40,7 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     Raises:
         CheckpointError: the file is truncated, longer than its header allows, or its header is damaged.
     """
-    with open(path, "rb") as file:
+    with reading(path) as file:
         size = os.fstat(file.fileno()).st_size
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
@@ -71,7 +72,7 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
 def read_weight_map(root: Path, index: Path) -> dict[str, set[str]]:
     """Return file -> names of its tensors, from a Hugging Face index. Checks that all files exist inside the folder."""
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = json.loads(read_file(index))["weight_map"]
         shards: dict[str, set[str]] = {}
         for name, file in weight_map.items():
             if not isinstance(file, str):

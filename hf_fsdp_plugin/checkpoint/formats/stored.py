@@ -7,6 +7,7 @@ offset and strides that are recorded here.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -66,12 +67,14 @@ class StoredModel:
         root: the folder that the files of the pieces are relative to.
         format: name of the :class:`CheckpointFormat`: ``dcp``, ``local``, ``full``, ``bin`` or ``per_rank``.
         tensors: name -> tensor.
+        files: every file that the reader opened, as in :class:`StoredPiece`.
         objects: name -> value, of the entries that are not tensors.
     """
 
     root: Path
     format: str
     tensors: dict[str, StoredTensor]
+    files: tuple[str, ...]
     objects: dict[str, Any] = field(default_factory=dict)
 
 
@@ -84,12 +87,14 @@ class StoredOptimizer:
         format: as in :class:`StoredModel`.
         state: parameter -> key (``exp_avg``, ``step``) -> tensor, or a plain value.
         groups: one dict per parameter group: ``params`` is a list of names, the rest are hyperparameters.
+        files: as in :class:`StoredModel`.
     """
 
     root: Path
     format: str
     state: dict[str, dict[str, StoredTensor | Any]]
     groups: list[dict[str, Any]]
+    files: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,10 +167,11 @@ def _file_problem(root: Path, relative: str, place: Path | str) -> Problem | Non
         return problem("FSDP-E456", place, f"refers to {relative[:80]!r}, which is not a valid file name.", fix)
     if PurePosixPath(relative).is_absolute() or ".." in PurePosixPath(relative).parts or "\\" in relative:
         return problem("FSDP-E456", place, f"refers to {relative!r}, which is outside its folder.", fix)
-    allowed = [root.resolve()]
+    # `os.path.realpath`, because `Path.resolve` raises an error for links in a circle.
+    allowed = [os.path.realpath(root)]
     if root.parent.name == "snapshots":
-        allowed.append((root.parent.parent / "blobs").resolve())
-    real = (root / relative).resolve()
+        allowed.append(os.path.realpath(root.parent.parent / "blobs"))
+    real = Path(os.path.realpath(root / relative))
     if not any(real.is_relative_to(folder) for folder in allowed):
         message = f"refers to {relative!r}, a link to {real}, which is outside its folder."
         return problem("FSDP-E456", place, message, fix)

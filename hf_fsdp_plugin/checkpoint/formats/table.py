@@ -5,6 +5,8 @@ They read headers and metadata only, not the bytes of tensors. They do not impor
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -55,9 +57,10 @@ def read_stored_model(checkpoint: Path, number: int = 0) -> StoredModel:
         CheckpointError: there is no model, or it is incomplete, damaged or unsafe to read.
     """
     _check_folder(checkpoint)
-    for form in FORMATS:
-        if (model := form.read_model(checkpoint, number)) is not None:
-            return model
+    with _os_errors_as_problems(checkpoint):
+        for form in FORMATS:
+            if (model := form.read_model(checkpoint, number)) is not None:
+                return model
     patterns = dict.fromkeys(pattern for form in FORMATS for pattern in form.patterns(number))
     refuse(
         "FSDP-E451",
@@ -74,10 +77,20 @@ def read_stored_optimizer(checkpoint: Path, number: int = 0) -> StoredOptimizer 
         CheckpointError: the folder does not exist, or the optimizer is incomplete, damaged or unsafe to read.
     """
     _check_folder(checkpoint)
-    for form in FORMATS:
-        if form.read_optimizer and (optimizer := form.read_optimizer(checkpoint, number)) is not None:
-            return optimizer
+    with _os_errors_as_problems(checkpoint):
+        for form in FORMATS:
+            if form.read_optimizer and (optimizer := form.read_optimizer(checkpoint, number)) is not None:
+                return optimizer
     return None
+
+
+@contextmanager
+def _os_errors_as_problems(checkpoint: Path) -> Iterator[None]:
+    """Raise errors of the operating system as ``CheckpointError``: a file cannot be opened, or is not a file."""
+    try:
+        yield
+    except OSError as error:
+        refuse("FSDP-E472", error.filename or checkpoint, f"cannot be read: {error.strerror or error}.")
 
 
 def _check_folder(checkpoint: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, flat_start, intersect, row_major, slices
+from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, flat_start, intersect, row_major, slices, span
 from hf_fsdp_plugin.checkpoint.formats.element_types import dtype_size
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredPiece, StoredTensor
 from hf_fsdp_plugin.checkpoint.io import MAX_SPAN, InputFiles
@@ -55,15 +55,15 @@ def _read_strided(files: InputFiles, file: str, offset: int, strides: Sequence[i
     """
     import numpy
 
-    span = 1 + sum((size - 1) * stride for size, stride in zip(target.shape, strides, strict=True))
-    num_bytes = span * target.itemsize
-    if num_bytes > MAX_SPAN or (num_bytes > _MIN_SPLIT and span > 4 * target.size):
+    count = span(strides, target.shape)
+    num_bytes = count * target.itemsize
+    if num_bytes > MAX_SPAN or (num_bytes > _MIN_SPLIT and count > 4 * target.size):
         dim = max((d for d, size in enumerate(target.shape) if size > 1), key=lambda d: strides[d])
         low, high = numpy.array_split(target, 2, axis=dim)
         _read_strided(files, file, offset, strides, low)
         _read_strided(files, file, offset + low.shape[dim] * strides[dim] * target.itemsize, strides, high)
         return
-    stored = numpy.empty(span, target.dtype)
+    stored = numpy.empty(count, target.dtype)
     files.read(file, offset, stored.data.cast("B"))
     steps = [stride * target.itemsize for stride in strides]
     target[...] = numpy.lib.stride_tricks.as_strided(stored, target.shape, steps)

@@ -13,6 +13,7 @@ from hf_fsdp_plugin.checkpoint.formats.pickles import Distributed, PickledTensor
 from hf_fsdp_plugin.checkpoint.formats.rank_parts import parts_of
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredPiece, StoredTensor, without_replicas
 from hf_fsdp_plugin.checkpoint.formats.torch_zip import TorchZip
+from hf_fsdp_plugin.checkpoint.io import open_regular
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import CheckpointError
 
@@ -38,7 +39,7 @@ def read_state_dict(root: Path, names: list[str]) -> dict[Any, Any]:
         found: list[tuple[_File, Any]] = []
         for name in names:
             path = root / name
-            descriptor = os.open(path, os.O_RDONLY)
+            descriptor = open_regular(path)
             stack.callback(os.close, descriptor)
             zipped = TorchZip(descriptor, 0, os.fstat(descriptor).st_size, path)
             value = zipped.value()

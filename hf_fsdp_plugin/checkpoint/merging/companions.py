@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.checkpoint.formats.errors import refuse
-from hf_fsdp_plugin.checkpoint.io import sync
+from hf_fsdp_plugin.checkpoint.io import read_file, sync
 from hf_fsdp_plugin.checkpoint.names import FSDP_MODEL
 
 MODEL_CONFIGS = ("config.json", "adapter_config.json")
@@ -83,6 +83,4 @@ def _has_config(folder: Path) -> bool:
 
 
 def _has_code(folder: Path) -> bool:
-    return any(
-        '"auto_map"' in path.read_text(encoding="utf-8", errors="replace") for path in folder.glob("*config.json")
-    )
+    return any(b'"auto_map"' in read_file(path) for path in folder.glob("*config.json") if path.is_file())

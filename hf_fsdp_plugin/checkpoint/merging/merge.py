@@ -15,6 +15,7 @@ from hf_fsdp_plugin.checkpoint.checking.against_config import read_config
 from hf_fsdp_plugin.checkpoint.checking.against_manifest import manifest_problems
 from hf_fsdp_plugin.checkpoint.checking.byte_ranges import Progress
 from hf_fsdp_plugin.checkpoint.checking.completeness import checkpoint_of
+from hf_fsdp_plugin.checkpoint.checking.verified_files import check_headers, input_files
 from hf_fsdp_plugin.checkpoint.commit import restore_replaced
 from hf_fsdp_plugin.checkpoint.formats.errors import problem, raise_if_any
 from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
@@ -28,7 +29,6 @@ from hf_fsdp_plugin.checkpoint.merging.file_writer import FileWriter
 from hf_fsdp_plugin.checkpoint.merging.options import Merged, MergeOptions
 from hf_fsdp_plugin.checkpoint.merging.output_checks import (
     byte_problems,
-    damaged_input,
     header_problems,
     same_elements,
 )
@@ -71,6 +71,9 @@ class _Job:
         self.config_folder = find_config_folder(checkpoint, options.config)
         self.model = read_stored_model(checkpoint, options.number)
         self.manifest = read_manifest(self.folder)
+        self._verify_input = options.verify_input or options.delete_input
+        with self._open() as files:
+            check_headers(files, self.model)
         # The manifest describes the first of several models.
         self.model_manifest = self.manifest if options.number == 0 else None
         if self.model_manifest is not None:
@@ -94,6 +97,9 @@ class _Job:
             problems=self.problems,
         )
 
+    def _open(self) -> InputFiles:
+        return input_files(self.model, self.folder, self.manifest if self._verify_input else None)
+
     @contextlib.contextmanager
     def config_check(self) -> Iterator[ConfigCheck | None]:
         """Compare with the config's model in the background, unless a manifest makes this unnecessary."""
@@ -105,7 +111,7 @@ class _Job:
             yield check
 
     def run(self, staging: MergeStaging, check: ConfigCheck | None) -> Merged:
-        staging.prepare(fingerprint(self.model, self.plan))
+        staging.prepare(fingerprint(self.model, self.plan, verify_input=self._verify_input))
         self._copy(staging)
         problems = self._compare(check)
         if not has_errors(problems):
@@ -119,7 +125,7 @@ class _Job:
 
     def _copy(self, staging: MergeStaging) -> None:
         self.result.resumed = [file.name for file in self.plan.files if staging.has(file)]
-        with InputFiles(self.model.root) as source:
+        with self._open() as source:
             for file in self.plan.files:
                 if file.name in self.result.resumed:
                     self.progress("merge", file.size, self.plan.num_bytes)
@@ -157,10 +163,9 @@ class _Job:
         problems = header_problems(folder, self.plan)
         if problems or not (self.options.verify or self.options.delete_input):
             return problems
-        if self.manifest is not None:
-            problems += damaged_input(self.model, self.manifest, self.folder)
         total = self.plan.num_bytes
-        problems += byte_problems(self.model, self.plan, folder, lambda count: self.progress("verify", count, total))
+        with self._open() as source:
+            problems += byte_problems(source, self.plan, folder, lambda count: self.progress("verify", count, total))
         self.result.verified = not problems
         return problems
 
@@ -215,7 +220,7 @@ class _Job:
         if not config.get("tie_word_embeddings", nested.get("tie_word_embeddings", False)):
             return []
         tensors = self.model.tensors
-        with InputFiles(self.model.root) as files:
+        with self._open() as files:
             return [
                 (name, other)
                 for name, other in likely_ties(self.model)

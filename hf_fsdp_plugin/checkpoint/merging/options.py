@@ -20,6 +20,7 @@ class MergeOptions:
             it.
         number: index of the model in the checkpoint, if ``Accelerator.prepare`` was called with several models.
         force: replace an existing output folder.
+        verify_input: compare the bytes that are read with the hashes of the manifest.
         verify: compare every byte of the output with the checkpoint.
         delete_input: verify, and delete the merged files of the checkpoint if all checks pass.
     """
@@ -29,6 +30,7 @@ class MergeOptions:
     config: Path | None = None
     number: int = 0
     force: bool = False
+    verify_input: bool = True
     verify: bool = False
     delete_input: bool = False
 

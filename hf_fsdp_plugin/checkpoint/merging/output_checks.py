@@ -1,17 +1,15 @@
-"""Checks of a merge: its input against the manifest, and its output against the plan and the checkpoint."""
+"""Checks of the output of a merge against the plan and the checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
-from hf_fsdp_plugin.checkpoint.checking.byte_ranges import ByteRange, damage_problem, find_damaged
 from hf_fsdp_plugin.checkpoint.formats.boxes import row_major, whole
 from hf_fsdp_plugin.checkpoint.formats.element_types import SAFETENSORS_NAMES, dtype_size
 from hf_fsdp_plugin.checkpoint.formats.errors import problem
-from hf_fsdp_plugin.checkpoint.formats.hashing import hash_bytes, hash_file
-from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
-from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredPiece, StoredTensor
+from hf_fsdp_plugin.checkpoint.formats.hashing import hash_bytes
+from hf_fsdp_plugin.checkpoint.formats.stored import StoredPiece, StoredTensor
 from hf_fsdp_plugin.checkpoint.formats.tensor_reader import read_run
 from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.checkpoint.merging.cast import cast
@@ -22,19 +20,6 @@ from hf_fsdp_plugin.text import format_names, plural
 BLOCK = 4 << 20
 """Number of bytes that are compared at once."""
 _MERGE_AGAIN = "Merge again. If the problem persists, check the disk."
-
-
-def damaged_input(model: StoredModel, manifest: Manifest, folder: Path) -> list[Problem]:
-    """Return a problem for every file of the model whose bytes differ from the saved ones."""
-    used = {(model.root / piece.file).resolve() for tensor in model.tensors.values() for piece in tensor.pieces}
-    records = {folder / record.path: record for record in manifest.files if (folder / record.path).resolve() in used}
-    ranges = [
-        ByteRange(path, part.start, part.stop, part.hash, (part.name,) if part.name else ())
-        for path, record in records.items()
-        for part in record.ranges
-    ]
-    damaged, problems = find_damaged(ranges, hash_file, None)
-    return problems + [damage_problem(items, len(records[path].ranges)) for path, items in damaged.items()]
 
 
 def header_problems(folder: Path, plan: MergePlan) -> list[Problem]:
@@ -60,10 +45,10 @@ def header_problems(folder: Path, plan: MergePlan) -> list[Problem]:
     return problems
 
 
-def byte_problems(model: StoredModel, plan: MergePlan, folder: Path, progress: Callable[[int], None]) -> list[Problem]:
+def byte_problems(source: InputFiles, plan: MergePlan, folder: Path, progress: Callable[[int], None]) -> list[Problem]:
     """Compare all written bytes with the checkpoint; ``progress`` is called with the number of new bytes."""
     problems = []
-    with InputFiles(model.root) as source, InputFiles(folder) as written:
+    with InputFiles(folder) as written:
         for file in plan.files:
             different = []
             for name, offset in file.offsets.items():

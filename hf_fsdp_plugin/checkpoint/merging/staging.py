@@ -98,10 +98,12 @@ class MergeStaging:
             shutil.rmtree(replaced)
 
 
-def fingerprint(index: StoredModel, plan: MergePlan) -> str:
-    """Return a hash of the input files (names, sizes, modification times) and of the planned output files."""
+def fingerprint(index: StoredModel, plan: MergePlan, *, verify_input: bool) -> str:
+    """Return a hash of the input files (names, sizes, modification times), of the planned output files, and of whether
+    the input is verified: files of a merge that did not verify it are written again.
+    """
     files = sorted({piece.file for tensor in index.tensors.values() for piece in tensor.pieces})
-    state: list[Any] = [str(index.root.resolve())]
+    state: list[Any] = [str(index.root.resolve()), verify_input]
     for file in files:
         found = (index.root / file).stat()
         state.append([file, found.st_size, found.st_mtime_ns])

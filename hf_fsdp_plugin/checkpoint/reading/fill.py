@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from hf_fsdp_plugin.checkpoint.formats.boxes import intersect, row_major, slices
+from hf_fsdp_plugin.checkpoint.formats.boxes import intersect, row_major, slices, span
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredTensor
 from hf_fsdp_plugin.checkpoint.io import MAX_SPAN, InputFiles
 from hf_fsdp_plugin.checkpoint.shard_layout import Piece
@@ -47,18 +46,16 @@ def transfers(stored: StoredTensor, pieces: Iterable[Piece]) -> Iterator[Transfe
 
 
 @torch.no_grad()
-def fill(root: Path, work: Iterable[Transfer]) -> None:
+def fill(files: InputFiles, work: Iterable[Transfer]) -> None:
     """Execute all transfers in the order of their bytes in the files.
 
     Data is read directly into contiguous CPU memory, and through a buffer of at most ``MAX_SPAN`` bytes otherwise.
 
     Raises:
-        CheckpointError: a file ends too early.
+        CheckpointError: a file ends too early, or has other bytes than those that were saved.
     """
-    ordered = sorted(work, key=lambda transfer: (transfer.file, transfer.offset))
-    with InputFiles(root) as files:
-        for transfer in ordered:
-            _copy(files, transfer.file, transfer.offset, transfer.strides, transfer.dtype, transfer.into)
+    for transfer in sorted(work, key=lambda transfer: (transfer.file, transfer.offset)):
+        _copy(files, transfer.file, transfer.offset, transfer.strides, transfer.dtype, transfer.into)
 
 
 def _copy(
@@ -68,9 +65,9 @@ def _copy(
     if contiguous and into.dtype == dtype and into.device.type == "cpu":
         files.read(file, offset, _memory(into))
         return
-    span = _span(strides, into.shape) * dtype.itemsize
-    if span <= MAX_SPAN:
-        buffer = torch.empty(span, dtype=torch.uint8)
+    num_bytes = span(strides, into.shape) * dtype.itemsize
+    if num_bytes <= MAX_SPAN:
+        buffer = torch.empty(num_bytes, dtype=torch.uint8)
         files.read(file, offset, _memory(buffer))
         into.copy_(buffer.view(dtype).as_strided(into.shape, strides))
         return
@@ -85,11 +82,6 @@ def _is_row_major(strides: Iterable[int], shape: torch.Size) -> bool:
     return all(
         size == 1 or stride == dense for stride, dense, size in zip(strides, row_major(shape), shape, strict=True)
     )
-
-
-def _span(strides: Iterable[int], shape: Iterable[int]) -> int:
-    """Return the number of elements of the file from the first to the last element of a box."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from hf_fsdp_plugin.checkpoint.io import read_file
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.text import format_names, plural
 
@@ -88,7 +89,7 @@ def _model_type(checkpoint: Path) -> str:
     """Return the config's model type, such as ``LlamaForCausalLM (llama)``; empty without a config."""
     for folder in (checkpoint, checkpoint.parent):
         with suppress(OSError, ValueError, AttributeError):
-            config = json.loads((folder / "config.json").read_text())
+            config = json.loads(read_file(folder / "config.json"))
             names = [*(config.get("architectures") or ())[:1], config.get("model_type")]
             shown = [str(name) for name in names if name]
             return f"{shown[0]} ({shown[1]})" if len(shown) == 2 else "".join(shown)

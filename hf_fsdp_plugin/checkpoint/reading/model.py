@@ -10,9 +10,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import torch.distributed as dist
 from torch import nn
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
+from hf_fsdp_plugin.checkpoint.checking.verified_files import check_headers, files_of_checkpoint
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model
 from hf_fsdp_plugin.checkpoint.reading import mismatch
@@ -23,13 +25,16 @@ from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.torch_private.functions import IncompatibleKeys
 
 
-def load_model(model: nn.Module, checkpoint: Path, number: int = 0, *, adapter_only: bool = False) -> IncompatibleKeys:
+def load_model(
+    model: nn.Module, checkpoint: Path, number: int = 0, *, adapter_only: bool = False, verify: bool = True
+) -> IncompatibleKeys:
     """Load the parameters and persistent buffers of a sharded model in place. Collective.
 
     Args:
         checkpoint: a checkpoint's folder in any format, or the folder of its model.
         number: index of the model in the checkpoint.
         adapter_only: frozen weights may be missing, and keep their values.
+        verify: compare the bytes that are read with the hashes of the manifest.
 
     Returns:
         The names that are missing in the checkpoint (none unless ``adapter_only``), and an empty list of unexpected
@@ -37,11 +42,16 @@ def load_model(model: nn.Module, checkpoint: Path, number: int = 0, *, adapter_o
 
     Raises:
         CheckpointError: files are missing or truncated, elements or tensors are missing, or tensors are unexpected or
-            have a different shape. The error contains all problems, and no weight has been changed.
+            have a different shape. The error contains all problems, and no weight has been changed. Or bytes differ
+            from those that were saved; then weights may have been changed.
         SpecError: only some ranks have problems. The message names these ranks.
     """
-    with on_all_ranks(f"comparing {checkpoint} with the model"):
+    with on_all_ranks(f"reading {checkpoint}"):
         stored = read_stored_model(checkpoint, number)
+        files = files_of_checkpoint(checkpoint, stored, verify=verify)
+        with files:
+            check_headers(files, stored, dist.get_rank(), dist.get_world_size())
+    with on_all_ranks(f"comparing {checkpoint} with the model"):
         shards = model_shards(model)
         names = _stored_names(model, shards, adapter_only)
         found = {name: [known for known in names[name] if known in stored.tensors] for name in names}
@@ -61,8 +71,8 @@ def load_model(model: nn.Module, checkpoint: Path, number: int = 0, *, adapter_o
         ]
         if problems:
             raise CheckpointError(problems)
-    with on_all_ranks(f"reading {checkpoint}"):
-        fill(stored.root, (item for shard, tensor in pairs for item in transfers(tensor, shard.pieces)))
+    with on_all_ranks(f"reading {checkpoint}"), files:
+        fill(files, (item for shard, tensor in pairs for item in transfers(tensor, shard.pieces)))
     return IncompatibleKeys(missing, [])
 
 

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.optimizer_state_factory import state_factory
 from hf_fsdp_plugin.backends.optimizer_step import step_mode
+from hf_fsdp_plugin.checkpoint.checking.verified_files import check_headers, files_of_checkpoint
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredOptimizer, StoredTensor
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_optimizer
+from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.checkpoint.optimizer_state import range_of, split_inner_key, split_key, state_layout
 from hf_fsdp_plugin.checkpoint.reading import mismatch
 from hf_fsdp_plugin.checkpoint.reading.fill import Transfer, fill, transfers
@@ -32,7 +35,9 @@ from hf_fsdp_plugin.text import format_names
 logger = logging.getLogger(__name__)
 
 
-def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path, number: int = 0) -> None:
+def load_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path, number: int = 0, *, verify: bool = True
+) -> None:
     """Load state and hyperparameters into the optimizer of a sharded model. Collective.
 
     Parameters without state in the checkpoint have no state afterwards. This is the case for layers that no forward has
@@ -41,25 +46,30 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoin
     Args:
         checkpoint: a checkpoint's folder in any format, or the folder of its optimizer.
         number: index of the optimizer in the checkpoint.
+        verify: compare the bytes that are read with the hashes of the manifest.
 
     Raises:
         CheckpointError: there is no optimizer, files are missing or truncated, elements are missing, parameter groups
-            differ, state is not laid out like its parameter, or quantized state is of other shards. The error contains
-            all problems, and nothing has been changed.
+            differ, state is not laid out like its parameter, quantized state is of other shards, or bytes differ from
+            those that were saved. The error contains all problems, and nothing has been changed.
     """
-    with on_all_ranks(f"comparing {checkpoint} with the optimizer"):
+    with on_all_ranks(f"reading {checkpoint}"):
         stored = read_stored_optimizer(checkpoint, number)
         if stored is None:
             raise CheckpointError([mismatch.no_optimizer(checkpoint)])
+        files = files_of_checkpoint(checkpoint, stored, verify=verify)
+        with files:
+            check_headers(files, stored, dist.get_rank(), dist.get_world_size())
+    with on_all_ranks(f"comparing {checkpoint} with the optimizer"):
         layout = model_layout(model)
         stored = _with_names_of_model(stored, layout)
         groups = _pair_groups(checkpoint, optimizer, layout, stored)
         _check_state(checkpoint, optimizer, layout, stored)
-    with on_all_ranks(f"reading {checkpoint}"):
-        reads = _Reads(stored.root)
+    with on_all_ranks(f"reading {checkpoint}"), files:
+        reads = _Reads(files, stored.root)
         state = _read_state(reads, optimizer, layout, stored)
         param_groups = _param_groups(reads, optimizer, stored, groups)
-        fill(stored.root, reads.transfers)
+        fill(files, reads.transfers)
         optimizer.load_state_dict({"state": state, "param_groups": param_groups})
 
 
@@ -67,6 +77,7 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoin
 class _Reads:
     """Allocates tensors, and collects the reads that fill them."""
 
+    files: InputFiles
     root: Path
     transfers: list[Transfer] = field(default_factory=list)
 
@@ -89,7 +100,7 @@ def _with_names_of_model(stored: StoredOptimizer, layout: ModelLayout) -> Stored
 
     state = {own(name): entry for name, entry in stored.state.items()}
     groups = [{**group, "params": [own(name) for name in group["params"]]} for group in stored.groups]
-    return StoredOptimizer(stored.root, stored.format, state, groups)
+    return replace(stored, state=state, groups=groups)
 
 
 def _pair_groups(
@@ -250,9 +261,9 @@ def _common_scalar(reads: _Reads, key: str, present: list[tuple[ParameterLayout,
     """Return one scalar: for a flat parameter, the common value of the scalars of all parameters in it."""
     if len(present) == 1:
         return reads.whole(present[0][1])
-    numbers = _Reads(reads.root)
+    numbers = _Reads(reads.files, reads.root)
     tensors = [(part.name, numbers.whole(stored)) for part, stored in present]
-    fill(reads.root, numbers.transfers)
+    fill(reads.files, numbers.transfers)
     common = _common_value(key, [(name, tensor.item()) for name, tensor in tensors])
     return next(tensor for _, tensor in tensors if tensor.item() == common)
 

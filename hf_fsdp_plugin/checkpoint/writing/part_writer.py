@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import xxhash
 
-from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord
+from hf_fsdp_plugin.checkpoint.formats.ranges import MAX_RANGE, FileRange, FileRecord
 from hf_fsdp_plugin.checkpoint.io import PAGE, OutputFile, round_up
 from hf_fsdp_plugin.checkpoint.writing.buffers import allocate_aligned, unpin
 from hf_fsdp_plugin.checkpoint.writing.file_parts import Extent, FilePart, fill, on_accelerator, wait_for_copies
@@ -136,13 +137,18 @@ class _PartFile:
 
 
 class _RangeHashes:
-    """A hash for each item and the gap after it. Together the ranges cover all bytes that the rank writes."""
+    """Hashes of each item and the gap after it, in ranges of at most ``MAX_RANGE`` bytes.
+
+    Together the ranges cover all bytes that the rank writes.
+    """
 
     def __init__(self, part: FilePart) -> None:
         self._bounds: list[tuple[int, int, str]] = []
         for extent in part.extents:
             starts = [extent.start, *(item.offset for item in extent.items[1:]), extent.stop]
-            self._bounds += [(a, b, item.name) for a, b, item in zip(starts, starts[1:], extent.items, strict=False)]
+            for start, stop, item in zip(starts, starts[1:], extent.items, strict=False):
+                cuts = [start, *range(start - start % MAX_RANGE + MAX_RANGE, stop, MAX_RANGE), stop]
+                self._bounds += [(low, high, item.name) for low, high in itertools.pairwise(cuts)]
         self._done: list[FileRange] = []
         self._hasher = xxhash.xxh3_128()
 

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
-from hf_fsdp_plugin.checkpoint.formats.manifest import FileRecord, Manifest
+from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
+from hf_fsdp_plugin.checkpoint.formats.ranges import FileRecord
 from hf_fsdp_plugin.checkpoint.writing.buffers import StagingBuffers, lower_thread_priority
 from hf_fsdp_plugin.checkpoint.writing.dcp import DcpEntries
 from hf_fsdp_plugin.checkpoint.writing.errors import os_errors_as_problems

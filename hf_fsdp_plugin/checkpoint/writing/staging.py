@@ -27,10 +27,11 @@ import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.checkpoint.commit import put_in_place, replaced_path, restore_replaced
-from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, Manifest, record_file, write_manifest
+from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, record_file, write_manifest
 from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
+from hf_fsdp_plugin.checkpoint.formats.ranges import FileRange, FileRecord
 from hf_fsdp_plugin.checkpoint.io import sync, write_text
-from hf_fsdp_plugin.checkpoint.names import CHECKPOINT_STEMS, MANIFEST_NAME, REPLACED, SAVING, hidden
+from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, CHECKPOINT_STEMS, MANIFEST_NAME, REPLACED, SAVING, hidden
 from hf_fsdp_plugin.checkpoint.writing.dcp import Chunk, DcpEntries, SmallEntry, final_files
 from hf_fsdp_plugin.checkpoint.writing.errors import os_errors_as_problems
 from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
@@ -98,7 +99,12 @@ class StagingFolder:
         return max(times)
 
     def write_record(self, rank: int, record: RankRecord) -> None:
-        write_text(self._records / f"rank{rank}.json", json.dumps(asdict(record), default=_bytes_to_text))
+        files = [
+            [file.path, file.size, [[part.start, part.stop, part.hash, part.name] for part in file.ranges]]
+            for file in record.files
+        ]
+        tree = {"files": files, "dcp": [asdict(entries) for entries in record.dcp]}
+        write_text(self._records / f"rank{rank}.json", json.dumps(tree, default=_bytes_to_text))
 
     def write_failure(self, rank: int, text: str) -> None:
         """Write the error of a rank instead of its record. If this fails too, rank 0 stops waiting at the next poll."""
@@ -195,7 +201,7 @@ def _files_of_user(folder: Path) -> list[Path]:
     manifest = _read_manifest(folder)
     files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     if manifest is not None:
-        listed = {record.path for record in manifest.files} | {MANIFEST_NAME}
+        listed = {record.path for record in manifest.files} | {MANIFEST_NAME, BLOCK_FILE}
         return [path for path in files if path.as_posix() not in listed]
     return [path for path in files if not path.parts[0].startswith(CHECKPOINT_STEMS)]
 
@@ -205,6 +211,7 @@ def _move_files(folder: Path, final: Path) -> None:
     final.mkdir(parents=True, exist_ok=True)
     before = _read_manifest(final)
     (final / MANIFEST_NAME).unlink(missing_ok=True)
+    (final / BLOCK_FILE).unlink(missing_ok=True)
     new = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     for relative in sorted(new, key=lambda path: path.name == MANIFEST_NAME):
         (final / relative).parent.mkdir(parents=True, exist_ok=True)
@@ -225,7 +232,14 @@ def _read_manifest(folder: Path) -> Manifest | None:
 
 def _read_record(path: Path) -> RankRecord:
     tree = json.loads(path.read_text(encoding="utf-8"), object_hook=_with_tuples)
-    files = (FileRecord(**{**f, "ranges": tuple(FileRange(**r) for r in f["ranges"])}) for f in tree["files"])
+    files = (
+        FileRecord(
+            path=path,
+            size=size,
+            ranges=tuple(FileRange(start=low, stop=high, hash=found, name=name) for low, high, found, name in ranges),
+        )
+        for path, size, ranges in tree["files"]
+    )
     return RankRecord(tuple(files), tuple(_read_entries(entries) for entries in tree["dcp"]))
 
 

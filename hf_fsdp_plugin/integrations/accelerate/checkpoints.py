@@ -6,6 +6,7 @@ Every rank writes its shards to a staging folder, which is renamed when it is co
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import torch.distributed as dist
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.arrivals import together
 from hf_fsdp_plugin.backends.shard import place_of, plan_of
+from hf_fsdp_plugin.checkpoint import load_state as load_state_file
 from hf_fsdp_plugin.checkpoint import manifest_of, numbered_checkpoints, remove_checkpoint
-from hf_fsdp_plugin.checkpoint.names import ACCELERATE_PREFIX, ACCELERATE_RUN
-from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, if_sharded
+from hf_fsdp_plugin.checkpoint.names import ACCELERATE_PREFIX, ACCELERATE_RUN, custom_state_file
+from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, has_planned_state, if_sharded
 from hf_fsdp_plugin.integrations.accelerate.private import parse_size, prepared_models
 from hf_fsdp_plugin.integrations.resuming import find_checkpoint, warn_differences
 from hf_fsdp_plugin.integrations.saving import manager, remove_stale_weights
@@ -88,10 +90,35 @@ def load_state(original: Callable[..., Any], accelerator: Any, input_dir: Any = 
     run = None
     if selected is None and accelerator.project_configuration.automatic_checkpoint_naming:
         run = Path(accelerator.project_dir) / ACCELERATE_RUN
-    path = find_checkpoint(run, ACCELERATE_PREFIX, selected, fix="Load a complete checkpoint.")
+    load_kwargs = (args[0] if args else kwargs.get("load_kwargs")) or {}
+    allow_pickles = load_kwargs.get("weights_only") is False
+    path = find_checkpoint(
+        run,
+        ACCELERATE_PREFIX,
+        selected,
+        fix="Load a complete checkpoint.",
+        verify=accelerator.state.fsdp_plugin.spec.checkpoint.verify,
+        allow_pickles=allow_pickles,
+    )
     if path is not None:
         warn_differences(path, {})
-    return original(str(path) if path is not None else None, *args, **kwargs)
+    token = _pickles_allowed.set(allow_pickles)
+    try:
+        return original(str(path) if path is not None else None, *args, **kwargs)
+    finally:
+        _pickles_allowed.reset(token)
+
+
+_pickles_allowed: ContextVar[bool] = ContextVar("_pickles_allowed", default=False)
+"""Whether the ``load_state`` that is running was called with ``load_kwargs={"weights_only": False}``."""
+
+
+def load_custom_state(original: Callable[..., None], obj: Any, path: Any, index: int = 0) -> None:
+    """Load the state of a registered object without executing anything that its file may contain."""
+    if not has_planned_state() or _pickles_allowed.get():
+        original(obj, path, index)
+        return
+    obj.load_state_dict(load_state_file(Path(path) / custom_state_file(index)))
 
 
 @if_sharded

@@ -59,7 +59,8 @@ def save_fsdp_model(
 def load_fsdp_model(
     plugin: PlannedFsdpPlugin, model: Any, input_dir: Any, model_index: int = 0, adapter_only: bool = False, **_: Any
 ) -> Any:
-    return load_model(model, Path(input_dir), model_index, adapter_only=_only_adapters(adapter_only, model))
+    adapters, verify = _only_adapters(adapter_only, model), plugin.spec.checkpoint.verify
+    return load_model(model, Path(input_dir), model_index, adapter_only=adapters, verify=verify)
 
 
 @_if_planned
@@ -74,7 +75,8 @@ def save_fsdp_optimizer(
 def load_fsdp_optimizer(
     plugin: PlannedFsdpPlugin, optimizer: Any, model: Any, input_dir: Any, optimizer_index: int = 0, **_: Any
 ) -> Any:
-    return load_optimizer(model, _unwrapped(optimizer), Path(input_dir), optimizer_index)
+    verify = plugin.spec.checkpoint.verify
+    return load_optimizer(model, _unwrapped(optimizer), Path(input_dir), optimizer_index, verify=verify)
 
 
 def _unwrapped(optimizer: Any) -> Any:

@@ -47,6 +47,14 @@ def mark_prepared(accelerator: Any, *objects: Any) -> None:
             obj._is_accelerate_prepared = True
 
 
+def shared_state() -> dict[str, Any]:
+    """Return the state that all Accelerators of the process share; empty before the first one."""
+    from accelerate.state import AcceleratorState
+
+    state: dict[str, Any] = AcceleratorState._shared_state
+    return state
+
+
 def reset_single_process_state(state: Any) -> None:
     """Reset ``PartialState`` if it was initialized for a single process and ``AcceleratorState`` was not yet."""
     from accelerate.state import PartialState

@@ -195,7 +195,8 @@ def checkpoint_to_resume(trainer: Any, resume: Any) -> Any:
     """
     selected = None if resume is True else Path(resume)
     fix = "Pass a complete checkpoint, or resume_from_checkpoint=True for the newest one."
-    found = find_checkpoint(Path(trainer.args.output_dir), TRAINER_PREFIX, selected, fix=fix)
+    verify = trainer.accelerator.state.fsdp_plugin.spec.checkpoint.verify
+    found = find_checkpoint(Path(trainer.args.output_dir), TRAINER_PREFIX, selected, fix=fix, verify=verify)
     if resume is not True or found is None:
         return resume
     print_once(f"resuming from {found}, the newest complete checkpoint.")

@@ -13,7 +13,8 @@ from safetensors.numpy import save_file
 from hf_fsdp_plugin.checkpoint.checking.verify import Verdict, verify
 from hf_fsdp_plugin.checkpoint.formats import manifest as manifests
 from hf_fsdp_plugin.checkpoint.formats.hashing import hash_file
-from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, Manifest, record_file
+from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, record_file
+from hf_fsdp_plugin.checkpoint.formats.ranges import FileRange, FileRecord
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 
 Places = Mapping[str, list[tuple[int, int, str]]]

@@ -15,6 +15,7 @@ from hf_fsdp_plugin.problems import CheckpointError
 @pytest.fixture(autouse=True)
 def first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
 
 
 def test_selected_checkpoint_must_be_complete(tmp_path: Path) -> None:

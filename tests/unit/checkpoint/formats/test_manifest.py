@@ -12,8 +12,9 @@ import saved
 import xxhash
 
 from hf_fsdp_plugin.checkpoint.formats.hashing import hash_bytes, hash_file
-from hf_fsdp_plugin.checkpoint.formats.manifest import FileRange, FileRecord, record_file, to_text
+from hf_fsdp_plugin.checkpoint.formats.manifest import record_file, to_text
 from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
+from hf_fsdp_plugin.checkpoint.formats.ranges import FileRange, FileRecord
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.problems import CheckpointError
 
@@ -78,4 +79,5 @@ def test_changed_field_changes_the_hash():
 def test_specification_lists_every_field():
     text = (Path(__file__).parents[4] / "docs" / "manifest.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"(?m)^\| `(\w+)` \|", text))
-    assert set(json.loads(to_text(saved.manifest()))) | {"path", "size", "ranges"} == listed
+    fields = {"path", "size", "ranges", "num_blocks", "names", "blocks", "hash"}
+    assert set(json.loads(to_text(saved.manifest()))) | fields == listed

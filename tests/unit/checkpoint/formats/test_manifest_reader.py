@@ -7,8 +7,10 @@ import pytest
 import saved
 import xxhash
 
-from hf_fsdp_plugin.checkpoint.formats.manifest import VERSION, FileRange, FileRecord, to_text
+from hf_fsdp_plugin.checkpoint.formats import manifest_reader
+from hf_fsdp_plugin.checkpoint.formats.manifest import VERSION, to_text
 from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
+from hf_fsdp_plugin.checkpoint.formats.ranges import FileRange, FileRecord
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.problems import CheckpointError
 
@@ -181,7 +183,7 @@ def test_unreadable_manifest_is_refused(tmp_path, monkeypatch):
     def denied(path: Path) -> bytes:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_bytes", denied)
+    monkeypatch.setattr(manifest_reader, "read_file", denied)
     with pytest.raises(CheckpointError, match=r"fsdp_manifest\.json: .*FSDP-E472"):
         read_manifest(tmp_path)
 

@@ -21,7 +21,7 @@ def index_of(**tensors: tuple[str, tuple[int, ...], int]) -> StoredModel:
         name = key.replace("__", ".")
         piece = StoredPiece(whole(shape), "f", offset, row_major(shape))
         found[name] = StoredTensor(name, dtype, shape, (piece,))
-    return StoredModel(Path("run"), "dcp", found)
+    return StoredModel(Path("run"), "dcp", found, ())
 
 
 def test_names_that_share_bytes_are_written_once() -> None:
@@ -51,7 +51,7 @@ def test_only_floating_point_tensors_are_converted() -> None:
 
 def test_checkpoint_without_tensors_is_refused() -> None:
     with pytest.raises(CheckpointError, match="FSDP-E451"):
-        plan_merge(StoredModel(Path("run"), "dcp", {}), [], dtype=None, max_shard_size=GB)
+        plan_merge(StoredModel(Path("run"), "dcp", {}, ()), [], dtype=None, max_shard_size=GB)
 
 
 def test_output_layer_shaped_like_embedding_is_a_likely_tie() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, row_major, slices, whole
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredPiece, StoredTensor
+from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.checkpoint.reading import fill as filling
 from hf_fsdp_plugin.checkpoint.reading.fill import fill, transfers
 from hf_fsdp_plugin.checkpoint.shard_layout import Piece
@@ -39,7 +40,8 @@ def store(folder: Path, boxes: tuple[Box, ...], *, transposed: bool = False) -> 
 def read(folder: Path, stored: StoredTensor, boxes: tuple[Box, ...], dtype: torch.dtype) -> torch.Tensor:
     """Fill memory for each of ``boxes``, and return the tensor that they form."""
     pieces = [Piece(box, torch.full(box.sizes, -1, dtype=dtype)) for box in boxes]
-    fill(folder, (item for piece in pieces for item in transfers(stored, [piece])))
+    with InputFiles(folder) as files:
+        fill(files, (item for piece in pieces for item in transfers(stored, [piece])))
     result = torch.full(SHAPE, -1, dtype=dtype)
     for piece in pieces:
         result[slices(piece.box, whole(SHAPE))] = piece.tensor
@@ -68,7 +70,8 @@ def test_any_boxes_are_read_into_any_others(
 def test_fill_respects_the_strides_of_the_memory(tmp_path: Path) -> None:
     stored = store(tmp_path, HALVES)
     across = torch.zeros(4, 5, 6).permute(2, 1, 0)
-    fill(tmp_path, transfers(stored, [Piece(whole(SHAPE), across)]))
+    with InputFiles(tmp_path) as files:
+        fill(files, transfers(stored, [Piece(whole(SHAPE), across)]))
     assert torch.equal(across, WHOLE)
 
 
@@ -76,7 +79,8 @@ def test_scalar_is_read_as_a_box_without_dims(tmp_path: Path) -> None:
     (tmp_path / "step.bin").write_bytes(torch.tensor(7.0).numpy().tobytes())
     stored = StoredTensor("step", "float32", (), (StoredPiece(whole(()), "step.bin", 0, ()),))
     step = torch.zeros(())
-    fill(tmp_path, transfers(stored, [Piece(whole(()), step)]))
+    with InputFiles(tmp_path) as files:
+        fill(files, transfers(stored, [Piece(whole(()), step)]))
     assert step.item() == 7.0
 
 
@@ -84,7 +88,8 @@ def test_fill_reads_only_the_bytes_of_the_pieces(tmp_path: Path) -> None:
     stored = store(tmp_path, HALVES)
     (tmp_path / "1.bin").unlink()
     half = torch.zeros(3, 5, 4)
-    fill(tmp_path, transfers(stored, [Piece(HALVES[0], half)]))
+    with InputFiles(tmp_path) as files:
+        fill(files, transfers(stored, [Piece(HALVES[0], half)]))
     assert torch.equal(half, WHOLE[:3])
 
 

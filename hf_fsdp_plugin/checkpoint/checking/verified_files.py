@@ -1,0 +1,209 @@
+"""Files whose bytes are compared with the hashes of the manifest while they are read. Does not import torch.
+
+A rank that resumes reads parts of some files. It reads and compares the blocks of the manifest that contain these
+parts, and no others.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import xxhash
+
+from hf_fsdp_plugin.checkpoint.checking.byte_ranges import ByteRange, damage_problem
+from hf_fsdp_plugin.checkpoint.checking.completeness import checkpoint_of
+from hf_fsdp_plugin.checkpoint.formats.block_file import BlockTable
+from hf_fsdp_plugin.checkpoint.formats.boxes import span
+from hf_fsdp_plugin.checkpoint.formats.element_types import dtype_size
+from hf_fsdp_plugin.checkpoint.formats.errors import refuse
+from hf_fsdp_plugin.checkpoint.formats.hashing import hash_bytes
+from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
+from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
+from hf_fsdp_plugin.checkpoint.formats.ranges import FileRange
+from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredOptimizer, labelled_tensors
+from hf_fsdp_plugin.checkpoint.io import InputFiles
+from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
+from hf_fsdp_plugin.problems import CheckpointError
+
+_RUN = 4 << 20
+"""Maximum number of bytes of whole blocks that are read at once: few, so that they are hashed in the CPU cache."""
+_MAX_KEPT = 64 << 20
+"""Maximum number of bytes of blocks that are kept because only a part of them was needed."""
+_MAX_BLOCK = 16 << 20
+"""Maximum size in bytes of a block that is kept. Files without tensors, and earlier manifests, have larger ranges."""
+
+
+def input_files(stored: StoredModel | StoredOptimizer, folder: Path, manifest: Manifest | None) -> InputFiles:
+    """Return the files of a model or an optimizer in the checkpoint ``folder``; not verified without a manifest."""
+    return InputFiles(stored.root) if manifest is None else VerifiedFiles(stored.root, manifest, folder)
+
+
+def files_of_checkpoint(checkpoint: Path, stored: StoredModel | StoredOptimizer, *, verify: bool) -> InputFiles:
+    """Return the files of a model or an optimizer, verified if there is a manifest and ``verify`` is set.
+
+    Args:
+        checkpoint: the folder of the checkpoint, or of its model or optimizer.
+    """
+    folder = checkpoint_of(checkpoint)
+    return input_files(stored, folder, read_manifest(folder) if verify else None)
+
+
+def check_headers(files: InputFiles, stored: StoredModel | StoredOptimizer, rank: int = 0, world_size: int = 1) -> None:
+    """Compare the bytes that :meth:`InputFiles.read` does not read: headers, metadata, and values without a tensor.
+
+    Each rank compares some of the files.
+
+    Raises:
+        CheckpointError: bytes differ from those that were saved.
+    """
+    if isinstance(files, VerifiedFiles):
+        files.check_headers(stored, rank, world_size)
+
+
+class VerifiedFiles(InputFiles):
+    """The files below ``root``. A read raises ``CheckpointError`` if it returns bytes that differ from the saved ones.
+
+    Args:
+        manifest: the manifest of the checkpoint ``folder``, which contains ``root``.
+    """
+
+    def __init__(self, root: Path, manifest: Manifest, folder: Path) -> None:
+        super().__init__(root)
+        self._folder = folder
+        self._below = root.resolve().relative_to(folder.resolve())
+        self._records = {record.path: record for record in manifest.files}
+        self._blocks: dict[str, Sequence[FileRange]] = {}
+        self._kept: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
+        self._num_kept = 0
+        self._checked: set[tuple[str, int]] = set()
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self._kept.clear()
+        self._num_kept = 0
+        self._checked.clear()
+
+    def read(self, file: str, offset: int, out: memoryview) -> None:
+        blocks = self._blocks_of(file)
+        index = bisect_right(blocks, offset, key=_stop)
+        stop = offset + len(out)
+        while offset < stop and index < len(blocks):
+            run = self._whole_blocks(blocks, index, offset, stop)
+            if run:
+                part, out = out[: run[-1].stop - offset], out[run[-1].stop - offset :]
+                super().read(file, offset, part)
+                for block in run:
+                    self._compare(file, block, hash_bytes(part[block.start - offset : block.stop - offset]))
+                offset, index = run[-1].stop, index + len(run)
+                continue
+            block = blocks[index]
+            count = min(stop, block.stop) - offset
+            self._read_part(file, block, offset, out[:count])
+            offset, out, index = offset + count, out[count:], index + 1
+        if offset < stop:
+            super().read(file, offset, out)  # raises an error: the file ended here when it was saved
+
+    def check_headers(self, stored: StoredModel | StoredOptimizer, rank: int, world_size: int) -> None:
+        """Compare the blocks without elements of a tensor, in the files that are this rank's share."""
+        places: dict[str, list[tuple[int, int]]] = {file: [] for file in stored.files[rank::world_size]}
+        for _, tensor in labelled_tensors(stored):
+            for piece in tensor.pieces:
+                if piece.file in places:
+                    size = span(piece.strides, piece.box.sizes) * dtype_size(tensor.dtype)
+                    places[piece.file].append((piece.offset, piece.offset + size))
+        for file, taken in places.items():
+            blocks = self._blocks_of(file)
+            for start, stop in _gaps(taken, blocks[-1].stop if blocks else 0):
+                index = bisect_right(blocks, start, key=_stop)
+                while index < len(blocks) and blocks[index].stop <= stop:
+                    if blocks[index].start >= start:
+                        self._check(file, blocks[index])
+                    index += 1
+
+    def check_file(self, file: str) -> None:
+        """Compare all bytes of a file."""
+        for block in self._blocks_of(file):
+            self._check(file, block)
+
+    def _blocks_of(self, file: str) -> Sequence[FileRange]:
+        if file not in self._blocks:
+            path = (self._below / file).as_posix()
+            if path not in self._records:
+                message = f"is not listed in {MANIFEST_NAME}, so its bytes cannot be verified."
+                fix = f"Restore the checkpoint's own files. If you replaced them on purpose, delete {MANIFEST_NAME}."
+                refuse("FSDP-E459", self._folder / path, message, fix)
+            blocks = self._records[path].ranges
+            if not isinstance(blocks, BlockTable):
+                # Tensors without elements have empty ranges, which may be anywhere in the file.
+                blocks = [block for block in blocks if block.start < block.stop]
+            self._blocks[file] = blocks
+        return self._blocks[file]
+
+    def _whole_blocks(self, blocks: Sequence[FileRange], index: int, start: int, stop: int) -> list[FileRange]:
+        """Return the next blocks that are completely in the bytes ``[start, stop)``, up to ``_RUN`` bytes."""
+        run: list[FileRange] = []
+        while index < len(blocks):
+            block = blocks[index]
+            if block.start < start or block.stop > stop or (run and block.stop - start > _RUN):
+                break
+            run.append(block)
+            index += 1
+        return run
+
+    def _read_part(self, file: str, block: FileRange, offset: int, out: memoryview) -> None:
+        """Read a part of a block. The block is read and compared once, and kept for the next read."""
+        if block.stop - block.start > _MAX_BLOCK:
+            self._check(file, block)
+            super().read(file, offset, out)
+            return
+        key = file, block.start
+        if key in self._kept:
+            self._kept.move_to_end(key)
+        else:
+            data = memoryview(bytearray(block.stop - block.start))
+            super().read(file, block.start, data)
+            self._compare(file, block, hash_bytes(data))
+            self._kept[key] = data
+            self._num_kept += len(data)
+            while self._num_kept > _MAX_KEPT:
+                self._num_kept -= len(self._kept.popitem(last=False)[1])
+        begin = offset - block.start
+        out[:] = self._kept[key][begin : begin + len(out)]
+
+    def _check(self, file: str, block: FileRange) -> None:
+        """Read and compare a block of any size once."""
+        if (file, block.start) in self._checked:
+            return
+        hasher, window = xxhash.xxh3_128(), memoryview(bytearray(min(_RUN, block.stop - block.start)))
+        for start in range(block.start, block.stop, _RUN):
+            part = window[: min(_RUN, block.stop - start)]
+            super().read(file, start, part)
+            hasher.update(part)
+        self._compare(file, block, hasher.hexdigest())
+        self._checked.add((file, block.start))
+
+    def _compare(self, file: str, block: FileRange, found: str) -> None:
+        if found != block.hash:
+            blocks = self._blocks_of(file)
+            if isinstance(blocks, BlockTable):
+                blocks.check()  # the hash itself may be damaged
+            path = self._folder / self._below / file
+            names = (block.name,) if block.name else ()
+            damaged = ByteRange(path, block.start, block.stop, block.hash, names)
+            raise CheckpointError([damage_problem([damaged], len(blocks))])
+
+
+def _stop(block: FileRange) -> int:
+    return block.stop
+
+
+def _gaps(taken: list[tuple[int, int]], end: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of the bytes ``[0, end)`` that are in none of ``taken``."""
+    at = 0
+    for start, stop in [*sorted(taken), (end, end)]:
+        if at < start:
+            yield at, start
+        at = max(at, stop)

@@ -1,0 +1,163 @@
+"""Checks the files that Accelerate and the Trainer read when they resume: scheduler, random state, registered objects.
+
+They are pickles. Only names that torch, the libraries or the user allow are unpickled; nothing else is executed.
+"""
+
+from __future__ import annotations
+
+import codecs
+import datetime
+import pathlib
+import pickle
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from hf_fsdp_plugin.backends.agreement import on_all_ranks
+from hf_fsdp_plugin.checkpoint.checking.against_crc import archive_problems
+from hf_fsdp_plugin.checkpoint.checking.checksums import is_archive
+from hf_fsdp_plugin.checkpoint.checking.verified_files import VerifiedFiles
+from hf_fsdp_plugin.checkpoint.formats.errors import raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
+from hf_fsdp_plugin.checkpoint.names import (
+    ACCELERATE_RNG,
+    ADAPTER,
+    FSDP_MODEL,
+    HF_MODEL,
+    HF_MODEL_BIN,
+    OPTIMIZER,
+    TRAINER_RNG,
+    TRAINER_STATE,
+    TRAINING_ARGUMENTS,
+)
+from hf_fsdp_plugin.problems import CheckpointError, Problem
+from hf_fsdp_plugin.text import format_names
+
+_ALLOW = (
+    "If you trust the file, allow its classes before you resume: torch.serialization.add_safe_globals([...]). With "
+    'Accelerate, load_state(..., load_kwargs={"weights_only": False}) allows everything.'
+)
+_PICKLES = (".bin", ".pkl", ".pt", ".pth")
+_READ_ELSEWHERE = (FSDP_MODEL, OPTIMIZER, HF_MODEL_BIN, HF_MODEL, ADAPTER, TRAINING_ARGUMENTS)
+"""Beginnings of the names of files that are read by the package's own reader, or that no run reads."""
+_RNG = re.compile(rf"(?:{TRAINER_RNG}|{ACCELERATE_RNG})(?:_(\d+))?\.\w+")
+
+
+def check_states(
+    checkpoint: Path, rank: int, world_size: int, *, verify: bool = True, allow_pickles: bool = False
+) -> None:
+    """Check all files that a resume reads, except model and optimizer. Collective.
+
+    Each rank checks its own random state and a share of the other files.
+
+    Args:
+        verify: compare the bytes with the hashes of the manifest or, without a manifest, with the checksums of the
+            archives.
+        allow_pickles: pickles may contain anything, except those with random states.
+
+    Raises:
+        CheckpointError: bytes differ from those that were saved, or a pickle contains a name that is not allowed.
+    """
+    with on_all_ranks(f"checking {checkpoint}"):
+        files = list(_share(checkpoint, rank, world_size))
+        if verify:
+            _check_bytes(checkpoint, files)
+        problems: list[Problem] = []
+        for name in files:
+            if name != TRAINER_STATE and (not allow_pickles or _RNG.fullmatch(name)):
+                try:
+                    load_state(checkpoint / name, only_check=True)
+                except CheckpointError as error:
+                    problems += error.problems
+        raise_if_any(problems)
+
+
+def _share(checkpoint: Path, rank: int, world_size: int) -> Iterator[str]:
+    """Yield the names of the files that this rank checks."""
+    shared = []
+    for path in sorted(checkpoint.iterdir()):
+        name = path.name
+        if (match := _RNG.fullmatch(name)) is not None:
+            if int(match[1] or 0) == rank:
+                yield name
+        elif name == TRAINER_STATE or (path.suffix in _PICKLES and not name.startswith(_READ_ELSEWHERE)):
+            shared.append(name)
+    yield from shared[rank::world_size]
+
+
+def _check_bytes(checkpoint: Path, files: list[str]) -> None:
+    manifest = read_manifest(checkpoint)
+    if manifest is None:
+        raise_if_any(archive_problems(checkpoint / name for name in files if name != TRAINER_STATE))
+        return
+    listed = {record.path for record in manifest.files}
+    with VerifiedFiles(checkpoint, manifest, checkpoint) as verified:
+        problems: list[Problem] = []
+        for name in files:
+            if name in listed:  # others were added by the user
+                try:
+                    verified.check_file(name)
+                except CheckpointError as error:
+                    problems += error.problems
+        raise_if_any(problems)
+
+
+def load_state(path: Path, *, only_check: bool = False) -> Any:
+    """Return the object in a file of ``torch.save``, with tensors on the CPU.
+
+    Args:
+        only_check: read the pickle, but not the bytes of its tensors.
+
+    Raises:
+        CheckpointError: the pickle contains a name that is not allowed, or is damaged.
+    """
+    try:
+        with plain_data():
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=only_check and is_archive(path))
+    except pickle.UnpicklingError as error:
+        names = _names_not_allowed(path)
+        found = format_names(names, 3) if names else _reason(error)
+        message = f"contains a pickle with more than plain data: {found}. It was not executed."
+        refuse("FSDP-E454", path, message, _ALLOW)
+    except Exception as error:  # a damaged archive can raise any exception
+        refuse("FSDP-E453", path, f"cannot be unpickled ({type(error).__name__}: {_reason(error)}).")
+
+
+def _names_not_allowed(path: Path) -> list[str]:
+    """Return the names in a pickle that are not allowed; empty if they cannot be read."""
+    try:
+        with plain_data():
+            return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    except Exception:  # a damaged pickle can raise any exception
+        return []
+
+
+_PLAIN = (
+    codecs.encode, frozenset, range, slice,
+    datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone,
+    pathlib.Path, pathlib.PosixPath, pathlib.PurePosixPath,
+)  # fmt: skip
+"""Plain data that torch does not allow by default, because its own files do not contain it."""
+
+
+@contextmanager
+def plain_data() -> Iterator[None]:
+    """Allow plain data, and what arrays and scalars of NumPy consist of, such as NumPy's random state."""
+    functions: list[Any] = [numpy.zeros(0).__reduce__()[0], numpy.float64(0).__reduce__()[0]]
+    # NumPy 1 has other module names.
+    earlier = [(function, f"numpy.core.multiarray.{function.__name__}") for function in functions]
+    dtypes = {type(numpy.dtype(kind)) for kind in numpy.sctypeDict.values()}
+    allowed: list[Any] = [*_PLAIN, *functions, *earlier, *dtypes, numpy.ndarray, numpy.dtype]
+    with torch.serialization.safe_globals(allowed):
+        yield
+
+
+def _reason(error: Exception) -> str:
+    """Return the line of an error of ``torch.load`` that contains the reason."""
+    text = str(error).rpartition("WeightsUnpickler error:")[2].strip()
+    return text.splitlines()[0] if text else type(error).__name__

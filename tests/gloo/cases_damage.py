@@ -1,0 +1,202 @@
+"""Cases that ranks run: resume from copies of a checkpoint with one damaged file each."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from cases_checkpoint_accelerate import trained_loop
+from cases_trainer import make_trainer
+
+from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
+from hf_fsdp_plugin.integrations.saving import manager
+from hf_fsdp_plugin.problems import SpecError
+
+Damage = Callable[[Path], None]
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def exchange(first: Path, second: Path) -> None:
+    data = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(data)
+
+
+def _damages(folder: Path) -> dict[str, Damage]:
+    """Return the name of every damage, and the function that does it to a copy of ``folder``."""
+    files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    damages: dict[str, Damage] = {}
+    for file in files:
+        damages[f"flip {file}"] = lambda copy, file=file: flip(copy / file)
+    damages[f"cut {files[-1]}"] = lambda copy: truncate(copy / files[-1])
+    damages[f"delete {files[-1]}"] = lambda copy: (copy / files[-1]).unlink()
+    for first, second in itertools.pairwise(files):
+        if (folder / first).stat().st_size == (folder / second).stat().st_size:
+            damages[f"swap {first} {second}"] = lambda copy, a=first, b=second: exchange(copy / a, copy / b)
+            damages[f"copy {first} {second}"] = lambda copy, a=first, b=second: shutil.copy(copy / a, copy / b)
+    return damages
+
+
+def load_damaged(work: str, version: int, **settings: Any) -> dict[str, Any]:
+    """Save a state, and load it from damaged copies.
+
+    Returns:
+        damage -> the codes and the text of the error on this rank, or no codes and the loss of the next step if the
+        state was loaded; the entry ``""`` is that of the undamaged checkpoint.
+    """
+    original = Path(work) / "checkpoint_0"
+    loop = trained_loop(version, **settings)
+    loop.accelerator.save_state(str(original))
+    manager.wait()
+    damages: dict[str, Damage] = {"": lambda copy: None, **_damages(original)}
+    dist.barrier()
+    found: dict[str, Any] = {}
+    copy = Path(work) / "copy" / "checkpoint_0"
+    for name, damage in damages.items():
+        if loop.rank == 0:
+            shutil.rmtree(copy, ignore_errors=True)
+            shutil.copytree(original, copy)
+            damage(copy)
+        dist.barrier()
+        try:
+            loop.accelerator.load_state(str(copy))
+        except SpecError as error:
+            found[name] = {problem.code for problem in error.problems}, str(error)
+        else:
+            found[name] = set(), loop.step(2)
+        dist.barrier()
+    return found
+
+
+class Averages:
+    """An object for ``register_for_checkpointing``."""
+
+    def __init__(self, **state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+class Unknown:
+    """A class that no library allows."""
+
+
+class MakesFolder:
+    """An object whose pickle executes code."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+PLAIN = {
+    "loss": numpy.float64(0.5), "window": numpy.arange(3), "tensor": torch.arange(2), "list": [1, None, "a", 0.5],
+    "set": {1, 2}, "since": datetime.timedelta(seconds=3), "path": Path("a"), "generator": random.Random(0).getstate(),
+}  # fmt: skip
+
+
+def load_registered_objects(work: str, version: int) -> dict[str, Any]:
+    """Save and load registered objects: plain data, and a class, which must be allowed."""
+    folder = str(Path(work) / "state")
+    loop = trained_loop(version)
+    plain, other = Averages(**PLAIN), Averages(value=Unknown())
+    loop.accelerator.register_for_checkpointing(plain, other)
+    loop.accelerator.save_state(folder)
+    found: dict[str, Any] = {}
+    try:
+        loop.accelerator.load_state(folder)
+    except SpecError as error:
+        found["refused"] = str(error)
+    other.state = {}
+    with torch.serialization.safe_globals([Unknown]):
+        loop.accelerator.load_state(folder)
+    found["allowed"] = type(other.state["value"]) is Unknown
+    other.state = {}
+    loop.accelerator.load_state(folder, load_kwargs={"weights_only": False})
+    found["all_allowed"] = type(other.state["value"]) is Unknown
+    found["plain"] = {key: repr(value) for key, value in plain.state.items()}
+    return found
+
+
+def load_hostile(work: str, version: int) -> dict[str, Any]:
+    """Load copies of a checkpoint without a manifest, each with one pickle that would create a folder."""
+    original, copy = Path(work) / "checkpoint_0", Path(work) / "copy" / "checkpoint_0"
+    loop = trained_loop(version)
+    loop.accelerator.register_for_checkpointing(Averages(**PLAIN))
+    loop.accelerator.save_state(str(original))
+    if loop.rank == 0:
+        (original / MANIFEST_NAME).unlink()
+    dist.barrier()
+    found: dict[str, Any] = {}
+    for name in ("scheduler.bin", "random_states_0.pkl", "random_states_1.pkl", "custom_checkpoint_0.pkl",
+                 "pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata"):  # fmt: skip
+        if loop.rank == 0:
+            shutil.rmtree(copy, ignore_errors=True)
+            shutil.copytree(original, copy)
+            hostile = {"state": MakesFolder(str(Path(work) / "executed"))}
+            if name.endswith(".metadata"):
+                (copy / name).write_bytes(pickle.dumps(hostile))
+            else:
+                torch.save(hostile, copy / name)
+        dist.barrier()
+        try:
+            loop.accelerator.load_state(str(copy))
+        except SpecError as error:
+            found[name] = str(error)
+        dist.barrier()
+    return found
+
+
+def resume_trainer(output_dir: str, arguments: dict[str, Any]) -> dict[str, str]:
+    """Resume a Trainer from copies of a checkpoint: each has a damaged file, or a pickle that would create a folder."""
+    run, executed = Path(output_dir), Path(output_dir) / "executed"
+    trainer = make_trainer(output_dir, save_strategy="steps", save_steps=1, max_steps=2, **arguments)
+    trainer.train()
+    original, kept = run / "checkpoint-1", run / "kept"
+    if dist.get_rank() == 0:
+        original.rename(kept)
+    dist.barrier()
+    found: dict[str, str] = {}
+    for name in ("scheduler.pt", "rng_state_0.pth", "rng_state_1.pth", "trainer_state.json"):
+        for kind in ("flip", "hostile")[: 1 if name == "trainer_state.json" else 2]:
+            if dist.get_rank() == 0:
+                shutil.rmtree(original, ignore_errors=True)
+                shutil.copytree(kept, original)
+                if kind == "flip":
+                    flip(original / name)
+                else:
+                    torch.save({"python": MakesFolder(str(executed))}, original / name)
+                    (original / MANIFEST_NAME).unlink()
+            dist.barrier()
+            resumed = make_trainer(output_dir, save_strategy="no", max_steps=2, **arguments)
+            try:
+                resumed.train(resume_from_checkpoint=str(original))
+            except SpecError as error:
+                found[f"{kind} {name}"] = str(error)
+            dist.barrier()
+    return found
