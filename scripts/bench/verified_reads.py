@@ -42,7 +42,7 @@ def parse_args() -> argparse.Namespace:
     parser = make_parser(__doc__, "verified_reads")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--folder", type=Path, help="folder for temporary checkpoints; default: the system's")
     return parser.parse_args()
 
