@@ -16,7 +16,6 @@ MANIFEST_NAME: Final = "fsdp_manifest.json"
 BLOCK_FILE: Final = "fsdp_manifest.hashes"
 """The hashes of a checkpoint that are too many for its manifest."""
 TRAINER_STATE: Final = "trainer_state.json"
-TRAINING_ARGUMENTS: Final = "training_args.bin"
 
 # Stems of file names. A number, a rank or a suffix follows.
 FSDP_MODEL: Final = "pytorch_model_fsdp"
@@ -31,7 +30,7 @@ DCP_METADATA: Final = ".metadata"
 DCP_SUFFIX: Final = ".distcp"
 CHECKPOINT_STEMS: Final = (
     FSDP_MODEL, HF_MODEL_BIN, HF_MODEL, OPTIMIZER, ADAPTER, TRAINER_RNG, ACCELERATE_RNG, "scheduler", "scaler",
-    "sampler", TRAINER_STATE, TRAINING_ARGUMENTS, MANIFEST_NAME, BLOCK_FILE,
+    "sampler", TRAINER_STATE, "training_args.bin", MANIFEST_NAME, BLOCK_FILE,
 )  # fmt: skip
 """Prefixes of the files that a save writes. Other files in a checkpoint's folder are the user's."""
 

@@ -24,17 +24,7 @@ from hf_fsdp_plugin.checkpoint.checking.checksums import is_archive
 from hf_fsdp_plugin.checkpoint.checking.verified_files import VerifiedFiles
 from hf_fsdp_plugin.checkpoint.formats.errors import raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
-from hf_fsdp_plugin.checkpoint.names import (
-    ACCELERATE_RNG,
-    ADAPTER,
-    FSDP_MODEL,
-    HF_MODEL,
-    HF_MODEL_BIN,
-    OPTIMIZER,
-    TRAINER_RNG,
-    TRAINER_STATE,
-    TRAINING_ARGUMENTS,
-)
+from hf_fsdp_plugin.checkpoint.names import ACCELERATE_RNG, TRAINER_RNG, TRAINER_STATE
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_names
 
@@ -42,9 +32,8 @@ _ALLOW = (
     "If you trust the file, allow its classes before you resume: torch.serialization.add_safe_globals([...]). With "
     'Accelerate, load_state(..., load_kwargs={"weights_only": False}) allows everything.'
 )
-_PICKLES = (".bin", ".pkl", ".pt", ".pth")
-_READ_ELSEWHERE = (FSDP_MODEL, OPTIMIZER, HF_MODEL_BIN, HF_MODEL, ADAPTER, TRAINING_ARGUMENTS)
-"""Beginnings of the names of files that are read by the package's own reader, or that no run reads."""
+_STATES = re.compile(r"(?:scheduler|sampler|dl_state_dict|scaler|custom_checkpoint)(?:_\d+)?\.(?:bin|pt|pkl)")
+"""The pickles that Accelerate and the Trainer load. Other files in the folder are the user's."""
 _RNG = re.compile(rf"(?:{TRAINER_RNG}|{ACCELERATE_RNG})(?:_(\d+))?\.\w+")
 
 
@@ -85,7 +74,7 @@ def _share(checkpoint: Path, rank: int, world_size: int) -> Iterator[str]:
         if (match := _RNG.fullmatch(name)) is not None:
             if int(match[1] or 0) == rank:
                 yield name
-        elif name == TRAINER_STATE or (path.suffix in _PICKLES and not name.startswith(_READ_ELSEWHERE)):
+        elif name == TRAINER_STATE or _STATES.fullmatch(name):
             shared.append(name)
     yield from shared[rank::world_size]
 
