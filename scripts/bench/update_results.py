@@ -207,7 +207,8 @@ def plain(result: Result) -> list[str]:
 
 
 _ALL = (
-    step_overhead, checkpoint_save, merge, verified_reads, resume_parity, survival, gpu_check, ecosystem, generated_values,
+    step_overhead, checkpoint_save, merge, verified_reads, resume_parity, survival, gpu_check, ecosystem,
+    generated_values,
 )  # fmt: skip
 TABLES: dict[str, Callable[[Result], list[str]]] = {table.__name__: table for table in _ALL}
 
