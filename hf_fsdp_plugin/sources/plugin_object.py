@@ -59,7 +59,7 @@ def _add(out: Collector, key: str, value: Any, given: Mapping[str, Any]) -> None
         reason = "modules are selected by name, not as objects"
         _report(out, key, value, reason, "Pass a regular expression on their names, such as '.*lm_head'.")
     else:
-        out.add_key("fsdp", key, value)
+        out.add_mapping([entry_of(key, value)], ("fsdp",))
 
 
 def _add_offload(out: Collector, key: str, value: Any) -> None:
@@ -78,8 +78,8 @@ def _add_offload(out: Collector, key: str, value: Any) -> None:
 
 def _add_precision(out: Collector, key: str, value: Any) -> None:
     """Add a dtype for all fields, a dict, FSDP1's ``MixedPrecision`` or FSDP2's ``MixedPrecisionPolicy``."""
-    if str(value).startswith("torch."):  # a dtype
-        value = str(value)
+    if (text := entry_of(key, value).value.text).startswith("torch."):  # a dtype
+        value = text
     if not isinstance(value, str | Mapping):
         if not any(hasattr(value, name) for name in _DTYPES):
             _report(out, key, value, "this is not a precision policy of torch", "Pass bf16, fp16 or a policy.")
@@ -87,7 +87,7 @@ def _add_precision(out: Collector, key: str, value: Any) -> None:
         _report_switches(out, key, value)
         value = {name: dtype for name in _DTYPES if (dtype := getattr(value, name, None)) is not None}
     if isinstance(value, Mapping):
-        value = {name: str(dtype).removeprefix("torch.") for name, dtype in value.items() if dtype is not None}
+        value = {name: entry_of("", dtype).value.text for name, dtype in value.items() if dtype is not None}
     out.add_key("fsdp", key, value)
 
 

@@ -13,6 +13,7 @@ from hf_fsdp_plugin.spellings import BLANKS
 MAX_TEXT = 80
 MAX_NODES = 20_000
 MAX_DEPTH = 20
+MAX_BITS = 2048
 """Limits of a config. A larger one is most likely not a config."""
 
 
@@ -111,6 +112,8 @@ def text_of_mapping(entries: Sequence[Entry]) -> str:
 def _scalar(value: Any) -> Any:
     if isinstance(value, Enum):  # the values of torch's enums are numbers
         return str(value.value) if isinstance(value.value, str) else value.name
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        return ObjectText(f"an integer of {value.bit_length():,} bits")  # Python may refuse to convert it to text
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, type):

@@ -109,3 +109,10 @@ def test_number_in_a_file_that_is_none_is_an_error(tmp_path, text: str) -> None:
     with pytest.raises(SpecError) as caught:
         load_spec(path, environ={})
     assert [problem.origin.line for problem in caught.value.problems if problem.severity == "error"] == [2]
+
+
+def test_unknown_argument_of_the_plugin_object_is_an_error() -> None:
+    assert _errors(plugin_object={"banana": 1}) == ["FSDP-E020"]
+    for key in ("mixed_precision_policy", "cpu_offload", "fsdp_version", "ignored_modules", "state_dict_type"):
+        assert _errors(plugin_object={key: HUGE})
+    assert _errors(plugin_object={"mixed_precision_policy": {"param_dtype": HUGE}}) == ["FSDP-E101"]
