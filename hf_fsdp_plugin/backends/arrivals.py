@@ -6,13 +6,15 @@ in the store of the process group, and waits until all ranks have arrived. If so
 error that names them. Only the store is used, so this works for every backend.
 
 A round of the protocol has a number, which is kept in the store. It ends once: the last rank to arrive ends it as
-complete, or the first rank whose limit is over ends it as failed. A rank that arrives at a failed round joins the next
+complete, the first rank whose limit is over ends it as failed, and so does a rank that arrives with another call than
+the first one, after a short time in which more ranks may arrive. A rank that arrives at a failed round joins the next
 one, so a call can be repeated after a failure. Each rank sends a constant number of messages per call; only the rank
 that ends a round sends one per rank.
 
 ::
 
     round               number of the current round
+    <n>/first           the call of the first rank that arrived
     <n>/rank<r>         the call of rank r
     <n>/count/<call>    number of ranks that have made this call
     <n>/ended           1 if a rank has ended the round; the first increment decides
@@ -24,7 +26,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
@@ -39,6 +41,12 @@ from hf_fsdp_plugin.torch_private.functions import default_store
 LIMIT_VARIABLE: Final = "HF_FSDP_ARRIVAL_TIMEOUT"
 """Environment variable with the time in seconds that a rank waits for the others."""
 DEFAULT_LIMIT: Final = 45.0
+FIRST_STEP_LIMIT: Final = 600.0
+"""Seconds for a call in the first training step, before which ranks load data and compile for different times."""
+_SETTLE: Final = 3.0
+"""Seconds that a rank waits for further ranks if it has made another call than the first rank that arrived."""
+_STEPPED: Final = "stepped"
+"""Key that a rank adds to the store at its first optimizer step."""
 _SLICE: Final = 2.0
 """Seconds of one wait in the store. Signals are handled between two waits."""
 
@@ -56,13 +64,16 @@ def arrival_limit() -> float:
     raise SpecError([Problem(code="FSDP-E674", message=message, fix=f"Set it to a number such as {DEFAULT_LIMIT:g}.")])
 
 
-def wait_for_all_ranks(call: str, *, fix: str = "", limit: float | None = None) -> None:
+def wait_for_all_ranks(
+    call: str, *, fix: str = "", limit: float | None = None, given_up: Callable[[], bool] = lambda: False
+) -> None:
     """Wait until every rank has called this function with the same ``call``.
 
     Args:
         call: the collective call for messages, such as ``save_pretrained of LlamaForCausalLM``.
         fix: what to write instead of a call on some ranks.
         limit: seconds to wait; by default :func:`arrival_limit`.
+        given_up: returns whether some rank will not make the call, so that waiting for it is useless.
 
     Raises:
         SpecError: on each rank that waited, if some ranks did not arrive in time. It names these ranks.
@@ -70,13 +81,64 @@ def wait_for_all_ranks(call: str, *, fix: str = "", limit: float | None = None) 
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     limit = arrival_limit() if limit is None else limit
-    missing = Round(dist.PrefixStore("hf_fsdp_arrivals", default_store()), call).join(limit)
+    missing = Round(_store(), call, given_up=given_up).join(limit)
     if missing:
         message = (
             f"{call} is a collective call: every rank must make it, because each rank has only a part of the weights. "
-            f"{_describe(missing)} within {limit:g} seconds ({LIMIT_VARIABLE})."
+            f"{_describe(missing)}. The call waits for up to {limit:g} seconds ({LIMIT_VARIABLE})."
         )
         raise SpecError([Problem(code="FSDP-E670", message=message, fix=fix or "Make the call on all ranks.")])
+
+
+class FirstCalls:
+    """Waits for all ranks at the first call of a kind, because scripts make such calls in each step.
+
+    A script that makes them on some ranks only, such as in ``if accelerator.is_main_process:``, does so at the first.
+    """
+
+    def __init__(self) -> None:
+        self._checked: set[str] = set()
+
+    def wait(self, call: str, *, fix: str, limit: float | None = None, before_step: bool = False) -> None:
+        """See :func:`wait_for_all_ranks`.
+
+        Args:
+            before_step: whether all ranks make the call before their first optimizer step. A rank that has made a step
+                will then not make the call, so the others do not wait for it any longer.
+        """
+        if call in self._checked or not dist.is_initialized() or dist.get_world_size() == 1 or _inside.get():
+            return
+        if before_step and not first_step.is_made:
+            wait_for_all_ranks(call, fix=fix, limit=limit, given_up=lambda: bool(_store().check([_STEPPED])))
+        else:
+            wait_for_all_ranks(call, fix=fix, limit=limit)
+        self._checked.add(call)
+
+
+class FirstStep:
+    """Announces the first optimizer step of this process.
+
+    Attributes:
+        is_made: whether it was made.
+    """
+
+    def __init__(self) -> None:
+        self.is_made = False
+
+    def announce(self, *_: Any) -> None:
+        """Announce a step, if it is the first one. A pre-hook of optimizers."""
+        if not self.is_made:
+            self.is_made = True
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                _store().set(_STEPPED, "1")
+
+
+first_step = FirstStep()
+"""The first optimizer step of this process."""
+
+
+def _store() -> dist.Store:
+    return dist.PrefixStore("hf_fsdp_arrivals", default_store())
 
 
 @contextmanager
@@ -100,10 +162,18 @@ class Round:
     Args:
         store: a store that all ranks share.
         rank, world_size: of this process; by default of the default process group.
+        given_up: see :func:`wait_for_all_ranks`.
     """
 
-    def __init__(self, store: dist.Store, call: str, rank: int | None = None, world_size: int | None = None) -> None:
-        self._store, self._call = store, call
+    def __init__(
+        self,
+        store: dist.Store,
+        call: str,
+        rank: int | None = None,
+        world_size: int | None = None,
+        given_up: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._store, self._call, self._given_up = store, call, given_up
         self._rank = dist.get_rank() if rank is None else rank
         self._world_size = dist.get_world_size() if world_size is None else world_size
 
@@ -119,6 +189,8 @@ class Round:
                 continue  # the rank that ended it is about to start the next round
             self._store.set(f"{number}/rank{self._rank}", self._call)
             try:
+                if self._store.compare_set(f"{number}/first", "", self._call).decode() != self._call:
+                    limit = min(limit, _SETTLE)
                 if self._store.add(f"{number}/count/{self._call}", 1) == self._world_size:
                     self._end(number, complete=True)
                 elif not self._wait(number, limit):
@@ -142,6 +214,8 @@ class Round:
         """Return whether the round ended within ``limit`` seconds."""
         deadline = time.monotonic() + limit
         while (remaining := deadline - time.monotonic()) > 0:
+            if remaining > _SETTLE and self._given_up():
+                deadline = time.monotonic() + min(remaining, _SETTLE)
             try:
                 self._store.wait([f"{number}/result"], timedelta(seconds=max(min(remaining, _SLICE), 0.01)))
             except RuntimeError:
@@ -171,7 +245,7 @@ class Round:
 
     def _delete(self, number: int) -> None:
         keys = [f"{number}/rank{rank}" for rank in range(self._world_size)]
-        for key in (*keys, f"{number}/count/{self._call}", f"{number}/ended", f"{number}/result"):
+        for key in (*keys, f"{number}/first", f"{number}/count/{self._call}", f"{number}/ended", f"{number}/result"):
             if number >= 0:
                 self._store.delete_key(key)
 

@@ -17,10 +17,14 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from hf_fsdp_plugin.backends.arrivals import FirstCalls
 from hf_fsdp_plugin.backends.outputs import watch_mappings
+from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.torch_private import fsdp1, fsdp2
 from hf_fsdp_plugin.torch_private.functions import tree_map_only
+
+_FIX = "Call it on all ranks, outside of `if accelerator.is_main_process:`. Each rank may pass its own prompts."
 
 
 def support_submodule_calls(model: nn.Module) -> None:
@@ -89,6 +93,7 @@ class SubmoduleCalls:
         self.root = root
         self._entered: nn.Module | None = None
         self._keeps_gathered = False
+        self._first_calls = FirstCalls()
 
     def modules(self) -> Iterator[nn.Module]:
         """Yield the modules of the root unit without the root, and the outermost modules of the other units."""
@@ -128,6 +133,7 @@ class SubmoduleCalls:
         def gathered(*args: Any, **kwargs: Any) -> Any:
             if self._keeps_gathered or not self._is_idle():
                 return generate(*args, **kwargs)
+            self._first_calls.wait(f"generate of {type(unwrapped(module)).__name__.removeprefix('FSDP')}", fix=_FIX)
             return self._generate(module, generate, args, kwargs)
 
         return gathered

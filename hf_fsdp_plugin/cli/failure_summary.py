@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import os
+import linecache
 import re
 import signal
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from hf_fsdp_plugin.cli.places import Frame, Place, is_library, relative
 from hf_fsdp_plugin.cli.ranks import RankExit, RunResult
+from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import plural, truncate_lines
 
 _CONNECTION_LOST = re.compile(
@@ -20,12 +22,14 @@ _CONNECTION_LOST = re.compile(
 )
 """Matches messages of exceptions that a rank raises when a peer has exited."""
 
+_WAITED = "[FSDP-E670]"
+"""Part of the message of a rank that has waited for others in a collective call."""
 _NUM_LAST_FRAMES = 2
 _MAX_LINE = 240
 _MAX_LINES = 30
 _HINTS = {
     "SIGKILL": "Most likely sent by the kernel's out-of-memory killer: use fewer ranks or smaller batches.",
-    "SIGSEGV": "A crash in native code: the stderr of the rank contains the Python stack.",
+    "SIGSEGV": "A crash in native code.",
     "SIGBUS": "Often caused by a full /dev/shm: give the container more, or use fewer DataLoader workers.",
 }
 
@@ -87,7 +91,9 @@ def format_failures(result: RunResult, *, debug: bool = False, shown_live: Itera
         return ""
     failure = first.failure
     if failure is not None and failure["kind"] == "spec":
-        return str(failure["message"])
+        others = [rank for rank in result.exits if rank.failure is None]
+        lines = [f"hf-fsdp: {text}" for text in _places(others)]
+        return "\n".join([str(failure["message"]), *(lines if _WAITED in str(failure["message"]) else ())])
     lines = [f"hf-fsdp: rank {first.rank} failed (pid {first.pid} on {socket.gethostname()}): {summarize(first)}"]
     if failure is not None and failure["kind"] == "exception":
         rest = [f"  {line}" for line in str(failure["message"]).splitlines() if line != _first_line(failure)]
@@ -95,10 +101,38 @@ def format_failures(result: RunResult, *, debug: bool = False, shown_live: Itera
         lines += failure["traceback"].rstrip().splitlines() if debug else _format_frames(failure["frames"])
     if first.code < 0 and not first.stopped and (hint := _HINTS.get(_signal_name(-first.code))):
         lines.append(f"  {hint}")
+    if failure is None:
+        lines += _format_frames([_described(frame) for frame in first.stack])
+    if _may_disagree(first) and len(places := _places(result.exits)) > 1:
+        message = f"the ranks were in different places: {'; '.join(places)}."
+        fix = (
+            "If these places have different collectives, they do not match. Make every rank run the same collective "
+            "calls in the same order: the same number of steps, and saves and evaluations on all ranks."
+        )
+        lines.append(f"hf-fsdp: {Problem(code='FSDP-E743', message=message, fix=fix)}")
     if first.tail and first.rank not in set(shown_live):
         lines += [f"  last lines of rank {first.rank}'s stderr:", *(f"  | {line}" for line in first.tail)]
     lines += _format_others(first, result.exits, debug=debug)
     return "\n".join(lines)
+
+
+def _may_disagree(first: RankExit) -> bool:
+    """Return whether the first failure is one that ranks in different collectives have."""
+    return first.code == -signal.SIGABRT or _lost_connection(first)
+
+
+def _places(exits: Iterable[RankExit]) -> list[str]:
+    """Return one text for each place at which ranks were. Ranks whose place is unknown are left out."""
+    groups: dict[tuple[bool, Place | None], list[int]] = {}
+    for rank in exits:
+        ended = rank.ended and rank.failure is None
+        if ended or rank.place is not None:
+            groups.setdefault((ended, rank.place), []).append(rank.rank)
+    texts = []
+    for (ended, place), ranks in groups.items():
+        was = f"{'was' if len(ranks) == 1 else 'were'} {place}" if place is not None else ""
+        texts.append(f"{_ranks(ranks)} {' and '.join(part for part in ('had ended the script' * ended, was) if part)}")
+    return texts
 
 
 def _format_others(first: RankExit, exits: Sequence[RankExit], *, debug: bool) -> list[str]:
@@ -131,6 +165,11 @@ def _first_line(failure: Mapping[str, Any]) -> str:
     return line if len(line) <= _MAX_LINE else line[: _MAX_LINE - 1] + "…"
 
 
+def _described(frame: Frame) -> dict[str, Any]:
+    code = linecache.getline(frame.file, frame.line).strip()
+    return {"file": frame.file, "line": frame.line, "name": frame.name, "code": code, "library": is_library(frame.file)}
+
+
 def _format_frames(frames: Sequence[Mapping[str, Any]]) -> list[str]:
     """Format the frames of user code and the last frames. Earlier library frames are only counted."""
     lines: list[str] = []
@@ -142,7 +181,7 @@ def _format_frames(frames: Sequence[Mapping[str, Any]]) -> list[str]:
         if num_skipped:
             lines.append(f"  … {plural(num_skipped, 'frame')} in libraries (--debug shows them)")
             num_skipped = 0
-        lines.append(f"  {_relative(frame['file'])}:{frame['line']}, in {frame['name']}")
+        lines.append(f"  {relative(frame['file'])}:{frame['line']}, in {frame['name']}")
         if frame["code"]:
             lines.append(f"    {frame['code']}")
     return lines
@@ -155,11 +194,6 @@ def _only_stopped(rank: RankExit) -> bool:
 def _lost_connection(rank: RankExit) -> bool:
     is_exception = rank.failure is not None and rank.failure["kind"] == "exception"
     return is_exception and bool(_CONNECTION_LOST.search(summarize(rank)))
-
-
-def _relative(path: str) -> str:
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative
 
 
 def _signal_name(number: int) -> str:

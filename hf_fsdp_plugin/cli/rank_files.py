@@ -31,6 +31,21 @@ class RankFiles:
         """A text that the launcher prints."""
         return self.stem.with_suffix(".notice")
 
+    @property
+    def ended(self) -> Path:
+        """Exists if the script has ended without an error."""
+        return self.stem.with_suffix(".ended")
+
+    @property
+    def stacks(self) -> Path:
+        """Stacks of the rank's threads (see ``places``)."""
+        return self.stem.with_suffix(".stacks")
+
+    @property
+    def steps(self) -> Path:
+        """The number of optimizer steps (see ``integrations.step_count``)."""
+        return self.stem.with_suffix(".steps")
+
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a file that is never seen incomplete. Does nothing if that is not possible, such as on a full disk."""

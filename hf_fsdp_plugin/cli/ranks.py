@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.cli.leftovers import RUN_VARIABLE, Guard, Leftover, end_processes, run_name
+from hf_fsdp_plugin.cli.places import STACK_SIGNAL, Frame, Place, find_place, read_stack
 from hf_fsdp_plugin.cli.rank_files import FILES_VARIABLE, RankFiles
 from hf_fsdp_plugin.cli.rank_output import RankOutput, last_lines
 from hf_fsdp_plugin.cli.rendezvous import Peers
+from hf_fsdp_plugin.integrations.step_count import read_num_steps
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import plural
 
@@ -48,6 +50,9 @@ class RankExit:
         time: time of its exception or, if it recorded none, of its exit, in seconds since the epoch.
         failure: what the rank recorded (see ``run_script``); None if it recorded nothing.
         tail: last lines of its stderr; empty if stderr went to the terminal.
+        stack: its stack at the failure, outermost frame first; empty if that is unknown.
+        num_steps: its optimizer steps; ``None`` if they were not counted.
+        ended: whether its script had ended without an error.
     """
 
     rank: int
@@ -57,6 +62,14 @@ class RankExit:
     time: float
     failure: Mapping[str, Any] | None
     tail: tuple[str, ...]
+    stack: tuple[Frame, ...] = ()
+    num_steps: int | None = None
+    ended: bool = False
+
+    @property
+    def place(self) -> Place | None:
+        """Where it was at the failure; ``None`` if that is unknown."""
+        return find_place(self.stack, self.num_steps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +111,11 @@ class _Rank:
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number)
 
+    def request_stacks(self) -> None:
+        """Make the rank record its stacks. Does nothing if it cannot yet, or has recorded where it failed."""
+        if STACK_SIGNAL is not None and self.files.stacks.exists() and not self.files.failure.exists():
+            self.send(STACK_SIGNAL)
+
     def kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -115,7 +133,15 @@ class _Rank:
             time=failure["time"] if failure is not None else self.exit_time or time.time(),
             failure=failure,
             tail=tuple(last_lines(self.tail)),
+            stack=tuple(self._stack(failure)),
+            num_steps=read_num_steps(self.files.steps),
+            ended=self.files.ended.exists(),
         )
+
+    def _stack(self, failure: Mapping[str, Any] | None) -> Sequence[Frame]:
+        if failure is not None:
+            return [Frame(frame["file"], frame["line"], frame["name"]) for frame in failure["frames"]]
+        return read_stack(self.files.stacks) if self.process.returncode != 0 else ()
 
 
 class Ranks:
@@ -172,6 +198,8 @@ class Ranks:
                     remote_failure = peers.failure()
                     if remote_failure or any(rank.has_failed for rank in self._ranks):
                         failed_at = now
+                        for rank in self._running():
+                            rank.request_stacks()
                 if failed_at is not None:
                     self._stop_after_failure(now - failed_at)
                 if now > self._kill_at:

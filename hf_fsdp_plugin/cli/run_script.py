@@ -9,15 +9,12 @@ from __future__ import annotations
 import builtins
 import contextlib
 import ctypes
-import faulthandler
 import io
 import json
 import os
 import runpy
 import signal
-import site
 import sys
-import sysconfig
 import time
 import traceback
 import types
@@ -28,7 +25,9 @@ from typing import Any
 
 import hf_fsdp_plugin
 from hf_fsdp_plugin.cli.exit_watch import exit_limit, watch_exit
+from hf_fsdp_plugin.cli.places import is_library, record_stacks
 from hf_fsdp_plugin.cli.rank_files import FILES_VARIABLE, RankFiles, write_atomically
+from hf_fsdp_plugin.integrations.step_count import step_count
 from hf_fsdp_plugin.problems import SpecError
 
 LAUNCHER_VARIABLE = "HF_FSDP_LAUNCHER_PID"
@@ -42,9 +41,10 @@ def main() -> None:
     files = RankFiles(Path(stem)) if (stem := os.environ.pop(FILES_VARIABLE, "")) else None
     if launcher:
         _exit_with_launcher(launcher)
-    # Print the Python stack at a crash in native code, such as a segmentation fault.
-    with contextlib.suppress(ValueError, OSError, io.UnsupportedOperation):
-        faulthandler.enable()
+    if files is not None:
+        record_stacks(files.stacks)
+        with contextlib.suppress(OSError):
+            step_count.open(files.steps)
     module = sys.argv[1] == "-m"
     script, *args = sys.argv[2 if module else 1 :]
     try:
@@ -71,6 +71,7 @@ def main() -> None:
 
 
 def _watch_exit(files: RankFiles) -> None:
+    write_atomically(files.ended, "")
     watch_exit(
         exit_limit(),
         notice=lambda problem: write_atomically(files.notice, str(problem)),
@@ -134,7 +135,13 @@ def _failure_of(error: BaseException) -> dict[str, Any]:
             "kind": "interrupt" if isinstance(error, KeyboardInterrupt) else "exception",
             "message": "".join(details.format_exception_only()).strip(),
             "frames": [
-                {"file": f.filename, "line": f.lineno, "name": f.name, "code": f.line or "", "library": _is_library(f)}
+                {
+                    "file": f.filename,
+                    "line": f.lineno,
+                    "name": f.name,
+                    "code": f.line or "",
+                    "library": is_library(f.filename),
+                }
                 for f in details.stack
                 if f.filename != __file__ and not f.filename.startswith("<frozen ")
             ],
@@ -151,12 +158,6 @@ def _without_stderr(hook: Callable[..., Any]) -> Callable[..., None]:
             hook(*details)
 
     return call
-
-
-def _is_library(frame: traceback.FrameSummary) -> bool:
-    package = str(Path(__file__).resolve().parents[1])
-    roots = [package, sysconfig.get_paths()["stdlib"], *site.getsitepackages(), site.getusersitepackages()]
-    return frame.filename.startswith("<") or any(frame.filename.startswith(root + os.sep) for root in roots)
 
 
 if __name__ == "__main__":

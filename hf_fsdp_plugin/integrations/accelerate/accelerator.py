@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from hf_fsdp_plugin.backends.arrivals import together
+from hf_fsdp_plugin.backends.arrivals import FIRST_STEP_LIMIT, arrival_limit, together
 from hf_fsdp_plugin.backends.clipping import clip_grad_norm
 from hf_fsdp_plugin.backends.shard import place_of
 from hf_fsdp_plugin.checkpoint import full_model_state
@@ -35,6 +35,8 @@ from hf_fsdp_plugin.plan.presharded import distributed_config_of
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.spec.rules import fsdp_is_off
+
+_CLIP_FIX = "Call it on all ranks, outside of `if accelerator.is_main_process:`. It clips by the norm of all shards."
 
 
 def accelerator(spec: FsdpSpec, **kwargs: Any) -> Accelerator:
@@ -130,8 +132,14 @@ def get_state_dict(original: Callable[..., Any], accelerator: Any, model: Any, *
 def clip_grad_norm_(
     original: Callable[..., Any], accelerator: Any, parameters: Any, max_norm: Any, norm_type: Any = 2
 ) -> torch.Tensor:
-    accelerator.unscale_gradients()
+    plugin = planned_plugin(accelerator)
+    assert plugin is not None
     parameters = [parameters] if hasattr(parameters, "grad") else list(parameters)
+    limit = arrival_limit()
+    if any(parameter.grad is not None for parameter in parameters):
+        limit = max(limit, FIRST_STEP_LIMIT)
+    plugin.first_calls.wait("Accelerator.clip_grad_norm_", fix=_CLIP_FIX, limit=limit, before_step=True)
+    accelerator.unscale_gradients()
     return clip_grad_norm(prepared_models(accelerator), parameters, float(max_norm), float(norm_type))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
-from hf_fsdp_plugin.backends.arrivals import together
+from hf_fsdp_plugin.backends.arrivals import together, wait_for_all_ranks
 from hf_fsdp_plugin.backends.shard import place_of, plan_of
 from hf_fsdp_plugin.checkpoint import load_state as load_state_file
 from hf_fsdp_plugin.checkpoint import manifest_of, numbered_checkpoints, remove_checkpoint
@@ -23,6 +23,8 @@ from hf_fsdp_plugin.integrations.accelerate.private import parse_size, prepared_
 from hf_fsdp_plugin.integrations.resuming import find_checkpoint, warn_differences
 from hf_fsdp_plugin.integrations.saving import manager, remove_stale_weights
 from hf_fsdp_plugin.plan.names import unwrapped
+
+_FIX = "Call it on all ranks, outside of `if accelerator.is_main_process:`."
 
 
 @if_sharded
@@ -44,6 +46,7 @@ def save_state(
             "next checkpoint."
         )
     asynchronous = plugin.spec.checkpoint.asynchronous
+    wait_for_all_ranks("Accelerator.save_state", fix=_FIX)
     with manager.saving(final, asynchronous=asynchronous) as save:
         project.automatic_checkpoint_naming = False
         try:
@@ -85,6 +88,7 @@ def _rotate(run: Path, limit: int | None) -> None:
 @if_sharded
 def load_state(original: Callable[..., Any], accelerator: Any, input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Load a complete checkpoint: ``input_dir``, or the newest one with an automatic name. Collective."""
+    wait_for_all_ranks("Accelerator.load_state", fix=_FIX)
     manager.wait()
     selected = Path(input_dir).expanduser() if input_dir is not None else None
     run = None
@@ -138,7 +142,7 @@ def save_model(
     if place is None or place.name or not safe_serialization:
         original(model, save_directory, max_shard_size, safe_serialization)
         return
-    with together(f"Accelerator.save_model of {type(unwrapped(model)).__name__}", fix="Call it on all ranks."):
+    with together(f"Accelerator.save_model of {type(unwrapped(model)).__name__}", fix=_FIX):
         size, final, root = parse_size(max_shard_size), Path(save_directory), place.root
         with manager.saving(final, into=True) as save:
             _write_config(root, save.folder)

@@ -35,6 +35,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
+from hf_fsdp_plugin.backends.arrivals import FirstCalls
 from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.devices import accelerator_type
@@ -68,9 +69,11 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
 
     Attributes:
         spec: the settings, from which the plan is resolved when a model is prepared.
+        first_calls: the collective calls of the Accelerator whose first call waits for all ranks.
     """
 
     def __init__(self, spec: FsdpSpec) -> None:
+        self.first_calls = FirstCalls()
         self.use_spec(spec)
 
     @classmethod

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks, same_on_all_ranks
+from hf_fsdp_plugin.backends.arrivals import first_step
 from hf_fsdp_plugin.backends.optimizer import foreign_parameters
 from hf_fsdp_plugin.backends.optimizer_mode import apply_step_mode
 from hf_fsdp_plugin.backends.optimizer_state_factory import set_state_factory
@@ -26,6 +27,7 @@ from hf_fsdp_plugin.integrations.messages import print_warnings
 from hf_fsdp_plugin.integrations.peft.checks import check_adapters
 from hf_fsdp_plugin.integrations.run_report import track
 from hf_fsdp_plugin.integrations.saving import prepare_buffers_after_first_step
+from hf_fsdp_plugin.integrations.step_count import step_count
 from hf_fsdp_plugin.integrations.torchao import private as torchao_private
 from hf_fsdp_plugin.plan.further import spec_of_further_model
 from hf_fsdp_plugin.plan.model import FsdpPlan
@@ -60,13 +62,16 @@ def prepare_objects(accelerator: Any, objects: Sequence[Any]) -> Any:
     for model in models:
         rebind(model, optimizers)
     new_optimizers = [obj.optimizer for obj in prepared if hasattr(obj, "optimizer")]
-    with on_all_ranks("checking the optimizers"):
-        _check_optimizers(new_optimizers, models)
+    if new_optimizers:  # not for data loaders, which the Trainer also prepares for an evaluation
+        with on_all_ranks("checking the optimizers"):
+            _check_optimizers(new_optimizers, models)
     if any(isinstance(obj, nn.Module) for obj in objects):
         exchange.close()  # every rank has loaded its model
     remember_optimizers(new_optimizers)
     _set_step_modes(new_optimizers, models)
     for optimizer in new_optimizers:
+        step_count.watch(optimizer)
+        optimizer.register_step_pre_hook(first_step.announce)
         for model in models:
             free_before_step(model, optimizer)
     track(accelerator)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
-from hf_fsdp_plugin.backends.arrivals import together
+from hf_fsdp_plugin.backends.arrivals import together, wait_for_all_ranks
 from hf_fsdp_plugin.backends.shard import place_of
 from hf_fsdp_plugin.checkpoint import manifest_of, model_shards, remove_checkpoint
 from hf_fsdp_plugin.checkpoint.names import (
@@ -40,6 +40,10 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
     final = run / f"{TRAINER_PREFIX}{trainer.state.global_step}"
     # A checkpoint that is pushed to the Hub has to be complete when the Trainer's method returns.
     asynchronous = plugin.spec.checkpoint.asynchronous and not trainer.args.push_to_hub
+    wait_for_all_ranks(
+        f"a checkpoint of {type(trainer).__name__} after step {trainer.state.global_step}",
+        fix="Set `control.should_save` on all ranks, not only on `state.is_world_process_zero`.",
+    )
     with manager.saving(final, asynchronous=asynchronous) as save:
         with private.using_run_folder(trainer, save.staging.root):
             original(model, trial)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,47 @@ def test_other_call_of_a_rank_is_named(store: dist.Store) -> None:
     assert (first, second) == ([(1, "push")], [(0, "save")])
 
 
+def test_another_call_ends_the_round_before_the_limit(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "_SETTLE", SHORT)
+    began = time.monotonic()
+    results = together(
+        lambda: join(store, 0, "save", of=3, limit=LONG), lambda: join(store, 1, "evaluate", of=3, limit=LONG)
+    )
+    assert time.monotonic() - began < LONG
+    assert sorted(len(result) for result in results) == [1, 2]
+    assert dict(min(results, key=len)) in ({0: "save"}, {1: "evaluate"})
+
+
+def test_round_ends_when_a_rank_will_not_come(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "_SETTLE", SHORT)
+    monkeypatch.setattr(arrivals, "_SLICE", 0.1)
+    began = time.monotonic()
+    waiting = Round(store, "clip", 0, 2, given_up=lambda: bool(store.check(["stepped"])))
+    missing, _ = together(lambda: waiting.join(LONG), lambda: store.set("stepped", "1"))
+    assert missing == [(1, "")]
+    assert time.monotonic() - began < LONG
+
+
+def test_only_the_first_call_waits(world: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = arrivals.FirstCalls()
+    with pytest.raises(SpecError):
+        calls.wait("clip", fix="Call it on all ranks.", limit=SHORT)
+    monkeypatch.setattr(arrivals, "wait_for_all_ranks", lambda *_, **__: None)
+    calls.wait("clip", fix="", limit=SHORT)
+    monkeypatch.setattr(arrivals, "wait_for_all_ranks", None)
+    calls.wait("clip", fix="", limit=SHORT)
+
+
+def test_first_step_of_another_rank_ends_the_wait(world: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "_SETTLE", SHORT)
+    monkeypatch.setattr(arrivals, "first_step", arrivals.FirstStep())
+    arrivals.FirstStep().announce()  # by another rank
+    began = time.monotonic()
+    with pytest.raises(SpecError):
+        arrivals.FirstCalls().wait("clip", fix="", limit=LONG, before_step=True)
+    assert time.monotonic() - began < LONG
+
+
 def test_call_can_be_repeated_after_a_failure(store: dist.Store) -> None:
     assert join(store, 0, of=2, limit=SHORT) == [(1, "")]
     assert together(lambda: join(store, 0, of=2), lambda: join(store, 1, of=2)) == [[], []]
@@ -80,10 +122,16 @@ def test_interrupted_wait_ends_the_round(store: dist.Store, monkeypatch: pytest.
     assert together(lambda: join(store, 0, of=2), lambda: join(store, 1, of=2)) == [[], []]
 
 
-def test_problem_names_call_and_ranks(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def world(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    """This process as rank 1 of 3 ranks with this store."""
     for name, value in (("is_initialized", True), ("get_world_size", 3), ("get_rank", 1)):
         monkeypatch.setattr(dist, name, lambda value=value: value)
     monkeypatch.setattr(arrivals, "default_store", lambda: store)
+    return store
+
+
+def test_problem_names_call_and_ranks(world: dist.Store) -> None:
     with pytest.raises(SpecError) as caught:
         wait_for_all_ranks("save_pretrained of Llama", limit=SHORT)
     assert [problem.code for problem in caught.value.problems] == ["FSDP-E670"]

@@ -1,0 +1,154 @@
+"""Where a rank was: the call that it was in, from the frames of its Python stack.
+
+A rank records the stack of its main thread in a file when native code crashes, and when the launcher asks for it with a
+signal. ``faulthandler`` does both, also while the main thread waits in a collective, and costs nothing until then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import io
+import linecache
+import os
+import re
+import signal
+import site
+import sysconfig
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from hf_fsdp_plugin.text import plural
+
+STACK_SIGNAL: Final = getattr(signal, "SIGRTMAX", 0) - 3 if hasattr(signal, "SIGRTMAX") else None
+"""The signal with which the launcher asks a rank for its stack: a real-time signal, which libraries do not use."""
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+).*\(most recent call first\):")
+_FRAME = re.compile(r'  File "(.*)", line (\d+|\?+) in (.*)')
+_FORWARD: Final = ("module.py", "call_impl")
+"""File of torch's modules, and the end of the name of the function that calls a module."""
+_CALLS: Final = {
+    "save_checkpoint": "saving a checkpoint",
+    "evaluation_loop": "evaluate",
+    "report_run": "the report",
+    "_at_exit": "the report at the end of the script",
+    "__next__": "the data loader",
+    **{
+        name: name
+        for name in (
+            *("save_state", "load_state", "save_model", "get_state_dict", "save_pretrained", "push_to_hub"),
+            *("clip_grad_norm_", "clip_grad_norm", "evaluate", "predict", "generate", "prepare", "end_training"),
+            *("backward", "wait_for_everyone", "init_process_group", "destroy_process_group"),
+            *("barrier", "all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce", "gather"),
+            *("all_gather_object", "broadcast_object_list", "gather_object"),
+        )
+    },
+}
+"""Functions of libraries that users know -> their name in messages. Outer calls are named, not those that they make."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One frame of a stack."""
+
+    file: str
+    line: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank was.
+
+    Attributes:
+        call: the outermost known call; empty if it was in none.
+        frame: the frame of the script that has made the call; ``None`` outside of the script.
+        num_steps: optimizer steps until then; ``None`` if they were not counted.
+    """
+
+    call: str
+    frame: Frame | None
+    num_steps: int | None = None
+
+    def __str__(self) -> str:
+        parts = [f"in {self.call}"] if self.call else []
+        if self.frame is not None:
+            code = linecache.getline(self.frame.file, self.frame.line).strip()
+            parts.append(f"at {relative(self.frame.file)}:{self.frame.line}" + (f" `{code}`" if code else ""))
+        if self.num_steps is not None:
+            parts.append(f"after {plural(self.num_steps, 'optimizer step')}")
+        return " ".join(parts)
+
+
+def record_stacks(path: Path) -> None:
+    """Record the stacks of this process in ``path``: at a crash in native code, and for each ``STACK_SIGNAL``."""
+    # The file stays open, because faulthandler keeps only its descriptor.
+    with contextlib.suppress(ValueError, OSError, io.UnsupportedOperation, RuntimeError):
+        descriptor = os.open(path.with_suffix(".part"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND, 0o600)
+        os.write(descriptor, f"main 0x{threading.main_thread().ident or 0:x}\n".encode())
+        faulthandler.enable(descriptor, all_threads=True)
+        if STACK_SIGNAL is not None:
+            faulthandler.register(STACK_SIGNAL, descriptor, all_threads=True)
+        # The name appears when the handler is installed: before, the signal would end the process.
+        os.replace(path.with_suffix(".part"), path)
+
+
+def read_stack(path: Path) -> list[Frame]:
+    """Return the last recorded stack of the main thread, outermost frame first; empty if there is none."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    main = int(lines[0].partition(" ")[2] or "0", 16) if lines and lines[0].startswith("main 0x") else 0
+    stack: list[Frame] = []
+    is_main = False
+    for line in lines:
+        if (thread := _THREAD.match(line)) is not None:
+            is_main = int(thread[1], 16) == main
+            if is_main:
+                stack = []
+        elif is_main and (frame := _FRAME.match(line)) is not None:
+            stack.append(Frame(frame[1], int(frame[2]) if frame[2].isdigit() else 0, frame[3]))
+    return stack[::-1]
+
+
+def find_place(stack: Sequence[Frame], num_steps: int | None = None) -> Place | None:
+    """Return the place that a stack, outermost frame first, shows; ``None`` for an empty stack."""
+    own: Frame | None = None
+    for frame in stack:
+        if not is_library(frame.file):
+            own = frame
+        elif (call := _call_of(frame)) is not None:
+            return Place(call, own, num_steps)
+    return Place("", own, num_steps) if own is not None else None
+
+
+def is_library(file: str) -> bool:
+    """Return whether a source file belongs to this package, to Python or to an installed package."""
+    return file.startswith("<") or file.startswith(_library_roots())
+
+
+@functools.cache
+def _library_roots() -> tuple[str, ...]:
+    roots = [_PACKAGE, sysconfig.get_paths()["stdlib"], *site.getsitepackages(), site.getusersitepackages()]
+    return tuple(root + os.sep for root in roots)
+
+
+def _call_of(frame: Frame) -> str | None:
+    folder, file = os.path.split(frame.file)
+    if file == _FORWARD[0] and frame.name.endswith(_FORWARD[1]) and folder.endswith(os.path.join("nn", "modules")):
+        return "forward"
+    if frame.name == "step" and folder.endswith("optim"):
+        return "optimizer.step"
+    return _CALLS.get(frame.name)
+
+
+def relative(path: str) -> str:
+    """Return a path relative to the working directory if it is in it."""
+    shorter = os.path.relpath(path)
+    return path if shorter.startswith("..") else shorter

@@ -1,0 +1,73 @@
+"""The summary of a failed run says where the ranks were, if that may be the cause."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+from hf_fsdp_plugin.cli.failure_summary import exit_code, format_failures
+from hf_fsdp_plugin.cli.places import Frame
+from hf_fsdp_plugin.cli.ranks import RankExit, RunResult
+from hf_fsdp_plugin.cli.run_script import __file__ as LIBRARY_FILE
+
+SAVE = (Frame("/work/train.py", 30, "main"), Frame(LIBRARY_FILE, 9, "save_state"))
+BACKWARD = (Frame("/work/train.py", 20, "main"), Frame(LIBRARY_FILE, 9, "backward"))
+LOST: dict[str, Any] = {
+    "kind": "exception",
+    "type": "RuntimeError",
+    "message": "RuntimeError: Connection closed by peer",
+    "traceback": "",
+    "time": 2.0,
+    "frames": [],
+}
+ABORTED = -signal.SIGABRT
+
+
+def rank(number: int, code: int = 1, *, stopped: bool = False, **more: Any) -> RankExit:
+    return RankExit(rank=number, pid=1, code=code, stopped=stopped, time=1.0, **{"failure": None, "tail": (), **more})
+
+
+def summary(*exits: RankExit) -> str:
+    return format_failures(RunResult(exits=exits))
+
+
+def test_aborted_rank_names_all_places() -> None:
+    lost = [rank(number, failure=LOST, stack=BACKWARD, num_steps=7) for number in (1, 2)]
+    result = RunResult(exits=(rank(0, ABORTED, stack=SAVE, num_steps=7), *lost))
+    text = format_failures(result)
+    assert "FSDP-E743" in text
+    assert "rank 0 was in save_state at /work/train.py:30 after 7 optimizer steps; " in text
+    assert "ranks 1, 2 was in backward" not in text
+    assert "ranks 1, 2 were in backward at /work/train.py:20 after 7 optimizer steps." in text
+    assert "/work/train.py:30, in main" in text, "the stack of the aborted rank"
+    assert exit_code(result) == 134
+
+
+def test_rank_that_has_ended_is_named() -> None:
+    text = summary(rank(0, ABORTED, stack=BACKWARD), rank(1, 0, ended=True))
+    assert "rank 1 had ended the script" in text
+
+
+@pytest.mark.parametrize(
+    "exits",
+    [
+        (rank(0, ABORTED, stack=SAVE, num_steps=7), rank(1, failure=LOST, stack=SAVE, num_steps=7)),
+        (rank(0, ABORTED, stack=SAVE), rank(1, -signal.SIGTERM, stopped=True)),
+        (
+            rank(0, failure={**LOST, "message": "KeyError: 'a'"}, stack=SAVE),
+            rank(1, -signal.SIGTERM, stopped=True, stack=BACKWARD),
+        ),
+    ],
+    ids=["same place", "unknown place", "exception of the script"],
+)
+def test_places_are_not_named_without_reason(exits: tuple[RankExit, ...]) -> None:
+    assert "FSDP-E743" not in summary(*exits)
+
+
+@pytest.mark.parametrize(("code", "named"), [("FSDP-E670", True), ("FSDP-E201", False)])
+def test_places_explain_a_call_that_ranks_did_not_make(code: str, named: bool) -> None:
+    failure = {**LOST, "kind": "spec", "message": f"rank 1 did not call it. [{code}]"}
+    text = summary(rank(0, failure=failure), rank(1, -signal.SIGTERM, stopped=True, stack=BACKWARD, num_steps=1))
+    assert ("rank 1 was in backward at /work/train.py:20 after 1 optimizer step" in text) is named

@@ -1,0 +1,104 @@
+"""Where a rank was, from the stacks that it records at a crash and when it is asked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_fsdp_plugin.cli.places import STACK_SIGNAL, Frame, Place, find_place, is_library, read_stack
+from hf_fsdp_plugin.integrations.step_count import StepCount, read_num_steps
+
+LIBRARY = str(Path(os.__file__).parent / "site-packages" / "torch")
+CODE = """
+import os, sys, threading
+from pathlib import Path
+from hf_fsdp_plugin.cli.places import record_stacks
+record_stacks(Path(sys.argv[1]))
+stop = threading.Event()
+threading.Thread(target=stop.wait, daemon=True).start()
+def outer(): inner()
+def inner(): {line}
+outer()
+print("goes on")
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "code"), [("os.abort()", -6), (f"os.kill(os.getpid(), {STACK_SIGNAL})", 0)], ids=["crash", "request"]
+)
+def test_stack_of_the_main_thread_is_recorded(tmp_path: Path, line: str, code: int) -> None:
+    path = tmp_path / "rank_0.stacks"
+    done = subprocess.run(
+        [sys.executable, "-c", CODE.format(line=line), str(path)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (code, "" if code else "goes on\n"), done.stderr
+    assert [frame.name for frame in read_stack(path)] == ["<module>", "outer", "inner"]
+
+
+def test_missing_or_damaged_stacks_are_empty(tmp_path: Path) -> None:
+    assert read_stack(tmp_path / "none") == []
+    (tmp_path / "damaged").write_bytes(b'main 0x1\nThread 0x2 (most recent call first):\n  File "a", line 3 in f\n\xff')
+    assert read_stack(tmp_path / "damaged") == []
+
+
+SCRIPT = Frame("/work/train.py", 30, "main")
+
+
+@pytest.mark.parametrize(
+    ("stack", "expected"),
+    [
+        ([SCRIPT], Place("", SCRIPT)),
+        ([SCRIPT, Frame(f"{LIBRARY}/nn/modules/module.py", 9, "_call_impl")], Place("forward", SCRIPT)),
+        ([SCRIPT, Frame("/work/module.py", 9, "_call_impl")], Place("", Frame("/work/module.py", 9, "_call_impl"))),
+        (
+            [
+                SCRIPT,
+                Frame(f"{LIBRARY}/accelerate/accelerator.py", 9, "save_state"),
+                Frame(f"{LIBRARY}/distributed/distributed_c10d.py", 9, "barrier"),
+            ],
+            Place("save_state", SCRIPT),
+        ),
+        ([Frame(f"{LIBRARY}/optim/optimizer.py", 9, "step")], Place("optimizer.step", None)),
+        ([Frame(f"{LIBRARY}/unknown.py", 9, "unknown")], None),
+        ([], None),
+    ],
+)
+def test_outermost_known_call_is_the_place(stack: list[Frame], expected: Place | None) -> None:
+    assert find_place(stack) == expected
+
+
+def test_place_is_printed_with_code_and_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("\nloss = model(batch)\n")
+    frame = Frame(str(tmp_path / "train.py"), 2, "main")
+    assert str(Place("forward", frame, 7)) == "in forward at train.py:2 `loss = model(batch)` after 7 optimizer steps"
+    assert str(Place("barrier", None)) == "in barrier"
+
+
+def test_library_is_told_from_user_code(tmp_path: Path) -> None:
+    assert is_library(os.__file__) and is_library("<frozen runpy>")
+    assert not is_library(str(tmp_path / "train.py"))
+
+
+def test_steps_are_counted_only_in_an_open_file(tmp_path: Path) -> None:
+    import torch
+
+    parameter = torch.nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    counted, ignored, count = torch.optim.SGD([parameter]), torch.optim.SGD([parameter]), StepCount()
+    count.watch(ignored)
+    count.open(tmp_path / "steps")
+    count.watch(counted)
+    assert read_num_steps(tmp_path / "steps") == 0
+    for _ in range(3):
+        counted.step()
+        ignored.step()
+    assert read_num_steps(tmp_path / "steps") == 3
+    count.close()
+    counted.step()
+    assert read_num_steps(tmp_path / "steps") == 3
+    assert read_num_steps(tmp_path / "none") is None
