@@ -1,7 +1,8 @@
-"""Write the generated documents in docs/: settings, hooks and problem codes.
+"""Write the generated documents in docs/: settings, hooks, problem codes and the command line.
 
 python scripts/update_docs.py            write them
 python scripts/update_docs.py --check    change nothing; exit code 1 if a document is out of date
+python scripts/update_docs.py --runs     also start ranks for the output of a run in docs/command_line.md
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+
+from screenshots import command_line
 
 from hf_fsdp_plugin.cli.explain import read_entries
 from hf_fsdp_plugin.integrations.hooks import GROUPS, HOOKS
@@ -259,7 +262,12 @@ def problems() -> str:
     return "\n".join([_PROBLEMS_HEAD, *contents, "", *sections])
 
 
-DOCUMENTS: dict[str, Callable[[], str]] = {"settings.md": settings, "hooks.md": hooks, "problems.md": problems}
+DOCUMENTS: dict[str, Callable[[], str]] = {
+    "settings.md": settings,
+    "hooks.md": hooks,
+    "problems.md": problems,
+    "command_line.md": command_line,
+}
 """File in docs/ -> the function that returns its text."""
 
 
@@ -272,7 +280,11 @@ def outdated() -> dict[Path, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a document is out of date")
-    check = parser.parse_args().check
+    parser.add_argument("--runs", action="store_true", help="also start ranks for the output of a run")
+    args = parser.parse_args()
+    check = args.check
+    if args.runs:
+        (DOCS / "command_line.md").write_text(command_line(runs=True), encoding="utf-8")
     changed = outdated()
     for path, text in changed.items():
         if check:

@@ -29,7 +29,7 @@ def usage() -> str:
     """Return the list of verbs and the exit codes."""
     width = max(map(len, VERBS))
     lines = [f"usage: {PROG} VERB [ARGUMENTS]", "", "verbs:"]
-    lines += [f"  {verb:<{width}} {about}" for verb, about in VERBS.items()]
+    lines += [f"  {verb:<{width}}  {about}" for verb, about in VERBS.items()]
     lines += ["", "exit codes: 0 fine, 1 problems found, 2 wrong usage or a path that does not exist, 130 interrupted;"]
     lines += ["launch exits with the code of the script."]
     lines += ["", f"{PROG} VERB --help describes a verb, with examples. {PROG} --version prints the version."]

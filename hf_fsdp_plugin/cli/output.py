@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -12,4 +11,6 @@ SCHEMA_VERSION: Final = 1
 
 def print_json(tree: Mapping[str, Any]) -> None:
     """Print one JSON object to stdout, with the version of its schema."""
+    import json  # only for --json, to start faster
+
     print(json.dumps({"schema_version": SCHEMA_VERSION, **tree}, indent=2, ensure_ascii=False, default=str))

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from hf_fsdp_plugin.cli.exit_codes import USAGE
+from hf_fsdp_plugin.cli.terminal import text_width
 
 PROG = "hf-fsdp"
 
@@ -47,12 +48,17 @@ def make_parser(verb: str, module: ModuleType) -> Parser:
     parser = Parser(
         prog=f"{PROG} {verb}",
         description=textwrap.fill(module.HELP, 100),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_formatter,
         allow_abbrev=False,
     )
     module.add_arguments(parser)
     parser.epilog = "\n\n".join(filter(None, [parser.epilog, _examples(module.EXAMPLES)]))
     return parser
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    """Return the formatter of help. Without a width, argparse imports shutil and its compression libraries."""
+    return argparse.RawDescriptionHelpFormatter(prog, width=min(text_width() or 100, 100))
 
 
 def _examples(examples: Iterable[str]) -> str:

@@ -271,6 +271,7 @@ class Ranks:
                 is_second = self._signal in _STOPPING
                 self._signal = number
                 self._kill_at = min(self._kill_at, time.monotonic() + (0.0 if is_second else grace))
+                _print_stopping(number, len(self._running()), 0.0 if is_second else grace)
             for rank in self._running():
                 rank.send(number)
 
@@ -285,3 +286,11 @@ class Ranks:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+
+def _print_stopping(number: int, num_ranks: int, grace: float) -> None:
+    """Print at once what happens after a signal. Called in a signal handler, where buffered streams cannot be used."""
+    name = signal.Signals(number).name
+    how = f"they have {grace:g} s, and the next {name} kills them" if grace else "they are killed"
+    with contextlib.suppress(OSError):
+        os.write(2, f"hf-fsdp: {name}: stopping {plural(num_ranks, 'rank')}; {how}\n".encode())

@@ -110,7 +110,8 @@ def test_backward_prefetch_policy_is_applied(report_of: ReportOf, version: int, 
 
 def assert_size_policy(report: dict[str, Any]) -> None:
     assert_applied(report, wrap__policy="size")
-    assert row(report, "wrap.min_num_params")["status"] == "applied"
+    threshold = row(report, "wrap.min_num_params")
+    assert threshold["status"] == "applied" and threshold["observed"].startswith("smallest unit ")
     assert len(report["units"]) > 1
 
 

@@ -241,6 +241,7 @@ def test_unhandled_signal_stops_the_ranks(tmp_path: Path, number: signal.Signals
     done = finish(process, timeout=30)
     assert done.returncode == 128 + number
     assert f"stopped by {number.name}; ranks 0, 1 exited" in done.stderr
+    assert f"hf-fsdp: {number.name}: stopping 2 ranks; they have 30 s, and the next" in done.stderr
     assert "Traceback" not in done.stderr
 
 

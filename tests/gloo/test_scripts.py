@@ -135,6 +135,9 @@ def test_every_launcher_passes_all_settings(tmp_path: Path, launcher: str) -> No
     assert origins(found)["sharding.strategy"] == "fsdp.yaml:11"
     # A loop without Transformers does not import it.
     assert "heavy: False" in done.stdout
+    summary = done.stdout.partition("FSDP: ")[2]
+    assert "memory per rank: " in summary and ", none differs" in summary and "fsdp_report.json" in summary
+    assert len(summary.strip().splitlines()) <= 7 and "data parallel  " not in summary
 
 
 @pytest.mark.parametrize(
@@ -206,7 +209,9 @@ def test_script_that_changes_directory_keeps_config(tmp_path: Path, launcher: st
     (tmp_path / "else where").mkdir()
     (tmp_path / "else where" / "fsdp.yaml").write_text("nonsense: true\n")
     loop(tmp_path, first="import os; os.chdir('else where')")
-    ok(launched(tmp_path, launcher, "train.py"))
+    done = launched(tmp_path, launcher, "--report_table", "train.py")
+    ok(done)
+    assert "FSDP report of the live model" in done.stdout and "memory per rank  " in done.stdout
     assert report(tmp_path / "else where" / "fsdp_report.json")["backend"] == "fsdp1"
 
 

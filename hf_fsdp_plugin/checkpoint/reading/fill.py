@@ -10,6 +10,7 @@ import torch
 from hf_fsdp_plugin.checkpoint.formats.boxes import intersect, row_major, slices, span
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredTensor
 from hf_fsdp_plugin.checkpoint.io import MAX_SPAN, InputFiles
+from hf_fsdp_plugin.checkpoint.progress import progress_bar
 from hf_fsdp_plugin.checkpoint.shard_layout import Piece
 
 
@@ -54,8 +55,12 @@ def fill(files: InputFiles, work: Iterable[Transfer]) -> None:
     Raises:
         CheckpointError: a file ends too early, or has other bytes than those that were saved.
     """
-    for transfer in sorted(work, key=lambda transfer: (transfer.file, transfer.offset)):
-        _copy(files, transfer.file, transfer.offset, transfer.strides, transfer.dtype, transfer.into)
+    ordered = sorted(work, key=lambda transfer: (transfer.file, transfer.offset))
+    total = sum(transfer.into.nbytes for transfer in ordered)
+    with progress_bar("loading", total) as update:
+        for transfer in ordered:
+            _copy(files, transfer.file, transfer.offset, transfer.strides, transfer.dtype, transfer.into)
+            update(transfer.into.nbytes)
 
 
 def _copy(

@@ -11,6 +11,7 @@ import xxhash
 
 from hf_fsdp_plugin.checkpoint.formats.ranges import MAX_RANGE, FileRange, FileRecord
 from hf_fsdp_plugin.checkpoint.io import PAGE, OutputFile, round_up
+from hf_fsdp_plugin.checkpoint.progress import progress_bar
 from hf_fsdp_plugin.checkpoint.writing.buffers import allocate_aligned, unpin
 from hf_fsdp_plugin.checkpoint.writing.file_parts import Extent, FilePart, fill, on_accelerator, wait_for_copies
 
@@ -28,17 +29,20 @@ class PartWriter:
         """Write parts directly from their tensors, through one window of memory."""
         window = self._window(pinned=on_accelerator(parts))
         records = []
-        for part in parts:
-            with _PartFile(root / part.path, part) as file:
-                for extent in part.extents:
-                    for low in range(extent.origin, extent.stop, WINDOW):
-                        start, high = max(low, extent.start), min(low + WINDOW, extent.stop)
-                        _clear_gaps(window, extent, low, high)
-                        fill(window[start - low :], extent, start, high)
-                        if window.is_pinned():
-                            wait_for_copies()
-                        file.write(window, start, high)
-            records.append(file.record)
+        total = sum(extent.stop - extent.start for part in parts for extent in part.extents)
+        with progress_bar("saving", total) as update:
+            for part in parts:
+                with _PartFile(root / part.path, part) as file:
+                    for extent in part.extents:
+                        for low in range(extent.origin, extent.stop, WINDOW):
+                            start, high = max(low, extent.start), min(low + WINDOW, extent.stop)
+                            _clear_gaps(window, extent, low, high)
+                            fill(window[start - low :], extent, start, high)
+                            if window.is_pinned():
+                                wait_for_copies()
+                            file.write(window, start, high)
+                            update(high - start)
+                records.append(file.record)
         return records
 
     def write_staged(self, root: Path, parts: Sequence[FilePart], memory: torch.Tensor) -> list[FileRecord]:

@@ -237,6 +237,20 @@ def test_world_size_is_shown_as_written(capsys, config):
     assert problem["severity"] == "note" and "--set" not in problem["message"]
 
 
+@pytest.mark.parametrize(
+    ("setting", "absent", "present"),
+    [
+        ("launch.mixed_precision=bf17", "fp8", "no, fp16 or bf16"),
+        ("launch.num_processes=two", "1e8", "auto, or an integer"),
+        ("wrap.min_num_params=many", "nothing", "100000000, 1e8 or 100M"),
+    ],
+)
+def test_expected_values_are_those_that_are_accepted(capsys, config, setting, absent, present):
+    _, result = check(capsys, str(config), "--set", setting)
+    (problem,) = (problem for problem in result["problems"] if problem["severity"] == "error")
+    assert present in problem["message"] and absent not in problem["message"]
+
+
 @pytest.mark.parametrize("json_flag", [[], ["--json"]])
 def test_missing_config_exits_2(capsys, tmp_path, json_flag):
     assert main(["check", str(tmp_path / "none.yaml"), *json_flag]) == 2

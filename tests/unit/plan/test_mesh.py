@@ -46,6 +46,16 @@ def test_hybrid_with_one_replica_is_a_warning() -> None:
     assert "full_shard" in problems[0].message
 
 
+def test_reason_of_one_replica_names_what_was_written(assess) -> None:
+    config = {"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD", "fsdp_version": 2}}
+    for sizes, reason in (({}, "all ranks are on one machine"), ({"dp_shard_size": 4}, "sizes of the mesh")):
+        spec = assess({**config, "parallelism_config": sizes}).spec
+        collector = ProblemCollector(spec)
+        resolve_mesh(spec, 4, None, collector)
+        (problem,) = (problem for problem in collector.problems if problem.code == "FSDP-W205")
+        assert reason in problem.message
+
+
 def test_hybrid_on_one_machine_uses_the_given_sizes() -> None:
     assert mesh_of("hybrid_shard", 4, shard=2) == ((2, 2), "hybrid_shard", [])
     assert mesh_of("hybrid_shard", 4, replicate=2) == ((2, 2), "hybrid_shard", [])

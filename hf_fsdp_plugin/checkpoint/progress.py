@@ -1,0 +1,28 @@
+"""Progress bars of long saves and loads: on rank 0, and only on a terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+DELAY = 1.0
+"""Seconds until a bar appears, so that short saves show none."""
+
+
+@contextmanager
+def progress_bar(step: str, total: int) -> Iterator[Callable[[int], object]]:
+    """Show the progress of this rank. Yields a function that is called with the bytes since its last call.
+
+    Args:
+        step: what is done, such as ``saving``.
+        total: number of bytes.
+    """
+    if os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty():
+        yield lambda num_bytes: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc=step, unit="B", unit_scale=True, leave=False, delay=DELAY) as bar:
+        yield bar.update
