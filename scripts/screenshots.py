@@ -20,6 +20,7 @@ from pathlib import Path
 from hf_fsdp_plugin.cli import exit_codes
 from hf_fsdp_plugin.cli.main import main
 from hf_fsdp_plugin.cli.verbs import VERBS
+from hf_fsdp_plugin.plan.load_model import meta_model
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs/command_line.md"
@@ -235,6 +236,8 @@ def _folder() -> Iterator[Path]:
             os.environ.pop(variable, None)
         os.chdir(folder)
         try:
+            with contextlib.redirect_stderr(io.StringIO()):
+                meta_model("llama")  # libraries that Transformers imports may print warnings
             yield folder
         finally:
             os.chdir(place)
