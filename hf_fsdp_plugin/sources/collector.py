@@ -9,7 +9,7 @@ from typing import Final
 
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.settings import Dialect, Setting, SourceSettings
-from hf_fsdp_plugin.sources.tree import Entries, Entry, from_python, shorten
+from hf_fsdp_plugin.sources.tree import Entries, Entry, ObjectText, from_python, shorten
 from hf_fsdp_plugin.spellings import (
     BLANKS,
     FALSE_WORDS,
@@ -213,6 +213,9 @@ class Collector:
             return
         if value is None:
             self.mentions_fsdp = False
+            return
+        if isinstance(value, ObjectText):
+            self._report_option(entry, value)
             return
         options = _options(
             " ".join(text_of(node.value) for node in value) if isinstance(value, tuple) else text_of(value)
