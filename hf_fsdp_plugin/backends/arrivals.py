@@ -39,23 +39,26 @@ from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private.functions import default_store
 
 LIMIT_VARIABLE: Final = "HF_FSDP_ARRIVAL_TIMEOUT"
-"""Environment variable with the time in seconds that a rank waits for the others."""
+"""Environment variable with the time in seconds that a rank waits for the others. It replaces both limits below."""
 DEFAULT_LIMIT: Final = 45.0
-FIRST_STEP_LIMIT: Final = 600.0
-"""Seconds for a call in the first training step, before which ranks load data and compile for different times."""
+TRAINING_LIMIT: Final = 540.0
+"""Seconds for calls during training, before which ranks may load data, compile, evaluate or upload for different times.
+
+Shorter than the ten minutes after which NCCL ends a rank that waits in a collective.
+"""
 _SETTLE: Final = 3.0
 """Seconds that a rank waits for further ranks if it has made another call than the first rank that arrived."""
 _STEPPED: Final = "stepped"
 """Key that a rank adds to the store at its first optimizer step."""
-_SLICE: Final = 2.0
-"""Seconds of one wait in the store. Signals are handled between two waits."""
+_LONGEST_PAUSE: Final = 0.25
+"""Seconds between two questions to the store. The pauses begin with a millisecond, and grow with the time waited."""
 
 
-def arrival_limit() -> float:
+def arrival_limit(default: float = DEFAULT_LIMIT) -> float:
     """Return the limit in seconds. Raises ``SpecError`` if the environment variable is not a positive number."""
     text = os.environ.get(LIMIT_VARIABLE, "").strip()
     try:
-        limit = float(text) if text else DEFAULT_LIMIT
+        limit = float(text) if text else default
     except ValueError:
         limit = 0.0
     if limit > 0:
@@ -65,14 +68,14 @@ def arrival_limit() -> float:
 
 
 def wait_for_all_ranks(
-    call: str, *, fix: str = "", limit: float | None = None, given_up: Callable[[], bool] = lambda: False
+    call: str, *, fix: str = "", limit: float = DEFAULT_LIMIT, given_up: Callable[[], bool] = lambda: False
 ) -> None:
     """Wait until every rank has called this function with the same ``call``.
 
     Args:
         call: the collective call for messages, such as ``save_pretrained of LlamaForCausalLM``.
         fix: what to write instead of a call on some ranks.
-        limit: seconds to wait; by default :func:`arrival_limit`.
+        limit: seconds to wait, unless the environment variable sets another limit.
         given_up: returns whether some rank will not make the call, so that waiting for it is useless.
 
     Raises:
@@ -80,7 +83,7 @@ def wait_for_all_ranks(
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    limit = arrival_limit() if limit is None else limit
+    limit = arrival_limit(limit)
     missing = Round(_store(), call, given_up=given_up).join(limit)
     if missing:
         message = (
@@ -99,7 +102,7 @@ class FirstCalls:
     def __init__(self) -> None:
         self._checked: set[str] = set()
 
-    def wait(self, call: str, *, fix: str, limit: float | None = None, before_step: bool = False) -> None:
+    def wait(self, call: str, *, fix: str, limit: float = TRAINING_LIMIT, before_step: bool = False) -> None:
         """See :func:`wait_for_all_ranks`.
 
         Args:
@@ -216,14 +219,12 @@ class Round:
         while (remaining := deadline - time.monotonic()) > 0:
             if remaining > _SETTLE and self._given_up():
                 deadline = time.monotonic() + min(remaining, _SETTLE)
-            try:
-                self._store.wait([f"{number}/result"], timedelta(seconds=max(min(remaining, _SLICE), 0.01)))
-            except RuntimeError:
-                if self._ended(number):  # raises again if the store is gone
-                    return True
-            else:
+            if self._ended(number):
                 return True
-        return False
+            # Not store.wait: it prints a warning when its time is over, and handles no signals.
+            waited = limit - remaining
+            time.sleep(min(max(0.001, waited / 20), _LONGEST_PAUSE, remaining))
+        return self._ended(number)
 
     def _end(self, number: int, *, complete: bool) -> None:
         """End the round, unless another rank ends it."""

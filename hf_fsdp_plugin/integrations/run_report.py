@@ -126,6 +126,7 @@ def report_run(
     if not any(plan_of(model) is not None for model in prepared_models(accelerator)):
         if _reporter is not None and _reporter.awaits(accelerator):
             print_once("no report: free_memory() has released the model. Call accelerator.end_training() before it.")
+            _reporter.add_reported(accelerator)
         return
     manager.wait()
     outcome = manager.last_outcome

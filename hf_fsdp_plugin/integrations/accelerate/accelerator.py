@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from hf_fsdp_plugin.backends.arrivals import FIRST_STEP_LIMIT, arrival_limit, together
+from hf_fsdp_plugin.backends.arrivals import DEFAULT_LIMIT, TRAINING_LIMIT, together
 from hf_fsdp_plugin.backends.clipping import clip_grad_norm
 from hf_fsdp_plugin.backends.shard import place_of
 from hf_fsdp_plugin.checkpoint import full_model_state
@@ -135,9 +135,8 @@ def clip_grad_norm_(
     plugin = planned_plugin(accelerator)
     assert plugin is not None
     parameters = [parameters] if hasattr(parameters, "grad") else list(parameters)
-    limit = arrival_limit()
-    if any(parameter.grad is not None for parameter in parameters):
-        limit = max(limit, FIRST_STEP_LIMIT)
+    has_gradients = any(parameter.grad is not None for parameter in parameters)
+    limit = TRAINING_LIMIT if has_gradients else DEFAULT_LIMIT
     plugin.first_calls.wait("Accelerator.clip_grad_norm_", fix=_CLIP_FIX, limit=limit, before_step=True)
     accelerator.unscale_gradients()
     return clip_grad_norm(prepared_models(accelerator), parameters, float(max_norm), float(norm_type))

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
-from hf_fsdp_plugin.backends.arrivals import together, wait_for_all_ranks
+from hf_fsdp_plugin.backends.arrivals import TRAINING_LIMIT, together, wait_for_all_ranks
 from hf_fsdp_plugin.backends.shard import place_of, plan_of
 from hf_fsdp_plugin.checkpoint import load_state as load_state_file
 from hf_fsdp_plugin.checkpoint import manifest_of, numbered_checkpoints, remove_checkpoint
@@ -46,7 +46,7 @@ def save_state(
             "next checkpoint."
         )
     asynchronous = plugin.spec.checkpoint.asynchronous
-    wait_for_all_ranks("Accelerator.save_state", fix=_FIX)
+    wait_for_all_ranks("Accelerator.save_state", fix=_FIX, limit=TRAINING_LIMIT)
     with manager.saving(final, asynchronous=asynchronous) as save:
         project.automatic_checkpoint_naming = False
         try:
@@ -88,7 +88,7 @@ def _rotate(run: Path, limit: int | None) -> None:
 @if_sharded
 def load_state(original: Callable[..., Any], accelerator: Any, input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Load a complete checkpoint: ``input_dir``, or the newest one with an automatic name. Collective."""
-    wait_for_all_ranks("Accelerator.load_state", fix=_FIX)
+    wait_for_all_ranks("Accelerator.load_state", fix=_FIX, limit=TRAINING_LIMIT)
     manager.wait()
     selected = Path(input_dir).expanduser() if input_dir is not None else None
     run = None

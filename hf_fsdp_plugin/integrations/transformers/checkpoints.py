@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
-from hf_fsdp_plugin.backends.arrivals import together, wait_for_all_ranks
+from hf_fsdp_plugin.backends.arrivals import TRAINING_LIMIT, together, wait_for_all_ranks
 from hf_fsdp_plugin.backends.shard import place_of
 from hf_fsdp_plugin.checkpoint import manifest_of, model_shards, remove_checkpoint
 from hf_fsdp_plugin.checkpoint.names import (
@@ -43,6 +43,7 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
     wait_for_all_ranks(
         f"a checkpoint of {type(trainer).__name__} after step {trainer.state.global_step}",
         fix="Set `control.should_save` on all ranks, not only on `state.is_world_process_zero`.",
+        limit=TRAINING_LIMIT,
     )
     with manager.saving(final, asynchronous=asynchronous) as save:
         with private.using_run_folder(trainer, save.staging.root):

@@ -19,7 +19,7 @@ from typing import Any
 from transformers import Trainer, TrainingArguments
 from transformers.utils import find_labels
 
-from hf_fsdp_plugin.backends.arrivals import wait_for_all_ranks
+from hf_fsdp_plugin.backends.arrivals import TRAINING_LIMIT, wait_for_all_ranks
 from hf_fsdp_plugin.backends.fsdp2 import reshard
 from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX
 from hf_fsdp_plugin.integrations.accelerate.adoption import is_left_to_transformers
@@ -111,6 +111,7 @@ def evaluation_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kw
         wait_for_all_ranks(
             f"an evaluation or prediction of {type(trainer).__name__} after step {trainer.state.global_step}",
             fix="Call `evaluate` and `predict`, and set `control.should_evaluate`, on all ranks.",
+            limit=TRAINING_LIMIT,
         )
     output = original(*args, **kwargs)
     reshard(trainer.model)

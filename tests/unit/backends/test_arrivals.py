@@ -73,7 +73,6 @@ def test_another_call_ends_the_round_before_the_limit(store: dist.Store, monkeyp
 
 def test_round_ends_when_a_rank_will_not_come(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrivals, "_SETTLE", SHORT)
-    monkeypatch.setattr(arrivals, "_SLICE", 0.1)
     began = time.monotonic()
     waiting = Round(store, "clip", 0, 2, given_up=lambda: bool(store.check(["stepped"])))
     missing, _ = together(lambda: waiting.join(LONG), lambda: store.set("stepped", "1"))
