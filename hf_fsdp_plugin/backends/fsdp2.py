@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -72,6 +75,7 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
     model.register_forward_pre_hook(_before_forward, prepend=True)
     _set_forward_prefetch(plan, model)
     _set_backward_prefetch(plan, model)
+    _add_no_sync(model)
     setattr(model, BROADCAST_ATTRIBUTE, record)
     return model
 
@@ -92,6 +96,7 @@ def adopt_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
         set_mixed_precision(state, _mixed_precision(plan, is_root=model in modules_of(state)))
     _set_forward_prefetch(plan, model)
     _set_backward_prefetch(plan, model)
+    _add_no_sync(model)
     return model
 
 
@@ -125,6 +130,22 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def _add_no_sync(model: nn.Module) -> None:
+    """Add the method ``no_sync`` of DistributedDataParallel and FSDP1, which scripts for them call."""
+    if not hasattr(model, "no_sync"):
+        model.no_sync = partial(_no_sync, cast(FSDPModule, model))  # type: ignore[assignment]
+
+
+@contextmanager
+def _no_sync(model: FSDPModule) -> Iterator[None]:
+    """Accumulate gradients on each rank, without reducing them, in the backwards of the block."""
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
 
 
 def _set_forward_prefetch(plan: FsdpPlan, model: nn.Module) -> None:

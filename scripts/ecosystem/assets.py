@@ -248,9 +248,7 @@ def _make_datasets(folder: Path) -> None:
             for i, (a, _) in enumerate(pairs)
         ),
     )
-    # An example of Accelerate selects the first 500 rows for training.
-    splits = {"train": slice(0, 504), "validation": slice(504, 520), "test": slice(520, 536)}
-    write("Salesforce/wikitext/wikitext-2-v1", ({"text": text} for text in texts * 8), splits)
+    write("Salesforce/wikitext/wikitext-2-v1", ({"text": text} for text in texts), _SPLITS)
     (folder / "Salesforce/wikitext/README.md").write_text(_card("wikitext-2-v1"))
     mrpc = ({"sentence1": a[:80], "sentence2": b[:80], "label": i % 2, "idx": i} for i, (a, b) in enumerate(pairs))
     write("nyu-mll/glue/mrpc", mrpc, _SPLITS)

@@ -65,7 +65,11 @@ def test_setting_does_not_change_results(two_ranks: Ranks, version: int, setting
 
 
 @pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("loop", [{"accumulation": 2}, {"order": "first"}], ids=["accumulation", "model-first"])
+@pytest.mark.parametrize(
+    "loop",
+    [{"accumulation": 2}, {"accumulation": 2, "no_sync": "model"}, {"order": "first"}],
+    ids=["accumulation", "no_sync", "model-first"],
+)
 def test_loop_variant_matches_single_process(two_ranks: Ranks, version: int, loop: dict[str, Any]) -> None:
     """The variants accumulate gradients, or prepare the model before the optimizer is created."""
     config = parallel_config("full_shard", version, 2)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -82,11 +83,13 @@ def train(
     *,
     accumulation: int = 1,
     order: str = "together",
+    no_sync: str = "accelerator",
 ) -> dict[str, Any]:
     """The results of :func:`train_prepared` for a new model.
 
     Args:
         order: whether model and optimizer are prepared ``together``, or the model ``first``.
+        no_sync: whose method ``no_sync`` is called, of the ``accelerator`` or of the ``model``.
     """
     accelerator = fresh_accelerator(config)
     model = MODELS[name]()
@@ -100,11 +103,18 @@ def train(
     else:
         model = accelerator.prepare(model)
         optimizer = accelerator.prepare(optimizer_of(model))
-    return train_prepared(accelerator, model, optimizer, name, num_steps, accumulation)
+    without_sync = model.no_sync if no_sync == "model" else partial(accelerator.no_sync, model)
+    return train_prepared(accelerator, model, optimizer, name, num_steps, accumulation, without_sync)
 
 
 def train_prepared(
-    accelerator: Any, model: nn.Module, optimizer: Any, name: str, num_steps: int, accumulation: int = 1
+    accelerator: Any,
+    model: nn.Module,
+    optimizer: Any,
+    name: str,
+    num_steps: int,
+    accumulation: int = 1,
+    without_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, Any]:
     """The results of :func:`reference`, the report, and the dtypes in which the optimizer updates parameters."""
     rank, world_size = accelerator.process_index, accelerator.num_processes
@@ -112,7 +122,7 @@ def train_prepared(
     for step in range(num_steps):
         total = torch.zeros(())
         for index in range(accumulation):
-            with nullcontext() if index == accumulation - 1 else accelerator.no_sync(model):
+            with nullcontext() if index == accumulation - 1 else without_sync():
                 part = loss_of(model, name, step, rank * accumulation + index, world_size * accumulation)
                 accelerator.backward(part / accumulation)
             total += part.detach().float() / accumulation
