@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -53,8 +54,8 @@ def build_report(
         SpecError: the model cannot be read on some rank. All ranks raise it, and the message names the rank.
     """
     inner = [found for optimizer in optimizers if (found := unwrapped_optimizer(optimizer)) is not None]
-    first_step = recorded_first_step(model)
     with on_all_ranks("reading the live model"):
+        first_step = recorded_first_step(model)
         units = observe_units(model)
         own = _observe_rank(model, units, inner)
     ranks = tuple(gather_objects(own))
@@ -200,10 +201,11 @@ def _merge_ranks(
     rows = []
     for index, row in enumerate(results[0][0]):
         rows.append(next((other[index] for other, _ in results if other[index].status == "differs"), row))
+    num_ranks = Counter(problem for _, found in results for problem in dict.fromkeys(found))
     merged: dict[tuple[str, str], Problem] = {}
     for rank, (_, found) in enumerate(results):
         for problem in found:
-            on_every_rank = all(problem in others for _, others in results)
+            on_every_rank = num_ranks[problem] == len(results)
             merged.setdefault(
                 (problem.code, problem.message), problem if on_every_rank else replace(problem, rank=rank)
             )
