@@ -25,7 +25,7 @@ LlamaForCausalLM · 23.7 k parameters · FSDP2 on 4 cpu ranks
   offload     params no · pin_memory no
   precision   param unchanged · reduce fp32 · output unchanged · buffer unchanged
   prefetch    backward none · forward no · limit_all_gathers yes
-  checkpoint  state_dict sharded · asynchronous no
+  checkpoint  state_dict sharded · asynchronous no · verify yes
   activation  checkpointing none · offload no · native no
   loading     ram_efficient no · sync_module_states yes
   params      use_orig yes
