@@ -91,7 +91,8 @@ def format_failures(result: RunResult, *, debug: bool = False, shown_live: Itera
         return ""
     failure = first.failure
     if failure is not None and failure["kind"] == "spec":
-        others = [rank for rank in result.exits if rank.failure is None]
+        # A rank that was in another collective may have lost the connection to this one since.
+        others = [rank for rank in result.exits if rank.failure is None or _lost_connection(rank)]
         lines = [f"hf-fsdp: {text}" for text in _places(others)]
         return "\n".join([str(failure["message"]), *(lines if _WAITED in str(failure["message"]) else ())])
     lines = [f"hf-fsdp: rank {first.rank} failed (pid {first.pid} on {socket.gethostname()}): {summarize(first)}"]

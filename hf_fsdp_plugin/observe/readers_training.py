@@ -162,6 +162,8 @@ def read_mixed_precision(run: LiveRun) -> ObservedValue:
     asked, param = str(run.plan.spec.launch.mixed_precision).lower(), run.plan.spec.precision.param
     if (asked in ("bf16", "fp16") or param in ("bf16", "fp16")) and param != asked:
         return unobservable(f"overridden by precision.param={param}")
+    if not run.units_with_params:
+        return unobservable("no parameter belongs to a unit")
     if reason := unplanned_cast(run):
         value = common_value(unit.param_dtype for unit in run.units_with_params)
         return ObservedValue(value=value, reason=reason, matches=False)

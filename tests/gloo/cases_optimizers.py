@@ -139,7 +139,8 @@ class RowNormalizedDescent(NormalizedDescent):
     """It divides each row by its norm, so it is right on FSDP2's rows, but not on FSDP1's flat shards."""
 
     def update(self, parameter: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
-        parameter.sub_(grad / grad.norm(dim=-1, keepdim=True), alpha=lr)
+        # Embeddings of tokens that do not occur have no gradient.
+        parameter.sub_(grad / grad.norm(dim=-1, keepdim=True).clamp(min=1e-12), alpha=lr)
 
 
 def _memory(tensor: torch.Tensor) -> Any:
