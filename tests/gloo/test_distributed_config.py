@@ -62,6 +62,7 @@ def test_resumed_training_equals_uninterrupted(
     assert_same_weights(resumed["weights"], run["weights"], 1e-6)
 
 
+@pytest.mark.slow
 def test_two_by_two_mesh_equals_one_process(
     four_ranks: Ranks, folder: str, tmp_path: Path, expected: dict[str, Any]
 ) -> None:

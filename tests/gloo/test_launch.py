@@ -75,6 +75,7 @@ def test_show_ranks_all_prefixes_each_line(tmp_path: Path) -> None:
     assert (tmp_path / "logs" / "rank_1.log").read_text() == "shown by rank 1\n"
 
 
+@pytest.mark.slow
 def test_threads_are_divided_among_ranks_unless_set(tmp_path: Path) -> None:
     launch_script(tmp_path, SHOW, "--num_processes", "2")
     assert {rank["OMP_NUM_THREADS"] for rank in seen(tmp_path)} == {str(max(1, len(os.sched_getaffinity(0)) // 2))}
@@ -196,6 +197,7 @@ def test_killed_rank_stops_other_ranks_and_children(tmp_path: Path) -> None:
         assert is_gone(pid)
 
 
+@pytest.mark.slow
 def test_rank_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     text = """
         import os, signal, sys, time

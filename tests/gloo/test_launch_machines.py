@@ -62,6 +62,7 @@ def test_failure_on_one_machine_stops_the_other(tmp_path: Path, failing: str) ->
     assert "Traceback" not in failed.stderr + other.stderr
 
 
+@pytest.mark.slow
 def test_remote_failure_stops_ranks_without_collectives(tmp_path: Path) -> None:
     write(tmp_path, "import os, sys, time\nif os.environ['RANK'] == '3': sys.exit(9)\ntime.sleep(120)")
     began = time.monotonic()

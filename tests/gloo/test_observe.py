@@ -9,6 +9,7 @@ from unittest.mock import ANY
 
 import cases_observe as cases
 import pytest
+from matrices import alternating
 from ranks import Ranks
 from tiny import parallel_config
 
@@ -72,7 +73,7 @@ def test_strategy_and_memory_share_on_two_ranks(two_ranks: Ranks, strategy: str,
     assert_fractions(reports, 1 if strategy == "no_shard" else 2)
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "hybrid_shard_zero2"])
+@pytest.mark.parametrize(("strategy", "version"), alternating(["full_shard", "hybrid_shard", "hybrid_shard_zero2"]))
 def test_strategy_and_memory_share_on_four_ranks(four_ranks: Ranks, strategy: str, version: int) -> None:
     reports = four_ranks.run(cases.planned, parallel_config(strategy, version, 4))
     assert status(reports[0], "sharding.strategy") == (strategy, "applied")

@@ -30,8 +30,8 @@ WITH_CONFIG = ["--config_file", "fsdp.yaml", "--num_processes", "1", "--cpu"]
         (["hf_fsdp_plugin.cli.main", "launch", *WITH_CONFIG], SCRIPT.replace("CONFIG", "")),
         slow(["accelerate.commands.launch", *WITH_CONFIG], SCRIPT.replace("CONFIG", "")),
         slow(TORCHRUN, SCRIPT.replace("CONFIG", "'fsdp.yaml'")),
-        (TORCHRUN, SCRIPT.replace("Accelerator()", "hfp.accelerator(hfp.load_spec('fsdp.yaml'))")
-                         .replace("hfp.install(CONFIG)", "")),
+        slow(TORCHRUN, SCRIPT.replace("Accelerator()", "hfp.accelerator(hfp.load_spec('fsdp.yaml'))")
+                             .replace("hfp.install(CONFIG)", "")),
     ],
     ids=["hf-fsdp", "accelerate", "torchrun", "torchrun-spec"],
 )  # fmt: skip

@@ -60,7 +60,7 @@ def test_resume_with_other_version_strategy_or_type(
     assert_continues(resumed, whole, 4, tolerance)
 
 
-WORLDS: list[Any] = [(2, "SHARDED", False), (1, "FULL", True)]
+WORLDS: list[Any] = [(2, "SHARDED", False)]
 WORLDS += [
     slow(version, kind, asynchronous)
     for version, kind, asynchronous in itertools.product((1, 2), ("SHARDED", "FULL", "LOCAL"), (False, True))
@@ -88,7 +88,8 @@ def test_resume_in_worlds_of_two_four_one_and_three(
     assert_continues(run, whole, 4, REORDERED)
 
 
-@pytest.mark.parametrize("version", [slow(1), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [1, 2])
 def test_resume_with_other_meshes(four_ranks: Ranks, tmp_path: Path, whole: dict[str, Any], version: int) -> None:
     for until, strategy, resume in [
         (2, "full_shard", False), (3, "hybrid_shard", True), (4, "no_shard", True),

@@ -122,7 +122,7 @@ def ok(done: Any) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["hf-fsdp launch", slow("accelerate launch"), "torchrun"])
 def test_every_launcher_passes_all_settings(tmp_path: Path, launcher: str) -> None:
     config(tmp_path)
     loop(tmp_path)
@@ -141,7 +141,7 @@ def test_every_launcher_passes_all_settings(tmp_path: Path, launcher: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("launcher", "argument"), [(ACCELERATE_LAUNCH, ""), (TORCHRUN, "'fsdp.yaml'")], ids=["accelerate", "torchrun"]
+    ("launcher", "argument"), [(ACCELERATE_LAUNCH, ""), slow(TORCHRUN, "'fsdp.yaml'")], ids=["accelerate", "torchrun"]
 )
 def test_install_in_script_works_with_stock_launchers(tmp_path: Path, launcher: list, argument: str) -> None:
     config(tmp_path)
