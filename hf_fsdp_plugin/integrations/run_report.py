@@ -70,7 +70,7 @@ class RunReporter:
                 report_run(accelerator)
         elif missing:
             print_once("no report: the process group was destroyed first. Call accelerator.end_training() before it.")
-        if deleted:
+        if deleted > 0:  # a run may be reported that began before this reporter
             runs = "1 run" if deleted == 1 else f"{deleted} runs"
             print_once(
                 f"no report of {runs}: the Accelerator was deleted before accelerator.end_training() was called."

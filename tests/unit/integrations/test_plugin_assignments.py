@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
 from types import SimpleNamespace
@@ -32,6 +31,7 @@ from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin
 
 Assignment = tuple[dict[str, Any], str, Any]
 # Fields assigned together -> the setting and its value, or the code of the error.
+pytestmark = pytest.mark.usefixtures("uninstalled")
 APPLIED: list[Assignment] = [
     ({"fsdp_version": 1}, "fsdp.version", 1),
     ({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, "sharding.strategy", "shard_grad_op"),
@@ -72,15 +72,6 @@ REFUSED = [
     ({"sharding_strategy": "full_shrad"}, "FSDP-E101"),
     ({"activation_checkpointing_offload": True}, "FSDP-E140"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def uninstalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run the test without hooks. The stock plugin's constructor sets this variable."""
-    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
-    hfp.uninstall()
-    yield
-    hfp.uninstall()
 
 
 def plugin_of(**config: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,16 +19,8 @@ from hf_fsdp_plugin.integrations.accelerate.prepare import make_plan
 from hf_fsdp_plugin.integrations.accelerate.state import init_accelerator_state
 from hf_fsdp_plugin.integrations.transformers.arguments import process_fsdp_args
 
+pytestmark = pytest.mark.usefixtures("uninstalled")
 FSDP = {"distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": {"fsdp_version": 2}}
-
-
-@pytest.fixture(autouse=True)
-def uninstalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run the test without hooks. The stock plugin's constructor sets this variable."""
-    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
-    hfp.uninstall()
-    yield
-    hfp.uninstall()
 
 
 def codes(error: pytest.ExceptionInfo[hfp.SpecError]) -> list[str]:

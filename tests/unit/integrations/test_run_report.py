@@ -44,3 +44,9 @@ def test_reported_runs_print_nothing(reporter: RunReporter, capsys: pytest.Captu
     reporter.add_prepared(accelerator)
     reporter._at_exit()
     assert capsys.readouterr().err == ""
+
+
+def test_report_of_an_earlier_run_prints_nothing(reporter: RunReporter, capsys: pytest.CaptureFixture[str]) -> None:
+    reporter.add_reported(Accelerator())
+    reporter._at_exit()
+    assert capsys.readouterr().err == ""
