@@ -201,6 +201,13 @@ def generated_values(result: Result) -> list[str]:
     ]
 
 
+def command_start(result: Result) -> list[str]:
+    lines = ["| command | median | fastest |", "|---|---|---|"]
+    return lines + [
+        f"| `{name}` | {row['seconds']:.3f} s | {row['fastest']:.3f} s |" for name, row in result["commands"].items()
+    ]
+
+
 def plain(result: Result) -> list[str]:
     rows = [f"| {key.replace('_', ' ')} | {value} |" for key, value in result.items() if key not in HEAD]
     return ["| | |", "|---|---|", *rows]
@@ -208,7 +215,7 @@ def plain(result: Result) -> list[str]:
 
 _ALL = (
     step_overhead, checkpoint_save, merge, verified_reads, resume_parity, survival, gpu_check, ecosystem,
-    generated_values,
+    generated_values, command_start,
 )  # fmt: skip
 TABLES: dict[str, Callable[[Result], list[str]]] = {table.__name__: table for table in _ALL}
 
