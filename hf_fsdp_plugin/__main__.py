@@ -17,6 +17,7 @@ import sys
 from hf_fsdp_plugin.cli.launch_flags import LaunchArguments, UsageError, parse_launch_arguments
 from hf_fsdp_plugin.cli.script_path import check_script
 from hf_fsdp_plugin.problems import SpecError
+from hf_fsdp_plugin.sources.command_line import flag_name
 
 _USAGE = """\
 this module runs inside the ranks of a launcher. Use one of
@@ -49,7 +50,7 @@ _PLAIN_PROCESS = (
     "FSDP. Use `hf-fsdp launch --config_file CONFIG SCRIPT`, which also starts CPU ranks."
 )
 _OPTIONS = frozenset({"config_file", "set", "report", "report_table", "module"})
-_SETTING_FLAGS = ("--fsdp", "--parallelism_config_", "--mixed_precision")
+_SETTING_FLAGS = ("fsdp", "parallelism_config_", "mixed_precision")
 
 
 def main() -> int:
@@ -97,7 +98,8 @@ def _parse_arguments(argv: list[str]) -> LaunchArguments:
         # The only variable that `accelerate launch` sets in every mode.
         raise UsageError(_PLAIN_PROCESS if "ACCELERATE_MIXED_PRECISION" in os.environ else _USAGE)
     others = [f"--{name}" for name in arguments.options if name not in _OPTIONS]
-    others += [flag.partition("=")[0] for flag in arguments.command_line if not flag.startswith(_SETTING_FLAGS)]
+    flags = [flag.partition("=")[0] for flag in arguments.command_line]
+    others += [flag for flag in flags if not flag_name(flag).startswith(_SETTING_FLAGS)]
     if others:
         raise UsageError(f"{', '.join(others)}: the launcher has already started this rank. Pass it these flags.")
     if not arguments.script:

@@ -43,13 +43,18 @@ class Origin:
             ``environment``, ``--set``, ``default``.
         line: 1-based line, if the source is a file.
         spelling: the key as written (``fsdp_sharding_strategy``); empty for defaults.
-        text: the value as written (``1``); empty for defaults.
+        text: the value as written (``1``); empty for defaults, ``None`` for a flag without a value (``--cpu``).
     """
 
     source: str
     line: int | None = None
     spelling: str = ""
-    text: str = ""
+    text: str | None = ""
+
+    @property
+    def written(self) -> str:
+        """Key and value as written: ``fsdp_sharding_strategy=1``, or a flag without a value; empty for defaults."""
+        return self.spelling if self.text is None else f"{self.spelling}={self.text}" if self.spelling else ""
 
     @property
     def place(self) -> str:
@@ -74,7 +79,7 @@ class Origin:
         }
 
     def __str__(self) -> str:
-        return f"{self.place} {self.spelling}={self.text}" if self.spelling else self.place
+        return f"{self.place} {self.written}" if self.spelling else self.place
 
 
 DEFAULT_ORIGIN = Origin(source="default")
@@ -82,6 +87,7 @@ DEFAULT_ORIGIN = Origin(source="default")
 NAMED_SOURCES: Final = (
     "--model",
     "--set",
+    "Accelerator()",
     "DistributedConfig",
     "FullyShardedDataParallelPlugin",
     "TrainingArguments",

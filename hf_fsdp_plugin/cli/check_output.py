@@ -62,7 +62,7 @@ def _origin_text(origin: Origin, shown: str | None, room: int | None) -> str:
         place = "" if origin.source in ("command line", "--set") else f"{origin.place} "
     place = f"{place}  " if origin.file == shown else place
     flag = "--set " if origin.source == "--set" else ""
-    text = f"{place}{flag}{origin.spelling}={origin.text}" if origin.spelling else place.strip()
+    text = f"{place}{flag}{origin.written}" if origin.spelling else place.strip()
     return f"{place}{flag}{origin.spelling}" if room is not None and len(text) > room else text
 
 

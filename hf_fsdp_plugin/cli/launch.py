@@ -23,6 +23,7 @@ from hf_fsdp_plugin.cli.script_path import check_script
 from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems
 from hf_fsdp_plugin.cli.world import World, find_accelerators, resolve_world
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.sources.command_line import flag_name
 from hf_fsdp_plugin.sources.config_file import ConfigFile
 from hf_fsdp_plugin.sources.handover import LaunchHandover, absolute, user_variables
 from hf_fsdp_plugin.sources.model import Sources
@@ -189,7 +190,7 @@ def _handover(arguments: LaunchArguments) -> LaunchHandover:
 
 def _with_absolute_path(flag: str) -> str:
     name, _, value = flag.partition("=")
-    is_path = name == "--fsdp_config" and "{" not in value and Path(value).exists()
+    is_path = flag_name(name) == "fsdp_config" and "{" not in value and Path(value).exists()
     return f"{name}={absolute(value)}" if is_path else flag
 
 

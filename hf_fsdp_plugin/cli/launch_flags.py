@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hf_fsdp_plugin.sources.command_line import RENAMED, SWITCHES, remedy_of_switch
+from hf_fsdp_plugin.sources.command_line import RENAMED, SWITCHES, flag_name, remedy_of_switch
 from hf_fsdp_plugin.vocabulary import Scope, find, suggest
 
 Kind = Literal["launcher", "setting", "ignored", "unsupported"]
@@ -125,7 +125,7 @@ class LaunchArguments:
     Attributes:
         options: name -> value of the launcher's flags; ``"true"`` for flags without a value.
         overrides: the values of ``--set``.
-        command_line: the setting flags for ``load_spec``, in the form ``--name=value``, or ``--name`` without a value.
+        command_line: the setting flags for ``load_spec``: each as written, joined with its value by ``=``.
         script: path, or a module name if ``module`` is in `options`; empty if none was given.
         script_args: the arguments after SCRIPT, unchanged.
     """
@@ -157,7 +157,7 @@ def parse_launch_arguments(argv: Sequence[str]) -> LaunchArguments:
             raise UsageError(f"{written} is not supported: {flag.help}")
         value = _take_value(flag, written, value if equals else None, rest)
         if flag.kind == "setting":
-            command_line.append(f"--{flag.name}={value}" if flag.takes_value else f"--{flag.name}")
+            command_line.append(f"{written}={value}" if flag.takes_value else written)
         elif flag.name == "set":
             overrides.append(value)
         elif flag.kind == "launcher" and options.setdefault(flag.name, value) != value:
@@ -201,7 +201,7 @@ def split_setting_flags(argv: Sequence[str], own: Collection[str]) -> tuple[list
             raise UsageError(f"{written} is a flag of hf-fsdp launch only.")
         value = _take_value(flag, written, value if equals else None, words)
         if flag.kind == "setting":
-            settings.append(f"--{flag.name}={value}" if flag.takes_value else f"--{flag.name}")
+            settings.append(f"{written}={value}" if flag.takes_value else written)
     return settings, rest
 
 
@@ -223,7 +223,7 @@ def _take_value(flag: Flag, written: str, value: str | None, following: list[str
 
 
 def _plain(written: str) -> str:
-    return written.removeprefix("--").replace("-", "_").lower() if written.startswith("--") else ""
+    return flag_name(written) if written.startswith("--") else ""
 
 
 def _find_flag(written: str, own: Collection[str] | None = None) -> Flag:

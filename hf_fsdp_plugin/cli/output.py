@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
-SCHEMA_VERSION: Final = 1
-"""Increased when a field is removed or its meaning changes; not when a field is added."""
+from hf_fsdp_plugin.version import SCHEMA_VERSION
 
 
 def print_json(tree: Mapping[str, Any]) -> None:

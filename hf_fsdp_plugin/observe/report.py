@@ -25,6 +25,7 @@ from hf_fsdp_plugin.observe.tables import (
 from hf_fsdp_plugin.observe.units import UnitObservation
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import plural
+from hf_fsdp_plugin.version import SCHEMA_VERSION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +111,9 @@ class Report:
         return self.effective_batch_size * (self.batch.seq_len or 0) if self.batch else 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of ``fsdp_report.json``."""
+        """Return the content of ``fsdp_report.json``. ``docs/json.schema.json`` describes it as ``report``."""
         return {
+            "schema_version": SCHEMA_VERSION,
             "backend": self.backend,
             "model_class": self.model_class,
             "world_size": self.world_size,

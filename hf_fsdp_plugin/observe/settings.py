@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hf_fsdp_plugin.observe.live_run import LiveRun, ObservedValue, unobservable
 from hf_fsdp_plugin.observe.readers import READERS, read_setting
 from hf_fsdp_plugin.plan.model import FsdpPlan
-from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.problems import Origin, Problem
 
 Status = Literal["applied", "differs", "unobservable"]
 
@@ -24,7 +24,7 @@ class SettingObservation:
         asked: the requested value, or the planned value if no source sets it.
         planned: the value in the plan for this model and world size; never ``auto``.
         observed: the value on the live model; ``None`` if ``unobservable``.
-        origin: the source of the value, or ``default``.
+        origin: where the requested value was written, or ``DEFAULT_ORIGIN``.
         reason: why the setting differs or is unobservable, or an explanation of an applied value.
     """
 
@@ -33,11 +33,11 @@ class SettingObservation:
     planned: Any
     observed: Any
     status: Status
-    origin: str
+    origin: Origin
     reason: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**vars(self), "origin": self.origin.to_json()}
 
 
 def observe_settings(run: LiveRun) -> tuple[SettingObservation, ...]:
@@ -101,7 +101,7 @@ def _observe_setting(name: str, run: LiveRun) -> SettingObservation:
         planned=_json_value(planned),
         observed=_json_value(found.value),
         status=status,
-        origin=plan.spec.origin(name).place,
+        origin=plan.spec.origin(name),
         reason=found.reason,
     )
 

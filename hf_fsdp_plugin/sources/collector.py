@@ -175,11 +175,11 @@ class Collector:
         self.report("FSDP-E050", entry, message, fix, setting=canonical(row.name))
         return False
 
-    def add_key(self, scope: Scope, key: str, value: object, *, written: str = "") -> None:
+    def add_key(self, scope: Scope, key: str, value: object, *, written: str = "", is_switch: bool = False) -> None:
         """Add a key of the vocabulary with a Python value. Messages contain the key as `written`, by default `key`."""
         row = find(key, (scope,))
         assert row is not None, f"the vocabulary has no key {key} in the scope {scope}"
-        self.add_entry(row, entry_of(written or key, value))
+        self.add_entry(row, entry_of(written or key, value, is_switch=is_switch))
 
     def add(self, name: str, entry: Entry, *, value: object = ..., implied: bool = False) -> None:
         """Add a setting by its canonical name, with the value of the entry or with `value`."""
@@ -192,7 +192,8 @@ class Collector:
         self.problems.append(problem)
 
     def _origin(self, entry: Entry) -> Origin:
-        return Origin(source=self.source, line=entry.line, spelling=entry.key, text=entry.value.text)
+        text = None if entry.is_switch else entry.value.text
+        return Origin(source=self.source, line=entry.line, spelling=entry.key, text=text)
 
     def _add_section(self, row: Row, entry: Entry) -> None:
         assert row.opens is not None
@@ -297,9 +298,9 @@ class Collector:
         self.report("FSDP-E020", entry, f"unknown key '{shorten(entry.key)}'.", fix)
 
 
-def entry_of(key: str, value: object) -> Entry:
+def entry_of(key: str, value: object, *, is_switch: bool = False) -> Entry:
     """Return an entry without a line, from a key and a Python value."""
-    return Entry(key=key, line=None, value=from_python(value))
+    return Entry(key=key, line=None, value=from_python(value), is_switch=is_switch)
 
 
 def _options(text: str) -> list[str]:

@@ -9,6 +9,7 @@ from hf_fsdp_plugin.sources.collector import Collector, entry_of
 from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.sources.settings import SourceSettings, enables_fsdp
 from hf_fsdp_plugin.sources.training_arguments import add_fsdp_arguments
+from hf_fsdp_plugin.sources.tree import Entry
 from hf_fsdp_plugin.spellings import lower
 from hf_fsdp_plugin.vocabulary import PREFIXES, Row, Scope, find, plain_key, suggest
 
@@ -62,8 +63,13 @@ class Flag(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The value for messages."""
+        """The value, empty if there is none."""
         return "" if self.value is None else self.value
+
+    @property
+    def shown(self) -> str:
+        """The flag with its value, for messages."""
+        return self.written if self.value is None else f"{self.written}={self.value}"
 
 
 class LaunchLine(NamedTuple):
@@ -126,15 +132,16 @@ def read(sources: Sources) -> SourceSettings | None:
         if flag.name in ("fsdp", "fsdp_config"):
             first = given.setdefault(flag.name, flag)
             if first.value != flag.value:
-                message = f"{flag.written}={flag.text} conflicts with {first.written}={first.text}."
-                arguments.report("FSDP-E102", entry_of(flag.written, flag.text), message, "Keep one of them.")
+                message = f"{flag.shown} conflicts with {first.shown}."
+                arguments.report("FSDP-E102", _entry(flag), message, "Keep one of them.")
         else:
             _add_flag(flags, flag)
     fsdp: str | bool | None = given["fsdp"].value if "fsdp" in given else None
     if "fsdp" in given and fsdp is None:
         fsdp = True
     fsdp_config = given["fsdp_config"].text if "fsdp_config" in given else None
-    add_fsdp_arguments(arguments, fsdp, fsdp_config, sources.files)
+    written = {name: flag.written for name, flag in given.items()}
+    add_fsdp_arguments(arguments, fsdp, fsdp_config, sources.files, flags=written)
     if fsdp is not None and not arguments.mentions_fsdp:
         _deactivate(flags, arguments)
     from_arguments, from_flags = arguments.result("training_arguments"), flags.result("accelerate")
@@ -157,10 +164,15 @@ def _deactivate(flags: Collector, arguments: Collector) -> None:
     flags.mentions_fsdp = False
 
 
+def flag_name(written: str) -> str:
+    """Return the name of a flag that is written with two dashes: in lower case, with underscores, without dashes."""
+    return lower(written.removeprefix("--")).replace("-", "_")
+
+
 def _parse_flag(argv: Sequence[str], position: int) -> Flag:
     word = argv[position]
     written, equals, value = word.partition("=")
-    name = lower(written[2:]).replace("-", "_") if written.startswith("--") else SHORT_FLAGS.get(written[1:], "")
+    name = flag_name(written) if written.startswith("--") else SHORT_FLAGS.get(written[1:], "")
     following = argv[position + 1] if position + 1 < len(argv) else None
     takes_next = not (
         equals
@@ -183,16 +195,22 @@ def _add_flag(out: Collector, flag: Flag) -> None:
     if flag.name in SETTING_OF_SWITCH:
         setting, value = SETTING_OF_SWITCH[flag.name]
         out.mentions_fsdp |= flag.name == "use_fsdp"
-        out.add(setting, entry_of(flag.written, "true"), value=value)
+        out.add(setting, _entry(flag), value=value)
         return
     row = _row_of_flag(flag.name)
     if row is not None:
-        without_value = "true" if flag.name in SWITCHES | OPTIONAL_VALUE else ""
-        out.add_entry(row, entry_of(flag.written, without_value if flag.value is None else flag.value))
+        out.add_entry(row, _entry(flag))
     elif flag.name in RENAMED or flag.name.lower().startswith(("fsdp", "parallelism_config")):
         nearest = RENAMED.get(flag.name) or suggest(flag.name, ("fsdp", "parallelism"))
         fix = f"Did you mean --{nearest}?" if nearest else "Remove it."
-        out.report("FSDP-E030", entry_of(flag.written, flag.text), f"unknown flag '{flag.written}'.", fix)
+        out.report("FSDP-E030", _entry(flag), f"unknown flag '{flag.written}'.", fix)
+
+
+def _entry(flag: Flag) -> Entry:
+    """Return the entry of a flag. A flag that needs no value is true without it."""
+    if flag.value is not None:
+        return entry_of(flag.written, flag.value)
+    return entry_of(flag.written, "true" if flag.name in SWITCHES | OPTIONAL_VALUE else "", is_switch=True)
 
 
 def remedy_of_switch(written: str) -> str:

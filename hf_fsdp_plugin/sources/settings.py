@@ -36,7 +36,7 @@ class Setting:
     @property
     def written(self) -> str:
         """Key and value as written: ``fsdp_sharding_strategy=1``."""
-        return f"{self.origin.spelling}={self.origin.text}"
+        return self.origin.written
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from hf_fsdp_plugin.sources.accelerate_file import add_fsdp_section
@@ -51,6 +52,8 @@ def add_fsdp_arguments(
     fsdp_config: FsdpConfig,
     files: ConfigFiles,
     old_arguments: Mapping[str, Any] | None = None,
+    *,
+    flags: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Add the arguments ``fsdp`` and ``fsdp_config``. As in Transformers, only ``fsdp`` enables FSDP.
 
@@ -58,19 +61,18 @@ def add_fsdp_arguments(
         fsdp: options as text or list, or a bool.
         fsdp_config: a dict, the path of a JSON or YAML file, or JSON text.
         old_arguments: the arguments in ``OLD_KEYS``, which are part of ``fsdp_config`` today.
+        flags: argument -> the flag as written, for arguments from a command line.
     """
     if fsdp is not None:
-        out.add_key("training", "fsdp", fsdp)
+        out.add_key("training", "fsdp", fsdp, written=flags.get("fsdp", ""), is_switch="fsdp" in flags and fsdp is True)
     inner = Collector(out.source)
     for key, value in (old_arguments or {}).items():
         inner.add_key("fsdp", key, value)
     if isinstance(fsdp_config, str) and not fsdp_config.strip():
         if out.mentions_fsdp:
-            message, fix = (
-                f"fsdp_config is {fsdp_config!r}, which is not a value.",
-                "Write JSON, or the path of a file.",
-            )
-            out.report("FSDP-E050", entry_of("fsdp_config", fsdp_config), message, fix)
+            written = flags.get("fsdp_config", "fsdp_config")
+            message = f"{written} is {fsdp_config!r}, which is not a value."
+            out.report("FSDP-E050", entry_of(written, fsdp_config), message, "Write JSON, or the path of a file.")
     elif fsdp_config is not None and fsdp_config != {}:
         _add_config(inner, fsdp_config, files)
     if out.mentions_fsdp:

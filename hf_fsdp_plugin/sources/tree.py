@@ -19,11 +19,16 @@ MAX_BITS = 2048
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """A key of a mapping, with its 1-based line."""
+    """A key of a mapping, with its 1-based line.
+
+    Attributes:
+        is_switch: whether the key is a flag without a value, so that the user did not write ``value``.
+    """
 
     key: str
     line: int | None
     value: Node
+    is_switch: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -208,7 +208,7 @@ def _combine_reshard(
 
 def _is_option_of_fsdp(strategy: Setting) -> bool:
     """Whether a strategy is an option of ``fsdp="full_shard auto_wrap"``."""
-    return strategy.origin.spelling.lstrip("-") == "fsdp"
+    return strategy.origin.spelling.lstrip("-").lower() == "fsdp"
 
 
 def _combine_mesh(settings: Settings, problems: list[Problem]) -> None:

@@ -79,6 +79,7 @@ def report_of_sabotaged(config: dict[str, Any], sabotage: str | None = None, mod
         "status": {row["setting"]: row["status"] for row in found["settings"]},
         "reasons": {row["setting"]: (row["observed"], row["reason"]) for row in found["settings"]},
         "codes": sorted({problem["code"] for problem in found["problems"] if problem["severity"] != "note"}),
+        "report": found,
     }
 
 

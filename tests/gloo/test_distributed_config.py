@@ -48,7 +48,8 @@ def test_trainer_equals_one_process(trained: tuple[dict[str, Any], str], expecte
     run, _ = trained
     assert_same_run(run, expected)
     rows = {row["setting"]: row for row in run["report"]["settings"]}
-    assert (rows["mesh.shard"]["observed"], rows["mesh.shard"]["origin"]) == (2, "DistributedConfig")
+    origin = rows["mesh.shard"]["origin"]
+    assert (rows["mesh.shard"]["observed"], origin["source"], origin["key"]) == (2, "DistributedConfig", "fsdp_size")
     assert [problem["code"] for problem in run["report"]["problems"]] == ["FSDP-N280"]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import cases_models as cases
 import pytest
 import torch
+from json_schema import assert_valid
 from matrices import slow
 from ranks import RankError, Ranks
 from tiny import parallel_config, tiny_llama
@@ -102,6 +103,7 @@ def test_further_models_are_sharded_and_reported(two_ranks: Ranks, version: int)
     assert_same_training(run, reference_of("llama"))
     assert run["found"] == pytest.approx(run["expected"], rel=RELATIVE)
     report = run["report"]
+    assert_valid("report", report)
     assert report["model_class"] == "LlamaForCausalLM"
     bert, simple = report["other_models"]
     assert (bert["model_class"], simple["model_class"]) == ("BertForMaskedLM", "SimpleModel")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from cases_sabotage import report_of_sabotaged
+from json_schema import assert_valid
 from ranks import Ranks
 from tiny import parallel_config
 
@@ -87,6 +88,7 @@ def test_sabotaged_setting_is_not_applied(
     status = "unobservable" if name == "tensor changed" else "differs"  # a checkpoint may have changed it, too
     assert {setting: found["status"][setting] for setting in not_applied} == dict.fromkeys(not_applied, status)
     assert set(codes) <= set(found["codes"])
+    assert_valid("report", found["report"])
 
 
 @pytest.mark.slow

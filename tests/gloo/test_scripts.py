@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from data import locate
+from json_schema import assert_valid
 from launching import LAUNCH, run
 from matrices import slow
 
@@ -105,6 +106,7 @@ def loop(folder: Path, *, first: str = "", arguments: str = "") -> Path:
 def report(path: Path, *, differing: Sequence[str] = ()) -> dict[str, Any]:
     """Read a report. Only the settings in `differing` may differ, and nothing may be an error."""
     found: dict[str, Any] = json.loads(path.read_text())
+    assert_valid("report", found)
     assert [row["setting"] for row in found["settings"] if row["status"] == "differs"] == list(differing)
     assert [problem for problem in found["problems"] if problem["severity"] == "error"] == []
     return found
@@ -114,8 +116,8 @@ def observed(found: dict[str, Any]) -> dict[str, Any]:
     return {row["setting"]: row["observed"] for row in found["settings"]}
 
 
-def origins(found: dict[str, Any]) -> dict[str, str]:
-    return {row["setting"]: row["origin"] for row in found["settings"]}
+def origin(found: dict[str, Any], setting: str) -> dict[str, Any]:
+    return next(row["origin"] for row in found["settings"] if row["setting"] == setting)
 
 
 def ok(done: Any) -> None:
@@ -132,7 +134,9 @@ def test_every_launcher_passes_all_settings(tmp_path: Path, launcher: str) -> No
     assert EXPECTED.items() <= observed(found).items()
     assert {unit["class"] for unit in found["units"]} == {"LlamaDecoderLayer", "Head", "Sequential"}
     # The ranks report the name of the file as it was given.
-    assert origins(found)["sharding.strategy"] == "fsdp.yaml:11"
+    assert origin(found, "sharding.strategy") == {
+        "source": "file", "file": "fsdp.yaml", "line": 11, "key": "fsdp_sharding_strategy", "text": "SHARD_GRAD_OP",
+    }  # fmt: skip
     # A loop without Transformers does not import it.
     assert "heavy: False" in done.stdout
     summary = done.stdout.partition("FSDP: ")[2]
@@ -165,7 +169,8 @@ def test_plugin_created_in_script_is_applied(tmp_path: Path) -> None:
     seen = observed(found)
     assert (found["backend"], seen["sharding.strategy"], seen["precision.param"]) == ("fsdp1", "shard_grad_op", "bf16")
     assert (seen["prefetch.limit_all_gathers"], seen["checkpoint.state_dict"]) == (False, "full")
-    assert origins(found)["sharding.strategy"] == "FullyShardedDataParallelPlugin"
+    given = {"source": "FullyShardedDataParallelPlugin", "file": None, "line": None, "text": "SHARD_GRAD_OP"}
+    assert given.items() <= origin(found, "sharding.strategy").items()
 
 
 def test_unsupported_plugin_is_refused_without_traceback(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def with_mixed_precision(spec: FsdpSpec, given: Any) -> FsdpSpec:
         code="FSDP-W103",
         setting="precision.param",
         origin=before,
-        message=f"{before.spelling}={before.text} is overridden by {origin}.",
+        message=f"{before.written} is overridden by {origin}.",
         fix="Set it in one place.",
     )
     return replace(

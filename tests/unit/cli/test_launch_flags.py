@@ -116,6 +116,15 @@ def test_dry_run_shows_settings_units_and_verdict(launch: Callable, folder: Path
     assert not (folder / "started").exists()
 
 
+def test_flags_are_shown_as_written(launch: Callable, hf_fsdp: Callable, folder: Path) -> None:
+    flags = ["--cpu", "--fsdp-offload-params", "true", "--DEBUG"]
+    for code, out, _ in (launch(*flags, "--dry_run", "train.py"), hf_fsdp("check", "fsdp.yaml", *flags)):
+        shown = {line.split()[0]: line.split()[-1] for line in out.splitlines() if line.startswith(("launch.", "off"))}
+        assert code == 0
+        assert {"launch.use_cpu": "--cpu", "launch.debug": "--DEBUG"}.items() <= shown.items()
+        assert shown["offload.params"] == "--fsdp-offload-params=true"
+
+
 @pytest.mark.parametrize("flag", ["--json", "--model=llama"])
 def test_flags_of_a_dry_run_need_it(launch: Callable, folder: Path, flag: str) -> None:
     code, _, err = launch(flag, "train.py")
@@ -142,7 +151,7 @@ def test_launch_without_a_config_is_a_note(hf_fsdp: Callable, folder: Path, monk
 
 def test_hyphens_equals_signs_and_any_suffix_are_accepted() -> None:
     parsed = parse_launch_arguments(["--num-processes=1", "--mixed-precision=no", "--same_network", "--DEBUG", "train"])
-    assert parsed.command_line == ("--num_processes=1", "--mixed_precision=no", "--same_network", "--debug")
+    assert parsed.command_line == ("--num-processes=1", "--mixed-precision=no", "--same_network", "--DEBUG")
     assert (parsed.script, parsed.options) == ("train", {})
     parsed = parse_launch_arguments(["--quiet", "--monitor_interval", "5", "-t", "3", "--", "--odd.py"])
     assert (parsed.script, parsed.options) == ("--odd.py", {"quiet": "true", "tee": "3"})
@@ -158,7 +167,7 @@ def test_arguments_after_the_script_are_unchanged() -> None:
 
 def test_handover_round_trips_and_refuses_invalid_text() -> None:
     config = ConfigFile(path=Path("/a/b.yaml"), shown="b.yaml")
-    sources = Sources(config=config, command_line=("--cpu=true",), overrides=("a=b",), environ={"A": "ü"})
+    sources = Sources(config=config, command_line=("--cpu",), overrides=("a=b",), environ={"A": "ü"})
     written = LaunchHandover(sources=sources, quiet=True, report="/a/report.json", report_table=True)
     assert LaunchHandover.from_env(written.to_env()) == written
     assert LaunchHandover.from_env({}) is None

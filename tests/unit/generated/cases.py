@@ -277,7 +277,7 @@ def options(self: Builder) -> Case:
     raw = " ".join(map(as_text, raw)) if isinstance(raw, list) else as_text(raw)
     if place == 1:
         sources: dict[str, Any] = {"command_line": [f"--fsdp={raw}"]}
-        return self.single("fsdp=", "command line", setting, "fsdp", raw, sources)
+        return self.single("fsdp=", "command line", setting, "--fsdp", raw, sources)
     return self.single("fsdp=", "--set", setting, "training.fsdp", raw, {"overrides": {"training.fsdp": raw}})
 
 

@@ -19,6 +19,13 @@ def test_report_shows_set_settings_and_important_defaults() -> None:
     assert "offload.pin_memory" in rows_of(make_plan(fsdp_offload_params=True, fsdp_pin_memory=True))
 
 
+def test_origin_of_a_row_is_that_of_the_spec() -> None:
+    plan = make_plan(fsdp_sharding_strategy="FULL_SHARD")
+    rows = rows_of(plan)
+    assert rows["sharding.strategy"].to_json()["origin"] == plan.spec.origin("sharding.strategy").to_json()
+    assert rows["prefetch.backward"].to_json()["origin"]["source"] == "default"
+
+
 def test_auto_is_compared_with_the_planned_value() -> None:
     row = rows_of(make_plan(fsdp_size="auto"))["mesh.shard"]
     assert (row.asked, row.planned, row.observed, row.status) == ("auto", 2, 2, "applied")

@@ -8,11 +8,11 @@ from live_models import make_unit
 from hf_fsdp_plugin.observe.memory import MemoryObservation
 from hf_fsdp_plugin.observe.settings import SettingObservation
 from hf_fsdp_plugin.observe.tables import memory_table, problem_lines, settings_table, status_line, units_table
-from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Problem
 
 
 def row(name: str, **facts: Any) -> SettingObservation:
-    given = {"asked": 1, "planned": 1, "observed": 1, "status": "applied", "origin": "default", **facts}
+    given = {"asked": 1, "planned": 1, "observed": 1, "status": "applied", "origin": DEFAULT_ORIGIN, **facts}
     return SettingObservation(setting=name, **given)
 
 

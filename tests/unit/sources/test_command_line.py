@@ -47,6 +47,35 @@ def test_flag_sets_setting(assess, flags, name, value):
     assert assess(command_line=flags).spec.get(name) == value
 
 
+@pytest.mark.parametrize(
+    ("words", "name", "shown"),
+    [
+        (["--cpu"], "launch.use_cpu", "--cpu"),
+        (["--use-cpu"], "launch.use_cpu", "--use-cpu"),
+        (["--use_cpu", "true"], "launch.use_cpu", "--use_cpu=true"),
+        (["--same-network"], "launch.same_network", "--same-network"),
+        (["--DEBUG"], "launch.debug", "--DEBUG"),
+        (["--bf16"], "precision.param", "--bf16"),
+        (["--fsdp-offload-params", "true"], "offload.params", "--fsdp-offload-params=true"),
+        (["--FSDP_VERSION=2"], "fsdp.version", "--FSDP_VERSION=2"),
+        (["--use-fsdp"], "launch.distributed_type", "--use-fsdp"),
+        (["--fsdp"], "launch.distributed_type", "--fsdp"),
+        (["--fsdp", "no_shard"], "sharding.strategy", "--fsdp=no_shard"),
+    ],
+)
+def test_origin_is_the_flag_as_written(assess, words, name, shown):
+    origin = assess(command_line=words).spec.origin(name)
+    assert str(origin) == f"command line {shown}"
+    key, equals, text = shown.partition("=")
+    found = origin.to_json()
+    assert (found["file"], found["key"], found["text"]) == (None, key, text if equals else None)
+
+
+def test_invalid_fsdp_config_names_the_flag_as_written(assess):
+    (problem,) = assess(command_line=["--fsdp", "--fsdp-config", ""]).problems
+    assert (problem.code, problem.origin.spelling) == ("FSDP-E050", "--fsdp-config")
+
+
 def test_fsdp_flag_has_training_arguments_dialect(assess):
     assert assess(command_line=["--fsdp", "full_shard"]).spec.fsdp.version == 2
     assert assess(command_line=["--fsdp", "full_shard", "--fsdp_version", "1"]).spec.fsdp.version == 1
