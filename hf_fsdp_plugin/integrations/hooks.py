@@ -164,6 +164,10 @@ _SAVING_HOOKS = (
 )
 
 _TRANSFORMERS_HOOKS = (
+    Hook(f"{_ARGUMENTS}.__new__", "transformers.old_arguments:new_arguments",
+         reason="A subclass that is a dataclass has a constructor of its own, which refuses the arguments of "
+                "Transformers 4.",
+         until=_WITHOUT_OLD),
     Hook(f"{_ARGUMENTS}.__init__", "transformers.old_arguments:init_arguments",
          reason="Transformers 5 removed `fsdp_min_num_params` and `fsdp_transformer_layer_cls_to_wrap`, which scripts "
                 "for Transformers 4 pass.",

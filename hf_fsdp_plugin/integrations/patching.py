@@ -22,6 +22,7 @@ class InstalledHooks:
     def __init__(self) -> None:
         self._imports = ImportCallbacks()
         self._requested: set[str] = set()
+        self._subclasses: set[tuple[type, str]] = set()
         self._restorers: list[Callable[[], None]] = []
 
     def install(self, *groups: Group) -> None:
@@ -30,8 +31,19 @@ class InstalledHooks:
                 self._requested.add(hook.target)
                 self._imports.add(hook.module, functools.partial(self._replace, hook))
 
+    def install_in_subclass(self, target: str, subclass: type) -> None:
+        """Replace a method that a subclass overrides without calling the hooked one.
+
+        Args:
+            target: the target of the hook, a method of a base class.
+        """
+        hook = next(hook for hooks in HOOKS.values() for hook in hooks if hook.target == target)
+        if (subclass, target) not in self._subclasses:
+            self._subclasses.add((subclass, target))
+            self._restorers.append(_replace(hook, subclass))
+
     def _replace(self, hook: Hook, module: ModuleType) -> None:
-        self._restorers.append(_replace(hook, module))
+        self._restorers.append(_replace(hook, getattr(module, hook.class_name) if hook.class_name else module))
 
     def remove(self) -> None:
         """Restore every original."""
@@ -40,11 +52,13 @@ class InstalledHooks:
             restore()
         self._restorers.clear()
         self._requested.clear()
+        self._subclasses.clear()
 
 
-def _replace(hook: Hook, module: ModuleType) -> Callable[[], None]:
-    """Replace the target of ``hook``. Returns a function that restores the original."""
-    owner: Any = getattr(module, hook.class_name) if hook.class_name else module
+def _replace(hook: Hook, owner: Any) -> Callable[[], None]:
+    """Replace the target of ``hook``, in its module or class. Returns a function that restores the original."""
+    if hook.name == "__new__" and hook.name not in vars(owner):
+        define_new(owner)
     original = vars(owner)[hook.name]
     is_static, is_class = isinstance(original, staticmethod), isinstance(original, classmethod)
     is_method = bool(hook.class_name) and not is_static
@@ -55,7 +69,7 @@ def _replace(hook: Hook, module: ModuleType) -> Callable[[], None]:
     def replacing(*args: Any, **kwargs: Any) -> Any:
         if is_method and not args:  # torch binds methods with functools.partial(method, self=module)
             args = (kwargs.pop("self"),)
-        if not active or (is_method and getattr(args[0], _OVERRIDDEN, None) == hook.class_name):
+        if not active or (is_method and getattr(args[0], _OVERRIDDEN, None) is owner):
             return function(*args, **kwargs)
         bound = functools.partial(function, args[0]) if is_method else function
         return _replacement(hook)(bound, *args, **kwargs)
@@ -85,8 +99,28 @@ def _importers(hook: Hook, function: Any) -> list[ModuleType]:
     return [m for m in modules if m.__name__ != hook.module and vars(m).get(hook.name) is function]
 
 
+def define_new(owner: Any) -> None:
+    """Give a class a ``__new__`` that calls the inherited one, so that a hook can replace it.
+
+    It is never deleted: CPython would refuse all arguments of the class's constructor afterwards (bpo-5322).
+    """
+
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        inherited: Any = super(owner, cls).__new__
+        return inherited(cls) if inherited is object.__new__ else inherited(cls, *args, **kwargs)
+
+    _show_arguments(new, owner)
+    owner.__new__ = staticmethod(new)
+
+
+def _show_arguments(new: Any, owner: Any) -> None:
+    """Let ``inspect.signature`` of a class with this ``__new__`` return the arguments of ``owner.__init__``."""
+    new.__wrapped__ = owner.__init__
+
+
 _installed = InstalledHooks()
 install_hooks = _installed.install
+install_in_subclass = _installed.install_in_subclass
 remove_hooks = _installed.remove
 
 T = TypeVar("T", bound=type)
@@ -102,7 +136,7 @@ def override_hooked_methods(base: type) -> Callable[[T], T]:
         for hook in HOOKS["transformers"]:
             if hook.target == f"{base.__module__}:{base.__name__}.{hook.name}":
                 setattr(cls, hook.name, _overriding_method(hook, cls, getattr(base, hook.name)))
-        setattr(cls, _OVERRIDDEN, base.__name__)
+        setattr(cls, _OVERRIDDEN, base)
         return cls
 
     return decorate
@@ -113,6 +147,9 @@ def _overriding_method(hook: Hook, cls: type, overridden: Callable[..., Any]) ->
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _replacement(hook)(getattr(super(cls, self), hook.name), self, *args, **kwargs)
 
+    if hook.name == "__new__":
+        _show_arguments(method, cls)
+        return staticmethod(method)
     return method
 
 

@@ -1,8 +1,8 @@
 """The arguments ``fsdp_min_num_params`` and ``fsdp_transformer_layer_cls_to_wrap``, which Transformers 5 removed.
 
 Commands and scripts for Transformers 4 pass them beside ``fsdp``. They become keys of ``fsdp_config``, as in
-Transformers 4. A subclass of ``TrainingArguments`` that is a dataclass has a constructor of its own, so it receives
-them from the parsers only.
+Transformers 4. A subclass of ``TrainingArguments`` that is a dataclass has a constructor of its own. It is replaced
+when an instance is created, because a subclass may be defined before or after ``install``.
 """
 
 from __future__ import annotations
@@ -15,17 +15,30 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, Final
 
+from hf_fsdp_plugin.integrations.patching import install_in_subclass
 from hf_fsdp_plugin.sources.training_arguments import OLD_KEYS
 from hf_fsdp_plugin.vocabulary import find
 
+_CONSTRUCTOR: Final = "transformers.training_args:TrainingArguments.__init__"
+"""The target of the hook whose replacement is :func:`init_arguments`."""
 _ADDED: Final = "_hf_fsdp_added"
 """Attribute of a parser: the names of the arguments that were added to it."""
 _given: ContextVar[Mapping[str, Any]] = ContextVar("hf_fsdp_old_arguments", default=MappingProxyType({}))
 """The arguments of the ``TrainingArguments`` that are being constructed."""
 
 
+def new_arguments(original: Callable[..., Any], kind: type, *args: Any, **kwargs: Any) -> Any:
+    """Replace the constructors of a subclass of ``TrainingArguments`` and of its bases that are dataclasses."""
+    from transformers import TrainingArguments
+
+    for each in kind.__mro__[: kind.__mro__.index(TrainingArguments)]:
+        if {"__init__", "__dataclass_fields__"} <= vars(each).keys() and issubclass(each, TrainingArguments):
+            install_in_subclass(_CONSTRUCTOR, each)
+    return original(kind) if original is object.__new__ else original(kind, *args, **kwargs)
+
+
 def init_arguments(original: Callable[..., None], arguments: Any, *args: Any, **kwargs: Any) -> None:
-    """Accept the arguments as keyword arguments of ``TrainingArguments``."""
+    """Accept the arguments as keyword arguments of ``TrainingArguments``, or of a subclass."""
     own = {field.name for field in dataclasses.fields(arguments)}
     given = {name: kwargs.pop(name) for name in OLD_KEYS if name in kwargs and name not in own}
     with _giving({**_given.get(), **given}):

@@ -34,6 +34,10 @@ def function_of(attribute: Any) -> Any:
 def stock() -> Iterator[dict[str, Any]]:
     """Return every hooked attribute as the libraries define it."""
     hfp.uninstall()
+    for hook in ROWS:
+        importlib.import_module(hook.module)
+    hfp.install({})  # a class that gets a __new__ keeps it
+    hfp.uninstall()
     yield {hook.target: current(hook) for hook in ROWS}
     hfp.uninstall()
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import json
+import pickle
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,7 +14,7 @@ from typing import Any
 
 import pytest
 from accelerate import PartialState
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.integrations.session import session
@@ -92,6 +95,83 @@ def test_keyword_arguments_of_transformers_4_are_read(config: Any) -> None:
     assert (spec.wrap.classes, spec.fsdp.version) == (("LlamaDecoderLayer",), 2 if config is None else 1)
     own = hfp.FsdpTrainingArguments("out", use_cpu=True, fsdp_config=config, **given)
     assert spec_of(own).wrap.classes == ("LlamaDecoderLayer",)
+
+
+GIVEN: dict[str, Any] = {"fsdp": "full_shard auto_wrap", "use_cpu": True}
+KEYWORDS: list[tuple[dict[str, Any], str, Any]] = [
+    ({"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}, "wrap.classes", ("LlamaDecoderLayer",)),
+    ({"fsdp_min_num_params": 2000}, "wrap.min_num_params", 2000),
+]
+
+
+def own_constructor() -> type:
+    class Own(OwnArguments):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+
+    return Own
+
+
+def defined_now(base: type) -> type:
+    @dataclass
+    class TrainingArguments(base):  # type: ignore[valid-type,misc]  # Alpaca's has the name of its base
+        model_max_length: int = field(default=512)
+
+    return TrainingArguments
+
+
+def trl_config() -> type:
+    kind: type = pytest.importorskip("trl").SFTConfig
+    return kind
+
+
+SUBCLASSES: dict[str, Any] = {
+    "defined before install": lambda: OwnArguments,
+    "defined after install": lambda: defined_now(TrainingArguments),
+    "subclass of a dataclass": lambda: defined_now(OwnArguments),
+    "constructor of its own": own_constructor,
+    "a field for one of them": lambda: ArgumentsWithField,
+    "Seq2SeqTrainingArguments": lambda: Seq2SeqTrainingArguments,
+    "SFTConfig": trl_config,
+}
+
+
+@pytest.mark.parametrize("given", KEYWORDS, ids=lambda given: next(iter(given[0])))
+@pytest.mark.parametrize("kind", SUBCLASSES)
+def test_keyword_arguments_of_subclasses_are_read(kind: str, given: tuple[dict[str, Any], str, Any]) -> None:
+    keywords, name, value = given
+    for _ in range(2):
+        arguments = SUBCLASSES[kind]()("out", **GIVEN, **keywords)
+        assert spec_of(arguments).get(name) == value
+    assert spec_of(SUBCLASSES[kind]()("out", **GIVEN)).get(name) != value  # the next object has its own arguments
+
+
+def test_subclass_of_our_arguments_needs_no_install() -> None:
+    hfp.uninstall()
+    kind = defined_now(hfp.FsdpTrainingArguments)
+    for keywords, name, value in KEYWORDS:
+        assert spec_of(kind("out", **GIVEN, **keywords)).get(name) == value
+
+
+def test_constructors_are_restored() -> None:
+    own = vars(OwnArguments)["__init__"]
+    signature = inspect.signature(OwnArguments)
+    OwnArguments("out", **GIVEN, fsdp_min_num_params=1)  # type: ignore[call-arg]
+    assert inspect.signature(OwnArguments) == signature
+    assert list(inspect.signature(TrainingArguments).parameters)[:1] == ["output_dir"]
+    hfp.uninstall()
+    for kind in (TrainingArguments, OwnArguments, Seq2SeqTrainingArguments):
+        with pytest.raises(TypeError, match="fsdp_min_num_params"):
+            kind("out", fsdp_min_num_params=1)
+        assert kind("out", use_cpu=True).output_dir == "out"
+    assert list(inspect.signature(TrainingArguments).parameters)[:1] == ["output_dir"]
+    assert vars(OwnArguments)["__init__"] is own
+
+
+def test_arguments_are_copied_and_pickled() -> None:
+    arguments = OwnArguments("out", **GIVEN, fsdp_min_num_params=7)  # type: ignore[call-arg]
+    for copied in (copy.deepcopy(arguments), pickle.loads(pickle.dumps(arguments))):
+        assert copied.to_dict() == arguments.to_dict()
 
 
 def test_old_arguments_without_fsdp_enable_nothing(capsys: pytest.CaptureFixture[str]) -> None:
