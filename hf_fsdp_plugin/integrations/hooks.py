@@ -208,6 +208,9 @@ _TRANSFORMERS_HOOKS = (
          reason="Evaluation before training raises under FSDP2. Under FSDP1, the training that follows it uses "
                 "unsharded parameters.",
          until="The Trainer prepares the model once, before the first evaluation."),
+    Hook("transformers.trainer:update_fsdp_plugin_peft", "peft.wrap_policy:update_fsdp_plugin_peft",
+         reason="The function overrides the user's wrap policy for every PEFT model.",
+         until="The function keeps a wrap policy that is set."),
     Hook(f"{_TRAINER}.train", "transformers.trainer:train",
          reason="Training resumes from complete checkpoints only, and ends with the report.",
          until=_TRAINER_STAGED),

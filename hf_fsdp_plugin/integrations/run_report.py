@@ -7,10 +7,11 @@ import contextlib
 import sys
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 
+from hf_fsdp_plugin.backends.agreement import gather_objects
 from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_optimizers
 from hf_fsdp_plugin.integrations.messages import print_once
@@ -20,6 +21,7 @@ from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.observe.first_step import record_first_step
 from hf_fsdp_plugin.observe.optimizer import optimizers_of
 from hf_fsdp_plugin.observe.report import BatchShape, Report
+from hf_fsdp_plugin.text import plural
 
 REPORT_NAME = "fsdp_report.json"
 
@@ -28,11 +30,12 @@ class RunReporter:
     """Reports the runs of this process at exit, except runs that ``end_training`` or the Trainer has reported.
 
     The newest accelerator is kept alive until its run is reported, because many scripts create it in a function and
-    return without ``end_training``. An older one is not, because its model may have been deleted to free memory.
+    return without ``end_training``. An older one is not, because its model may have been deleted to free memory. The
+    others are numbered in the order of their first ``prepare``, so that all ranks report them in the same order.
     """
 
     def __init__(self) -> None:
-        self._prepared: WeakSet[Any] = WeakSet()
+        self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._reported: WeakSet[Any] = WeakSet()
         self._newest: Any = None
         self._num_prepared = self._num_reported = 0
@@ -40,20 +43,21 @@ class RunReporter:
 
     def add_prepared(self, accelerator: Any) -> None:
         """Add an accelerator that has prepared a model."""
-        self._num_prepared += accelerator not in self._prepared
-        self._prepared.add(accelerator)
+        if accelerator not in self._numbers:
+            self._numbers[accelerator] = self._num_prepared
+            self._num_prepared += 1
         self._newest = None if accelerator in self._reported else accelerator
 
     def add_reported(self, accelerator: Any) -> None:
-        """Add an accelerator whose run has been reported."""
-        self._num_reported += accelerator not in self._reported
+        """Add an accelerator whose run has been reported. The run may have begun before this reporter."""
+        self._num_reported += self.awaits(accelerator)
         self._reported.add(accelerator)
         if self._newest is accelerator:
             self._newest = None
 
     def awaits(self, accelerator: Any) -> bool:
         """Return whether the accelerator has prepared a model and its run has not been reported."""
-        return accelerator in self._prepared and accelerator not in self._reported
+        return accelerator in self._numbers and accelerator not in self._reported
 
     def close(self) -> None:
         """Cancel the reports at exit."""
@@ -63,17 +67,24 @@ class RunReporter:
         # After an exception, a collective may hang, because other ranks may have exited.
         if getattr(sys, "last_type", None) is not None:
             return
-        missing = self._prepared - self._reported
-        deleted = self._num_prepared - self._num_reported - len(missing)
-        if dist.is_initialized():
-            for accelerator in missing:
-                report_run(accelerator)
-        elif missing:
-            print_once("no report: the process group was destroyed first. Call accelerator.end_training() before it.")
-        if deleted > 0:  # a run may be reported that began before this reporter
-            runs = "1 run" if deleted == 1 else f"{deleted} runs"
+        missing = {number: accelerator for accelerator, number in self._numbers.items() if self.awaits(accelerator)}
+        num_missing = self._num_prepared - self._num_reported
+        num_kept = len(missing)
+        if not dist.is_initialized():
+            if missing:
+                print_once(
+                    "no report: the process group was destroyed first. Call accelerator.end_training() before it."
+                )
+        elif num_missing:
+            # The garbage collector may have deleted an accelerator on some ranks only.
+            kept = sorted(set(missing).intersection(*gather_objects(list(missing))))
+            num_kept = len(kept)
+            for number in kept:
+                report_run(missing[number])
+        if num_missing > num_kept:
             print_once(
-                f"no report of {runs}: the Accelerator was deleted before accelerator.end_training() was called."
+                f"no report of {plural(num_missing - num_kept, 'run')}: the Accelerator was deleted before "
+                "accelerator.end_training() was called."
             )
         self._newest = None
         if session.ambient is not None and not self._num_prepared:

@@ -6,7 +6,7 @@ The plugin object itself is not read, because its constructor adds values from t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hf_fsdp_plugin.sources.collector import Collector, entry_of
@@ -21,6 +21,8 @@ _FSDP1_SWITCHES = {
 }  # fmt: skip
 _FSDP2_SWITCHES = {"cast_forward_inputs": True}
 _POLICIES = {"transformer_auto_wrap_policy": "transformer", "size_based_auto_wrap_policy": "size"}
+_OF_PEFT = "peft.utils.other.fsdp_auto_wrap_policy"
+"""PEFT's wrap policy in messages."""
 _SIZE_DEFAULT = 100_000_000
 """torch's default threshold of ``size_based_auto_wrap_policy``."""
 
@@ -116,7 +118,9 @@ def _add_policy(out: Collector, key: str, value: Any) -> None:
             out.add_key("fsdp", "min_num_params", keywords.get("min_num_params", _SIZE_DEFAULT))
         return
     if any(_is_from_peft(inner) for inner in keywords.get("policies", ())):
-        out.add("wrap.policy", entry_of(key, name), value="transformer")
+        out.add("wrap.policy", entry_of(key, _OF_PEFT), value="transformer")
+        if names := _layers_of_peft(keywords["policies"]):
+            out.add("wrap.classes", entry_of(key, _OF_PEFT), value=names)
         return
     fix = "Pass transformer_cls_names_to_wrap, min_num_params, or one of torch's policies."
     _report(out, key, name, "a custom wrap function is not supported", fix)
@@ -126,6 +130,13 @@ def _is_from_peft(policy: Any) -> bool:
     """Whether a policy is part of ``peft.utils.other.fsdp_auto_wrap_policy``, which wraps the model's own layers."""
     function = getattr(policy, "keywords", {}).get("lambda_fn")
     return str(getattr(function, "__module__", "")).startswith("peft.")
+
+
+def _layers_of_peft(policies: Iterable[Any]) -> list[str]:
+    """Return the layer classes of the model in PEFT's policy, without PEFT's own modules, which few models have."""
+    groups = (getattr(policy, "keywords", {}).get("transformer_layer_cls", ()) for policy in policies)
+    classes = {kind for group in groups for kind in group if not kind.__module__.startswith("peft.")}
+    return sorted(kind.__name__ for kind in classes)
 
 
 def _report(out: Collector, key: str, value: Any, reason: str, fix: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +13,11 @@ import torch
 import torch.distributed as dist
 from tiny import MODELS, global_batch, my_part
 from torch import nn
+from training import fresh_accelerator
 
 from hf_fsdp_plugin import load_spec, report, resolve
 from hf_fsdp_plugin.backends.shard import shard
-from hf_fsdp_plugin.integrations.run_report import report_run
+from hf_fsdp_plugin.integrations.run_report import RunReporter, report_run
 from hf_fsdp_plugin.observe.build import build_report
 from hf_fsdp_plugin.observe.first_step import record_first_step
 from hf_fsdp_plugin.observe.report import BatchShape, Report
@@ -125,6 +129,30 @@ def written(config: dict[str, Any], path: str) -> str | None:
     model, _ = make_sharded(config)
     file = report(model).write(Path(path))
     return None if file is None else str(file)
+
+
+def report_at_exit(config: dict[str, Any], folder: str, deleted: int | None) -> str:
+    """Report the runs of several live accelerators as at the end of a script. Returns what is printed to stderr.
+
+    Args:
+        deleted: number of an accelerator that rank 1 deletes before.
+    """
+    reporter = RunReporter()
+    accelerators = []
+    for number in range(5):
+        accelerator = fresh_accelerator(config)
+        accelerator.project_configuration.project_dir = f"{folder}/{number}"
+        accelerator.prepare(nn.Linear(number + 2, 2))
+        accelerators.append(accelerator)
+        reporter.add_prepared(accelerator)
+    del accelerator
+    if deleted is not None and dist.get_rank() == 1:
+        del accelerators[deleted]
+        gc.collect()
+    with redirect_stderr(StringIO()) as printed:
+        reporter._at_exit()
+    reporter.close()
+    return printed.getvalue()
 
 
 def unreadable_on_one_rank(config: dict[str, Any]) -> str:

@@ -222,6 +222,18 @@ def test_only_rank_0_writes_the_report_file(two_ranks: Ranks, tmp_path: Path) ->
     assert [row["rank"] for row in found["ranks"]] == [0, 1]
 
 
+@pytest.mark.parametrize("deleted", [None, 1], ids=["", "one deleted on rank 1"])
+def test_live_accelerators_are_reported_in_order(two_ranks: Ranks, tmp_path: Path, deleted: int | None) -> None:
+    printed = two_ranks.run(cases.report_at_exit, config_of(fsdp_auto_wrap_policy="NO_WRAP"), str(tmp_path), deleted)[0]
+    files = sorted(tmp_path.glob("*/fsdp_report.json"), key=lambda file: file.stat().st_mtime_ns)
+    numbers = [number for number in range(5) if number != deleted]
+    assert [int(file.parent.name) for file in files] == numbers
+    for number, file in zip(numbers, files, strict=True):
+        found = json.loads(file.read_text())
+        assert sum(row["num_local_params"] for row in found["ranks"]) == found["num_params"] == 2 * (number + 3)
+    assert ("no report of 1 run: the Accelerator was deleted" in printed) is (deleted is not None)
+
+
 def test_unreadable_rank_is_named_on_every_rank(two_ranks: Ranks) -> None:
     for text in two_ranks.run(cases.unreadable_on_one_rank, config_of()):
         assert "rank 1" in text

@@ -112,11 +112,18 @@ def test_adalora_is_refused(two_ranks: Ranks, backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("by_peft", "expected"),
-    [(True, ["model.model.layers.0", "model.model.layers.1"]), (False, ["FSDP-E037"])],
+    ("by_peft", "settings", "expected"),
+    [
+        (True, {}, ["model.model.layers.0", "model.model.layers.1"]),
+        (True, {"fsdp_auto_wrap_policy": "NO_WRAP"}, ["model.model.layers.0", "model.model.layers.1"]),
+        (False, {}, ["FSDP-E037"]),
+    ],
+    ids=str,
 )
-def test_policy_of_peft_may_be_assigned(two_ranks: Ranks, by_peft: bool, expected: list[str]) -> None:
-    config = {"distributed_type": "FSDP", "use_cpu": True, "fsdp_config": {"fsdp_version": 2}}
+def test_policy_of_peft_may_be_assigned(
+    two_ranks: Ranks, by_peft: bool, settings: dict[str, Any], expected: list[str]
+) -> None:
+    config = {"distributed_type": "FSDP", "use_cpu": True, "fsdp_config": {"fsdp_version": 2, **settings}}
     assert two_ranks.run(cases.assign_policy, config, by_peft) == [expected] * 2
 
 

@@ -34,10 +34,7 @@ _MEANING_OF_NONE: Final[Mapping[str, Any]] = MappingProxyType(
 
 
 def spec_with_assignments(spec: FsdpSpec, assigned: Mapping[str, Any]) -> FsdpSpec:
-    """Return ``spec`` with the fields that a script assigned, which override it.
-
-    PEFT's wrap policy wraps the model's own layers. It does not override a wrap policy of the settings, because the
-    Trainer assigns it for every PEFT model.
+    """Return ``spec`` with the fields that a script assigned, which override it with a warning.
 
     Raises:
         SpecError: a value is not supported, cannot have an effect any more, or conflicts with another setting.
@@ -48,10 +45,7 @@ def spec_with_assignments(spec: FsdpSpec, assigned: Mapping[str, Any]) -> FsdpSp
             raise refused(name, "the model is loaded already", "Set fsdp_cpu_ram_efficient_loading in the config.")
         if value is None and name not in _MEANING_OF_NONE:
             raise refused(name, "None is not a value of this setting", "Assign the value that is meant.")
-        if not (is_of_peft(value) and spec.asked("wrap.policy")):
-            given[name] = _MEANING_OF_NONE[name] if value is None else value
-    if not given:
-        return spec
+        given[name] = _MEANING_OF_NONE[name] if value is None else value
     changed = with_plugin_object(spec, given)
     if changed.precision.param == "fp16" != spec.precision.param:
         reason = "fp16 needs a gradient scaler, which the Accelerator creates in its constructor"

@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -99,6 +100,11 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
                 raise refused(name, "a model has been prepared already", "Assign it before prepare().")
         own[name] = value
 
+    @property
+    def assigned(self) -> Mapping[str, Any]:
+        """The fields that the script has assigned since the spec was made."""
+        return MappingProxyType(self.__dict__["_assigned"])
+
     def apply_assignments(self) -> None:
         """Change the spec as the script's assignments require. Called before a model is planned.
 
@@ -106,7 +112,7 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
             SpecError: an assignment cannot have an effect, or its value is invalid.
         """
         own = self.__dict__
-        assigned, own["_assigned"] = own["_assigned"], {}
+        assigned, own["_assigned"] = self.assigned, {}
         if assigned:
             kind = self.state_dict_kind
             self.use_spec(spec_with_assignments(self.spec, assigned))

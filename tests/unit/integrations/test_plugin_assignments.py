@@ -28,6 +28,7 @@ import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.integrations.accelerate.accelerator import init_accelerator
 from hf_fsdp_plugin.integrations.accelerate.assignments import STATE_DICT_FIELDS
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin
+from hf_fsdp_plugin.integrations.peft.wrap_policy import update_fsdp_plugin_peft
 
 Assignment = tuple[dict[str, Any], str, Any]
 # Fields assigned together -> the setting and its value, or the code of the error.
@@ -132,19 +133,84 @@ def test_state_dict_type_may_be_assigned_at_any_time() -> None:
     plugin.state_dict_config, plugin.optim_state_dict_config = FullStateDictConfig(), FullOptimStateDictConfig()
 
 
-@pytest.mark.parametrize(("config", "policy"), [({}, "transformer"), ({"auto_wrap_policy": "NO_WRAP"}, "none")])
-def test_policy_of_peft_wraps_layers_by_default(config: dict[str, Any], policy: str) -> None:
-    peft = pytest.importorskip("peft")
+class Model(nn.Module):
+    """Two kinds of layers. The first is what the model itself names, as models of Transformers do."""
+
+    _no_split_modules = ("Linear",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(2, 2), nn.LayerNorm(2)
+
+
+def peft_policy() -> Any:
+    pytest.importorskip("peft")
     from peft.utils.other import fsdp_auto_wrap_policy
 
-    assert peft
-    model = nn.Linear(2, 2)
+    return fsdp_auto_wrap_policy(Model())
+
+
+@pytest.mark.parametrize(
+    ("config", "overridden"),
+    [
+        ({}, []),
+        ({"auto_wrap_policy": "NO_WRAP"}, ["wrap.policy"]),
+        ({"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 7}, ["wrap.policy"]),
+        ({"transformer_layer_cls_to_wrap": "LayerNorm"}, ["wrap.classes"]),
+        ({"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": "Linear"}, []),
+    ],
+    ids=str,
+)
+def test_assigned_policy_of_peft_overrides_config_with_warning(
+    config: dict[str, Any], overridden: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     plugin = plugin_of(**config)
-    plugin.auto_wrap_policy = fsdp_auto_wrap_policy(model)
+    plugin.auto_wrap_policy = peft_policy()
     plugin.apply_assignments()
+    assert (plugin.spec.wrap.policy, plugin.spec.wrap.classes) == ("transformer", ("Linear",))
+    warnings = [problem for problem in plugin.spec.problems if problem.code == "FSDP-W103"]
+    assert [problem.setting for problem in warnings] == overridden
+    printed = capsys.readouterr().err
+    assert all("auto_wrap_policy=peft.utils.other.fsdp_auto_wrap_policy" in problem.message for problem in warnings)
+    assert all(str(problem) in printed for problem in warnings)
+    plugin.auto_wrap_policy = peft_policy()  # for a second model
+
+
+@pytest.mark.parametrize(
+    ("config", "policy", "is_noted"),
+    [
+        ({}, "transformer", False),
+        ({"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}, "transformer", False),
+        ({"auto_wrap_policy": "NO_WRAP"}, "none", True),
+        ({"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 7}, "size", True),
+    ],
+    ids=str,
+)
+def test_policy_of_the_trainer_for_peft_is_a_default(
+    config: dict[str, Any], policy: str, is_noted: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plugin, given = plugin_of(**config), peft_policy()
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+
+    def assign(model: Any, accelerator: Any) -> None:
+        accelerator.state.fsdp_plugin.auto_wrap_policy = given
+
+    for _ in range(2):  # train() may be called again
+        update_fsdp_plugin_peft(assign, Model(), accelerator)
+        plugin.apply_assignments()
     assert plugin.spec.wrap.policy == policy
-    if policy == "transformer":
-        plugin.auto_wrap_policy = fsdp_auto_wrap_policy(model)  # the Trainer assigns it again
+    assert capsys.readouterr().err.count("[FSDP-N680]") == is_noted
+
+
+def test_policy_of_the_script_overrides_that_of_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    plugin = plugin_of(auto_wrap_policy="NO_WRAP")
+    plugin.auto_wrap_policy = partial(size_based_auto_wrap_policy, min_num_params=7)
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    update_fsdp_plugin_peft(lambda *_: pytest.fail("assigned"), Model(), accelerator)
+    plugin.apply_assignments()
+    assert plugin.spec.wrap.policy == "size"
+    printed = capsys.readouterr().err
+    assert (printed.count("[FSDP-N680]"), printed.count("[FSDP-W103]")) == (0, 1)
 
 
 def test_assignment_to_the_plugin_of_the_script_is_applied() -> None:
