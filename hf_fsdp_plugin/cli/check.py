@@ -25,7 +25,7 @@ from hf_fsdp_plugin.sources.model import Sources, config_of
 from hf_fsdp_plugin.sources.yaml_tree import ConfigFileError
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.spec.model import FsdpSpec
-from hf_fsdp_plugin.spec.rules import check_version_without_script, fsdp_is_off
+from hf_fsdp_plugin.spec.rules import check_defaults_without_script, fsdp_is_off
 
 if TYPE_CHECKING:
     from hf_fsdp_plugin.plan.model import FsdpPlan
@@ -166,7 +166,7 @@ def _check(args: argparse.Namespace, config: ConfigFile | None) -> Checked:
         plan, more = _plan(spec, args)
         problems += [problem for problem in more if problem not in problems]
     if not has_errors(problems):
-        problems += check_version_without_script(spec)
+        problems += check_defaults_without_script(spec)
     code = exit_code(problems, config.shown if config is not None else None)
     return Checked(config=config, spec=spec, problems=tuple(in_line_order(problems)), plan=plan, exit_code=code)
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 from hf_fsdp_plugin.cli.terminal import Color, colored, text_width
 from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Origin, Problem, has_errors
 from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.spec.rules import defaults_of_script
 from hf_fsdp_plugin.text import fit_table, plural, wrap_items, wrap_words
 from hf_fsdp_plugin.vocabulary import BY_NAME, ROWS, canonical, find
 
@@ -101,7 +102,7 @@ def verdict(spec: FsdpSpec, problems: Sequence[Problem], shown: str) -> str:
 
 
 def describe_run(spec: FsdpSpec) -> str:
-    """Return one sentence about the run that a spec without errors describes."""
+    """Return what a spec without errors runs, also in a script whose ``TrainingArguments`` have other defaults."""
     launch, ranks = spec.launch, spec.launch.num_processes
     where = "CPU rank" if launch.use_cpu else "rank"
     on = f"on {plural(ranks, where)}" if ranks != "auto" else f"on all {where}s of the launcher"
@@ -109,13 +110,22 @@ def describe_run(spec: FsdpSpec) -> str:
         return f"Transformers runs the FSDP of PyTorch/XLA {on}."
     if not spec.enabled:
         return f"Runs without FSDP {on}."
-    units = {
+    precision = "no mixed precision" if spec.precision.param == "auto" else spec.precision.param
+    text = f"Runs FSDP{spec.fsdp.version} {spec.sharding.strategy} {on}; {_units(spec)}; {precision}."
+    if of_script := defaults_of_script(spec):
+        scripted = spec.with_values(of_script, {})
+        text += (
+            f" If TrainingArguments in the script set fsdp, it runs FSDP{scripted.fsdp.version}; {_units(scripted)}."
+        )
+    return text
+
+
+def _units(spec: FsdpSpec) -> str:
+    return {
         "transformer": f"each {', '.join(spec.wrap.classes) or 'layer'} is a unit",
         "size": f"units of at least {spec.wrap.min_num_params:,} parameters",
         "none": "the whole model is one unit",
     }[spec.wrap.policy]
-    precision = "no mixed precision" if spec.precision.param == "auto" else spec.precision.param
-    return f"Runs FSDP{spec.fsdp.version} {spec.sharding.strategy} {on}; {units}; {precision}."
 
 
 def to_json(spec: FsdpSpec, problems: Sequence[Problem], shown: str | None) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from hf_fsdp_plugin.sources.config_file import ConfigFile
 from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.spec.model import FsdpSpec
-from hf_fsdp_plugin.spec.rules import fsdp_is_off
+from hf_fsdp_plugin.spec.rules import check_defaults_without_script, fsdp_is_off
 
 _MODEL_FLAGS: Final = ("--model_name_or_path", "--model_name", "--model")
 """Flags of training scripts that name the model."""
@@ -47,6 +47,8 @@ def show_run(arguments: LaunchArguments, sources: Sources, command: Sequence[str
     model, is_own = _model(arguments)
     if assessment.ok and not spec.enabled:
         problems.append(fsdp_is_off(spec))
+    if not has_errors(problems):
+        problems += check_defaults_without_script(spec)
     if world is not None and model and spec.enabled:
         plan, found = plan_of_model(spec, model, world_size=world.size, device_type=world.device)
         # The script may know a model that is unknown here, for example its own folder.

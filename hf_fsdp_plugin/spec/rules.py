@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final
+from typing import Any, Final
 
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources.deepspeed import equivalent_settings
@@ -74,18 +74,23 @@ def fsdp_is_off(spec: FsdpSpec) -> Problem:
     return about(spec, "FSDP-W124", "launch.distributed_type", message, fix)
 
 
-def check_version_without_script(spec: FsdpSpec) -> Iterator[Problem]:
-    """Report a version that is a default of Accelerate's file, for a caller that does not know the script.
+def defaults_of_script(spec: FsdpSpec) -> Mapping[str, Any]:
+    """Return the settings that have another default in a script whose ``TrainingArguments`` set ``fsdp``."""
+    defaults = DIALECT_DEFAULTS["training_arguments"] if spec.enabled else {}
+    return {name: value for name, value in defaults.items() if not spec.asked(name) and spec.get(name) != value}
 
-    ``TrainingArguments`` that enable FSDP have another default.
-    """
-    of_script = DIALECT_DEFAULTS["training_arguments"]["fsdp.version"]
-    if spec.enabled and not spec.asked("fsdp.version") and spec.fsdp.version != of_script:
+
+def check_defaults_without_script(spec: FsdpSpec) -> Iterator[Problem]:
+    """Report defaults that depend on the script, for a caller that does not know the script."""
+    if of_script := defaults_of_script(spec):
+        keys = " and ".join(BY_NAME[name].key for name in of_script)
+        here = ", ".join(f"{name} {spec.get(name)}" for name in of_script)
+        there = ", ".join(f"{name} {value}" for name, value in of_script.items())
         message = (
-            f"fsdp_version is not set. This config means version {spec.fsdp.version}; with a script whose "
-            f"TrainingArguments set fsdp, version {of_script} runs."
+            f"no source sets {keys}, and the defaults depend on the script: {here}; if TrainingArguments in the script "
+            f"set fsdp: {there}."
         )
-        yield about(spec, "FSDP-N161", "fsdp.version", message, "Set fsdp_version.")
+        yield about(spec, "FSDP-N161", next(iter(of_script)), message, f"Set {keys}.")
 
 
 def check_defaults_only(spec: FsdpSpec) -> Iterator[Problem]:

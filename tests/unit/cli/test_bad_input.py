@@ -115,7 +115,7 @@ def test_unreadable_file_is_one_message(run_verb: RunVerb, tmp_path: Path) -> No
 
 
 def test_valid_config_prints_no_message(run_verb: RunVerb, tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_bytes(FSDP + b"  fsdp_version: 2\nnum_processes: 2\n")
+    (tmp_path / "c.yaml").write_bytes(FSDP + b"  fsdp_version: 2\n  fsdp_auto_wrap_policy: NO_WRAP\nnum_processes: 2\n")
     assert run_verb("c.yaml") == (0, [])
 
 

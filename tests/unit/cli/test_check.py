@@ -9,6 +9,9 @@ import pytest
 
 from hf_fsdp_plugin.cli import world
 from hf_fsdp_plugin.cli.main import main
+from hf_fsdp_plugin.sources.config_file import ConfigFile
+from hf_fsdp_plugin.sources.model import Sources
+from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.spec.model import FsdpSpec
 
 GOOD = """\
@@ -98,7 +101,7 @@ def test_verdict_counts_problems_or_says_what_will_run(capsys, config):
         return capsys.readouterr().out.splitlines()[-1].removeprefix(f"{config}: ")
 
     on_two = "Runs FSDP1 shard_grad_op on 2 ranks; each A is a unit; no mixed precision."
-    assert last_line() == f"no problems. {on_two}"
+    assert last_line("--fsdp_version=1") == f"no problems. {on_two}"
     assert last_line("--set", "launch.distributed_type=NO").startswith("1 error")
     warned = last_line("--set", "fsdp.version=2", "--set", "params.use_orig=false", "--cpu")
     assert warned == f"1 warning. {on_two}".replace("FSDP1", "FSDP2").replace("2 ranks", "2 CPU ranks")
@@ -379,3 +382,41 @@ def test_version_that_depends_on_the_script_is_noted(capsys, config):
     code, result = check(capsys, str(config))
     assert (code, [problem["code"] for problem in result["problems"]]) == (0, ["FSDP-N161"])
     assert check(capsys, str(config), "--set", "fsdp.version=1")[1]["problems"] == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "noted"),
+    [
+        ("", "fsdp.version"),
+        ("fsdp_version: 1", "wrap.policy"),
+        ("fsdp_version: 2", "wrap.policy"),
+        ("fsdp_auto_wrap_policy: NO_WRAP", "fsdp.version"),
+        ("fsdp_version: 1\n  fsdp_auto_wrap_policy: NO_WRAP", None),
+        ("fsdp_version: 2\n  fsdp_transformer_layer_cls_to_wrap: A", None),
+    ],
+)
+def test_defaults_that_depend_on_the_script_are_noted(capsys, tmp_path, keys, noted):
+    path = tmp_path / "fsdp.yaml"
+    path.write_text(f"distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n  {keys}\n")
+    _, result = check(capsys, str(path))
+    assert [p["setting"] for p in result["problems"] if p["code"] == "FSDP-N161"] == [noted] * (noted is not None)
+    specs = [
+        assess(Sources(config=ConfigFile.at(path), training_arguments=given, environ={})).spec
+        for given in ({}, {"fsdp": True})
+    ]
+    differ = any(specs[0].get(name) != specs[1].get(name) for name in ("fsdp.version", "wrap.policy"))
+    assert differ is (noted is not None)
+
+
+def test_verdict_names_what_runs_in_each_kind_of_script(capsys, tmp_path):
+    path = tmp_path / "fsdp.yaml"
+    path.write_text("distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n")
+
+    def verdict(*argv):
+        assert main(["check", str(path), *argv]) == 0
+        return capsys.readouterr().out.splitlines()[-1].partition("Runs ")[2]
+
+    alone = "FSDP1 full_shard on 2 ranks; the whole model is one unit; no mixed precision."
+    with_fsdp = "If TrainingArguments in the script set fsdp, it runs FSDP2; each layer is a unit."
+    assert verdict() == f"{alone} {with_fsdp}"
+    assert "FSDP2" not in verdict("--fsdp_version", "1", "--fsdp_auto_wrap_policy", "NO_WRAP")
