@@ -217,7 +217,6 @@ def write(args: argparse.Namespace, results: dict[str, Any], weights: int) -> No
     free = [step["seconds"] for step in results["steps"] if not step["writing"]]
     busy = [step["seconds"] for step in results["steps"] if step["writing"]]
     result = {
-        "command": "python scripts/bench/checkpoint_save.py",
         "model": f"Llama, {args.layers} layers, hidden {args.hidden}, {weights / 4e6:.0f} M parameters, fp32",
         "weights_bytes": weights,
         "ranks": 2,

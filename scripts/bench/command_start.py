@@ -48,7 +48,6 @@ def main() -> int:
             if number:
                 seconds[name].append(time.perf_counter() - start)
     result = {
-        "command": "python scripts/bench/command_start.py",
         "rounds": args.rounds,
         "commands": {
             name: {"seconds": round(statistics.median(found), 3), "fastest": round(min(found), 3)}

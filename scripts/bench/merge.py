@@ -214,10 +214,8 @@ def write(
         for name in (OURS, OURS_AND_MODEL, CP)
     }
     result = {
-        "command": "python scripts/bench/merge.py",
         "model": f"Llama, {LAYERS['2 GB']} layers, hidden 1536, fp32, sharded by 2 ranks",
         "checkpoint_bytes": num_bytes,
-        "load_average_of_15_minutes": round(os.getloadavg()[2], 1),
         "pairs": args.pairs,
         "seconds": {name: [round(run.seconds, 2) for run in found] for name, found in runs.items()},
         "times_as_fast_as_stock": {name: round(statistics.median(found), 2) for name, found in faster.items()},

@@ -85,8 +85,7 @@ def main() -> int:
         print(f"{name:40} {distance:.1e}  (at most {limit:.0e})", flush=True)
     for ranks in started.values():
         ranks.stop()
-    command = "python scripts/bench/resume_parity.py"
-    write_result("resume_parity", args.out, {"command": command, "losses_compared": 10, "cases": rows})
+    write_result("resume_parity", args.out, {"losses_compared": 10, "cases": rows})
     return int(any(row["largest_relative_difference"] > row["limit"] for row in rows))
 
 

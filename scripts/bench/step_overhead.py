@@ -178,7 +178,6 @@ def write(
     quartiles = statistics.quantiles(ratios, n=4)
     apart = max(abs(a - b) / abs(b) for a, b in zip(losses["plugin"], losses["hand"], strict=True))
     result = {
-        "command": "python scripts/bench/step_overhead.py",
         "model": f"Llama, {args.layers} layers, hidden {args.hidden}, {num_params / 1e6:.1f} M parameters, fp32",
         "per_rank_batch": [args.batch, args.length],
         "ranks": 2,

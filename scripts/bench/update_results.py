@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import statistics
 import sys
@@ -21,7 +22,7 @@ from typing import Any
 from common import RESULTS, ROOT, describe_machine
 
 BLOCK = re.compile(r"(<!-- results:begin (?P<name>[\w-]+) -->\n).*?(<!-- results:end (?P=name) -->)", re.DOTALL)
-HEAD = ("date", "machine", "versions", "command", "device")
+HEAD = ("date", "machine", "versions", "load_average_of_15_minutes", "command", "device")
 
 Result = dict[str, Any]
 
@@ -243,9 +244,17 @@ def render(text: str, results: Path) -> str:
 
 
 def write_result(name: str, path: Path, result: Result) -> None:
-    """Write a result with the date, machine and versions of the measurement, and print its table."""
+    """Write a result with the date, machine, versions and command of the measurement, and print its table.
+
+    The result may contain another command, with arguments.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**describe_machine(), **result}, indent=2) + "\n")
+    head = {
+        **describe_machine(),
+        "load_average_of_15_minutes": round(os.getloadavg()[2], 1),
+        "command": f"python scripts/bench/{name}.py",
+    }
+    path.write_text(json.dumps({**head, **result}, indent=2) + "\n")
     print("\n".join(["", *TABLES[name](result), "", f"written: {path}"]))
 
 

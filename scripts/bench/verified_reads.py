@@ -177,10 +177,8 @@ def main() -> int:
         num_bytes = sum(path.stat().st_size for path in chosen.rglob("*.distcp"))
         merges = merge_pairs(args, chosen)
     result = {
-        "command": "python scripts/bench/verified_reads.py",
         "model": f"Llama, {args.layers} layers, hidden {args.hidden}, fp32, AdamW, sharded by 2 ranks",
         "checkpoint_bytes": num_bytes,
-        "load_average_of_15_minutes": round(os.getloadavg()[2], 1),
         "pairs": args.pairs,
         "range": CHOSEN,
         "save_seconds": {name: round(seconds, 2) for name, seconds in times["saves"].items()},

@@ -17,28 +17,13 @@ import torch
 import torch.distributed as dist
 from cases_checkpoint_accelerate import trained_loop
 from cases_trainer import make_trainer
+from damages import exchange, flip, truncate
 
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.problems import SpecError
 
 Damage = Callable[[Path], None]
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0x10
-    path.write_bytes(data)
-
-
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def exchange(first: Path, second: Path) -> None:
-    data = first.read_bytes()
-    first.write_bytes(second.read_bytes())
-    second.write_bytes(data)
 
 
 def _damages(folder: Path) -> dict[str, Damage]:

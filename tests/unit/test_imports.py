@@ -1,6 +1,7 @@
 """Packages import only what is before them in the order, and reading a config loads no heavy library."""
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -50,6 +51,15 @@ MODULES = {module_name(path): path for path in PACKAGE.rglob("*.py")}
 def test_order_names_every_package_and_module():
     parts = {name.split(".")[1] for name in MODULES if name != "hf_fsdp_plugin"}
     assert parts - {"__main__"} == set(ORDER)
+
+
+def test_architecture_document_names_every_package_in_order():
+    text = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\| `([\w/]+?)(?:\.py|/)` \|", text, flags=re.MULTILINE)
+    packages = {path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("__init__.py")} - {"."}
+    modules = {path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__")}
+    assert sorted(named) == sorted(packages | modules)
+    assert [name for name in named if "/" not in name] == list(ORDER)
 
 
 @pytest.mark.parametrize("part", ORDER)

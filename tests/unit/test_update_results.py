@@ -52,3 +52,14 @@ def test_check_detects_an_outdated_document(tmp_path: Path, document: Path) -> N
 def test_project_results_are_up_to_date() -> None:
     done = subprocess.run([sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_result_has_machine_and_command(tmp_path: Path) -> None:
+    program = (
+        f"import sys, pathlib; sys.path.insert(0, {str(SCRIPT.parent)!r}); import update_results as u\n"
+        f"u.TABLES['speed'] = u.plain; u.write_result('speed', pathlib.Path({str(tmp_path / 'a.json')!r}), {{'x': 1}})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert found["command"] == "python scripts/bench/speed.py" and found["load_average_of_15_minutes"] >= 0
+    assert {"date", "machine", "versions"} <= found.keys() and "| x | 1 |" in done.stdout

@@ -4,6 +4,7 @@ import json
 import shutil
 import time
 
+import damages
 import pytest
 import saved
 import torch
@@ -149,7 +150,7 @@ def test_damaged_model_is_described_by_the_manifest(local, inspect_json):
 
 
 def test_damaged_manifest_is_reported(local, inspect_json):
-    saved.flip(local / MANIFEST_NAME, 100)
+    damages.flip(local / MANIFEST_NAME, 100)
     code, found = inspect_json(local)
     assert code == 1 and "fsdp_manifest.json: is" in found["incomplete"]
     assert (found["manifest"], found["step"], found["num_elements"]) == (False, 20, 10)

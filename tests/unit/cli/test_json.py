@@ -2,9 +2,9 @@
 
 import json
 
+import damages
 import jsonschema
 import pytest
-import saved
 from json_schema import SCHEMA, assert_valid
 
 from hf_fsdp_plugin.cli.verbs import VERBS
@@ -81,7 +81,7 @@ def test_checkpoints_have_the_schema(hf_fsdp, folder, local):
     assert validate("merge", hf_fsdp("merge", "--json", local, "merged")[1])["ok"]
     assert validate("merge", hf_fsdp("merge", "--json", local, "merged")[1])["ok"] is False  # not empty
     assert validate("export", hf_fsdp("export", "--json", local.parent, "exported")[1])["ok"]
-    saved.flip(local / "trainer_state.json", 0)
+    damages.flip(local / "trainer_state.json", 0)
     assert validate("verify", hf_fsdp("verify", "--json", local)[1])["ok"] is False
 
 

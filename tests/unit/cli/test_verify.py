@@ -5,7 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
-import saved
+import damages
 
 FILES = ["pytorch_model_fsdp_local/0_rank1.safetensors", "trainer_state.json"]
 
@@ -16,14 +16,14 @@ def test_undamaged_checkpoint_exits_0(local, hf_fsdp):
 
 
 def test_damage_exits_1_with_problems_on_stderr(local, hf_fsdp):
-    saved.flip(local / FILES[1], 0)
+    damages.flip(local / FILES[1], 0)
     code, out, err = hf_fsdp("verify", local)
     assert code == 1 and "1 problem; 5 files" in out
     assert "trainer_state.json: error: bytes 0 to 19 " in err and "[FSDP-E471]" in err
 
 
 def test_json_is_one_object(local, hf_fsdp):
-    saved.flip(local / FILES[0], -1)
+    damages.flip(local / FILES[0], -1)
     code, out, err = hf_fsdp("verify", "--json", local)
     printed = json.loads(out)
     assert (code, err) == (1, "") and printed["bytes_with_checksum"] == printed["bytes"]
@@ -41,7 +41,7 @@ def test_all_checkpoints_of_a_run_are_verified(local, hf_fsdp):
     other = Path(shutil.copytree(local, local.with_name("checkpoint-30")))
     code, out, _ = hf_fsdp("verify", local.parent)
     assert code == 0 and [line.partition(":")[0] for line in out.splitlines()] == [str(local), str(other)]
-    saved.flip(local / FILES[1], 0)
+    damages.flip(local / FILES[1], 0)
     code, out, err = hf_fsdp("verify", local.parent)
     assert code == 1 and f"{local}: 1 problem" in out and f"{other}: undamaged" in out and "[FSDP-E471]" in err
 

@@ -2,8 +2,8 @@
 
 import random
 
+import damages
 import pytest
-import saved
 from saved import errors, notes, only_error
 
 from hf_fsdp_plugin.checkpoint.checking.checksums import stored_entries
@@ -25,7 +25,7 @@ def test_flipped_byte_of_a_stock_tensor_names_it(stock, part):
     data = [entry for entry in stored_entries(path) if entry.stop - entry.start >= 1024]
     named = set()
     for entry in random.Random(0).sample(data, 4):
-        saved.flip(path, random.Random(entry.start).randrange(entry.start, entry.stop))
+        damages.flip(path, random.Random(entry.start).randrange(entry.start, entry.stop))
         text = only_error(stock, "FSDP-E471", config_check=False)
         assert f"{part}/__0_0.distcp: bytes {entry.start:,} to {entry.stop:,} differ" in text
         named.add(text.partition("contain ")[2].partition(". ")[0])
@@ -43,5 +43,5 @@ def test_truncated_stock_file_is_found(stock, length):
 
 def test_flipped_byte_in_scheduler_file_is_found(stock):
     entry = next(iter(stored_entries(stock / "scheduler.pt")))
-    saved.flip(stock / "scheduler.pt", entry.start)
+    damages.flip(stock / "scheduler.pt", entry.start)
     assert "scheduler.pt: bytes" in only_error(stock, "FSDP-E471")

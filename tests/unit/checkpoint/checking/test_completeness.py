@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import damages
 import pytest
 import saved
 import torch
@@ -88,7 +89,7 @@ def test_stock_checkpoint_with_truncated_file_is_incomplete(stock, file, keep):
 
 def test_archive_with_damaged_end_is_reported(stock):
     path = stock / "rng_state_1.pth"
-    saved.flip(path, path.stat().st_size - 22)  # the signature of the end's record
+    damages.flip(path, path.stat().st_size - 22)  # the signature of the end's record
     assert codes(stock) == ["FSDP-E453"] and (why_incomplete(stock) or "").startswith("rng_state_1.pth: ")
 
 

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import damages
 import pytest
 import saved
 
@@ -114,7 +115,7 @@ def test_headers_are_compared_by_one_rank_each(tmp_path: Path, world_size: int) 
             path = folder / file
             data = path.read_bytes()
             header = data.index(b"float32") if b"float32" in data else data.index(b'"F32"')
-            saved.flip(path, header)
+            damages.flip(path, header)
             caught = []
             for rank in range(world_size):
                 with input_files(stored, folder, manifest) as files:

@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import damages
 import pytest
 import saved
 from saved import errors, notes, only_error
@@ -39,7 +40,7 @@ def test_all_damaged_files_are_listed(local):
 @pytest.mark.parametrize("file", FILES)
 def test_flipped_byte_in_any_file_is_found(local, file, seed):
     path = local / file
-    saved.flip(path, random.Random(seed).randrange(path.stat().st_size))
+    damages.flip(path, random.Random(seed).randrange(path.stat().st_size))
     verdict = verify(local)
     assert not verdict.ok and any(file in text for text in errors(verdict))
 
@@ -49,7 +50,7 @@ def test_flipped_byte_names_the_parameter(local):
     for record in manifest_of(local).files:
         whole = (local / record.path).read_bytes()
         for piece in record.ranges:
-            saved.flip(local / record.path, random.Random(piece.start).randrange(piece.start, piece.stop))
+            damages.flip(local / record.path, random.Random(piece.start).randrange(piece.start, piece.stop))
             text = next(text for text in errors(verify(local)) if record.path in text)
             assert f"bytes {piece.start:,} to {piece.stop:,} differ" in text and text.endswith("[FSDP-E471]")
             assert (f"contain {piece.name}." if piece.name else "contain no tensor.") in text
@@ -61,7 +62,7 @@ def test_flipped_byte_names_the_parameter(local):
 def test_damage_in_one_file_is_one_problem(local):
     record = next(record for record in manifest_of(local).files if record.path == FILES[3])
     for piece in record.ranges[-2:]:
-        saved.flip(local / record.path, piece.start)
+        damages.flip(local / record.path, piece.start)
     text = only_error(local, "FSDP-E471")
     assert "2 of 3 byte ranges" in text and "contain embed.weight, norm.weight." in text
 
@@ -147,6 +148,6 @@ def test_tensor_with_missing_elements_is_reported(local):
 
 
 def test_whole_checkpoint_is_verified_when_given_a_part(local):
-    saved.flip(local / FILES[5], 3)
+    damages.flip(local / FILES[5], 3)
     verdict = verify(local / "pytorch_model_fsdp_local")
     assert verdict.checkpoint == local and "trainer_state.json" in errors(verdict)[0]

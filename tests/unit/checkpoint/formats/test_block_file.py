@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import damages
 import pytest
 import saved
 
@@ -53,14 +54,14 @@ def test_undamaged_checkpoint_is_verified_and_merged(local: Path, tmp_path: Path
 def test_every_damaged_byte_of_the_block_file_is_found(local: Path) -> None:
     whole = (local / BLOCK_FILE).read_bytes()
     for position in range(0, len(whole), 5):
-        saved.flip(local / BLOCK_FILE, position)
+        damages.flip(local / BLOCK_FILE, position)
         assert "fsdp_manifest.hashes" in saved.only_error(local, "FSDP-E464", config_check=False)
         (local / BLOCK_FILE).write_bytes(whole)
 
 
 def test_damaged_hash_is_not_reported_as_a_damaged_file(local: Path, tmp_path: Path) -> None:
-    saved.flip(local / BLOCK_FILE, RECORD_SIZE - 1)  # the hash of the first block, a header of the model or optimizer
-    saved.flip(local / BLOCK_FILE, (local / BLOCK_FILE).stat().st_size - 1)
+    damages.flip(local / BLOCK_FILE, RECORD_SIZE - 1)  # the hash of the first block, a header of the model or optimizer
+    damages.flip(local / BLOCK_FILE, (local / BLOCK_FILE).stat().st_size - 1)
     with pytest.raises(CheckpointError, match=r"fsdp_manifest\.hashes: is damaged.*FSDP-E464"):
         merge(local, tmp_path / "out", MergeOptions())
 
@@ -82,7 +83,7 @@ def test_block_file_of_other_size_or_kind_is_refused(local: Path, code: str) -> 
 
 def test_damage_names_the_block_and_its_tensor(local: Path, tmp_path: Path) -> None:
     path = local / "pytorch_model_fsdp_local" / "0_rank1.safetensors"
-    saved.flip(path, -1)
+    damages.flip(path, -1)
     text = saved.only_error(local, "FSDP-E471", config_check=False)
     with pytest.raises(CheckpointError) as caught:
         merge(local, tmp_path / "out", MergeOptions())

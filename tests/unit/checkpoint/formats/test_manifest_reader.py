@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import damages
 import pytest
 import saved
 import xxhash
@@ -67,7 +68,7 @@ def test_every_flipped_byte_is_found(tmp_path, tree):
     assert read_manifest(tmp_path) is not None
     for position in range(len(whole)):
         path.write_bytes(whole)
-        saved.flip(path, position)
+        damages.flip(path, position)
         with pytest.raises(CheckpointError):
             read_manifest(tmp_path)
     path.write_bytes(whole + b"\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import damages
 import pytest
 import saved
 from merge_inputs import LOCAL, TENSORS, assert_same, codes, read, tree
@@ -35,7 +36,7 @@ def test_verify_finds_a_flipped_bit_of_the_output(checkpoint: Path, out: Path, m
     finish = MergeStaging.finish_file
 
     def damaging(self: MergeStaging, file: Any, infinite: dict[str, int]) -> None:
-        saved.flip(self.part(file), -1)
+        damages.flip(self.part(file), -1)
         finish(self, file, infinite)
 
     monkeypatch.setattr(MergeStaging, "finish_file", damaging)
@@ -48,7 +49,7 @@ def test_verify_finds_a_flipped_bit_of_the_output(checkpoint: Path, out: Path, m
 
 
 def test_verify_finds_a_flipped_bit_of_the_input(checkpoint: Path, out: Path) -> None:
-    saved.flip(checkpoint / LOCAL / "0_rank1.safetensors", -1)
+    damages.flip(checkpoint / LOCAL / "0_rank1.safetensors", -1)
     with pytest.raises(CheckpointError, match=r"0_rank1\.safetensors: .*FSDP-E471"):
         merge(checkpoint, out, MergeOptions(verify=True))
     assert not out.exists()
