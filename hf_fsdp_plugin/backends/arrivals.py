@@ -7,9 +7,9 @@ error that names them. Only the store is used, so this works for every backend.
 
 A round of the protocol has a number, which is kept in the store. It ends once: the last rank to arrive ends it as
 complete, the first rank whose limit is over ends it as failed, and so does a rank that arrives with another call than
-the first one, after a short time in which more ranks may arrive. A rank that arrives at a failed round joins the next
-one, so a call can be repeated after a failure. Each rank sends a constant number of messages per call; only the rank
-that ends a round sends one per rank.
+the first one, or that waits for a rank whose script has ended, after a short time in which more ranks may arrive. A
+rank that arrives at a failed round joins the next one, so a call can be repeated after a failure. Each rank sends a
+constant number of messages per call; only the rank that ends a round sends one per rank.
 
 ::
 
@@ -19,6 +19,8 @@ that ends a round sends one per rank.
     <n>/count/<call>    number of ranks that have made this call
     <n>/ended           1 if a rank has ended the round; the first increment decides
     <n>/result          JSON: the rank that has ended the round, its call, the missing ranks and their other calls
+    left                set if a rank has ended its script
+    left/rank<r>        set if rank r has
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, Final
@@ -48,8 +50,12 @@ Shorter than the ten minutes after which NCCL ends a rank that waits in a collec
 """
 _SETTLE: Final = 3.0
 """Seconds that a rank waits for further ranks if it has made another call than the first rank that arrived."""
+PREPARATION_SHARE: Final = 0.9
+"""Part of the process group's time-out for preparing a model, before which ranks load models and preprocess data."""
 _STEPPED: Final = "stepped"
 """Key that a rank adds to the store at its first optimizer step."""
+_LEFT: Final = "left"
+"""Key that a rank adds to the store at the end of its script, and its "call" in a round. It makes no call any more."""
 _LONGEST_PAUSE: Final = 0.25
 """Seconds between two questions to the store. The pauses begin with a millisecond, and grow with the time waited."""
 
@@ -65,6 +71,22 @@ def arrival_limit(default: float = DEFAULT_LIMIT) -> float:
         return limit
     message = f"{LIMIT_VARIABLE}={text} is not a positive number of seconds."
     raise SpecError([Problem(code="FSDP-E674", message=message, fix=f"Set it to a number such as {DEFAULT_LIMIT:g}.")])
+
+
+def preparation_limit() -> float:
+    """Return the limit in seconds for the first collective of a model. Never shorter than that of other calls."""
+    # init_process_group gives its time-out to the store. The type stubs lack the attribute.
+    seconds = default_store().timeout.total_seconds() if dist.is_initialized() else 0.0  # type: ignore[attr-defined]
+    return max(TRAINING_LIMIT, PREPARATION_SHARE * seconds)
+
+
+def announce_end() -> None:
+    """Announce that the script of this rank has ended, so that other ranks do not wait for it in a call."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        with suppress(dist.DistError):  # the rank that hosts the store may have exited
+            store = _store()
+            store.set(f"{_LEFT}/rank{dist.get_rank()}", "1")
+            store.set(_LEFT, "1")
 
 
 def wait_for_all_ranks(
@@ -145,10 +167,10 @@ def _store() -> dist.Store:
 
 
 @contextmanager
-def together(call: str, *, fix: str = "") -> Iterator[None]:
+def together(call: str, *, fix: str = "", limit: float = DEFAULT_LIMIT) -> Iterator[None]:
     """Run the block, which contains collectives, after :func:`wait_for_all_ranks`. Inner blocks do not wait again."""
     if not _inside.get():
-        wait_for_all_ranks(call, fix=fix)
+        wait_for_all_ranks(call, fix=fix, limit=limit)
     token = _inside.set(True)
     try:
         yield
@@ -217,7 +239,7 @@ class Round:
         """Return whether the round ended within ``limit`` seconds."""
         deadline = time.monotonic() + limit
         while (remaining := deadline - time.monotonic()) > 0:
-            if remaining > _SETTLE and self._given_up():
+            if remaining > _SETTLE and (self._given_up() or self._store.check([_LEFT])):
                 deadline = time.monotonic() + min(remaining, _SETTLE)
             if self._ended(number):
                 return True
@@ -241,7 +263,10 @@ class Round:
         calls = []
         for rank in range(self._world_size):
             key = f"{number}/rank{rank}"
-            calls.append(self._store.get(key).decode() if self._store.check([key]) else "")
+            if self._store.check([key]):
+                calls.append(self._store.get(key).decode())
+            else:
+                calls.append(_LEFT if self._store.check([f"{_LEFT}/rank{rank}"]) else "")
         return [(rank, call) for rank, call in enumerate(calls) if call != self._call]
 
     def _delete(self, number: int) -> None:
@@ -258,8 +283,10 @@ class Round:
 
 def _describe(missing: Sequence[tuple[int, str]]) -> str:
     absent = [rank for rank, call in missing if not call]
-    other = [f"rank {rank} called {call}" for rank, call in missing if call]
+    left = [rank for rank, call in missing if call == _LEFT]
+    other = [f"rank {rank} called {call}" for rank, call in missing if call and call != _LEFT]
     parts = [f"{_ranks(absent)} did not call it"] if absent else []
+    parts += [f"{_ranks(left)} did not call it and ended the script"] if left else []
     return "; ".join([*parts, *other[:3]])
 
 

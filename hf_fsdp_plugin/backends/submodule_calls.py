@@ -24,6 +24,8 @@ from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.torch_private import fsdp1, fsdp2
 from hf_fsdp_plugin.torch_private.functions import tree_map_only
 
+_GATHERS = "_hf_fsdp_gathers"
+"""Attribute of a method of a sharded model that gathers the root itself."""
 _FIX = "Call it on all ranks, outside of `if accelerator.is_main_process:`. Each rank may pass its own prompts."
 
 
@@ -53,6 +55,11 @@ def support_submodule_calls(model: nn.Module) -> None:
             module.generate = calls.wrap_generate(module, generate)  # type: ignore[assignment]
         if hasattr(type(module), "resize_token_embeddings"):
             module.resize_token_embeddings = _refuse_resize  # type: ignore[assignment]
+
+
+def gathers(method: Any) -> bool:
+    """Return whether a method of a sharded model waits for all ranks and gathers the root itself."""
+    return getattr(method, _GATHERS, False)
 
 
 def free_before_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -136,6 +143,7 @@ class SubmoduleCalls:
             self._first_calls.wait(f"generate of {type(unwrapped(module)).__name__.removeprefix('FSDP')}", fix=_FIX)
             return self._generate(module, generate, args, kwargs)
 
+        setattr(gathered, _GATHERS, True)
         return gathered
 
     def _generate(

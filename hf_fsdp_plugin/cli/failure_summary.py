@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hf_fsdp_plugin.cli.places import Frame, Place, is_library, relative
+from hf_fsdp_plugin.cli.places import Frame, RanksAt, is_library, merged, relative
 from hf_fsdp_plugin.cli.ranks import RankExit, RunResult
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import plural, truncate_lines
@@ -24,6 +24,8 @@ _CONNECTION_LOST = re.compile(
 
 _WAITED = "[FSDP-E670]"
 """Part of the message of a rank that has waited for others in a collective call."""
+_HALTED = "did not run, because its process was stopped by SIGSTOP or a debugger"
+_MAX_PLACES = 8
 _NUM_LAST_FRAMES = 2
 _MAX_LINE = 240
 _MAX_LINES = 30
@@ -84,17 +86,17 @@ def format_failures(result: RunResult, *, debug: bool = False, shown_live: Itera
     first = first_failure(result.exits)
     if result.signal_number and first is not None:
         name = _signal_name(result.signal_number)
-        return f"hf-fsdp: stopped by {name}; {_ranks([rank.rank for rank in result.exits])} exited"
+        lines = [f"hf-fsdp: stopped by {name}; {_ranks([rank.rank for rank in result.exits])} exited"]
+        places = _format_places(result)
+        return "\n".join([*lines, *(f"hf-fsdp: {text}" for text in places if len(places) > 1)])
     if result.remote_failure and (first is None or first.failure is None or _lost_connection(first)):
         return f"hf-fsdp: the ranks of this machine were stopped because another failed: {result.remote_failure}"
     if first is None:
         return ""
     failure = first.failure
     if failure is not None and failure["kind"] == "spec":
-        # A rank that was in another collective may have lost the connection to this one since.
-        others = [rank for rank in result.exits if rank.failure is None or _lost_connection(rank)]
-        lines = [f"hf-fsdp: {text}" for text in _places(others)]
-        return "\n".join([str(failure["message"]), *(lines if _WAITED in str(failure["message"]) else ())])
+        lines = [f"hf-fsdp: {text}" for text in (*_format_places(result), *result.notes)]
+        return "\n".join([str(failure["message"]), *(lines if _has_waited(first) else ())])
     lines = [f"hf-fsdp: rank {first.rank} failed (pid {first.pid} on {socket.gethostname()}): {summarize(first)}"]
     if failure is not None and failure["kind"] == "exception":
         rest = [f"  {line}" for line in str(failure["message"]).splitlines() if line != _first_line(failure)]
@@ -104,7 +106,7 @@ def format_failures(result: RunResult, *, debug: bool = False, shown_live: Itera
         lines.append(f"  {hint}")
     if failure is None:
         lines += _format_frames([_described(frame) for frame in first.stack])
-    if _may_disagree(first) and len(places := _places(result.exits)) > 1:
+    if _may_disagree(first) and len(places := _format_places(result)) > 1:
         message = f"the ranks were in different places: {'; '.join(places)}."
         fix = (
             "If these places have different collectives, they do not match. Make every rank run the same collective "
@@ -114,7 +116,20 @@ def format_failures(result: RunResult, *, debug: bool = False, shown_live: Itera
     if first.tail and first.rank not in set(shown_live):
         lines += [f"  last lines of rank {first.rank}'s stderr:", *(f"  | {line}" for line in first.tail)]
     lines += _format_others(first, result.exits, debug=debug)
+    lines += [f"hf-fsdp: {note}" for note in result.notes]
     return "\n".join(lines)
+
+
+def needs_places(result: RunResult) -> bool:
+    """Return whether the summary, here or on the machine that failed first, contains where the ranks were."""
+    first = first_failure(result.exits)
+    if first is None or result.signal_number:
+        return False
+    return bool(result.remote_failure) or _may_disagree(first) or _has_waited(first)
+
+
+def _has_waited(first: RankExit) -> bool:
+    return first.failure is not None and _WAITED in str(first.failure["message"])
 
 
 def _may_disagree(first: RankExit) -> bool:
@@ -122,18 +137,21 @@ def _may_disagree(first: RankExit) -> bool:
     return first.code == -signal.SIGABRT or _lost_connection(first)
 
 
-def _places(exits: Iterable[RankExit]) -> list[str]:
-    """Return one text for each place at which ranks were. Ranks whose place is unknown are left out."""
-    groups: dict[tuple[bool, Place | None], list[int]] = {}
+def places_of(exits: Iterable[RankExit]) -> list[RanksAt]:
+    """Return where ranks were, without the ranks whose place is unknown."""
+    known = []
     for rank in exits:
-        ended = rank.ended and rank.failure is None
-        if ended or rank.place is not None:
-            groups.setdefault((ended, rank.place), []).append(rank.rank)
-    texts = []
-    for (ended, place), ranks in groups.items():
-        was = f"{'was' if len(ranks) == 1 else 'were'} {place}" if place is not None else ""
-        texts.append(f"{_ranks(ranks)} {' and '.join(part for part in ('had ended the script' * ended, was) if part)}")
-    return texts
+        state = "had ended the script" if rank.ended and rank.failure is None else _HALTED * rank.halted
+        if state or rank.place is not None:
+            known.append(RanksAt((rank.rank,), state, str(rank.place or "")))
+    return merged(known)
+
+
+def _format_places(result: RunResult) -> list[str]:
+    """Return one text for each place at which ranks were, on all machines that are known."""
+    places = merged([*places_of(result.exits), *result.elsewhere])
+    shown = [str(each) for each in places[:_MAX_PLACES]]
+    return [*shown, *([f"and {len(places) - len(shown)} more places"] if len(shown) < len(places) else [])]
 
 
 def _format_others(first: RankExit, exits: Sequence[RankExit], *, debug: bool) -> list[str]:

@@ -8,13 +8,14 @@ import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hf_fsdp_plugin.cli.dry_run import show_run
 from hf_fsdp_plugin.cli.exit_codes import USAGE, exit_code
 from hf_fsdp_plugin.cli.exit_watch import LIMIT_VARIABLE, exit_limit
 from hf_fsdp_plugin.cli.failure_summary import exit_code as exit_code_of_ranks
-from hf_fsdp_plugin.cli.failure_summary import first_failure, format_failures, summarize
+from hf_fsdp_plugin.cli.failure_summary import first_failure, format_failures, needs_places, places_of, summarize
 from hf_fsdp_plugin.cli.launch_flags import LaunchArguments, UsageError, add_help, parse_launch_arguments
 from hf_fsdp_plugin.cli.rank_env import rank_env, settings_env
 from hf_fsdp_plugin.cli.ranks import Ranks
@@ -121,6 +122,9 @@ def _run_ranks(
         first = first_failure(result.exits)
         if first is not None:
             rendezvous.peers.announce(f"rank {first.rank}: {summarize(first)}")
+            if needs_places(result):
+                elsewhere, notes = rendezvous.peers.share_places(places_of(result.exits))
+                result = replace(result, elsewhere=tuple(elsewhere), notes=tuple(notes))
         rendezvous.peers.leave()
     live = [rank.rank for rank in result.exits] if show_all else [rendezvous.first_rank]
     sys.stdout.flush()

@@ -17,12 +17,12 @@ import signal
 import site
 import sysconfig
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from hf_fsdp_plugin.text import plural
+from hf_fsdp_plugin.text import format_names, plural
 
 STACK_SIGNAL: Final = getattr(signal, "SIGRTMAX", 0) - 3 if hasattr(signal, "SIGRTMAX") else None
 """The signal with which the launcher asks a rank for its stack: a real-time signal, which libraries do not use."""
@@ -83,6 +83,34 @@ class Place:
         if self.num_steps is not None:
             parts.append(f"after {plural(self.num_steps, 'optimizer step')}")
         return " ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class RanksAt:
+    """Ranks that were at the same place.
+
+    Attributes:
+        state: what had happened to them before, such as ``had ended the script``; may be empty.
+        place: the text of their :class:`Place`; empty if it is unknown.
+    """
+
+    ranks: tuple[int, ...]
+    state: str
+    place: str
+
+    def __str__(self) -> str:
+        is_one = len(self.ranks) == 1
+        was = f"{'was' if is_one else 'were'} {self.place}" if self.place else ""
+        ranks = f"rank {self.ranks[0]}" if is_one else f"ranks {format_names(self.ranks, 16)}"
+        return f"{ranks} {' and '.join(part for part in (self.state, was) if part)}"
+
+
+def merged(groups: Iterable[RanksAt]) -> list[RanksAt]:
+    """Return one group for each state and place."""
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for group in groups:
+        ranks.setdefault((group.state, group.place), []).extend(group.ranks)
+    return [RanksAt(tuple(sorted(numbers)), *where) for where, numbers in ranks.items()]
 
 
 def record_stacks(path: Path) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.cli.leftovers import RUN_VARIABLE, Guard, Leftover, end_processes, run_name
-from hf_fsdp_plugin.cli.places import STACK_SIGNAL, Frame, Place, find_place, read_stack
+from hf_fsdp_plugin.cli.places import STACK_SIGNAL, Frame, Place, RanksAt, find_place, read_stack
 from hf_fsdp_plugin.cli.rank_files import FILES_VARIABLE, RankFiles
 from hf_fsdp_plugin.cli.rank_output import RankOutput, last_lines
 from hf_fsdp_plugin.cli.rendezvous import Peers
@@ -30,6 +30,8 @@ from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import plural
 
 _POLL_SECONDS = 0.05
+_STACK_SECONDS = 0.05
+"""Seconds that ranks have to record their stacks, which takes milliseconds, before they receive another signal."""
 _SETTLE_SECONDS = 2.0
 """Seconds from the first failure to SIGTERM. Ranks that wait for the failed rank often fail in this time."""
 _TEARDOWN_SECONDS = 10.0
@@ -53,6 +55,7 @@ class RankExit:
         stack: its stack at the failure, outermost frame first; empty if that is unknown.
         num_steps: its optimizer steps; ``None`` if they were not counted.
         ended: whether its script had ended without an error.
+        halted: whether SIGSTOP or a debugger had stopped its process when it was asked for its stack.
     """
 
     rank: int
@@ -65,6 +68,7 @@ class RankExit:
     stack: tuple[Frame, ...] = ()
     num_steps: int | None = None
     ended: bool = False
+    halted: bool = False
 
     @property
     def place(self) -> Place | None:
@@ -79,11 +83,15 @@ class RunResult:
     Attributes:
         signal_number: the signal that stopped the launcher, or 0.
         remote_failure: the failure of a rank on another machine, if any.
+        elsewhere: where the ranks of other machines were.
+        notes: what is not known of other machines.
     """
 
     exits: tuple[RankExit, ...]
     signal_number: int = 0
     remote_failure: str | None = None
+    elsewhere: tuple[RanksAt, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -94,6 +102,7 @@ class _Rank:
     tail: deque[str]
     exit_time: float | None = None
     stopped: bool = False
+    halted: bool = False
     term_sent: float | None = None
 
     def poll(self) -> int | None:
@@ -113,6 +122,7 @@ class _Rank:
 
     def request_stacks(self) -> None:
         """Make the rank record its stacks. Does nothing if it cannot yet, or has recorded where it failed."""
+        self.halted = _is_halted(self.process.pid)
         if STACK_SIGNAL is not None and self.files.stacks.exists() and not self.files.failure.exists():
             self.send(STACK_SIGNAL)
 
@@ -136,6 +146,7 @@ class _Rank:
             stack=tuple(self._stack(failure)),
             num_steps=read_num_steps(self.files.steps),
             ended=self.files.ended.exists(),
+            halted=self.halted,
         )
 
     def _stack(self, failure: Mapping[str, Any] | None) -> Sequence[Frame]:
@@ -198,8 +209,7 @@ class Ranks:
                     remote_failure = peers.failure()
                     if remote_failure or any(rank.has_failed for rank in self._ranks):
                         failed_at = now
-                        for rank in self._running():
-                            rank.request_stacks()
+                        self._request_stacks()
                 if failed_at is not None:
                     self._stop_after_failure(now - failed_at)
                 if now > self._kill_at:
@@ -252,6 +262,13 @@ class Ranks:
     def _running(self) -> list[_Rank]:
         return [rank for rank in self._ranks if rank.poll() is None]
 
+    def _request_stacks(self) -> None:
+        """Make the running ranks record where they are, before they are stopped."""
+        for rank in self._running():
+            rank.request_stacks()
+        if self._running():
+            time.sleep(_STACK_SECONDS)
+
     def _stop_after_failure(self, seconds: float) -> None:
         """Send SIGTERM, later SIGKILL, to the ranks that still run `seconds` after the failure."""
         for rank in self._running():
@@ -268,8 +285,10 @@ class Ranks:
         def forward(number: int, frame: Any) -> None:
             del frame
             if number in _STOPPING:
-                is_second = self._signal in _STOPPING
+                is_first, is_second = not self._signal, self._signal in _STOPPING
                 self._signal = number
+                if is_first:
+                    self._request_stacks()
                 self._kill_at = min(self._kill_at, time.monotonic() + (0.0 if is_second else grace))
                 _print_stopping(number, len(self._running()), 0.0 if is_second else grace)
             for rank in self._running():
@@ -286,6 +305,15 @@ class Ranks:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+
+def _is_halted(pid: int) -> bool:
+    """Return whether a process is stopped, by SIGSTOP or a debugger. Linux only."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
 
 def _print_stopping(number: int, num_ranks: int, grace: float) -> None:

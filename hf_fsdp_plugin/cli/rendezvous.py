@@ -14,10 +14,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_fsdp_plugin.cli.places import RanksAt
 from hf_fsdp_plugin.cli.world import World
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spec.model import LaunchSection
@@ -25,6 +26,10 @@ from hf_fsdp_plugin.text import plural
 
 DEFAULT_PORT = 29500
 _RUN_ID = "hf_fsdp"
+_PLACES_SECONDS = 10.0
+"""Seconds that the launcher of the first failure waits until the others have stopped their ranks."""
+_MAX_SHARED = 8
+"""Number of places that a launcher shares."""
 _EXIT_BARRIER_SECONDS = 300.0
 """Seconds that a launcher keeps the store open for machines whose ranks exit later. Same as torchrun's exit barrier."""
 
@@ -42,6 +47,15 @@ class Peers:
 
     def announce(self, text: str) -> None:
         """Announce to the other machines that a rank failed here."""
+
+    def share_places(self, places: Sequence[RanksAt]) -> tuple[list[RanksAt], list[str]]:
+        """Share where the ranks of this machine were when the run failed.
+
+        Returns:
+            On the machine that has announced its failure first: where the ranks of the other machines were. On the
+            others: nothing. And notes on the machines that are not included.
+        """
+        return [], []
 
     def leave(self) -> None:
         """Announce that the ranks of this machine have exited. Returns when the store is no longer needed."""
@@ -219,6 +233,7 @@ class StorePeers(Peers):
         self._waits = machine == 0 or handler.get_backend() != "static"
         self._num_machines = num_machines
         self._next_check = 0.0
+        self._first_to_fail = ""
 
     def failure(self) -> str | None:
         if time.monotonic() < self._next_check:
@@ -235,7 +250,39 @@ class StorePeers(Peers):
     def announce(self, text: str) -> None:
         # If the host of the store has exited, the other machines detect this in failure().
         with contextlib.suppress(Exception):
-            self._store.compare_set("failed", "", f"machine {self._machine}: {text}")
+            failed: bytes = self._store.compare_set("failed", "", f"machine {self._machine}: {text}")
+            self._first_to_fail = failed.decode().partition(":")[0]
+
+    def share_places(self, places: Sequence[RanksAt]) -> tuple[list[RanksAt], list[str]]:
+        # One machine reads what the others write, so the number of messages grows with the number of machines only.
+        try:
+            if self._first_to_fail != f"machine {self._machine}":
+                content = [(each.ranks, each.state, each.place) for each in places[:_MAX_SHARED]]
+                self._store.set(f"places/{self._machine}", json.dumps(content))
+                return [], [f"{self._first_to_fail} failed first: see the output of its launcher"]
+            return self._collect_places([machine for machine in range(self._num_machines) if machine != self._machine])
+        except Exception:  # see failure()
+            return [], ["the ranks of other machines are not included: see the output of their launchers"]
+
+    def _collect_places(self, machines: Sequence[int]) -> tuple[list[RanksAt], list[str]]:
+        found: list[RanksAt] = []
+        silent: list[str] = []
+        ended: list[str] = []
+        deadline = time.monotonic() + _PLACES_SECONDS
+        for machine in machines:
+            while not (left := self._store.check([f"left/{machine}"])) and time.monotonic() < deadline:
+                if self._store.check([f"places/{machine}"]):
+                    break
+                time.sleep(0.1)
+            if self._store.check([f"places/{machine}"]):  # written before "left"
+                content = json.loads(self._store.get(f"places/{machine}"))
+                found += [RanksAt(tuple(ranks), state, place) for ranks, state, place in content]
+            else:
+                (ended if left else silent).append(str(machine))
+        notes = [f"the ranks of machines {', '.join(ended)} had ended"] if ended else []
+        if silent:
+            notes.append(f"the ranks of machines {', '.join(silent)} are not included: see their launchers' output")
+        return found, notes
 
     def leave(self) -> None:
         with contextlib.suppress(Exception):

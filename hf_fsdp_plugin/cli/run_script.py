@@ -125,29 +125,21 @@ def is_failure(error: BaseException) -> bool:
 def _failure_of(error: BaseException) -> dict[str, Any]:
     """Return the failure for the launcher as JSON."""
     content: dict[str, Any] = {"time": time.time(), "type": type(error).__name__, "frames": [], "traceback": ""}
+    if isinstance(error, SystemExit):
+        return content | {"kind": "exit", "message": "" if isinstance(error.code, int) else str(error.code)}
+    details = traceback.TracebackException.from_exception(error, limit=-_MAX_FRAMES)
+    content["frames"] = [
+        {"file": f.filename, "line": f.lineno, "name": f.name, "code": f.line or "", "library": is_library(f.filename)}
+        for f in details.stack
+        if f.filename != __file__ and not f.filename.startswith("<frozen ")
+    ]
     if isinstance(error, SpecError):
-        content |= {"kind": "spec", "message": str(error)}
-    elif isinstance(error, SystemExit):
-        content |= {"kind": "exit", "message": "" if isinstance(error.code, int) else str(error.code)}
-    else:
-        details = traceback.TracebackException.from_exception(error, limit=-_MAX_FRAMES)
-        content |= {
-            "kind": "interrupt" if isinstance(error, KeyboardInterrupt) else "exception",
-            "message": "".join(details.format_exception_only()).strip(),
-            "frames": [
-                {
-                    "file": f.filename,
-                    "line": f.lineno,
-                    "name": f.name,
-                    "code": f.line or "",
-                    "library": is_library(f.filename),
-                }
-                for f in details.stack
-                if f.filename != __file__ and not f.filename.startswith("<frozen ")
-            ],
-            "traceback": "".join(details.format()),
-        }
-    return content
+        return content | {"kind": "spec", "message": str(error)}
+    return content | {
+        "kind": "interrupt" if isinstance(error, KeyboardInterrupt) else "exception",
+        "message": "".join(details.format_exception_only()).strip(),
+        "traceback": "".join(details.format()),
+    }
 
 
 def _without_stderr(hook: Callable[..., Any]) -> Callable[..., None]:

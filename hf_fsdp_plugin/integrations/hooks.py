@@ -69,8 +69,10 @@ _TRAINER_STAGED = "The Trainer writes checkpoints to a staging folder and rename
 # fmt: off
 _ACCELERATE_HOOKS = (
     Hook("accelerate.state:PartialState.__init__", "accelerate.state:init_partial_state",
-         reason="A process group with NCCL alone cannot clip or save offloaded parameters, which are on the CPU.",
-         until="Accelerate starts `cpu:gloo,cuda:nccl` for FSDP plugins, not only for its own environment variables."),
+         reason="A process group with NCCL alone cannot clip or save offloaded parameters, which are on the CPU. On "
+                "CPU ranks, Transformers ignores `ddp_timeout`.",
+         until="Accelerate starts `cpu:gloo,cuda:nccl` for FSDP plugins, not only for its own environment variables, "
+               "and Transformers passes the time-out."),
     Hook("accelerate.state:AcceleratorState.__init__", "accelerate.state:init_accelerator_state",
          reason="On CPU ranks Accelerate ignores the FSDP plugin and uses DDP. It starts no process group for CPU "
                 "ranks of `torchrun` or for a single rank.",
@@ -111,6 +113,11 @@ _ACCELERATE_HOOKS = (
     Hook(f"{_ACCELERATOR}.end_training", "accelerate.accelerator:end_training",
          reason="The report is written before the process group is destroyed.",
          until="Accelerate offers a callback at the end of training."),
+    # The Trainer calls it for `generate` through the module.
+    Hook("torch.distributed.fsdp:register_fsdp_forward_method", "generation:register_forward_method",
+         reason="Around `generate`, torch gathers the root before the other ranks have made the call. A call on one "
+                "rank waits without end.",
+         until="The Trainer leaves `generate` of a prepared model unchanged."),
     *(
         Hook(f"{module}:{name}", f"accelerate.fsdp_utils:{name}",
              reason="The state dict type `local` is refused under FSDP2; FSDP1's full state dict fails on CPU ranks.",

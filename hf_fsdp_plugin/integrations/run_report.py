@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.agreement import gather_objects
+from hf_fsdp_plugin.backends.arrivals import announce_end
 from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_optimizers
 from hf_fsdp_plugin.integrations.messages import print_once
@@ -67,6 +68,7 @@ class RunReporter:
         # After an exception, a collective may hang, because other ranks may have exited.
         if getattr(sys, "last_type", None) is not None:
             return
+        announce_end()
         missing = {number: accelerator for accelerator, number in self._numbers.items() if self.awaits(accelerator)}
         num_missing = self._num_prepared - self._num_reported
         num_kept = len(missing)

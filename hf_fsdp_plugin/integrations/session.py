@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any, Final
 
 from hf_fsdp_plugin.sources.accelerate_launch import locate_config
@@ -33,6 +34,7 @@ class Session:
         # Keyed by id: TrainingArguments is unhashable, and its attributes are pickled into every checkpoint.
         self._of_arguments: dict[int, FsdpSpec] = {}
         self._of_trainer: ContextVar[FsdpSpec | None] = ContextVar("hf_fsdp_spec", default=None)
+        self._timeout: ContextVar[timedelta | None] = ContextVar("hf_fsdp_timeout", default=None)
         self.ambient: FsdpSpec | None = None
         self.close()
 
@@ -83,6 +85,20 @@ class Session:
             yield
         finally:
             self._of_trainer.reset(token)
+
+    @contextmanager
+    def in_arguments(self, timeout: timedelta) -> Iterator[None]:
+        """Use the time-out of a ``TrainingArguments`` for a process group that is started in this context."""
+        token = self._timeout.set(timeout)
+        try:
+            yield
+        finally:
+            self._timeout.reset(token)
+
+    @property
+    def group_timeout(self) -> timedelta | None:
+        """The time-out of the ``TrainingArguments`` that is being created, if there is one."""
+        return self._timeout.get()
 
     @property
     def trainer_spec(self) -> FsdpSpec | None:

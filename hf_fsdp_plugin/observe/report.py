@@ -145,14 +145,22 @@ class Report:
         }
 
     def write(self, path: str | os.PathLike[str]) -> Path | None:
-        """Write the JSON atomically on rank 0 and return its path; return ``None`` on other ranks."""
+        """Write the JSON on rank 0 and return its path; return ``None`` on other ranks.
+
+        A file is written atomically; a device or a pipe, such as ``/dev/stdout``, is kept and written to.
+        """
         if dist.is_initialized() and dist.get_rank() != 0:
             return None
         target = Path(path)
+        text = json.dumps(self.to_json(), indent=2) + "\n"
+        if target.exists() and not target.is_file():
+            with target.open("w", encoding="utf-8") as stream:
+                stream.write(text)
+            return target
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
-            temporary.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+            temporary.write_text(text, encoding="utf-8")
             temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from cases_trainer import losses, make_trainer
 from model_families import FAMILIES, NUM_ROWS, Batch
-from tiny import MODELS, global_batch, my_part, tiny_llama
+from tiny import MODELS, global_batch, my_part, parallel_config, tiny_llama
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from training import fresh_accelerator, sgd
@@ -22,6 +23,7 @@ from transformers import (
 )
 
 import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.problems import SpecError
 
 NUM_STEPS = 3
 
@@ -217,6 +219,22 @@ def train_with_callback(output_dir: str, arguments: dict[str, Any]) -> tuple[lis
     generating = make_trainer(output_dir, callbacks=[callback], **arguments)
     generating.train()
     return losses(plain), losses(generating), callback.num_calls
+
+
+def generate_on_one_rank(output_dir: str, version: int, how: str) -> list[str]:
+    """Generate on rank 0 only, with a Trainer after its training or with an Accelerator. Return the problem codes."""
+    if how == "Trainer":
+        trainer = make_trainer(output_dir, max_steps=1, fsdp="full_shard", fsdp_config={"version": version})
+        trainer.train()
+        model = trainer.model
+    else:
+        model = fresh_accelerator(parallel_config("full_shard", version, 2)).prepare(tiny_llama())
+    if dist.get_rank() != 0:
+        return []
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SpecError, match="rank 1 did not call it") as caught:
+        patch.setenv("HF_FSDP_ARRIVAL_TIMEOUT", "0.3")
+        model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2)
+    return [problem.code for problem in caught.value.problems]
 
 
 class Sequences(torch.utils.data.Dataset):

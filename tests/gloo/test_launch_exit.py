@@ -9,7 +9,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import LAUNCH, environment, finish, free_port, is_gone, launch_script, start_script, wait_for, write
+from launching import (
+    LAUNCH,
+    environment,
+    finish,
+    free_port,
+    is_gone,
+    launch,
+    launch_script,
+    start_script,
+    wait_for,
+    write,
+)
 
 on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds processes in /proc")
 
@@ -205,3 +216,44 @@ def test_two_launches_with_one_port_both_run(tmp_path: Path) -> None:
     warned = [f"port {port} is in use" in each.stderr for each in done]
     assert sorted(warned) == [False, True]
     assert sorted(each.stdout == f"port {port}\n" for each in done) == [False, True]
+
+
+TRAINED = """
+    import os, resource, sys, torch
+    from accelerate import Accelerator
+    accelerator = Accelerator(project_dir="taken" if sys.argv[1] == "folder" else None)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(model(torch.randn(2, 8)).sum())
+    optimizer.step()
+    if sys.argv[1] == "file size":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+    if sys.argv[1] == "exit code":
+        accelerator.end_training()
+        os._exit(7)
+"""
+FULL = ("--report", "report.json")
+
+
+@on_linux
+@pytest.mark.parametrize(
+    ("what", "flags", "code", "reason"),
+    [
+        ("disk", FULL, 0, "report.json: No space left on device"),
+        pytest.param("exit code", FULL, 7, "report.json: No space left on device", marks=pytest.mark.slow),
+        pytest.param("file size", (), 0, "fsdp_report.json: File too large", marks=pytest.mark.slow),
+        pytest.param("folder", (), 0, "taken/fsdp_report.json: File exists", marks=pytest.mark.slow),
+    ],
+)
+def test_report_on_a_full_disk_keeps_the_exit_code(
+    tmp_path: Path, what: str, flags: tuple[str, ...], code: int, reason: str
+) -> None:
+    (tmp_path / "report.json").symlink_to("/dev/full")
+    (tmp_path / "taken").touch()
+    write(tmp_path, TRAINED)
+    done = launch(tmp_path, "--num_processes", "2", *flags, "train.py", what)
+    assert done.returncode == code, done.stderr
+    assert f"cannot write the report to {reason}" in done.stderr.replace(f"{tmp_path}/", ""), done.stderr
+    assert "Traceback" not in done.stderr
+    assert {path.name for path in tmp_path.glob("*report*")} == {"report.json"}, "nothing is left behind"

@@ -72,6 +72,34 @@ def test_remote_failure_stops_ranks_without_collectives(tmp_path: Path) -> None:
     assert "because another failed: machine 1: rank 3: exit code 9" in first.stderr
 
 
+LEAVES = """
+    import os, torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    rank, group = dist.get_rank(), dist.new_group([0, 3])
+    if rank in (1, 2):
+        __import__("time").sleep(120)
+    if rank == 3:
+        os.abort()
+    dist.all_reduce(torch.ones(1), group=group)
+"""
+
+
+@pytest.mark.slow
+def test_places_of_all_machines_are_named_once(tmp_path: Path) -> None:
+    write(tmp_path, LEAVES)
+    machines = two_machines(tmp_path, "train.py")
+    assert all(done.returncode not in (0, 2) for done in machines)
+    named = [
+        done.stderr
+        for done in machines
+        if "FSDP-E743" in done.stderr and "ranks 1, 2 were at train.py:6" in done.stderr
+    ]
+    assert len(named) == 1, machines
+    assert "rank 0 was in all_reduce at train.py:9" in named[0] and "rank 3 was at train.py:8 `os.abort()`" in named[0]
+    other = next(done.stderr for done in machines if done.stderr is not named[0])
+    assert "failed first: see the output of its launcher" in other or "because another failed" in other
+
+
 def test_machines_with_different_worlds_start_no_rank(tmp_path: Path) -> None:
     write(tmp_path, "open('started', 'w').write('x')")
     machines = two_machines(tmp_path, "train.py", last=("--num_processes", "2"))

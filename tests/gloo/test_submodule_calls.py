@@ -101,6 +101,12 @@ def test_generate_in_callbacks_does_not_change_training(
 
 
 @VERSIONS
+@pytest.mark.parametrize("how", ["Trainer", "Accelerator"])
+def test_generate_on_one_rank_raises(two_ranks: Ranks, tmp_path: Path, version: int, how: str) -> None:
+    assert two_ranks.run(cases.generate_on_one_rank, str(tmp_path), version, how) == [["FSDP-E670"], []]
+
+
+@VERSIONS
 def test_seq2seq_trainer_generates_as_one_process(
     one_rank: Ranks, two_ranks: Ranks, tmp_path: Path, version: int
 ) -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks, same_on_all_ranks
-from hf_fsdp_plugin.backends.arrivals import first_step
+from hf_fsdp_plugin.backends.arrivals import first_step, preparation_limit, together
 from hf_fsdp_plugin.backends.optimizer import foreign_parameters
 from hf_fsdp_plugin.backends.optimizer_mode import apply_step_mode
 from hf_fsdp_plugin.backends.optimizer_state_factory import set_state_factory
@@ -22,6 +23,7 @@ from hf_fsdp_plugin.backends.shard import plan_of, rebind, remember_optimizers, 
 from hf_fsdp_plugin.backends.shared_weights import exchange
 from hf_fsdp_plugin.backends.submodule_calls import free_after_forward, free_before_step
 from hf_fsdp_plugin.integrations.accelerate import private
+from hf_fsdp_plugin.integrations.accelerate.batches import check_even_batches
 from hf_fsdp_plugin.integrations.accelerate.plugin import planned_plugin
 from hf_fsdp_plugin.integrations.messages import print_warnings
 from hf_fsdp_plugin.integrations.peft.checks import check_adapters
@@ -31,6 +33,7 @@ from hf_fsdp_plugin.integrations.step_count import step_count
 from hf_fsdp_plugin.integrations.torchao import private as torchao_private
 from hf_fsdp_plugin.plan.further import spec_of_further_model
 from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.plan.presharded import distributed_config_of, sharded_backend
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -39,6 +42,10 @@ from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.torch_private.modules import compile_call, compiled_module
 
 logger = logging.getLogger(__name__)
+_FIX = (
+    "Prepare the same objects on all ranks, outside of `if accelerator.is_main_process:`. The Trainer prepares its "
+    "model in `train`, `evaluate` and `predict`, which all ranks must call in the same order."
+)
 
 
 def prepare_objects(accelerator: Any, objects: Sequence[Any]) -> Any:
@@ -63,7 +70,8 @@ def prepare_objects(accelerator: Any, objects: Sequence[Any]) -> Any:
         rebind(model, optimizers)
     new_optimizers = [obj.optimizer for obj in prepared if hasattr(obj, "optimizer")]
     if new_optimizers:  # not for data loaders, which the Trainer also prepares for an evaluation
-        with on_all_ranks("checking the optimizers"):
+        names = " and ".join(sorted({type(optimizer).__name__ for optimizer in new_optimizers}))
+        with _together(names), on_all_ranks("checking the optimizers"):
             _check_optimizers(new_optimizers, models)
     if any(isinstance(obj, nn.Module) for obj in objects):
         exchange.close()  # every rank has loaded its model
@@ -74,6 +82,7 @@ def prepare_objects(accelerator: Any, objects: Sequence[Any]) -> Any:
         optimizer.register_step_pre_hook(first_step.announce)
         for model in models:
             free_before_step(model, optimizer)
+    print_warnings(problem for obj in prepared if (problem := check_even_batches(obj)) is not None)
     track(accelerator)
     plugin = planned_plugin(accelerator)
     if plugin is not None and plugin.spec.checkpoint.asynchronous and new_optimizers:
@@ -116,6 +125,23 @@ def _shard_model(
     *,
     is_first: bool = True,
     is_trained: bool = True,
+) -> nn.Module:
+    """Plan and shard one model, after all ranks have arrived."""
+    with _together(type(unwrapped(compiled_module(model) or model)).__name__.removeprefix("FSDP")):
+        return _shard_on_all_ranks(accelerator, model, optimizers, is_first=is_first, is_trained=is_trained)
+
+
+def _together(names: str) -> AbstractContextManager[None]:
+    return together(f"Accelerator.prepare of {names}", fix=_FIX, limit=preparation_limit())
+
+
+def _shard_on_all_ranks(
+    accelerator: Any,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    is_first: bool,
+    is_trained: bool,
 ) -> nn.Module:
     """Plan and shard one model. Wrap settings that do not fit are replaced, unless it is the run's first model."""
     plugin = planned_plugin(accelerator)

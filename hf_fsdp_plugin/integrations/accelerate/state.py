@@ -17,6 +17,7 @@ from hf_fsdp_plugin.devices import DEVICES, accelerator_type, available_device
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin
 from hf_fsdp_plugin.integrations.environment import set_variables
+from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spec.model import FsdpSpec
 
@@ -25,7 +26,7 @@ def init_partial_state(original: Callable[..., None], state: Any, *args: Any, **
     """On ranks with an accelerator, first start a process group for its tensors and for CPU tensors.
 
     Offloaded gradients, for example, are CPU tensors. If ``cpu`` or a backend is given, Accelerate starts its own
-    process group instead.
+    process group instead. The time-out is that of the ``TrainingArguments``, on CPU ranks too.
     """
     is_given = kwargs.get("backend") is not None or (args and args[0]) or kwargs.get("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", -1))
@@ -35,6 +36,8 @@ def init_partial_state(original: Callable[..., None], state: Any, *args: Any, **
             device.set_current(local_rank % device.count())
             timeout = {name: value for name, value in kwargs.items() if name == "timeout"}
             dist.init_process_group(device.process_group_backend, **timeout)
+    if session.group_timeout is not None:
+        kwargs.setdefault("timeout", session.group_timeout)
     original(*args, **kwargs)
     _remove_index_of_cpu(state)
 

@@ -20,13 +20,14 @@ _SWITCHES = ("bf16", "fp16", "gradient_checkpointing", "activation_checkpointing
 def validate_arguments(original: Callable[..., None], arguments: Any, *args: Any, **kwargs: Any) -> None:
     """Add the arguments of Transformers 4, and set ``use_cpu`` on CPU ranks that a launcher selected.
 
-    Without ``use_cpu``, Transformers rejects bf16.
+    Without ``use_cpu``, Transformers rejects bf16. With it, Transformers ignores ``ddp_timeout``.
     """
     install_hooks("accelerate", "saving")
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on"):
         arguments.use_cpu = True
     apply_old_arguments(arguments)
-    original(*args, **kwargs)
+    with session.in_arguments(arguments.ddp_timeout_delta):
+        original(*args, **kwargs)
 
 
 def process_fsdp_args(original: Callable[[], Any], arguments: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 from transformers import Trainer, TrainingArguments
 from transformers.utils import find_labels
 
-from hf_fsdp_plugin.backends.arrivals import TRAINING_LIMIT, wait_for_all_ranks
+from hf_fsdp_plugin.backends.arrivals import TRAINING_LIMIT, preparation_limit, wait_for_all_ranks
 from hf_fsdp_plugin.backends.fsdp2 import reshard
 from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX
 from hf_fsdp_plugin.integrations.accelerate.adoption import is_left_to_transformers
@@ -105,14 +105,14 @@ def evaluation_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kw
     Otherwise the Trainer raises an error under FSDP2, and later trains unsharded parameters under FSDP1.
     """
     private.show_loading(trainer.model)
-    if not prepared_models(trainer.accelerator):
+    is_prepared = bool(prepared_models(trainer.accelerator))
+    wait_for_all_ranks(
+        f"an evaluation or prediction of {type(trainer).__name__} after step {trainer.state.global_step}",
+        fix="Call `evaluate` and `predict`, and set `control.should_evaluate`, on all ranks.",
+        limit=TRAINING_LIMIT if is_prepared else preparation_limit(),
+    )
+    if not is_prepared:
         trainer.model = trainer.model_wrapped = trainer.accelerator.prepare(trainer.model)
-    else:
-        wait_for_all_ranks(
-            f"an evaluation or prediction of {type(trainer).__name__} after step {trainer.state.global_step}",
-            fix="Call `evaluate` and `predict`, and set `control.should_evaluate`, on all ranks.",
-            limit=TRAINING_LIMIT,
-        )
     output = original(*args, **kwargs)
     reshard(trainer.model)
     return output

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from hf_fsdp_plugin.backends import arrivals
-from hf_fsdp_plugin.backends.arrivals import Round, arrival_limit, wait_for_all_ranks
+from hf_fsdp_plugin.backends.arrivals import Round, announce_end, arrival_limit, preparation_limit, wait_for_all_ranks
 from hf_fsdp_plugin.problems import SpecError
 
 LONG, SHORT = 30.0, 0.3
@@ -98,6 +99,24 @@ def test_first_step_of_another_rank_ends_the_wait(world: dist.Store, monkeypatch
     with pytest.raises(SpecError):
         arrivals.FirstCalls().wait("clip", fix="", limit=LONG, before_step=True)
     assert time.monotonic() - began < LONG
+
+
+def test_rank_that_ended_its_script_ends_the_wait(world: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "_SETTLE", SHORT)
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "get_rank", lambda: 2)
+        announce_end()
+    began = time.monotonic()
+    with pytest.raises(SpecError) as caught:
+        wait_for_all_ranks("save", limit=LONG)
+    assert time.monotonic() - began < LONG
+    assert "rank 0 did not call it; rank 2 did not call it and ended the script" in str(caught.value)
+
+
+@pytest.mark.parametrize(("seconds", "limit"), [(600, 540), (60, 540), (7200, 6480)])
+def test_preparation_waits_for_a_part_of_the_time_out(world: dist.Store, seconds: int, limit: float) -> None:
+    world.set_timeout(timedelta(seconds=seconds))
+    assert preparation_limit() == limit
 
 
 def test_call_can_be_repeated_after_a_failure(store: dist.Store) -> None:

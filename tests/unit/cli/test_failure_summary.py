@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hf_fsdp_plugin.cli.failure_summary import exit_code, format_failures
-from hf_fsdp_plugin.cli.places import Frame
+from hf_fsdp_plugin.cli.places import Frame, RanksAt
 from hf_fsdp_plugin.cli.ranks import RankExit, RunResult
 from hf_fsdp_plugin.cli.run_script import __file__ as LIBRARY_FILE
 
@@ -64,6 +64,38 @@ def test_rank_that_has_ended_is_named() -> None:
 )
 def test_places_are_not_named_without_reason(exits: tuple[RankExit, ...]) -> None:
     assert "FSDP-E743" not in summary(*exits)
+
+
+def test_halted_rank_is_named() -> None:
+    stopped = rank(1, -signal.SIGKILL, stopped=True, halted=True)
+    text = summary(rank(0, failure={**LOST, "message": "RuntimeError: Timed out waiting 3000ms"}, stack=SAVE), stopped)
+    assert "FSDP-E743" in text and "rank 1 did not run, because its process was stopped by SIGSTOP" in text
+
+
+def test_places_of_other_machines_are_merged() -> None:
+    lost, note = rank(0, failure=LOST, stack=BACKWARD, num_steps=7), "machine 2 is not included"
+    same = RanksAt((4, 5), "", "in backward at /work/train.py:20 after 7 optimizer steps")
+    other = RanksAt((6,), "", "in save_state")
+    text = format_failures(RunResult(exits=(lost,), elsewhere=(same, other), notes=(note,)))
+    assert "ranks 0, 4, 5 were in backward" in text and "; rank 6 was in save_state." in text and note in text
+    assert "FSDP-E743" not in format_failures(RunResult(exits=(lost,), elsewhere=(same,), notes=(note,)))
+
+
+def test_many_places_are_shortened() -> None:
+    lost = rank(0, failure=LOST, stack=BACKWARD)
+    text = format_failures(RunResult(exits=(lost,), elsewhere=tuple(RanksAt((n,), "", f"in {n}") for n in range(9))))
+    assert "; rank 6 was in 6; and 2 more places." in text and "rank 7" not in text
+
+
+@pytest.mark.parametrize("stack", [SAVE, BACKWARD])
+def test_stopped_run_names_different_places(stack: tuple[Frame, ...]) -> None:
+    exits = (rank(0, -2, stack=BACKWARD, num_steps=7), rank(1, -2, stack=stack, num_steps=7))
+    text = format_failures(RunResult(exits=exits, signal_number=signal.SIGINT))
+    assert text.startswith("hf-fsdp: stopped by SIGINT; ranks 0, 1 exited")
+    assert ("\nhf-fsdp: rank 1 was in save_state at /work/train.py:30 after 7 optimizer steps" in text) is (
+        stack is SAVE
+    )
+    assert ("rank 0" in text) is (stack is SAVE)
 
 
 @pytest.mark.parametrize(("code", "named"), [("FSDP-E670", True), ("FSDP-E201", False)])
