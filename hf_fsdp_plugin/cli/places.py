@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from hf_fsdp_plugin.integrations.step_count import Counts
 from hf_fsdp_plugin.text import format_names, plural
 
 STACK_SIGNAL: Final = getattr(signal, "SIGRTMAX", 0) - 3 if hasattr(signal, "SIGRTMAX") else None
@@ -68,20 +69,26 @@ class Place:
     Attributes:
         call: the outermost known call; empty if it was in none.
         frame: the frame of the script that has made the call; ``None`` outside of the script.
-        num_steps: optimizer steps until then; ``None`` if they were not counted.
+        counts: optimizer steps and forwards until then; ``None`` if they were not counted.
+        collective: the collective of torch in which it waited; empty if it was in none.
     """
 
     call: str
     frame: Frame | None
-    num_steps: int | None = None
+    counts: Counts | None = None
+    collective: str = ""
 
     def __str__(self) -> str:
         parts = [f"in {self.call}"] if self.call else []
+        if self.collective not in ("", self.call):
+            parts.append(f"({self.collective})" if self.call else f"in {self.collective}")
         if self.frame is not None:
             code = linecache.getline(self.frame.file, self.frame.line).strip()
             parts.append(f"at {relative(self.frame.file)}:{self.frame.line}" + (f" `{code}`" if code else ""))
-        if self.num_steps is not None:
-            parts.append(f"after {plural(self.num_steps, 'optimizer step')}")
+        if self.counts is not None:
+            parts.append(f"after {plural(self.counts.steps, 'optimizer step')}")
+            if self.counts.forwards:
+                parts.append(f"({plural(self.counts.forwards, 'forward')})")
         return " ".join(parts)
 
 
@@ -145,15 +152,21 @@ def read_stack(path: Path) -> list[Frame]:
     return stack[::-1]
 
 
-def find_place(stack: Sequence[Frame], num_steps: int | None = None) -> Place | None:
+def find_place(stack: Sequence[Frame], counts: Counts | None = None) -> Place | None:
     """Return the place that a stack, outermost frame first, shows; ``None`` for an empty stack."""
+    # A collective of objects calls those of tensors: the outer one is named.
+    collective = next((frame.name for frame in stack if _is_collective(frame)), "")
     own: Frame | None = None
     for frame in stack:
         if not is_library(frame.file):
             own = frame
         elif (call := _call_of(frame)) is not None:
-            return Place(call, own, num_steps)
-    return Place("", own, num_steps) if own is not None else None
+            return Place(call, own, counts, collective)
+    return Place("", own, counts, collective) if own is not None else None
+
+
+def _is_collective(frame: Frame) -> bool:
+    return frame.file.endswith(os.path.join("distributed", "distributed_c10d.py"))
 
 
 def is_library(file: str) -> bool:

@@ -43,7 +43,7 @@ class RankFiles:
 
     @property
     def steps(self) -> Path:
-        """The number of optimizer steps (see ``integrations.step_count``)."""
+        """The numbers of optimizer steps and forwards (see ``integrations.step_count``)."""
         return self.stem.with_suffix(".steps")
 
 

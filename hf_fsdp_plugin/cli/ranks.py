@@ -25,7 +25,7 @@ from hf_fsdp_plugin.cli.places import STACK_SIGNAL, Frame, Place, RanksAt, find_
 from hf_fsdp_plugin.cli.rank_files import FILES_VARIABLE, RankFiles
 from hf_fsdp_plugin.cli.rank_output import RankOutput, last_lines
 from hf_fsdp_plugin.cli.rendezvous import Peers
-from hf_fsdp_plugin.integrations.step_count import read_num_steps
+from hf_fsdp_plugin.integrations.step_count import Counts, read_counts
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import plural
 
@@ -53,7 +53,7 @@ class RankExit:
         failure: what the rank recorded (see ``run_script``); None if it recorded nothing.
         tail: last lines of its stderr; empty if stderr went to the terminal.
         stack: its stack at the failure, outermost frame first; empty if that is unknown.
-        num_steps: its optimizer steps; ``None`` if they were not counted.
+        counts: its optimizer steps and forwards; ``None`` if they were not counted.
         ended: whether its script had ended without an error.
         halted: whether SIGSTOP or a debugger had stopped its process when it was asked for its stack.
     """
@@ -66,14 +66,14 @@ class RankExit:
     failure: Mapping[str, Any] | None
     tail: tuple[str, ...]
     stack: tuple[Frame, ...] = ()
-    num_steps: int | None = None
+    counts: Counts | None = None
     ended: bool = False
     halted: bool = False
 
     @property
     def place(self) -> Place | None:
         """Where it was at the failure; ``None`` if that is unknown."""
-        return find_place(self.stack, self.num_steps)
+        return find_place(self.stack, self.counts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,7 +144,7 @@ class _Rank:
             failure=failure,
             tail=tuple(last_lines(self.tail)),
             stack=tuple(self._stack(failure)),
-            num_steps=read_num_steps(self.files.steps),
+            counts=read_counts(self.files.steps),
             ended=self.files.ended.exists(),
             halted=self.halted,
         )

@@ -1,32 +1,46 @@
-"""The number of optimizer steps of this process, in shared memory that the launcher can read after a crash."""
+"""The numbers of optimizer steps and forwards of this process, in memory that the launcher reads after a crash."""
 
 from __future__ import annotations
 
 import mmap
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:  # the launcher reads the file without torch
     import torch
 
-_FORMAT: Final = "<Q"
+_FORMAT: Final = "<QQ"
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a process has counted.
+
+    Attributes:
+        steps: optimizer steps.
+        forwards: forwards of sharded models that have begun, also without gradients; 0 if they are compiled.
+    """
+
+    steps: int
+    forwards: int
 
 
 class StepCount:
-    """Counts optimizer steps in the file that ``open`` maps into memory. Before, nothing is counted."""
+    """Counts optimizer steps and forwards in the file that ``open`` maps into memory. Before, nothing is counted."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
-        self._num_steps = 0
+        self._num_steps = self._num_forwards = 0
 
     def open(self, path: Path) -> None:
         """Count from now on. The page survives a crash of the process, because the file backs it."""
         with path.open("w+b") as file:
-            file.write(struct.pack(_FORMAT, 0))
+            file.write(struct.pack(_FORMAT, 0, 0))
             file.flush()
             self._memory = mmap.mmap(file.fileno(), struct.calcsize(_FORMAT))
-        self._num_steps = 0
+        self._num_steps = self._num_forwards = 0
 
     def close(self) -> None:
         if self._memory is not None:
@@ -36,21 +50,36 @@ class StepCount:
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the steps of an optimizer. Takes less than a microsecond per step."""
         if self._memory is not None:
-            optimizer.register_step_post_hook(self._add)
+            optimizer.register_step_post_hook(self._add_step)
 
-    def _add(self, *_: Any) -> None:
+    def watch_forwards(self, model: torch.nn.Module) -> None:
+        """Count the forwards of a model, before they gather parameters. Takes about a microsecond per forward."""
         if self._memory is not None:
-            self._num_steps += 1
-            struct.pack_into(_FORMAT, self._memory, 0, self._num_steps)
+            model.register_forward_pre_hook(self._add_forward, prepend=True)
+
+    def _add_step(self, *_: Any) -> None:
+        self._num_steps += 1
+        self._write()
+
+    def _add_forward(self, *_: Any) -> None:
+        import torch
+
+        if not torch.compiler.is_compiling():
+            self._num_forwards += 1
+            self._write()
+
+    def _write(self) -> None:
+        if self._memory is not None:
+            struct.pack_into(_FORMAT, self._memory, 0, self._num_steps, self._num_forwards)
 
 
 step_count = StepCount()
 """The count of this process."""
 
 
-def read_num_steps(path: Path) -> int | None:
-    """Return the count that a process has written to ``path``; ``None`` if it did not count."""
+def read_counts(path: Path) -> Counts | None:
+    """Return what a process has counted in ``path``; ``None`` if it did not count."""
     try:
-        return int(struct.unpack(_FORMAT, path.read_bytes())[0])
+        return Counts(*struct.unpack(_FORMAT, path.read_bytes()))
     except (OSError, struct.error):
         return None

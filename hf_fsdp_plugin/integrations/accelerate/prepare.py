@@ -165,6 +165,7 @@ def _shard_on_all_ranks(
         logger.info("%s", plan)
     _compile_units(accelerator, plan, model)
     sharded = shard(plan, model, accelerator.device, optimizers)
+    step_count.watch_forwards(sharded)
     if compiler is not None:
         # torch.compile breaks graphs at a module's FSDP hooks, so the sharded module is compiled again.
         compile_call(sharded, compiler)

@@ -11,6 +11,7 @@ from hf_fsdp_plugin.cli.failure_summary import exit_code, format_failures
 from hf_fsdp_plugin.cli.places import Frame, RanksAt
 from hf_fsdp_plugin.cli.ranks import RankExit, RunResult
 from hf_fsdp_plugin.cli.run_script import __file__ as LIBRARY_FILE
+from hf_fsdp_plugin.integrations.step_count import Counts
 
 SAVE = (Frame("/work/train.py", 30, "main"), Frame(LIBRARY_FILE, 9, "save_state"))
 BACKWARD = (Frame("/work/train.py", 20, "main"), Frame(LIBRARY_FILE, 9, "backward"))
@@ -34,8 +35,8 @@ def summary(*exits: RankExit) -> str:
 
 
 def test_aborted_rank_names_all_places() -> None:
-    lost = [rank(number, failure=LOST, stack=BACKWARD, num_steps=7) for number in (1, 2)]
-    result = RunResult(exits=(rank(0, ABORTED, stack=SAVE, num_steps=7), *lost))
+    lost = [rank(number, failure=LOST, stack=BACKWARD, counts=Counts(7, 0)) for number in (1, 2)]
+    result = RunResult(exits=(rank(0, ABORTED, stack=SAVE, counts=Counts(7, 0)), *lost))
     text = format_failures(result)
     assert "FSDP-E743" in text
     assert "rank 0 was in save_state at /work/train.py:30 after 7 optimizer steps; " in text
@@ -53,7 +54,7 @@ def test_rank_that_has_ended_is_named() -> None:
 @pytest.mark.parametrize(
     "exits",
     [
-        (rank(0, ABORTED, stack=SAVE, num_steps=7), rank(1, failure=LOST, stack=SAVE, num_steps=7)),
+        (rank(0, ABORTED, stack=SAVE, counts=Counts(7, 0)), rank(1, failure=LOST, stack=SAVE, counts=Counts(7, 0))),
         (rank(0, ABORTED, stack=SAVE), rank(1, -signal.SIGTERM, stopped=True)),
         (
             rank(0, failure={**LOST, "message": "KeyError: 'a'"}, stack=SAVE),
@@ -73,7 +74,7 @@ def test_halted_rank_is_named() -> None:
 
 
 def test_places_of_other_machines_are_merged() -> None:
-    lost, note = rank(0, failure=LOST, stack=BACKWARD, num_steps=7), "machine 2 is not included"
+    lost, note = rank(0, failure=LOST, stack=BACKWARD, counts=Counts(7, 0)), "machine 2 is not included"
     same = RanksAt((4, 5), "", "in backward at /work/train.py:20 after 7 optimizer steps")
     other = RanksAt((6,), "", "in save_state")
     text = format_failures(RunResult(exits=(lost,), elsewhere=(same, other), notes=(note,)))
@@ -89,7 +90,7 @@ def test_many_places_are_shortened() -> None:
 
 @pytest.mark.parametrize("stack", [SAVE, BACKWARD])
 def test_stopped_run_names_different_places(stack: tuple[Frame, ...]) -> None:
-    exits = (rank(0, -2, stack=BACKWARD, num_steps=7), rank(1, -2, stack=stack, num_steps=7))
+    exits = (rank(0, -2, stack=BACKWARD, counts=Counts(7, 0)), rank(1, -2, stack=stack, counts=Counts(7, 0)))
     text = format_failures(RunResult(exits=exits, signal_number=signal.SIGINT))
     assert text.startswith("hf-fsdp: stopped by SIGINT; ranks 0, 1 exited")
     assert ("\nhf-fsdp: rank 1 was in save_state at /work/train.py:30 after 7 optimizer steps" in text) is (
@@ -101,5 +102,7 @@ def test_stopped_run_names_different_places(stack: tuple[Frame, ...]) -> None:
 @pytest.mark.parametrize(("code", "named"), [("FSDP-E670", True), ("FSDP-E201", False)])
 def test_places_explain_a_call_that_ranks_did_not_make(code: str, named: bool) -> None:
     failure = {**LOST, "kind": "spec", "message": f"rank 1 did not call it. [{code}]"}
-    text = summary(rank(0, failure=failure), rank(1, -signal.SIGTERM, stopped=True, stack=BACKWARD, num_steps=1))
+    text = summary(
+        rank(0, failure=failure), rank(1, -signal.SIGTERM, stopped=True, stack=BACKWARD, counts=Counts(1, 0))
+    )
     assert ("rank 1 was in backward at /work/train.py:20 after 1 optimizer step" in text) is named

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hf_fsdp_plugin.cli.places import STACK_SIGNAL, Frame, Place, find_place, is_library, read_stack
-from hf_fsdp_plugin.integrations.step_count import StepCount, read_num_steps
+from hf_fsdp_plugin.integrations.step_count import Counts, StepCount, read_counts
 
 LIBRARY = str(Path(os.__file__).parent / "site-packages" / "torch")
 CODE = """
@@ -60,7 +60,7 @@ SCRIPT = Frame("/work/train.py", 30, "main")
                 Frame(f"{LIBRARY}/accelerate/accelerator.py", 9, "save_state"),
                 Frame(f"{LIBRARY}/distributed/distributed_c10d.py", 9, "barrier"),
             ],
-            Place("save_state", SCRIPT),
+            Place("save_state", SCRIPT, None, "barrier"),
         ),
         ([Frame(f"{LIBRARY}/optim/optimizer.py", 9, "step")], Place("optimizer.step", None)),
         ([Frame(f"{LIBRARY}/unknown.py", 9, "unknown")], None),
@@ -75,8 +75,12 @@ def test_place_is_printed_with_code_and_steps(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("\nloss = model(batch)\n")
     frame = Frame(str(tmp_path / "train.py"), 2, "main")
-    assert str(Place("forward", frame, 7)) == "in forward at train.py:2 `loss = model(batch)` after 7 optimizer steps"
-    assert str(Place("barrier", None)) == "in barrier"
+    shown = "in forward at train.py:2 `loss = model(batch)` after 7 optimizer steps"
+    assert str(Place("forward", frame, Counts(7, 0))) == shown
+    place = Place("backward", frame, Counts(7, 8), "all_reduce")
+    assert str(place) == f"{shown} (8 forwards)".replace("forward at", "backward (all_reduce) at")
+    assert str(Place("barrier", None, None, "barrier")) == "in barrier"
+    assert str(Place("", frame, None, "all_reduce")) == "in all_reduce at train.py:2 `loss = model(batch)`"
 
 
 def test_library_is_told_from_user_code(tmp_path: Path) -> None:
@@ -87,18 +91,21 @@ def test_library_is_told_from_user_code(tmp_path: Path) -> None:
 def test_steps_are_counted_only_in_an_open_file(tmp_path: Path) -> None:
     import torch
 
-    parameter = torch.nn.Parameter(torch.ones(1))
-    parameter.grad = torch.ones(1)
-    counted, ignored, count = torch.optim.SGD([parameter]), torch.optim.SGD([parameter]), StepCount()
+    model = torch.nn.Linear(1, 1)
+    counted, ignored, count = (*(torch.optim.SGD(model.parameters()) for _ in range(2)), StepCount())
     count.watch(ignored)
+    count.watch_forwards(model)
     count.open(tmp_path / "steps")
     count.watch(counted)
-    assert read_num_steps(tmp_path / "steps") == 0
+    assert read_counts(tmp_path / "steps") == Counts(0, 0)
+    count.watch_forwards(model)
     for _ in range(3):
+        model(torch.ones(1)).sum().backward()
         counted.step()
         ignored.step()
-    assert read_num_steps(tmp_path / "steps") == 3
+    model(torch.ones(1))
+    assert read_counts(tmp_path / "steps") == Counts(3, 4)
     count.close()
     counted.step()
-    assert read_num_steps(tmp_path / "steps") == 3
-    assert read_num_steps(tmp_path / "none") is None
+    assert read_counts(tmp_path / "steps") == Counts(3, 4)
+    assert read_counts(tmp_path / "none") is None
