@@ -13,10 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from hf_fsdp_plugin.backends.activations import apply_activation_checkpointing
 from hf_fsdp_plugin.backends.load import (
     BROADCAST_ATTRIBUTE,
-    prepare_buffers,
-    prepare_ignored,
-    prepare_unit,
-    start_record,
+    WeightLoader,
 )
 from hf_fsdp_plugin.backends.quantized import prepare_quantized
 from hf_fsdp_plugin.backends.torch_types import device_mesh, torch_dtype
@@ -38,14 +35,14 @@ def apply_fsdp1(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
     Units are wrapped one by one instead of by an ``auto_wrap_policy``, so that exactly the planned units are wrapped
     and each receives rank 0's weights just before it is sharded. Needs a process group of ``plan.world_size`` ranks.
     """
-    record = start_record(plan, model)
+    loader = WeightLoader(plan, model, device)
     apply_activation_checkpointing(plan, model)
-    prepare_buffers(plan, model, device, record)
+    loader.prepare_buffers()
     prepare_quantized(plan, model, device)
-    ignored = prepare_ignored(plan, model, device, record)
+    ignored = loader.prepare_ignored()
     kwargs = _constructor_arguments(plan, device)
     for unit in plan.units:
-        prepare_unit(plan, unit, model, device, record)
+        loader.prepare_unit(unit)
         if unit.modules == ("",):
             continue
         if kwargs["mixed_precision"] is not None and _may_receive_other_dtypes(plan, unit, model):
@@ -60,7 +57,7 @@ def apply_fsdp1(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
             replace_module(model, module, FSDP(module, ignored_states=ignored_inside, **unit_kwargs))
     root = FSDP(model, ignored_states=ignored, **kwargs)
     _cast_output(plan, root)
-    setattr(root, BROADCAST_ATTRIBUTE, record)
+    setattr(root, BROADCAST_ATTRIBUTE, loader.record)
     return root
 
 

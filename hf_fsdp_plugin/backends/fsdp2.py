@@ -22,14 +22,12 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_plugin.backends.activations import apply_activation_checkpointing
 from hf_fsdp_plugin.backends.load import (
     BROADCAST_ATTRIBUTE,
-    BroadcastRecord,
+    WeightLoader,
+    broadcasts,
     cast_buffers,
-    prepare_buffers,
-    prepare_ignored,
-    prepare_unit,
-    start_record,
 )
 from hf_fsdp_plugin.backends.quantized import prepare_quantized
+from hf_fsdp_plugin.backends.shard_on_read import ShardsOnRead
 from hf_fsdp_plugin.backends.torch_types import device_mesh, torch_dtype
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.torch_private.fsdp2 import (
@@ -49,18 +47,19 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
     Parameters become ``DTensor`` objects. Existing optimizers need the new objects
     (:mod:`hf_fsdp_plugin.backends.optimizer`).
     """
-    record = start_record(plan, model)
+    loader = WeightLoader(plan, model, device)
     apply_activation_checkpointing(plan, model)
-    prepare_buffers(plan, model, device, record)
+    loader.prepare_buffers()
     prepare_quantized(plan, model, device)
     cast_buffers(plan, model)
     kwargs: dict[str, Any] = {
         "mesh": device_mesh(plan),
         "offload_policy": CPUOffloadPolicy(pin_memory=plan.pin_memory) if plan.offload_params else OffloadPolicy(),
-        "ignored_params": set(prepare_ignored(plan, model, device, record)),
+        "ignored_params": set(loader.prepare_ignored()),
     }
+    shards = ShardsOnRead(plan, model, loader.from_files if broadcasts(plan) else None, device)
     for unit in plan.units:
-        prepare_unit(plan, unit, model, device, record)
+        shards.detach(loader.prepare_unit(unit, shards.parameters))
         modules = [model.get_submodule(name) for name in unit.modules]
         fully_shard(
             modules if len(modules) > 1 else modules[0],
@@ -68,6 +67,7 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
             mp_policy=_mixed_precision(plan, is_root=unit.modules == ("",)),
             **kwargs,
         )
+        shards.attach(state_of(cast(FSDPModule, modules[0])), loader.record)
     if not isinstance(model, FSDPModule):
         # Every parameter belongs to an inner unit. A root unit is still needed: it orders the hooks of the others.
         fully_shard(model, mp_policy=_mixed_precision(plan, is_root=True), **kwargs)
@@ -76,7 +76,7 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
     _set_forward_prefetch(plan, model)
     _set_backward_prefetch(plan, model)
     _add_no_sync(model)
-    setattr(model, BROADCAST_ATTRIBUTE, record)
+    setattr(model, BROADCAST_ATTRIBUTE, loader.record)
     return model
 
 
@@ -86,8 +86,7 @@ def adopt_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
     Parameters that were added to the sharded model are equal on all ranks afterwards, and their gradients are averaged.
     The precision is that of the plan. Parameters become new objects if they are cast.
     """
-    record = BroadcastRecord()
-    prepare_ignored(plan, model, device, record)
+    WeightLoader(plan, model, device, from_files=frozenset()).prepare_ignored()
     cast_buffers(plan, model)
     _replace_by_masters(plan, model)
     states = {id(state): state for m in model.modules() if isinstance(m, FSDPModule) for state in [state_of(m)]}

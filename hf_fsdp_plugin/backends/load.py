@@ -1,5 +1,7 @@
 """Prepare parameters and buffers for sharding: allocate, broadcast from rank 0, cast.
 
+Parameters that all ranks have mapped from equal files (:mod:`hf_fsdp_plugin.backends.file_weights`) are not broadcast.
+
 This implements ``sync_module_states`` and the second half of ``cpu_ram_efficient_loading``. One unit is broadcast at a
 time, so a rank holds at most one whole unit on its device. FSDP1's own broadcast rejects CPU modules, and FSDP2 has no
 broadcast. This broadcast works for both versions and every device type.
@@ -7,13 +9,14 @@ broadcast. This broadcast works for both versions and every device type.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_fsdp_plugin.backends.file_weights import find_file_weights
 from hf_fsdp_plugin.backends.memory_maps import ParameterMemory, parameter_memory
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.plan.model import FsdpPlan
@@ -34,7 +37,11 @@ class BroadcastRecord:
         num_tensors: number of parameters and buffers.
         num_filled: number of these that were on the meta device on this rank before the broadcast.
         checksum: checksum of the bits of all tensors. Equal on all ranks if all received the same weights.
-        bit_sum: sum of the bits of the parameters of all units just before they were sharded; ``None`` if unknown.
+        bit_sum: sum of the bits of the parameters of all units just before they were sharded, without those that every
+            rank took from a file; ``None`` if unknown.
+        shard_bit_sum: sum of the bits of the shards that this rank took from whole weights; ``None`` if unknown.
+        num_from_files: number of parameters that were not broadcast, because all ranks have mapped them from equal
+            files.
         before: which memory the parameters of this rank were in before the broadcast.
     """
 
@@ -42,6 +49,8 @@ class BroadcastRecord:
     num_filled: int = 0
     checksum: int = 0
     bit_sum: int | None = 0
+    shard_bit_sum: int | None = 0
+    num_from_files: int = 0
     before: ParameterMemory | None = None
 
     def add(self, tensor: torch.Tensor) -> None:
@@ -57,9 +66,15 @@ class BroadcastRecord:
         added = sum_bits(parameters)
         self.bit_sum = None if self.bit_sum is None or added is None else self.bit_sum + int(added)
 
+    def add_shard(self, bits: torch.Tensor | None) -> None:
+        """Add the sum of the bits of a shard that this rank took from a whole weight."""
+        self.shard_bit_sum = None if self.shard_bit_sum is None or bits is None else self.shard_bit_sum + int(bits)
+
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the integer type with the same size."""
+_PART = 1 << 18
+"""Elements of a part of :func:`sum_bits`."""
 
 
 def sum_bits(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
@@ -72,72 +87,101 @@ def sum_bits(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
         tensor = tensor.detach()
         if type(tensor) is not torch.Tensor or tensor.element_size() not in _INTEGERS or tensor.is_meta:
             return None
-        part = tensor.contiguous().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
-        total = part if total is None else total + part.to(total.device)
+        integers = tensor.contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
+        # torch makes a copy of 64-bit integers first. That of a part stays in the processor's cache.
+        parts = integers.split(_PART) if integers.device.type == "cpu" and integers.numel() else [integers]
+        for part in parts:
+            added = part.sum(dtype=torch.int64)
+            total = added if total is None else total + added.to(total.device)
     return total
 
 
-def start_record(plan: FsdpPlan, model: nn.Module) -> BroadcastRecord:
-    """Return a record with the memory that the parameters are in now, if the plan loads RAM-efficiently."""
-    return BroadcastRecord(before=parameter_memory(model.parameters()) if plan.ram_efficient else None)
+def broadcasts(plan: FsdpPlan) -> bool:
+    """Whether all ranks get rank 0's weights and buffers."""
+    return plan.ram_efficient or plan.sync_module_states
 
 
-def prepare_buffers(plan: FsdpPlan, model: nn.Module, device: torch.device, record: BroadcastRecord) -> None:
-    """Overwrite all buffers with rank 0's values, on ``device``, if the plan broadcasts. Collective.
+class WeightLoader:
+    """Prepares the parameters and buffers of one model for sharding.
 
-    This includes non-persistent buffers (rotary frequencies, position ids). No checkpoint contains them: on ranks that
-    loaded no weights they are zeros, and the loss would be NaN or wrong.
+    Collective: its methods are called in the same order on all ranks.
+
+    Attributes:
+        record: what this rank received.
+        from_files: ids of the parameters that are not broadcast, because all ranks have mapped them from equal files.
     """
-    if not (plan.ram_efficient or plan.sync_module_states):
-        return
-    for module in model.modules():
-        registered = own_buffers(module)
-        for name, buffer in registered.items():
-            if buffer is not None:
-                record.num_filled += buffer.is_meta
-                registered[name] = _broadcast(buffer, device, record)
 
+    def __init__(
+        self, plan: FsdpPlan, model: nn.Module, device: torch.device, *, from_files: frozenset[int] | None = None
+    ) -> None:
+        self._plan = plan
+        self._model = model
+        self._device = device
+        self._has_meta_parameters = any(parameter.is_meta for parameter in model.parameters())
+        self.record = BroadcastRecord(before=parameter_memory(model.parameters()) if plan.ram_efficient else None)
+        if from_files is None:
+            from_files = find_file_weights(model, device) if broadcasts(plan) else frozenset()
+        self.from_files = from_files
 
-def prepare_unit(
-    plan: FsdpPlan, unit: UnitPlan, model: nn.Module, device: torch.device, record: BroadcastRecord
-) -> None:
-    """Allocate, broadcast and cast the parameters of one unit before it is sharded."""
-    parameters = _prepare_parameters(plan, unit.parameters, model, device, record)
-    cast_to_master(plan, parameters)
-    if parameters and (plan.ram_efficient or plan.sync_module_states):
-        record.add_unit(parameters)
+    def prepare_buffers(self) -> None:
+        """Overwrite all buffers with rank 0's values, on the device, if the plan broadcasts.
 
+        This includes non-persistent buffers (rotary frequencies, position ids). No checkpoint contains them: on ranks
+        that loaded no weights they are zeros, and the loss would be NaN or wrong.
+        """
+        if not broadcasts(self._plan):
+            return
+        for module in self._model.modules():
+            registered = own_buffers(module)
+            for name, buffer in registered.items():
+                if buffer is not None:
+                    self.record.num_filled += buffer.is_meta
+                    registered[name] = _broadcast(buffer, self._device, self.record)
 
-def prepare_ignored(
-    plan: FsdpPlan, model: nn.Module, device: torch.device, record: BroadcastRecord
-) -> list[nn.Parameter]:
-    """Move the ignored parameters to ``device``, which FSDP does not do, and average their gradients in hooks.
+    def prepare_unit(self, unit: UnitPlan, on_read: Collection[int] = ()) -> list[nn.Parameter]:
+        """Allocate, broadcast and cast the parameters of one unit before it is sharded.
 
-    Returns each parameter once.
-    """
-    parameters = _prepare_parameters(plan, plan.ignored_parameters, model, device, record)
-    for parameter in parameters:
-        parameter.data = parameter.data.to(device)
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_average_gradient)
-    return parameters
+        Args:
+            on_read: ids of the parameters of which each rank takes only its shard. They are left as they are.
 
+        Returns:
+            The parameters that were left.
+        """
+        parameters = self._prepare_parameters(unit.parameters, on_read)
+        prepared = [parameter for parameter in parameters if id(parameter) not in on_read]
+        cast_to_master(self._plan, prepared)
+        if prepared and broadcasts(self._plan):
+            self.record.add_unit(prepared)
+        return [parameter for parameter in parameters if id(parameter) in on_read]
 
-def _prepare_parameters(
-    plan: FsdpPlan, names: Iterable[str], model: nn.Module, device: torch.device, record: BroadcastRecord
-) -> list[nn.Parameter]:
-    """Allocate and broadcast the named parameters as planned. Returns each once, in the same order on all ranks.
+    def prepare_ignored(self) -> list[nn.Parameter]:
+        """Move the ignored parameters to the device, which FSDP does not do, and average their gradients in hooks.
 
-    Collective, with the same parameters on all ranks.
-    """
-    names = list(names)
-    if plan.ram_efficient:
-        materialize(model, names, device, record)
-    parameters = list({id(parameter): parameter for parameter in map(model.get_parameter, names)}.values())
-    if plan.ram_efficient or plan.sync_module_states:
+        Returns each parameter once.
+        """
+        parameters = self._prepare_parameters(self._plan.ignored_parameters)
         for parameter in parameters:
-            parameter.data = _broadcast(_without_subclass(parameter.data), device, record)
-    return parameters
+            # Every rank keeps these parameters. A view of a file would follow changes of the file.
+            parameter.data = parameter.data.to(self._device, copy=id(parameter) in self.from_files)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_average_gradient)
+        return parameters
+
+    def _prepare_parameters(self, names: Iterable[str], on_read: Collection[int] = ()) -> list[nn.Parameter]:
+        """Allocate and broadcast the named parameters as planned. Returns each once, in the same order on all ranks."""
+        names = list(names)
+        if self._plan.ram_efficient and self._has_meta_parameters:
+            materialize(self._model, names, self._device, self.record)
+        parameters = list({id(parameter): parameter for parameter in map(self._model.get_parameter, names)}.values())
+        if broadcasts(self._plan):
+            for parameter in parameters:
+                if id(parameter) not in self.from_files:
+                    parameter.data = _broadcast(_without_subclass(parameter.data), self._device, self.record)
+                    continue
+                self.record.num_from_files += 1
+                if id(parameter) not in on_read:
+                    parameter.data = parameter.data.to(self._device)
+        return parameters
 
 
 def _without_subclass(tensor: torch.Tensor) -> torch.Tensor:
@@ -181,17 +225,22 @@ def _broadcast(tensor: torch.Tensor, device: torch.device, record: BroadcastReco
     return received
 
 
+def master_dtype(plan: FsdpPlan, parameter: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which the optimizer updates a parameter; for others, the dtype that it has."""
+    master = torch_dtype(plan.precision.master)
+    is_updated = parameter.requires_grad and parameter.is_floating_point()
+    return parameter.dtype if master is None or not is_updated else master
+
+
 def cast_to_master(plan: FsdpPlan, parameters: Iterable[nn.Parameter]) -> None:
     """Cast trainable floating-point parameters in place to the dtype in which the optimizer updates them.
 
     The optimizer updates the shards. In bf16, updates smaller than bf16's resolution would be lost.
     """
-    master = torch_dtype(plan.precision.master)
-    if master is None:
-        return
     for parameter in parameters:
-        if parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != master:
-            parameter.data = parameter.data.to(master)
+        dtype = master_dtype(plan, parameter)
+        if parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
 
 
 def cast_buffers(plan: FsdpPlan, model: nn.Module) -> None:

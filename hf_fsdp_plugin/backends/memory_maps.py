@@ -5,19 +5,22 @@ Linux only: read from ``/proc/self`` (``man 5 proc_pid_maps``, ``proc_pid_smaps`
 
 from __future__ import annotations
 
+import mmap
+import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 SHARED_NAME = "hf_fsdp"
 """Name of the memory files of :mod:`hf_fsdp_plugin.backends.shared_weights`, which the kernel lists as mappings."""
 
 _MEMORY_FILE = f"/memfd:{SHARED_NAME}"
-_HEADER = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) ([0-9a-f]+) \S+ \d+ *(.*)")
+_HEADER = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) ([0-9a-f]+) \S+ (\d+) *(.*)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +30,7 @@ class Region:
     Attributes:
         start, end: addresses; ``end`` is the first address after the mapping.
         path: path of the mapped file; empty for anonymous memory.
+        inode: number of the mapped file in its file system.
         offset: position of ``start`` in the file, in bytes.
         private_bytes: memory that only this process has, among it the changed pages of a file. 0 if it was not read.
     """
@@ -34,6 +38,7 @@ class Region:
     start: int
     end: int
     path: str
+    inode: int
     offset: int
     private_bytes: int = 0
 
@@ -45,6 +50,25 @@ class Region:
     def is_shared_memory(self) -> bool:
         """Whether it maps memory that :mod:`hf_fsdp_plugin.backends.shared_weights` shares on this machine."""
         return self.path.startswith(_MEMORY_FILE)
+
+
+def has_changed_pages(tensor: torch.Tensor, region: Region) -> bool:
+    """Return whether a page with the tensor's elements may differ from the mapped file. ``region`` contains it.
+
+    The kernel copies a page of a private mapping when the process writes to it (``man 5 proc_pid_pagemap``).
+    """
+    if not region.private_bytes:
+        return False
+    page = mmap.PAGESIZE
+    first = tensor.data_ptr() // page
+    last = (tensor.data_ptr() + max(tensor.nbytes, 1) - 1) // page
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            entries = np.frombuffer(os.pread(file.fileno(), (last - first + 1) * 8, first * 8), dtype=np.uint64)
+    except OSError:
+        return True
+    is_present, is_swapped, is_of_file = (entries >> np.uint64(bit) & np.uint64(1) != 0 for bit in (63, 62, 61))
+    return len(entries) != last - first + 1 or bool((is_swapped | is_present & ~is_of_file).any())
 
 
 class MemoryMaps:
@@ -77,15 +101,13 @@ def _parse(text: str) -> list[Region]:
     anonymous: list[int] = []
     for line in text.splitlines():
         if header := _HEADER.fullmatch(line):
-            start, end, _, offset, path = header.groups()
-            regions.append(Region(start=int(start, 16), end=int(end, 16), path=path, offset=int(offset, 16)))
+            start, end, _, offset, inode, path = header.groups()
+            addresses = {"start": int(start, 16), "end": int(end, 16), "offset": int(offset, 16)}
+            regions.append(Region(**addresses, path=path, inode=int(inode)))
             anonymous.append(0)
         elif line.startswith("Anonymous:"):
             anonymous[-1] = int(line.split()[1]) * 1024
-    return [
-        Region(start=region.start, end=region.end, path=region.path, offset=region.offset, private_bytes=count)
-        for region, count in zip(regions, anonymous, strict=True)
-    ]
+    return [replace(region, private_bytes=count) for region, count in zip(regions, anonymous, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,8 @@ result (:class:`Received`). No process waits for a process that has not begun: a
 would without this module, and a waiting process continues when the publisher fails, ends or withdraws. Nothing is left
 on a disk: the rendezvous is an abstract Unix socket (``man 7 unix``), and the weights are in a sealed memory file
 (``man 2 memfd_create``), which has no size limit of ``/dev/shm``. Every process maps it privately (copy-on-write), so a
-change in place stays in the process that makes it.
+change in place stays in the process that makes it. The name of the memory file is a hash of the key, by which ranks
+recognize equal weights (:mod:`hf_fsdp_plugin.backends.file_weights`).
 
 Weights that are views of a mapped file in the publisher are not copied: the others map the same file.
 
@@ -60,12 +61,13 @@ class WeightExchange:
         num_others = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1
         if num_others < 1 or not hasattr(os, "memfd_create"):
             return None
+        name = f"{SHARED_NAME}_{hashlib.sha256(key.encode()).hexdigest()[:32]}"
         address = _address(key)
         for _ in range(_ATTEMPTS):
             try:
                 listener = _listen(address)
                 if listener is not None:
-                    publication = Publication(listener, num_others)
+                    publication = Publication(listener, num_others, name)
                     self._open = [*(other for other in self._open if other.is_open), publication]
                     return publication
                 received = _receive(address)
@@ -90,8 +92,9 @@ exchange = WeightExchange()
 class Publication:
     """Weights that this process computes for the others. Call :meth:`publish` or :meth:`close`."""
 
-    def __init__(self, listener: socket.socket, num_others: int) -> None:
+    def __init__(self, listener: socket.socket, num_others: int, name: str) -> None:
         self._listener = listener
+        self._name = name
         self._num_others = num_others
         self._thread: threading.Thread | None = None
         self.is_open = True
@@ -110,7 +113,7 @@ class Publication:
         """
         try:
             table, size = _plan(tensors, files)
-            file = _memory_file(table, size, facts, tensors)
+            file = _memory_file(self._name, table, size, facts, tensors)
         except (OSError, RuntimeError, TypeError):  # no memory, or a dtype that has no bytes
             self.close()
             return False
@@ -246,18 +249,20 @@ def _plan(tensors: Mapping[str, torch.Tensor], files: Sequence[str]) -> tuple[di
     return table, size
 
 
-def _memory_file(table: Mapping[str, list[Any]], size: int, facts: Any, tensors: Mapping[str, torch.Tensor]) -> int:
+def _memory_file(
+    name: str, table: Mapping[str, list[Any]], size: int, facts: Any, tensors: Mapping[str, torch.Tensor]
+) -> int:
     """Return a sealed memory file with the weights and the table. Replaces the weights one by one."""
     text = json.dumps({"facts": facts, "tensors": table}).encode()
-    file = os.memfd_create(SHARED_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(file, size + len(text))
         _write(file, memoryview(text), size)
         memory = _map(file, size)
-        for name, (source, offset, shape, dtype) in table.items():
+        for tensor, (source, offset, shape, dtype) in table.items():
             if source == _IN_MEMORY_FILE:
-                _write(file, _bytes_of(tensors[name]), offset)
-                tensors[name].data = _view(memory, offset, shape, getattr(torch, dtype))
+                _write(file, _bytes_of(tensors[tensor]), offset)
+                tensors[tensor].data = _view(memory, offset, shape, getattr(torch, dtype))
         _seal(file)
     except BaseException:
         os.close(file)

@@ -121,7 +121,8 @@ def _observe_forward(model: nn.Module, first_step: FirstStep) -> None:
             first_step.first_bit_sum = sum_bits(part for unit in observe_units(model) for part in unit.live.parts)
             first_handle.remove()
 
-    if BROADCAST_ATTRIBUTE in model.__dict__:
+    record = model.__dict__.get(BROADCAST_ATTRIBUTE)
+    if record is not None and record.num_tensors + record.num_from_files:
         first_handle = model.register_forward_pre_hook(before_first_forward)
         if calls_compiled(model):
             before_first_forward()  # the hook would be compiled

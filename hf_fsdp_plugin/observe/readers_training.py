@@ -9,8 +9,9 @@ from hf_fsdp_plugin.observe.live_run import LiveRun, ObservedValue, common_value
 from hf_fsdp_plugin.observe.numerics import unplanned_cast
 from hf_fsdp_plugin.observe.recomputation import native_layers
 from hf_fsdp_plugin.observe.units import checkpoints_natively
+from hf_fsdp_plugin.observe.weights import WeightComparison
 from hf_fsdp_plugin.plan.names import canonical_name, is_inside
-from hf_fsdp_plugin.text import format_bytes, format_names
+from hf_fsdp_plugin.text import format_bytes, format_names, plural
 from hf_fsdp_plugin.torch_private.functions import ActivationWrapper, CheckpointWrapper, uses_torch_checkpoint
 from hf_fsdp_plugin.torch_private.modules import calls_compiled
 
@@ -128,22 +129,32 @@ def _read_loading(run: LiveRun, *, planned: bool) -> ObservedValue:
         reason = f"ranks differ in {', '.join(weights.differing[:3])}"
         return ObservedValue(value=False, reason=reason, matches=False)
     num_planned = sum(len(unit.parameters) for unit in run.plan.units) + len(run.plan.ignored_parameters)
-    num_broadcast = weights.num_broadcast
-    if num_broadcast is not None and num_broadcast < num_planned and not run.plan.pre_sharded:
-        reason = f"{num_broadcast} tensors were broadcast from rank 0, but the model has {num_planned} parameters"
-        return ObservedValue(value=False, reason=reason, matches=False)
-    if weights.changed:
-        return unobservable(
-            f"all ranks received {num_broadcast} tensors from rank 0, but a checkpoint or the script has changed "
-            "weights before the first forward"
-        )
-    if weights.num_broadcast:
-        filled = f"; {weights.num_filled} of them were not loaded on other ranks" if weights.num_filled else ""
-        reason = f"all ranks received {weights.num_broadcast} bit-identical tensors from rank 0{filled}"
-        return ObservedValue(value=True, reason=reason, matches=True)
+    if weights.num_broadcast is not None:
+        num_equal = weights.num_broadcast + weights.num_from_files
+        if num_equal < num_planned and not run.plan.pre_sharded:
+            reason = f"{num_equal} tensors are those of rank 0, but the model has {num_planned} parameters"
+            return ObservedValue(value=False, reason=reason, matches=False)
+        origin = _origin_of_weights(weights)
+        if weights.changed:
+            return unobservable(
+                f"{origin}, but a checkpoint or the script has changed weights before the first forward"
+            )
+        if num_equal:
+            return ObservedValue(value=True, reason=origin, matches=True)
     if weights.replicated:
         return ObservedValue(value=True, reason="replicas and buffers are equal on all ranks", matches=True)
     return unobservable("all weights are loaded and buffers are equal, but no weight is on more than one rank")
+
+
+def _origin_of_weights(weights: WeightComparison) -> str:
+    parts = []
+    if weights.num_from_files:
+        parts.append(f"all ranks took {plural(weights.num_from_files, 'parameter')} from the same files")
+    if weights.num_broadcast or not parts:
+        filled = f"; {weights.num_filled} of them were not loaded on other ranks" if weights.num_filled else ""
+        subject = "and" if parts else "all ranks"
+        parts.append(f"{subject} received {weights.num_broadcast} bit-identical tensors from rank 0{filled}")
+    return " ".join(parts)
 
 
 def read_num_processes(run: LiveRun) -> ObservedValue:

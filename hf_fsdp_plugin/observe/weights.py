@@ -34,6 +34,7 @@ class WeightComparison:
             no rank recorded a broadcast.
         changed: whether the weights were changed between the broadcast and the first forward; ``None`` if unknown.
         num_filled: number of these tensors that a rank had not loaded; maximum over the ranks.
+        num_from_files: number of parameters that all ranks had mapped from equal files, which were not broadcast.
         before: which memory the parameters were in before the broadcast, on the rank with the most private memory.
         num_shared_ranks: number of ranks on which a parameter was mapped, shared or not loaded.
     """
@@ -45,6 +46,7 @@ class WeightComparison:
     num_broadcast: int | None = None
     changed: bool | None = None
     num_filled: int = 0
+    num_from_files: int = 0
     before: ParameterMemory | None = None
     num_shared_ranks: int = 0
 
@@ -85,6 +87,7 @@ def compare_weights(
         num_broadcast=min((broadcast.num_tensors for broadcast in broadcasts), default=None),
         changed=_changed(broadcasts, gather_objects(None if first_bit_sum is None else int(first_bit_sum)), units),
         num_filled=max((broadcast.num_filled for broadcast in broadcasts), default=0),
+        num_from_files=min((broadcast.num_from_files for broadcast in broadcasts), default=0),
         before=max(memories, key=lambda memory: memory.private_bytes, default=None),
         num_shared_ranks=sum(memory.num_not_private > 0 for memory in memories),
     )
@@ -93,12 +96,13 @@ def compare_weights(
 def _changed(
     broadcasts: Sequence[BroadcastRecord], bit_sums: Sequence[int | None], units: Sequence[UnitObservation]
 ) -> bool | None:
-    """Compare the sum over the shards of all ranks with the sum of what was broadcast."""
+    """Compare the sum over the shards of all ranks with the sum of what was broadcast or taken from files."""
     found = [bit_sum for bit_sum in bit_sums if bit_sum is not None]
-    if not broadcasts or broadcasts[0].bit_sum is None or len(found) < len(bit_sums):
+    taken = [broadcast.shard_bit_sum for broadcast in broadcasts if broadcast.shard_bit_sum is not None]
+    if not broadcasts or broadcasts[0].bit_sum is None or len(found) < len(bit_sums) or len(taken) < len(broadcasts):
         return None
     replicas = max((unit.live.replicate_size for unit in units), default=1)
-    return (sum(found) - replicas * broadcasts[0].bit_sum) % (1 << 64) != 0
+    return (sum(found) - sum(taken) - replicas * broadcasts[0].bit_sum) % (1 << 64) != 0
 
 
 def _checksums(model: nn.Module, units: Sequence[UnitObservation]) -> dict[str, _Checksum | None]:

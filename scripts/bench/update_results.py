@@ -209,6 +209,22 @@ def command_start(result: Result) -> list[str]:
     ]
 
 
+def load(result: Result) -> list[str]:
+    lines = [
+        "| model | ranks | | time | of it `from_pretrained` | shard | private memory | mapped files | shared memory |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for size, worlds in result["sizes"].items():
+        for world, ways in worlds.items():
+            for way, run in ways.items():
+                memory = " | ".join(f"{run[key] / 1e9:.2f} GB" for key in ("RssAnon", "RssFile", "RssShmem"))
+                lines.append(
+                    f"| {size} | {world} | {way} | {run['seconds']:.2f} s | {run['from_pretrained']:.2f} s | "
+                    f"{run['shard_bytes'] / 1e9:.2f} GB | {memory} |"
+                )
+    return lines
+
+
 def plain(result: Result) -> list[str]:
     rows = [f"| {key.replace('_', ' ')} | {value} |" for key, value in result.items() if key not in HEAD]
     return ["| | |", "|---|---|", *rows]
@@ -216,7 +232,7 @@ def plain(result: Result) -> list[str]:
 
 _ALL = (
     step_overhead, checkpoint_save, merge, verified_reads, resume_parity, survival, gpu_check, ecosystem,
-    generated_values, command_start,
+    generated_values, command_start, load,
 )  # fmt: skip
 TABLES: dict[str, Callable[[Result], list[str]]] = {table.__name__: table for table in _ALL}
 

@@ -111,7 +111,7 @@ def _key(model: Any, files: Sequence[str], load_config: Any) -> str:
     """Return a digest of everything that the loaded weights depend on."""
     stats = [(path, os.stat(path)) for path in _real_paths(files)]
     content = [
-        [[path, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns] for path, stat in stats],
+        [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats],
         f"{type(model).__module__}.{type(model).__qualname__}",
         model.config.to_json_string(use_diff=False),
         [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in model.state_dict().items()],

@@ -8,12 +8,10 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.load import (
     BroadcastRecord,
+    WeightLoader,
     cast_buffers,
     cast_to_master,
     materialize,
-    prepare_buffers,
-    prepare_ignored,
-    prepare_unit,
 )
 from hf_fsdp_plugin.plan.model import FsdpPlan
 
@@ -44,13 +42,15 @@ def test_checksum_depends_on_values_and_order():
 def test_broadcast_counts_parameters_and_buffers(one_rank: None, plan_for: Callable[..., FsdpPlan]):
     model = nn.Sequential(nn.Linear(2, 2))
     model.register_buffer("positions", torch.empty(3, device="meta"), persistent=False)
-    record = BroadcastRecord()
     plan = plan_for(model)
-    prepare_buffers(replace(plan, sync_module_states=False), model, CPU, record)
-    assert record.num_tensors == 0
-    prepare_buffers(replace(plan, sync_module_states=True), model, CPU, record)
+    loader = WeightLoader(replace(plan, sync_module_states=False), model, CPU)
+    loader.prepare_buffers()
+    assert loader.record.num_tensors == 0
+    loader = WeightLoader(replace(plan, sync_module_states=True), model, CPU)
+    loader.prepare_buffers()
     for unit in plan.units:
-        prepare_unit(replace(plan, sync_module_states=True), unit, model, CPU, record)
+        loader.prepare_unit(unit)
+    record = loader.record
     assert (record.num_tensors, record.num_filled) == (3, 1)
     assert not model.positions.is_meta
 
@@ -79,7 +79,7 @@ def test_buffer_cast_skips_integers(plan_for: Callable[..., FsdpPlan]):
 def test_gradients_of_ignored_parameters_are_averaged(one_rank: None, plan_for: Callable[..., FsdpPlan]):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     plan = plan_for(model, fsdp_ignored_modules="1")
-    parameters = prepare_ignored(plan, model, CPU, BroadcastRecord())
+    parameters = WeightLoader(plan, model, CPU).prepare_ignored()
     assert parameters == list(model[1].parameters())
     model(torch.ones(1, 2)).sum().backward()
     assert torch.equal(model[1].bias.grad, torch.ones(2)), "the average over one rank"
