@@ -202,7 +202,7 @@ _FSDP_ROWS = (
     Row(name="loading.ram_efficient", kind="bool", spellings=("cpu_ram_efficient_loading",),
         about="RAM-efficient loading: the ranks of a machine share the memory of the weights that they load."),
     Row(name="loading.sync_module_states", kind="bool", spellings=("sync_module_states",),
-        about="Broadcast the weights of rank 0 before sharding."),
+        about="Broadcast the weights of rank 0 before sharding, except those that all ranks map from the same files."),
     Row(name="params.use_orig", kind="bool", spellings=("use_orig_params",),
         about="Keep the original parameters instead of flat ones."),
     Row(name="xla.enabled", kind="bool", spellings=("xla",), about="FSDP of PyTorch/XLA."),

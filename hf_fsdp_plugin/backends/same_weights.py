@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from hf_fsdp_plugin.backends.agreement import gather_objects
+from hf_fsdp_plugin.backends.file_weights import find_file_weights
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import Problem
@@ -18,11 +19,12 @@ from hf_fsdp_plugin.text import format_names, plural
 def check_same_weights(plan: FsdpPlan, model: nn.Module, device: torch.device) -> Problem | None:
     """Return a warning if the parameters of the model that is to be sharded differ between ranks. Collective.
 
-    Every parameter is read once. Two numbers are reduced over all ranks; names are exchanged only if these differ.
+    Every parameter is read once, except those that all ranks have mapped from equal files. Two numbers are reduced over
+    all ranks; names are exchanged only if these differ.
     """
     if plan.pre_sharded or plan.ram_efficient or plan.sync_module_states or plan.world_size == 1:
         return None
-    hashes = dict(_hashes(model))
+    hashes = dict(_hashes(model, find_file_weights(model, device)))
     total = 0
     for bits in hashes.values():
         # Rotate before each XOR: otherwise two equal tensors would leave the checksum unchanged.
@@ -45,11 +47,13 @@ def check_same_weights(plan: FsdpPlan, model: nn.Module, device: torch.device) -
     )
 
 
-def _hashes(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yield the names of the parameters and a hash of their bits. There is one transfer to the CPU for each device."""
+def _hashes(model: nn.Module, from_files: Collection[int]) -> Iterator[tuple[str, int]]:
+    """Yield the names of the other parameters and a hash of their bits, with one transfer for each device."""
     found: dict[torch.device, dict[str, torch.Tensor]] = {}
     for name, parameter in model.named_parameters():
         tensor = parameter.detach()
+        if id(parameter) in from_files:
+            continue
         if type(tensor) is torch.Tensor and tensor.numel() and not tensor.is_meta:
             found.setdefault(tensor.device, {})[canonical_name(name)] = torch.hash_tensor(tensor).view(torch.int64)
     for hashes in found.values():
