@@ -50,6 +50,10 @@ def load_damaged(work: str, version: int, **settings: Any) -> dict[str, Any]:
     """
     original = Path(work) / "checkpoint_0"
     loop = trained_loop(version, **settings)
+    # The size of a pickled RNG state depends on its numbers. The files of the ranks differ, but have the same size.
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(loop.rank)
     loop.accelerator.save_state(str(original))
     manager.wait()
     damages: dict[str, Damage] = {"": lambda copy: None, **_damages(original)}
