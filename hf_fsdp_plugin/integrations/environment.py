@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
 
 from hf_fsdp_plugin.integrations.patching import install_hooks
 from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.spellings import TRUE_WORDS
+
+_EFFICIENT: Final = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+"""Variables that are true while ``from_pretrained`` loads RAM-efficiently."""
 
 
 class ProcessEnvironment:
@@ -40,7 +46,21 @@ def set_loading_variables(spec: FsdpSpec) -> None:
         install_hooks("loading")
 
 
+@contextmanager
+def loading_ram_efficiently() -> Iterator[None]:
+    """Load RAM-efficiently in the block, whatever the settings are."""
+    install_hooks("loading")
+    before = {name: os.environ.get(name) for name in _EFFICIENT}
+    os.environ.update(dict.fromkeys(_EFFICIENT, "true"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
+
+
 def loads_ram_efficiently() -> bool:
     """Return whether a launcher, a plugin or :func:`set_loading_variables` has enabled RAM-efficient loading."""
-    names = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
-    return all(os.environ.get(name, "").lower() in TRUE_WORDS for name in names)
+    return all(os.environ.get(name, "").lower() in TRUE_WORDS for name in _EFFICIENT)

@@ -21,7 +21,7 @@ def meta_model(path_or_id: str | Path) -> nn.Module:
         ValueError: there is no config, it is invalid, or Transformers does not know the architecture.
     """
     config = _config(path_or_id)
-    model_class = _model_class(config, path_or_id)
+    model_class = _class_of_config(config, path_or_id)
     with _quiet(), _default_dtype(config), torch.device("meta"):
         try:
             model = model_class(config)
@@ -72,7 +72,12 @@ def _only_gguf(folder: Path) -> str:
     raise ValueError(f"{folder}: the folder contains neither a config.json nor a GGUF file. Give another folder.")
 
 
-def _model_class(config: Any, path_or_id: str | Path) -> Any:
+def model_class_of(path_or_id: str | Path) -> Any:
+    """Return the class of Transformers that a config names. Raises ``ValueError`` as :func:`meta_model` does."""
+    return _class_of_config(_config(path_or_id), path_or_id)
+
+
+def _class_of_config(config: Any, path_or_id: str | Path) -> Any:
     """Return the class in ``architectures``, else the causal language model or base model of the config's type."""
     import transformers
 

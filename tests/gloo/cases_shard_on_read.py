@@ -136,3 +136,38 @@ def overwrite_after_sharding(folder: str, config: dict[str, Any]) -> bool:
     dist.barrier()
     found = clones(accelerator.get_state_dict(model))
     return all(torch.equal(found[name], tensor) for name, tensor in expected.items()) if found else True
+
+
+def load_sharded(folder: str, config: dict[str, Any], *, with_plan: bool) -> dict[str, Any]:
+    """Load with ``hfp.from_pretrained``, train by hand and with an Accelerator, and report."""
+    accelerator = fresh_accelerator(config)
+    spec = hfp.load_spec(config)
+    target: Any = spec
+    if with_plan:
+        whole = FAMILIES["llama"].build()
+        target = hfp.resolve(spec, whole, world_size=dist.get_world_size(), device_type="cpu")
+    before = {name: os.environ.get(name) for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")}
+    model = hfp.from_pretrained(folder, target)
+    assert before == {name: os.environ.get(name) for name in before}
+    record = getattr(model, BROADCAST_ATTRIBUTE)
+    same, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    weights = clones(accelerator.get_state_dict(model))
+    batch = FAMILIES["llama"].batch(0)
+    first = model(**batch).loss
+    accelerator.backward(first)
+    optimizer.step()
+    return {
+        "is_same": same is model,
+        "from_files": record.num_from_files,
+        "weights": weights,
+        "falls": model(**batch).loss.item() < first.item(),
+        "statuses": {row["setting"]: row["status"] for row in hfp.report(accelerator).to_json()["settings"]},
+    }
+
+
+def load_without_fsdp(folder: str) -> list[str]:
+    try:
+        hfp.from_pretrained(folder, hfp.load_spec({"distributed_type": "NO"}))
+    except hfp.SpecError as error:
+        return [problem.code for problem in error.problems]
+    return []

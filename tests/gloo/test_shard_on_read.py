@@ -108,3 +108,22 @@ def test_copies_of_a_file_are_compared_by_content(two_ranks: Ranks, tmp_path: Pa
 def test_shards_do_not_follow_the_file(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
     two_ranks.run(cases_loading.save_plain, "llama", str(tmp_path))
     assert two_ranks.run(cases.overwrite_after_sharding, str(tmp_path), config(version=version)) == [True, True]
+
+
+@both_versions
+@pytest.mark.parametrize("with_plan", [False, True], ids=["spec", "plan"])
+def test_from_pretrained_returns_a_sharded_model(
+    two_ranks: Ranks, tmp_path: Path, version: int, with_plan: bool
+) -> None:
+    two_ranks.run(cases_loading.save_plain, "llama", str(tmp_path))
+    ranks = two_ranks.run(cases.load_sharded, str(tmp_path), config(version=version), with_plan=with_plan)
+    for rank in ranks:
+        assert rank["is_same"] and rank["falls"] and rank["from_files"] == NUM_PARAMETERS
+        assert rank["statuses"]["sharding.strategy"] == "applied" and "differs" not in rank["statuses"].values()
+    expected = FAMILIES["llama"].build().state_dict()
+    assert all(torch.equal(ranks[0]["weights"][name], tensor) for name, tensor in expected.items())
+
+
+def test_from_pretrained_needs_fsdp(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(cases_loading.save_plain, "llama", str(tmp_path))
+    assert two_ranks.run(cases.load_without_fsdp, str(tmp_path)) == [["FSDP-E694"], ["FSDP-E694"]]

@@ -157,10 +157,7 @@ def _shard_on_all_ranks(
         plugin.apply_assignments()
         spec = plugin.spec if is_first else spec_of_further_model(plugin.spec, model, is_trained=is_trained)
         plan = make_plan(accelerator, spec, model)
-    same_on_all_ranks("the plan", json.dumps(plan.to_json(), sort_keys=True))
-    if (problem := check_same_weights(plan, model, accelerator.device)) is not None:
-        plan = replace(plan, problems=(*plan.problems, problem))
-    print_warnings(plan.problems)
+    plan = agree_on_plan(plan, model, accelerator.device)
     if accelerator.is_main_process:
         logger.info("%s", plan)
     _compile_units(accelerator, plan, model)
@@ -171,6 +168,19 @@ def _shard_on_all_ranks(
         compile_call(sharded, compiler)
     private.mark_prepared(accelerator, sharded)
     return sharded
+
+
+def agree_on_plan(plan: FsdpPlan, model: nn.Module, device: torch.device) -> FsdpPlan:
+    """Check that the ranks have the same plan and weights, print the plan's problems, and return it. Collective.
+
+    Raises:
+        SpecError: the ranks have different plans.
+    """
+    same_on_all_ranks("the plan", json.dumps(plan.to_json(), sort_keys=True))
+    if (problem := check_same_weights(plan, model, device)) is not None:
+        plan = replace(plan, problems=(*plan.problems, problem))
+    print_warnings(plan.problems)
+    return plan
 
 
 def make_plan(accelerator: Any, spec: FsdpSpec, model: nn.Module) -> FsdpPlan:
