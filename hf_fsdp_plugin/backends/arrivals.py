@@ -167,10 +167,12 @@ def _store() -> dist.Store:
 
 
 @contextmanager
-def together(call: str, *, fix: str = "", limit: float = DEFAULT_LIMIT) -> Iterator[None]:
+def together(
+    call: str, *, fix: str = "", limit: float = DEFAULT_LIMIT, given_up: Callable[[], bool] = lambda: False
+) -> Iterator[None]:
     """Run the block, which contains collectives, after :func:`wait_for_all_ranks`. Inner blocks do not wait again."""
     if not _inside.get():
-        wait_for_all_ranks(call, fix=fix, limit=limit)
+        wait_for_all_ranks(call, fix=fix, limit=limit, given_up=given_up)
     token = _inside.set(True)
     try:
         yield

@@ -12,8 +12,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
+    "checking.against_config": ("required_names",),
     "checking.completeness": ("newest_complete", "numbered_checkpoints", "why_incomplete"),
     "checking.inspection": ("Summary", "checkpoints_of_run", "summarize"),
+    "checking.model_files": (
+        "ModelTensor",
+        "ShapeMismatch",
+        "check_model_index",
+        "raise_absent_tensors",
+        "raise_shape_mismatches",
+        "read_model_headers",
+    ),
     "checking.verify": ("Verdict", "verify"),
     "formats.manifest": ("Manifest", "record_file", "write_manifest"),
     "formats.manifest_reader": ("read_manifest",),
@@ -33,8 +42,17 @@ _EXPORTS = {
 """Module below this package -> the names that it provides."""
 
 if TYPE_CHECKING:
+    from hf_fsdp_plugin.checkpoint.checking.against_config import required_names
     from hf_fsdp_plugin.checkpoint.checking.completeness import newest_complete, numbered_checkpoints, why_incomplete
     from hf_fsdp_plugin.checkpoint.checking.inspection import Summary, checkpoints_of_run, summarize
+    from hf_fsdp_plugin.checkpoint.checking.model_files import (
+        ModelTensor,
+        ShapeMismatch,
+        check_model_index,
+        raise_absent_tensors,
+        raise_shape_mismatches,
+        read_model_headers,
+    )
     from hf_fsdp_plugin.checkpoint.checking.verify import Verdict, verify
     from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, record_file, write_manifest
     from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest

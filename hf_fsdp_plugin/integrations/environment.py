@@ -11,7 +11,8 @@ from hf_fsdp_plugin.integrations.patching import install_hooks
 from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.spellings import TRUE_WORDS
 
-_EFFICIENT: Final = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+_RAM_EFFICIENT: Final = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+_EFFICIENT: Final = ("ACCELERATE_USE_FSDP", _RAM_EFFICIENT)
 """Variables that are true while ``from_pretrained`` loads RAM-efficiently."""
 
 
@@ -25,6 +26,10 @@ class ProcessEnvironment:
         for name, value in variables.items():
             self._before.setdefault(name, os.environ.get(name))
             os.environ[name] = value
+
+    def has_set(self, name: str) -> bool:
+        """Return whether :meth:`set` has set a variable, and it was not restored since."""
+        return name in self._before
 
     def restore(self) -> None:
         for name in self._before:
@@ -40,10 +45,15 @@ restore_variables = _environment.restore
 
 def set_loading_variables(spec: FsdpSpec) -> None:
     """Set whether ``from_pretrained``, which reads environment variables only, loads RAM-efficiently."""
-    set_variables(FSDP_CPU_RAM_EFFICIENT_LOADING=str(spec.loading.ram_efficient).lower())
+    set_variables(**{_RAM_EFFICIENT: str(spec.loading.ram_efficient).lower()})
     if spec.loading.ram_efficient:
         set_variables(ACCELERATE_USE_FSDP="true")
-        install_hooks("loading")
+    install_hooks("loading")
+
+
+def has_fsdp_settings() -> bool:
+    """Return whether this process has read FSDP settings, so that ``from_pretrained`` loads a model for them."""
+    return _environment.has_set(_RAM_EFFICIENT) or loads_ram_efficiently()
 
 
 @contextmanager

@@ -20,7 +20,7 @@ GROUPS: Final[dict[Group, str]] = {
     "saving": "Installed together with the group `accelerate`. They replace nothing for models that are not sharded.",
     "transformers": "Installed by `install()`. `FsdpTrainer`, `FsdpTrainerMixin` and `FsdpTrainingArguments` override "
     "the same methods in a subclass instead.",
-    "loading": "Installed by `install()`, and when a spec enables RAM-efficient loading.",
+    "loading": "Installed by `install()`, and when a spec enables FSDP.",
     "trl": "Installed together with the hooks of Accelerate. TRL is optional.",
 }
 
@@ -64,6 +64,8 @@ _WITHOUT_OLD = "Commands for Transformers 4 are no longer in use."
 _WITH_PLANS = "Accelerate shards a model by a plan."
 _STAGED = "Accelerate writes checkpoints to a staging folder and renames them."
 _WHOLE_TENSORS = "The library refuses shards."
+_DAMAGED = "Errors of damaged or missing files name neither file nor tensor, or occur after weights were read."
+_NAMES_FILES = "Transformers checks the files of a model first, and its errors name file and tensor."
 _TRAINER_STAGED = "The Trainer writes checkpoints to a staging folder and renames them."
 
 # fmt: off
@@ -247,8 +249,12 @@ _LOADING_HOOKS = (
          until="Transformers initializes them on every rank."),
     Hook(f"{_MODEL}._load_pretrained_model", "transformers.loading:load_pretrained_model",
          reason="Every rank casts and converts weights into its own memory, although the ranks of a machine can map "
-                "the result of one rank.",
+                "the result of one rank. Every rank shows a progress bar.",
          until="Transformers shares the memory."),
+    Hook("transformers.utils.hub:get_checkpoint_shard_files", "transformers.model_files:get_shard_files",
+         reason=_DAMAGED, until=_NAMES_FILES),
+    Hook("transformers.modeling_utils:_get_resolved_checkpoint_files", "transformers.model_files:resolve_files",
+         reason=_DAMAGED, until=_NAMES_FILES),
 )
 
 _TRL_HOOKS = (

@@ -80,11 +80,13 @@ def uninstall() -> None:
     Collective if a checkpoint is being written in the background: the call waits for it. Existing models, Accelerators
     and Trainers keep their plan, and the process group remains.
     """
+    from hf_fsdp_plugin.backends.load_failures import load_failures
     from hf_fsdp_plugin.backends.shared_weights import exchange
     from hf_fsdp_plugin.integrations.saving import manager
 
     manager.close()
     exchange.close()
+    load_failures.close()
     stop_reporting()
     session.close()
     remove_hooks()

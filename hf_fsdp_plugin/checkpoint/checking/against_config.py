@@ -75,7 +75,7 @@ def _compare(stored: StoredModel, model: Any, path: Path) -> list[Problem]:
     for name, tensor in state.items():
         tied.setdefault(id(tensor), set()).add(name)
     missing = [name for name, tensor in state.items() if present.isdisjoint(tied[id(tensor)])]
-    missing = _not_matching(missing, getattr(model, "_keys_to_ignore_on_load_missing", None))
+    missing = required_names(model, missing)
     unexpected = [name for name in stored.tensors if names[name] not in expected]
     unexpected = _not_matching(unexpected, getattr(model, "_keys_to_ignore_on_load_unexpected", None))
     other = [
@@ -115,6 +115,11 @@ def _loaded_names(stored: StoredModel, model: Any) -> tuple[dict[str, str], set[
         if pattern is not None:
             merged.add(loaded)
     return names, merged
+
+
+def required_names(model: Any, names: Iterable[str]) -> list[str]:
+    """Return the names that a checkpoint of the model must contain."""
+    return _not_matching(names, getattr(model, "_keys_to_ignore_on_load_missing", None))
 
 
 def _not_matching(names: Iterable[str], patterns: Iterable[str] | None) -> list[str]:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole
-from hf_fsdp_plugin.checkpoint.formats.element_types import SAFETENSORS_NAMES, dtype_size
-from hf_fsdp_plugin.checkpoint.formats.errors import raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.formats.element_types import SAFETENSORS_NAMES, SIZES
+from hf_fsdp_plugin.checkpoint.formats.errors import LFS_POINTER_SIZE, raise_if_any, refuse, refuse_lfs_pointer
 from hf_fsdp_plugin.checkpoint.formats.stored import file_problems_inside
 from hf_fsdp_plugin.checkpoint.io import read_file, reading
+from hf_fsdp_plugin.text import plural
 
 MAX_HEADER = 100_000_000
 """Maximum size of a header in bytes; the limit of the safetensors library."""
@@ -34,8 +35,11 @@ class Entry(NamedTuple):
     offset: int
 
 
-def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+def read_header(path: Path, *, any_dtype: bool = False) -> tuple[dict[str, Entry], dict[str, str]]:
     """Return a safetensors file's entries and metadata. Checks that the tensors tile the bytes after the header.
+
+    Args:
+        any_dtype: accept element types that this package does not know, such as the packed ones of quantized weights.
 
     Raises:
         CheckpointError: the file is truncated, longer than its header allows, or its header is damaged.
@@ -45,19 +49,23 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
         if not 2 <= length <= min(size - 8, MAX_HEADER):
+            refuse_lfs_pointer(path, head + file.read(LFS_POINTER_SIZE))
             message = f"has {size} bytes and a header of {length} bytes; it is truncated or not a safetensors file."
             refuse("FSDP-E453", path, message)
         text = file.read(length)
     try:
         header = json.loads(text, object_pairs_hook=_without_duplicates)
         metadata = header.pop("__metadata__", {})
-        entries = {name: (Entry(*_parse_entry(entry)), *_parse_offsets(entry)) for name, entry in header.items()}
+        entries = {
+            name: (Entry(*_parse_entry(entry, any_dtype)), *_parse_offsets(entry)) for name, entry in header.items()
+        }
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         refuse("FSDP-E453", path, f"has a damaged header ({type(error).__name__}: {error}).")
     begin = 8 + length
     at = 0
     for name, (entry, start, stop) in sorted(entries.items(), key=lambda item: item[1][1:]):
-        if start != at or stop - start != whole(entry.shape).numel * dtype_size(entry.dtype):
+        num_bytes = whole(entry.shape).numel * SIZES[entry.dtype] if entry.dtype in SIZES else stop - start
+        if start != at or stop - start != num_bytes:
             message = (
                 f"tensor {name!r}, {entry.dtype} {entry.shape}, has the data offsets {start} to {stop}, and the next "
                 f"free byte is {at}: tensors overlap, leave gaps or have the wrong size."
@@ -65,22 +73,41 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
             refuse("FSDP-E453", path, message)
         at = stop
     if begin + at != size:
-        refuse("FSDP-E453", path, f"has {size} bytes; its header requires {begin + at}.")
+        cut = [(stop, name) for name, (_, _, stop) in entries.items() if begin + stop > size]
+        missing = f": the bytes of {min(cut)[1]!r} are incomplete" if cut else ""
+        others = f", and so are {plural(len(cut) - 1, 'other tensor')}" if len(cut) > 1 else ""
+        refuse("FSDP-E453", path, f"has {size} bytes; its header requires {begin + at}{missing}{others}.")
     return {name: entry._replace(offset=begin + start) for name, (entry, start, _) in entries.items()}, metadata
 
 
 def read_weight_map(root: Path, index: Path) -> dict[str, set[str]]:
     """Return file -> names of its tensors, from a Hugging Face index. Checks that all files exist inside the folder."""
+    shards = parse_weight_map(index)
+    raise_if_any(file_problems_inside(root, shards, index))
+    return shards
+
+
+def parse_weight_map(index: Path) -> dict[str, set[str]]:
+    """Return file -> names of its tensors, from a Hugging Face index. The files are not looked at.
+
+    Raises:
+        CheckpointError: the index is damaged.
+    """
+    text = read_file(index)
+    refuse_lfs_pointer(index, text)
     try:
-        weight_map = json.loads(read_file(index))["weight_map"]
+        weight_map = json.loads(text)["weight_map"]
         shards: dict[str, set[str]] = {}
         for name, file in weight_map.items():
             if not isinstance(file, str):
                 raise TypeError(f"{name!r} is in {file!r}")
             shards.setdefault(file, set()).add(name)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        refuse("FSDP-E453", index, f"is not a valid index of weights ({type(error).__name__}: {error}).")
-    raise_if_any(file_problems_inside(root, shards, index))
+        message = (
+            f"is not a valid index of weights ({type(error).__name__}: {error}). Expected: a JSON object whose "
+            "weight_map contains the file of each tensor."
+        )
+        refuse("FSDP-E453", index, message)
     return shards
 
 
@@ -91,13 +118,16 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _parse_entry(entry: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int]:
+def _parse_entry(entry: Mapping[str, Any], any_dtype: bool) -> tuple[str, tuple[int, ...], int]:
     shape = tuple(entry["shape"])
-    if entry["dtype"] not in DTYPES:
-        raise ValueError(f"unknown element type {entry['dtype']!r}")
+    dtype = DTYPES.get(entry["dtype"])
+    if dtype is None:
+        if not any_dtype or not isinstance(entry["dtype"], str):
+            raise ValueError(f"unknown element type {entry['dtype']!r}")
+        dtype = entry["dtype"]
     if not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"shape {shape}")
-    return DTYPES[entry["dtype"]], shape, 0
+    return dtype, shape, 0
 
 
 def _parse_offsets(entry: Mapping[str, Any]) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from hf_fsdp_plugin.text import format_names, plural
 
 MAX_PATH = 4096
 """Maximum length of a file name in Linux."""
+_TRUSTED = "Use a copy of the checkpoint from a source that you trust."
 MAX_PROBLEMS = 8
 """Maximum number of problems of the same kind that are reported, such as one per missing file."""
 
@@ -161,12 +162,23 @@ def file_problems_inside(root: Path, files: Iterable[str], place: Path | str) ->
     return [found for file in files if (found := _file_problem(root, file, place)) is not None]
 
 
-def _file_problem(root: Path, relative: str, place: Path | str) -> Problem | None:
-    fix = "Use a copy of the checkpoint from a source that you trust."
+def name_problem(relative: str, place: Path | str) -> Problem | None:
+    """Return a problem if ``place`` refers to a file by a name that is invalid or leaves its folder."""
     if "\0" in relative or len(relative) > MAX_PATH:
-        return problem("FSDP-E456", place, f"refers to {relative[:80]!r}, which is not a valid file name.", fix)
+        return problem("FSDP-E456", place, f"refers to {relative[:80]!r}, which is not a valid file name.", _TRUSTED)
     if PurePosixPath(relative).is_absolute() or ".." in PurePosixPath(relative).parts or "\\" in relative:
-        return problem("FSDP-E456", place, f"refers to {relative!r}, which is outside its folder.", fix)
+        return problem("FSDP-E456", place, f"refers to {relative!r}, which is outside its folder.", _TRUSTED)
+    return None
+
+
+def missing_problem(relative: str, place: Path | str) -> Problem:
+    """Return the problem that ``place`` refers to a file that does not exist."""
+    return problem("FSDP-E457", place, f"refers to {relative!r}, which is missing.", COPY_AGAIN)
+
+
+def _file_problem(root: Path, relative: str, place: Path | str) -> Problem | None:
+    if (found := name_problem(relative, place)) is not None:
+        return found
     # `os.path.realpath`, because `Path.resolve` raises an error for links in a circle.
     allowed = [os.path.realpath(root)]
     if root.parent.name == "snapshots":
@@ -174,9 +186,9 @@ def _file_problem(root: Path, relative: str, place: Path | str) -> Problem | Non
     real = Path(os.path.realpath(root / relative))
     if not any(real.is_relative_to(folder) for folder in allowed):
         message = f"refers to {relative!r}, a link to {real}, which is outside its folder."
-        return problem("FSDP-E456", place, message, fix)
+        return problem("FSDP-E456", place, message, _TRUSTED)
     if not real.is_file():
-        return problem("FSDP-E457", place, f"refers to {relative!r}, which is missing.", COPY_AGAIN)
+        return missing_problem(relative, place)
     return None
 
 

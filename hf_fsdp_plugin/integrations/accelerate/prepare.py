@@ -15,6 +15,7 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks, same_on_all_ranks
 from hf_fsdp_plugin.backends.arrivals import first_step, preparation_limit, together
+from hf_fsdp_plugin.backends.load_failures import load_failures
 from hf_fsdp_plugin.backends.optimizer import foreign_parameters
 from hf_fsdp_plugin.backends.optimizer_mode import apply_step_mode
 from hf_fsdp_plugin.backends.optimizer_state_factory import set_state_factory
@@ -126,13 +127,15 @@ def _shard_model(
     is_first: bool = True,
     is_trained: bool = True,
 ) -> nn.Module:
-    """Plan and shard one model, after all ranks have arrived."""
+    """Plan and shard one model, after all ranks have arrived. Raises the error of a rank that could not load it."""
+    load_failures.close()  # this rank continues, even if a load failed
     with _together(type(unwrapped(compiled_module(model) or model)).__name__.removeprefix("FSDP")):
         return _shard_on_all_ranks(accelerator, model, optimizers, is_first=is_first, is_trained=is_trained)
 
 
 def _together(names: str) -> AbstractContextManager[None]:
-    return together(f"Accelerator.prepare of {names}", fix=_FIX, limit=preparation_limit())
+    call = f"Accelerator.prepare of {names}"
+    return together(call, fix=_FIX, limit=preparation_limit(), given_up=load_failures.raise_announced)
 
 
 def _shard_on_all_ranks(

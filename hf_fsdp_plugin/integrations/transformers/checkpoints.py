@@ -28,7 +28,8 @@ from hf_fsdp_plugin.integrations.peft.saving import adapter_state, as_unsharded
 from hf_fsdp_plugin.integrations.resuming import find_checkpoint, warn_differences
 from hf_fsdp_plugin.integrations.saving import manager, remove_stale_weights
 from hf_fsdp_plugin.integrations.transformers import private
-from hf_fsdp_plugin.integrations.transformers.save_pretrained import is_stored_differently, without_progress_bar
+from hf_fsdp_plugin.integrations.transformers.progress import without_progress_bar
+from hf_fsdp_plugin.integrations.transformers.save_pretrained import is_stored_differently
 from hf_fsdp_plugin.plan.names import unwrapped
 
 

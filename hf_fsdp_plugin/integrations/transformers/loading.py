@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -25,8 +26,10 @@ from transformers.core_model_loading import WeightConverter
 
 from hf_fsdp_plugin.backends.memory_maps import parameter_memory
 from hf_fsdp_plugin.backends.shared_weights import Publication, Received, exchange
-from hf_fsdp_plugin.integrations.environment import loads_ram_efficiently
+from hf_fsdp_plugin.integrations.environment import has_fsdp_settings, loads_ram_efficiently
 from hf_fsdp_plugin.integrations.messages import print_once
+from hf_fsdp_plugin.integrations.transformers.model_files import check_loaded, check_model
+from hf_fsdp_plugin.integrations.transformers.progress import without_progress_bar
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_bytes
 from hf_fsdp_plugin.torch_private.modules import buffers, parameters
@@ -44,6 +47,25 @@ def load_pretrained_model(
     files: Sequence[str] | None,
     load_config: Any,
     expected_keys: Any = None,
+) -> Any:
+    """Check the files and load the weights. Only rank 0 shows a progress bar."""
+    if not has_fsdp_settings():
+        return _load(original, model, state_dict, files, load_config, expected_keys)
+    if files and state_dict is None and expected_keys is None:
+        check_model(model, files, load_config)
+    with nullcontext() if os.environ.get("RANK", "0") == "0" else without_progress_bar():
+        result = _load(original, model, state_dict, files, load_config, expected_keys)
+    check_loaded(model, result[0], load_config)
+    return result
+
+
+def _load(
+    original: Callable[..., Any],
+    model: Any,
+    state_dict: Any,
+    files: Sequence[str] | None,
+    load_config: Any,
+    expected_keys: Any,
 ) -> Any:
     """Load the weights. Weights that need private memory are computed by one rank of the machine."""
 

@@ -6,7 +6,9 @@ listed in :mod:`hf_fsdp_plugin.integrations.hooks` instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,31 @@ def stored_state(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.
 
     stored: dict[str, torch.Tensor] = revert_weight_conversion(model, state)
     return stored
+
+
+def loaded_names(model: Any, weight_mapping: Any, names: Iterable[str]) -> dict[str, tuple[str, bool]]:
+    """Return stored name -> (name of the weight that it is loaded into, whether it is loaded without a conversion)."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    # Copies, because a transform remembers that it has been used.
+    transforms = copy.deepcopy(list(weight_mapping or ()))
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    expected, found = model.state_dict(), {}
+    for name in names:
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, expected)
+        if target not in expected and name in expected:  # as Transformers does
+            target, pattern = rename_source_key(name, [], [], model.base_model_prefix, expected)
+        found[name] = (target, pattern is None)
+    return found
+
+
+def may_be_missing(model: Any) -> Callable[[str], bool]:
+    """Return a function that returns whether a checkpoint of the model need not contain a weight."""
+    tied = tied_weights(model)
+    names = {*tied.keys(), *tied.values()}
+    patterns = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
+    return lambda name: name in names or any(pattern.search(name) for pattern in patterns)
 
 
 def run_folder(trainer: Any, trial: Any) -> Path:

@@ -9,14 +9,13 @@ The weights are written in the dtype of the parameters that the optimizer update
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers.utils import logging
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.arrivals import together
@@ -37,6 +36,7 @@ from hf_fsdp_plugin.integrations.save_calls import (
 from hf_fsdp_plugin.integrations.saving import manager, remove_stale_weights
 from hf_fsdp_plugin.integrations.serialization import flat_storages, is_shard
 from hf_fsdp_plugin.integrations.transformers import private
+from hf_fsdp_plugin.integrations.transformers.progress import without_progress_bar
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import CheckpointError, Problem, SpecError
 from hf_fsdp_plugin.text import format_names, plural
@@ -118,18 +118,6 @@ def _write(original: Callable[..., Any], model: Any, call: Mapping[str, Any], st
 
 def _buffer_names(model: Any) -> set[str]:
     return {canonical_name(name) for name, _ in model.named_buffers()}
-
-
-@contextmanager
-def without_progress_bar() -> Iterator[None]:
-    """Hide the progress bar of Transformers, which it shows even for an empty state dict."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _needs_whole_tensors(model: Any, place: Place, shards: ModelShards, call: Mapping[str, Any]) -> bool:

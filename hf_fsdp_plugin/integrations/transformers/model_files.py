@@ -1,0 +1,127 @@
+"""``from_pretrained`` with damaged files: all ranks raise one error that names file and tensor, before they load."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hf_fsdp_plugin.backends.load_failures import load_failures
+from hf_fsdp_plugin.checkpoint import (
+    ModelTensor,
+    ShapeMismatch,
+    check_model_index,
+    raise_absent_tensors,
+    raise_shape_mismatches,
+    read_model_headers,
+)
+from hf_fsdp_plugin.integrations.environment import has_fsdp_settings
+from hf_fsdp_plugin.integrations.transformers import private
+from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, SpecError
+
+_COPY = "Copy the file again, or add the key."
+
+
+class ReadHeaders:
+    """The headers that were read when the files of a model were found, until its weights are loaded."""
+
+    def __init__(self) -> None:
+        self._files: tuple[str, ...] = ()
+        self._tensors: dict[str, ModelTensor] = {}
+
+    def read(self, files: Sequence[str]) -> None:
+        self._tensors = read_model_headers(files)
+        self._files = tuple(files)
+
+    def take(self, files: Sequence[str]) -> dict[str, ModelTensor]:
+        """Return the tensors of ``files``. Reads the headers of files that were added since."""
+        known, tensors = self._files, self._tensors
+        self._files, self._tensors = (), {}
+        if tuple(files[: len(known)]) != known:
+            return read_model_headers(files)
+        return tensors | read_model_headers(files[len(known) :])
+
+
+headers = ReadHeaders()
+"""The headers of the model that this process is loading."""
+
+
+@contextmanager
+def raised_everywhere() -> Iterator[None]:
+    """Make all ranks raise the error of a damaged file."""
+    try:
+        yield
+    except SpecError as error:
+        load_failures.raise_everywhere(error)
+
+
+def get_shard_files(original: Callable[..., Any], folder: Any, index: Any, *args: Any, **kwargs: Any) -> Any:
+    """Check the index of a model before the names of its files are read from it."""
+    if not has_fsdp_settings() or not os.path.isfile(index):
+        return original(folder, index, *args, **kwargs)
+    with raised_everywhere():
+        check_model_index(Path(index), is_local=os.path.isdir(folder))
+        try:
+            return original(folder, index, *args, **kwargs)
+        except KeyError as error:
+            message = f"is not a valid index of weights: it has no {error}, which Transformers requires."
+            origin = Origin(source=os.fspath(index))
+            raise CheckpointError([Problem(code="FSDP-E453", message=message, fix=_COPY, origin=origin)]) from error
+
+
+def resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Find the files of a model, and read their headers."""
+    files, metadata = original(*args, **kwargs)
+    if has_fsdp_settings() and files:
+        with raised_everywhere():
+            headers.read(files)
+    return files, metadata
+
+
+def check_model(model: Any, files: Sequence[str], load_config: Any) -> None:
+    """Compare the tensors of the files with the index and with the model. No weights are read.
+
+    Raises:
+        SpecError: on all ranks; the model needs a tensor that is missing, or that has another shape.
+    """
+    with raised_everywhere():
+        tensors = headers.take(files)
+        if not tensors or load_config.is_quantized or load_config.device_mesh is not None:
+            return
+        expected = {
+            name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if hasattr(tensor, "shape")
+        }
+        weight_map = (load_config.sharded_metadata or {}).get("weight_map") or {}
+        absent = weight_map.keys() - tensors.keys()
+        odd = {name for name, tensor in tensors.items() if expected.get(name) != tensor.shape}
+        if not absent and (not odd or load_config.ignore_mismatched_sizes):
+            return
+        loaded = private.loaded_names(model, load_config.weight_mapping, [*absent, *odd])
+        if absent:
+            given = {loaded.get(name, (name, True))[0] for name in tensors}
+            optional = private.may_be_missing(model)
+            needed = expected.keys() - given
+            lacking = [name for name in absent if loaded[name][0] in needed and not optional(loaded[name][0])]
+            raise_absent_tensors(lacking, weight_map, files)
+        if not load_config.ignore_mismatched_sizes:
+            mismatches = [
+                ShapeMismatch(target, tensors[name].file, tensors[name].shape, expected[target])
+                for name in odd
+                for target, is_unchanged in [loaded[name]]
+                if is_unchanged and target in expected and expected[target] != tensors[name].shape
+            ]
+            raise_shape_mismatches(mismatches, type(model).__name__, "")
+
+
+def check_loaded(model: Any, loading_info: Any, load_config: Any) -> None:
+    """Raise the error about shapes that were only known after weights had been converted."""
+    if load_config.ignore_mismatched_sizes or not loading_info.mismatched_keys:
+        return
+    with raised_everywhere():
+        mismatches = [
+            ShapeMismatch(name, "", tuple(stored), tuple(expected))
+            for name, stored, expected in loading_info.mismatched_keys
+        ]
+        raise_shape_mismatches(mismatches, type(model).__name__, str(load_config.pretrained_model_name_or_path))
