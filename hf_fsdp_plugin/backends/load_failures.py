@@ -26,6 +26,8 @@ from hf_fsdp_plugin.torch_private.functions import default_store
 
 _SETTLE: Final = 3.0
 """Seconds that a failed rank waits for ranks with the same error. It keeps the store of rank 0 alive meanwhile."""
+_RECOVERY: Final = 5.0
+"""Seconds that other ranks wait for the failed rank to continue, for example with another folder."""
 _PAUSE: Final = 0.02
 
 
@@ -34,6 +36,7 @@ class LoadFailures:
 
     def __init__(self) -> None:
         self._announced = False
+        self._seen: tuple[float, dict[str, Any]] | None = None
 
     def raise_everywhere(self, error: SpecError) -> NoReturn:
         """Announce that this rank could not load a model, and raise the error. Not collective.
@@ -68,16 +71,27 @@ class LoadFailures:
         Returns:
             False, so that this can be the ``given_up`` of a wait for all ranks, which it ends.
         """
-        store = _store()
-        if store.check(["failure"]):
-            raise _error_of(json.loads(store.get("failure")))
+        try:
+            found = json.loads(_store().get("failure")) if _store().check(["failure"]) else None
+        except dist.DistError:
+            if self._seen is None:
+                raise
+            found, self._seen = self._seen[1], (0.0, self._seen[1])  # the failed rank was the host of the store
+        if found is None:
+            self._seen = None
+        elif self._seen is None or self._seen[1]["id"] != found["id"]:
+            self._seen = (time.monotonic(), found)
+        elif time.monotonic() - self._seen[0] > _RECOVERY:
+            self._seen = None
+            raise _error_of(found)
         return False
 
     def close(self) -> None:
         """Withdraw what this rank has announced, because it continues."""
         if self._announced:
             self._announced = False
-            _store().delete_key("failure")
+            if dist.is_initialized():
+                _store().delete_key("failure")
 
 
 load_failures = LoadFailures()

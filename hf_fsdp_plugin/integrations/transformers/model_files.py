@@ -16,6 +16,7 @@ from hf_fsdp_plugin.checkpoint import (
     raise_absent_tensors,
     raise_shape_mismatches,
     read_model_headers,
+    required_names,
 )
 from hf_fsdp_plugin.integrations.environment import has_fsdp_settings
 from hf_fsdp_plugin.integrations.transformers import private
@@ -73,6 +74,7 @@ def get_shard_files(original: Callable[..., Any], folder: Any, index: Any, *args
 
 def resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Find the files of a model, and read their headers."""
+    load_failures.close()  # this rank tries another load, or the next one
     files, metadata = original(*args, **kwargs)
     if has_fsdp_settings() and files:
         with raised_everywhere():
@@ -101,9 +103,9 @@ def check_model(model: Any, files: Sequence[str], load_config: Any) -> None:
         loaded = private.loaded_names(model, load_config.weight_mapping, [*absent, *odd])
         if absent:
             given = {loaded.get(name, (name, True))[0] for name in tensors}
-            optional = private.may_be_missing(model)
-            needed = expected.keys() - given
-            lacking = [name for name in absent if loaded[name][0] in needed and not optional(loaded[name][0])]
+            tied = private.tied_weights(model)
+            needed = set(required_names(model, expected.keys() - given - tied.keys() - set(tied.values())))
+            lacking = [name for name in absent if loaded[name][0] in needed]
             raise_absent_tensors(lacking, weight_map, files)
         if not load_config.ignore_mismatched_sizes:
             mismatches = [

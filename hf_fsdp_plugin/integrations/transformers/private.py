@@ -7,8 +7,7 @@ listed in :mod:`hf_fsdp_plugin.integrations.hooks` instead.
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -69,14 +68,6 @@ def loaded_names(model: Any, weight_mapping: Any, names: Iterable[str]) -> dict[
             target, pattern = rename_source_key(name, [], [], model.base_model_prefix, expected)
         found[name] = (target, pattern is None)
     return found
-
-
-def may_be_missing(model: Any) -> Callable[[str], bool]:
-    """Return a function that returns whether a checkpoint of the model need not contain a weight."""
-    tied = tied_weights(model)
-    names = {*tied.keys(), *tied.values()}
-    patterns = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
-    return lambda name: name in names or any(pattern.search(name) for pattern in patterns)
 
 
 def run_folder(trainer: Any, trial: Any) -> Path:

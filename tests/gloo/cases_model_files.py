@@ -1,0 +1,173 @@
+"""Cases that ranks run: ``from_pretrained`` of models with damaged files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import transformers as hf
+from accelerate import Accelerator
+from model_families import FAMILIES
+from training import fresh_accelerator
+from transformers import core_model_loading
+
+import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.problems import SpecError
+
+INDEX = "model.safetensors.index.json"
+NEEDED = "model.layers.1.mlp.up_proj.weight"
+
+
+def save_shards(folder: str) -> None:
+    """Save a model in several files, once for each rank."""
+    if dist.get_rank() == 0:
+        FAMILIES["llama"].build().save_pretrained(f"{folder}/copy0", max_shard_size="20KB")
+        for rank in range(1, dist.get_world_size()):
+            shutil.copytree(f"{folder}/copy0", f"{folder}/copy{rank}")
+    dist.barrier()
+
+
+def _edit_index(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    edit(index)
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def _edit_header(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    edit(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
+def _shard_of(folder: Path, name: str) -> Path:
+    return folder / json.loads((folder / INDEX).read_text())["weight_map"][name]
+
+
+def _transpose(entry: dict[str, Any]) -> None:
+    entry["shape"].reverse()
+
+
+def _is_renamed(header: dict[str, Any]) -> None:
+    header["another.name"] = header.pop(NEEDED)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123456\n"
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "truncated": lambda folder: (path := _shard_of(folder, NEEDED)).write_bytes(path.read_bytes()[:-4]),
+    "empty": lambda folder: _shard_of(folder, NEEDED).write_bytes(b""),
+    "broken-header": lambda folder: _shard_of(folder, NEEDED).write_bytes(b"\x04" + bytes(7) + b"{no}"),
+    "missing-shard": lambda folder: _shard_of(folder, NEEDED).unlink(),
+    "broken-index": lambda folder: (folder / INDEX).write_text("{"),
+    "index-without-metadata": lambda folder: _edit_index(folder, lambda index: index.pop("metadata")),
+    "file-outside": lambda folder: _edit_index(folder, lambda index: index["weight_map"].update({NEEDED: "../x"})),
+    "absent-tensor": lambda folder: _edit_header(_shard_of(folder, NEEDED), _is_renamed),
+    "other-shape": lambda folder: _edit_header(_shard_of(folder, NEEDED), lambda header: _transpose(header[NEEDED])),
+    "lfs-pointer": lambda folder: _shard_of(folder, NEEDED).write_bytes(POINTER),
+    "lfs-pointer-index": lambda folder: (folder / INDEX).write_bytes(POINTER),
+}
+"""Name -> function that damages the model in a folder."""
+
+
+def _load(folder: Path, config: dict[str, Any], form: str, **kwargs: Any) -> Any:
+    """Load and prepare the model of a folder with one of the forms of this package."""
+    if form == "accelerator":
+        accelerator = fresh_accelerator(config)
+    elif form == "install":
+        hfp.install(config)
+        accelerator = Accelerator()
+    else:
+        fsdp = {"version": 2, "cpu_ram_efficient_loading": config["fsdp_config"]["fsdp_cpu_ram_efficient_loading"]}
+        args = hfp.FsdpTrainingArguments(
+            output_dir=f"{folder}-out", fsdp="full_shard auto_wrap", fsdp_config=fsdp, use_cpu=True, max_steps=1,
+            report_to="none", disable_tqdm=True,
+        )  # fmt: skip
+        model = hf.AutoModelForCausalLM.from_pretrained(folder, **kwargs)
+        rows = [{k: v[0] for k, v in FAMILIES["llama"].batch(0).items()}]
+        hfp.FsdpTrainer(model=model, args=args, train_dataset=rows * 4).train()
+        return model
+    return accelerator.prepare(hf.AutoModelForCausalLM.from_pretrained(folder, **kwargs))
+
+
+def errors_of_damages(
+    folder: str, config: dict[str, Any], form: str, only_rank: int | None, names: list[str]
+) -> dict[str, tuple[str, str]]:
+    """Return damage -> class and message of the error that this rank has."""
+    found = {}
+    for name in names:
+        copy = Path(folder) / f"copy{dist.get_rank()}"
+        damaged = Path(folder) / name / str(dist.get_rank()) / "model"
+        shutil.copytree(copy, damaged)
+        if only_rank in (None, dist.get_rank()):
+            DAMAGES[name](damaged)
+        # The ranks have different folders, as they have on different machines, with the same path.
+        with contextlib.chdir(damaged.parent):
+            found[name] = _error(lambda: _load(Path("model"), config, form))
+        dist.barrier()
+    return found
+
+
+def _error(call: Callable[[], object]) -> tuple[str, str]:
+    try:
+        call()
+    except SpecError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def load_with_ignored_shapes(folder: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Load a model with a weight of another shape, which is initialized anew."""
+    copy = Path(folder) / f"copy{dist.get_rank()}"
+    DAMAGES["other-shape"](copy)
+    model = _load(copy, config, "accelerator", ignore_mismatched_sizes=True)
+    return {"num_parameters": sum(1 for _ in model.parameters())}
+
+
+def recover_on_one_rank(folder: str, config: dict[str, Any]) -> list[tuple[str, str]]:
+    """Load another folder after the first could not be loaded, on rank 1 only. Return the errors of both loads."""
+    accelerator = fresh_accelerator(config)
+    good, bad = Path(folder) / "copy0", Path(folder) / f"copy{dist.get_rank()}"
+    errors = [("", "")]
+    if dist.get_rank() == 1:
+        DAMAGES["empty"](bad)
+        errors = [_error(lambda: hf.AutoModelForCausalLM.from_pretrained(bad))]
+    return [*errors, _error(lambda: accelerator.prepare(hf.AutoModelForCausalLM.from_pretrained(good)))]
+
+
+def stock_error(folder: str) -> str:
+    """Return the class of the error without FSDP settings."""
+    copy = Path(folder) / f"copy{dist.get_rank()}"
+    DAMAGES["broken-index"](copy)
+    hfp.install({})
+    try:
+        hf.AutoModelForCausalLM.from_pretrained(copy)
+    except Exception as error:
+        return type(error).__name__
+    return ""
+
+
+def shows_bar(folder: str, config: dict[str, Any] | None) -> bool:
+    """Return whether Transformers may show its bar on this rank while it loads a model."""
+    if config is not None:
+        fresh_accelerator(config)
+    shown = []
+    original = core_model_loading.tqdm
+
+    def recorded(items: Any, **kwargs: Any) -> Any:
+        shown.append(hf.utils.logging.is_progress_bar_enabled())
+        return original(items, **kwargs)
+
+    core_model_loading.tqdm = recorded  # type: ignore[assignment]
+    try:
+        hf.AutoModelForCausalLM.from_pretrained(Path(folder) / f"copy{dist.get_rank()}")
+    finally:
+        core_model_loading.tqdm = original
+    (is_shown,) = shown
+    return is_shown and hf.utils.logging.is_progress_bar_enabled()
