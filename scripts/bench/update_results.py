@@ -211,17 +211,17 @@ def command_start(result: Result) -> list[str]:
 
 def load(result: Result) -> list[str]:
     lines = [
-        "| model | ranks | | time | of it `from_pretrained` | shard | private memory | mapped files | shared memory |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | ranks | | sharded after | of it `from_pretrained` | updated once after | shard | private memory | "
+        "mapped files | shared memory |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for size, worlds in result["sizes"].items():
         for world, ways in worlds.items():
             for way, run in ways.items():
-                memory = " | ".join(f"{run[key] / 1e9:.2f} GB" for key in ("RssAnon", "RssFile", "RssShmem"))
-                lines.append(
-                    f"| {size} | {world} | {way} | {run['seconds']:.2f} s | {run['from_pretrained']:.2f} s | "
-                    f"{run['shard_bytes'] / 1e9:.2f} GB | {memory} |"
-                )
+                times = " | ".join(f"{run[key]:.2f} s" for key in ("seconds", "from_pretrained", "updated"))
+                sizes = ("shard_bytes", "RssAnon", "RssFile", "RssShmem")
+                memory = " | ".join(f"{run[key] / 1e9:.2f} GB" for key in sizes)
+                lines.append(f"| {size} | {world} | {way} | {times} | {memory} |")
     return lines
 
 
