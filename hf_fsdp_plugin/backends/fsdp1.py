@@ -11,6 +11,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from hf_fsdp_plugin.backends.activations import apply_activation_checkpointing
+from hf_fsdp_plugin.backends.flatten_on_read import flattening_on_read, readable_in_parts
 from hf_fsdp_plugin.backends.load import (
     BROADCAST_ATTRIBUTE,
     WeightLoader,
@@ -41,9 +42,13 @@ def apply_fsdp1(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
     prepare_quantized(plan, model, device)
     ignored = loader.prepare_ignored()
     kwargs = _constructor_arguments(plan, device)
+    root_on_read: list[nn.Parameter] = []
     for unit in plan.units:
-        loader.prepare_unit(unit)
+        parameters = [model.get_parameter(name) for name in unit.parameters]
+        can_read = readable_in_parts(plan, loader, parameters)
+        on_read = loader.prepare_unit(unit, {id(parameter) for parameter in parameters} if can_read else ())
         if unit.modules == ("",):
+            root_on_read = on_read
             continue
         if kwargs["mixed_precision"] is not None and _may_receive_other_dtypes(plan, unit, model):
             # The other units receive activations, which have the compute dtype already.
@@ -54,8 +59,10 @@ def apply_fsdp1(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
             module = model.get_submodule(name)
             inside = {id(parameter) for parameter in module.parameters()}
             ignored_inside = [parameter for parameter in ignored if id(parameter) in inside]
-            replace_module(model, module, FSDP(module, ignored_states=ignored_inside, **unit_kwargs))
-    root = FSDP(model, ignored_states=ignored, **kwargs)
+            with flattening_on_read(plan, loader, on_read, unit_kwargs) as own_kwargs:
+                replace_module(model, module, FSDP(module, ignored_states=ignored_inside, **own_kwargs))
+    with flattening_on_read(plan, loader, root_on_read, kwargs) as own_kwargs:
+        root = FSDP(model, ignored_states=ignored, **own_kwargs)
     _cast_output(plan, root)
     setattr(root, BROADCAST_ATTRIBUTE, loader.record)
     return root

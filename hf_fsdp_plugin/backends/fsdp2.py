@@ -23,7 +23,6 @@ from hf_fsdp_plugin.backends.activations import apply_activation_checkpointing
 from hf_fsdp_plugin.backends.load import (
     BROADCAST_ATTRIBUTE,
     WeightLoader,
-    broadcasts,
     cast_buffers,
 )
 from hf_fsdp_plugin.backends.quantized import prepare_quantized
@@ -57,7 +56,7 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
         "offload_policy": CPUOffloadPolicy(pin_memory=plan.pin_memory) if plan.offload_params else OffloadPolicy(),
         "ignored_params": set(loader.prepare_ignored()),
     }
-    shards = ShardsOnRead(plan, model, loader.from_files if broadcasts(plan) else None, device)
+    shards = ShardsOnRead(plan, model, loader, device)
     for unit in plan.units:
         shards.detach(loader.prepare_unit(unit, shards.parameters))
         modules = [model.get_submodule(name) for name in unit.modules]
@@ -67,7 +66,7 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
             mp_policy=_mixed_precision(plan, is_root=unit.modules == ("",)),
             **kwargs,
         )
-        shards.attach(state_of(cast(FSDPModule, modules[0])), loader.record)
+        shards.attach(state_of(cast(FSDPModule, modules[0])))
     if not isinstance(model, FSDPModule):
         # Every parameter belongs to an inner unit. A root unit is still needed: it orders the hooks of the others.
         fully_shard(model, mp_policy=_mixed_precision(plan, is_root=True), **kwargs)

@@ -74,7 +74,7 @@ class BroadcastRecord:
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the integer type with the same size."""
 _PART = 1 << 18
-"""Elements of a part of :func:`sum_bits`."""
+"""Elements that are copied or added at a time."""
 
 
 def sum_bits(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
@@ -124,17 +124,19 @@ class WeightLoader:
         self.from_files = from_files
 
     def prepare_buffers(self) -> None:
-        """Overwrite all buffers with rank 0's values, on the device, if the plan broadcasts.
+        """Move all buffers to the device, and overwrite them with rank 0's values if the plan broadcasts.
 
         This includes non-persistent buffers (rotary frequencies, position ids). No checkpoint contains them: on ranks
         that loaded no weights they are zeros, and the loss would be NaN or wrong.
         """
-        if not broadcasts(self._plan):
-            return
         for module in self._model.modules():
             registered = own_buffers(module)
             for name, buffer in registered.items():
-                if buffer is not None:
+                if buffer is None:
+                    continue
+                if not broadcasts(self._plan):
+                    registered[name] = buffer if buffer.is_meta else buffer.to(self._device)
+                else:
                     self.record.num_filled += buffer.is_meta
                     registered[name] = _broadcast(buffer, self._device, self.record)
 
@@ -166,6 +168,23 @@ class WeightLoader:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_average_gradient)
         return parameters
+
+    def can_read_parts(self, parameter: nn.Parameter) -> bool:
+        """Whether each rank can take its own part from the whole parameter in host memory, which is not broadcast."""
+        is_plain = type(parameter.data) is torch.Tensor and parameter.device.type == "cpu"
+        is_own = not broadcasts(self._plan) or id(parameter) in self.from_files
+        return is_own and is_plain and parameter.is_contiguous()
+
+    def copy_part(self, into: torch.Tensor, part: torch.Tensor) -> None:
+        """Copy this rank's part of a parameter, cast it, and record its bits."""
+        if not broadcasts(self._plan):
+            into.copy_(part)
+        elif into.device.type != "cpu" or not (part.is_contiguous() and into.is_contiguous()):
+            self.record.add_shard(sum_bits([into.copy_(part)]))
+        else:
+            # The bits of a small piece are added while it is still in the processor's cache.
+            pieces = zip(into.view(-1).split(_PART), part.view(-1).split(_PART), strict=True)
+            self.record.add_shard(sum_bits(piece.copy_(source) for piece, source in pieces))
 
     def _prepare_parameters(self, names: Iterable[str], on_read: Collection[int] = ()) -> list[nn.Parameter]:
         """Allocate and broadcast the named parameters as planned. Returns each once, in the same order on all ranks."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.fsdp._common_utils import TrainingState, _is_fsdp_flattened
+from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp._runtime_utils import (
     _post_forward,
     _post_forward_reshard,
@@ -52,6 +55,36 @@ class Member:
     start: int
     stop: int
     offset: int
+
+
+FlattenedInto = Callable[[torch.Tensor, list[torch.Tensor], slice], None]
+"""Fills a flat parameter. Arguments: the flat parameter, the tensors of which it consists, and this rank's elements."""
+
+
+@contextmanager
+def flattening(into: FlattenedInto, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Create units whose flat parameters have this dtype and device, and are filled by ``into``.
+
+    torch concatenates the whole parameters, copies this rank's shard of the result, and reads no other elements.
+    """
+    handle_class: Any = FlatParamHandle
+    original = handle_class.flatten_tensors
+
+    def flatten_tensors(handle: Any, tensors: list[torch.Tensor], aligned_numel: int) -> torch.Tensor:
+        assert aligned_numel == 0, "the padding is among the tensors when a unit is created"
+        num_elements = sum(tensor.numel() for tensor in tensors)
+        flat = torch.empty(num_elements, dtype=dtype, device=device)
+        world_size = handle.world_size if handle.uses_sharded_strategy else 1
+        length = -(-num_elements // world_size)
+        start = min((handle.rank if world_size > 1 else 0) * length, num_elements)
+        into(flat, tensors, slice(start, min(start + length, num_elements)))
+        return flat
+
+    handle_class.flatten_tensors = flatten_tensors
+    try:
+        yield
+    finally:
+        handle_class.flatten_tensors = original
 
 
 def strategy_of(unit: Any) -> Strategy:
