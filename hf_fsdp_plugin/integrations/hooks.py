@@ -210,6 +210,10 @@ _TRANSFORMERS_HOOKS = (
          reason="The Trainer refuses `optimizers` under FSDP, because FSDP1 replaces parameters. The parameters of a "
                 "model that `from_pretrained` has sharded stay.",
          until="The Trainer refuses `optimizers` only for models that it wraps itself."),
+    Hook(f"{_TRAINER}.get_decay_parameter_names", "transformers.trainer:get_decay_parameter_names",
+         reason="Under FSDP1 without `use_orig_params`, the Trainer's optimizer decays biases and norms too, without a "
+                "message.",
+         until="The Trainer reports it."),
     Hook(f"{_TRAINER}._set_signature_columns_if_needed", "transformers.trainer:set_signature_columns",
          reason="The signature of FSDP1's wrapper accepts any argument, so the Trainer keeps no dataset column.",
          until="The Trainer inspects the unwrapped model."),

@@ -22,7 +22,7 @@ from torch.distributed.fsdp._runtime_utils import (
     _reshard,
     _root_pre_forward,
 )
-from torch.distributed.fsdp.fully_sharded_data_parallel import FLAT_PARAM
+from torch.distributed.fsdp.fully_sharded_data_parallel import FLAT_PARAM, FullyShardedDataParallel
 
 from hf_fsdp_plugin.strategies import BY_TORCH_NAME, Strategy
 from hf_fsdp_plugin.torch_private.live_unit import LiveUnit
@@ -94,6 +94,14 @@ def strategy_of(unit: Any) -> Strategy:
 def flat_parameter(unit: Any) -> Any | None:
     """Return the unit's flat parameter; ``None`` for a unit without parameters."""
     return unit._handle.flat_param if unit._handle is not None else None
+
+
+def flat_shapes(root: nn.Module) -> Iterator[tuple[torch.Size, ...]]:
+    """Yield the shapes of the parameters in each flat parameter of a model."""
+    for unit in FullyShardedDataParallel.fsdp_modules(root):
+        flat = flat_parameter(unit)
+        if flat is not None:
+            yield flat._shapes
 
 
 def members(flat: Any) -> list[Member]:

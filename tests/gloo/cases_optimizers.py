@@ -243,11 +243,14 @@ def one_process(name: str, *, split: bool = True) -> list[float]:
     return losses
 
 
-def train_with_trainer(output_dir: str, optim: str, fsdp: dict[str, Any] | None, *, resume: bool = False) -> Any:
+def train_with_trainer(
+    output_dir: str, optim: str, fsdp: dict[str, Any] | None, *, resume: bool = False, decay_all: bool = False
+) -> Any:
     """Train with a Trainer that creates the optimizer ``optim``, and save at step 5, or resume there.
 
     Args:
         fsdp: the ``fsdp_config``; ``None`` for transformers' own Trainer in one process.
+        decay_all: whether weight decay applies to biases and norms too, as in flat parameters.
 
     Returns:
         The losses by step, and the codes of the problems, or the type of another error.
@@ -264,6 +267,8 @@ def train_with_trainer(output_dir: str, optim: str, fsdp: dict[str, Any] | None,
     try:
         if fsdp is None:
             trainer = Trainer(model=model, args=TrainingArguments(**arguments), train_dataset=data)
+            if decay_all:
+                trainer.get_decay_parameter_names = lambda model: [name for name, _ in model.named_parameters()]
         else:
             args = hfp.FsdpTrainingArguments(fsdp="auto_wrap", fsdp_config=fsdp, **arguments)
             trainer = hfp.FsdpTrainer(model=model, args=args, train_dataset=data)

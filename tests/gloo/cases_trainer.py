@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,13 @@ def train(output_dir: str, **arguments: Any) -> dict[str, Any]:
     trainer = make_trainer(output_dir, **arguments)
     trainer.train()
     return {"losses": losses(trainer), "report": json.loads((Path(output_dir) / "fsdp_report.json").read_text())}
+
+
+def printed_about_weight_decay(output_dir: str, **arguments: Any) -> str:
+    """Train one step, and return what was printed."""
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        make_trainer(output_dir, max_steps=1, **arguments).train()
+    return printed.getvalue()
 
 
 def train_and_resume(output_dir: str, **arguments: Any) -> dict[str, Any]:

@@ -94,3 +94,16 @@ def test_accumulation_equals_one_larger_batch(two_ranks: Ranks, tmp_path: Path, 
     # The order of the micro-batches differs, but each epoch of six steps has the same 48 sequences.
     assert accumulated["report"]["effective_batch_size"] == whole["report"]["effective_batch_size"] == 8
     assert accumulated["losses"][0] == pytest.approx(whole["losses"][0], rel=0.02)
+
+
+@pytest.mark.parametrize(("use_orig", "weight_decay"), [(False, 0.01), (False, 0.0), (True, 0.01)])
+def test_weight_decay_of_biases_and_norms_is_a_warning(
+    two_ranks: Ranks, tmp_path: Path, use_orig: bool, weight_decay: float
+) -> None:
+    arguments = {
+        "fsdp": "full_shard auto_wrap",
+        "fsdp_config": {"version": 1, "use_orig_params": use_orig},
+        "weight_decay": weight_decay,
+    }
+    printed, _ = two_ranks.run(cases.printed_about_weight_decay, str(tmp_path), **arguments)
+    assert ("FSDP-W692" in printed) == (not use_orig and weight_decay > 0)

@@ -21,11 +21,12 @@ from transformers.utils import find_labels
 
 from hf_fsdp_plugin.backends.arrivals import TRAINING_LIMIT, preparation_limit, wait_for_all_ranks
 from hf_fsdp_plugin.backends.fsdp2 import reshard
+from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX
 from hf_fsdp_plugin.integrations.accelerate.adoption import is_left_to_transformers
 from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
-from hf_fsdp_plugin.integrations.messages import print_warnings
+from hf_fsdp_plugin.integrations.messages import print_once, print_warnings
 from hf_fsdp_plugin.integrations.patching import install_hooks, override_hooked_methods
 from hf_fsdp_plugin.integrations.run_report import report_run
 from hf_fsdp_plugin.integrations.saving import manager
@@ -36,8 +37,10 @@ from hf_fsdp_plugin.integrations.transformers.checkpoints import checkpoint_to_r
 from hf_fsdp_plugin.observe.report import BatchShape
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.plan.presharded import distributed_config_of
+from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.load import with_distributed_config
 from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.torch_private.fsdp1 import flat_shapes
 
 
 def create_accelerator(original: Callable[[], None], trainer: Any) -> None:
@@ -96,6 +99,21 @@ def set_signature_columns(original: Callable[[], None], trainer: Any) -> None:
         original()
     finally:
         trainer.model = model
+
+
+def get_decay_parameter_names(original: Callable[[Any], list[str]], trainer: Any, model: Any) -> list[str]:
+    """Warn if biases and norms are in flat parameters with weights, which have one weight decay."""
+    plan = plan_of(model)
+    if plan is not None and plan.backend == "fsdp1" and not plan.use_orig and trainer.args.weight_decay:
+        num_dims = [set(map(len, shapes)) for shapes in flat_shapes(model)]
+        if any(min(found) < 2 <= max(found) for found in num_dims):
+            message = (
+                f"weight_decay={trainer.args.weight_decay:g} applies to biases and norms too: without use_orig_params "
+                "the parameters of a unit are one flat parameter of the optimizer. Otherwise the Trainer excludes them."
+            )
+            fix = "Set fsdp_use_orig_params: true, or use FSDP2."
+            print_once(Problem(code="FSDP-W692", setting="params.use_orig", message=message, fix=fix))
+    return original(model)
 
 
 @if_planned
