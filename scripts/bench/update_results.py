@@ -225,6 +225,14 @@ def load(result: Result) -> list[str]:
     return lines
 
 
+def readers(result: Result) -> list[str]:
+    lines = ["| way | time | CPU time | peak memory grows by |", "|---|---|---|---|"]
+    for way, run in result["ways"].items():
+        peak = f"{run['peak_growth_bytes'] / 1e9:.2f} GB"
+        lines.append(f"| {way} | {run['seconds']:.2f} s | {run['cpu_seconds']:.2f} s | {peak} |")
+    return lines
+
+
 def plain(result: Result) -> list[str]:
     rows = [f"| {key.replace('_', ' ')} | {value} |" for key, value in result.items() if key not in HEAD]
     return ["| | |", "|---|---|", *rows]
@@ -232,7 +240,7 @@ def plain(result: Result) -> list[str]:
 
 _ALL = (
     step_overhead, checkpoint_save, merge, verified_reads, resume_parity, survival, gpu_check, ecosystem,
-    generated_values, command_start, load,
+    generated_values, command_start, load, readers,
 )  # fmt: skip
 TABLES: dict[str, Callable[[Result], list[str]]] = {table.__name__: table for table in _ALL}
 
