@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from cases_families import clones
@@ -16,7 +17,8 @@ from torch import nn
 from training import fresh_accelerator
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE
+from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE, WeightLoader
+from hf_fsdp_plugin.checkpoint.shard_layout import local_tensor
 from hf_fsdp_plugin.plan.names import unwrapped
 
 
@@ -70,6 +72,24 @@ def load_one(folder: str, config: dict[str, Any], dtype: str = "float32") -> dic
         "local": {parameter.dtype for parameter in model.parameters()},
         "loading": [row for row in rows if row["setting"].startswith("loading.")][-1],
     }
+
+
+def count_copied_bytes(folder: str, config: dict[str, Any]) -> dict[str, int]:
+    """Load and shard a Llama. Returns the bytes that were copied from the file, and those of this rank's shards."""
+    copied: list[int] = []
+    original = WeightLoader.copy_part
+
+    def counted(loader: WeightLoader, into: torch.Tensor, part: torch.Tensor) -> None:
+        copied.append(part.nbytes)
+        original(loader, into, part)
+
+    accelerator = fresh_accelerator(config)
+    model = FAMILIES["llama"].model.from_pretrained(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WeightLoader, "copy_part", counted)
+        model = accelerator.prepare(model)
+    shards = {id(parameter): local_tensor(parameter) for parameter in model.parameters()}
+    return {"copied": sum(copied), "shards": sum(shard.nbytes for shard in shards.values())}
 
 
 def change_one_weight(folder: Path) -> None:

@@ -67,6 +67,18 @@ def test_offloaded_shards_are_read_too(two_ranks: Ranks, tmp_path: Path, version
 
 
 @both_versions
+@pytest.mark.parametrize("use_orig", [True, False], ids=["orig", "flat"])
+def test_each_rank_copies_its_shards_only(two_ranks: Ranks, tmp_path: Path, version: int, use_orig: bool) -> None:
+    two_ranks.run(cases_loading.save_plain, "llama", str(tmp_path))
+    settings = config(version=version, fsdp_use_orig_params=use_orig) if version == 1 else config()
+    ranks = two_ranks.run(cases.count_copied_bytes, str(tmp_path), settings)
+    for rank in ranks:
+        assert rank["shards"] * 0.95 <= rank["copied"] <= rank["shards"]  # shards of FSDP1 have padding
+    whole = sum(tensor.nbytes for tensor in FAMILIES["llama"].build().parameters())
+    assert sum(rank["copied"] for rank in ranks) == whole
+
+
+@both_versions
 def test_masters_are_cast_shard_by_shard(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
     two_ranks.run(cases_loading.save_plain, "llama", str(tmp_path))
     mixed = {**config(version=version), "mixed_precision": "bf16"}
