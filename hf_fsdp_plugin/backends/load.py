@@ -108,7 +108,6 @@ class WeightLoader:
 
     Attributes:
         record: what this rank received.
-        from_files: ids of the parameters that are not broadcast, because all ranks have mapped them from equal files.
     """
 
     def __init__(
@@ -121,7 +120,8 @@ class WeightLoader:
         self.record = BroadcastRecord(before=parameter_memory(model.parameters()) if plan.ram_efficient else None)
         if from_files is None:
             from_files = find_file_weights(model, device) if broadcasts(plan) else frozenset()
-        self.from_files = from_files
+        # Without the parameters that were prepared: a new parameter may get the id of one that was freed.
+        self._from_files = set(from_files)
 
     def prepare_buffers(self) -> None:
         """Move all buffers to the device, and overwrite them with rank 0's values if the plan broadcasts.
@@ -161,10 +161,11 @@ class WeightLoader:
 
         Returns each parameter once.
         """
+        from_files = frozenset(self._from_files)
         parameters = self._prepare_parameters(self._plan.ignored_parameters)
         for parameter in parameters:
             # Every rank keeps these parameters. A view of a file would follow changes of the file.
-            parameter.data = parameter.data.to(self._device, copy=id(parameter) in self.from_files)
+            parameter.data = parameter.data.to(self._device, copy=id(parameter) in from_files)
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_average_gradient)
         return parameters
@@ -172,7 +173,7 @@ class WeightLoader:
     def can_read_parts(self, parameter: nn.Parameter) -> bool:
         """Whether each rank can take its own part from the whole parameter in host memory, which is not broadcast."""
         is_plain = type(parameter.data) is torch.Tensor and parameter.device.type == "cpu"
-        is_own = not broadcasts(self._plan) or id(parameter) in self.from_files
+        is_own = not broadcasts(self._plan) or id(parameter) in self._from_files
         return is_own and is_plain and parameter.is_contiguous()
 
     def copy_part(self, into: torch.Tensor, part: torch.Tensor) -> None:
@@ -194,9 +195,10 @@ class WeightLoader:
         parameters = list({id(parameter): parameter for parameter in map(self._model.get_parameter, names)}.values())
         if broadcasts(self._plan):
             for parameter in parameters:
-                if id(parameter) not in self.from_files:
+                if id(parameter) not in self._from_files:
                     parameter.data = _broadcast(_without_subclass(parameter.data), self._device, self.record)
                     continue
+                self._from_files.remove(id(parameter))
                 self.record.num_from_files += 1
                 if id(parameter) not in on_read:
                     parameter.data = parameter.data.to(self._device)
