@@ -209,6 +209,32 @@ def command_start(result: Result) -> list[str]:
     ]
 
 
+def start(result: Result) -> list[str]:
+    titles = {
+        "script": "first line of the script",
+        "imports": "torch and the Trainer are imported",
+        "preparation": "model and optimizer are prepared",
+        "first step": "end of the first step",
+    }
+    seconds = result["seconds"]
+    lines = [f"| seconds until | {' | '.join(f'`{name}`' for name in seconds)} |", "|---" * (len(seconds) + 1) + "|"]
+    lines += [
+        f"| {title} | {' | '.join(f'{row[point]:.2f}' for row in seconds.values())} |"
+        for point, title in titles.items()
+    ]
+    rounds = ", ".join(f"{ratio:.2f}" for ratio in result["ratios_of_rounds"])
+    ours, *_ = result["imported"].values()
+    return [
+        *lines,
+        "",
+        f"Ratio of the medians: {result['ratio']:.2f}; of each round: {rounds}.",
+        "",
+        f"Modules that Transformers and Accelerate import before the first step and that it does not need: "
+        f"{', '.join(f'`{name}`' for name in ours)}. Modules of other packages that only this package imports: "
+        f"{', '.join(f'`{name}`' for name in result['only_ours']) or 'none'}.",
+    ]
+
+
 def load(result: Result) -> list[str]:
     lines = [
         "| model | ranks | | sharded after | of it `from_pretrained` | updated once after | shard | private memory | "
@@ -240,7 +266,7 @@ def plain(result: Result) -> list[str]:
 
 _ALL = (
     step_overhead, checkpoint_save, merge, verified_reads, resume_parity, survival, gpu_check, ecosystem,
-    generated_values, command_start, load, readers,
+    generated_values, command_start, start, load, readers,
 )  # fmt: skip
 TABLES: dict[str, Callable[[Result], list[str]]] = {table.__name__: table for table in _ALL}
 
