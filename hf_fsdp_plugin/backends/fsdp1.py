@@ -17,6 +17,7 @@ from hf_fsdp_plugin.backends.load import (
     WeightLoader,
 )
 from hf_fsdp_plugin.backends.quantized import prepare_quantized
+from hf_fsdp_plugin.backends.sharding_progress import with_progress
 from hf_fsdp_plugin.backends.torch_types import device_mesh, torch_dtype
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.plan.names import unwrapped
@@ -43,7 +44,7 @@ def apply_fsdp1(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
     ignored = loader.prepare_ignored()
     kwargs = _constructor_arguments(plan, device)
     root_on_read: list[nn.Parameter] = []
-    for unit in plan.units:
+    for unit in with_progress(plan.units, model):
         parameters = [model.get_parameter(name) for name in unit.parameters]
         can_read = readable_in_parts(plan, loader, parameters)
         on_read = loader.prepare_unit(unit, {id(parameter) for parameter in parameters} if can_read else ())

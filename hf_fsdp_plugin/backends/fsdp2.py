@@ -27,6 +27,7 @@ from hf_fsdp_plugin.backends.load import (
 )
 from hf_fsdp_plugin.backends.quantized import prepare_quantized
 from hf_fsdp_plugin.backends.shard_on_read import ShardsOnRead
+from hf_fsdp_plugin.backends.sharding_progress import with_progress
 from hf_fsdp_plugin.backends.torch_types import device_mesh, torch_dtype
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.torch_private.fsdp2 import (
@@ -57,7 +58,7 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
         "ignored_params": set(loader.prepare_ignored()),
     }
     shards = ShardsOnRead(plan, model, loader, device)
-    for unit in plan.units:
+    for unit in with_progress(plan.units, model):
         shards.detach(loader.prepare_unit(unit, shards.parameters))
         modules = [model.get_submodule(name) for name in unit.modules]
         fully_shard(

@@ -10,8 +10,8 @@ import torch
 from hf_fsdp_plugin.checkpoint.formats.boxes import intersect, row_major, slices, span
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredTensor
 from hf_fsdp_plugin.checkpoint.io import MAX_SPAN, InputFiles
-from hf_fsdp_plugin.checkpoint.progress import progress_bar
 from hf_fsdp_plugin.checkpoint.shard_layout import Piece
+from hf_fsdp_plugin.progress import progress_bar
 
 
 @dataclass(frozen=True, slots=True)

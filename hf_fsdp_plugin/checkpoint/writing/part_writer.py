@@ -11,9 +11,9 @@ import xxhash
 
 from hf_fsdp_plugin.checkpoint.formats.ranges import MAX_RANGE, FileRange, FileRecord
 from hf_fsdp_plugin.checkpoint.io import PAGE, OutputFile, round_up
-from hf_fsdp_plugin.checkpoint.progress import progress_bar
 from hf_fsdp_plugin.checkpoint.writing.buffers import allocate_aligned, unpin
 from hf_fsdp_plugin.checkpoint.writing.file_parts import Extent, FilePart, fill, on_accelerator, wait_for_copies
+from hf_fsdp_plugin.progress import progress_bar
 
 WINDOW = 32 << 20
 """Number of bytes per write."""

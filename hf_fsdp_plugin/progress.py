@@ -1,4 +1,4 @@
-"""Progress bars of long saves and loads: on rank 0, and only on a terminal."""
+"""Progress bars of long saves, loads and preparations: on rank 0, and only on a terminal."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ DELAY = 1.0
 
 
 @contextmanager
-def progress_bar(step: str, total: int) -> Iterator[Callable[[int], object]]:
+def progress_bar(step: str, total: int, *, delay: float | None = None) -> Iterator[Callable[[int], object]]:
     """Show the progress of this rank. Yields a function that is called with the bytes since its last call.
 
     Args:
         step: what is done, such as ``saving``.
         total: number of bytes.
+        delay: seconds until the bar appears, instead of ``DELAY``.
     """
     if os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty():
         yield lambda num_bytes: None
         return
     from tqdm import tqdm
 
-    with tqdm(total=total, desc=step, unit="B", unit_scale=True, leave=False, delay=DELAY) as bar:
+    seconds = DELAY if delay is None else delay
+    with tqdm(total=total, desc=step, unit="B", unit_scale=True, leave=False, delay=seconds) as bar:
         yield bar.update

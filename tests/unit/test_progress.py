@@ -5,10 +5,11 @@ import sys
 
 import pytest
 
-from hf_fsdp_plugin.checkpoint import progress, verify
+from hf_fsdp_plugin import progress
+from hf_fsdp_plugin.checkpoint import verify
 from hf_fsdp_plugin.checkpoint.checking.byte_ranges import Progress
-from hf_fsdp_plugin.checkpoint.progress import progress_bar
 from hf_fsdp_plugin.cli.main import main
+from hf_fsdp_plugin.progress import progress_bar
 
 
 class Terminal(io.StringIO):
