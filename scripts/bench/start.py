@@ -6,7 +6,7 @@ that the time is that of processes, imports, process groups and preparation. Ran
 Times are medians of the rounds, in seconds since the command was started. The time in which the model is created is
 left out.
 
-    python scripts/bench/start.py    (some four minutes; writes docs/results/start.json)
+    python scripts/bench/start.py    (two minutes; writes docs/results/start.json)
 """
 
 from __future__ import annotations

@@ -80,6 +80,8 @@ def _load(folder: Path, config: dict[str, Any], form: str, **kwargs: Any) -> Any
     """Load and prepare the model of a folder with one of the forms of this package."""
     if form == "accelerator":
         accelerator = fresh_accelerator(config)
+    elif form == "from_pretrained":
+        return hfp.from_pretrained(folder, hfp.load_spec(config, environ={}), **kwargs)
     elif form == "install":
         hfp.install(config)
         accelerator = Accelerator()

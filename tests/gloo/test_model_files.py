@@ -33,7 +33,7 @@ def config(efficient: bool) -> dict[str, Any]:
 
 
 @efficient_or_not
-@pytest.mark.parametrize("form", ["accelerator", "install", "arguments"])
+@pytest.mark.parametrize("form", ["accelerator", "install", "arguments", "from_pretrained"])
 def test_damage_ends_all_ranks_with_one_error(two_ranks: Ranks, tmp_path: Path, form: str, efficient: bool) -> None:
     two_ranks.run(cases.save_shards, str(tmp_path))
     first, second = two_ranks.run(cases.errors_of_damages, str(tmp_path), config(efficient), form, None, list(CODES))
@@ -47,10 +47,19 @@ def test_damage_ends_all_ranks_with_one_error(two_ranks: Ranks, tmp_path: Path, 
     assert first["truncated"][1].count("bytes") >= 2 and "size is 123456" in first["lfs-pointer"][1]
 
 
-@pytest.mark.parametrize("names", [["truncated"], slow([name for name in CODES if name != "truncated"])])
-def test_damage_on_one_rank_ends_all_and_names_it(two_ranks: Ranks, tmp_path: Path, names: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("form", "names"),
+    [
+        ("accelerator", ["truncated"]),
+        ("from_pretrained", ["truncated", "other-shape"]),
+        slow("accelerator", [name for name in CODES if name != "truncated"]),
+    ],
+)
+def test_damage_on_one_rank_ends_all_and_names_it(
+    two_ranks: Ranks, tmp_path: Path, form: str, names: list[str]
+) -> None:
     two_ranks.run(cases.save_shards, str(tmp_path))
-    first, second = two_ranks.run(cases.errors_of_damages, str(tmp_path), config(False), "accelerator", 1, names)
+    first, second = two_ranks.run(cases.errors_of_damages, str(tmp_path), config(False), form, 1, names)
     assert first == second
     assert all(f"[{CODES[name]}]" in first[name][1] and "rank 1: " in first[name][1] for name in names), first
 
