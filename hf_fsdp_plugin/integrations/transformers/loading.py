@@ -44,17 +44,20 @@ def load_pretrained_model(
     original: Callable[..., Any],
     model: Any,
     state_dict: Any,
-    files: Sequence[str] | None,
+    checkpoint_files: Sequence[str] | None,
     load_config: Any,
     expected_keys: Any = None,
 ) -> Any:
-    """Check the files and load the weights. Only rank 0 shows a progress bar."""
+    """Check the files and load the weights. Only rank 0 shows a progress bar.
+
+    The parameters have the names of Transformers, whose adapters are loaded with keyword arguments.
+    """
     if not has_fsdp_settings():
-        return _load(original, model, state_dict, files, load_config, expected_keys)
-    if files and state_dict is None and expected_keys is None:
-        check_model(model, files, load_config)
+        return _load(original, model, state_dict, checkpoint_files, load_config, expected_keys)
+    if checkpoint_files and state_dict is None and expected_keys is None:
+        check_model(model, checkpoint_files, load_config)
     with nullcontext() if os.environ.get("RANK", "0") == "0" else without_progress_bar():
-        result = _load(original, model, state_dict, files, load_config, expected_keys)
+        result = _load(original, model, state_dict, checkpoint_files, load_config, expected_keys)
     check_loaded(model, result[0], load_config)
     return result
 

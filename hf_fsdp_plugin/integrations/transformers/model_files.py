@@ -58,17 +58,19 @@ def raised_everywhere() -> Iterator[None]:
         load_failures.raise_everywhere(error)
 
 
-def get_shard_files(original: Callable[..., Any], folder: Any, index: Any, *args: Any, **kwargs: Any) -> Any:
+def get_shard_files(
+    original: Callable[..., Any], pretrained_model_name_or_path: Any, index_filename: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Check the index of a model before the names of its files are read from it."""
-    if not has_fsdp_settings() or not os.path.isfile(index):
-        return original(folder, index, *args, **kwargs)
+    if not has_fsdp_settings() or not os.path.isfile(index_filename):
+        return original(pretrained_model_name_or_path, index_filename, *args, **kwargs)
     with raised_everywhere():
-        check_model_index(Path(index), is_local=os.path.isdir(folder))
+        check_model_index(Path(index_filename), is_local=os.path.isdir(pretrained_model_name_or_path))
         try:
-            return original(folder, index, *args, **kwargs)
+            return original(pretrained_model_name_or_path, index_filename, *args, **kwargs)
         except KeyError as error:
             message = f"is not a valid index of weights: it has no {error}, which Transformers requires."
-            origin = Origin(source=os.fspath(index))
+            origin = Origin(source=os.fspath(index_filename))
             raise CheckpointError([Problem(code="FSDP-E453", message=message, fix=_COPY, origin=origin)]) from error
 
 

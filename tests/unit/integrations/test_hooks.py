@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import subprocess
 import sys
@@ -48,6 +49,23 @@ def test_hook_targets_and_replacements_exist(hook: Hook, stock: dict[str, Any]) 
     assert callable(getattr(importlib.import_module(f"hf_fsdp_plugin.integrations.{module}"), name))
     assert hook.target in stock
     assert hook.reason and hook.until
+
+
+@pytest.mark.parametrize("hook", [row for row in ROWS if row.name != "__new__"], ids=lambda hook: hook.target)
+def test_replacements_accept_the_keywords_of_the_target(hook: Hook, stock: dict[str, Any]) -> None:
+    """A call with keyword arguments must reach the parameter of the same name."""
+    module, _, name = hook.replacement.partition(":")
+    replacement = getattr(importlib.import_module(f"hf_fsdp_plugin.integrations.{module}"), name)
+    is_method = bool(hook.class_name) and not isinstance(stock[hook.target], staticmethod)
+    expected = positional(function_of(stock[hook.target]))[is_method:]
+    given = positional(replacement)[1 + is_method :]  # without the original function
+    assert given == expected[: len(given)]
+
+
+def positional(function: Any) -> list[str]:
+    """Return the names of the parameters that may be given by position and by keyword."""
+    parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
 
 
 def test_targets_are_unique() -> None:
