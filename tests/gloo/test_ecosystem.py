@@ -17,7 +17,7 @@ from ecosystem.runs import Suite
 
 # Case -> the FSDP version under which it is one of the quick tests. Each needs some 20 seconds for two runs.
 QUICK = {
-    "Seq2SeqTrainer, predict with generate": 1,
+    "save_pretrained with state_dict": 1,
 }
 
 

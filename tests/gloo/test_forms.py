@@ -59,7 +59,7 @@ def test_command_for_transformers_4_trains(tmp_path: Path, installs: bool) -> No
 
 
 @pytest.mark.parametrize(
-    "off", [["--fsdp=", f"--fsdp_config={V4}"], slow([f"--fsdp_config={V4}"]), slow(["--fsdp="]), slow([])]
+    "off", [slow(["--fsdp=", f"--fsdp_config={V4}"]), slow([f"--fsdp_config={V4}"]), slow(["--fsdp="]), slow([])]
 )
 def test_settings_without_fsdp_train_without_fsdp(tmp_path: Path, off: list[str]) -> None:
     write(tmp_path, SCRIPT.format(first=""))

@@ -144,7 +144,7 @@ def test_preparing_on_one_rank_names_both_places(tmp_path: Path) -> None:
     assert "hf-fsdp: rank 1 was in prepare at train.py:10 `model, optimizer = accelerator" in error
 
 
-@pytest.mark.parametrize("call", ["evaluate", slow_case("predict")])
+@pytest.mark.parametrize("call", [slow_case("evaluate"), slow_case("predict")])
 def test_evaluation_of_one_rank_before_training(tmp_path: Path, call: str) -> None:
     error = error_of(tmp_path, TRAINER, f"early {call}")
     assert "[FSDP-E670]" in error and "Accelerator.prepare of LlamaForCausalLM" in error

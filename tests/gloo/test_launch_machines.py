@@ -49,7 +49,7 @@ def test_two_machines_form_one_world(tmp_path: Path, backend: str) -> None:
         assert f"{backend}, gloo on cpu" in done.stderr
 
 
-@pytest.mark.parametrize("failing", [slow("0"), "3"])
+@pytest.mark.parametrize("failing", [slow("0"), slow("3")])
 def test_failure_on_one_machine_stops_the_other(tmp_path: Path, failing: str) -> None:
     write(tmp_path, SUM)
     began = time.monotonic()

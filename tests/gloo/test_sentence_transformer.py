@@ -32,7 +32,7 @@ def assert_loads(folder: Path, expected: dict[str, torch.Tensor], base: Path) ->
     ("version", "kind"),
     [
         slow(1, "SHARDED"),
-        (2, "FULL"),
+        slow(2, "FULL"),
         slow(2, "SHARDED"),
     ],
 )

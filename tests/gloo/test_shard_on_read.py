@@ -9,7 +9,7 @@ import cases_loading
 import cases_shard_on_read as cases
 import pytest
 import torch
-from matrices import slow
+from matrices import alternating, slow
 from model_families import FAMILIES
 from ranks import Ranks
 from tiny import parallel_config
@@ -98,8 +98,7 @@ def test_sync_module_states_broadcasts_only_what_may_differ(
     check_loaded(two_ranks.run(cases.load_one, str(tmp_path), settings))
 
 
-@both_versions
-@pytest.mark.parametrize("name", cases.CHANGES)
+@pytest.mark.parametrize(("name", "version"), alternating(cases.CHANGES))
 def test_changed_weights_are_broadcast(two_ranks: Ranks, tmp_path: Path, version: int, name: str) -> None:
     two_ranks.run(cases_loading.save_plain, "llama", str(tmp_path))
     first, second = two_ranks.run(cases.change_and_shard, str(tmp_path), config(version=version), name)
