@@ -231,7 +231,7 @@ def main() -> int:
         }
         for size, worlds in found.items()
     }
-    result = {"command": "python scripts/bench/load.py", "rounds": args.rounds, "sizes": medians}
+    result = {"rounds": args.rounds, "sizes": medians}
     write_result("load", args.out, result)
     return 0
 
