@@ -20,7 +20,7 @@ SHARED_NAME = "hf_fsdp"
 """Name of the memory files of :mod:`hf_fsdp_plugin.backends.shared_weights`, which the kernel lists as mappings."""
 
 _MEMORY_FILE = f"/memfd:{SHARED_NAME}"
-_HEADER = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) ([0-9a-f]+) \S+ (\d+) *(.*)")
+_HEADER = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) ([0-9a-f]+) \S+ \d+ *(.*)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +30,6 @@ class Region:
     Attributes:
         start, end: addresses; ``end`` is the first address after the mapping.
         path: path of the mapped file; empty for anonymous memory.
-        inode: number of the mapped file in its file system.
         offset: position of ``start`` in the file, in bytes.
         private_bytes: memory that only this process has, among it the changed pages of a file. 0 if it was not read.
     """
@@ -38,7 +37,6 @@ class Region:
     start: int
     end: int
     path: str
-    inode: int
     offset: int
     private_bytes: int = 0
 
@@ -101,12 +99,11 @@ def _parse(text: str) -> list[Region]:
     anonymous: list[int] = []
     for line in text.splitlines():
         if header := _HEADER.fullmatch(line):
-            start, end, _, offset, inode, path = header.groups()
-            addresses = {"start": int(start, 16), "end": int(end, 16), "offset": int(offset, 16)}
-            regions.append(Region(**addresses, path=path, inode=int(inode)))
+            start, end, _, offset, path = header.groups()
+            regions.append(Region(start=int(start, 16), end=int(end, 16), path=path, offset=int(offset, 16)))
             anonymous.append(0)
-        elif line.startswith("Anonymous:"):
-            anonymous[-1] = int(line.split()[1]) * 1024
+        elif line.startswith(("Anonymous:", "Swap:")):  # changed pages in memory, and those that were swapped out
+            anonymous[-1] += int(line.split()[1]) * 1024
     return [replace(region, private_bytes=count) for region, count in zip(regions, anonymous, strict=True)]
 
 
