@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.load import WeightLoader, master_dtype
+from hf_fsdp_plugin.backends.torch_types import dtensor_like
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.torch_private.fsdp2 import own_shards
 from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
@@ -66,15 +67,7 @@ class ShardsOnRead:
             part = _part(parameter.detach(), sharded)
             local = torch.empty(part.shape, dtype=sharded.dtype, device=self._device)
             self._loader.copy_part(local, part)
-            whole = DTensor.from_local(
-                local,
-                sharded.device_mesh,
-                sharded.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
-            new = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+            new = nn.Parameter(dtensor_like(local, sharded), requires_grad=parameter.requires_grad)
             for registered, attribute in places:
                 registered[attribute] = new
         if self._whole:

@@ -8,6 +8,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.plan.model import FsdpPlan, PlannedDtype
 from hf_fsdp_plugin.strategies import STRATEGIES
@@ -22,6 +23,13 @@ _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.f
 def torch_dtype(name: PlannedDtype) -> torch.dtype | None:
     """Return the torch dtype of a planned dtype; ``None`` for ``unchanged``, which means no cast."""
     return _DTYPES[name]
+
+
+def dtensor_like(local: torch.Tensor, other: DTensor) -> DTensor:
+    """Return a ``DTensor`` with this rank's shard ``local``, laid out like ``other``. No communication."""
+    return DTensor.from_local(
+        local, other.device_mesh, other.placements, run_check=False, shape=other.shape, stride=other.stride()
+    )
 
 
 def device_mesh(plan: FsdpPlan) -> DeviceMesh:

@@ -8,7 +8,7 @@ checkpoint is in the page cache for all of them.
 - ``stock, RAM-efficient``: the same with ``cpu_ram_efficient_loading``
 - ``Transformers``: ``from_pretrained(distributed_config=DistributedConfig(fsdp_size=N))``, with stock Transformers
 
-Accelerate prepares FSDP on accelerators only: in the stock runs its state is told that this is an FSDP run.
+Accelerate prepares FSDP on accelerators only. The stock runs set the distributed type of its state to FSDP by hand.
 
 A second time includes an update of every shard in place, as the first step of an optimizer makes it: Transformers
 leaves the shards in the mapped file, and the system copies them when they are first changed.

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.optimizer_state_factory import state_factory
 from hf_fsdp_plugin.backends.optimizer_step import step_mode
+from hf_fsdp_plugin.backends.torch_types import dtensor_like
 from hf_fsdp_plugin.checkpoint.checking.verified_files import check_headers, files_of_checkpoint
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredOptimizer, StoredTensor
@@ -244,17 +245,7 @@ def _empty_like_shard(
     if not isinstance(parameter, DTensor):
         return empty_like(parameter.detach(), dtype=dtype), lambda local: local
 
-    def as_dtensor(local: torch.Tensor) -> torch.Tensor:
-        return DTensor.from_local(
-            local,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-
-    return empty_like(parameter.to_local().detach(), dtype=dtype), as_dtensor
+    return empty_like(parameter.to_local().detach(), dtype=dtype), lambda local: dtensor_like(local, parameter)
 
 
 def _common_scalar(reads: _Reads, key: str, present: list[tuple[ParameterLayout, StoredTensor]]) -> torch.Tensor:
