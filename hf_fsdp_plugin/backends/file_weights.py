@@ -5,15 +5,13 @@ each of them can take its own shard from it. For each parameter the ranks compar
 file's path, size and modification time, and the position in the file. Machines with file systems of their own may have
 copies of the file with other times. Then the ranks with the same copy read it once, together, and all ranks compare
 hashes of the content.
-
-A page that this process has written to is not a view of the file any more.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from xxhash import xxh3_128_digest
 
-from hf_fsdp_plugin.backends.memory_maps import MemoryMaps, has_changed_pages
+from hf_fsdp_plugin.backends.file_views import FileView, file_views
+from hf_fsdp_plugin.backends.memory_maps import MemoryMaps
 
 _MASK = (1 << 62) - 1
 """Of hashes: positive, so that the smallest of all ranks is the negative of the largest negative."""
@@ -30,20 +29,25 @@ _NOT_READ = -(1 << 62)
 """Result of a rank for a parameter that another rank with the same file reads. A reduction with MAX ignores it."""
 
 
-def find_file_weights(model: nn.Module, device: torch.device) -> frozenset[int]:
-    """Return the ids of the parameters that all ranks have mapped from equal files.
+def find_file_weights(model: nn.Module, device: torch.device, maps: MemoryMaps) -> dict[int, FileView]:
+    """Return the ids of the parameters that all ranks have mapped from equal files, and their views.
 
     Collective: one reduction of four numbers for each parameter; if ranks have copies of a file, two more collectives.
 
     Args:
         device: where the numbers are reduced.
+        maps: the mappings of this process with their private bytes.
     """
     parameters = list(model.parameters())
     if not parameters:
-        return frozenset()
-    views = _views(parameters)
-    files = [_hash(*view) if view else _NO_VIEW for view in views]
-    copies = [_hash(os.path.basename(view[0]), view[1], *view[3:]) if view else _NO_VIEW for view in views]
+        return {}
+    views = file_views(parameters, maps)
+    files = [
+        _hash(view.path, view.size, view.modified, view.offset, *view.form) if view else _NO_VIEW for view in views
+    ]
+    copies = [
+        _hash(os.path.basename(view.path), view.size, view.offset, *view.form) if view else _NO_VIEW for view in views
+    ]
     equal = _equal_on_all_ranks([*files, *copies], device)
     is_equal, is_copied = equal[: len(views)], equal[len(views) :]
     compared = [index for index, copied in enumerate(is_copied) if copied and not is_equal[index]]
@@ -51,29 +55,11 @@ def find_file_weights(model: nn.Module, device: torch.device) -> frozenset[int]:
         contents = _hashes_of_content([parameters[index] for index in compared], files, device)
         for index, equal_content in zip(compared, _equal_on_all_ranks(contents, device), strict=True):
             is_equal[index] = equal_content
-    return frozenset(id(parameter) for parameter, found in zip(parameters, is_equal, strict=True) if found)
-
-
-def _views(parameters: Iterable[torch.Tensor]) -> list[tuple[str, int, int, int, str, str] | None]:
-    """Return path, size and time of the file, and offset, dtype and shape, for each view of an unchanged file."""
-    maps = MemoryMaps.read(private_bytes=True)
-    return [_view(parameter, maps) for parameter in parameters]
-
-
-def _view(parameter: torch.Tensor, maps: MemoryMaps) -> tuple[str, int, int, int, str, str] | None:
-    is_plain = type(parameter.data) is torch.Tensor and parameter.device.type == "cpu"
-    region = maps.find(parameter) if is_plain and parameter.is_contiguous() else None
-    if region is None or not region.is_file or has_changed_pages(parameter, region):
-        return None
-    size = modified = 0
-    if not region.is_shared_memory:  # whose name is a hash of everything that its content depends on
-        try:
-            status = os.stat(region.path)
-        except OSError:  # the file has been removed
-            return None
-        size, modified = status.st_size, status.st_mtime_ns
-    offset = parameter.data_ptr() - region.start + region.offset
-    return region.path, size, modified, offset, str(parameter.dtype), str(list(parameter.shape))
+    return {
+        id(parameter): view
+        for parameter, view, found in zip(parameters, views, is_equal, strict=True)
+        if found and view is not None
+    }
 
 
 def _hash(*content: object) -> int:

@@ -20,11 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.activations import apply_activation_checkpointing
-from hf_fsdp_plugin.backends.load import (
-    BROADCAST_ATTRIBUTE,
-    WeightLoader,
-    cast_buffers,
-)
+from hf_fsdp_plugin.backends.load import WeightLoader, cast_buffers, finish_reading, read_in_background
 from hf_fsdp_plugin.backends.quantized import prepare_quantized
 from hf_fsdp_plugin.backends.shard_on_read import ShardsOnRead
 from hf_fsdp_plugin.backends.sharding_progress import with_progress
@@ -76,7 +72,7 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
     _set_forward_prefetch(plan, model)
     _set_backward_prefetch(plan, model)
     _add_no_sync(model)
-    setattr(model, BROADCAST_ATTRIBUTE, loader.record)
+    read_in_background(model, loader)
     return model
 
 
@@ -86,7 +82,7 @@ def adopt_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
     Parameters that were added to the sharded model are equal on all ranks afterwards, and their gradients are averaged.
     The precision is that of the plan. Parameters become new objects if they are cast.
     """
-    WeightLoader(plan, model, device, from_files=frozenset()).prepare_ignored()
+    WeightLoader(plan, model, device, find_views=False).prepare_ignored()
     cast_buffers(plan, model)
     _replace_by_masters(plan, model)
     states = {id(state): state for m in model.modules() if isinstance(m, FSDPModule) for state in [state_of(m)]}
@@ -115,6 +111,7 @@ def _replace_by_masters(plan: FsdpPlan, model: nn.Module) -> None:
 
 
 def _before_forward(model: nn.Module, args: tuple[Any, ...]) -> None:
+    finish_reading(model)
     keep_requires_grad(cast(FSDPModule, model))
 
 

@@ -16,8 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_fsdp_plugin.backends.bits import sum_bits
+from hf_fsdp_plugin.backends.file_shards import FileShards
+from hf_fsdp_plugin.backends.file_views import FileView, file_views
 from hf_fsdp_plugin.backends.file_weights import find_file_weights
-from hf_fsdp_plugin.backends.memory_maps import ParameterMemory, parameter_memory
+from hf_fsdp_plugin.backends.memory_maps import MemoryMaps, ParameterMemory, parameter_memory
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name
@@ -27,6 +30,7 @@ from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
 
 BROADCAST_ATTRIBUTE = "_hf_fsdp_broadcast"
 """Attribute of a sharded model that contains its :class:`BroadcastRecord`."""
+_FILE_SHARDS_ATTRIBUTE = "_hf_fsdp_file_shards"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,37 +70,13 @@ class BroadcastRecord:
         added = sum_bits(parameters)
         self.bit_sum = None if self.bit_sum is None or added is None else self.bit_sum + int(added)
 
-    def add_shard(self, bits: torch.Tensor | None) -> None:
+    def add_shard(self, bits: torch.Tensor | int | None) -> None:
         """Add the sum of the bits of a shard that this rank took from a whole weight."""
         self.shard_bit_sum = None if self.shard_bit_sum is None or bits is None else self.shard_bit_sum + int(bits)
 
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element -> the integer type with the same size."""
 _PART = 1 << 18
 """Elements that are copied at a time."""
-_ADDED = 1 << 15
-"""Elements that are added at a time."""
-
-
-def sum_bits(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """Return the sum of the tensors' elements, read as integers, modulo 2**64; ``None`` if there are none to read.
-
-    The sums of the parts of a tensor add up to the sum of the tensor. The result is on the device of the tensors.
-    """
-    total = None
-    for tensor in tensors:
-        tensor = tensor.detach()
-        if type(tensor) is not torch.Tensor or tensor.element_size() not in _INTEGERS or tensor.is_meta:
-            return None
-        integers = tensor.contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
-        # torch makes a copy of 64-bit integers first. On the CPU a small one stays in the processor's cache, and leaves
-        # no hole between the shards in memory. numpy needs none, but FSDP1 cannot resize a storage that numpy has seen.
-        parts = integers.split(_ADDED) if integers.device.type == "cpu" and integers.numel() else [integers]
-        for part in parts:
-            added = part.sum(dtype=torch.int64)
-            total = added if total is None else total + added.to(total.device)
-    return total
 
 
 def broadcasts(plan: FsdpPlan) -> bool:
@@ -111,20 +91,28 @@ class WeightLoader:
 
     Attributes:
         record: what this rank received.
+        file_shards: the shards that are mapped from files.
     """
 
-    def __init__(
-        self, plan: FsdpPlan, model: nn.Module, device: torch.device, *, from_files: frozenset[int] | None = None
-    ) -> None:
+    def __init__(self, plan: FsdpPlan, model: nn.Module, device: torch.device, *, find_views: bool = True) -> None:
         self._plan = plan
         self._model = model
         self._device = device
         self._has_meta_parameters = any(parameter.is_meta for parameter in model.parameters())
-        self.record = BroadcastRecord(before=parameter_memory(model.parameters()) if plan.ram_efficient else None)
-        if from_files is None:
-            from_files = find_file_weights(model, device) if broadcasts(plan) else frozenset()
+        maps = MemoryMaps.read(private_bytes=True)
+        self.record = BroadcastRecord(before=parameter_memory(model.parameters(), maps) if plan.ram_efficient else None)
+        self.file_shards = FileShards()
         # Without the parameters that were prepared: a new parameter may get the id of one that was freed.
-        self._from_files = set(from_files)
+        self._views = self._find_views(maps) if find_views else {}
+        self._read_later: dict[int, FileView] = {}
+
+    def _find_views(self, maps: MemoryMaps) -> dict[int, FileView]:
+        """Return the views of files by id of the parameter; if the plan broadcasts, those that all ranks have."""
+        if broadcasts(self._plan):
+            return find_file_weights(self._model, self._device, maps)
+        parameters = list(self._model.parameters())
+        views = zip(parameters, file_views(parameters, maps), strict=True)
+        return {id(parameter): view for parameter, view in views if view is not None}
 
     def prepare_buffers(self) -> None:
         """Move all buffers to the device, and overwrite them with rank 0's values if the plan broadcasts.
@@ -164,11 +152,11 @@ class WeightLoader:
 
         Returns each parameter once.
         """
-        from_files = frozenset(self._from_files)
+        views = frozenset(self._views)
         parameters = self._prepare_parameters(self._plan.ignored_parameters)
         for parameter in parameters:
             # Every rank keeps these parameters. A view of a file would follow changes of the file.
-            parameter.data = parameter.data.to(self._device, copy=id(parameter) in from_files)
+            parameter.data = parameter.data.to(self._device, copy=id(parameter) in views)
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_average_gradient)
         return parameters
@@ -176,8 +164,22 @@ class WeightLoader:
     def can_read_parts(self, parameter: nn.Parameter) -> bool:
         """Whether each rank can take its own part from the whole parameter in host memory, which is not broadcast."""
         is_plain = type(parameter.data) is torch.Tensor and parameter.device.type == "cpu"
-        is_own = not broadcasts(self._plan) or id(parameter) in self._from_files
+        is_own = not broadcasts(self._plan) or id(parameter) in self._views
         return is_own and is_plain and parameter.is_contiguous()
+
+    def shard_of(
+        self, parameter: nn.Parameter, part: torch.Tensor, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return this rank's part of a parameter in ``dtype`` on ``device``: mapped from its file, or copied."""
+        view = self._read_later.pop(id(parameter), None)
+        if view is not None and dtype == part.dtype and device.type == "cpu":
+            offset = part.data_ptr() - parameter.data_ptr()
+            mapped = self.file_shards.map(view, offset, part)
+            if mapped is not None:
+                return mapped
+        local = torch.empty(part.shape, dtype=dtype, device=device)
+        self.copy_part(local, part)
+        return local
 
     def copy_part(self, into: torch.Tensor, part: torch.Tensor) -> None:
         """Copy this rank's part of a parameter, cast it, and record its bits."""
@@ -196,16 +198,45 @@ class WeightLoader:
         if self._plan.ram_efficient and self._has_meta_parameters:
             materialize(self._model, names, self._device, self.record)
         parameters = list({id(parameter): parameter for parameter in map(self._model.get_parameter, names)}.values())
-        if broadcasts(self._plan):
-            for parameter in parameters:
-                if id(parameter) not in self._from_files:
-                    parameter.data = _broadcast(_without_subclass(parameter.data), self._device, self.record)
-                    continue
-                self._from_files.remove(id(parameter))
-                self.record.num_from_files += 1
-                if id(parameter) not in on_read:
-                    parameter.data = parameter.data.to(self._device)
+        for parameter in parameters:
+            view = self._views.pop(id(parameter), None)
+            if view is not None and id(parameter) in on_read:
+                self._read_later[id(parameter)] = view
+            if not broadcasts(self._plan):
+                continue
+            if view is None:
+                parameter.data = _broadcast(_without_subclass(parameter.data), self._device, self.record)
+                continue
+            self.record.num_from_files += 1
+            if id(parameter) not in on_read:
+                parameter.data = parameter.data.to(self._device)
         return parameters
+
+
+def read_in_background(model: nn.Module, loader: WeightLoader) -> None:
+    """Set the record of the loader as attribute of the sharded model, and read its mapped shards in the background."""
+    setattr(model, BROADCAST_ATTRIBUTE, loader.record)
+    setattr(model, _FILE_SHARDS_ATTRIBUTE, loader.file_shards)
+    loader.file_shards.start()
+    model.register_state_dict_pre_hook(_before_state_dict)
+
+
+def _before_state_dict(model: nn.Module, prefix: str, keep_vars: bool) -> None:
+    finish_reading(model)
+
+
+def finish_reading(model: nn.Module) -> None:
+    """Wait until the shards of a model are read from their files. Not collective.
+
+    Raises:
+        CheckpointError: a file was changed meanwhile, or could not be read.
+    """
+    shards: FileShards | None = model.__dict__.get(_FILE_SHARDS_ATTRIBUTE)
+    if shards is not None:
+        shards.wait()
+        delattr(model, _FILE_SHARDS_ATTRIBUTE)
+        record: BroadcastRecord = getattr(model, BROADCAST_ATTRIBUTE)
+        record.add_shard(shards.bit_sum)
 
 
 def _without_subclass(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,8 +19,12 @@ import torch
 SHARED_NAME = "hf_fsdp"
 """Name of the memory files of :mod:`hf_fsdp_plugin.backends.shared_weights`, which the kernel lists as mappings."""
 
+PAGE_MAP = "/proc/self/pagemap"
 _MEMORY_FILE = f"/memfd:{SHARED_NAME}"
-_HEADER = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) ([0-9a-f]+) \S+ \d+ *(.*)")
+_HEADER = r"([0-9a-f]+)-([0-9a-f]+) \S{4} ([0-9a-f]+) \S+ \d+ *(.*)"
+_CHANGED = r"(?:Anonymous|Swap): *(\d+) kB"
+"""Of a mapping: its changed pages in memory, and those that were swapped out."""
+_LINE = re.compile(rf"^(?:{_HEADER}|{_CHANGED})$", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,22 +55,32 @@ class Region:
 
 
 def has_changed_pages(tensor: torch.Tensor, region: Region) -> bool:
-    """Return whether a page with the tensor's elements may differ from the mapped file. ``region`` contains it.
+    """Return whether a page with the tensor's elements may differ from the mapped file. ``region`` contains it."""
+    return bool(region.private_bytes and changed_pages(tensor.data_ptr(), max(tensor.nbytes, 1)))
+
+
+def changed_pages(address: int, num_bytes: int) -> list[tuple[int, int]]:
+    """Return which bytes from ``address`` on may differ from the file that is mapped there, as ranges of whole pages.
 
     The kernel copies a page of a private mapping when the process writes to it (``man 5 proc_pid_pagemap``).
+
+    Returns:
+        start and end of each range, relative to ``address``. The first range may start before it.
     """
-    if not region.private_bytes:
-        return False
     page = mmap.PAGESIZE
-    first = tensor.data_ptr() // page
-    last = (tensor.data_ptr() + max(tensor.nbytes, 1) - 1) // page
+    first, last = address // page, (address + num_bytes - 1) // page
+    everything = [(first * page - address, (last + 1) * page - address)]
     try:
-        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+        with open(PAGE_MAP, "rb", buffering=0) as file:
             entries = np.frombuffer(os.pread(file.fileno(), (last - first + 1) * 8, first * 8), dtype=np.uint64)
     except OSError:
-        return True
+        return everything
+    if len(entries) != last - first + 1:
+        return everything
     is_present, is_swapped, is_of_file = (entries >> np.uint64(bit) & np.uint64(1) != 0 for bit in (63, 62, 61))
-    return len(entries) != last - first + 1 or bool((is_swapped | is_present & ~is_of_file).any())
+    is_changed = is_swapped | is_present & ~is_of_file
+    edges = np.flatnonzero(np.diff(is_changed, prepend=False, append=False)) * page + first * page - address
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
 class MemoryMaps:
@@ -96,15 +110,12 @@ class MemoryMaps:
 
 def _parse(text: str) -> list[Region]:
     regions: list[Region] = []
-    anonymous: list[int] = []
-    for line in text.splitlines():
-        if header := _HEADER.fullmatch(line):
-            start, end, _, offset, path = header.groups()
+    for start, end, offset, path, kilobytes in _LINE.findall(text):
+        if start:
             regions.append(Region(start=int(start, 16), end=int(end, 16), path=path, offset=int(offset, 16)))
-            anonymous.append(0)
-        elif line.startswith(("Anonymous:", "Swap:")):  # changed pages in memory, and those that were swapped out
-            anonymous[-1] += int(line.split()[1]) * 1024
-    return [replace(region, private_bytes=count) for region, count in zip(regions, anonymous, strict=True)]
+        elif kilobytes != "0":
+            regions[-1] = replace(regions[-1], private_bytes=regions[-1].private_bytes + int(kilobytes) * 1024)
+    return regions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,9 +146,13 @@ class ParameterMemory:
         return self.num_mapped + self.num_shared + self.num_on_meta
 
 
-def parameter_memory(parameters: Iterable[torch.Tensor]) -> ParameterMemory:
-    """Read off the addresses of the parameters which memory they are in. No collectives."""
-    maps = MemoryMaps.read(private_bytes=True)
+def parameter_memory(parameters: Iterable[torch.Tensor], maps: MemoryMaps | None = None) -> ParameterMemory:
+    """Read off the addresses of the parameters which memory they are in. No collectives.
+
+    Args:
+        maps: the mappings with their private bytes, if they have been read.
+    """
+    maps = maps or MemoryMaps.read(private_bytes=True)
     counts = dict.fromkeys(("mapped", "shared", "private", "on_meta", "on_device"), 0)
     touched: dict[int, Region] = {}
     private_bytes = total_bytes = 0

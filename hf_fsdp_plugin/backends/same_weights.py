@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.agreement import gather_objects
 from hf_fsdp_plugin.backends.file_weights import find_file_weights
+from hf_fsdp_plugin.backends.memory_maps import MemoryMaps
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import Problem
@@ -24,7 +25,7 @@ def check_same_weights(plan: FsdpPlan, model: nn.Module, device: torch.device) -
     """
     if plan.pre_sharded or plan.ram_efficient or plan.sync_module_states or plan.world_size == 1:
         return None
-    hashes = dict(_hashes(model, find_file_weights(model, device)))
+    hashes = dict(_hashes(model, find_file_weights(model, device, MemoryMaps.read(private_bytes=True))))
     total = 0
     for bits in hashes.values():
         # Rotate before each XOR: otherwise two equal tensors would leave the checksum unchanged.

@@ -65,8 +65,7 @@ class ShardsOnRead:
             registered, attribute = places[0]
             sharded: DTensor = registered[attribute]
             part = _part(parameter.detach(), sharded)
-            local = torch.empty(part.shape, dtype=sharded.dtype, device=self._device)
-            self._loader.copy_part(local, part)
+            local = self._loader.shard_of(parameter, part, sharded.dtype, self._device)
             new = nn.Parameter(dtensor_like(local, sharded), requires_grad=parameter.requires_grad)
             for registered, attribute in places:
                 registered[attribute] = new

@@ -14,7 +14,8 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE, sum_bits
+from hf_fsdp_plugin.backends.bits import sum_bits
+from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE
 from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.observe.memory import gradient_bytes
 from hf_fsdp_plugin.observe.optimizer import unwrapped_optimizer

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_fsdp_plugin.backends.agreement import gather_objects
-from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE, BroadcastRecord
+from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE, BroadcastRecord, finish_reading
 from hf_fsdp_plugin.backends.memory_maps import ParameterMemory
 from hf_fsdp_plugin.observe.memory import unmanaged_parameters
 from hf_fsdp_plugin.observe.units import UnitObservation
@@ -61,6 +61,7 @@ def compare_weights(
     Args:
         first_bit_sum: the sum of the bits of this rank's shards at the first forward.
     """
+    finish_reading(model)
     checksums_by_rank = gather_objects(_checksums(model, units))
     first: dict[str, _Checksum | None] = {}
     differing, replicated = set(), False

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,20 @@ from torch import nn
 from training import fresh_accelerator
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE, WeightLoader
+from hf_fsdp_plugin.backends import file_shards
+from hf_fsdp_plugin.backends.file_shards import FileShards
+from hf_fsdp_plugin.backends.file_views import FileView
+from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE, WeightLoader, finish_reading
 from hf_fsdp_plugin.checkpoint.shard_layout import local_tensor
 from hf_fsdp_plugin.plan.names import unwrapped
+
+
+@contextmanager
+def all_shards_mapped() -> Iterator[None]:
+    """Map shards of any size from their files. The models of these tests have small ones only, which are copied."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(file_shards, "MIN_BYTES", 1)
+        yield
 
 
 def save_and_read(family: str, folder: Path) -> dict[str, torch.Tensor]:
@@ -31,6 +43,7 @@ def save_and_read(family: str, folder: Path) -> dict[str, torch.Tensor]:
     return clones({**dict(model.named_parameters()), **dict(model.named_buffers())})
 
 
+@all_shards_mapped()
 def load_families(folder: str, config: dict[str, Any], names: list[str]) -> dict[str, dict[str, Any]]:
     """Load and shard each model. Returns what was taken from files, and the names of tensors that are not equal."""
     found = {}
@@ -54,6 +67,7 @@ def load_families(folder: str, config: dict[str, Any], names: list[str]) -> dict
     return found
 
 
+@all_shards_mapped()
 def load_one(folder: str, config: dict[str, Any], dtype: str = "float32") -> dict[str, Any]:
     """Load and shard a Llama; return the record, the shards, and what the report says about the loading."""
     accelerator = fresh_accelerator(config)
@@ -74,22 +88,29 @@ def load_one(folder: str, config: dict[str, Any], dtype: str = "float32") -> dic
     }
 
 
-def count_copied_bytes(folder: str, config: dict[str, Any]) -> dict[str, int]:
-    """Load and shard a Llama. Returns the bytes that were copied from the file, and those of this rank's shards."""
-    copied: list[int] = []
-    original = WeightLoader.copy_part
+def count_read_bytes(folder: str, config: dict[str, Any]) -> dict[str, int]:
+    """Load and shard a Llama. Returns the bytes that were copied or mapped from the file, and those of the shards."""
+    read: list[int] = []
+    original, mapping = WeightLoader.copy_part, FileShards.map
 
     def counted(loader: WeightLoader, into: torch.Tensor, part: torch.Tensor) -> None:
-        copied.append(part.nbytes)
+        read.append(part.nbytes)
         original(loader, into, part)
+
+    def counted_mapping(shards: FileShards, view: FileView, offset: int, part: torch.Tensor) -> torch.Tensor | None:
+        mapped = mapping(shards, view, offset, part)
+        read.extend([] if mapped is None else [part.nbytes])
+        return mapped
 
     accelerator = fresh_accelerator(config)
     model = FAMILIES["llama"].model.from_pretrained(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WeightLoader, "copy_part", counted)
+        patch.setattr(FileShards, "map", counted_mapping)
+        patch.setattr(file_shards, "MIN_BYTES", 1 << 12)
         model = accelerator.prepare(model)
     shards = {id(parameter): local_tensor(parameter) for parameter in model.parameters()}
-    return {"copied": sum(copied), "shards": sum(shard.nbytes for shard in shards.values())}
+    return {"read": sum(read), "shards": sum(shard.nbytes for shard in shards.values())}
 
 
 def change_one_weight(folder: Path) -> None:
@@ -125,6 +146,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
 }  # fmt: skip
 
 
+@all_shards_mapped()
 @torch.no_grad()
 def change_and_shard(folder: str, config: dict[str, Any], name: str) -> dict[str, Any]:
     """Change a model before it is sharded. Returns the numbers of parameters read and broadcast, and the weights."""
@@ -142,22 +164,26 @@ def change_and_shard(folder: str, config: dict[str, Any], name: str) -> dict[str
     }
 
 
+@all_shards_mapped()
 def overwrite_after_sharding(folder: str, config: dict[str, Any]) -> bool:
-    """Overwrite the file in place after sharding. Returns whether the sharded weights are those that were loaded."""
+    """Overwrite and truncate the file after sharding. Returns whether the sharded weights are those of the file."""
     accelerator = fresh_accelerator(config)
     model = FAMILIES["llama"].model.from_pretrained(folder)
     expected = clones(dict(model.named_parameters()))
     model = accelerator.prepare(model)
+    finish_reading(model)
     dist.barrier()
     if dist.get_rank() == 0:
         path = Path(folder) / "model.safetensors"
         with path.open("r+b") as file:
             file.write(b"\0" * path.stat().st_size)
+        os.truncate(path, 0)
     dist.barrier()
     found = clones(accelerator.get_state_dict(model))
     return all(torch.equal(found[name], tensor) for name, tensor in expected.items()) if found else True
 
 
+@all_shards_mapped()
 def load_sharded(folder: str, config: dict[str, Any], *, with_plan: bool) -> dict[str, Any]:
     """Load with ``hfp.from_pretrained``, train by hand and with an Accelerator, and report."""
     accelerator = fresh_accelerator(config)

@@ -28,7 +28,7 @@ def model(one_rank: None, tmp_path: Path) -> nn.Sequential:
 
 
 def found(model: nn.Module) -> list[bool]:
-    ids = find_file_weights(model, CPU)
+    ids = find_file_weights(model, CPU, MemoryMaps.read(private_bytes=True))
     return [id(parameter) in ids for parameter in model.parameters()]
 
 

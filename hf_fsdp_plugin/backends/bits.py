@@ -1,0 +1,32 @@
+"""Sums of the bits of tensors, which show whether weights arrived unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element -> the integer type with the same size."""
+_ADDED = 1 << 15
+"""Elements that are added at a time."""
+
+
+def sum_bits(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    """Return the sum of the tensors' elements, read as integers, modulo 2**64; ``None`` if there are none to read.
+
+    The sums of the parts of a tensor add up to the sum of the tensor. The result is on the device of the tensors.
+    """
+    total = None
+    for tensor in tensors:
+        tensor = tensor.detach()
+        if type(tensor) is not torch.Tensor or tensor.element_size() not in INTEGERS or tensor.is_meta:
+            return None
+        integers = tensor.contiguous().view(-1).view(INTEGERS[tensor.element_size()])
+        # torch makes a copy of 64-bit integers first. On the CPU a small one stays in the processor's cache, and leaves
+        # no hole between the shards in memory. numpy needs none, but FSDP1 cannot resize a storage that numpy has seen.
+        parts = integers.split(_ADDED) if integers.device.type == "cpu" and integers.numel() else [integers]
+        for part in parts:
+            added = part.sum(dtype=torch.int64)
+            total = added if total is None else total + added.to(total.device)
+    return total
