@@ -67,7 +67,7 @@ def test_parts_have_the_values_of_the_file(weights, dtype: torch.dtype):
     shards.start()
     shards.wait()
     assert torch.equal(torch.cat([part.view(torch.uint8) for part in parts]), whole.view(torch.uint8))
-    assert shards.bit_sum == bits_of(whole)
+    assert (shards.bit_sum - bits_of(whole)) % (1 << 64) == 0  # sums of 64-bit integers overflow
     # No storage is larger than its shard: FSDP2 copies parameters that keep more memory than they need.
     assert [part.untyped_storage().nbytes() for part in parts] == [part.nbytes for part in parts]
 
