@@ -84,21 +84,23 @@ def _decide_fsdp2(optimizer: torch.optim.Optimizer, name: str, kind: Kind | None
     sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
     if not sharded:
         return Decision()
+    # One kernel for several parameters cannot run on DTensors of different meshes, or on DTensors and tensors.
+    is_mixed = len({p.device_mesh if isinstance(p, DTensor) else None for p in parameters}) > 1
     if kind is not None:
         mode = fsdp2_mode(kind, optimizer)
-        # One kernel for several parameters cannot run on DTensors of different meshes, or on DTensors and tensors.
-        meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in parameters}
-        if mode == "dtensor" and len(meshes) > 1 and kind.needs == "elements":
+        if mode == "dtensor" and is_mixed and kind.needs == "elements":
             mode = "local"
         return Decision("unchanged" if mode == "dtensor" else mode)
     outcome = probe.probe_dtensors(optimizer, sharded[0])
-    if outcome.result == "equal":
+    if outcome.result == "equal" and not is_mixed:
         return Decision()
     if outcome.result == "unknown":
         return Decision(problem=_untested(name, outcome))
     device = sharded[0].to_local().device
     if probe.probe_flat_shards(optimizer, device).result == "equal":
         return Decision("local")
+    if outcome.result == "equal":  # it updates one parameter at a time, or torch names the mix of kinds in its error
+        return Decision()
     if probe.probe_single_tensors(optimizer, device).result == "equal":
         return Decision("whole")
     return Decision(problem=_not_on_dtensors(name, outcome))

@@ -16,6 +16,7 @@ from torch import nn
 from hf_fsdp_plugin.backends.agreement import same_on_all_ranks
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name
+from hf_fsdp_plugin.torch_private.modules import parameters
 
 _PACKS_ON_CPU = "support_avx512bf16_for_cpu"
 """Attribute of ``Linear4bit``: whether an evaluation on a CPU repacks the weight in place."""
@@ -32,7 +33,10 @@ def prepare_quantized(plan: FsdpPlan, model: nn.Module, device: torch.device) ->
     states: dict[str, Any] = {name: module.weight.quant_state for name, module in modules.items()}
     present = [name for name, state in states.items() if state is not None]
     same_on_all_ranks("the list of quantized weights", ",".join(present))
+    in_flat = plan.backend == "fsdp1" and not plan.use_orig
     for name, module in modules.items():
+        if in_flat and f"{name}.weight" not in plan.ignored_parameters:
+            module.register_forward_hook(_unregister_view)
         if hasattr(module, _PACKS_ON_CPU):
             # The repacked weight would be a gathered copy, while the repacked state would remain.
             setattr(module, _PACKS_ON_CPU, False)
@@ -43,6 +47,16 @@ def prepare_quantized(plan: FsdpPlan, model: nn.Module, device: torch.device) ->
         for name in present:
             for tensor in _tensors(states[name]):
                 dist.broadcast(tensor, src=0)
+
+
+def _unregister_view(module: nn.Module, args: Any, output: Any) -> None:
+    """Make the weight an attribute again, as FSDP1 sets it: bitsandbytes has registered the view as a parameter.
+
+    Its memory is freed after the forward, and a program that reads the parameters of the model would crash.
+    """
+    view = parameters(module).pop("weight", None)
+    if view is not None:
+        vars(module)["weight"] = view
 
 
 def _is_quantized(module: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.fsdp1 import apply_fsdp1
 from hf_fsdp_plugin.backends.fsdp2 import adopt_fsdp2, apply_fsdp2, reshard
+from hf_fsdp_plugin.backends.ignored import apply_autocast
 from hf_fsdp_plugin.backends.optimizer import attach_optimizers, detach_optimizers, has_stepped
 from hf_fsdp_plugin.backends.outputs import support_mapping_outputs
 from hf_fsdp_plugin.backends.submodule_calls import support_submodule_calls
@@ -61,6 +62,8 @@ def shard(
         detached = detach_optimizers([optimizer for optimizer in optimizers if not has_stepped(optimizer)], model)
     else:
         detached = [] if plan.pre_sharded else detach_optimizers(optimizers, model)
+    if not plan.pre_sharded:
+        apply_autocast(plan, model)
     if plan.sharded_at_load:
         sharded = adopt_fsdp2(plan, model, device)
     elif plan.pre_sharded:

@@ -34,7 +34,7 @@ _EXPORTS = {
     "reading.optimizer": ("load_optimizer",),
     "reading.states": ("check_states", "load_state"),
     "shards": ("ModelShards", "model_shards", "shards_below"),
-    "writing.gather": ("full_model_state", "gathered_state"),
+    "writing.gather": ("gathered_state",),
     "writing.manager": ("CheckpointManager",),
     "writing.manifest": ("manifest_of",),
     "writing.staging": ("StagingFolder", "recover_interrupted_commit", "recover_run", "remove_checkpoint"),
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer
     from hf_fsdp_plugin.checkpoint.reading.states import check_states, load_state
     from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, shards_below
-    from hf_fsdp_plugin.checkpoint.writing.gather import full_model_state, gathered_state
+    from hf_fsdp_plugin.checkpoint.writing.gather import gathered_state
     from hf_fsdp_plugin.checkpoint.writing.manager import CheckpointManager
     from hf_fsdp_plugin.checkpoint.writing.manifest import manifest_of
     from hf_fsdp_plugin.checkpoint.writing.staging import (

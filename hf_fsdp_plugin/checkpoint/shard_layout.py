@@ -7,7 +7,7 @@ the whole tensor. Shards of both FSDP versions are described by such boxes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -121,7 +121,9 @@ def model_layout(model: nn.Module) -> ModelLayout:
         if isinstance(module, FSDP):
             fsdp1.free_gathered(module)
     layout = ModelLayout()
-    module_names = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
+    module_names: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        module_names.setdefault(id(module), []).append(canonical_name(name))
     in_flat: set[int] = set()
     for module in model.modules():
         flat = fsdp1.flat_parameter(module) if isinstance(module, FSDP) else None
@@ -142,20 +144,23 @@ def model_layout(model: nn.Module) -> ModelLayout:
 
 
 def _add_flat_parameter(
-    layout: ModelLayout, unit: nn.Module, flat: Any, module_names: Mapping[int, str]
+    layout: ModelLayout, unit: nn.Module, flat: Any, module_names: Mapping[int, Sequence[str]]
 ) -> Iterator[int]:
     """Add the parameters of one FSDP1 unit; yield the ids of the objects that represent them in the module tree."""
     shard = fsdp1.local_shard(flat)
     group = fsdp1.replicate_group(unit)
     replica, replicas = (group.rank(), group.size()) if group is not None else (0, 1)
 
-    def full_name(module: nn.Module, attribute: str) -> str:
-        return canonical_name(f"{module_names[id(module)]}.{attribute}".lstrip("."))
+    def full_names(module: nn.Module, attribute: str) -> list[str]:
+        """Return a name for each place of the module, of which the last is that of the layout."""
+        return [f"{name}.{attribute}".lstrip(".") for name in module_names[id(module)]]
 
     in_unit: list[ParameterLayout] = []
     for member in fsdp1.members(flat):
+        *others, name = full_names(member.module, member.attribute)
+        layout.aliases.update(dict.fromkeys(others, name))
         own = ParameterLayout(
-            name=full_name(member.module, member.attribute),
+            name=name,
             shape=tuple(member.shape),
             boxes=tuple(flat_range(tuple(member.shape), member.start, member.stop)),
             replica=replica,
@@ -171,7 +176,7 @@ def _add_flat_parameter(
             layout.by_id[id(member.parameter)] = (replace(own, start=None, numel=0),)
     layout.by_id[id(flat)] = tuple(in_unit)
     for place, primary_place in fsdp1.tied_places(flat):
-        layout.aliases[full_name(*place)] = full_name(*primary_place)
+        layout.aliases.update(dict.fromkeys(full_names(*place), full_names(*primary_place)[-1]))
     yield from map(id, fsdp1.parameter_objects(flat))
 
 

@@ -8,30 +8,15 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, slices, whole
 from hf_fsdp_plugin.checkpoint.shard_layout import LocalShard
 from hf_fsdp_plugin.checkpoint.shards import ModelShards, shards_to_write
 from hf_fsdp_plugin.text import format_names
 
 _BATCH_BYTES: Final = 1 << 30
-"""Size of the whole tensors that are gathered at once. NCCL needs memory for a batch on rank 0's device."""
+"""Size of the whole tensors that are gathered at once."""
 _Piece = tuple[str, Box, torch.Tensor]
-
-
-def full_model_state(model: nn.Module) -> dict[str, Any]:
-    """Return the model's whole state dict by canonical names, on the CPU of rank 0; empty on other ranks. Collective.
-
-    The names of tied weights share one tensor, as in the model's own state dict.
-    """
-    # CPU ranks need no offload, and FSDP1 crashes with cpu_offload.
-    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    options = StateDictOptions(full_state_dict=True, cpu_offload=not on_cpu)
-    state = _with_shared_tensors(model, get_model_state_dict(model, options=options))
-    return state if dist.get_rank() == 0 else {}
 
 
 def gathered_state(shards: ModelShards) -> dict[str, torch.Tensor]:
@@ -89,13 +74,3 @@ def _place(
     for name, box, tensor in pieces:
         state[name][slices(box, whole(state[name].shape))] = tensor
         missing[name] -= box.numel
-
-
-def _with_shared_tensors(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Make the names of a tied parameter share one tensor, as in the model. torch gathers one tensor per name."""
-    plan = plan_of(model)
-    for names in plan.ties if plan is not None else ():
-        present = [name for name in names if name in state]
-        for name in present[1:]:
-            state[name] = state[present[0]]
-    return state

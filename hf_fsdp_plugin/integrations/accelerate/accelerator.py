@@ -12,7 +12,6 @@ from accelerate import Accelerator
 from hf_fsdp_plugin.backends.arrivals import DEFAULT_LIMIT, TRAINING_LIMIT, together
 from hf_fsdp_plugin.backends.clipping import clip_grad_norm
 from hf_fsdp_plugin.backends.shard import place_of
-from hf_fsdp_plugin.checkpoint import full_model_state
 from hf_fsdp_plugin.integrations.accelerate import prepare as planned
 from hf_fsdp_plugin.integrations.accelerate.adoption import adopt_models, with_mixed_precision
 from hf_fsdp_plugin.integrations.accelerate.plugin import (
@@ -23,6 +22,7 @@ from hf_fsdp_plugin.integrations.accelerate.plugin import (
     spec_of_stock_plugin,
 )
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_optimizers
+from hf_fsdp_plugin.integrations.accelerate.scaler import replace_scaler
 from hf_fsdp_plugin.integrations.environment import set_loading_variables
 from hf_fsdp_plugin.integrations.gathered import gathered, state_at
 from hf_fsdp_plugin.integrations.messages import print_once, print_warnings
@@ -78,6 +78,8 @@ def init_accelerator(original: Callable[..., None], accelerator: Any, *args: Any
         param = plugin.spec.precision.param
         arguments["mixed_precision"] = param if param in ("bf16", "fp16") else "no"
     original(**arguments)
+    if isinstance(plugin, PlannedFsdpPlugin):
+        replace_scaler(accelerator)
     if plugin is None and accelerator.num_processes > 1 and session.installed:
         print_once(
             Problem(
@@ -122,7 +124,7 @@ def get_state_dict(original: Callable[..., Any], accelerator: Any, model: Any, *
     place = place_of(model)
     if place is not None:
         with together(f"Accelerator.get_state_dict of {type(unwrapped(model)).__name__}", fix=FIX):
-            return state_at(place) if place.name else full_model_state(place.root)
+            return state_at(place)
     if planned_plugin(accelerator) is not None and not has_shards(model):
         return model.state_dict()
     return original(model, *args, **kwargs)

@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, planned_plugin
+from hf_fsdp_plugin.integrations.accelerate.scaler import replace_scaler
 from hf_fsdp_plugin.integrations.messages import print_once, print_warnings
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.plan.presharded import distributed_config_of
@@ -40,6 +41,7 @@ def adopt_models(accelerator: Any, objects: Iterable[Any]) -> None:
     print_warnings(spec.problems)
     private.set_fsdp(accelerator.state)
     accelerator.state.fsdp_plugin = PlannedFsdpPlugin(spec)
+    replace_scaler(accelerator)
     print_once("this Accelerator uses FSDP2 now, because from_pretrained has sharded the model.")
 
 

@@ -1,0 +1,62 @@
+"""The gradient scaler of fp16 training (``torch/amp/grad_scaler.py``), for sharded and unsharded gradients."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+import torch.distributed as dist
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.tensor import DTensor
+
+
+class ShardedGradScaler(GradScaler):
+    """Unscales this rank's part of each gradient, and skips a step on all ranks if any rank has an infinite gradient.
+
+    torch's scalers pass all gradients of a dtype to one kernel, which raises for DTensors beside plain tensors. FSDP1's
+    ``ShardedGradScaler`` does not reduce the result over the ranks if the optimizer is fused and nothing is clipped, so
+    that some ranks would skip a step. :meth:`unscale_` and :meth:`step` are collective.
+    """
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        """Multiply the gradients by ``inv_scale`` in place. Collective.
+
+        Returns:
+            For each device, whether any rank has an infinite gradient: a tensor with one element, 1.0 or 0.0.
+        """
+        found = {found_inf.device: found_inf}
+        for (device, _), gradients in _local_gradients(optimizer).items():
+            on_device = found.setdefault(device, torch.zeros_like(found_inf, device=device))
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, on_device, inv_scale.to(device))
+        # Ranks with empty shards have gradients on fewer devices, so the number of collectives must not depend on them.
+        for on_device in found.values():
+            found_inf.copy_(torch.maximum(found_inf, on_device.to(found_inf.device)))
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX)
+        for on_device in found.values():
+            on_device.copy_(found_inf)
+        return found
+
+
+def _local_gradients(
+    optimizer: torch.optim.Optimizer,
+) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    """Return the memory of this rank's gradients, by device and dtype: each kernel takes one of both."""
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            if local.is_sparse:
+                parameter.grad = local = local.coalesce()  # duplicates of an index could overflow as a sum
+                local = local.values()
+            if local.numel():
+                found[local.device, local.dtype].append(local)
+    return found

@@ -1,0 +1,120 @@
+"""Cases that ranks run: training with ignored modules in bf16, and with a scaled loss, as in fp16 on a GPU.
+
+The scaled cases train in fp32, because CPU ranks have no fp16 training.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tiny import MODELS, parallel_config
+from torch import nn
+from training import fresh_accelerator, train, train_prepared
+
+from hf_fsdp_plugin.torch_private.grad_scaler import ShardedGradScaler
+
+NUM_STEPS = 3
+SCALE = 1024.0
+
+
+class WithScalar(nn.Module):
+    """A llama whose first parameter is a scalar, like CLIP's ``logit_scale``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.inner: Any = MODELS["llama"]()
+
+    def forward(self, **batch: Any) -> Any:
+        output = self.inner(**batch)
+        output.loss = output.loss * self.scale
+        return output
+
+
+class OwnForeachDescent(torch.optim.Optimizer):
+    """An optimizer that the plugin does not know, with one kernel for all parameters."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            with_gradient = [parameter for parameter in group["params"] if parameter.grad is not None]
+            torch._foreach_add_(with_gradient, [p.grad for p in with_gradient], alpha=-group["lr"])
+
+
+MODELS["with-scalar"] = WithScalar
+SETTINGS: dict[str, dict[str, Any]] = {"plain": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+
+
+def adamw(model: nn.Module, how: str) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, **SETTINGS[how])
+
+
+def own_foreach(model: nn.Module) -> torch.optim.Optimizer:
+    return OwnForeachDescent(model.parameters(), 0.05)
+
+
+def train_in_bf16(version: int, name: str, ignored: str) -> dict[str, Any]:
+    config = parallel_config("full_shard", version, 2, fsdp_ignored_modules=ignored)
+    return train(name, {**config, "mixed_precision": "bf16"}, num_steps=NUM_STEPS)
+
+
+def train_own_foreach(ignored: str) -> dict[str, Any]:
+    config = parallel_config("full_shard", 2, 2, fsdp_ignored_modules=ignored)
+    return train("llama", config, own_foreach, NUM_STEPS)
+
+
+def scaled_accelerator(version: int, ignored: str) -> Any:
+    """An Accelerator with the scaler that it would have for fp16 on a GPU."""
+    accelerator = fresh_accelerator(parallel_config("full_shard", version, 2, fsdp_ignored_modules=ignored))
+    accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
+    accelerator.scaler = ShardedGradScaler("cpu", init_scale=SCALE)
+    return accelerator
+
+
+def train_scaled(version: int, name: str, ignored: str, how: str) -> dict[str, Any]:
+    accelerator = scaled_accelerator(version, ignored)
+    model = MODELS[name]()
+    model, optimizer = accelerator.prepare(model, adamw(model, how))
+    return train_prepared(accelerator, model, optimizer, name, NUM_STEPS)
+
+
+def step_with_infinite_gradient(version: int, ignored: str, how: str) -> dict[str, Any]:
+    """Make one gradient of the last rank infinite, without clipping, and step. The next step is an ordinary one."""
+    accelerator = scaled_accelerator(version, ignored)
+    model = MODELS["llama"]()
+    model, optimizer = accelerator.prepare(model, adamw(model, how))
+    found: dict[str, Any] = {"changed": [], "scales": []}
+    for is_infinite in (True, False):
+        accelerator.backward(model(input_ids=torch.ones(2, 4, dtype=torch.long), labels=torch.ones(2, 4).long()).loss)
+        if is_infinite and dist.get_rank() == dist.get_world_size() - 1:
+            gradients = (_local(p.grad) for p in model.parameters() if p.grad is not None)
+            next(gradient for gradient in gradients if gradient.numel()).view(-1)[0] = float("inf")
+        before = [_local(parameter.detach()).clone() for parameter in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        after = [_local(parameter.detach()) for parameter in model.parameters()]
+        found["changed"].append(any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)))
+        found["scales"].append(accelerator.scaler.get_scale())
+    return found
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def scaler_of_accelerator(version: int) -> tuple[str, dict[str, Any]]:
+    """The class and the state of the scaler that replaces one of Accelerate, which CPU ranks do not have by themselves."""
+    from accelerate.utils import GradScalerKwargs
+
+    from hf_fsdp_plugin.integrations.accelerate.scaler import replace_scaler
+
+    accelerator = fresh_accelerator(parallel_config("full_shard", version, 2))
+    accelerator.scaler = torch.amp.GradScaler("cpu")
+    accelerator.scaler_handler = GradScalerKwargs(init_scale=256.0)
+    replace_scaler(accelerator)
+    return type(accelerator.scaler).__name__, accelerator.scaler.state_dict()
