@@ -1,4 +1,4 @@
-"""Two gloo ranks forked from this process. They report events to it until they exit or are killed.
+"""Gloo ranks forked from this process. They report events to it until they exit or are killed.
 
 Importing torch and transformers takes seconds, and each rank that is killed must be a separate process. The parent
 process must not start a thread or a process group: call :func:`preload` first, and run all other work on the ranks.
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 WORLD_SIZE = 2
+"""Number of ranks, unless another one is given."""
 HANG_S = 60.0
 """Seconds after which ranks that have not reached a state count as hung."""
 
@@ -34,8 +35,8 @@ class RanksFailed(Exception):
 def preload() -> None:
     """Import everything that the ranks need, without starting a thread or a process group."""
     os.environ.update(
-        WORLD_SIZE=str(WORLD_SIZE), LOCAL_WORLD_SIZE=str(WORLD_SIZE), ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1",
-        HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500",
+        ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false",
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="29500",
     )  # fmt: skip
     import torch
 
@@ -65,11 +66,14 @@ class World:
     _unread: list[bytes] = field(default_factory=list)
 
     @staticmethod
-    def fork(function: Callable[..., None], log: Path, *args: Any, **kwargs: Any) -> World:
+    def fork(
+        function: Callable[..., None], log: Path, *args: Any, world_size: int = WORLD_SIZE, **kwargs: Any
+    ) -> World:
         """Run ``function(rank, report, *args, **kwargs)`` on each rank; ``report(event, value)`` sends a JSON value."""
+        os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
         rendezvous = tempfile.mktemp(prefix="rendezvous_", dir=log.parent)
         world = World([], [], log)
-        for rank in range(WORLD_SIZE):
+        for rank in range(world_size):
             read_end, write_end = os.pipe()
             process = os.fork()
             if process == 0:
@@ -113,7 +117,7 @@ class World:
     def until(self, what: Callable[[], Any], seconds: float = HANG_S) -> None:
         deadline = time.monotonic() + seconds
         while not what():
-            if len(self.ended) == WORLD_SIZE:
+            if len(self.ended) == len(self.processes):
                 raise RanksFailed(f"the ranks exited too early:\n{self.log.read_text()[-3000:]}")
             if time.monotonic() > deadline:
                 raise RanksFailed(f"the ranks hang:\n{self.log.read_text()[-3000:]}")
@@ -129,8 +133,8 @@ class World:
         deadline = time.monotonic() + seconds
         while True:
             self.reap()
-            if len(self.ended) == WORLD_SIZE or time.monotonic() > deadline:
-                return len(self.ended) == WORLD_SIZE
+            if len(self.ended) == len(self.processes) or time.monotonic() > deadline:
+                return len(self.ended) == len(self.processes)
             time.sleep(0.01)
 
     def end(self, patience: float) -> None:
@@ -138,12 +142,12 @@ class World:
         for number in (signal.SIGTERM, signal.SIGKILL):
             if self.wait(patience):
                 break
-            self.signal(number, list(range(WORLD_SIZE)))
+            self.signal(number, list(range(len(self.processes))))
         self.wait(HANG_S)
         self.listen(0)
 
     def close(self) -> None:
-        self.signal(signal.SIGKILL, list(range(WORLD_SIZE)))
+        self.signal(signal.SIGKILL, list(range(len(self.processes))))
         self.wait(HANG_S)
         for pipe in self.pipes:
             os.close(pipe)
@@ -164,9 +168,9 @@ def _run_rank(
     def report(event: str, value: Any) -> None:
         os.write(pipe, json.dumps([time.monotonic(), event, value]).encode() + b"\n")
 
-    code = 0
+    code, world_size = 0, int(os.environ["WORLD_SIZE"])
     try:
-        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD_SIZE)
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
         function(rank, report, *args, **kwargs)
     except SystemExit as end:
         code = int(end.code or 0)

@@ -251,6 +251,23 @@ def load(result: Result) -> list[str]:
     return lines
 
 
+def many_ranks(result: Result) -> list[str]:
+    phases = list(next(iter(result["worlds"].values()))["phases"])
+    lines = [
+        f"| ranks | {' | '.join(phases)} | all, wall time | memory of a rank | manifest |",
+        f"|{'---|' * (len(phases) + 4)}",
+    ]
+    for world, run in result["worlds"].items():
+        times = " | ".join(f"{run['phases'][phase]['cpu_of_a_rank']:.2f} s" for phase in phases)
+        memory = f"{run['private_bytes'] / 1e6:.0f} MB | {run['manifest_bytes'] / 1e3:.0f} kB"
+        lines.append(f"| {world} | {times} | {run['seconds']:.0f} s | {memory} |")
+    return [
+        *lines,
+        "",
+        f"CPU time of a rank (median) in each phase, and the memory that only this rank has; {result['model']}, FSDP2.",
+    ]
+
+
 def readers(result: Result) -> list[str]:
     lines = ["| way | time | CPU time | peak memory grows by |", "|---|---|---|---|"]
     for way, run in result["ways"].items():
@@ -266,7 +283,7 @@ def plain(result: Result) -> list[str]:
 
 _ALL = (
     step_overhead, checkpoint_save, merge, verified_reads, resume_parity, survival, gpu_check, ecosystem,
-    generated_values, command_start, start, load, readers,
+    generated_values, command_start, start, load, readers, many_ranks,
 )  # fmt: skip
 TABLES: dict[str, Callable[[Result], list[str]]] = {table.__name__: table for table in _ALL}
 

@@ -108,7 +108,7 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def scaler_of_accelerator(version: int) -> tuple[str, dict[str, Any]]:
-    """The class and the state of the scaler that replaces one of Accelerate, which CPU ranks do not have by themselves."""
+    """The class and the state of the scaler that replaces one of Accelerate, which CPU ranks do not have."""
     from accelerate.utils import GradScalerKwargs
 
     from hf_fsdp_plugin.integrations.accelerate.scaler import replace_scaler
