@@ -1,10 +1,10 @@
 """The time from the command to the end of the first training step, and what it is made of.
 
 Each round runs the same Trainer script on two CPU ranks, in turn: with ``hf-fsdp launch`` and FSDP2, and with
-``torchrun`` and the stock stack, which trains with DDP there. The order changes with each round. The model is tiny, so
-that the time is that of processes, imports, process groups and preparation. Rank 0 records when it reaches each point.
-Times are medians of the rounds, in seconds since the command was started. The time in which the model is created is
-left out.
+``torchrun`` and the stock stack, which trains with DDP there (``accelerate launch`` starts one process on the CPU). The
+order changes with each round. The model is tiny, so that the time is that of processes, imports, process groups and
+preparation. Rank 0 records when it reaches each point. Times are medians of the rounds, in seconds since the command
+was started. The time in which the model is created is left out.
 
     python scripts/bench/start.py    (two minutes; writes docs/results/start.json)
 """
