@@ -179,8 +179,12 @@ def prepare_stock(way: str) -> tuple[Any, dict[str, Any]]:
     return accelerator.prepare, {}
 
 
-def run_ranks(way: str, world: int, folder: Path) -> dict[str, Any]:
-    """Run one way on new ranks. Returns the slowest rank's times, and the memory of the rank with the most."""
+def run_ranks(way: str, world: int, folder: Path, script: str = __file__) -> dict[str, Any]:
+    """Run ``script --rank way folder`` on new ranks. Returns, for each key, the largest value of a rank.
+
+    Raises:
+        SystemExit: a rank failed.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -192,7 +196,7 @@ def run_ranks(way: str, world: int, folder: Path) -> dict[str, Any]:
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     ranks = [
         subprocess.Popen(
-            [sys.executable, __file__, "--rank", way, str(folder)],
+            [sys.executable, script, "--rank", way, str(folder)],
             env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -268,6 +268,18 @@ def many_ranks(result: Result) -> list[str]:
     ]
 
 
+def resume(result: Result) -> list[str]:
+    lines = [
+        "| loaded by | CPU time | time | private memory grows by | kept | bound | bytes read | loaded |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for way, run in result["ways"].items():
+        times = " | ".join(f"{run[key]:.2f} s" for key in ("cpu_seconds", "seconds"))
+        keys = ("private_bytes", "held_bytes", "bound_bytes", "read_bytes", "loaded_bytes")
+        lines.append(f"| {way} | {times} | {' | '.join(f'{run[key] / 1e9:.3f} GB' for key in keys)} |")
+    return [*lines, "", f"{result['model']}; {result['ranks']} CPU ranks, one thread each."]
+
+
 def readers(result: Result) -> list[str]:
     lines = ["| way | time | CPU time | peak memory grows by |", "|---|---|---|---|"]
     for way, run in result["ways"].items():
@@ -283,7 +295,7 @@ def plain(result: Result) -> list[str]:
 
 _ALL = (
     step_overhead, checkpoint_save, merge, verified_reads, resume_parity, survival, gpu_check, ecosystem,
-    generated_values, command_start, start, load, readers, many_ranks,
+    generated_values, command_start, start, load, resume, readers, many_ranks,
 )  # fmt: skip
 TABLES: dict[str, Callable[[Result], list[str]]] = {table.__name__: table for table in _ALL}
 

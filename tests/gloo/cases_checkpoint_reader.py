@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import os
+import tracemalloc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate.utils import fsdp_utils
 from cases_checkpoint_formats import FULL, save_full_fsdp1
 from tiny import global_batch, my_part, parallel_config, tiny_llama
-from torch import nn
+from torch import is_tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from training import fresh_accelerator
 
 from hf_fsdp_plugin.checkpoint.reading.model import load_model
 from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer
-from hf_fsdp_plugin.checkpoint.shard_layout import LocalShard
+from hf_fsdp_plugin.checkpoint.shard_layout import LocalShard, local_tensor
 from hf_fsdp_plugin.checkpoint.shards import optimizer_shards
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.problems import SpecError
@@ -37,12 +44,14 @@ Layout = tuple[int, str, bool]
 class Run:
     """A tiny model and its optimizer, sharded by a layout."""
 
-    def __init__(self, layout: Layout, *, tied: bool = False, layers: int = 2, optimizer: Any = None) -> None:
+    def __init__(
+        self, layout: Layout, *, tied: bool = False, layers: int = 2, optimizer: Any = None, **sizes: int
+    ) -> None:
         version, strategy, use_orig = layout
         world_size = dist.get_world_size()
         settings = {"fsdp_use_orig_params": use_orig} if version == 1 else {}
         self.accelerator = fresh_accelerator(parallel_config(strategy, version, world_size, **settings))
-        model = tiny_llama(tied=tied, layers=layers)
+        model = tiny_llama(tied=tied, layers=layers, **sizes)
         self.model, self.optimizer = self.accelerator.prepare(model, (optimizer or two_groups)(model))
         self.inner = self.optimizer.optimizer
 
@@ -129,6 +138,80 @@ def read(folder: str, layout: Layout, *, tied: bool = False) -> dict[str, Any]:
     assert result.missing_keys == result.unexpected_keys == []
     load_optimizer(run.model, run.inner, Path(folder))
     return {**run.full_state(), "losses": run.train(range(3, 6))}
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512}
+
+
+def measure_reads(folder: str, layout: Layout, kinds: list[str]) -> list[dict[str, int]]:
+    """Save a model of some 5 MB as each kind, and load it into a new run, which has optimizer state already or not.
+
+    Returns:
+        Bytes of the shards and of their optimizer state, of one unit, read from files, and allocated at most.
+    """
+    run, found = Run(layout, optimizer=one_group, **WIDE), []
+    run.train(range(1))
+    for kind in kinds:
+        run.accelerator.state.fsdp_plugin.set_state_dict_type(kind)
+        run.accelerator.save_state(f"{folder}/{kind}")
+    expected = run.full_state()
+    unit = sum(parameter.numel() * 4 for parameter in cast("Any", tiny_llama(**WIDE)).model.layers[0].parameters())
+    for kind in kinds:
+        for steps in (0, 1):
+            other = Run(layout, optimizer=one_group, **WIDE)
+            other.train(range(5, 5 + steps))
+            held = _bytes(other)
+            tracemalloc.start()  # blocks that are compared with their hashes are not tensors
+            with LiveBytes() as live, counted_reads() as counts:
+                load_model(other.model, Path(folder) / kind)
+                load_optimizer(other.model, other.inner, Path(folder) / kind)
+            _, blocks = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            assert all(torch.equal(t, expected["state"][key]) for key, t in other.full_state()["state"].items())
+            sizes = {"loaded": _bytes(other), "new": _bytes(other) - held, "unit": unit}
+            found.append({**sizes, "read": sum(counts), "peak": live.peak + blocks})
+    return found
+
+
+def _bytes(run: Run) -> int:
+    """Return the bytes of the shards and of their optimizer state on this rank."""
+    state = [t for entry in run.inner.state.values() for t in entry.values()]
+    return sum(local_tensor(t).nbytes for t in (*run.model.parameters(), *state))
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes of tensors that were alive at once, of those allocated while the mode was active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {local_tensor(t).untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if is_tensor(t)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in filter(is_tensor, tree_leaves(result)):
+            storage = local_tensor(tensor).untyped_storage()
+            if storage._cdata not in before:
+                self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._storages = {key: entry for key, entry in self._storages.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._storages.values()))
+        return result
+
+
+@contextmanager
+def counted_reads() -> Iterator[list[int]]:
+    """Yield the list of the bytes of every read of a file."""
+    counts: list[int] = []
+    original = os.preadv
+
+    def counted(*args: Any) -> int:
+        counts.append(original(*args))
+        return counts[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", counted)
+        yield counts
 
 
 def read_mismatch(folder: str, layout: Layout, *, layers: int = 2, optimizer: Any = None, broken_on: int = -1) -> Any:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from cases_checkpoint_reader import (
     Layout,
+    measure_reads,
     one_group,
     read,
     read_after_an_evaluation,
@@ -101,6 +102,15 @@ def test_checkpoint_of_four_ranks_is_loaded_by_two(
     written = four_ranks.run(write, str(tmp_path), layout, kind)[0]
     for other in others:
         assert_same(two_ranks.run(read, str(tmp_path), other)[0], written)
+
+
+@pytest.mark.parametrize("layout", [FSDP2, slow(FLAT), slow(FSDP1)], ids=name)
+def test_load_reads_and_allocates_what_it_returns(two_ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
+    kinds = ["sharded", "local", "full"]
+    for rank in two_ranks.run(measure_reads, str(tmp_path), layout, kinds):
+        for found in rank:
+            assert found["loaded"] <= found["read"] < 1.05 * found["loaded"], found
+            assert found["peak"] < 1.1 * found["loaded"] - (found["loaded"] - found["new"]) + found["unit"], found
 
 
 @pytest.mark.slow

@@ -32,23 +32,31 @@ _RUN = 4 << 20
 """Maximum number of bytes of whole blocks that are read at once: few, so that they are hashed in the CPU cache."""
 _MAX_KEPT = 64 << 20
 """Maximum number of bytes of blocks that are kept because only a part of them was needed."""
+_MAX_KEPT_IN_ORDER = 2 << 20
+"""The same for files that are read from their start to their end: two of the largest blocks that are written."""
 _MAX_BLOCK = 16 << 20
 """Maximum size in bytes of a block that is kept. Files without tensors, and earlier manifests, have larger ranges."""
 
 
-def input_files(stored: StoredModel | StoredOptimizer, folder: Path, manifest: Manifest | None) -> InputFiles:
+def input_files(
+    stored: StoredModel | StoredOptimizer, folder: Path, manifest: Manifest | None, *, in_order: bool = False
+) -> InputFiles:
     """Return the files of a model or an optimizer in the checkpoint ``folder``; not verified without a manifest."""
-    return InputFiles(stored.root) if manifest is None else VerifiedFiles(stored.root, manifest, folder)
+    if manifest is None:
+        return InputFiles(stored.root)
+    return VerifiedFiles(stored.root, manifest, folder, in_order=in_order)
 
 
 def files_of_checkpoint(checkpoint: Path, stored: StoredModel | StoredOptimizer, *, verify: bool) -> InputFiles:
     """Return the files of a model or an optimizer, verified if there is a manifest and ``verify`` is set.
 
+    They are meant to be read in the order of their bytes.
+
     Args:
         checkpoint: the folder of the checkpoint, or of its model or optimizer.
     """
     folder = checkpoint_of(checkpoint)
-    return input_files(stored, folder, read_manifest(folder) if verify else None)
+    return input_files(stored, folder, read_manifest(folder) if verify else None, in_order=True)
 
 
 def check_headers(files: InputFiles, stored: StoredModel | StoredOptimizer, rank: int = 0, world_size: int = 1) -> None:
@@ -68,10 +76,12 @@ class VerifiedFiles(InputFiles):
 
     Args:
         manifest: the manifest of the checkpoint ``folder``, which contains ``root``.
+        in_order: each file is read from its start to its end, so that few blocks have to be kept.
     """
 
-    def __init__(self, root: Path, manifest: Manifest, folder: Path) -> None:
+    def __init__(self, root: Path, manifest: Manifest, folder: Path, *, in_order: bool = False) -> None:
         super().__init__(root)
+        self._max_kept = _MAX_KEPT_IN_ORDER if in_order else _MAX_KEPT
         self._folder = folder
         self._below = root.resolve().relative_to(folder.resolve())
         self._records = {record.path: record for record in manifest.files}
@@ -168,7 +178,7 @@ class VerifiedFiles(InputFiles):
             self._compare(file, block, hash_bytes(data))
             self._kept[key] = data
             self._num_kept += len(data)
-            while self._num_kept > _MAX_KEPT:
+            while self._num_kept > self._max_kept and len(self._kept) > 1:
                 self._num_kept -= len(self._kept.popitem(last=False)[1])
         begin = offset - block.start
         out[:] = self._kept[key][begin : begin + len(out)]

@@ -1,7 +1,8 @@
 """Loads an optimizer's state from a checkpoint of any format, by the names of the parameters.
 
-State that is laid out like a parameter is read into memory with the layout of the parameter's shard. The result is
-passed to ``load_state_dict``, so that the optimizer's own casts and hooks apply.
+State that is laid out like a parameter is read into memory with the layout of the parameter's shard: that of the
+optimizer's current state, if it has one, so that no rank holds the state twice. The result is passed to
+``load_state_dict``, so that the optimizer's own casts and hooks apply.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ def load_optimizer(
 
     Raises:
         CheckpointError: there is no optimizer, files are missing or truncated, elements are missing, parameter groups
-            differ, state is not laid out like its parameter, quantized state is of other shards, or bytes differ from
-            those that were saved. The error contains all problems, and nothing has been changed.
+            differ, state is not laid out like its parameter, or quantized state is of other shards. The error contains
+            all problems, and nothing has been changed. Or bytes differ from those that were saved; then state tensors
+            may have been changed.
     """
     with on_all_ranks(f"reading {checkpoint}"):
         stored = read_stored_optimizer(checkpoint, number)
@@ -169,7 +171,10 @@ def _read_state(
         if saved and (parameter.numel() or isinstance(parameter, DTensor)):
             keys = dict.fromkeys(key for _, entry in saved for key in entry)
             inner = [key for key in keys if isinstance(saved[0][1].get(key), _PerShard) and split_inner_key(key)[1]]
-            state[index] = {key: _read_entry(reads, parameter, key, saved) for key in keys if key not in inner}
+            held = optimizer.state.get(parameter, {})
+            state[index] = {
+                key: _read_entry(reads, parameter, key, saved, held.get(key)) for key in keys if key not in inner
+            }
             state[index] |= _read_subclasses(reads, optimizer, parameter, {key: saved[0][1][key] for key in inner})
     return state
 
@@ -209,8 +214,12 @@ def _own_entries(part: ParameterLayout, entry: Mapping[str, Any]) -> dict[str, A
     return plain | {split_key(key)[0]: _PerShard(value) for key, value in entry.items() if split_key(key)[1] == own}
 
 
-def _read_entry(reads: _Reads, parameter: torch.Tensor, key: str, saved: _Saved) -> Any:
-    """Return the state ``key`` of one parameter object. It is zero in padding and for parameters without this state."""
+def _read_entry(reads: _Reads, parameter: torch.Tensor, key: str, saved: _Saved, held: Any) -> Any:
+    """Return the state ``key`` of one parameter object. It is zero in padding and for parameters without this state.
+
+    Args:
+        held: the current value of the state. Its memory is used again.
+    """
     present = [(part, entry[key]) for part, entry in saved if key in entry]
     first, value = present[0]
     if isinstance(value, _PerShard):
@@ -222,7 +231,10 @@ def _read_entry(reads: _Reads, parameter: torch.Tensor, key: str, saved: _Saved)
         return _common_scalar(reads, key, present)
     if kind == "unsupported":  # state of whole parameters
         return reads.whole(value)
-    local, as_state = _empty_like_shard(parameter, getattr(torch, value.dtype), padded=first.start is not None)
+    dtype, padded = getattr(torch, value.dtype), first.start is not None
+    local, as_state = _held_like_shard(parameter, dtype, held, padded=padded) or _empty_like_shard(
+        parameter, dtype, padded=padded
+    )
     for part, stored in present:
         reads.part(stored, part, local)
     return as_state(local)
@@ -246,6 +258,21 @@ def _empty_like_shard(
         return empty_like(parameter.detach(), dtype=dtype), lambda local: local
 
     return empty_like(parameter.to_local().detach(), dtype=dtype), lambda local: dtensor_like(local, parameter)
+
+
+def _held_like_shard(
+    parameter: torch.Tensor, dtype: torch.dtype, held: Any, *, padded: bool
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]] | None:
+    """Return the local part of ``held`` as :func:`_empty_like_shard` does; ``None`` if it is laid out differently."""
+    if not isinstance(held, torch.Tensor) or isinstance(held, DTensor) != isinstance(parameter, DTensor):
+        return None
+    local, shard = local_tensor(held).detach(), local_tensor(parameter).detach()
+    is_same = (local.shape, local.stride(), local.device, local.dtype) == (
+        shard.shape, shard.stride(), shard.device, dtype,
+    )  # fmt: skip
+    if type(local) is not torch.Tensor or not is_same:
+        return None
+    return (local.zero_() if padded else local), lambda local: held
 
 
 def _common_scalar(reads: _Reads, key: str, present: list[tuple[ParameterLayout, StoredTensor]]) -> torch.Tensor:
