@@ -4,9 +4,12 @@ The first process that asks for a key computes the weights (:class:`Publication`
 result (:class:`Received`). No process waits for a process that has not begun: a call on one rank alone returns as it
 would without this module, and a waiting process continues when the publisher fails, ends or withdraws. Nothing is left
 on a disk: the rendezvous is an abstract Unix socket (``man 7 unix``), and the weights are in a sealed memory file
-(``man 2 memfd_create``), which has no size limit of ``/dev/shm``. Every process maps it privately (copy-on-write), so a
-change in place stays in the process that makes it. The name of the memory file is a hash of the key, by which ranks
-recognize equal weights (:mod:`hf_fsdp_plugin.backends.file_weights`).
+(:mod:`hf_fsdp_plugin.backends.memory_file`). Every process maps it privately (copy-on-write), so a change in place
+stays in the process that makes it. The name of the memory file is a hash of the key, by which ranks recognize equal
+weights (:mod:`hf_fsdp_plugin.backends.file_weights`).
+
+The publisher moves each tensor to the memory file as soon as it is computed (:meth:`Publication.move`), so that its
+private memory does not grow with the model.
 
 Weights that are views of a mapped file in the publisher are not copied: the others map the same file.
 
@@ -16,11 +19,9 @@ Linux only. Elsewhere :meth:`WeightExchange.join` returns ``None``, and every pr
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import hashlib
 import json
-import mmap
 import os
 import socket
 import struct
@@ -31,9 +32,9 @@ from typing import Any
 
 import torch
 
-from hf_fsdp_plugin.backends.memory_maps import SHARED_NAME, MemoryMaps
+from hf_fsdp_plugin.backends.memory_file import MemoryFile, map_privately, view_of
+from hf_fsdp_plugin.backends.memory_maps import SHARED_NAME, MemoryMaps, has_changed_pages
 
-_ALIGNMENT = 64
 _SIZES = struct.Struct("<QQ")
 """Message of the publisher: bytes of the weights, and of the table that follows them in the memory file."""
 _CREDENTIALS = struct.Struct("3i")
@@ -97,13 +98,41 @@ class Publication:
         self._name = name
         self._num_others = num_others
         self._thread: threading.Thread | None = None
+        self._memory: MemoryFile | None = None
+        self._maps: MemoryMaps | None = None
+        self._can_move = True
         self.is_open = True
+
+    def move(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a view of a copy of the tensor in the memory that :meth:`publish` shares.
+
+        Returns the tensor itself if it is a view of a file, is not an ordinary CPU tensor, or if there is no memory.
+        Call it after the files have been mapped.
+        """
+        if not self._can_move or type(tensor) is not torch.Tensor or tensor.device.type != "cpu":
+            return tensor
+        if self._maps is None:
+            self._maps = MemoryMaps.read()
+        region = self._maps.find(tensor)
+        if region is not None and region.is_file:
+            return tensor
+        try:
+            return self._memory_file().move(tensor)[1]
+        except (OSError, RuntimeError, TypeError):
+            self._can_move = False
+            return tensor
+
+    def _memory_file(self) -> MemoryFile:
+        if self._memory is None:
+            self._memory = MemoryFile(self._name)
+        return self._memory
 
     def publish(self, tensors: Mapping[str, torch.Tensor], files: Sequence[str], facts: Any) -> bool:
         """Copy the weights to shared memory, replace them by views of it, and give it to the other processes.
 
         Args:
-            tensors: name -> tensor. The data of each tensor is replaced by its view, which frees its private memory.
+            tensors: name -> tensor. The data of each tensor is replaced by its view, which frees its private memory,
+                unless it was moved before.
             files: real paths of files whose mapped views are not copied.
             facts: JSON value that the others receive too.
 
@@ -112,18 +141,41 @@ class Publication:
             in both cases.
         """
         try:
-            table, size = _plan(tensors, files)
-            file = _memory_file(self._name, table, size, facts, tensors)
+            table = self._table(tensors, files)
+            text = json.dumps({"facts": facts, "tensors": table}).encode()
+            file, size = self._memory_file().seal(text)
         except (OSError, RuntimeError, TypeError):  # no memory, or a dtype that has no bytes
             self.close()
             return False
         except BaseException:
             self.close()
             raise
-        sizes = _SIZES.pack(size, os.fstat(file).st_size - size)
+        sizes = _SIZES.pack(size, len(text))
         self._thread = threading.Thread(target=self._serve, args=(file, sizes), name="hf_fsdp_weights", daemon=True)
         self._thread.start()
         return True
+
+    def _table(self, tensors: Mapping[str, torch.Tensor], files: Sequence[str]) -> dict[str, list[Any]]:
+        """Return name -> (index of the file, offset in bytes, shape, dtype). Moves what is in private memory."""
+        memory = self._memory_file()
+        maps = MemoryMaps.read(private_bytes=True)
+        indices = {path: index for index, path in enumerate(files)}
+        table: dict[str, list[Any]] = {}
+        offsets: dict[int, int] = {}
+        for name, tensor in tensors.items():
+            region, source = maps.find(tensor), _IN_MEMORY_FILE
+            is_unchanged = region is not None and tensor.is_contiguous() and not has_changed_pages(tensor, region)
+            if region is not None and is_unchanged and region.path in indices:
+                source, offset = indices[region.path], tensor.data_ptr() - region.start + region.offset
+            elif id(tensor) in offsets:
+                offset = offsets[id(tensor)]
+            elif is_unchanged and (known := memory.offset_of(tensor)) is not None:
+                offset = known
+            else:
+                offset, tensor.data = memory.move(tensor)
+            offsets[id(tensor)] = offset
+            table[name] = [source, offset, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
+        return table
 
     def _serve(self, file: int, sizes: bytes) -> None:
         """Send the memory file to every process that connects, until all other processes of the machine have it."""
@@ -152,6 +204,8 @@ class Publication:
         if self._thread is not None:
             self._thread.join()
         self._listener.close()
+        if self._memory is not None:
+            self._memory.close()
 
 
 class Received:
@@ -163,7 +217,7 @@ class Received:
             content = json.loads(text)
             self.facts: Any = content["facts"]
             self._table: dict[str, list[Any]] = content["tensors"]
-            self._memory = _map(file, size)
+            self._memory = map_privately(file, size)
         finally:
             os.close(file)
 
@@ -178,8 +232,8 @@ class Received:
         for name, (source, offset, shape, dtype) in self._table.items():
             if source not in sources:
                 with open(files[source], "rb") as file:
-                    sources[source] = _map(file.fileno(), os.fstat(file.fileno()).st_size)
-            found[name] = _view(sources[source], offset, shape, getattr(torch, dtype))
+                    sources[source] = map_privately(file.fileno(), os.fstat(file.fileno()).st_size)
+            found[name] = view_of(sources[source], offset, shape, getattr(torch, dtype))
         return found
 
 
@@ -228,84 +282,3 @@ def _peer(connection: socket.socket) -> tuple[int, int]:
     """Return process id and user id of the other end."""
     pid, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, user
-
-
-def _plan(tensors: Mapping[str, torch.Tensor], files: Sequence[str]) -> tuple[dict[str, list[Any]], int]:
-    """Return name -> (index of the file, offset in bytes, shape, dtype), and the bytes of the memory file."""
-    maps = MemoryMaps.read()
-    indices = {path: index for index, path in enumerate(files)}
-    table: dict[str, list[Any]] = {}
-    offsets: dict[int, int] = {}
-    size = 0
-    for name, tensor in tensors.items():
-        region = maps.find(tensor)
-        if region is not None and region.path in indices and tensor.is_contiguous():
-            source, offset = indices[region.path], tensor.data_ptr() - region.start + region.offset
-        else:
-            source, offset = _IN_MEMORY_FILE, offsets.setdefault(id(tensor), size)
-            if offset == size:
-                size += -(-max(tensor.numel() * tensor.element_size(), 1) // _ALIGNMENT) * _ALIGNMENT
-        table[name] = [source, offset, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
-    return table, size
-
-
-def _memory_file(
-    name: str, table: Mapping[str, list[Any]], size: int, facts: Any, tensors: Mapping[str, torch.Tensor]
-) -> int:
-    """Return a sealed memory file with the weights and the table. Replaces the weights one by one."""
-    text = json.dumps({"facts": facts, "tensors": table}).encode()
-    file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(file, size + len(text))
-        _write(file, memoryview(text), size)
-        memory = _map(file, size)
-        for tensor, (source, offset, shape, dtype) in table.items():
-            if source == _IN_MEMORY_FILE:
-                _write(file, _bytes_of(tensors[tensor]), offset)
-                tensors[tensor].data = _view(memory, offset, shape, getattr(torch, dtype))
-        _seal(file)
-    except BaseException:
-        os.close(file)
-        raise
-    _return_freed_memory()
-    return file
-
-
-def _return_freed_memory() -> None:
-    """Return the memory of the replaced tensors to the system: glibc keeps freed blocks of up to 32 MB."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def _seal(file: int) -> None:
-    """Make the memory file immutable, so that no process can change the weights of another one."""
-    import fcntl
-
-    fcntl.fcntl(
-        file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    )
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    flat: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(flat)
-
-
-def _write(file: int, content: memoryview, offset: int) -> None:
-    while len(content):
-        written = os.pwrite(file, content[: 1 << 30], offset)
-        content, offset = content[written:], offset + written
-
-
-def _map(file: int, size: int) -> mmap.mmap | None:
-    """Map a file privately. The mapping is released with the last tensor that is a view of it."""
-    return mmap.mmap(file, size, access=mmap.ACCESS_COPY) if size else None
-
-
-def _view(memory: mmap.mmap | None, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    num_bytes = dtype.itemsize
-    for length in shape:
-        num_bytes *= length
-    if memory is None or not num_bytes:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=offset).view(dtype).view(shape)

@@ -255,6 +255,13 @@ _LOADING_HOOKS = (
          reason="Every rank casts and converts weights into its own memory, although the ranks of a machine can map "
                 "the result of one rank. Every rank shows a progress bar.",
          until="Transformers shares the memory."),
+    Hook("transformers.core_model_loading:set_param_for_module", "transformers.loading:set_param_for_module",
+         reason="The rank that computes the weights for its machine would have all of them in private memory before it "
+                "shares the first.",
+         until="Transformers shares the memory."),
+    Hook("transformers.core_model_loading:spawn_materialize", "transformers.loading:spawn_materialize",
+         reason="Threads read and cast weights into private memory faster than they are shared.",
+         until="Transformers limits what its threads have read."),
     Hook("transformers.utils.hub:get_checkpoint_shard_files", "transformers.model_files:get_shard_files",
          reason=_DAMAGED, until=_NAMES_FILES),
     Hook("transformers.modeling_utils:_get_resolved_checkpoint_files", "transformers.model_files:resolve_files",

@@ -6,11 +6,12 @@ import contextlib
 import copy
 import ctypes
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from cases_families import clones, sgd, train_steps
@@ -18,10 +19,12 @@ from cases_trainer import losses
 from model_families import FAMILIES, TEXT_CONFIG, without_dropout
 from torch import nn
 from training import fresh_accelerator
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE
 from hf_fsdp_plugin.backends.memory_maps import parameter_memory
+from hf_fsdp_plugin.backends.shared_weights import Publication
 from hf_fsdp_plugin.plan.names import unwrapped
 
 
@@ -303,31 +306,26 @@ def private_memory() -> int:
     raise AssertionError("the kernel reports no anonymous memory")
 
 
-def save_large(folder: str) -> None:
+LARGE: dict[str, dict[str, int]] = {
+    "llama": {"hidden_size": 768, "intermediate_size": 1536, "num_hidden_layers": 4},
+    "mixtral": {
+        "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 16, "num_local_experts": 4,
+        "num_key_value_heads": 8,
+    },
+}  # fmt: skip
+
+
+def save_large(folder: str, family: str = "llama") -> None:
     """Save a model of some 60 MB in bf16 on rank 0."""
     if dist.get_rank() == 0:
-        large_llama().save_pretrained(folder)
+        config = CONFIG_MAPPING[family](vocab_size=8192, num_attention_heads=8, **LARGE[family])
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config)
+        model = model.to(torch.bfloat16).to_empty(device="cpu")
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        model.save_pretrained(folder)
     dist.barrier()
-
-
-def large_llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    with torch.device("meta"):
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=8192,
-                hidden_size=768,
-                intermediate_size=1536,
-                num_hidden_layers=4,
-                num_attention_heads=8,
-                tie_word_embeddings=False,
-            )
-        )
-    model = model.to(torch.bfloat16).to_empty(device="cpu")
-    for parameter in model.parameters():
-        parameter.data.zero_()
-    return model
 
 
 def sum_of_weights(model: Any) -> float:
@@ -335,21 +333,41 @@ def sum_of_weights(model: Any) -> float:
 
 
 def private_memory_of_loading(folder: str, dtype: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Load a large model, read all weights, and return the smallest growth of this rank's private memory."""
-    from transformers import LlamaForCausalLM
+    """Load a large model, and read all weights.
 
+    Returns:
+        The smallest growth of this rank's private memory over three loads: afterwards, and its peak while it moves
+        weights to shared memory; 0 if it never does.
+    """
     fresh_accelerator(config)
-    warm_up = LlamaForCausalLM.from_pretrained(folder, dtype="auto")  # libraries allocate memory at their first use
+    warm_up = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")  # libraries allocate memory at their first use
     assert sum_of_weights(warm_up) == 0
     del warm_up
-    grown = []
+    grown, peaks = [], []
     for _ in range(3):  # other code of a long-lived process allocates memory too; a copy is there each time
         before = private_memory()
-        model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
+        with recorded_moves() as sizes:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        peaks += [max(sizes) - before] if sizes else []  # another rank may move them
         assert sum_of_weights(model) == 0
         grown.append(private_memory() - before)
         memory = asdict(parameter_memory(model.parameters()))
         num_bytes = sum(parameter.nbytes for parameter in model.parameters())
         dist.barrier()
         del model
-    return {"grown": min(grown), "model": num_bytes, "memory": memory}
+    return {"grown": min(grown), "peak": min(peaks, default=0), "model": num_bytes, "memory": memory}
+
+
+@contextlib.contextmanager
+def recorded_moves() -> Iterator[list[int]]:
+    """Yield the list of this process's private memory whenever a weight is about to be moved to shared memory."""
+    sizes: list[int] = []
+    original = Publication.move
+
+    def move(publication: Publication, tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(private_memory())
+        return original(publication, tensor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Publication, "move", move)
+        yield sizes

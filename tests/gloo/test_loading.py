@@ -223,7 +223,16 @@ def test_model_that_a_script_creates_on_meta_is_filled(two_ranks: Ranks, version
 @pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", "num_mapped"), ("float32", "num_shared")])
 def test_private_memory_is_small(two_ranks: Ranks, tmp_path: Path, dtype: str, kind: str) -> None:
     two_ranks.run(cases.save_large, str(tmp_path))
-    for rank in two_ranks.run(cases.private_memory_of_loading, str(tmp_path), dtype, efficient_config()):
+    ranks = two_ranks.run(cases.private_memory_of_loading, str(tmp_path), dtype, efficient_config())
+    for rank in ranks:
         assert rank["memory"][kind] > 0 == rank["memory"]["num_private"]
         assert rank["model"] > 50e6
         assert rank["grown"] < 0.2 * rank["model"]
+        assert rank["peak"] < 0.4 * rank["model"]  # one tensor has a fifth of the bytes
+    assert any(rank["peak"] for rank in ranks) == (kind == "num_shared")
+
+
+def test_converted_weights_are_shared_one_by_one(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(cases.save_large, str(tmp_path), "mixtral")
+    ranks = two_ranks.run(cases.private_memory_of_loading, str(tmp_path), "bfloat16", efficient_config())
+    assert 0 < max(rank["peak"] for rank in ranks) < 0.25 * ranks[0]["model"] > 10e6

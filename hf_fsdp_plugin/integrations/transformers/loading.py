@@ -2,7 +2,7 @@
 
 Transformers maps the files of a checkpoint, and all processes of a machine share the pages of a mapped file. A rank
 needs private memory only for weights that differ from the file: another dtype, or weights that Transformers converts,
-such as fused experts. One rank of a machine computes these, and the others map the result
+such as fused experts. One rank of a machine computes these, one after the other, and the others map the result
 (:mod:`hf_fsdp_plugin.backends.shared_weights`).
 
 Transformers 5.17 to 5.23 leaves the weights that a checkpoint lacks, such as a new head, on the meta device on all
@@ -16,6 +16,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -155,14 +156,34 @@ def _real_paths(files: Iterable[str]) -> list[str]:
     return [os.path.realpath(file) for file in files]
 
 
+_publication: ContextVar[Publication | None] = ContextVar("_publication", default=None)
+"""Where the weights that this process is loading are published."""
+
+
+def set_param_for_module(
+    original: Callable[..., None], model: Any, target_name: str, param_value: Any, *args: Any
+) -> None:
+    """Set a weight that was loaded. A weight that is published is moved out of private memory first."""
+    publication = _publication.get()
+    original(model, target_name, param_value if publication is None else publication.move(param_value), *args)
+
+
+def spawn_materialize(original: Callable[..., Any], thread_pool: Any, *args: Any, **kwargs: Any) -> Any:
+    """Read a tensor for a weight. Threads would read and cast many tensors before the first of them is published."""
+    return original(thread_pool if _publication.get() is None else None, *args, **kwargs)
+
+
 def _publish(publication: Publication, load: Callable[[], Any], model: Any, files: Sequence[str]) -> Any:
     """Load the weights and give them to the other ranks of the machine."""
+    token = _publication.set(publication)
     try:
         result = load()
         loaded = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not tensor.is_meta}
     except BaseException:
         publication.close()
         raise
+    finally:
+        _publication.reset(token)
     if all(type(tensor.data) is torch.Tensor and tensor.device.type == "cpu" for tensor in loaded.values()):
         published = publication.publish(loaded, _real_paths(files), sorted(result[0].missing_keys))
     else:

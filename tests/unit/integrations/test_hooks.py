@@ -28,7 +28,7 @@ def current(hook: Hook) -> Any:
 
 
 def function_of(attribute: Any) -> Any:
-    return getattr(attribute, "__func__", attribute)
+    return inspect.unwrap(getattr(attribute, "__func__", attribute))  # such as torch.no_grad()
 
 
 @pytest.fixture
