@@ -57,6 +57,57 @@ def save_bin(family: str, folder: str) -> None:
     dist.barrier()
 
 
+GGUF_NAMES = {
+    "embed_tokens": "token_embd", "lm_head": "output", "input_layernorm": "attn_norm", "q_proj": "attn_q",
+    "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
+    "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down",
+}  # fmt: skip
+
+
+def save_gguf(folder: str) -> None:
+    """Save a Llama as a GGUF file with fp16 matrices on rank 0."""
+    import gguf
+
+    if dist.get_rank() == 0:
+        model: Any = FAMILIES["llama"].build()
+        writer = gguf.GGUFWriter(f"{folder}/model.gguf", "llama")
+        config = model.config
+        writer.add_block_count(config.num_hidden_layers)
+        writer.add_embedding_length(config.hidden_size)
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_head_count(config.num_attention_heads)
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_context_length(config.max_position_embeddings)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_vocab_size(config.vocab_size)
+        for name, tensor in model.state_dict().items():
+            *_, module, _ = name.split(".")
+            block = f"blk.{name.split('.')[2]}." if ".layers." in name else ""
+            data = tensor.numpy().astype("float16" if tensor.dim() > 1 else "float32")
+            writer.add_tensor(f"{block}{GGUF_NAMES.get(module, 'output_norm')}.weight", data)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    dist.barrier()
+
+
+def load_gguf(folder: str, config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Load and shard the model of a GGUF file."""
+    accelerator = fresh_accelerator(config)
+    with contextlib.redirect_stderr(io.StringIO()) as printed, recorded_moves() as moves:
+        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", dtype=dtype)
+    memory = asdict(parameter_memory(model.parameters()))
+    model = accelerator.prepare(model)
+    return {
+        "memory": memory,
+        "weights": clones(accelerator.get_state_dict(model)),
+        "printed": printed.getvalue(),
+        "num_moved": len(moves),
+        "from_files": getattr(model, BROADCAST_ATTRIBUTE).num_from_files,
+    }
+
+
 def load_and_train(family: str, folder: str, config: dict[str, Any], dtype: str = "float32") -> dict[str, Any]:
     """Load, train some steps, and return what this rank has after loading and after each step."""
     accelerator = fresh_accelerator(config)
@@ -264,15 +315,20 @@ def load_quantized(folder: str, config: dict[str, Any]) -> tuple[str, int]:
     return printed.getvalue(), parameter_memory(model.parameters()).num_on_meta
 
 
-def load_given_weights(folder: str, dtype: str, config: dict[str, Any], given: bool) -> tuple[str, dict[str, Any]]:
-    """Return what is printed while loading, and the memory of the model. ``given``: the script passes the weights."""
+def load_given_weights(folder: str, dtype: str, config: dict[str, Any], given: str) -> tuple[str, dict[str, Any]]:
+    """Return what is printed while loading, and the memory of the model.
+
+    Args:
+        given: ``copied`` or ``mapped`` weights, which the script passes; ``no`` for weights that are read.
+    """
     from safetensors.torch import load_file
 
     fresh_accelerator(config)
     kind: Any = FAMILIES["llama"].model
     with contextlib.redirect_stderr(io.StringIO()) as printed:
-        if given:
-            state = clones(load_file(f"{folder}/model.safetensors"))
+        if given != "no":
+            state = load_file(f"{folder}/model.safetensors")
+            state = clones(state) if given == "copied" else state
             kind_config = kind.config_class.from_pretrained(folder)
             model = kind.from_pretrained(None, config=kind_config, state_dict=state, dtype=dtype)
         else:

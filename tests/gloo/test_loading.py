@@ -96,6 +96,19 @@ def test_bin_file_is_shared(two_ranks: Ranks, tmp_path: Path) -> None:
     assert efficient[0]["steps"] == normal[0]["steps"]
 
 
+@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
+def test_gguf_file_is_dequantized_by_one_rank(two_ranks: Ranks, tmp_path: Path, dtype: str) -> None:
+    pytest.importorskip("gguf")
+    two_ranks.run(cases.save_gguf, str(tmp_path))
+    efficient = two_ranks.run(cases.load_gguf, str(tmp_path), efficient_config(), dtype)
+    normal, _ = two_ranks.run(cases.load_gguf, str(tmp_path), parallel_config("full_shard", 2, 2), dtype)
+    for rank in efficient:
+        assert rank["memory"]["num_private"] == 0 < rank["memory"]["num_shared"] == rank["from_files"]
+        assert "FSDP-W660" not in rank["printed"]
+    assert sorted(rank["num_moved"] > 0 for rank in efficient) == [False, True]
+    assert normal["memory"]["num_shared"] == 0 and equal(efficient[0]["weights"], normal["weights"])
+
+
 @both_versions
 def test_trainer_loads_a_usable_model_on_every_rank(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
     model, output_dir = str(tmp_path / "model"), str(tmp_path / "out")
@@ -193,15 +206,16 @@ def test_damaged_file_is_an_error_on_every_rank(two_ranks: Ranks, tmp_path: Path
 
 
 @both_dtypes
-@pytest.mark.parametrize("given", [True, False], ids=["given", "read"])
+@pytest.mark.parametrize("given", ["copied", "mapped", "no"])
 def test_private_weights_are_a_warning_with_their_size(
-    two_ranks: Ranks, tmp_path: Path, dtype: str, given: bool
+    two_ranks: Ranks, tmp_path: Path, dtype: str, given: str
 ) -> None:
     two_ranks.run(cases.save_plain, "llama", str(tmp_path))
     arguments = (str(tmp_path), dtype, efficient_config(), given)
     (printed, memory), _ = two_ranks.run(cases.load_given_weights, *arguments)
-    assert (memory["num_private"] > 0) == given
-    assert ("FSDP-W660" in printed and "kB on each rank" in printed) == given
+    is_private = given == "copied" or (given == "mapped" and dtype != "float32")
+    assert (memory["num_private"] > 0) == is_private
+    assert ("FSDP-W660" in printed and "kB on each rank" in printed) == is_private
 
 
 def test_quantized_model_is_whole_on_every_rank(two_ranks: Ranks, tmp_path: Path) -> None:
