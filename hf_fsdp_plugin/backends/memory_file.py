@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from hf_fsdp_plugin.backends.memory_maps import changed_pages
+
 _ALIGNMENT = 64
 _CHUNK = 64 << 20
 """Bytes that are mapped at once, unless a tensor is larger: Linux limits the number of mappings to 65,530."""
@@ -26,7 +28,8 @@ those before glibc 2.39 are too short for the next aligned block of the same siz
 
 
 class MemoryFile:
-    """Tensors in memory that can be shared. The offsets depend only on the order and the sizes of the tensors.
+    """Tensors in memory that can be shared. The offsets depend only on the order and the sizes of the tensors, unless
+    tensors are changed before others are added.
 
     Raises:
         OSError: the system has no memory files, or no memory.
@@ -36,7 +39,7 @@ class MemoryFile:
         self._file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._end = self._num_untrimmed = 0
         self._chunk: mmap.mmap | None = None
-        self._chunk_offset = 0
+        self._chunk_offset = self._address = 0
         self._addresses: list[tuple[int, int, int]] = []
 
     def move(self, tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
@@ -48,6 +51,9 @@ class MemoryFile:
         """
         flat: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
         content = memoryview(flat)
+        # This process would not see what is written to a page that it has a changed copy of.
+        if self._end % mmap.PAGESIZE and changed_pages(self._address + self._end - self._chunk_offset, 1):
+            self._end = -(-self._end // mmap.PAGESIZE) * mmap.PAGESIZE
         if self._chunk is None or self._end + len(content) > self._chunk_offset + len(self._chunk):
             self._add_chunk(len(content))
         offset = self._end
@@ -65,8 +71,8 @@ class MemoryFile:
         length = max(_CHUNK, -(-num_bytes // unit) * unit)
         os.ftruncate(self._file, self._chunk_offset + length)
         self._chunk = mmap.mmap(self._file, length, access=mmap.ACCESS_COPY, offset=self._chunk_offset)
-        address = torch.frombuffer(self._chunk, dtype=torch.uint8).data_ptr()
-        self._addresses.append((address, address + length, self._chunk_offset))
+        self._address = torch.frombuffer(self._chunk, dtype=torch.uint8).data_ptr()
+        self._addresses.append((self._address, self._address + length, self._chunk_offset))
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """Return the offset of a contiguous tensor that is in the file; ``None`` for others. Its bytes may differ."""

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from hf_fsdp_plugin.backends import shared_weights
+from hf_fsdp_plugin.backends import memory_file, shared_weights
 from hf_fsdp_plugin.backends.memory_maps import MemoryMaps, parameter_memory
 from hf_fsdp_plugin.backends.shared_weights import Publication, Received, WeightExchange
 
@@ -85,6 +85,37 @@ def test_views_of_files_are_mapped_and_not_copied(exchange: WeightExchange, tmp_
         memory = parameter_memory(group.values())
         assert (memory.num_mapped, memory.num_shared, memory.num_private) == (2, 1, 0)
     assert all(torch.equal(found[name], content[name]) for name in content)
+
+
+@pytest.mark.parametrize("chunk", [4096, 64 << 20])
+def test_moved_weights_are_published_where_they_are(
+    exchange: WeightExchange, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr(memory_file, "_CHUNK", chunk)
+    publication = exchange.join("key")
+    assert isinstance(publication, Publication)
+    expected = {str(size): torch.arange(float(size)) for size in (1, 700, 1200, 3)} | {"none": torch.empty(0)}
+    content = {name: publication.move(tensor.clone()) for name, tensor in expected.items()}
+    content["changed"] = publication.move(torch.zeros(5000))
+    content["changed"] += 1
+    expected["changed"] = torch.ones(5000)
+    addresses = {name: tensor.data_ptr() for name, tensor in content.items()}
+    assert publication.publish(content, [], None)
+    copied = {name for name in content if content[name].data_ptr() != addresses[name]}
+    assert "changed" in copied and not {"1", "700"} & copied  # others may share a page with it
+    found = received(exchange, "key").tensors([])
+    for tensors in (content, found):
+        assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    assert parameter_memory(content.values()).num_shared == parameter_memory(found.values()).num_shared == 5
+
+
+def test_views_of_files_are_not_moved(exchange: WeightExchange, tmp_path: Path) -> None:
+    publication = exchange.join("key")
+    assert isinstance(publication, Publication)
+    save_file({"a": torch.ones(4)}, tmp_path / "model.safetensors")
+    mapped = load_file(tmp_path / "model.safetensors")["a"]
+    assert publication.move(mapped) is mapped
+    publication.close()
 
 
 def test_waiting_process_receives_weights_computed_later(exchange: WeightExchange) -> None:
