@@ -6,8 +6,9 @@ subclass of it otherwise. Only methods import torch, so that the launcher reads 
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
@@ -16,6 +17,10 @@ from hf_fsdp_plugin.problems import Problem, SpecError
 
 if TYPE_CHECKING:
     import torch
+
+
+def _do_nothing() -> None:
+    pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +61,10 @@ class Device:
 
     def synchronize(self) -> None:
         """Wait for all kernels and copies on the current device."""
+
+    def record_event(self) -> Callable[[], None]:
+        """Return a function that waits for the kernels and copies that were started so far on the current stream."""
+        return _do_nothing
 
     def pin(self, memory: torch.Tensor) -> bool:
         """Page-lock existing CPU memory. Returns ``False`` if that is impossible; copies are then slower."""
@@ -108,6 +117,12 @@ class Accelerator(Device):
     def synchronize(self) -> None:
         self._module.synchronize()
 
+    def record_event(self) -> Callable[[], None]:
+        event = self._module.Event()
+        event.record()
+        wait: Callable[[], None] = event.synchronize
+        return wait
+
     def peak_memory(self) -> int:
         return self._module.max_memory_allocated()
 
@@ -120,10 +135,24 @@ class Cuda(Accelerator):
     """NVIDIA and AMD. Only ``torch.cuda`` can page-lock memory that torch has not allocated (read from torch 2.13)."""
 
     def pin(self, memory: torch.Tensor) -> bool:
-        return int(self._module.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0
+        code = int(self._module.cudart().cudaHostRegister(memory.data_ptr(), memory.numel() * memory.itemsize, 0))
+        return self._check(code)
 
     def unpin(self, memory: torch.Tensor) -> None:
-        self._module.cudart().cudaHostUnregister(memory.data_ptr())
+        self._check(int(self._module.cudart().cudaHostUnregister(memory.data_ptr())))
+
+    def _check(self, code: int) -> bool:
+        """Return whether a call of the runtime succeeded. If not, clear the error.
+
+        The runtime keeps the error of a thread, and torch would raise it at the next launch of any kernel. torch has no
+        function that clears it, but clears it when it raises it, so a kernel is launched here.
+        """
+        if code != 0:
+            import torch
+
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=self.type)
+        return code == 0
 
 
 _ROWS: Final = (

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.plan.model import FsdpPlan, PlannedDtype
 from hf_fsdp_plugin.strategies import STRATEGIES
+from hf_fsdp_plugin.torch_private.process_groups import set_timeout, timeout_of
 
 REPLICATE_AXIS: Final = "dp_replicate"
 SHARD_AXIS: Final = "dp_shard"
@@ -58,7 +59,12 @@ class _Meshes:
             self._world, self._created = dist.group.WORLD, {}
         key = (device_type, tuple(axes.items()))
         if key not in self._created:
-            self._created[key] = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+            mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+            # torch gives new groups its default (10 minutes for NCCL), not that of `ddp_timeout`.
+            if (timeout := timeout_of()) is not None:
+                for group in mesh.get_all_groups():
+                    set_timeout(timeout, group)
+            self._created[key] = mesh
         return self._created[key]
 
 

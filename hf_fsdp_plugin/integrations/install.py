@@ -66,10 +66,10 @@ def install(
     if session.ambient is not None:
         set_loading_variables(spec)
         if spec.loading.ram_efficient and "RANK" in os.environ:
-            from accelerate import PartialState
+            from hf_fsdp_plugin.integrations.accelerate.state import start_process_group
 
             # Scripts and libraries that load a model first ask torch.distributed or PartialState() for their rank.
-            PartialState(cpu=cpu)
+            start_process_group(cpu=cpu)
     start_reporting()
     return session.ambient
 

@@ -128,8 +128,8 @@ def report_run(
 ) -> None:
     """Report the first trained model: write ``fsdp_report.json`` and print it. Collective.
 
-    Nothing is reported without a prepared model; if ``free_memory`` has released it, a message is printed. If the file
-    cannot be written, a message is printed and no error is raised, because the script may still have to save the
+    Nothing is reported without a prepared model; if ``free_memory`` has released it, a message is printed. If no report
+    can be made or written, a message is printed and no error is raised, because the script may still have to save the
     trained model.
 
     Args:
@@ -143,14 +143,18 @@ def report_run(
         return
     manager.wait()
     outcome = manager.last_outcome
-    report = report_accelerator(
-        accelerator,
-        batch=batch,
-        checkpoint=checkpoint,
-        saved_asynchronously=outcome.asynchronous if outcome is not None else None,
-    )
     if _reporter is not None:
         _reporter.add_reported(accelerator)
+    try:
+        report = report_accelerator(
+            accelerator,
+            batch=batch,
+            checkpoint=checkpoint,
+            saved_asynchronously=outcome.asynchronous if outcome is not None else None,
+        )
+    except Exception as error:
+        print_once(f"no report: {type(error).__name__}: {error}. The run itself is not affected.")
+        return
     path = Path(session.report or output_dir or accelerator.project_dir or ".")
     if path.is_dir() or not session.report:
         path /= REPORT_NAME

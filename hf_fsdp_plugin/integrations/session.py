@@ -28,6 +28,7 @@ class Session:
         report: path of the report; ``None`` for the output folder of the script.
         report_table: whether to print the tables of the report instead of a summary.
         ambient: the spec of the sources; ``None`` if they do not enable FSDP.
+        early_group: the process group that ``install`` has started, before the script could give it a time-out.
     """
 
     def __init__(self) -> None:
@@ -36,6 +37,7 @@ class Session:
         self._of_trainer: ContextVar[FsdpSpec | None] = ContextVar("hf_fsdp_spec", default=None)
         self._timeout: ContextVar[timedelta | None] = ContextVar("hf_fsdp_timeout", default=None)
         self.ambient: FsdpSpec | None = None
+        self.early_group: Any = None
         self.close()
 
     def begin(self, sources: Sources, *, report: str | None = None, report_table: bool = False) -> FsdpSpec:
@@ -52,6 +54,7 @@ class Session:
         """End the session, and restore the state before ``install``."""
         self._set(Sources(environ={}), installed=False)
         self._of_arguments.clear()
+        self.early_group = None
 
     def _set(self, sources: Sources, *, installed: bool, report: str | None = None, report_table: bool = False) -> None:
         self.installed, self.sources, self.report, self.ambient = installed, sources, report, None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.backends.agreement import gather_objects
+from hf_fsdp_plugin.backends.agreement import gather_objects, on_all_ranks
 from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE, BroadcastRecord, finish_reading
 from hf_fsdp_plugin.backends.memory_maps import ParameterMemory
 from hf_fsdp_plugin.observe.memory import unmanaged_parameters
@@ -18,6 +18,8 @@ from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.torch_private.modules import buffers, non_persistent_buffers
 
 _TOLERANCE = 1e-6
+_PART = 1 << 22
+"""Elements that are added at a time, of which two copies in double precision are made: 64 MiB."""
 _Checksum = tuple[float, float]
 
 
@@ -62,7 +64,9 @@ def compare_weights(
         first_bit_sum: the sum of the bits of this rank's shards at the first forward.
     """
     finish_reading(model)
-    checksums_by_rank = gather_objects(_checksums(model, units))
+    with on_all_ranks("computing checksums of the weights"):
+        own = _checksums(model, units)
+    checksums_by_rank = gather_objects(own)
     first: dict[str, _Checksum | None] = {}
     differing, replicated = set(), False
     for checksums in checksums_by_rank:
@@ -128,8 +132,15 @@ def _checksum(tensors: Sequence[torch.Tensor]) -> _Checksum | None:
     """Return the sum and the sum of magnitudes in double precision; ``None`` if a tensor is on the meta device."""
     if any(tensor.is_meta for tensor in tensors):
         return None
-    doubles = [tensor.double() for tensor in tensors if tensor.numel()]
-    return sum(float(t.sum()) for t in doubles), sum(float(t.abs().sum()) for t in doubles)
+    total = 0.0, 0.0
+    for tensor in tensors:
+        # In parts, because a copy of a whole unit in double precision may exceed the memory of the device.
+        doubles = (part.double() for part in tensor.reshape(-1).split(_PART) if tensor.numel())
+        sums = [torch.stack([part.sum(), part.abs().sum()]) for part in doubles]
+        if sums:
+            signed, absolute = torch.stack(sums).sum(0).tolist()
+            total = total[0] + signed, total[1] + absolute
+    return total
 
 
 def _close(one: _Checksum | None, other: _Checksum | None) -> bool:

@@ -18,6 +18,7 @@ from training import fresh_accelerator
 from hf_fsdp_plugin import load_spec, report, resolve
 from hf_fsdp_plugin.backends.shard import shard
 from hf_fsdp_plugin.integrations.run_report import RunReporter, report_run
+from hf_fsdp_plugin.observe import weights
 from hf_fsdp_plugin.observe.build import build_report
 from hf_fsdp_plugin.observe.first_step import record_first_step
 from hf_fsdp_plugin.observe.report import BatchShape, Report
@@ -163,6 +164,25 @@ def unreadable_on_one_rank(config: dict[str, Any]) -> str:
     except ValueError as error:
         return str(error)
     return "no error"
+
+
+def failing_report(config: dict[str, Any], folder: str) -> str:
+    """End a run for whose report one rank has not enough memory, then take part in another collective."""
+    checksum, model = weights._checksum, make_sharded(config)[0]
+    accelerator = SimpleNamespace(_models=[model], _optimizers=[], _dataloaders=[], state=None)
+
+    def out_of_memory(tensors: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    if dist.get_rank() == 1:
+        weights._checksum = out_of_memory
+    try:
+        with redirect_stderr(StringIO()) as printed:
+            report_run(accelerator, output_dir=folder)
+    finally:
+        weights._checksum = checksum
+    dist.barrier()
+    return printed.getvalue()
 
 
 def unwritable_report(config: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from training import (
     count_process_groups,
     prepare_different_models,
     reference,
+    timeouts_of_new_mesh,
     train,
     train_ddp_bf16,
 )
@@ -95,3 +96,8 @@ def test_ranks_with_different_models_are_refused(two_ranks: Ranks) -> None:
 def test_models_of_one_mesh_share_process_groups(two_ranks: Ranks, strategy: str, version: int) -> None:
     for first, *later in two_ranks.run(count_process_groups, parallel_config(strategy, version, 2), 3):
         assert later == [first, first]
+
+
+def test_groups_of_a_mesh_have_the_timeout_of_the_world(two_ranks: Ranks) -> None:
+    # A group that torch creates has torch's default.
+    assert two_ranks.run(timeouts_of_new_mesh) == [[77.0, 1800.0, 77.0, 77.0]] * 2

@@ -241,3 +241,10 @@ def test_unreadable_rank_is_named_on_every_rank(two_ranks: Ranks) -> None:
 
 def test_unwritable_report_does_not_block_other_ranks(two_ranks: Ranks) -> None:
     assert two_ranks.run(cases.unwritable_report, config_of()) == ["done", "done"]
+
+
+def test_failed_report_does_not_end_the_run(two_ranks: Ranks, tmp_path: Path) -> None:
+    config = config_of(fsdp_sync_module_states=True)
+    first, _ = two_ranks.run(cases.failing_report, config, str(tmp_path))
+    assert "no report" in first and "rank 1" in first and "CUDA out of memory" in first
+    assert list(tmp_path.iterdir()) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,8 @@ from tiny import MODELS, NUM_STEPS, global_batch, my_part, parallel_config, simp
 from torch import nn
 
 import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.backends.torch_types import _Meshes
+from hf_fsdp_plugin.torch_private.process_groups import set_timeout, timeout_of
 
 MAX_NORM = 0.5
 RELATIVE = 1e-5
@@ -157,6 +160,19 @@ def count_process_groups(config: dict[str, Any], num_models: int) -> list[int]:
         fresh_accelerator(config).prepare(tiny_llama())
         counts.append(len(dist.distributed_c10d._world.pg_map))
     return counts
+
+
+def timeouts_of_new_mesh() -> list[float]:
+    """Time-outs in seconds of the default process group, of a new group, and of the groups of a new mesh."""
+    world = dist.get_world_size()
+    before = timeout_of()
+    set_timeout(timedelta(seconds=77))
+    try:
+        mesh = _Meshes().get("cpu", {"dp_replicate": world, "dp_shard": 1})
+        groups = [None, dist.new_group(range(world)), *mesh.get_all_groups()]
+        return [timeout_of(group).total_seconds() for group in groups]
+    finally:
+        set_timeout(before)
 
 
 def assert_same_training(run: dict[str, Any], expected: dict[str, Any], relative: float = RELATIVE) -> None:

@@ -15,15 +15,16 @@ ACCELERATORS = [name for name in DEVICES if name != "cpu"]
 
 
 class Recorder:
-    """A mock of ``torch.cuda`` or ``torch.xpu`` that records each call and returns 7."""
+    """A mock of ``torch.cuda`` or ``torch.xpu`` that records each call and returns ``result``."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
+        self.result = 7
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any) -> Any:
             self.calls.append((name, *args))
-            return self if name == "cudart" else 7
+            return self if name in ("cudart", "Event") else self.result
 
         return call
 
@@ -47,18 +48,42 @@ def test_accelerator_calls_functions_of_its_torch_module(name: str, monkeypatch:
     device.set_current(3)
     device.set_rng_state("state")
     device.synchronize()
+    device.record_event()()
     assert (device.count(), device.current_index(), device.peak_memory(), device.is_initialized()) == (7, 7, 7, 7)
-    assert recorder.calls[:3] == [("set_device", 3), ("set_rng_state", "state"), ("synchronize",)]
-    assert [function for function, *_ in recorder.calls if not callable(getattr(module, function, None))] == []
+    calls = [("set_device", 3), ("set_rng_state", "state"), ("synchronize",), ("Event",), ("record",), ("synchronize",)]
+    assert recorder.calls[:6] == calls
+    known = [getattr(module, name, None) or getattr(module.Event, name, None) for name, *_ in recorder.calls]
+    assert all(map(callable, known))
 
 
 def test_cuda_pins_and_unpins_existing_memory(monkeypatch: pytest.MonkeyPatch):
-    recorder, memory = Recorder(), torch.zeros(8, dtype=torch.uint8)
+    recorder, memory = Recorder(), torch.zeros(8, dtype=torch.int32)
+    launched: list[Any] = []
     monkeypatch.setattr(torch, "get_device_module", lambda device_type: recorder)
-    assert not DEVICES["cuda"].pin(memory), "7 is not cudaSuccess"
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, device: launched.append(device))
+    recorder.result = 0
+    assert DEVICES["cuda"].pin(memory)
     DEVICES["cuda"].unpin(memory)
     calls = [call for call in recorder.calls if call != ("cudart",)]
-    assert calls == [("cudaHostRegister", memory.data_ptr(), 8, 0), ("cudaHostUnregister", memory.data_ptr())]
+    assert calls == [("cudaHostRegister", memory.data_ptr(), 32, 0), ("cudaHostUnregister", memory.data_ptr())]
+    assert launched == []
+
+
+def test_failed_pin_leaves_no_error_for_the_next_kernel(monkeypatch: pytest.MonkeyPatch):
+    recorder, memory = Recorder(), torch.zeros(8, dtype=torch.uint8)
+    pending = []
+
+    def launch(*sizes: Any, device: str) -> None:
+        """As torch does at a launch: raise the error that the runtime has kept, and clear it."""
+        if pending:
+            raise RuntimeError(f"CUDA error: {pending.pop()}")
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device_type: recorder)
+    monkeypatch.setattr(torch, "zeros", launch)
+    for call in (DEVICES["cuda"].pin, DEVICES["cuda"].unpin):
+        pending.append("invalid argument")
+        assert not call(memory), "7 is not cudaSuccess"
+        launch(device="cuda")
 
 
 def test_cpu_measures_its_process():

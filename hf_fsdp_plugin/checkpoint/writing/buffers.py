@@ -28,7 +28,9 @@ def allocate_aligned(size: int, *, pinned: bool = False) -> torch.Tensor:
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     _advise(tensor.data_ptr(), tensor.numel(), _MADV_HUGEPAGE)
     if pinned:
-        # Pinned after allocation: torch's pool of pinned memory rounds sizes up to powers of two.
+        # Prefaulted first, because the driver holds a lock of all its calls while it pins, and would allocate the pages
+        # under it. torch's pool of pinned memory is not used, because it rounds sizes up to powers of two.
+        prefault(tensor)
         available_device().pin(tensor)
     return tensor
 
@@ -109,7 +111,8 @@ class _StagingBuffer:
             if pinned:  # A new thread starts on device 0, and pinning would create a context there.
                 device.set_current(index)
             memory = allocate_aligned(size, pinned=pinned)
-            prefault(memory)
+            if not pinned:
+                prefault(memory)
             self._replace(memory)
 
         self._preparing = threading.Thread(target=work, name="hf-fsdp-buffer", daemon=True)

@@ -6,7 +6,9 @@ written from the buffer during training. Both use :func:`fill`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import bisect
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +59,10 @@ class Extent:
     def span(self) -> int:
         """Size in bytes of the aligned buffer that holds the extent."""
         return round_up(self.stop - self.origin)
+
+    def first_item(self, offset: int) -> int:
+        """Return the index of the first item that ends after a file offset."""
+        return bisect.bisect_right(self.items, offset, key=lambda item: item.stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +116,12 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def fill(target: torch.Tensor, extent: Extent, start: int, stop: int) -> None:
     """Copy the extent's bytes ``[start, stop)`` (file offsets) to ``target``, except the gaps between items.
 
-    Copies from an accelerator are asynchronous: call :func:`wait_for_copies` before the bytes are used.
+    Copies from an accelerator are asynchronous: call :func:`wait_for_copies`, or what :func:`record_copies` returns,
+    before the bytes are used.
     """
-    for item in extent.items:
-        if item.stop <= start or item.offset >= stop:
-            continue
+    for item in itertools.islice(extent.items, extent.first_item(start), None):
+        if item.offset >= stop:
+            break
         for offset, content in _with_offsets(item):
             low, high = max(offset, start), min(offset + num_bytes(content), stop)
             if low >= high:
@@ -149,3 +156,8 @@ def wait_for_copies() -> None:
     device = available_device()
     if device.is_initialized():
         device.synchronize()
+
+
+def record_copies() -> Callable[[], None]:
+    """Return a function that waits for the copies that :func:`fill` has started so far, but not for later ones."""
+    return available_device().record_event()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -12,7 +12,14 @@ import xxhash
 from hf_fsdp_plugin.checkpoint.formats.ranges import MAX_RANGE, FileRange, FileRecord
 from hf_fsdp_plugin.checkpoint.io import PAGE, OutputFile, round_up
 from hf_fsdp_plugin.checkpoint.writing.buffers import allocate_aligned, unpin
-from hf_fsdp_plugin.checkpoint.writing.file_parts import Extent, FilePart, fill, on_accelerator, wait_for_copies
+from hf_fsdp_plugin.checkpoint.writing.file_parts import (
+    Extent,
+    FilePart,
+    fill,
+    on_accelerator,
+    record_copies,
+    wait_for_copies,
+)
 from hf_fsdp_plugin.progress import progress_bar
 
 WINDOW = 32 << 20
@@ -23,27 +30,50 @@ class PartWriter:
     """Writes file parts to a folder, and keeps its memory for later parts."""
 
     def __init__(self) -> None:
-        self._windows: dict[bool, torch.Tensor] = {}  # key: whether the memory is pinned
+        self._windows: dict[bool, list[torch.Tensor]] = {}  # key: whether the memory is pinned
 
     def write(self, root: Path, parts: Sequence[FilePart]) -> list[FileRecord]:
-        """Write parts directly from their tensors, through one window of memory."""
-        window = self._window(pinned=on_accelerator(parts))
+        """Write parts directly from their tensors, through windows of memory."""
         records = []
         total = sum(extent.stop - extent.start for part in parts for extent in part.extents)
+        from_accelerator = on_accelerator(parts)
         with progress_bar("saving", total) as update:
             for part in parts:
                 with _PartFile(root / part.path, part) as file:
-                    for extent in part.extents:
-                        for low in range(extent.origin, extent.stop, WINDOW):
-                            start, high = max(low, extent.start), min(low + WINDOW, extent.stop)
-                            _clear_gaps(window, extent, low, high)
-                            fill(window[start - low :], extent, start, high)
-                            if window.is_pinned():
-                                wait_for_copies()
-                            file.write(window, start, high)
-                            update(high - start)
+                    for window, start, stop in self._filled(part, pinned=from_accelerator):
+                        file.write(window, start, stop)
+                        update(stop - start)
                 records.append(file.record)
         return records
+
+    def _filled(self, part: FilePart, *, pinned: bool) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """Yield windows that contain the file's bytes ``[start, stop)``. The memory is reused after the next one.
+
+        From an accelerator, the next window is copied while the caller writes this one.
+        """
+        windows = itertools.cycle(self._windows_of(pinned=pinned))
+        pending: tuple[torch.Tensor, int, int] | None = None
+        wait: Callable[[], None] | None = None
+        try:
+            for extent in part.extents:
+                for low in range(extent.origin, extent.stop, WINDOW):
+                    window, start, high = next(windows), max(low, extent.start), min(low + WINDOW, extent.stop)
+                    _clear_gaps(window, extent, low, high)
+                    fill(window[start - low :], extent, start, high)
+                    if not pinned:
+                        yield window, start, high
+                        continue
+                    before, wait_before = pending, wait
+                    pending, wait = (window, start, high), record_copies()
+                    if before is not None and wait_before is not None:
+                        wait_before()
+                        yield before
+            if pending is not None:
+                wait_for_copies()
+                yield pending
+        finally:
+            if pinned:  # the caller may have failed to write
+                wait_for_copies()
 
     def write_staged(self, root: Path, parts: Sequence[FilePart], memory: torch.Tensor) -> list[FileRecord]:
         """Write the parts that :func:`stage` has copied to ``memory``. Does not access the model's tensors."""
@@ -61,13 +91,13 @@ class PartWriter:
 
     def close(self) -> None:
         """Free the memory."""
-        for window in self._windows.values():
+        for window in (window for windows in self._windows.values() for window in windows):
             unpin(window)
         self._windows.clear()
 
-    def _window(self, *, pinned: bool) -> torch.Tensor:
+    def _windows_of(self, *, pinned: bool) -> list[torch.Tensor]:
         if pinned not in self._windows:
-            self._windows[pinned] = allocate_aligned(WINDOW, pinned=pinned)
+            self._windows[pinned] = [allocate_aligned(WINDOW, pinned=pinned) for _ in range(1 + pinned)]
         return self._windows[pinned]
 
 
@@ -85,12 +115,19 @@ def stage(parts: Sequence[FilePart], memory: torch.Tensor) -> None:
 
 def _clear_gaps(memory: torch.Tensor, extent: Extent, low: int, high: int) -> None:
     """Zero the bytes between items. The memory is reused, and its old contents must not be written to the file."""
-    before = extent.origin
-    for start, stop in [*((item.offset, item.stop) for item in extent.items), (extent.origin + extent.span,) * 2]:
-        gap = (max(before, low), min(start, high))
-        if gap[0] < gap[1]:
-            memory[gap[0] - low : gap[1] - low].zero_()
-        before = stop
+    first = extent.first_item(low)
+    before = extent.items[first - 1].stop if first else extent.origin
+    for item in itertools.islice(extent.items, first, None):
+        _clear(memory, max(before, low) - low, min(item.offset, high) - low)
+        before = item.stop
+        if before >= high:
+            return
+    _clear(memory, max(before, low) - low, min(extent.origin + extent.span, high) - low)
+
+
+def _clear(memory: torch.Tensor, start: int, stop: int) -> None:
+    if start < stop:
+        memory[start:stop].zero_()
 
 
 class _PartFile:

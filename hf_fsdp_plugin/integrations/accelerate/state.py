@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from accelerate.utils import DistributedType
 
 from hf_fsdp_plugin.devices import DEVICES, accelerator_type, available_device
@@ -20,6 +21,7 @@ from hf_fsdp_plugin.integrations.environment import set_variables
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.torch_private.process_groups import set_timeout
 
 
 def init_partial_state(original: Callable[..., None], state: Any, *args: Any, **kwargs: Any) -> None:
@@ -38,8 +40,18 @@ def init_partial_state(original: Callable[..., None], state: Any, *args: Any, **
             dist.init_process_group(device.process_group_backend, **timeout)
     if session.group_timeout is not None:
         kwargs.setdefault("timeout", session.group_timeout)
+    if "timeout" in kwargs and session.early_group is not None and session.early_group is dist.group.WORLD:
+        set_timeout(kwargs["timeout"])
     original(*args, **kwargs)
     _remove_index_of_cpu(state)
+
+
+def start_process_group(*, cpu: bool) -> None:
+    """Start the process group before a script has given a time-out, which is applied when it does."""
+    exists = dist.is_initialized()
+    PartialState(cpu=cpu)
+    if not exists and dist.is_initialized():
+        session.early_group = dist.group.WORLD
 
 
 def _remove_index_of_cpu(state: Any) -> None:

@@ -1,0 +1,91 @@
+"""Staging buffers, with a device that records what is done to memory and on which thread's current device."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from hf_fsdp_plugin.checkpoint.writing import buffers
+from hf_fsdp_plugin.checkpoint.writing.buffers import StagingBuffers
+from hf_fsdp_plugin.devices import Device
+
+SIZE = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordingDevice(Device):
+    """A stand-in for CUDA: the current device is per thread, a new thread starts on device 0, and memory is pinned.
+
+    Attributes:
+        calls: the name of each call, the current device of its thread, and whether it is the main thread.
+    """
+
+    calls: list[tuple[str, int, bool]] = field(default_factory=list)
+    pinned: set[int] = field(default_factory=set)
+    prefaulted: set[int] = field(default_factory=set)
+    current: threading.local = field(default_factory=threading.local)
+
+    def current_index(self) -> int:
+        return getattr(self.current, "index", 0)
+
+    def set_current(self, index: int) -> None:
+        self.current.index = index
+
+    def pin(self, memory: torch.Tensor) -> bool:
+        assert memory.data_ptr() in self.prefaulted, "pages would be allocated while the driver holds its lock"
+        self._record("pin")
+        self.pinned.add(memory.data_ptr())
+        return True
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        self._record("unpin")
+        self.pinned.remove(memory.data_ptr())
+
+    def _record(self, name: str) -> None:
+        self.calls.append((name, self.current_index(), threading.current_thread() is threading.main_thread()))
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> RecordingDevice:
+    device = RecordingDevice(type="cuda", collectives="nccl")
+    prefault = buffers.prefault
+
+    def recorded(memory: torch.Tensor) -> None:
+        prefault(memory)
+        device.prefaulted.add(memory.data_ptr())
+
+    monkeypatch.setattr(buffers, "available_device", lambda: device)
+    monkeypatch.setattr(buffers, "prefault", recorded)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda memory: memory.data_ptr() in device.pinned)
+    return device
+
+
+def test_buffers_are_pinned_on_the_device_of_the_rank(device: RecordingDevice) -> None:
+    device.set_current(3)
+    staging = StagingBuffers()
+    staging.prepare([SIZE, SIZE], pinned=True)
+    memory = staging.take(0, SIZE, pinned=True)
+    assert memory.numel() == SIZE
+    staging.take(1, SIZE, pinned=True)
+    # A larger save replaces the buffer: on the thread that prepares it, or on that of the save.
+    staging.prepare([2 * SIZE], pinned=True)
+    staging.take(0, 2 * SIZE, pinned=True)
+    staging.take(1, 2 * SIZE, pinned=True)
+    del memory
+    staging.close()
+    assert device.pinned == set()
+    assert {index for _, index, _ in device.calls} == {3}
+    assert {(name, is_main) for name, _, is_main in device.calls} == {
+        ("pin", False), ("pin", True), ("unpin", False), ("unpin", True),
+    }  # fmt: skip
+
+
+def test_memory_of_cpu_ranks_is_not_pinned(device: RecordingDevice) -> None:
+    staging = StagingBuffers()
+    staging.prepare([SIZE], pinned=False)
+    staging.take(0, 2 * SIZE, pinned=False)
+    staging.close()
+    assert device.calls == []

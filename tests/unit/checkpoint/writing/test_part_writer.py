@@ -1,0 +1,121 @@
+"""Windows of a file that is written from an accelerator: the next one is copied while one is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_fsdp_plugin.checkpoint.io import PAGE
+from hf_fsdp_plugin.checkpoint.writing import part_writer
+from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, Item, shared_file, whole_file
+from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter, _PartFile
+
+NUM_WINDOWS = 3
+
+
+class Stream:
+    """A stand-in for the stream of an accelerator: copies run when something waits for them, not when they start."""
+
+    def __init__(self) -> None:
+        self.pending: list[Callable[[], None]] = []
+        self.num_started = 0
+
+    def start(self, copy: Callable[[], None]) -> None:
+        self.num_started += 1
+        self.pending.append(copy)
+
+    def finish(self, number: int | None = None) -> None:
+        while self.pending and (number is None or self.num_started - len(self.pending) < number):
+            self.pending.pop(0)()
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    stream, fill = Stream(), part_writer.fill
+
+    def record() -> Callable[[], None]:
+        number = stream.num_started
+        return lambda: stream.finish(number)
+
+    monkeypatch.setattr(part_writer, "fill", lambda *args: stream.start(lambda: fill(*args)))
+    monkeypatch.setattr(part_writer, "record_copies", record)
+    monkeypatch.setattr(part_writer, "wait_for_copies", stream.finish)
+    monkeypatch.setattr(part_writer, "on_accelerator", lambda parts: True)
+    monkeypatch.setattr(part_writer, "WINDOW", PAGE)
+    return stream
+
+
+def part_of(num_bytes: int, *, gap: int = 8) -> tuple[FilePart, bytes]:
+    """A file of several tensors with gaps between them, and its content."""
+    items, content, offset = [], bytearray(), 0
+    for number, size in enumerate((num_bytes // 2, 40, num_bytes - num_bytes // 2)):
+        values = torch.arange(size).remainder(251).to(torch.uint8) + number
+        items.append(Item(offset, (b"head", values)))
+        content += b"head" + bytes(values.tolist()) + bytes(gap)
+        offset = len(content)
+    return whole_file("file", items), bytes(content[:-gap])
+
+
+def test_next_window_is_copied_while_one_is_written(
+    stream: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part, content = part_of(NUM_WINDOWS * PAGE - 100)
+    started: list[int] = []
+    write = _PartFile.write
+
+    def recorded(file: Any, *args: Any) -> None:
+        started.append(stream.num_started)
+        write(file, *args)
+
+    monkeypatch.setattr(_PartFile, "write", recorded)
+    PartWriter().write(tmp_path, [part])
+    assert (tmp_path / "file").read_bytes() == content
+    assert started == [2, 3, 3], "one copy more than writes, until there are no more windows"
+
+
+def test_failed_write_waits_for_copies_to_its_memory(
+    stream: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*args: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(_PartFile, "write", failing)
+    with pytest.raises(OSError, match="disk full"):
+        PartWriter().write(tmp_path, [part_of(NUM_WINDOWS * PAGE)[0]])
+    assert stream.num_started == 2 and stream.pending == []
+
+
+@pytest.mark.parametrize("size", [100, PAGE, 5 * PAGE + 17])
+@pytest.mark.parametrize("gap", [0, 8, PAGE + 3])
+def test_any_layout_is_written_and_gaps_are_zero(tmp_path: Path, size: int, gap: int, stream: Stream) -> None:
+    if gap == 0:
+        items = [Item(number * size, (torch.full((size,), number + 1, dtype=torch.uint8),)) for number in range(3)]
+        part, content = shared_file("file", 3 * size, items[::2]), bytearray(3 * size)
+        for number in (0, 2):
+            content[number * size : (number + 1) * size] = bytes([number + 1]) * size
+    else:
+        part, content = part_of(size, gap=gap)
+    writer = PartWriter()
+    for _ in range(2):  # the memory of the first file has other content
+        writer.write(tmp_path, [part])
+        assert (tmp_path / "file").read_bytes() == content
+
+
+def test_items_of_a_window_are_found_without_a_walk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    num_items, num_reads = 4000, 0
+    part = whole_file("file", [Item(64 * number, (bytes(64),)) for number in range(num_items)])
+    monkeypatch.setattr(part_writer, "WINDOW", PAGE)
+    offsets = Item.stop.fget
+
+    def counted(item: Item) -> int:
+        nonlocal num_reads
+        num_reads += 1
+        return offsets(item)
+
+    monkeypatch.setattr(Item, "stop", property(counted))
+    PartWriter().write(tmp_path, [part])
+    assert num_reads < 8 * num_items, f"{num_reads} for {num_items} items in {part.span // PAGE} windows"
