@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_fsdp_plugin.checkpoint.formats.boxes import whole
 from hf_fsdp_plugin.checkpoint.formats.element_types import SAFETENSORS_NAMES, SIZES
 from hf_fsdp_plugin.checkpoint.formats.errors import LFS_POINTER_SIZE, raise_if_any, refuse, refuse_lfs_pointer
 from hf_fsdp_plugin.checkpoint.formats.stored import file_problems_inside
@@ -53,18 +53,16 @@ def read_header(path: Path, *, any_dtype: bool = False) -> tuple[dict[str, Entry
             message = f"has {size} bytes and a header of {length} bytes; it is truncated or not a safetensors file."
             refuse("FSDP-E453", path, message)
         text = file.read(length)
+    begin = 8 + length
     try:
-        header = json.loads(text, object_pairs_hook=_without_duplicates)
+        header = _parse_json(text)
         metadata = header.pop("__metadata__", {})
-        entries = {
-            name: (Entry(*_parse_entry(entry, any_dtype)), *_parse_offsets(entry)) for name, entry in header.items()
-        }
+        found = sorted(_parse_entry(name, entry, begin, any_dtype) for name, entry in header.items())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         refuse("FSDP-E453", path, f"has a damaged header ({type(error).__name__}: {error}).")
-    begin = 8 + length
     at = 0
-    for name, (entry, start, stop) in sorted(entries.items(), key=lambda item: item[1][1:]):
-        num_bytes = whole(entry.shape).numel * SIZES[entry.dtype] if entry.dtype in SIZES else stop - start
+    for start, stop, name, entry in found:
+        num_bytes = math.prod(entry.shape) * SIZES[entry.dtype] if entry.dtype in SIZES else stop - start
         if start != at or stop - start != num_bytes:
             message = (
                 f"tensor {name!r}, {entry.dtype} {entry.shape}, has the data offsets {start} to {stop}, and the next "
@@ -73,11 +71,11 @@ def read_header(path: Path, *, any_dtype: bool = False) -> tuple[dict[str, Entry
             refuse("FSDP-E453", path, message)
         at = stop
     if begin + at != size:
-        cut = [(stop, name) for name, (_, _, stop) in entries.items() if begin + stop > size]
+        cut = [(stop, name) for _, stop, name, _ in found if begin + stop > size]
         missing = f": the bytes of {min(cut)[1]!r} are incomplete" if cut else ""
         others = f", and so are {plural(len(cut) - 1, 'other tensor')}" if len(cut) > 1 else ""
         refuse("FSDP-E453", path, f"has {size} bytes; its header requires {begin + at}{missing}{others}.")
-    return {name: entry._replace(offset=begin + start) for name, (entry, start, _) in entries.items()}, metadata
+    return {name: entry for _, _, name, entry in found}, metadata
 
 
 def read_weight_map(root: Path, index: Path) -> dict[str, set[str]]:
@@ -111,6 +109,14 @@ def parse_weight_map(index: Path) -> dict[str, set[str]]:
     return shards
 
 
+def _parse_json(text: bytes) -> dict[str, Any]:
+    """Return the JSON object of a header. Raises ``ValueError`` if an object in it has a key twice."""
+    header = json.loads(text)
+    # Each key has a colon after it. If there are no more colons than keys that were found, no key was there twice.
+    num_keys = len(header) + sum(len(entry) for entry in header.values() if type(entry) is dict)
+    return header if text.count(b":") == num_keys else json.loads(text, object_pairs_hook=_without_duplicates)
+
+
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
@@ -118,20 +124,18 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _parse_entry(entry: Mapping[str, Any], any_dtype: bool) -> tuple[str, tuple[int, ...], int]:
-    shape = tuple(entry["shape"])
+def _parse_entry(name: str, entry: Mapping[str, Any], begin: int, any_dtype: bool) -> tuple[int, int, str, Entry]:
+    """Return start and stop after ``begin``, name and entry of a tensor."""
     dtype = DTYPES.get(entry["dtype"])
     if dtype is None:
         if not any_dtype or not isinstance(entry["dtype"], str):
             raise ValueError(f"unknown element type {entry['dtype']!r}")
         dtype = entry["dtype"]
-    if not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError(f"shape {shape}")
-    return dtype, shape, 0
-
-
-def _parse_offsets(entry: Mapping[str, Any]) -> tuple[int, int]:
+    shape = tuple(entry["shape"])
+    for size in shape:
+        if type(size) is not int or size < 0:
+            raise ValueError(f"shape {shape}")
     start, stop = entry["data_offsets"]
     if not (type(start) is int and type(stop) is int and 0 <= start <= stop):
         raise ValueError(f"data_offsets {entry['data_offsets']}")
-    return start, stop
+    return start, stop, name, Entry(dtype, shape, begin + start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.backends.load_failures import load_failures
+from hf_fsdp_plugin.backends.shared_weights import Publication, Received, exchange
 from hf_fsdp_plugin.checkpoint import (
     ModelTensor,
     ShapeMismatch,
@@ -25,6 +27,40 @@ from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, SpecError
 _COPY = "Copy the file again, or add the key."
 
 
+_MIN_SHARED_FILES = 32
+"""Number of files from which one rank of a machine reads the headers for the others. Fewer are read as fast."""
+
+
+def read_headers(files: Sequence[str]) -> dict[str, ModelTensor]:
+    """Return name -> tensor of a model's files. The headers of many files are read by one rank of each machine.
+
+    Raises:
+        CheckpointError: as :func:`hf_fsdp_plugin.checkpoint.read_model_headers`, on every rank.
+    """
+    shared = exchange.join(_key(files)) if len(files) >= _MIN_SHARED_FILES else None
+    if isinstance(shared, Received) and shared.facts is not None:
+        names, places, indices = shared.facts
+        known = [ModelTensor(files[file], tuple(shape)) for file, shape in places]
+        return dict(zip(names, map(known.__getitem__, indices), strict=True))
+    facts = None
+    try:
+        tensors = read_model_headers(files)
+        if isinstance(shared, Publication):
+            numbers = {file: index for index, file in enumerate(files)}
+            found = {tensor: index for index, tensor in enumerate(dict.fromkeys(tensors.values()))}
+            places = [(numbers[file], shape) for file, shape in found]
+            facts = [list(tensors), places, list(map(found.__getitem__, tensors.values()))]
+    finally:
+        if isinstance(shared, Publication):
+            shared.publish({}, [], facts)  # without facts, the other ranks read the headers, and find the same error
+    return tensors
+
+
+def _key(files: Sequence[str]) -> str:
+    stats = [(os.path.abspath(file), os.stat(file)) for file in files if os.path.exists(file)]
+    return json.dumps(["headers", len(files), [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]])
+
+
 class ReadHeaders:
     """The headers that were read when the files of a model were found, until its weights are loaded."""
 
@@ -33,7 +69,7 @@ class ReadHeaders:
         self._tensors: dict[str, ModelTensor] = {}
 
     def read(self, files: Sequence[str]) -> None:
-        self._tensors = read_model_headers(files)
+        self._tensors = read_headers(files)
         self._files = tuple(files)
 
     def take(self, files: Sequence[str]) -> dict[str, ModelTensor]:
@@ -41,7 +77,7 @@ class ReadHeaders:
         known, tensors = self._files, self._tensors
         self._files, self._tensors = (), {}
         if tuple(files[: len(known)]) != known:
-            return read_model_headers(files)
+            return read_headers(files)
         return tensors | read_model_headers(files[len(known) :])
 
 
