@@ -116,6 +116,38 @@ def errors_of_damages(
     return found
 
 
+def _transpose_experts(folder: Path) -> None:
+    """Give one matrix of all experts of a layer another shape: Transformers fuses them before it knows the shape."""
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    for name in weight_map:
+        if name.startswith("model.layers.0.") and name.endswith(".w2.weight"):
+            _edit_header(_shard_of(folder, name), lambda header, name=name: _transpose(header[name]))
+
+
+def _add_tied_to_index(folder: Path) -> None:
+    """List the tied weight too, which none of the files contains."""
+    _edit_index(folder, lambda index: index["weight_map"].update({"lm_head.weight": NO_FILE}))
+    (folder / NO_FILE).write_bytes((min(folder.glob("*.safetensors"))).read_bytes())
+
+
+NO_FILE = "another.safetensors"
+CHANGES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "fused-shape": ("mixtral", _transpose_experts),
+    "tied": ("llama-tied", _add_tied_to_index),
+}
+"""Name -> family, and the change of its files."""
+
+
+def error_of_change(folder: str, config: dict[str, Any], name: str) -> tuple[str, str]:
+    """Return class and message of the error that this rank has after a change of a family's files."""
+    family, change = CHANGES[name]
+    if dist.get_rank() == 0:
+        FAMILIES[family].build().save_pretrained(folder, max_shard_size="20KB")
+        change(Path(folder))
+    dist.barrier()
+    return _error(lambda: _load(Path(folder), config, "accelerator"))
+
+
 def _error(call: Callable[[], object]) -> tuple[str, str]:
     try:
         call()

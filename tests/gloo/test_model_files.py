@@ -64,6 +64,26 @@ def test_damage_on_one_rank_ends_all_and_names_it(
     assert all(f"[{CODES[name]}]" in first[name][1] and "rank 1: " in first[name][1] for name in names), first
 
 
+@pytest.mark.slow
+def test_damage_on_one_of_four_ranks_is_named_by_all(four_ranks: Ranks, tmp_path: Path) -> None:
+    four_ranks.run(cases.save_shards, str(tmp_path))
+    settings = parallel_config("full_shard", 2, 4)
+    errors = four_ranks.run(cases.errors_of_damages, str(tmp_path), settings, "accelerator", 2, ["truncated"])
+    assert all(found == errors[0] for found in errors)
+    assert "[FSDP-E453]" in errors[0]["truncated"][1] and "rank 2: " in errors[0]["truncated"][1]
+
+
+@efficient_or_not
+def test_shape_of_fused_experts_ends_all_ranks(two_ranks: Ranks, tmp_path: Path, efficient: bool) -> None:
+    first, second = two_ranks.run(cases.error_of_change, str(tmp_path), config(efficient), "fused-shape")
+    assert first == second and "[FSDP-E479]" in first[1] and "down_proj" in first[1]
+
+
+@efficient_or_not
+def test_index_may_list_a_tied_weight(two_ranks: Ranks, tmp_path: Path, efficient: bool) -> None:
+    assert two_ranks.run(cases.error_of_change, str(tmp_path), config(efficient), "tied") == [("", "")] * 2
+
+
 def test_rank_that_loads_another_folder_continues(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(cases.save_shards, str(tmp_path))
     first, second = two_ranks.run(cases.recover_on_one_rank, str(tmp_path), config(False))
