@@ -25,7 +25,8 @@ UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 """Error numbers that file systems without direct I/O return."""
 MAX_SPAN = 16 << 20
 """Maximum number of bytes in one read of elements that are not contiguous in the file."""
-_MAX_OPEN = 64
+MAX_OPEN = 64
+"""Maximum number of files that a reader keeps open. A checkpoint has more files than a process may open."""
 _LARGE = 1 << 20
 """Minimum number of bytes of a read that bypasses the page cache: smaller ones profit from its readahead."""
 _ONLY_CACHED = getattr(os, "RWF_NOWAIT", 0)
@@ -190,7 +191,7 @@ class InputFiles:
         if file in self._open:
             self._open.move_to_end(file)
         else:
-            if len(self._open) == _MAX_OPEN:
+            if len(self._open) == MAX_OPEN:
                 self._open.popitem(last=False)[1].close()
             self._open[file] = _InputFile(self._root / file, self._block)
         return self._open[file]

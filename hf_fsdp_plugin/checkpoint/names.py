@@ -28,6 +28,8 @@ ACCELERATE_RNG: Final = "random_states"
 
 DCP_METADATA: Final = ".metadata"
 DCP_SUFFIX: Final = ".distcp"
+INDEX_FILE: Final = ".fsdp_index"
+"""The index of a large DCP folder, beside ``.metadata``."""
 CHECKPOINT_STEMS: Final = (
     FSDP_MODEL, HF_MODEL_BIN, HF_MODEL, OPTIMIZER, ADAPTER, TRAINER_RNG, ACCELERATE_RNG, "scheduler", "scaler",
     "sampler", TRAINER_STATE, "training_args.bin", MANIFEST_NAME, BLOCK_FILE,

@@ -9,7 +9,7 @@ import os
 import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 from hf_fsdp_plugin.checkpoint.formats.errors import refuse
 from hf_fsdp_plugin.checkpoint.formats.hashing import hash_file
@@ -18,6 +18,7 @@ from hf_fsdp_plugin.checkpoint.io import reading
 
 _RECORD = struct.Struct("<QQI16s")
 RECORD_SIZE = _RECORD.size
+_FIELDS = [("start", "<u8"), ("stop", "<u8"), ("name", "<u4"), ("hash", "V16")]
 _PAGE = 1024
 """Number of records that are read at once."""
 
@@ -29,6 +30,65 @@ def pack(ranges: Iterable[FileRange], names: dict[str, int]) -> bytes:
         for item in ranges
         if item.start < item.stop
     )
+
+
+def pack_all(ranges: Iterable[FileRange], names: dict[str, int]) -> bytes:
+    """Return the records of all ranges, also of the empty ones."""
+    return b"".join(
+        _RECORD.pack(item.start, item.stop, names.setdefault(item.name, len(names)), bytes.fromhex(item.hash))
+        for item in ranges
+    )
+
+
+class PackedRanges(Sequence[FileRange]):
+    """The ranges of one file as the records of :func:`pack_all`: a range is created only when it is accessed."""
+
+    def __init__(self, data: bytes | memoryview, names: Sequence[str]) -> None:
+        self._data, self._names = data, names
+
+    def __len__(self) -> int:
+        return len(self._data) // RECORD_SIZE
+
+    @overload
+    def __getitem__(self, index: int) -> FileRange: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[FileRange]: ...
+    def __getitem__(self, index: int | slice) -> FileRange | list[FileRange]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        start, stop, name, digest = _RECORD.unpack_from(self._data, range(len(self))[index] * RECORD_SIZE)
+        return FileRange(start=start, stop=stop, hash=digest.hex(), name=self._names[name])
+
+    def packed(self, names: dict[str, int], numbers: dict[int, Any]) -> bytes:
+        """Return what :func:`pack` returns for these ranges.
+
+        Args:
+            numbers: the numbers of the names of earlier calls with the same ``names``, by the id of the sequence.
+        """
+        import numpy
+
+        if id(self._names) not in numbers:
+            numbers[id(self._names)] = numpy.array([names.setdefault(name, len(names)) for name in self._names], "<u4")
+        records = numpy.frombuffer(self._data, _FIELDS)
+        records = records[records["start"] < records["stop"]]
+        if len(records):
+            records["name"] = numbers[id(self._names)][records["name"]]
+        return records.tobytes()
+
+
+def joined_ranges(parts: Sequence[Sequence[FileRange]]) -> Sequence[FileRange]:
+    """Return the ranges of a file that several ranks have written, in the order of their bytes."""
+    if len(parts) == 1:
+        return parts[0]
+    import numpy
+
+    names: dict[str, int] = {}
+    numbers: dict[int, Any] = {}
+    packed = []
+    for part in parts:
+        packed.append(part.packed(names, numbers) if isinstance(part, PackedRanges) else pack(part, names))
+    records = numpy.frombuffer(b"".join(packed), _FIELDS)
+    return PackedRanges(records[numpy.argsort(records["start"], kind="stable")].tobytes(), tuple(names))
 
 
 class BlockTable(Sequence[FileRange]):

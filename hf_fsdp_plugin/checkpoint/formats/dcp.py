@@ -7,15 +7,17 @@ write this format for sharded state dicts of FSDP1 and FSDP2, and so does this p
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_plugin.checkpoint.formats.boxes import Box, whole, within
+from hf_fsdp_plugin.checkpoint.formats.boxes import Box, intersect, whole, within
 from hf_fsdp_plugin.checkpoint.formats.element_types import SIZES
 from hf_fsdp_plugin.checkpoint.formats.errors import COPY_AGAIN, raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.formats.index_file import METADATA_TAIL, IndexFile
 from hf_fsdp_plugin.checkpoint.formats.nested import nested_value, optimizer_parts
 from hf_fsdp_plugin.checkpoint.formats.pickles import (
     BytesMetadata,
@@ -27,6 +29,7 @@ from hf_fsdp_plugin.checkpoint.formats.pickles import (
 )
 from hf_fsdp_plugin.checkpoint.formats.stored import (
     CheckpointFormat,
+    PieceTable,
     StoredModel,
     StoredOptimizer,
     StoredPiece,
@@ -36,9 +39,12 @@ from hf_fsdp_plugin.checkpoint.formats.stored import (
     without_replicas,
 )
 from hf_fsdp_plugin.checkpoint.formats.torch_zip import TensorZips
-from hf_fsdp_plugin.checkpoint.io import open_regular, read_file
-from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, DCP_SUFFIX, FSDP_MODEL, OPTIMIZER, numbered
+from hf_fsdp_plugin.checkpoint.io import MAX_OPEN, open_regular, read_file, reading
+from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, DCP_SUFFIX, FSDP_MODEL, INDEX_FILE, OPTIMIZER, numbered
 from hf_fsdp_plugin.plan.names import canonical_name
+
+MAX_EAGER = 5_000
+"""Maximum number of archives of a folder without an index whose headers are all read, and checked, at once."""
 
 
 def read_model(root: Path, number: int) -> StoredModel | None:
@@ -91,7 +97,49 @@ _Path = tuple[Any, ...]
 
 
 def _read(root: Path, folder: Path) -> tuple[dict[_Path, Any], tuple[str, ...]]:
-    """Return the entries, path within the state dict -> tensor (named by its path) or other value, and the files."""
+    """Return the entries, path within the state dict -> tensor (named by its path) or other value, and the files.
+
+    The pieces of the tensors of large folders are read when they are needed; then the files are only those that were
+    read.
+    """
+    found = _read_index(root, folder)
+    return _read_metadata(root, folder) if found is None else found
+
+
+def _read_index(root: Path, folder: Path) -> tuple[dict[_Path, Any], tuple[str, ...]] | None:
+    """Return the entries that the index of the folder lists; ``None`` if there is none of this ``.metadata``."""
+    if not (folder / INDEX_FILE).is_file():
+        return None
+    prefix = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
+    index = IndexFile(folder, prefix)
+    if index.metadata != _end_of(folder / DCP_METADATA):
+        return None  # another save has replaced the folder's files
+    values: dict[_Path, Any] = {}
+    for tensor in index.tensors:
+        values[tensor.path] = StoredTensor(_name(tensor.path), tensor.dtype, tensor.shape, index.pieces(tensor))
+    zips = _Zips(root, folder, index.path)
+    for value in index.values:
+        entry = _Entry(_name(value.path), "", (), (), (_Bytes(value.file, value.start, value.length),))
+        values[value.path] = zips.value(entry)
+    for alias, path in index.aliases:
+        tensor_of = values[path]
+        values[alias] = replace(tensor_of, name=_name(alias)) if isinstance(tensor_of, StoredTensor) else tensor_of
+    return values, (prefix + INDEX_FILE, *sorted({prefix + value.file for value in index.values}))
+
+
+def _end_of(path: Path) -> tuple[int, str]:
+    """Return the size and the last bytes of a file."""
+    with reading(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        start = max(0, size - METADATA_TAIL)
+        return size, os.pread(file.fileno(), METADATA_TAIL, start).hex()
+
+
+def _name(path: _Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _read_metadata(root: Path, folder: Path) -> tuple[dict[_Path, Any], tuple[str, ...]]:
     place = folder / DCP_METADATA
     metadata = read_pickle(read_file(place), place)
     try:
@@ -99,12 +147,22 @@ def _read(root: Path, folder: Path) -> tuple[dict[_Path, Any], tuple[str, ...]]:
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         message = f"is not in the form that torch.distributed.checkpoint writes ({type(error).__name__}: {error})."
         refuse("FSDP-E453", place, message)
-    with ExitStack() as stack:
-        files = _open(root, folder, {region.file for entry in entries for region in entry.regions}, stack)
-        zips = TensorZips()
-        values = {paths[entry.name]: _value(entry, files, zips) for entry in entries}
-    raise_if_any(coverage_problems(place, (v for v in values.values() if isinstance(v, StoredTensor))))
-    return values, (place.relative_to(root).as_posix(), *sorted(file.relative for file in files.values()))
+    zips = _Zips(root, folder, place)
+    listed = entries
+    if sum(len(entry.regions) for entry in entries) > MAX_EAGER:
+        listed = [entry for entry in entries if not entry.dtype]
+    files = zips.read_all(listed)
+    values: dict[_Path, Any] = {}
+    for entry in entries:
+        path = paths[entry.name]
+        if not entry.dtype:
+            values[path] = zips.value(entry)
+            continue
+        pieces = zips.pieces(entry) if listed is entries else _PiecesInZips(zips, entry, entries)
+        values[path] = StoredTensor(entry.name, entry.dtype, entry.shape, pieces)
+    if listed is entries:
+        raise_if_any(coverage_problems(place, (v for v in values.values() if isinstance(v, StoredTensor))))
+    return values, (place.relative_to(root).as_posix(), *files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,33 +249,56 @@ class _File:
     size: int
 
 
-def _open(root: Path, folder: Path, names: set[str], stack: ExitStack) -> dict[str, _File]:
-    raise_if_any(file_problems_inside(folder, sorted(names), folder / DCP_METADATA))
-    files: dict[str, _File] = {}
-    for name in names:
-        path = folder / name
-        descriptor = open_regular(path)
-        stack.callback(os.close, descriptor)
-        files[name] = _File(path, path.relative_to(root).as_posix(), descriptor, os.fstat(descriptor).st_size)
-    return files
+class _Zips:
+    """Reads the headers of the archives in a folder's files. At most 64 files stay open, until this is deleted."""
 
+    def __init__(self, root: Path, folder: Path, place: Path) -> None:
+        """``place``: the file that refers to the archives, for messages."""
+        self._root, self._folder, self._place = root, folder, place
+        self._open: OrderedDict[str, _File] = OrderedDict()
+        self._checked: set[str] = set()
+        self._zips = TensorZips()
+        self._pieces: dict[tuple[str, int], StoredPiece] = {}
+        weakref.finalize(self, _close, self._open)
 
-def _value(entry: _Entry, files: dict[str, _File], zips: TensorZips) -> Any:
-    if entry.dtype:
-        return StoredTensor(entry.name, entry.dtype, entry.shape, without_replicas(_pieces(entry, files, zips)))
-    region = entry.regions[0]
-    file = _file_of(region, files)
-    value, offset = zips.read(file.descriptor, region.start, region.length, file.path)
-    if not isinstance(value, PickledTensor):
-        return value
-    piece = StoredPiece(whole(value.shape), file.relative, offset, value.strides)
-    return StoredTensor(entry.name, value.dtype, value.shape, without_replicas([piece]))
+    def read_all(self, entries: Iterable[_Entry]) -> list[str]:
+        """Read all pieces, one file after the other. Return the files, relative to the checkpoint."""
+        by_file: dict[str, list[tuple[_Entry, int]]] = {}
+        for entry in entries:
+            for number, region in enumerate(entry.regions):
+                by_file.setdefault(region.file, []).append((entry, number))
+        raise_if_any(file_problems_inside(self._folder, sorted(by_file), self._place))
+        self._checked |= by_file.keys()
+        for file in sorted(by_file):
+            for entry, number in by_file[file]:
+                if entry.dtype:
+                    self._piece(entry, number)
+        return sorted((self._folder / file).relative_to(self._root).as_posix() for file in by_file)
 
+    def pieces(self, entry: _Entry, numbers: Iterable[int] | None = None) -> tuple[StoredPiece, ...]:
+        """Return the pieces with these numbers, or all, without replicas."""
+        if numbers is None:
+            numbers = range(len(entry.regions))
+        return without_replicas([self._piece(entry, number) for number in numbers])
 
-def _pieces(entry: _Entry, files: dict[str, _File], zips: TensorZips) -> Iterator[StoredPiece]:
-    for box, region in zip(entry.boxes, entry.regions, strict=True):
-        file = _file_of(region, files)
-        tensor, offset = zips.read(file.descriptor, region.start, region.length, file.path)
+    def value(self, entry: _Entry) -> Any:
+        """Return an entry that ``.metadata`` does not describe: an object, or a tensor."""
+        region = entry.regions[0]
+        file = self._file_of(region)
+        value, offset = self._zips.read(file.descriptor, region.start, region.length, file.path)
+        if not isinstance(value, PickledTensor):
+            return value
+        piece = StoredPiece(whole(value.shape), file.relative, offset, value.strides)
+        return StoredTensor(entry.name, value.dtype, value.shape, without_replicas([piece]))
+
+    def _piece(self, entry: _Entry, number: int) -> StoredPiece:
+        if (entry.name, number) not in self._pieces:
+            self._pieces[entry.name, number] = self._read_piece(entry, entry.boxes[number], entry.regions[number])
+        return self._pieces[entry.name, number]
+
+    def _read_piece(self, entry: _Entry, box: Box, region: _Bytes) -> StoredPiece:
+        file = self._file_of(region)
+        tensor, offset = self._zips.read(file.descriptor, region.start, region.length, file.path)
         if not isinstance(tensor, PickledTensor) or (tensor.dtype, tensor.shape) != (entry.dtype, box.sizes):
             found = f"{tensor.dtype} {tensor.shape}" if isinstance(tensor, PickledTensor) else type(tensor).__name__
             message = (
@@ -225,16 +306,56 @@ def _pieces(entry: _Entry, files: dict[str, _File], zips: TensorZips) -> Iterato
                 f"{entry.name!r} there."
             )
             refuse("FSDP-E459", file.path, message, f"The files are of different checkpoints. {COPY_AGAIN}")
-        yield StoredPiece(box, file.relative, offset, tensor.strides)
+        return StoredPiece(box, file.relative, offset, tensor.strides)
+
+    def _file_of(self, region: _Bytes) -> _File:
+        file = self._opened(region.file)
+        if region.start + region.length > file.size:
+            stop = region.start + region.length
+            message = f"has {file.size} bytes, but {DCP_METADATA} refers to bytes {region.start} to {stop}."
+            refuse("FSDP-E453", file.path, message)
+        return file
+
+    def _opened(self, name: str) -> _File:
+        if name in self._open:
+            self._open.move_to_end(name)
+            return self._open[name]
+        if name not in self._checked:
+            raise_if_any(file_problems_inside(self._folder, [name], self._place))
+            self._checked.add(name)
+        if len(self._open) == MAX_OPEN:
+            os.close(self._open.popitem(last=False)[1].descriptor)
+        path = self._folder / name
+        descriptor = open_regular(path)
+        size = os.fstat(descriptor).st_size
+        self._open[name] = _File(path, path.relative_to(self._root).as_posix(), descriptor, size)
+        return self._open[name]
 
 
-def _file_of(region: _Bytes, files: dict[str, _File]) -> _File:
-    file = files[region.file]
-    if region.start + region.length > file.size:
-        stop = region.start + region.length
-        message = f"has {file.size} bytes, but {DCP_METADATA} refers to bytes {region.start} to {stop}."
-        refuse("FSDP-E453", file.path, message)
-    return file
+def _close(files: dict[str, _File]) -> None:
+    for file in files.values():
+        os.close(file.descriptor)
+    files.clear()
+
+
+class _PiecesInZips(PieceTable):
+    """The pieces of a tensor of a large folder without an index. The header of an archive is read when it is needed."""
+
+    def __init__(self, zips: _Zips, entry: _Entry, entries: Sequence[_Entry]) -> None:
+        self._zips, self._entry, self._entries = zips, entry, entries
+
+    def within(self, box: Box) -> Sequence[StoredPiece]:
+        low, high = (box.offsets[0], box.offsets[0] + box.sizes[0]) if box.sizes else (0, 1)
+        near = [
+            number
+            for number, other in enumerate(self._entry.boxes)
+            if not box.sizes or (other.offsets[0] < high and low < other.offsets[0] + other.sizes[0])
+        ]
+        return self._zips.pieces(self._entry, [n for n in near if intersect(box, self._entry.boxes[n]) is not None])
+
+    def load(self) -> tuple[StoredPiece, ...]:
+        self._zips.read_all(self._entries)  # of all tensors: a file has pieces of many
+        return self._zips.pieces(self._entry)
 
 
 FORMAT = CheckpointFormat(
@@ -243,5 +364,5 @@ FORMAT = CheckpointFormat(
     model_files=(f"{FSDP_MODEL}_{{number}}/{DCP_METADATA}",),
     read_model=read_model,
     read_optimizer=read_optimizer,
-    index_files=(DCP_METADATA,),
+    index_files=(DCP_METADATA, INDEX_FILE),
 )

@@ -73,13 +73,17 @@ def to_text(m: Manifest) -> str:
 def _with_block_file(m: Manifest) -> tuple[str, bytes]:
     """Return the manifest as JSON, and the records of the files that have more than one range."""
     names: dict[str, int] = {}
+    numbers: dict[int, Any] = {}
     packed, files = [], []
     first = 0
     for record in m.files:
         if len(record.ranges) < 2:
             files.append(_file_tree(record))
             continue
-        data = block_file.pack(record.ranges, names)
+        if isinstance(record.ranges, block_file.PackedRanges):  # of a rank: with many ranks, no loop over ranges
+            data = record.ranges.packed(names, numbers)
+        else:
+            data = block_file.pack(record.ranges, names)
         count = len(data) // block_file.RECORD_SIZE
         files.append({"path": record.path, "size": record.size, "blocks": [first, count], "hash": hash_bytes(data)})
         packed.append(data)

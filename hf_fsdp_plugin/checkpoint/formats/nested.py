@@ -66,7 +66,7 @@ def _number(tensor: StoredTensor, root: Path) -> Any:
         return tensor
     import numpy
 
-    piece = tensor.pieces[0]
+    piece = tensor.within(whole(tensor.shape))[0]
     descriptor = open_regular(root / piece.file)
     try:
         data = os.pread(descriptor, dtype_size(tensor.dtype), piece.offset)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, overload
 
-from hf_fsdp_plugin.checkpoint.formats.boxes import Box, uncovered
+from hf_fsdp_plugin.checkpoint.formats.boxes import Box, intersect, uncovered
 from hf_fsdp_plugin.checkpoint.formats.errors import COPY_AGAIN, problem
-from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.spec.model import StateDictKind
 from hf_fsdp_plugin.text import format_names, plural
 
@@ -43,6 +44,35 @@ class StoredPiece:
     strides: tuple[int, ...]
 
 
+class PieceTable(Sequence[StoredPiece]):
+    """The pieces of a tensor, of which only those are created that are needed. Each access may read from files.
+
+    Raises:
+        CheckpointError: from every access, if files are damaged or missing.
+    """
+
+    @abstractmethod
+    def within(self, box: Box) -> Sequence[StoredPiece]:
+        """Return the pieces with elements of ``box``, without replicas."""
+
+    @abstractmethod
+    def load(self) -> tuple[StoredPiece, ...]:
+        """Return all pieces, without replicas."""
+
+    def __len__(self) -> int:
+        return len(self.load())
+
+    @overload
+    def __getitem__(self, index: int) -> StoredPiece: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[StoredPiece, ...]: ...
+    def __getitem__(self, index: int | slice) -> StoredPiece | tuple[StoredPiece, ...]:
+        return self.load()[index]
+
+    def __iter__(self) -> Iterator[StoredPiece]:
+        return iter(self.load())
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor and its pieces. Tied tensors have pieces with the same files and offsets.
@@ -57,7 +87,24 @@ class StoredTensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[StoredPiece, ...]
+    pieces: Sequence[StoredPiece]
+
+    def within(self, box: Box) -> Sequence[StoredPiece]:
+        """Return the pieces that may contain elements of ``box``.
+
+        Raises:
+            CheckpointError: some elements of the box are in no piece. This is checked here if the pieces are created on
+                access, and otherwise when the checkpoint is read.
+        """
+        if not isinstance(self.pieces, PieceTable):
+            return self.pieces
+        found = self.pieces.within(box)
+        parts = [common for piece in found if (common := intersect(box, piece.box)) is not None]
+        inside = [Box(tuple(a - b for a, b in zip(p.offsets, box.offsets, strict=True)), p.sizes) for p in parts]
+        if missing := uncovered(box.sizes, inside):
+            message = f"{plural(missing, 'element')} of {self.name} are in none of the files."
+            raise CheckpointError([Problem(code="FSDP-E458", message=message, fix=COPY_AGAIN)])
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,15 @@ from pathlib import Path
 from typing import Final
 
 from hf_fsdp_plugin.checkpoint.formats import bin, dcp, full, local, per_rank
-from hf_fsdp_plugin.checkpoint.formats.errors import refuse
-from hf_fsdp_plugin.checkpoint.formats.stored import CheckpointFormat, StoredModel, StoredOptimizer
+from hf_fsdp_plugin.checkpoint.formats.errors import raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.formats.stored import (
+    CheckpointFormat,
+    PieceTable,
+    StoredModel,
+    StoredOptimizer,
+    coverage_problems,
+    labelled_tensors,
+)
 from hf_fsdp_plugin.spec.model import StateDictKind
 
 FORMATS: Final[tuple[CheckpointFormat, ...]] = (
@@ -46,12 +53,13 @@ def stored_state_dict_type(checkpoint: Path) -> StateDictKind | None:
     return None
 
 
-def read_stored_model(checkpoint: Path, number: int = 0) -> StoredModel:
+def read_stored_model(checkpoint: Path, number: int = 0, *, partial: bool = False) -> StoredModel:
     """Return the model of a checkpoint, in the first format found.
 
     Args:
         checkpoint: a checkpoint's folder, its ``pytorch_model_fsdp_{number}``, or a Hugging Face folder.
         number: index of the model, for runs that train several models.
+        partial: the caller needs a part of the elements: what is not needed may be missing or damaged.
 
     Raises:
         CheckpointError: there is no model, or it is incomplete, damaged or unsafe to read.
@@ -60,6 +68,8 @@ def read_stored_model(checkpoint: Path, number: int = 0) -> StoredModel:
     with _os_errors_as_problems(checkpoint):
         for form in FORMATS:
             if (model := form.read_model(checkpoint, number)) is not None:
+                if not partial:
+                    _check_tables(model)
                 return model
     patterns = dict.fromkeys(pattern for form in FORMATS for pattern in form.patterns(number))
     refuse(
@@ -70,8 +80,11 @@ def read_stored_model(checkpoint: Path, number: int = 0) -> StoredModel:
     )
 
 
-def read_stored_optimizer(checkpoint: Path, number: int = 0) -> StoredOptimizer | None:
+def read_stored_optimizer(checkpoint: Path, number: int = 0, *, partial: bool = False) -> StoredOptimizer | None:
     """Return the optimizer of a checkpoint (or of its ``optimizer_{number}``), or ``None`` if there is none.
+
+    Args:
+        partial: as in :func:`read_stored_model`.
 
     Raises:
         CheckpointError: the folder does not exist, or the optimizer is incomplete, damaged or unsafe to read.
@@ -80,8 +93,16 @@ def read_stored_optimizer(checkpoint: Path, number: int = 0) -> StoredOptimizer 
     with _os_errors_as_problems(checkpoint):
         for form in FORMATS:
             if form.read_optimizer and (optimizer := form.read_optimizer(checkpoint, number)) is not None:
+                if not partial:
+                    _check_tables(optimizer)
                 return optimizer
     return None
+
+
+def _check_tables(stored: StoredModel | StoredOptimizer) -> None:
+    """Check all pieces that are otherwise read when they are needed."""
+    tensors = [tensor for _, tensor in labelled_tensors(stored) if isinstance(tensor.pieces, PieceTable)]
+    raise_if_any(coverage_problems(stored.root, tensors))
 
 
 @contextmanager

@@ -22,7 +22,7 @@ def read_run(files: InputFiles, tensor: StoredTensor, start: int, stop: int, out
     size = dtype_size(tensor.dtype)
     for box in flat_range(tensor.shape, start, stop):
         part, out = out[: box.numel * size], out[box.numel * size :]
-        for piece in tensor.pieces:
+        for piece in tensor.within(box):
             common = intersect(box, piece.box)
             if common is not None:
                 _read_common(files, piece, common, box, part, size)

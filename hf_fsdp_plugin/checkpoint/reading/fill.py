@@ -36,7 +36,7 @@ def transfers(stored: StoredTensor, pieces: Iterable[Piece]) -> Iterator[Transfe
     """Yield the transfers that fill ``pieces`` from ``stored``, which may be sharded differently."""
     dtype = getattr(torch, stored.dtype)
     for piece in pieces:
-        for source in stored.pieces:
+        for source in stored.within(piece.box):
             common = intersect(piece.box, source.box)
             if common is None:
                 continue

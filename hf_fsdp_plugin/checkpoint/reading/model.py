@@ -47,7 +47,7 @@ def load_model(
         SpecError: only some ranks have problems. The message names these ranks.
     """
     with on_all_ranks(f"reading {checkpoint}"):
-        stored = read_stored_model(checkpoint, number)
+        stored = read_stored_model(checkpoint, number, partial=True)
         files = files_of_checkpoint(checkpoint, stored, verify=verify)
         with files:
             check_headers(files, stored, dist.get_rank(), dist.get_world_size())

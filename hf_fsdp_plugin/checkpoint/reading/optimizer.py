@@ -57,7 +57,7 @@ def load_optimizer(
             may have been changed.
     """
     with on_all_ranks(f"reading {checkpoint}"):
-        stored = read_stored_optimizer(checkpoint, number)
+        stored = read_stored_optimizer(checkpoint, number, partial=True)
         if stored is None:
             raise CheckpointError([mismatch.no_optimizer(checkpoint)])
         files = files_of_checkpoint(checkpoint, stored, verify=verify)

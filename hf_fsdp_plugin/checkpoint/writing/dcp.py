@@ -10,99 +10,63 @@ from __future__ import annotations
 
 import functools
 import io
-import pickle
 import struct
 import tempfile
 import uuid
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.serialization import skip_data
 
+from hf_fsdp_plugin.checkpoint.formats.index_file import METADATA_TAIL, index_bytes, pack_segments
 from hf_fsdp_plugin.checkpoint.io import round_up
-from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, dcp_file
+from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, INDEX_FILE, dcp_file
 from hf_fsdp_plugin.checkpoint.shard_layout import LocalShard
+from hf_fsdp_plugin.checkpoint.writing.chunk_tables import (
+    DcpEntries,
+    JoinedChunks,
+    SmallEntry,
+    StatePath,
+    Tensor,
+    chunk_table,
+    flat_name,
+)
+from hf_fsdp_plugin.checkpoint.writing.dcp_metadata import LAST_PARTS, MetadataPickle
 from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, Item, bytes_of, whole_file
-from hf_fsdp_plugin.torch_private.functions import StorageInfo
 
-StatePath = tuple[str | int, ...]
-"""Path of an entry in the nested state dict: ``("optimizer", "state", "lm_head.weight", "exp_avg")``."""
+MIN_INDEXED = 5_000
+"""Minimum number of chunks of a folder with an index. Each rank reads and unpickles ``.metadata`` of smaller ones."""
 _ENTRY_ALIGNMENT = 64
 _LOCAL_HEADER = struct.Struct("<26xHH")
 """Header of a record in a zip archive, which contains the lengths of the name and the extra field that follow."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """One entry of a file: a box of a tensor."""
-
-    path: StatePath
-    dtype: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    offset: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class SmallEntry:
-    """A scalar tensor (``data`` is its bytes), or any other object (``data`` is pickled, ``dtype`` is ``None``)."""
-
-    path: StatePath
-    data: bytes
-    dtype: str | None = None
-    shape: tuple[int, ...] = ()
-
-
-@dataclass(slots=True)
-class DcpEntries:
-    """The entries that one rank adds to one DCP folder.
-
-    Attributes:
-        folder: path relative to the checkpoint.
-        smalls: entries that are not in this rank's file: rank 0 writes them when it commits.
-        aliases: (path of a tied name, path of the entry that holds its tensor).
-    """
-
-    folder: str
-    chunks: list[Chunk] = field(default_factory=list)
-    smalls: list[SmallEntry] = field(default_factory=list)
-    aliases: list[tuple[StatePath, StatePath]] = field(default_factory=list)
-
-
-def rank_file(folder: str, rank: int, tensors: Iterable[tuple[StatePath, LocalShard]]) -> tuple[FilePart, DcpEntries]:
+def rank_file(
+    folder: str,
+    rank: int,
+    tensors: Iterable[tuple[StatePath, LocalShard]],
+    smalls: Sequence[SmallEntry] = (),
+    aliases: Sequence[tuple[StatePath, StatePath]] = (),
+) -> tuple[FilePart, DcpEntries]:
     """Return the rank's file in ``folder``, and its entries."""
-    entries = DcpEntries(folder)
     file = dcp_file(rank)
     items: list[Item] = []
+    keys: list[Tensor] = []
+    chunks = []
     offset = 0
     for path, shard in tensors:
         for piece in shard.pieces:
             head, tail = _frame(shard.dtype, piece.box.sizes)
             item = Item(offset, (head, piece.tensor, tail), name=_tensor_name(path))
             items.append(item)
-            box = piece.box
-            entries.chunks.append(
-                Chunk(path, shard.dtype_name, shard.shape, box.offsets, box.sizes, file, offset, item.size)
-            )
+            chunks.append((len(keys), offset, item.size, offset + len(head), piece.box.offsets, piece.box.sizes))
             offset = round_up(item.stop, _ENTRY_ALIGNMENT)
-    return whole_file(f"{folder}/{file}", items), entries
+        keys.append((path, shard.dtype_name, shard.shape))
+    return whole_file(f"{folder}/{file}", items), DcpEntries(folder, file, keys, chunk_table(chunks), smalls, aliases)
 
 
 def scalar(path: StatePath, tensor: torch.Tensor) -> SmallEntry:
@@ -117,23 +81,41 @@ def plain_value(path: StatePath, value: Any) -> SmallEntry:
 
 
 def final_files(folder: str, ranks: Sequence[DcpEntries]) -> list[FilePart]:
-    """Return the files that complete a folder, from the entries of all ranks: the small entries, and ``.metadata``.
+    """Return the files that complete a folder, from the entries of all ranks: small entries, ``.metadata``, the index.
 
-    If several ranks have the same small entry, the first one is written.
+    If several ranks have the same small entry, the first one is written. A small folder has no index.
     """
     smalls: dict[StatePath, SmallEntry] = {}
+    aliases: dict[StatePath, StatePath] = {}
+    seen: set[int] = set()
     for entries in ranks:
-        for small in entries.smalls:
-            smalls.setdefault(small.path, small)
-    file = dcp_file(len(ranks))
-    items, stored = _small_items(smalls.values(), file)
-    metadata = _metadata(ranks, smalls.values(), stored)
-    metadata_file = whole_file(f"{folder}/{DCP_METADATA}", [Item(0, (pickle.dumps(metadata),))])
-    return [whole_file(f"{folder}/{file}", items), metadata_file] if items else [metadata_file]
+        if id(entries.smalls) not in seen:  # the ranks share equal entries, which may be as many as the tensors
+            seen.add(id(entries.smalls))
+            for small in entries.smalls:
+                smalls.setdefault(small.path, small)
+        if id(entries.aliases) not in seen:
+            seen.add(id(entries.aliases))
+            aliases |= dict(entries.aliases)
+    files = [*(entries.file for entries in ranks), dcp_file(len(ranks))]
+    items, values = _small_items(smalls.values(), len(ranks))
+    joined = JoinedChunks(ranks)
+    save_id = uuid.uuid4().hex
+    parts = _metadata(joined, smalls.values(), values, aliases, files, save_id)
+    metadata = whole_file(f"{folder}/{DCP_METADATA}", [Item(0, parts)])
+    found = [whole_file(f"{folder}/{files[-1]}", items), metadata] if items else [metadata]
+    if len(joined) >= MIN_INDEXED:
+        last = b"".join(parts[-LAST_PARTS:])[-METADATA_TAIL:].hex()
+        data = _index(joined, values, aliases, files, (metadata.size, last))
+        found.append(whole_file(f"{folder}/{INDEX_FILE}", [Item(0, (data,))]))
+    return found
 
 
-def _small_items(smalls: Iterable[SmallEntry], file: str) -> tuple[list[Item], dict[StatePath, StorageInfo]]:
-    items, stored, offset = [], {}, 0
+_Value = tuple[StatePath, int, int, int]
+"""Path of a small entry, number of its file, first byte and number of bytes."""
+
+
+def _small_items(smalls: Iterable[SmallEntry], file: int) -> tuple[list[Item], list[_Value]]:
+    items, values, offset = [], [], 0
     for small in smalls:
         contents: tuple[bytes, ...] = (small.data,)
         if small.dtype is not None:
@@ -141,51 +123,47 @@ def _small_items(smalls: Iterable[SmallEntry], file: str) -> tuple[list[Item], d
             contents = (head, small.data, tail)
         item = Item(offset, contents, name=_tensor_name(small.path))
         items.append(item)
-        stored[small.path] = StorageInfo(file, offset, item.size)
+        values.append((small.path, file, offset, item.size))
         offset = round_up(item.stop, _ENTRY_ALIGNMENT)
-    return items, stored
+    return items, values
 
 
 def _metadata(
-    ranks: Sequence[DcpEntries], smalls: Iterable[SmallEntry], stored: Mapping[StatePath, StorageInfo]
-) -> Metadata:
-    entries: dict[str, Any] = {}
-    storage: dict[MetadataIndex, StorageInfo] = {}
-    paths: dict[str, StatePath] = {}
-    for listed in ranks:
-        for chunk in listed.chunks:
-            name, offsets = _flat_name(chunk.path), torch.Size(chunk.offsets)
-            paths[name] = chunk.path
-            chunks = entries.setdefault(name, _tensor_entry(chunk.dtype, chunk.shape)).chunks
-            storage[MetadataIndex(name, offsets, len(chunks))] = StorageInfo(chunk.file, chunk.offset, chunk.length)
-            chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
-    for small in smalls:
-        name = _flat_name(small.path)
-        paths[name] = small.path
+    joined: JoinedChunks,
+    smalls: Iterable[SmallEntry],
+    values: Iterable[_Value],
+    aliases: Mapping[StatePath, StatePath],
+    files: Sequence[str],
+    save_id: str,
+) -> tuple[bytes, ...]:
+    pickled = MetadataPickle(files, save_id)
+    for (path, dtype, shape), chunks in joined:
+        pickled.add_tensor(path, dtype, shape, numpy.delete(chunks, 3, axis=1))
+    scalars = {}
+    for small, (path, file, start, length) in zip(smalls, values, strict=True):
         if small.dtype is None:
-            entries[name] = BytesStorageMetadata()
-            storage[MetadataIndex(name)] = stored[small.path]
+            pickled.add_value(path, file, start, length)
         else:
-            origin = torch.Size([0] * len(small.shape))
-            entries[name] = _tensor_entry(small.dtype, small.shape)
-            entries[name].chunks.append(ChunkStorageMetadata(origin, torch.Size(small.shape)))
-            storage[MetadataIndex(name, origin, 0)] = stored[small.path]
-    for alias, path in dict(pair for listed in ranks for pair in listed.aliases).items():
-        name, of = _flat_name(alias), _flat_name(path)
-        paths[name], entries[name] = alias, entries[of]
-        for index, info in [(index, info) for index, info in storage.items() if index.fqn == of]:
-            storage[MetadataIndex(name, index.offset, index.index)] = info
-    return Metadata(
-        state_dict_metadata=entries,
-        planner_data=paths,
-        storage_data=storage,
-        storage_meta=StorageMeta(save_id=uuid.uuid4().hex),
-        version=CURRENT_DCP_VERSION,
-    )
+            scalars[path] = numpy.array([[file, start, length, *(0 for _ in small.shape), *small.shape]])
+            pickled.add_tensor(path, small.dtype, small.shape, scalars[path])
+    for alias, path in aliases.items():
+        chunks = scalars[path] if path in scalars else numpy.delete(joined.of(joined.numbers[path]), 3, axis=1)
+        pickled.add_alias(alias, path, chunks)
+    return pickled.finished()
 
 
-def _tensor_entry(dtype: str, shape: tuple[int, ...]) -> TensorStorageMetadata:
-    return TensorStorageMetadata(TensorProperties(dtype=getattr(torch, dtype)), torch.Size(shape), [])
+def _index(
+    joined: JoinedChunks,
+    values: Sequence[_Value],
+    aliases: Mapping[StatePath, StatePath],
+    files: Sequence[str],
+    metadata: tuple[int, str],
+) -> bytes:
+    tensors = []
+    for (path, dtype, shape), chunks in joined:
+        places = numpy.delete(chunks[:, : 4 + len(shape)], (1, 2), axis=1)
+        tensors.append((path, dtype, shape, pack_segments(places, chunks[:, 4 + len(shape) :])))
+    return index_bytes(tensors, values, list(aliases.items()), files, metadata)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -211,10 +189,6 @@ def _frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
             return head, file.read()
 
 
-def _flat_name(path: StatePath) -> str:
-    return ".".join(map(str, path))
-
-
 def _tensor_name(path: StatePath) -> str:
     """Return the name without the key of the state dict: ``lm_head.weight``, ``state.lm_head.weight.exp_avg``."""
-    return _flat_name(path[1:])
+    return flat_name(path[1:])

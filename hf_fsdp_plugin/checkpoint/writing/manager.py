@@ -21,7 +21,8 @@ from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.io import write_text
 from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, optimizer_shards
 from hf_fsdp_plugin.checkpoint.writing.buffers import StagingBuffers
-from hf_fsdp_plugin.checkpoint.writing.dcp import DcpEntries, final_files
+from hf_fsdp_plugin.checkpoint.writing.chunk_tables import DcpEntries
+from hf_fsdp_plugin.checkpoint.writing.dcp import final_files
 from hf_fsdp_plugin.checkpoint.writing.errors import os_errors_as_problems
 from hf_fsdp_plugin.checkpoint.writing.exit_hooks import SaveHooks
 from hf_fsdp_plugin.checkpoint.writing.file_parts import on_accelerator
@@ -216,7 +217,7 @@ class CheckpointManager:
 
     def _complete_dcp(self, folder: Path, mine: Sequence[DcpEntries]) -> None:
         ranks: list[Sequence[DcpEntries]] = [()] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
+        dist.gather_object(mine, ranks if dist.get_rank() == 0 else None)
         with on_all_ranks(f"writing {folder}"):
             if dist.get_rank() == 0:
                 for number, entries in enumerate(mine):

@@ -19,15 +19,18 @@ from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.formats.ranges import FileRecord
 from hf_fsdp_plugin.checkpoint.writing.buffers import StagingBuffers, lower_thread_priority
-from hf_fsdp_plugin.checkpoint.writing.dcp import DcpEntries
+from hf_fsdp_plugin.checkpoint.writing.chunk_tables import DcpEntries
 from hf_fsdp_plugin.checkpoint.writing.errors import os_errors_as_problems
 from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, on_accelerator
 from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter, stage
-from hf_fsdp_plugin.checkpoint.writing.staging import RankRecord, StagingFolder
+from hf_fsdp_plugin.checkpoint.writing.rank_record import RankRecord
+from hf_fsdp_plugin.checkpoint.writing.staging import StagingFolder
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 
 POLL_INTERVAL = 0.02
 """Seconds between checks for the records of other ranks."""
+_LOOK_AGAIN = 1.0
+"""Seconds between reads of folders that a file system may cache."""
 _EXIT_TIMEOUT = 60.0
 """A process that exits abandons a save if no rank has written a byte for this many seconds."""
 _WRITING, _DONE, _FAILED = 0, 1, 2
@@ -128,11 +131,16 @@ class Save:
         self._record_written = True
 
     def _commit(self, manifest: Manifest, after: Callable[[], None] | None) -> None:
-        while (records := self.staging.read_records(self._world_size)) is None:
+        rank, waited = 0, 0.0
+        while (rank := self.staging.missing_record(rank, self._world_size)) < self._world_size:
             failures = self.staging.read_failures()
             if failures or self._abandoned.wait(POLL_INTERVAL):
                 raise _OtherRankFailed([_abandoned(self.final, failures)])
-        self.staging.commit(records, manifest)
+            waited += POLL_INTERVAL
+            if waited > _LOOK_AGAIN:
+                self.staging.look_again()
+                waited = 0.0
+        self.staging.commit(self.staging.read_records(self._world_size), manifest)
         if after is not None:
             after()
 
@@ -173,9 +181,10 @@ class Save:
         assert self._thread is not None
         last, since = -1, time.monotonic()
         while self._thread.is_alive():
-            self._thread.join(POLL_INTERVAL)
-            if (modified := self.staging.last_modified()) != last or not self._record_written:
-                last, since = modified, time.monotonic()
+            self._thread.join(_LOOK_AGAIN)
+            # Only rank 0 waits for others, and reads the times of all their files.
+            if not self._record_written or (modified := self.staging.last_modified()) != last:
+                last, since = modified if self._record_written else -1, time.monotonic()
             elif time.monotonic() - since > _EXIT_TIMEOUT:
                 raise _OtherRankFailed([_abandoned(self.final, self.staging.read_failures())])
         if self._error is not None:

@@ -3,7 +3,7 @@
 ::
 
     run/.checkpoint-20.saving/checkpoint-20/      files of the ranks, of Accelerate and of Transformers
-    run/.checkpoint-20.saving/parts/rank0.json    record of what rank 0 has written, once all of it is synced
+    run/.checkpoint-20.saving/parts/rank0.record  record of what rank 0 has written, once all of it is synced
     run/.checkpoint-20.saving/parts/rank0.failed  the error of rank 0, if it could not write its part
     run/checkpoint-20/                            after the rename
     run/.checkpoint-20.replaced/                  during the commit, the folder that had this name before
@@ -15,35 +15,37 @@ Ranks communicate through files, because collectives of a background save would 
 from __future__ import annotations
 
 import errno
-import json
+import os
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.checkpoint.commit import put_in_place, replaced_path, restore_replaced
+from hf_fsdp_plugin.checkpoint.formats.block_file import joined_ranges
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, record_file, write_manifest
 from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
 from hf_fsdp_plugin.checkpoint.formats.ranges import FileRange, FileRecord
-from hf_fsdp_plugin.checkpoint.io import sync, write_text
-from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, CHECKPOINT_STEMS, MANIFEST_NAME, REPLACED, SAVING, hidden
-from hf_fsdp_plugin.checkpoint.writing.dcp import Chunk, DcpEntries, SmallEntry, final_files
+from hf_fsdp_plugin.checkpoint.io import sync, write_bytes, write_text
+from hf_fsdp_plugin.checkpoint.names import (
+    BLOCK_FILE,
+    CHECKPOINT_STEMS,
+    MANIFEST_NAME,
+    REPLACED,
+    SAVING,
+    accelerate_rng_file,
+    hidden,
+    trainer_rng_file,
+)
+from hf_fsdp_plugin.checkpoint.writing.dcp import final_files
 from hf_fsdp_plugin.checkpoint.writing.errors import os_errors_as_problems
 from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
+from hf_fsdp_plugin.checkpoint.writing.rank_record import RankRecord, RecordReader, record_bytes
 from hf_fsdp_plugin.problems import CheckpointError, Problem
-
-
-@dataclass(frozen=True, slots=True)
-class RankRecord:
-    """The files and DCP entries that one rank has written and synced."""
-
-    files: tuple[FileRecord, ...]
-    dcp: tuple[DcpEntries, ...]
 
 
 class StagingFolder:
@@ -99,12 +101,17 @@ class StagingFolder:
         return max(times)
 
     def write_record(self, rank: int, record: RankRecord) -> None:
-        files = [
-            [file.path, file.size, [[part.start, part.stop, part.hash, part.name] for part in file.ranges]]
-            for file in record.files
-        ]
-        tree = {"files": files, "dcp": [asdict(entries) for entries in record.dcp]}
-        write_text(self._records / f"rank{rank}.json", json.dumps(tree, default=_bytes_to_text))
+        """Write the record of a rank, with the files that only this rank has written for the Trainer or Accelerate."""
+        own = [name for name in (trainer_rng_file(rank), accelerate_rng_file(rank)) if (self.folder / name).is_file()]
+        record = replace(record, files=(*record.files, *(self._synced(name) for name in own)))
+        write_bytes(self._record_path(rank), record_bytes(record))
+
+    def _synced(self, relative: str) -> FileRecord:
+        sync(self.folder / relative)
+        return record_file(self.folder, relative)
+
+    def _record_path(self, rank: int) -> Path:
+        return self._records / f"rank{rank}.record"
 
     def write_failure(self, rank: int, text: str) -> None:
         """Write the error of a rank instead of its record. If this fails too, rank 0 stops waiting at the next poll."""
@@ -117,10 +124,19 @@ class StagingFolder:
             for path in sorted(self._records.glob("*.failed"))
         }
 
-    def read_records(self, world_size: int) -> list[RankRecord] | None:
-        """Return the records of all ranks, in rank order; ``None`` while any is missing."""
-        paths = [self._records / f"rank{rank}.json" for rank in range(world_size)]
-        return [_read_record(path) for path in paths] if all(path.exists() for path in paths) else None
+    def missing_record(self, first: int, world_size: int) -> int:
+        """Return the first rank from ``first`` on that has not written its record; ``world_size`` if all have."""
+        return next((rank for rank in range(first, world_size) if not self._record_path(rank).exists()), world_size)
+
+    def look_again(self) -> None:
+        """Read the folder of the records: NFS clients may remember for a minute that a file did not exist."""
+        with suppress(OSError):
+            os.listdir(self._records)
+
+    def read_records(self, world_size: int) -> list[RankRecord]:
+        """Return the records of all ranks, in rank order."""
+        reader = RecordReader()
+        return [reader.read(self._record_path(rank).read_bytes()) for rank in range(world_size)]
 
     def commit(self, ranks: Sequence[RankRecord], manifest: Manifest) -> None:
         """Complete the checkpoint, sync it and rename it. Called by rank 0 when all ranks have written their records.
@@ -136,9 +152,8 @@ class StagingFolder:
         records = joined_records(written)
         for path in sorted(self.folder.rglob("*")):
             relative = path.relative_to(self.folder).as_posix()
-            if path.is_file() and relative not in records:
-                sync(path)
-                records[relative] = record_file(self.folder, relative)
+            if relative not in records and path.is_file():
+                records[relative] = self._synced(relative)
         manifest = replace(manifest, files=tuple(records[path] for path in sorted(records)))
         write_manifest(self.folder, manifest)
         for folder_path in (self.folder, *(path for path in self.folder.rglob("*") if path.is_dir())):
@@ -176,13 +191,12 @@ def remove_checkpoint(checkpoint: Path) -> None:
 
 def joined_records(written: Sequence[FileRecord]) -> dict[str, FileRecord]:
     """Join the records of shared files. Return one record for each file."""
-    ranges: dict[str, list[FileRange]] = {}
+    ranges: dict[str, list[Sequence[FileRange]]] = {}
     for record in written:
-        ranges.setdefault(record.path, []).extend(record.ranges)
+        ranges.setdefault(record.path, []).append(record.ranges)
     sizes = {record.path: record.size for record in written}
     return {
-        path: FileRecord(path=path, size=sizes[path], ranges=tuple(sorted(found, key=lambda item: item.start)))
-        for path, found in ranges.items()
+        path: FileRecord(path=path, size=sizes[path], ranges=joined_ranges(found)) for path, found in ranges.items()
     }
 
 
@@ -228,39 +242,6 @@ def _read_manifest(folder: Path) -> Manifest | None:
         return read_manifest(folder)
     except CheckpointError:
         return None
-
-
-def _read_record(path: Path) -> RankRecord:
-    tree = json.loads(path.read_text(encoding="utf-8"), object_hook=_with_tuples)
-    files = (
-        FileRecord(
-            path=path,
-            size=size,
-            ranges=tuple(FileRange(start=low, stop=high, hash=found, name=name) for low, high, found, name in ranges),
-        )
-        for path, size, ranges in tree["files"]
-    )
-    return RankRecord(tuple(files), tuple(_read_entries(entries) for entries in tree["dcp"]))
-
-
-def _read_entries(tree: dict[str, Any]) -> DcpEntries:
-    smalls = [SmallEntry(**{**small, "data": bytes.fromhex(small["data"])}) for small in tree["smalls"]]
-    return DcpEntries(tree["folder"], [Chunk(**chunk) for chunk in tree["chunks"]], smalls, list(tree["aliases"]))
-
-
-def _with_tuples(tree: dict[str, Any]) -> dict[str, Any]:
-    """Convert lists to tuples, because JSON has no tuples."""
-
-    def convert(value: Any) -> Any:
-        return tuple(map(convert, value)) if isinstance(value, list) else value
-
-    return {key: convert(value) for key, value in tree.items()}
-
-
-def _bytes_to_text(value: Any) -> str:
-    if isinstance(value, bytes):
-        return value.hex()
-    raise TypeError(type(value).__name__)
 
 
 def _not_shared(folder: Path) -> Problem:

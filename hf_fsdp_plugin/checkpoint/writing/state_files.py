@@ -34,7 +34,8 @@ from hf_fsdp_plugin.checkpoint.names import (
 )
 from hf_fsdp_plugin.checkpoint.shard_layout import LocalShard
 from hf_fsdp_plugin.checkpoint.shards import ModelShards, OptimizerShards, shards_to_write
-from hf_fsdp_plugin.checkpoint.writing.dcp import DcpEntries, StatePath, plain_value, rank_file, scalar
+from hf_fsdp_plugin.checkpoint.writing.chunk_tables import DcpEntries, StatePath
+from hf_fsdp_plugin.checkpoint.writing.dcp import plain_value, rank_file, scalar
 from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart
 from hf_fsdp_plugin.checkpoint.writing.safetensors_files import (
     MAX_SHARD_SIZE,
@@ -73,11 +74,11 @@ def model_files(
     tensors: list[tuple[StatePath, LocalShard]] = [
         (("model", shard.name), shard) for shard in shards_to_write(shards.tensors) if shard.shape
     ]
-    part, entries = rank_file(numbered(FSDP_MODEL, index), rank, tensors)
-    for shard in shards.tensors:
-        if not shard.shape:
-            entries.smalls.append(scalar(("model", shard.name), shard.pieces[0].tensor))
-    entries.aliases += [(("model", alias), ("model", name)) for alias, name in shards.aliases.items()]
+    smalls = [scalar(("model", shard.name), shard.pieces[0].tensor) for shard in shards.tensors if not shard.shape]
+    aliases: list[tuple[StatePath, StatePath]] = [
+        (("model", alias), ("model", name)) for alias, name in shards.aliases.items()
+    ]
+    part, entries = rank_file(numbered(FSDP_MODEL, index), rank, tensors, smalls, aliases)
     return StateFiles([part], (entries,))
 
 
@@ -99,12 +100,11 @@ def optimizer_files(shards: OptimizerShards, kind: StateDictKind, index: int = 0
             else:
                 tensors[value.name] = (path_in_state, value)
     mine = shards_to_write(shard for _, shard in tensors.values())
-    part, entries = rank_file(numbered(OPTIMIZER, index), rank, [tensors[shard.name] for shard in mine])
-    entries.smalls += smalls
     if rank == 0:  # one entry per hyperparameter, because torch flattens a state dict to its leaves
-        entries.smalls += [
+        smalls += [
             plain_value(("optimizer", "param_groups", number, key), value)
             for number, group in enumerate(shards.groups)
             for key, value in group.items()
         ]
+    part, entries = rank_file(numbered(OPTIMIZER, index), rank, [tensors[shard.name] for shard in mine], smalls)
     return StateFiles([part], (entries,))

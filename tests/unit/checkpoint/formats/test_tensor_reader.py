@@ -73,7 +73,7 @@ def test_scalar_is_read(tmp_path: Path) -> None:
 
 
 def test_more_files_than_can_be_open_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io, "_MAX_OPEN", 2)
+    monkeypatch.setattr(io, "MAX_OPEN", 2)
     tensor = stored(tmp_path, [Box((row, 0, 0), (1, 6, 5)) for row in range(7)])
     out = bytearray(4 * 210)
     with InputFiles(tmp_path) as files:

@@ -1,0 +1,316 @@
+"""The index of a sharded folder: where the chunks of its tensors are, in a size that does not grow with the ranks.
+
+``.metadata`` of DCP lists every chunk of every rank: millions of objects that each rank would unpickle. In the index,
+chunks whose files, offsets and boxes are in arithmetic progression are one record, so that a tensor of FSDP2 has a few
+records for any number of ranks. ``docs/index.md`` is the specification. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_fsdp_plugin.checkpoint.formats.boxes import Box, row_major
+from hf_fsdp_plugin.checkpoint.formats.element_types import SIZES
+from hf_fsdp_plugin.checkpoint.formats.errors import COPY_AGAIN, raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.formats.hashing import hash_bytes
+from hf_fsdp_plugin.checkpoint.formats.stored import PieceTable, StoredPiece, file_problems_inside, name_problem
+from hf_fsdp_plugin.checkpoint.io import open_regular
+from hf_fsdp_plugin.checkpoint.names import INDEX_FILE
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+FORMAT = "hf_fsdp_plugin index"
+VERSION = 1
+_PREFIX = struct.Struct("<8sQ16s")
+"""Magic bytes, and length and hash of the header."""
+_MAGIC = b"FSDPIDX1"
+_MAX_HEADER = 1 << 30
+_MAX_WHOLE = 8 << 20
+"""An index with at most this many bytes of records is read at once."""
+METADATA_TAIL = 128
+"""Number of bytes at the end of ``.metadata`` that are compared. They contain the id of the save."""
+_LARGEST = 1 << 56
+_LARGEST_STEP = 1 << 42
+"""Limits of a record's numbers, below which the arithmetic of int64 does not overflow."""
+
+Path_ = tuple[str | int, ...]
+"""Path of an entry in the nested state dict."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedTensor:
+    """A tensor, and the position of its records."""
+
+    path: Path_
+    dtype: str
+    shape: tuple[int, ...]
+    first: int
+    count: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedValue:
+    """The bytes of a small entry: the archive of a scalar or of another object."""
+
+    path: Path_
+    file: str
+    start: int
+    length: int
+
+
+def pack_segments(places: NDArray[Any], sizes: NDArray[Any]) -> NDArray[Any]:
+    """Return the records of a tensor's chunks.
+
+    Args:
+        places: int64, a row for each chunk: number of the file, byte offset of its first element in the file, and its
+            offsets in each dim of the tensor.
+        sizes: int64, a row for each chunk: its sizes.
+
+    Returns:
+        A row for each progression: number of chunks, first place, sizes, and the step between places.
+    """
+    import numpy
+
+    num_chunks = len(places)
+    steps = numpy.diff(places, axis=0)
+    breaks = numpy.ones(num_chunks, dtype=bool)
+    # A step to another file, and never backwards in the tensor.
+    breaks[1:] = (sizes[1:] != sizes[:-1]).any(axis=1) | (steps[:, 0] <= 0) | (steps[:, 2:] < 0).any(axis=1)
+    breaks[2:] |= (steps[1:] != steps[:-1]).any(axis=1)
+    starts = numpy.flatnonzero(breaks)
+    counts = numpy.diff(numpy.append(starts, num_chunks))
+    taken = numpy.zeros((len(starts), places.shape[1]), dtype=numpy.int64)
+    longer = counts > 1
+    taken[longer] = steps[starts[longer]]
+    return numpy.concatenate([counts[:, None], places[starts], sizes[starts], taken], axis=1)
+
+
+def index_bytes(
+    tensors: Sequence[tuple[Path_, str, Sequence[int], NDArray[Any]]],
+    values: Sequence[tuple[Path_, int, int, int]],
+    aliases: Sequence[tuple[Path_, Path_]],
+    files: Sequence[str],
+    metadata: tuple[int, str],
+) -> bytes:
+    """Return the bytes of an index.
+
+    Args:
+        tensors: path, dtype, shape and records of each tensor.
+        values: path, number of the file, first byte and number of bytes of each small entry.
+        aliases: path of a tied name, and path of the entry that holds its tensor.
+        files: the names of the files, relative to the folder.
+        metadata: size and last bytes (in hexadecimal) of the ``.metadata`` to which the index belongs.
+    """
+    packed, listed, first = [], [], 0
+    for path, dtype, shape, segments in tensors:
+        data = segments.astype("<i8").tobytes()
+        packed.append(data)
+        listed.append([path, dtype, list(shape), first, len(segments), hash_bytes(data)])
+        first += len(data)
+    tree = {
+        "format": FORMAT,
+        "version": VERSION,
+        "metadata": metadata,
+        "files": files,
+        "tensors": listed,
+        "values": values,
+        "aliases": aliases,
+    }
+    header = json.dumps(tree, separators=(",", ":")).encode()
+    header += b" " * (-(_PREFIX.size + len(header)) % 8)
+    return b"".join([_PREFIX.pack(_MAGIC, len(header), bytes.fromhex(hash_bytes(header))), header, *packed])
+
+
+class IndexFile:
+    """The index of one folder. Records are read when they are needed, and compared with their hash.
+
+    Attributes:
+        tensors, values, aliases: as in :func:`index_bytes`.
+        metadata: size and last bytes of ``.metadata`` when the index was written.
+
+    Raises:
+        CheckpointError: the index is damaged, or refers to files outside the folder.
+    """
+
+    def __init__(self, folder: Path, prefix: str) -> None:
+        """``prefix``: path of the folder relative to the checkpoint with ``/`` at its end, or empty."""
+        self._folder, self._prefix = folder, prefix
+        self.path = folder / INDEX_FILE
+        self._sizes: dict[int, int] = {}
+        descriptor = open_regular(self.path)
+        try:
+            size = os.fstat(descriptor).st_size
+            head = os.pread(descriptor, _PREFIX.size, 0)
+            if len(head) < _PREFIX.size:
+                self._damaged("it ends too early")
+            magic, length, digest = _PREFIX.unpack(head)
+            if magic != _MAGIC or length > min(_MAX_HEADER, size - _PREFIX.size):
+                self._damaged("it does not begin with a header")
+            header = os.pread(descriptor, length, _PREFIX.size)
+            if hash_bytes(header) != digest.hex():
+                self._damaged("its header differs from what was saved")
+            self._begin, self._size = _PREFIX.size + length, size
+            whole = size - self._begin <= _MAX_WHOLE
+            self._records = os.pread(descriptor, size - self._begin, self._begin) if whole else None
+        finally:
+            os.close(descriptor)
+        try:
+            self._parse(json.loads(header))
+        except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+            self._damaged(f"{type(error).__name__}: {error}")
+        raise_if_any([found for name in self.files if (found := name_problem(name, self.path)) is not None][:1])
+
+    def _parse(self, tree: Any) -> None:
+        if tree["format"] != FORMAT or tree["version"] != VERSION:
+            raise ValueError(f"format {tree['format']!r}, version {tree['version']!r}")
+        size, last = tree["metadata"]
+        self.metadata = int(size), str(last)
+        self.files = tuple(str(name) for name in tree["files"])
+        self.tensors = tuple(self._tensor(*entry) for entry in tree["tensors"])
+        self.values = tuple(
+            IndexedValue(_path(path), self.files[_count(file)], _count(start), _count(length))
+            for path, file, start, length in tree["values"]
+        )
+        self.aliases = tuple((_path(alias), _path(path)) for alias, path in tree["aliases"])
+
+    def _tensor(self, path: Any, dtype: str, shape: list[int], first: int, count: int, digest: str) -> IndexedTensor:
+        if dtype not in SIZES:
+            raise ValueError(f"dtype {dtype!r}")
+        tensor = IndexedTensor(_path(path), dtype, tuple(map(_count, shape)), _count(first), _count(count), digest)
+        if self._begin + first + count * _width(len(shape)) * 8 > self._size:
+            raise ValueError("records after the end of the file")
+        return tensor
+
+    def pieces(self, tensor: IndexedTensor) -> IndexedPieces:
+        return IndexedPieces(self, tensor)
+
+    def segments(self, tensor: IndexedTensor) -> NDArray[Any]:
+        """Return the records of a tensor, checked."""
+        import numpy
+
+        width = _width(len(tensor.shape))
+        length = tensor.count * width * 8
+        if self._records is not None:
+            data = self._records[tensor.first : tensor.first + length]
+        else:
+            descriptor = open_regular(self.path)
+            try:
+                data = os.pread(descriptor, length, self._begin + tensor.first)
+            finally:
+                os.close(descriptor)
+        if hash_bytes(data) != tensor.digest:
+            self._damaged("its records differ from what was saved")
+        rows: NDArray[Any] = numpy.frombuffer(data, "<i8").reshape(tensor.count, width)
+        if not self._valid(rows, tensor.shape):
+            self._damaged(f"the records of {tensor.path} are not valid")
+        return rows
+
+    def _valid(self, rows: NDArray[Any], shape: tuple[int, ...]) -> bool:
+        """Whether all chunks of the records are inside the tensor and in a listed file."""
+        ndim = len(shape)
+        if not len(rows):
+            return True
+        counts, start, sizes, steps = _columns(rows, ndim)
+        if abs(rows).max() > _LARGEST or abs(steps).max() > _LARGEST_STEP:
+            return False
+        if counts.min() < 1 or counts.max() > len(self.files) or start.min() < 0 or (ndim and sizes.min() < 1):
+            return False
+        if (steps[counts > 1, 0] < 1).any() or (steps[:, 2:] < 0).any():
+            return False
+        last = start + (counts - 1)[:, None] * steps
+        if last[:, 0].max() >= len(self.files) or last[:, 1].min() < 0:
+            return False
+        return bool((last[:, 2:] + sizes <= list(shape)).all()) if ndim else True
+
+    def file(self, number: int, stop: int) -> str:
+        """Return the path of a file relative to the checkpoint. Checks that it exists and contains ``stop`` bytes."""
+        name = self.files[number]
+        if number not in self._sizes:
+            raise_if_any(file_problems_inside(self._folder, [name], self.path))
+            self._sizes[number] = (self._folder / name).stat().st_size
+        if stop > self._sizes[number]:
+            message = f"has {self._sizes[number]:,} bytes, but {INDEX_FILE} refers to bytes up to {stop:,}."
+            refuse("FSDP-E453", self._folder / name, message)
+        return self._prefix + name
+
+    def _damaged(self, how: str) -> None:
+        refuse("FSDP-E453", self.path, f"is damaged: {how}.", COPY_AGAIN)
+
+
+class IndexedPieces(PieceTable):
+    """The pieces of a tensor, made from the records of the index when they are needed."""
+
+    def __init__(self, index: IndexFile, tensor: IndexedTensor) -> None:
+        self._index, self._tensor = index, tensor
+        self._rows: NDArray[Any] | None = None
+
+    def within(self, box: Box) -> list[StoredPiece]:
+        import numpy
+
+        rows, ndim = self._segments(), len(self._tensor.shape)
+        if not len(rows) or not box.numel:
+            return []
+        counts, start, sizes, steps = _columns(rows, ndim)
+        first, last = numpy.zeros_like(counts), counts - 1
+        for dim, (low, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            begin, end, step = start[:, 2 + dim], start[:, 2 + dim] + sizes[:, dim], steps[:, 2 + dim]
+            divisor = numpy.maximum(step, 1)
+            first = numpy.maximum(first, numpy.where(step > 0, (low - end) // divisor + 1, 0))
+            last = numpy.minimum(last, numpy.where(step > 0, (low + size - 1 - begin) // divisor, last))
+            last = numpy.where((step == 0) & ((begin >= low + size) | (end <= low)), -1, last)
+        found: dict[Box, StoredPiece] = {}
+        for number in numpy.flatnonzero(first <= last).tolist():
+            for piece in self._members(rows[number].tolist(), int(first[number]), int(last[number])):
+                found.setdefault(piece.box, piece)  # replicas have the same box
+        return list(found.values())
+
+    def load(self) -> tuple[StoredPiece, ...]:
+        return tuple(self.within(Box((0,) * len(self._tensor.shape), self._tensor.shape)))
+
+    def _segments(self) -> NDArray[Any]:
+        if self._rows is None:
+            self._rows = self._index.segments(self._tensor)
+        return self._rows
+
+    def _members(self, row: list[int], first: int, last: int) -> Iterator[StoredPiece]:
+        ndim = len(self._tensor.shape)
+        (file, data), offsets, sizes = row[1:3], row[3 : 3 + ndim], tuple(row[3 + ndim : 3 + 2 * ndim])
+        file_step, data_step, *offset_steps = row[3 + 2 * ndim :]
+        if not any(offset_steps):
+            last = first  # replicas
+        strides = row_major(sizes)
+        num_bytes = Box(tuple(offsets), sizes).numel * SIZES[self._tensor.dtype]
+        for i in range(first, last + 1):
+            box = Box(tuple(a + i * b for a, b in zip(offsets, offset_steps, strict=True)), sizes)
+            place = data + i * data_step
+            yield StoredPiece(box, self._index.file(file + i * file_step, place + num_bytes), place, strides)
+
+
+def _width(ndim: int) -> int:
+    """Return the number of int64 of a record."""
+    return 1 + (2 + ndim) + ndim + (2 + ndim)
+
+
+def _columns(rows: NDArray[Any], ndim: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Return the counts, first places, sizes and steps of records."""
+    return rows[:, 0], rows[:, 1 : 3 + ndim], rows[:, 3 + ndim : 3 + 2 * ndim], rows[:, 3 + 2 * ndim :]
+
+
+def _path(parts: Any) -> Path_:
+    if not isinstance(parts, list) or not parts or not all(type(part) in (str, int) for part in parts):
+        raise TypeError(f"the path {parts}")
+    return tuple(parts)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _LARGEST:
+        raise ValueError(f"{value!r} is not a size")
+    return value
