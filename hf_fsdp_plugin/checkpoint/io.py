@@ -85,11 +85,11 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write ``data`` to ``path`` atomically: to a temporary file, which is synced and renamed."""
+def write_bytes(path: Path, *parts: bytes) -> None:
+    """Write ``parts`` to ``path`` atomically: to a temporary file, which is synced and renamed."""
     temporary = path.with_name(f"{path.name}.part")
     with temporary.open("wb") as file:
-        file.write(data)
+        file.writelines(parts)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

@@ -118,9 +118,10 @@ def _read_index(root: Path, folder: Path) -> tuple[dict[_Path, Any], tuple[str, 
     for tensor in index.tensors:
         values[tensor.path] = StoredTensor(_name(tensor.path), tensor.dtype, tensor.shape, index.pieces(tensor))
     zips = _Zips(root, folder, index.path)
-    for value in index.values:
-        entry = _Entry(_name(value.path), "", (), (), (_Bytes(value.file, value.start, value.length),))
-        values[value.path] = zips.value(entry)
+    with zips:
+        for value in index.values:
+            entry = _Entry(_name(value.path), "", (), (), (_Bytes(value.file, value.start, value.length),))
+            values[value.path] = zips.value(entry)
     for alias, path in index.aliases:
         tensor_of = values[path]
         values[alias] = replace(tensor_of, name=_name(alias)) if isinstance(tensor_of, StoredTensor) else tensor_of
@@ -151,15 +152,16 @@ def _read_metadata(root: Path, folder: Path) -> tuple[dict[_Path, Any], tuple[st
     listed = entries
     if sum(len(entry.regions) for entry in entries) > MAX_EAGER:
         listed = [entry for entry in entries if not entry.dtype]
-    files = zips.read_all(listed)
     values: dict[_Path, Any] = {}
-    for entry in entries:
-        path = paths[entry.name]
-        if not entry.dtype:
-            values[path] = zips.value(entry)
-            continue
-        pieces = zips.pieces(entry) if listed is entries else _PiecesInZips(zips, entry, entries)
-        values[path] = StoredTensor(entry.name, entry.dtype, entry.shape, pieces)
+    with zips:
+        files = zips.read_all(listed)
+        for entry in entries:
+            path = paths[entry.name]
+            if not entry.dtype:
+                values[path] = zips.value(entry)
+                continue
+            pieces = zips.pieces(entry) if listed is entries else _PiecesInZips(zips, entry, entries)
+            values[path] = StoredTensor(entry.name, entry.dtype, entry.shape, pieces)
     if listed is entries:
         raise_if_any(coverage_problems(place, (v for v in values.values() if isinstance(v, StoredTensor))))
     return values, (place.relative_to(root).as_posix(), *files)
@@ -261,6 +263,12 @@ class _Zips:
         self._pieces: dict[tuple[str, int], StoredPiece] = {}
         weakref.finalize(self, _close, self._open)
 
+    def __enter__(self) -> _Zips:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _close(self._open)
+
     def read_all(self, entries: Iterable[_Entry]) -> list[str]:
         """Read all pieces, one file after the other. Return the files, relative to the checkpoint."""
         by_file: dict[str, list[tuple[_Entry, int]]] = {}
@@ -351,11 +359,16 @@ class _PiecesInZips(PieceTable):
             for number, other in enumerate(self._entry.boxes)
             if not box.sizes or (other.offsets[0] < high and low < other.offsets[0] + other.sizes[0])
         ]
-        return self._zips.pieces(self._entry, [n for n in near if intersect(box, self._entry.boxes[n]) is not None])
+        try:  # the files stay open for the next tensor
+            return self._zips.pieces(self._entry, [n for n in near if intersect(box, self._entry.boxes[n]) is not None])
+        except BaseException:
+            self._zips.__exit__()
+            raise
 
     def load(self) -> tuple[StoredPiece, ...]:
-        self._zips.read_all(self._entries)  # of all tensors: a file has pieces of many
-        return self._zips.pieces(self._entry)
+        with self._zips:
+            self._zips.read_all(self._entries)  # of all tensors: a file has pieces of many
+            return self._zips.pieces(self._entry)
 
 
 FORMAT = CheckpointFormat(

@@ -2,7 +2,7 @@
 
 ``.metadata`` of DCP lists every chunk of every rank: millions of objects that each rank would unpickle. In the index,
 chunks whose files, offsets and boxes are in arithmetic progression are one record, so that a tensor of FSDP2 has a few
-records for any number of ranks. ``docs/index.md`` is the specification. Does not import torch.
+records for any number of ranks. ``docs/checkpoint_index.md`` is the specification. Does not import torch.
 """
 
 from __future__ import annotations
@@ -180,6 +180,9 @@ class IndexFile:
             for path, file, start, length in tree["values"]
         )
         self.aliases = tuple((_path(alias), _path(path)) for alias, path in tree["aliases"])
+        known = {*(tensor.path for tensor in self.tensors), *(value.path for value in self.values)}
+        if unknown := [path for _, path in self.aliases if path not in known]:
+            raise ValueError(f"an alias of {unknown[0]}, which it does not contain")
 
     def _tensor(self, path: Any, dtype: str, shape: list[int], first: int, count: int, digest: str) -> IndexedTensor:
         if dtype not in SIZES:

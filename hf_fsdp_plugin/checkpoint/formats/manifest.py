@@ -70,7 +70,7 @@ def to_text(m: Manifest) -> str:
     return _text(m, {"version": 1, "files": [_file_tree(record) for record in m.files]})
 
 
-def _with_block_file(m: Manifest) -> tuple[str, bytes]:
+def _with_block_file(m: Manifest) -> tuple[str, list[bytes]]:
     """Return the manifest as JSON, and the records of the files that have more than one range."""
     names: dict[str, int] = {}
     numbers: dict[int, Any] = {}
@@ -88,7 +88,7 @@ def _with_block_file(m: Manifest) -> tuple[str, bytes]:
         files.append({"path": record.path, "size": record.size, "blocks": [first, count], "hash": hash_bytes(data)})
         packed.append(data)
         first += count
-    return _text(m, {"version": 2, "files": files, "num_blocks": first, "names": list(names)}), b"".join(packed)
+    return _text(m, {"version": 2, "files": files, "num_blocks": first, "names": list(names)}), packed
 
 
 def _text(m: Manifest, contents: Mapping[str, Any]) -> str:
@@ -106,8 +106,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     if sum(len(record.ranges) for record in manifest.files) <= MAX_INLINE:
         write_text(folder / MANIFEST_NAME, to_text(manifest))
         return
-    text, data = _with_block_file(manifest)
-    write_bytes(folder / BLOCK_FILE, data)
+    text, packed = _with_block_file(manifest)
+    write_bytes(folder / BLOCK_FILE, *packed)
     write_text(folder / MANIFEST_NAME, text)
 
 

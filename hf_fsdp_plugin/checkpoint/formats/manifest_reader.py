@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from hf_fsdp_plugin.checkpoint.formats.block_file import RECORD_SIZE, BlockTable
@@ -18,6 +20,8 @@ from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.model import StateDictKind
 
 _NO_LINKS = "Copy the checkpoint with its links resolved (cp -rL), and use the copy."
+
+_FORBIDDEN = re.compile("[\\\\\0\ud800-\udfff]")
 
 _T = TypeVar("_T")
 _EXPECTED: Mapping[type, str] = {str: "a string", bool: "true or false", dict: "an object", list: "a list"}
@@ -82,6 +86,7 @@ class _Reader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.problems: list[Problem] = []
+        self._links: dict[str, frozenset[str] | None] = {}
         self.num_blocks = 0
         self.block_names: tuple[str, ...] = ()
 
@@ -209,13 +214,27 @@ class _Reader:
 
     def check_links(self, folder: Path, relative: str) -> None:
         """Report a symbolic link in the path of a file, which could lead out of the checkpoint."""
-        place = folder
-        for part in PurePosixPath(relative).parts:
-            place = place / part
-            if _is_foreign_link(folder, place):
+        # A folder is read once: all ranks read the manifest, and the files are several for each rank.
+        above = str(folder)
+        for part in relative.split("/"):
+            if above not in self._links:
+                self._links[above] = _links_in(above)
+            place = f"{above}/{part}"
+            links = self._links[above]
+            if (links is None or part in links) and _is_foreign_link(folder, Path(place)):
                 message = "is a symbolic link in the path of a file of the manifest."
                 self.problems.append(problem("FSDP-E456", place, message, _NO_LINKS))
                 return
+            above = place
+
+
+def _links_in(folder: str) -> frozenset[str] | None:
+    """Return the names of the symbolic links in a folder; ``None`` if it cannot be listed."""
+    try:
+        with os.scandir(folder) as entries:
+            return frozenset(entry.name for entry in entries if entry.is_symlink())
+    except OSError:
+        return None
 
 
 def _is_foreign_link(folder: Path, place: Path) -> bool:
@@ -229,7 +248,7 @@ def _is_foreign_link(folder: Path, place: Path) -> bool:
 def _is_inside(path: str) -> bool:
     """Whether a path is in normal form and inside the checkpoint."""
     # File systems do not accept surrogates.
-    if path in (MANIFEST_NAME, BLOCK_FILE) or any(c in "\\\0" or "\ud800" <= c <= "\udfff" for c in path):
+    if path in (MANIFEST_NAME, BLOCK_FILE) or _FORBIDDEN.search(path):
         return False
     return not {"", ".", ".."} & set(path.split("/"))
 

@@ -35,7 +35,7 @@ from hf_fsdp_plugin.checkpoint.writing.chunk_tables import (
     chunk_table,
     flat_name,
 )
-from hf_fsdp_plugin.checkpoint.writing.dcp_metadata import LAST_PARTS, MetadataPickle
+from hf_fsdp_plugin.checkpoint.writing.dcp_metadata import MetadataPickle
 from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, Item, bytes_of, whole_file
 
 MIN_INDEXED = 5_000
@@ -104,7 +104,7 @@ def final_files(folder: str, ranks: Sequence[DcpEntries]) -> list[FilePart]:
     metadata = whole_file(f"{folder}/{DCP_METADATA}", [Item(0, parts)])
     found = [whole_file(f"{folder}/{files[-1]}", items), metadata] if items else [metadata]
     if len(joined) >= MIN_INDEXED:
-        last = b"".join(parts[-LAST_PARTS:])[-METADATA_TAIL:].hex()
+        last = b"".join(parts[-2:])[-METADATA_TAIL:].hex()
         data = _index(joined, values, aliases, files, (metadata.size, last))
         found.append(whole_file(f"{folder}/{INDEX_FILE}", [Item(0, (data,))]))
     return found

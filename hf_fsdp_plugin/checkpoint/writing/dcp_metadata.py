@@ -32,8 +32,9 @@ from hf_fsdp_plugin.torch_private.functions import StorageInfo
 
 _POP, _NEW, _TUPLE = b"0", b")\x81}(", {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
 """``_NEW`` creates an object of the class on the stack without arguments, and begins the dict of its attributes."""
-LAST_PARTS = 4
-"""Number of parts at the end of the pickle that are different for each save."""
+_MANY = 64
+_PART = 4 << 20
+"""Minimum number of bytes of a part of the pickle."""
 _BUILD = b"ub"
 """Ends the dict, and sets the attributes of the object."""
 
@@ -71,11 +72,7 @@ class MetadataPickle:
         ndim = len(shape)
         name = self._name(path)
         offsets, sizes = chunks[:, 3 : 3 + ndim], chunks[:, 3 + ndim :]
-        distinct, which = sizes[:1], numpy.zeros(len(chunks), dtype="i8")
-        if ndim:
-            distinct, which = numpy.unique(sizes, axis=0, return_inverse=True)
-        places = [self._keep(None, self._size(row)) for row in distinct.tolist()]
-        of_sizes = numpy.array(places, dtype="<u4")[which.reshape(-1)]
+        of_sizes = self._places_of_sizes(sizes)
         of_offsets = self._reserve(len(chunks))
         whole = self._reserve(1)
         self._entries += [
@@ -107,8 +104,8 @@ class MetadataPickle:
         self._storage.append(b"(" + _fragment(key) + _fragment(value) + b"u")
 
     def finished(self) -> tuple[bytes, ...]:
-        """Return the bytes of the pickle, in parts."""
-        parts = [
+        """Return the bytes of the pickle, in parts of some megabytes. The last bytes contain the ``save_id``."""
+        instructions = [
             *self._head, _fragment(Metadata), _NEW,
             _fragment("state_dict_metadata"), b"}(", *self._entries, b"u",
             _fragment("planner_data"), b"}(", *self._paths, b"u",
@@ -116,7 +113,14 @@ class MetadataPickle:
             _fragment("version"), _fragment(CURRENT_DCP_VERSION),
             _fragment("storage_meta"), _fragment(StorageMeta(save_id=self._save_id)), _BUILD, b".",
         ]  # fmt: skip
-        return tuple(parts)
+        parts, batch, size = [], [], 0
+        for item in instructions:
+            batch.append(item)
+            size += len(item)
+            if size >= _PART:
+                parts.append(b"".join(batch))
+                batch, size = [], 0
+        return (*parts, b"".join(batch))
 
     def _ranges(self, name: str, of_offsets: NDArray[Any], chunks: NDArray[Any]) -> bytes:
         """Return the items of ``storage_data``: MetadataIndex -> _StorageInfo."""
@@ -135,6 +139,16 @@ class MetadataPickle:
         self._keep(("name", name), _fragment(name))
         self._paths += [self._get(("name", name)), _fragment(path)]
         return name
+
+    def _places_of_sizes(self, sizes: NDArray[Any]) -> NDArray[Any]:
+        """Add the sizes of chunks to the memo, and return their places. Most chunks of a tensor have equal sizes."""
+        changes = numpy.ones(len(sizes), dtype=bool)
+        changes[1:] = (sizes[1:] != sizes[:-1]).any(axis=1)
+        distinct, which = sizes[changes], numpy.cumsum(changes) - 1
+        if len(distinct) > _MANY:
+            distinct, which = numpy.unique(sizes, axis=0, return_inverse=True)
+        places = [self._keep(None, self._size(row)) for row in distinct.tolist()]
+        return numpy.array(places, dtype="<u4")[which.reshape(-1)]
 
     def _size(self, shape: Sequence[int]) -> bytes:
         return self._get(torch.Size) + _fragment(tuple(int(size) for size in shape)) + _TUPLE[1] + b"R"

@@ -1,0 +1,235 @@
+"""Made-up checkpoints of large worlds: their metadata is that of real ranks, their data files are sparse."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+FOLDERS = ("pytorch_model_fsdp_0", "optimizer_0")
+HIDDEN, INTERMEDIATE, KEY_VALUE, VOCABULARY, LAYERS = 8192, 28672, 1024, 128256, 80
+STEP = 20.0
+
+
+def llama_shapes(layers: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of Llama's parameters, in the order of the model."""
+    layer = {
+        "self_attn.q_proj": (HIDDEN, HIDDEN),
+        "self_attn.k_proj": (KEY_VALUE, HIDDEN),
+        "self_attn.v_proj": (KEY_VALUE, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, HIDDEN),
+        "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
+        "mlp.up_proj": (INTERMEDIATE, HIDDEN),
+        "mlp.down_proj": (HIDDEN, INTERMEDIATE),
+        "input_layernorm": (HIDDEN,),
+        "post_attention_layernorm": (HIDDEN,),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
+    for number in range(layers):
+        shapes |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
+    return {**shapes, "model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCABULARY, HIDDEN)}
+
+
+def rows_of(size: int, rank: int, world: int) -> tuple[int, int]:
+    """Return the first row and the number of rows of a rank's shard, as torch.chunk divides them."""
+    step = -(-size // world)
+    start = min(step * rank, size)
+    return start, min(start + step, size) - start
+
+
+class MadeUpRun:
+    """The ranks of a run that has saved a checkpoint, and the files of its staging folder."""
+
+    def __init__(self, world: int, shapes: dict[str, tuple[int, ...]]) -> None:
+        self.world, self.shapes = world, shapes
+
+    def local_shapes(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        return tuple((rows_of(size, rank, self.world)[1], *rest) for size, *rest in self.shapes.values())
+
+    def shards(self, rank: int) -> Any:
+        """Return the rank's shards as the model and the optimizer would, without memory."""
+        import torch
+
+        from hf_fsdp_plugin.checkpoint.formats.boxes import Box, whole
+        from hf_fsdp_plugin.checkpoint.shard_layout import LocalShard, Piece
+        from hf_fsdp_plugin.checkpoint.shards import ModelShards, OptimizerShards
+
+        tensors, state = [], {}
+        for name, shape in self.shapes.items():
+            start, count = rows_of(shape[0], rank, self.world)
+            box = Box((start, *(0 for _ in shape[1:])), (count, *shape[1:]))
+            pieces = (Piece(box, torch.empty(box.sizes, device="meta")),) if count else ()
+            tensors.append(LocalShard(name, torch.float32, shape, pieces))
+            moments = {
+                key: LocalShard(f"state.{name}.{key}", torch.float32, shape, pieces)
+                for key in ("exp_avg", "exp_avg_sq")
+            }
+            step = LocalShard(f"state.{name}.step", torch.float32, (), (Piece(whole(()), torch.tensor(STEP)),))
+            state[name] = {**moments, "step": step}
+        groups = ({"params": list(self.shapes), "lr": 1e-4, "betas": (0.9, 0.999), "weight_decay": 0.01},)
+        return ModelShards(tuple(tensors), {}), OptimizerShards(state, groups)
+
+    def manifest(self) -> Any:
+        """Return the manifest without files."""
+        from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
+
+        return Manifest(
+            kind="sharded", backend="fsdp2", world_size=self.world, mesh={"replicate": 1, "shard": self.world},
+            strategy="full_shard", step=int(STEP), asynchronous=True, created="2026-01-02T03:04:05+00:00", versions={},
+            settings={}, parameters={name: ("float32", shape) for name, shape in self.shapes.items()}, ties=(),
+            files=(), batch={},
+        )  # fmt: skip
+
+    def write(self, staging: Any) -> float:
+        """Write sparse files and the records of all ranks. Return the CPU seconds of the record of one rank."""
+        import numpy
+        import torch.distributed as dist
+
+        from hf_fsdp_plugin.checkpoint.formats.block_file import PackedRanges, pack_all
+        from hf_fsdp_plugin.checkpoint.formats.ranges import FileRange, FileRecord
+        from hf_fsdp_plugin.checkpoint.writing import part_writer, state_files
+        from hf_fsdp_plugin.checkpoint.writing.chunk_tables import DcpEntries
+        from hf_fsdp_plugin.checkpoint.writing.dcp import MIN_INDEXED
+        from hf_fsdp_plugin.checkpoint.writing.rank_record import RankRecord
+
+        hashes: Any = part_writer._RangeHashes  # the ranges that a rank hashes
+        known: dict[Any, Any] = {}
+        seconds = []
+        for rank in range(self.world):
+            begin = time.process_time()
+            layout = rank == 0, self.local_shapes(rank)
+            if layout not in known:  # equal layouts differ in the first rows and in the name of the file
+                model, optimizer = self.shards(rank)
+                with mock.patch.multiple(dist, get_rank=lambda at=rank: at, get_world_size=lambda: self.world):
+                    states = [
+                        state_files.model_files(model, "sharded"),
+                        state_files.optimizer_files(optimizer, "sharded"),
+                    ]
+                bounds = [hashes(state.parts[0])._bounds for state in states]
+                known[layout] = rank, states, bounds
+            first, states, bounds = known[layout]
+            files, dcp = [], []
+            for state, own in zip(states, bounds, strict=True):
+                (entries,), (part,) = state.dcp, state.parts
+                chunks = entries.chunks.copy()
+                sizes = numpy.array([shape[0] for _, _, shape in entries.tensors])[chunks[:, 0]]
+                chunks[:, 4] = -(-sizes // self.world) * rank
+                name = entries.file.replace(f"__{first}_", f"__{rank}_")
+                path = f"{entries.folder}/{name}"
+                names: dict[str, int] = {}
+                ranges = [FileRange(start=low, stop=high, hash="0" * 32, name=name) for low, high, name in own]
+                packed = numpy.frombuffer(bytearray(pack_all(ranges, names)), "u1").reshape(-1, 36)
+                packed[:, 20:] = numpy.random.default_rng(rank).integers(0, 256, (len(packed), 16), dtype="u1")
+                files.append(FileRecord(path=path, size=part.size, ranges=PackedRanges(packed.tobytes(), tuple(names))))
+                dcp.append(DcpEntries(entries.folder, name, entries.tensors, chunks, entries.smalls, entries.aliases))
+                (staging.folder / path).parent.mkdir(exist_ok=True)
+                with (staging.folder / path).open("wb") as file:
+                    file.truncate(part.size)
+                    if len(chunks) * self.world < MIN_INDEXED:  # the headers of the archives are read
+                        for item in part.extents[0].items:
+                            file.seek(item.offset)
+                            file.write(item.contents[0])
+                            file.seek(item.stop - len(item.contents[2]))
+                            file.write(item.contents[2])
+            (staging.folder / f"rng_state_{rank}.pth").write_bytes(b"\0" * 16)
+            seconds.append(time.process_time() - begin)
+            staging.write_record(rank, RankRecord(tuple(files), tuple(dcp)))
+        return seconds[0]
+
+
+class Counts:
+    """Counts opened files, reads and bytes while it is active. Reads of tensors are not executed."""
+
+    def __init__(self, monitored: Path) -> None:
+        self.opens: set[str] = set()
+        self.reads = self.num_bytes = self.data_reads = self.data_bytes = 0
+        self._root = str(monitored)
+
+    def __enter__(self) -> Counts:
+        self._plain = os.open, os.pread, os.preadv
+        os.open, os.pread, os.preadv = self._open, self._pread, self._preadv  # type: ignore[assignment]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.open, os.pread, os.preadv = self._plain
+
+    def _open(self, path: Any, *arguments: Any, **options: Any) -> int:
+        if str(path).startswith(self._root):
+            self.opens.add(str(path))
+        return self._plain[0](path, *arguments, **options)
+
+    def _pread(self, *arguments: Any) -> bytes:
+        data = self._plain[1](*arguments)
+        self.reads += 1
+        self.num_bytes += len(data)
+        return data
+
+    def _preadv(self, *arguments: Any) -> int:
+        count = self._plain[2](*arguments)
+        self.reads += 1
+        self.num_bytes += count
+        return count
+
+    def data(self, num_bytes: int) -> None:
+        self.data_reads += 1
+        self.data_bytes += num_bytes
+
+
+@contextmanager
+def sparse_data(world: int) -> Iterator[None]:
+    """Do not compare the bytes of the data files of ``world`` ranks with their hashes."""
+    from hf_fsdp_plugin.checkpoint.checking.verified_files import VerifiedFiles
+
+    sparse = {f"{folder}/__{rank}_0.distcp" for folder in FOLDERS for rank in range(world)}
+    compare: Any = VerifiedFiles._compare
+
+    def compare_real(self: Any, file: str, *arguments: Any) -> None:
+        if file not in sparse:
+            compare(self, file, *arguments)
+
+    with mock.patch.object(VerifiedFiles, "_compare", compare_real):
+        yield
+
+
+def plan_resume(checkpoint: Path, shards: Any, rank: int, world: int) -> tuple[list[Any], int]:
+    """Do what ``load_model`` and ``load_optimizer`` do on one rank before they read the data.
+
+    Args:
+        shards: the shards of the rank ``rank`` of ``world``.
+
+    Returns:
+        The files and the transfer of each read, and the number of bytes that the rank holds. Scalars are read here.
+    """
+    from hf_fsdp_plugin.checkpoint.checking.verified_files import check_headers, files_of_checkpoint
+    from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
+    from hf_fsdp_plugin.checkpoint.reading.fill import transfers
+
+    model, optimizer = shards
+    held, work = 0, []
+    stored_model = read_stored_model(checkpoint, partial=True)
+    files = files_of_checkpoint(checkpoint, stored_model, verify=True)
+    with files:
+        check_headers(files, stored_model, rank, world)
+    for shard in model.tensors:
+        work += [(files, transfer) for transfer in transfers(stored_model.tensors[shard.name], shard.pieces)]
+        held += shard.num_bytes
+    stored = read_stored_optimizer(checkpoint, partial=True)
+    assert stored is not None
+    files = files_of_checkpoint(checkpoint, stored, verify=True)
+    with files:
+        check_headers(files, stored, rank, world)
+        for name, entry in optimizer.state.items():
+            for key, shard in entry.items():
+                found = [(files, transfer) for transfer in transfers(stored.state[name][key], shard.pieces)]
+                if shard.shape:
+                    work += found
+                    held += shard.num_bytes
+                else:
+                    number = memoryview(bytearray(4))
+                    files.read(found[0][1].file, found[0][1].offset, number)
+                    assert number.cast("f")[0] == STEP
+    return work, held
