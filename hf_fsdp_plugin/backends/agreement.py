@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +15,8 @@ from hf_fsdp_plugin.problems import CheckpointError, Problem, SpecError
 from hf_fsdp_plugin.text import format_names
 
 T = TypeVar("T")
+_MAX_DISTINCT = 8
+"""Maximum number of different objects that are broadcast one after the other."""
 _Failure = tuple[str, str, tuple[Problem, ...]]
 """Class and message of an exception, and the problems of a :class:`SpecError`."""
 _AGREED = "_hf_fsdp_agreed"
@@ -28,6 +32,36 @@ def gather_objects(own: T) -> list[T]:
     return objects
 
 
+def gather_equal_objects(own: T) -> list[T]:
+    """Return the object of every rank, in rank order, where most ranks have equal objects. Collective.
+
+    The ranks exchange hashes. Each different object is sent once, so that the bytes do not grow with the square of the
+    ranks. Ranks with equal objects share one.
+    """
+    if not dist.is_initialized():
+        return [own]
+    hashes = gather_objects(_hash(pickle.dumps(own)))
+    first = {found: hashes.index(found) for found in dict.fromkeys(hashes)}
+    if len(first) > _MAX_DISTINCT:
+        return gather_objects(own)
+    objects = {found: broadcast_object(own, rank) if len(first) > 1 else own for found, rank in first.items()}
+    return [objects[found] for found in hashes]
+
+
+def broadcast_object(own: T, source: int = 0) -> T:
+    """Return the object of the rank ``source``. Collective."""
+    if not dist.is_initialized():
+        return own
+    objects = [own if dist.get_rank() == source else None]
+    dist.broadcast_object_list(objects, src=source)
+    received = own if dist.get_rank() == source else objects[0]
+    return received  # type: ignore[return-value]
+
+
+def _hash(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
 def same_on_all_ranks(what: str, value: str) -> None:
     """Check that ``value`` is the same on all ranks: ranks with different plans would wait in different collectives.
 
@@ -36,7 +70,7 @@ def same_on_all_ranks(what: str, value: str) -> None:
     Raises:
         SpecError: on all ranks, if any value differs.
     """
-    values = gather_objects(value)
+    values = gather_objects(_hash(value.encode()))
     different = [rank for rank, other in enumerate(values) if other != values[0]]
     if different:
         message = f"{what} is not the same on all ranks. Ranks that differ from rank 0: {format_names(different)}."

@@ -34,6 +34,7 @@ _EXPORTS = {
     "reading.optimizer": ("load_optimizer",),
     "reading.states": ("check_states", "load_state"),
     "shards": ("ModelShards", "model_shards", "shards_below"),
+    "visibility": ("check_visible",),
     "writing.gather": ("gathered_state",),
     "writing.manager": ("CheckpointManager",),
     "writing.manifest": ("manifest_of",),
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer
     from hf_fsdp_plugin.checkpoint.reading.states import check_states, load_state
     from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, shards_below
+    from hf_fsdp_plugin.checkpoint.visibility import check_visible
     from hf_fsdp_plugin.checkpoint.writing.gather import gathered_state
     from hf_fsdp_plugin.checkpoint.writing.manager import CheckpointManager
     from hf_fsdp_plugin.checkpoint.writing.manifest import manifest_of

@@ -23,6 +23,7 @@ PAGE = 4096
 DIRECT = getattr(os, "O_DIRECT", 0)
 UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 """Error numbers that file systems without direct I/O return."""
+_NO_FOLDER_SYNC = (*UNSUPPORTED, errno.EACCES, errno.EBADF, errno.EISDIR, errno.ENOSYS)
 MAX_SPAN = 16 << 20
 """Maximum number of bytes in one read of elements that are not contiguous in the file."""
 MAX_OPEN = 64
@@ -37,10 +38,17 @@ def round_up(size: int, unit: int = PAGE) -> int:
 
 
 def sync(path: Path) -> None:
-    """Sync a file's bytes, or a folder's entries: syncing a file does not make its name durable."""
+    """Sync a file's bytes, or a folder's entries: syncing a file does not make its name durable.
+
+    Some file systems (CIFS, FUSE) do not sync folders. They make names durable by themselves.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            error.filename = str(path)
+            raise
     finally:
         os.close(descriptor)
 

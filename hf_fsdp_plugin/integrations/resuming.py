@@ -7,9 +7,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hf_fsdp_plugin.backends.agreement import on_all_ranks
+from hf_fsdp_plugin.backends.agreement import broadcast_object, on_all_ranks
 from hf_fsdp_plugin.checkpoint import (
     check_states,
+    check_visible,
     newest_complete,
     read_manifest,
     recover_interrupted_commit,
@@ -61,21 +62,39 @@ def _find(run: Path | None, prefix: str, selected: Path | None, fix: str) -> Pat
                 recover_run(run, prefix)
             if selected is not None:
                 recover_interrupted_commit(selected)
+    found: _Found = (None, [], None)
     with on_all_ranks("looking for a checkpoint"):
-        if selected is not None:
-            reason = why_incomplete(selected) if selected.is_dir() else "the folder does not exist"
-            if reason is not None:
-                message = f"{selected} is not a complete checkpoint: {reason}"
-                raise CheckpointError([Problem(code="FSDP-E431", message=message, fix=fix)])
-            return selected
-        found, skipped = newest_complete(run, prefix) if run is not None else (None, [])
-        for path, reason in skipped:
-            print_once(Problem(code="FSDP-W432", message=f"{path} is skipped: {reason}"))
-        if found is None and skipped:
-            message = f"none of the {len(skipped)} checkpoints in {run} is complete."
-            fix = "Restore one from a backup, or start without resuming."
-            raise CheckpointError([Problem(code="FSDP-E606", message=message, fix=fix)])
-        return found
+        if dist.get_rank() == 0:
+            found = _look(run, prefix, selected, fix)
+    # Only rank 0 asks for the files of the checkpoints, which are several for each rank.
+    checkpoint, skipped, failure = broadcast_object(found)
+    for path, reason in skipped:
+        print_once(Problem(code="FSDP-W432", message=f"{path} is skipped: {reason}"))
+    if failure is not None:
+        raise CheckpointError([failure])
+    if checkpoint is not None:
+        with on_all_ranks("looking for a checkpoint"):
+            check_visible(checkpoint, "resumes from")
+    return checkpoint
+
+
+_Found = tuple[Path | None, list[tuple[Path, str]], Problem | None]
+"""The checkpoint, the newer ones that are incomplete with the reasons, and the error."""
+
+
+def _look(run: Path | None, prefix: str, selected: Path | None, fix: str) -> _Found:
+    if selected is not None:
+        reason = why_incomplete(selected) if selected.is_dir() else "the folder does not exist"
+        if reason is None:
+            return selected, [], None
+        message = f"{selected} is not a complete checkpoint: {reason}"
+        return None, [], Problem(code="FSDP-E431", message=message, fix=fix)
+    found, skipped = newest_complete(run, prefix) if run is not None else (None, [])
+    if found is None and skipped:
+        message = f"none of the {len(skipped)} checkpoints in {run} is complete."
+        fix = "Restore one from a backup, or start without resuming."
+        return None, skipped, Problem(code="FSDP-E606", message=message, fix=fix)
+    return found, skipped, None
 
 
 def warn_differences(checkpoint: Path, batch: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_fsdp_plugin.backends.agreement import gather_objects, on_all_ranks
+from hf_fsdp_plugin.backends.agreement import gather_equal_objects, gather_objects, on_all_ranks
 from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.observe.first_step import recorded_first_step, shards_changed
 from hf_fsdp_plugin.observe.live_run import LiveRun
@@ -197,13 +197,15 @@ def _merge_ranks(
 
     A setting differs if it differs on any rank. A problem that only some ranks have names the first of them.
     """
-    results = gather_objects((settings, problems))
+    results = gather_equal_objects((settings, problems))
     rows = []
     for index, row in enumerate(results[0][0]):
         rows.append(next((other[index] for other, _ in results if other[index].status == "differs"), row))
     num_ranks = Counter(problem for _, found in results for problem in dict.fromkeys(found))
     merged: dict[tuple[str, str], Problem] = {}
     for rank, (_, found) in enumerate(results):
+        if rank and found is results[0][1]:
+            continue  # the same object: equal to that of rank 0
         for problem in found:
             on_every_rank = num_ranks[problem] == len(results)
             merged.setdefault(

@@ -31,7 +31,7 @@ from typing import Any
 from common import ROOT, make_parser
 from update_results import write_result
 
-sys.path.append(str(ROOT / "scripts"))
+sys.path.append(str(ROOT / "tests" / "unit" / "checkpoint"))
 
 from made_up_runs import HIDDEN, LAYERS, Counts, MadeUpRun, llama_shapes, plan_resume, sparse_data
 
@@ -140,8 +140,8 @@ def commit(staging: Any, run: MadeUpRun) -> dict[str, Any]:
 
 
 def measure(world: int, layers: int, work: Path) -> dict[str, Any]:
+    from hf_fsdp_plugin.checkpoint import StagingFolder
     from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, DCP_METADATA, INDEX_FILE, MANIFEST_NAME
-    from hf_fsdp_plugin.checkpoint.writing.staging import StagingFolder
 
     shapes = llama_shapes(layers)
     run = MadeUpRun(world, shapes)

@@ -13,13 +13,14 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import nn
 
-from hf_fsdp_plugin.backends.agreement import on_all_ranks
+from hf_fsdp_plugin.backends.agreement import broadcast_object, on_all_ranks
 from hf_fsdp_plugin.checkpoint.checking.verified_files import check_headers, files_of_checkpoint
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model
 from hf_fsdp_plugin.checkpoint.reading import mismatch
 from hf_fsdp_plugin.checkpoint.reading.fill import fill, transfers
 from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, persistent_buffers
+from hf_fsdp_plugin.checkpoint.visibility import check_visible
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.torch_private.functions import IncompatibleKeys
@@ -46,7 +47,10 @@ def load_model(
             from those that were saved; then weights may have been changed.
         SpecError: only some ranks have problems. The message names these ranks.
     """
+    on_rank_0 = broadcast_object(checkpoint.exists())
     with on_all_ranks(f"reading {checkpoint}"):
+        if on_rank_0:
+            check_visible(checkpoint, "reads")
         stored = read_stored_model(checkpoint, number, partial=True)
         files = files_of_checkpoint(checkpoint, stored, verify=verify)
         with files:

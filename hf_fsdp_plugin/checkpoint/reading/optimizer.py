@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_plugin.backends.agreement import on_all_ranks
+from hf_fsdp_plugin.backends.agreement import broadcast_object, on_all_ranks
 from hf_fsdp_plugin.backends.optimizer_state_factory import state_factory
 from hf_fsdp_plugin.backends.optimizer_step import step_mode
 from hf_fsdp_plugin.backends.torch_types import dtensor_like
@@ -31,6 +31,7 @@ from hf_fsdp_plugin.checkpoint.optimizer_state import range_of, split_inner_key,
 from hf_fsdp_plugin.checkpoint.reading import mismatch
 from hf_fsdp_plugin.checkpoint.reading.fill import Transfer, fill, transfers
 from hf_fsdp_plugin.checkpoint.shard_layout import ModelLayout, ParameterLayout, Piece, local_tensor, model_layout
+from hf_fsdp_plugin.checkpoint.visibility import check_visible
 from hf_fsdp_plugin.problems import CheckpointError
 from hf_fsdp_plugin.text import format_names
 
@@ -56,7 +57,10 @@ def load_optimizer(
             all problems, and nothing has been changed. Or bytes differ from those that were saved; then state tensors
             may have been changed.
     """
+    on_rank_0 = broadcast_object(checkpoint.exists())
     with on_all_ranks(f"reading {checkpoint}"):
+        if on_rank_0:
+            check_visible(checkpoint, "reads")
         stored = read_stored_optimizer(checkpoint, number, partial=True)
         if stored is None:
             raise CheckpointError([mismatch.no_optimizer(checkpoint)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import signal
 import threading
@@ -13,16 +14,22 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_fsdp_plugin.checkpoint.writing.save import Save
 
+_MANY_RANKS, _STEPS = 16, 8
+"""A poll is a collective that waits for the slowest rank. More ranks than ``_MANY_RANKS`` poll every 8 steps."""
 _SIGTERM_TIMEOUT = 20.0
 """Seconds that the SIGTERM handler waits for a save. Batch systems send SIGKILL 30 seconds after SIGTERM."""
 
 
 class SaveHooks:
-    """Polls a save after every optimizer step, and delays the end of the process until the save is written."""
+    """Polls a save after optimizer steps, and delays the end of the process until the save is written."""
 
     def __init__(self, save: Save, poll: Callable[[], object]) -> None:
+        interval = 1 if save.world_size <= _MANY_RANKS else _STEPS
+        steps = itertools.count(1)
+
         def poll_after_step(*_: object) -> None:
-            poll()
+            if next(steps) % interval == 0:  # at the same step on all ranks
+                poll()
 
         self._save = save
         self._step_hook = register_optimizer_step_post_hook(poll_after_step)

@@ -29,8 +29,10 @@ from hf_fsdp_plugin.problems import CheckpointError, Problem
 
 POLL_INTERVAL = 0.02
 """Seconds between checks for the records of other ranks."""
+_POLL_COST = 1e-4
+"""Seconds for each rank between reads of the folder of the records, which has a file for each rank."""
 _LOOK_AGAIN = 1.0
-"""Seconds between reads of folders that a file system may cache."""
+"""Seconds between reads of the times of all files."""
 _EXIT_TIMEOUT = 60.0
 """A process that exits abandons a save if no rank has written a byte for this many seconds."""
 _WRITING, _DONE, _FAILED = 0, 1, 2
@@ -45,6 +47,7 @@ class Save:
 
     Attributes:
         models: indices of the saved models.
+        world_size: number of ranks that write.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class Save:
         self.started = time.monotonic()
         self._writer, self._buffers = writer, buffers
         # Stored, because a save may outlive the process group.
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._records: list[FileRecord] = []
         self._dcp: list[DcpEntries] = []
         self._staged: list[tuple[list[FilePart], torch.Tensor]] = []
@@ -131,16 +134,13 @@ class Save:
         self._record_written = True
 
     def _commit(self, manifest: Manifest, after: Callable[[], None] | None) -> None:
-        rank, waited = 0, 0.0
-        while (rank := self.staging.missing_record(rank, self._world_size)) < self._world_size:
+        rank = 0
+        interval = max(POLL_INTERVAL, self.world_size * _POLL_COST)
+        while (rank := self.staging.missing_record(rank, self.world_size)) < self.world_size:
             failures = self.staging.read_failures()
-            if failures or self._abandoned.wait(POLL_INTERVAL):
+            if failures or self._abandoned.wait(interval):
                 raise _OtherRankFailed([_abandoned(self.final, failures)])
-            waited += POLL_INTERVAL
-            if waited > _LOOK_AGAIN:
-                self.staging.look_again()
-                waited = 0.0
-        self.staging.commit(self.staging.read_records(self._world_size), manifest)
+        self.staging.commit(self.staging.read_records(self.world_size), manifest)
         if after is not None:
             after()
 

@@ -15,7 +15,6 @@ Ranks communicate through files, because collectives of a background save would 
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
@@ -41,11 +40,12 @@ from hf_fsdp_plugin.checkpoint.names import (
     hidden,
     trainer_rng_file,
 )
+from hf_fsdp_plugin.checkpoint.visibility import check_visible
 from hf_fsdp_plugin.checkpoint.writing.dcp import final_files
 from hf_fsdp_plugin.checkpoint.writing.errors import os_errors_as_problems
 from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
 from hf_fsdp_plugin.checkpoint.writing.rank_record import RankRecord, RecordReader, record_bytes
-from hf_fsdp_plugin.problems import CheckpointError, Problem
+from hf_fsdp_plugin.problems import CheckpointError
 
 
 class StagingFolder:
@@ -74,8 +74,7 @@ class StagingFolder:
                 if dist.get_rank() == 0:
                     self._create()
             with on_all_ranks(f"preparing {self.root}"):
-                if not self.folder.is_dir():
-                    raise CheckpointError([_not_shared(self.folder)])
+                check_visible(self.folder, "created")
         except CheckpointError:
             if dist.get_rank() == 0:
                 self.discard()
@@ -118,7 +117,10 @@ class StagingFolder:
         write_text(self._records / f"rank{rank}.failed", text)
 
     def read_failures(self) -> dict[int, str]:
-        """Return the errors that ranks have written, by rank."""
+        """Return the errors that ranks have written, by rank.
+
+        Reads the whole folder: then clients of NFS also see records that did not exist when they asked for them.
+        """
         return {
             int(path.stem.removeprefix("rank")): path.read_text(encoding="utf-8")
             for path in sorted(self._records.glob("*.failed"))
@@ -127,11 +129,6 @@ class StagingFolder:
     def missing_record(self, first: int, world_size: int) -> int:
         """Return the first rank from ``first`` on that has not written its record; ``world_size`` if all have."""
         return next((rank for rank in range(first, world_size) if not self._record_path(rank).exists()), world_size)
-
-    def look_again(self) -> None:
-        """Read the folder of the records: NFS clients may remember for a minute that a file did not exist."""
-        with suppress(OSError):
-            os.listdir(self._records)
 
     def read_records(self, world_size: int) -> list[RankRecord]:
         """Return the records of all ranks, in rank order."""
@@ -242,11 +239,3 @@ def _read_manifest(folder: Path) -> Manifest | None:
         return read_manifest(folder)
     except CheckpointError:
         return None
-
-
-def _not_shared(folder: Path) -> Problem:
-    return Problem(
-        code="FSDP-E405",
-        message=f"rank 0 created {folder}, but this rank cannot see it: the ranks have no common file system.",
-        fix="Save to a folder that all machines share.",
-    )
