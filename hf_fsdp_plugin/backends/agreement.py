@@ -15,6 +15,8 @@ from hf_fsdp_plugin.problems import CheckpointError, Problem, SpecError
 from hf_fsdp_plugin.text import format_names
 
 T = TypeVar("T")
+_SHORT = 64
+"""Maximum length of a text that is exchanged instead of its hash."""
 _MAX_DISTINCT = 8
 """Maximum number of different objects that are broadcast one after the other."""
 _Failure = tuple[str, str, tuple[Problem, ...]]
@@ -70,7 +72,7 @@ def same_on_all_ranks(what: str, value: str) -> None:
     Raises:
         SpecError: on all ranks, if any value differs.
     """
-    values = gather_objects(_hash(value.encode()))
+    values = gather_objects(value if len(value) <= _SHORT else _hash(value.encode()).hex())
     different = [rank for rank, other in enumerate(values) if other != values[0]]
     if different:
         message = f"{what} is not the same on all ranks. Ranks that differ from rank 0: {format_names(different)}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from made_up_runs import Counts, MadeUpRun, llama_shapes, plan_resume, sparse_data
 
+from hf_fsdp_plugin.checkpoint.formats import dcp as reader
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, INDEX_FILE, MANIFEST_NAME
 from hf_fsdp_plugin.checkpoint.writing import dcp
 from hf_fsdp_plugin.checkpoint.writing.staging import StagingFolder
@@ -54,10 +56,11 @@ class Saved:
         return counts, calls, len(work), held
 
 
-def save(folder: Path, world: int, layers: int = 1) -> Saved:
+def save(folder: Path, world: int, layers: int = 1, *, indexed: bool = True) -> Saved:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
-        patch.setattr(dcp, "MIN_INDEXED", 0)  # few layers
+        if indexed:
+            patch.setattr(dcp, "MIN_INDEXED", 0)  # few layers
         run = MadeUpRun(world, llama_shapes(layers))
         staging = StagingFolder(folder / "checkpoint-20")
         staging._create()
@@ -85,6 +88,25 @@ def test_resume_in_another_world_reads_few_pieces(worlds: dict[int, Saved], resu
     counts, _, reads, _ = worlds[LARGE].resume(resumed)
     assert reads <= 4 * NUM_TENSORS
     assert counts.reads < 10 * NUM_TENSORS and len(counts.opens) < 10
+
+
+def test_more_ranks_than_open_files_are_read(tmp_path: Path) -> None:
+    """Without an index, as earlier versions and stock write it."""
+    saved = save(tmp_path, 100, indexed=False)
+    assert not [*saved.folder.rglob(INDEX_FILE)]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 75, limits[1]))
+    try:
+        counts, _, reads, _ = saved.resume(75)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(counts.opens) > 200 and reads < 4 * NUM_TENSORS
+
+
+def test_large_world_without_index_opens_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "MAX_EAGER", 0)
+    counts, _, reads, _ = save(tmp_path, 100, indexed=False).resume(75)
+    assert len(counts.opens) < 20 and counts.reads < 10 * NUM_TENSORS and reads < 4 * NUM_TENSORS
 
 
 def test_resume_reads_little_but_its_own_bytes(worlds: dict[int, Saved]) -> None:

@@ -6,8 +6,9 @@ import atexit
 import errno
 import os
 import signal
+import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 
 from hf_fsdp_plugin.checkpoint import CheckpointManager, load_model, why_incomplete
 from hf_fsdp_plugin.checkpoint.shards import optimizer_shards
+from hf_fsdp_plugin.checkpoint.writing import exit_hooks
 from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
 from hf_fsdp_plugin.problems import CheckpointError
 
@@ -79,6 +81,71 @@ def test_hooks_exist_while_a_save_is_in_flight(
     optimizer.step()  # polls
     assert manager.save_in_flight is None
     assert in_flight.join_at_exit not in registered and signal.getsignal(signal.SIGTERM) == before
+
+
+def test_many_ranks_poll_after_every_eighth_step(
+    manager: CheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exit_hooks, "_MANY_RANKS", 0)
+    optimizer = torch.optim.SGD(nn.Linear(4, 3).parameters())
+    save(manager, tmp_path / "checkpoint", nn.Linear(4, 3), asynchronous=True)
+    assert manager.save_in_flight is not None
+    manager.save_in_flight.join(10)
+    for _ in range(7):
+        optimizer.step()
+        assert manager.save_in_flight is not None
+    optimizer.step()
+    assert manager.save_in_flight is None
+
+
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS])
+def test_folder_that_cannot_be_synced_is_accepted(
+    manager: CheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    """CIFS and some FUSE file systems refuse it."""
+    refuse_syncs(monkeypatch, error, stat.S_ISDIR)
+    save(manager, tmp_path / "checkpoint", nn.Linear(4, 3))
+    assert why_incomplete(tmp_path / "checkpoint") is None
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_file_that_cannot_be_synced_fails_the_save(
+    manager: CheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    refuse_syncs(monkeypatch, errno.EINVAL, stat.S_ISREG)
+    with pytest.raises(CheckpointError, match=r"Invalid argument \(.*model\.safetensors\).*Check the disk.*FSDP-E404"):
+        save(manager, tmp_path / "checkpoint", nn.Linear(4, 3), asynchronous=asynchronous)
+        manager.wait()
+    assert list(tmp_path.iterdir()) == []
+
+
+def refuse_syncs(monkeypatch: pytest.MonkeyPatch, error: int, kind: Callable[[int], bool]) -> None:
+    fsync = os.fsync
+
+    def refusing(descriptor: int) -> None:
+        if kind(os.fstat(descriptor).st_mode):
+            raise OSError(error, os.strerror(error))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refusing)
+
+
+def test_file_system_without_direct_io_is_used(
+    manager: CheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, refused = os.open, []
+
+    def refusing(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
+        if flags & os.O_DIRECT:
+            refused.append(path)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return plain(path, flags, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refusing)
+    model, other = nn.Linear(1024, 1024), nn.Linear(1024, 1024)
+    save(manager, tmp_path / "checkpoint", model)
+    load_model(other, tmp_path / "checkpoint")
+    assert refused and torch.equal(other.weight, model.weight)
 
 
 def test_close_waits_for_the_save_in_flight(manager: CheckpointManager, tmp_path: Path) -> None:
