@@ -1,6 +1,6 @@
 """What resuming and committing cost in large worlds, counted on made-up checkpoints of 70 billion parameters.
 
-A checkpoint has the metadata of a Llama of 70 billion parameters with AdamW in fp32, sharded by FSDP2, as the ranks
+A checkpoint has the metadata of a Llama of 70 billion parameters with AdamW in fp32, as the ranks of FSDP2 or FSDP1
 write it: every chunk of every tensor, with the hashes of its bytes. The data files are sparse. The package's own code
 commits the checkpoint as rank 0, and plans and reads the shards of one rank, in the same and in a smaller world. Reads
 of the data are counted instead of executed: their time is that of the disk, and grows with the bytes that a rank holds.
@@ -36,14 +36,15 @@ sys.path.append(str(ROOT / "tests" / "unit" / "checkpoint"))
 from made_up_runs import HIDDEN, LAYERS, Counts, MadeUpRun, llama_shapes, plan_resume, sparse_data
 
 WORLDS = (2, 8, 64, 256, 1024, 4096)
+FSDP1_WORLDS = (64, 1024)
 
 
 def parse_args() -> argparse.Namespace:
     parser = make_parser(__doc__, "large_world")
-    parser.add_argument("--worlds", type=int, nargs="+", default=WORLDS)
+    parser.add_argument("--worlds", type=int, nargs="*", default=WORLDS)
+    parser.add_argument("--fsdp1-worlds", type=int, nargs="*", default=FSDP1_WORLDS)
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--folder", type=Path, help="folder for the checkpoints; default: the system's")
-    parser.add_argument("--world", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -139,18 +140,18 @@ def commit(staging: Any, run: MadeUpRun) -> dict[str, Any]:
     }
 
 
-def measure(world: int, layers: int, work: Path) -> dict[str, Any]:
+def measure(world: int, version: int, layers: int, work: Path) -> dict[str, Any]:
     from hf_fsdp_plugin.checkpoint import StagingFolder
     from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, DCP_METADATA, INDEX_FILE, MANIFEST_NAME
 
     shapes = llama_shapes(layers)
-    run = MadeUpRun(world, shapes)
+    run = MadeUpRun(world, shapes, version)
     staging = StagingFolder(work / "checkpoint-20")
     staging._create()
     record = run.write(staging)
     committed = commit(staging, run)
     checkpoint = staging.final
-    other = MadeUpRun(max(1, world * 3 // 4), shapes)
+    other = MadeUpRun(max(1, world * 3 // 4), shapes, version)
     return {
         "record_cpu_seconds": round(record, 2),
         "commit": committed,
@@ -168,28 +169,28 @@ def size_of(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def run_world(world: int, layers: int, folder: Path | None, results: Any) -> None:
+def run_world(world: int, version: int, layers: int, folder: Path | None, results: Any) -> None:
     work = Path(tempfile.mkdtemp(dir=folder))
     try:
-        results.put(measure(world, layers, work))
+        results.put(measure(world, version, layers, work))
     finally:
         shutil.rmtree(work)
 
 
 def main() -> int:
     args = parse_args()
-    found = {}
+    found = []
     context = multiprocessing.get_context("spawn")
-    for world in args.worlds:
+    for version, world in [*((2, world) for world in args.worlds), *((1, world) for world in args.fsdp1_worlds)]:
         results = context.SimpleQueue()
-        process = context.Process(target=run_world, args=(world, args.layers, args.folder, results))
+        process = context.Process(target=run_world, args=(world, version, args.layers, args.folder, results))
         process.start()
         process.join()
         if process.exitcode != 0:
             raise SystemExit(f"the measurement of {world} ranks failed")
-        found[str(world)] = results.get()
-        print(world, json.dumps(found[str(world)]), file=sys.stderr)
-    result = {"model": f"Llama, {args.layers} layers, hidden {HIDDEN}, fp32, AdamW, FSDP2", "worlds": found}
+        found.append({"ranks": world, "version": version, **results.get()})
+        print(json.dumps(found[-1]), file=sys.stderr)
+    result = {"model": f"Llama, {args.layers} layers, hidden {HIDDEN}, fp32, AdamW", "worlds": found}
     write_result("large_world", args.out, result)
     return 0
 

@@ -295,11 +295,12 @@ def large_world(result: Result) -> list[str]:
         "longest pause of another thread", "manifest", "index", "`.metadata`", "peak memory",
     ]  # fmt: skip
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    for world, run in result["worlds"].items():
+    for run in result["worlds"]:
+        world = f"{run['ranks']:,}{', FSDP1' if run['version'] == 1 else ''}"
         same, fewer, commit = run["same"], run["fewer"], run["commit"]
         sizes = [f"{run[key] / 1e6:.1f} MB" for key in ("manifest_bytes", "index_bytes", "metadata_bytes")]
         cells = [
-            f"{int(world):,}", f"{same['cpu_seconds']:.2f} s", f"{same['metadata_reads'] + same['data_reads']:,}",
+            world, f"{same['cpu_seconds']:.2f} s", f"{same['metadata_reads'] + same['data_reads']:,}",
             f"{same['metadata_bytes'] / 1e6:.1f} MB", str(same["opened_files"]), f"{same['read_over_held']:.2f}",
             f"{fewer['cpu_seconds']:.2f} s, {fewer['read_over_held']:.2f}", f"{commit['cpu_seconds']:.1f} s",
             f"{commit['longest_pause_seconds']:.2f} s", *sizes, f"{run['peak_bytes'] / 1e9:.1f} GB",

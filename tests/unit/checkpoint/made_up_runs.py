@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -42,32 +44,63 @@ def rows_of(size: int, rank: int, world: int) -> tuple[int, int]:
 
 
 class MadeUpRun:
-    """The ranks of a run that has saved a checkpoint, and the files of its staging folder."""
+    """The ranks of a run that has saved a checkpoint, and the files of its staging folder.
 
-    def __init__(self, world: int, shapes: dict[str, tuple[int, ...]]) -> None:
-        self.world, self.shapes = world, shapes
+    Args:
+        version: of FSDP: 2 shards the rows of each tensor, 1 the elements of each layer.
+    """
 
-    def local_shapes(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        return tuple((rows_of(size, rank, self.world)[1], *rest) for size, *rest in self.shapes.values())
+    def __init__(self, world: int, shapes: dict[str, tuple[int, ...]], version: int = 2) -> None:
+        self.world, self.shapes, self.version = world, shapes, version
+        units: dict[str, list[str]] = {}
+        for name in shapes:
+            units.setdefault(name.split("self_attn")[0].split("mlp")[0].split("input")[0].split("post")[0], []).append(
+                name
+            )
+        self._places: dict[str, tuple[int, int]] = {}
+        for names in units.values():
+            sizes = [math.prod(shapes[name]) for name in names]
+            for name, stop in zip(names, itertools.accumulate(sizes), strict=True):
+                self._places[name] = stop, -(-sum(sizes) // world)
+
+    def boxes(self, name: str, rank: int) -> list[Any]:
+        """Return the boxes of a tensor that a rank holds."""
+        from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range
+
+        shape = self.shapes[name]
+        if self.version == 2:
+            start, count = rows_of(shape[0], rank, self.world)
+            return [Box((start, *(0 for _ in shape[1:])), (count, *shape[1:]))] if count else []
+        end, step = self._places[name]
+        size = math.prod(shape)
+        begin = end - size
+        low, high = (min(max(step * number - begin, 0), size) for number in (rank, rank + 1))
+        return flat_range(shape, low, high)
+
+    def layout(self, rank: int) -> Any:
+        """Return a key of ranks whose files differ only in the first rows of their shards."""
+        if self.version == 1:
+            return rank
+        return rank == 0, tuple(rows_of(shape[0], rank, self.world)[1] for shape in self.shapes.values())
 
     def shards(self, rank: int) -> Any:
         """Return the rank's shards as the model and the optimizer would, without memory."""
         import torch
 
-        from hf_fsdp_plugin.checkpoint.formats.boxes import Box, whole
+        from hf_fsdp_plugin.checkpoint.formats.boxes import whole
         from hf_fsdp_plugin.checkpoint.shard_layout import LocalShard, Piece
         from hf_fsdp_plugin.checkpoint.shards import ModelShards, OptimizerShards
 
         tensors, state = [], {}
         for name, shape in self.shapes.items():
-            start, count = rows_of(shape[0], rank, self.world)
-            box = Box((start, *(0 for _ in shape[1:])), (count, *shape[1:]))
-            pieces = (Piece(box, torch.empty(box.sizes, device="meta")),) if count else ()
+            pieces = tuple(Piece(box, torch.empty(box.sizes, device="meta")) for box in self.boxes(name, rank))
             tensors.append(LocalShard(name, torch.float32, shape, pieces))
             moments = {
                 key: LocalShard(f"state.{name}.{key}", torch.float32, shape, pieces)
                 for key in ("exp_avg", "exp_avg_sq")
             }
+            if self.version == 1 and not pieces:
+                continue  # a parameter without elements on this rank has no state
             step = LocalShard(f"state.{name}.step", torch.float32, (), (Piece(whole(()), torch.tensor(STEP)),))
             state[name] = {**moments, "step": step}
         groups = ({"params": list(self.shapes), "lr": 1e-4, "betas": (0.9, 0.999), "weight_decay": 0.01},)
@@ -78,10 +111,10 @@ class MadeUpRun:
         from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 
         return Manifest(
-            kind="sharded", backend="fsdp2", world_size=self.world, mesh={"replicate": 1, "shard": self.world},
-            strategy="full_shard", step=int(STEP), asynchronous=True, created="2026-01-02T03:04:05+00:00", versions={},
-            settings={}, parameters={name: ("float32", shape) for name, shape in self.shapes.items()}, ties=(),
-            files=(), batch={},
+            kind="sharded", backend=f"fsdp{self.version}", world_size=self.world, strategy="full_shard",
+            mesh={"replicate": 1, "shard": self.world}, step=int(STEP), asynchronous=True,
+            created="2026-01-02T03:04:05+00:00", versions={}, settings={},
+            parameters={name: ("float32", shape) for name, shape in self.shapes.items()}, ties=(), files=(), batch={},
         )  # fmt: skip
 
     def write(self, staging: Any) -> float:
@@ -101,8 +134,8 @@ class MadeUpRun:
         seconds = []
         for rank in range(self.world):
             begin = time.process_time()
-            layout = rank == 0, self.local_shapes(rank)
-            if layout not in known:  # equal layouts differ in the first rows and in the name of the file
+            layout = self.layout(rank)
+            if layout not in known:
                 model, optimizer = self.shards(rank)
                 with mock.patch.multiple(dist, get_rank=lambda at=rank: at, get_world_size=lambda: self.world):
                     states = [
@@ -110,14 +143,17 @@ class MadeUpRun:
                         state_files.optimizer_files(optimizer, "sharded"),
                     ]
                 bounds = [hashes(state.parts[0])._bounds for state in states]
-                known[layout] = rank, states, bounds
+                known = (
+                    {**known, layout: (rank, states, bounds)} if self.version == 2 else {layout: (rank, states, bounds)}
+                )
             first, states, bounds = known[layout]
             files, dcp = [], []
             for state, own in zip(states, bounds, strict=True):
                 (entries,), (part,) = state.dcp, state.parts
                 chunks = entries.chunks.copy()
                 sizes = numpy.array([shape[0] for _, _, shape in entries.tensors])[chunks[:, 0]]
-                chunks[:, 4] = -(-sizes // self.world) * rank
+                if self.version == 2:
+                    chunks[:, 4] = -(-sizes // self.world) * rank
                 name = entries.file.replace(f"__{first}_", f"__{rank}_")
                 path = f"{entries.folder}/{name}"
                 names: dict[str, int] = {}
