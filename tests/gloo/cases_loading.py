@@ -58,38 +58,60 @@ def save_bin(family: str, folder: str) -> None:
 
 
 GGUF_NAMES = {
-    "embed_tokens": "token_embd", "lm_head": "output", "input_layernorm": "attn_norm", "q_proj": "attn_q",
-    "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
-    "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down",
+    "embed_tokens": "token_embd", "lm_head": "output", "norm": "output_norm", "input_layernorm": "attn_norm",
+    "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm", "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down",
+    # of LFM2, which Transformers dequantizes tensor by tensor
+    "embedding_norm": "token_embd_norm", "conv.conv": "shortconv.conv", "conv.in_proj": "shortconv.in_proj",
+    "conv.out_proj": "shortconv.out_proj", "self_attn.out_proj": "attn_output", "q_layernorm": "attn_q_norm",
+    "k_layernorm": "attn_k_norm", "operator_norm": "attn_norm", "w1": "ffn_gate", "w3": "ffn_up", "w2": "ffn_down",
 }  # fmt: skip
 
 
-def save_gguf(folder: str) -> None:
-    """Save a Llama as a GGUF file with fp16 matrices on rank 0."""
+def save_gguf(folder: str, architecture: str) -> None:
+    """Save a Llama or an LFM2 as a GGUF file with fp16 matrices on rank 0."""
     import gguf
 
     if dist.get_rank() == 0:
-        model: Any = FAMILIES["llama"].build()
-        writer = gguf.GGUFWriter(f"{folder}/model.gguf", "llama")
-        config = model.config
+        model: Any = FAMILIES["llama"].build() if architecture == "llama" else tiny_lfm2()
+        config, writer = model.config, gguf.GGUFWriter(f"{folder}/model.gguf", architecture)
         writer.add_block_count(config.num_hidden_layers)
         writer.add_embedding_length(config.hidden_size)
         writer.add_feed_forward_length(config.intermediate_size)
         writer.add_head_count(config.num_attention_heads)
-        writer.add_head_count_kv(config.num_key_value_heads)
         writer.add_context_length(config.max_position_embeddings)
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-        writer.add_vocab_size(config.vocab_size)
+        if architecture == "llama":
+            writer.add_head_count_kv(config.num_key_value_heads)
+            writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+            writer.add_vocab_size(config.vocab_size)
+        else:
+            heads = [config.num_key_value_heads * (kind == "full_attention") for kind in config.layer_types]
+            writer.add_head_count_kv(heads)
+            writer.add_layer_norm_rms_eps(config.norm_eps)
+            writer.add_shortconv_l_cache(config.conv_L_cache)
+            writer.add_rope_freq_base(1e4)
+            writer.add_token_list([str(number) for number in range(config.vocab_size)])
         for name, tensor in model.state_dict().items():
-            *_, module, _ = name.split(".")
-            block = f"blk.{name.split('.')[2]}." if ".layers." in name else ""
-            data = tensor.numpy().astype("float16" if tensor.dim() > 1 else "float32")
-            writer.add_tensor(f"{block}{GGUF_NAMES.get(module, 'output_norm')}.weight", data)
+            *path, _ = name.split(".")
+            *_, group, module = ["", *path]
+            block = f"blk.{path[2]}." if ".layers." in name else ""
+            short = GGUF_NAMES.get(f"{group}.{module}") or GGUF_NAMES.get(module, module)
+            data = tensor.squeeze().numpy().astype("float16" if tensor.dim() > 1 else "float32")
+            writer.add_tensor(f"{block}{short}.weight", data)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
     dist.barrier()
+
+
+def tiny_lfm2() -> Any:
+    config = CONFIG_MAPPING["lfm2"](
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, full_attn_idxs=[1], block_auto_adjust_ff_dim=False,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config)
 
 
 def load_gguf(folder: str, config: dict[str, Any], dtype: str) -> dict[str, Any]:

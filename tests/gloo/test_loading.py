@@ -96,10 +96,12 @@ def test_bin_file_is_shared(two_ranks: Ranks, tmp_path: Path) -> None:
     assert efficient[0]["steps"] == normal[0]["steps"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
-def test_gguf_file_is_dequantized_by_one_rank(two_ranks: Ranks, tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "dtype"), [("llama", "float32"), ("lfm2", "float32"), slow("llama", "bfloat16")]
+)
+def test_gguf_file_is_dequantized_by_one_rank(two_ranks: Ranks, tmp_path: Path, architecture: str, dtype: str) -> None:
     pytest.importorskip("gguf")
-    two_ranks.run(cases.save_gguf, str(tmp_path))
+    two_ranks.run(cases.save_gguf, str(tmp_path), architecture)
     efficient = two_ranks.run(cases.load_gguf, str(tmp_path), efficient_config(), dtype)
     normal, _ = two_ranks.run(cases.load_gguf, str(tmp_path), parallel_config("full_shard", 2, 2), dtype)
     for rank in efficient:

@@ -1,7 +1,8 @@
 """GGUF files with RAM-efficient loading: one rank of a machine dequantizes them, and the others map the result.
 
-Transformers dequantizes all tensors of such a file into a dictionary. Here the dictionary moves each tensor to shared
-memory when the next one is added, so private memory grows by a few times the largest tensor.
+For most architectures, Transformers dequantizes all tensors of such a file into a dictionary. Here the dictionary moves
+each tensor to shared memory when the next one is added, so private memory grows by a few times the largest tensor. For
+the others it converts tensor by tensor (:mod:`hf_fsdp_plugin.integrations.transformers.loading`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Transformers maps the files of a checkpoint, and all processes of a machine share the pages of a mapped file. A rank
 needs private memory only for weights that differ from the file: another dtype, or weights that Transformers converts,
-such as fused experts. One rank of a machine computes these, one after the other, and the others map the result
-(:mod:`hf_fsdp_plugin.backends.shared_weights`).
+such as fused experts and tensors of GGUF files. One rank of a machine computes these, one after the other, and the
+others map the result (:mod:`hf_fsdp_plugin.backends.shared_weights`).
 
 Transformers 5.17 to 5.23 leaves the weights that a checkpoint lacks, such as a new head, on the meta device on all
 ranks but the first. With these replacements, every rank initializes them.
@@ -30,6 +30,7 @@ from hf_fsdp_plugin.backends.shared_weights import Publication, Received, exchan
 from hf_fsdp_plugin.integrations.environment import has_fsdp_settings, loads_ram_efficiently
 from hf_fsdp_plugin.integrations.messages import print_once
 from hf_fsdp_plugin.integrations.transformers.model_files import check_loaded, check_model
+from hf_fsdp_plugin.integrations.transformers.private import dequantizes_gguf, loading_result
 from hf_fsdp_plugin.integrations.transformers.progress import without_progress_bar
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_bytes
@@ -79,20 +80,26 @@ def _load(
     # expected_keys is given only for adapters, and a device mesh only for models that Transformers shards.
     if not loads_ram_efficiently() or expected_keys is not None or load_config.device_mesh is not None:
         return load()
-    obstacle = _obstacle(state_dict, files, load_config)
+    is_gguf = dequantizes_gguf(load_config.hf_quantizer)
+    obstacle = None if is_gguf else _obstacle(state_dict, files, load_config)
     if obstacle is None:
         assert files is not None
-        shapes = _read_shapes(files, load_config)
+        shapes = {} if is_gguf else _read_shapes(files, load_config)
         if any(name.endswith("_extra_state") for name in shapes):  # not tensors
             return load()
-        if not _needs_private_memory(model, shapes, files, load_config):
+        if not is_gguf and not _needs_private_memory(model, shapes, files, load_config):
             return load()
         shared = exchange.join(_key(model, files, load_config))
         if isinstance(shared, Publication):
             return _publish(shared, load, model, files)
         if isinstance(shared, Received):
-            meta_config = replace(load_config, device_map={"": "meta"})
-            result = original(model, shapes, None, meta_config, expected_keys)
+            if is_gguf:
+                if not shared.facts["is_complete"]:
+                    return load()
+                result = loading_result(model, shared.facts["missing"], shared.facts["unexpected"])
+            else:
+                meta_config = replace(load_config, device_map={"": "meta"})
+                result = original(model, shapes, None, meta_config, expected_keys)
             if _fill(model, shared, _real_paths(files), sorted(result[0].missing_keys)):
                 return result
         obstacle = "this machine cannot share memory between processes"
@@ -185,13 +192,22 @@ def _publish(publication: Publication, load: Callable[[], Any], model: Any, file
     finally:
         _publication.reset(token)
     if all(type(tensor.data) is torch.Tensor and tensor.device.type == "cpu" for tensor in loaded.values()):
-        published = publication.publish(loaded, _real_paths(files), sorted(result[0].missing_keys))
+        published = publication.publish(loaded, _real_paths(files), _facts(result[0]))
     else:
         publication.close()
         published = False
     if not published:
         _report_private_memory(model, "this machine cannot share memory between processes")
     return result
+
+
+def _facts(info: Any) -> dict[str, Any]:
+    """Return what the other ranks have to know about a load."""
+    return {
+        "missing": sorted(info.missing_keys),
+        "unexpected": sorted(info.unexpected_keys),
+        "is_complete": not (info.mismatched_keys or info.conversion_errors or info.error_msgs),
+    }
 
 
 def _fill(model: nn.Module, received: Received, files: Sequence[str], missing: list[str]) -> bool:
@@ -202,7 +218,7 @@ def _fill(model: nn.Module, received: Received, files: Sequence[str], missing: l
         return False
     modules = dict(model.named_modules(remove_duplicate=False))
     state = model.state_dict(keep_vars=True)
-    if missing != received.facts or any(
+    if missing != received.facts["missing"] or any(
         name not in state or (state[name].shape, state[name].dtype) != (tensor.shape, tensor.dtype)
         for name, tensor in tensors.items()
     ):

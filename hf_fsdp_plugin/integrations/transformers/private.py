@@ -7,7 +7,7 @@ listed in :mod:`hf_fsdp_plugin.integrations.hooks` instead.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,27 @@ def loaded_names(model: Any, weight_mapping: Any, names: Iterable[str]) -> dict[
             target, pattern = rename_source_key(name, [], [], model.base_model_prefix, expected)
         found[name] = (target, pattern is None)
     return found
+
+
+def dequantizes_gguf(quantizer: Any) -> bool:
+    """Return whether a quantizer dequantizes a GGUF file tensor by tensor; those of most architectures are whole."""
+    method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", None)
+    is_gguf = getattr(method, "value", method) == "gguf"
+    return is_gguf and bool(getattr(quantizer, "supported", False) and quantizer.quantization_config.dequantize)
+
+
+def loading_result(model: Any, missing: Collection[str], unexpected: Iterable[str]) -> tuple[Any, None]:
+    """Return the result of ``_load_pretrained_model`` for a load without errors, and mark the weights as loaded."""
+    from transformers.utils.loading_report import LoadStateDictInfo
+
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name not in missing:
+            tensor._is_hf_initialized = True
+    info = LoadStateDictInfo(
+        missing_keys=set(missing), unexpected_keys=set(unexpected), mismatched_keys=set(), error_msgs=[],
+        conversion_errors={}, skipped_pp_keys=set(),
+    )  # fmt: skip
+    return info, None
 
 
 def run_folder(trainer: Any, trial: Any) -> Path:
