@@ -1,7 +1,8 @@
 """The table of supported device types: one row of :data:`DEVICES` per type, with everything that depends on the type.
 
-To support another device type, add a row: an :class:`Accelerator` if ``torch.<type>`` has the functions used here, a
-subclass of it otherwise. Only methods import torch, so that the launcher reads the table without loading torch.
+A type without a row works if its package registers a backend for collectives with torch, and ``torch.<type>`` has the
+functions that are used here. Types with a row need neither; a subclass replaces functions that differ. Only methods
+import torch, so that the launcher reads the table without loading torch.
 """
 
 from __future__ import annotations
@@ -155,6 +156,15 @@ class Cuda(Accelerator):
         return code == 0
 
 
+_FUNCTIONS: Final = (
+    "is_available", "is_initialized", "device_count", "current_device", "set_device", "synchronize", "Event",
+    "max_memory_allocated", "get_rng_state", "set_rng_state",
+)  # fmt: skip
+"""What ``torch.<type>`` must have. :class:`Accelerator`, and torch's FSDP and RNG states, call them."""
+_VISIBLE_VARIABLES: Final[Mapping[str, str]] = MappingProxyType(
+    {"npu": "ASCEND_RT_VISIBLE_DEVICES", "mlu": "MLU_VISIBLE_DEVICES", "musa": "MUSA_VISIBLE_DEVICES"}
+)
+"""The variables of device types without a row, from the documents of their vendors."""
 _ROWS: Final = (
     Device(type="cpu", collectives="gloo"),
     Cuda(type="cuda", collectives="nccl", visible_variable="CUDA_VISIBLE_DEVICES", peak_source="cuda allocator"),
@@ -176,27 +186,60 @@ def accelerator_type() -> str:
 
 
 def available_device() -> Device:
-    """Return the row of this process's accelerator, or of the CPU if it has no supported accelerator.
+    """Return this process's accelerator, or the CPU if it has no supported accelerator.
 
     An unsupported accelerator is an error only in plans and in the launcher, because CPU ranks run on any machine.
     """
-    return DEVICES.get(accelerator_type(), DEVICES["cpu"])
+    device_type = accelerator_type()
+    return DEVICES["cpu"] if unsupported_device(device_type) else get_device(device_type)
 
 
 def get_device(device_type: str) -> Device:
-    """Return the row of a device type.
+    """Return a device type: its row, or a device made from what its package has registered with torch.
 
     Raises:
         SpecError: the device type is not supported.
     """
-    if device_type not in DEVICES:
-        raise SpecError([unsupported_device(device_type)])
-    return DEVICES[device_type]
+    if (problem := unsupported_device(device_type)) is not None:
+        raise SpecError([problem])
+    return DEVICES.get(device_type) or Accelerator(
+        type=device_type,
+        collectives=_registered_collectives(device_type),
+        visible_variable=_VISIBLE_VARIABLES.get(device_type, ""),
+        peak_source=f"{device_type} allocator",
+    )
 
 
-def unsupported_device(device_type: str) -> Problem:
+def unsupported_device(device_type: str) -> Problem | None:
+    """Return the reason why a device type is not supported; ``None`` if it is."""
+    if device_type in DEVICES or not (missing := _missing(device_type)):
+        return None
     return Problem(
         code="FSDP-E301",
-        message=f"device type {device_type!r} is not supported. Supported: {', '.join(DEVICES)}.",
+        message=f"device type {device_type!r} is not supported: {missing}. Supported: {', '.join(DEVICES)}, and types "
+        "whose package registers a backend for collectives with torch.",
         fix="Run on a supported device type; use_cpu: true (--cpu) selects the CPU.",
     )
+
+
+def _missing(device_type: str) -> str:
+    """Return what torch or the package of a device type lacks; empty if nothing."""
+    import torch
+
+    if device_type == "mps":
+        return "torch has no collectives for Apple's GPU"
+    try:
+        module: Any = torch.get_device_module(device_type)
+    except (RuntimeError, ValueError):
+        return f"torch has no module torch.{device_type}"
+    if not _registered_collectives(device_type):
+        return f"no backend for collectives is registered for it. Is the package that provides torch.{device_type} new?"
+    functions = [name for name in _FUNCTIONS if not callable(getattr(module, name, None))]
+    return f"torch.{device_type} has no {', '.join(functions)}" if functions else ""
+
+
+def _registered_collectives(device_type: str) -> str:
+    """Return the backend for collectives that torch or another package has registered for a device type."""
+    import torch.distributed as dist
+
+    return str(dist.Backend.default_device_backend_map.get(device_type, "")) if dist.is_available() else ""

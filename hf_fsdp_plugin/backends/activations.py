@@ -30,12 +30,12 @@ class ActivationOffload(ActivationWrapper):
     grow with the number of layers. torch's ``OffloadWrapper`` always pins memory, which requires an accelerator.
     """
 
-    def __init__(self, module: nn.Module, *, pin_memory: bool) -> None:
+    def __init__(self, module: nn.Module, *, device_type: str) -> None:
         super().__init__(module)
-        self.pin_memory = pin_memory
+        self.device_type = device_type
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with save_on_cpu(pin_memory=self.pin_memory):
+        with save_on_cpu(pin_memory=self.device_type != "cpu", device_type=self.device_type):
             return checkpointed_module(self)(*args, **kwargs)
 
 
@@ -79,7 +79,7 @@ def apply_activation_checkpointing(plan: FsdpPlan, model: nn.Module) -> None:
             module = model.get_submodule(name)
             wrapped = wrap(module)
             if activation.offload:
-                wrapped = ActivationOffload(wrapped, pin_memory=plan.device_type != "cpu")
+                wrapped = ActivationOffload(wrapped, device_type=plan.device_type)
             replace_module(model, module, wrapped)
     config: Any = getattr(model, "config", None)
     if getattr(config, "use_cache", False):

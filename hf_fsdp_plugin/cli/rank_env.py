@@ -8,7 +8,7 @@ from hf_fsdp_plugin.cli.launch_flags import LaunchArguments
 from hf_fsdp_plugin.cli.rendezvous import Rendezvous
 from hf_fsdp_plugin.cli.run_script import LAUNCHER_VARIABLE
 from hf_fsdp_plugin.cli.world import World, num_threads
-from hf_fsdp_plugin.devices import DEVICES
+from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.spec.model import FsdpSpec
 
 
@@ -25,7 +25,7 @@ def settings_env(spec: FsdpSpec, world: World, arguments: LaunchArguments) -> di
     if spec.loading.ram_efficient:  # from_pretrained reads both
         env |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
     if world.gpu_ids:
-        env[DEVICES[world.device].visible_variable] = world.gpu_ids
+        env[get_device(world.device).visible_variable] = world.gpu_ids
     if world.device == "cuda" and "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ:
         env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # as torchrun does
     if spec.launch.debug:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 
-from hf_fsdp_plugin.devices import DEVICES, get_device
+from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.spec.rules import check_mesh_size
@@ -76,7 +76,7 @@ class World:
     @property
     def backend(self) -> str:
         """Name of the library for collectives, for display."""
-        return DEVICES[self.device].collectives
+        return get_device(self.device).collectives
 
 
 def find_accelerators() -> Accelerators:

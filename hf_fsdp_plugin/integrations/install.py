@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from hf_fsdp_plugin.backends.cluster import slurm_variables
 from hf_fsdp_plugin.devices import accelerator_type
 from hf_fsdp_plugin.integrations.environment import restore_variables, set_loading_variables, set_variables
 from hf_fsdp_plugin.integrations.messages import printer
@@ -59,6 +60,7 @@ def install(
     printer.print_warnings(spec.problems, printed_by_launcher=handover is not None)
     install_hooks("accelerate", "saving", "transformers", "loading", "trl")
     # The session has read the environment by now, so variables that are set here are not settings of the user.
+    set_variables(**slurm_variables(os.environ))
     cpu = spec.launch.use_cpu or accelerator_type() == "cpu"
     if "RANK" in os.environ and cpu:
         # Otherwise Accelerate creates no process group on CPU ranks of other launchers.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from hf_fsdp_plugin.devices import DEVICES, unsupported_device
+from hf_fsdp_plugin.devices import unsupported_device
 from hf_fsdp_plugin.plan.mesh import resolve_mesh
 from hf_fsdp_plugin.plan.model import Backend, FsdpPlan, PrecisionPlan
 from hf_fsdp_plugin.plan.modules import ModuleTree
@@ -56,8 +56,8 @@ def resolve(
     version: Version = 1 if parts.backend == "fsdp1" else 2
     check_offload(spec, version, device_type, collector)
     check_activation(spec, model, parts.pre_sharded, collector)
-    if device_type not in DEVICES:
-        collector.problems.append(unsupported_device(device_type))
+    if (problem := unsupported_device(device_type)) is not None:
+        collector.problems.append(problem)
     if version == 2:
         collector.problems.extend(check_fsdp2_support(spec))
     problems = tuple(dict.fromkeys((*spec.problems, *collector.problems)))

@@ -22,6 +22,9 @@ class Recorder:
         self.result = 7
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
         def call(*args: Any) -> Any:
             self.calls.append((name, *args))
             return self if name in ("cudart", "Event") else self.result
@@ -108,10 +111,47 @@ def test_accelerator_type_matches_torch(found: str | None, expected: str, monkey
     assert devices.available_device() is DEVICES.get(expected, DEVICES["cpu"])
 
 
-def test_unsupported_device_is_refused():
+def register(monkeypatch: pytest.MonkeyPatch, name: str, module: Any, collectives: str = "hccl") -> None:
+    """Make torch know a device type, as the package of its vendor does."""
+    modules = {name: module}
+    original = torch.get_device_module
+    monkeypatch.setattr(torch, "get_device_module", lambda given: modules.get(given) or original(given))
+    monkeypatch.setitem(dist.Backend.default_device_backend_map, name, collectives)
+
+
+@pytest.mark.parametrize(
+    ("name", "variable"), [("npu", "ASCEND_RT_VISIBLE_DEVICES"), ("mlu", "MLU_VISIBLE_DEVICES"), ("hpu", "")]
+)
+def test_registered_device_type_works_without_a_row(name: str, variable: str, monkeypatch: pytest.MonkeyPatch):
+    recorder = Recorder()
+    register(monkeypatch, name, recorder)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: SimpleNamespace(type=name))
+    device = devices.available_device()
+    assert (device.type, device.process_group_backend) == (name, f"cpu:gloo,{name}:hccl")
+    assert device.visible_variable == variable
+    assert devices.get_device(name) == device and devices.unsupported_device(name) is None
+    device.set_current(2)
+    assert (device.count(), device.peak_memory(), recorder.calls[0]) == (7, 7, ("set_device", 2))
+    assert not device.pin(torch.zeros(1)), "only the memory of CUDA devices can be pinned after allocation"
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "collectives", "reason"),
+    [
+        ("mps", Recorder(), "gloo", "no collectives for Apple"),
+        ("npu", Recorder(), "", "no backend for collectives"),
+        ("npu", SimpleNamespace(device_count=len, is_available=len), "hccl", "has no is_initialized, current_device"),
+        ("hpu", None, "", "no module torch.hpu"),
+    ],
+)
+def test_unsupported_device_is_refused(
+    name: str, module: Any, collectives: str, reason: str, monkeypatch: pytest.MonkeyPatch
+):
+    if module is not None:
+        register(monkeypatch, name, module, collectives)
     assert devices.get_device("xpu").type == "xpu"
     with pytest.raises(SpecError) as refusal:
-        devices.get_device("npu")
+        devices.get_device(name)
     (problem,) = refusal.value.problems
     assert problem.code == "FSDP-E301"
-    assert all(name in problem.message for name in ("npu", *DEVICES))
+    assert all(text in problem.message for text in (name, reason, *DEVICES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from accelerate import Accelerator
 
 from hf_fsdp_plugin.backends.arrivals import DEFAULT_LIMIT, TRAINING_LIMIT, together
 from hf_fsdp_plugin.backends.clipping import clip_grad_norm
+from hf_fsdp_plugin.backends.cluster import slurm_variables
 from hf_fsdp_plugin.backends.shard import place_of
 from hf_fsdp_plugin.integrations.accelerate import prepare as planned
 from hf_fsdp_plugin.integrations.accelerate.adoption import adopt_models, with_mixed_precision
@@ -23,7 +25,7 @@ from hf_fsdp_plugin.integrations.accelerate.plugin import (
 )
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_optimizers
 from hf_fsdp_plugin.integrations.accelerate.scaler import replace_scaler
-from hf_fsdp_plugin.integrations.environment import set_loading_variables
+from hf_fsdp_plugin.integrations.environment import set_loading_variables, set_variables
 from hf_fsdp_plugin.integrations.gathered import gathered, state_at
 from hf_fsdp_plugin.integrations.messages import print_once, print_warnings
 from hf_fsdp_plugin.integrations.patching import install_hooks
@@ -58,6 +60,7 @@ def accelerator(spec: FsdpSpec, **kwargs: Any) -> Accelerator:
         print_warnings([fsdp_is_off(spec)])
         return Accelerator(mixed_precision=spec.launch.mixed_precision, **kwargs)
     install_hooks("accelerate", "saving", "trl")
+    set_variables(**slurm_variables(os.environ))
     set_loading_variables(spec)
     return Accelerator(fsdp_plugin=PlannedFsdpPlugin(spec), **kwargs)
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks, same_on_all_ranks
 from hf_fsdp_plugin.backends.arrivals import first_step, preparation_limit, together
+from hf_fsdp_plugin.backends.cluster import ranks_per_machine
 from hf_fsdp_plugin.backends.load_failures import load_failures
 from hf_fsdp_plugin.backends.optimizer import foreign_parameters
 from hf_fsdp_plugin.backends.optimizer_mode import apply_step_mode
@@ -23,6 +24,7 @@ from hf_fsdp_plugin.backends.same_weights import check_same_weights
 from hf_fsdp_plugin.backends.shard import plan_of, rebind, remember_optimizers, reshard_and_rebind, shard
 from hf_fsdp_plugin.backends.shared_weights import exchange
 from hf_fsdp_plugin.backends.submodule_calls import free_after_forward, free_before_step
+from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.batches import check_even_batches
 from hf_fsdp_plugin.integrations.accelerate.plugin import planned_plugin
@@ -198,7 +200,9 @@ def make_plan(accelerator: Any, spec: FsdpSpec, model: nn.Module) -> FsdpPlan:
         model,
         world_size=accelerator.num_processes,
         device_type=accelerator.device.type,
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)),
+        local_world_size=ranks_per_machine(
+            os.environ, accelerator.num_processes, get_device(accelerator.device.type).count()
+        ),
     )
 
 

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, check_cuda_p2p_ib_support
 
+from hf_fsdp_plugin.backends.cluster import gloo_interface, raise_file_limit
 from hf_fsdp_plugin.devices import DEVICES, accelerator_type, available_device
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin
 from hf_fsdp_plugin.integrations.environment import set_variables
+from hf_fsdp_plugin.integrations.messages import print_once, print_warnings
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spec.model import FsdpSpec
@@ -32,9 +34,12 @@ def init_partial_state(original: Callable[..., None], state: Any, *args: Any, **
     """
     is_given = kwargs.get("backend") is not None or (args and args[0]) or kwargs.get("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", -1))
+    if not state.initialized and not dist.is_initialized():
+        _prepare_network()
     if not state.initialized and not is_given and local_rank >= 0 and not dist.is_initialized():
         device = available_device()
         if device.type != "cpu":
+            _disable_unsupported_transports(device.type)
             device.set_current(local_rank % device.count())
             timeout = {name: value for name, value in kwargs.items() if name == "timeout"}
             dist.init_process_group(device.process_group_backend, **timeout)
@@ -44,6 +49,28 @@ def init_partial_state(original: Callable[..., None], state: Any, *args: Any, **
         set_timeout(kwargs["timeout"])
     original(*args, **kwargs)
     _remove_index_of_cpu(state)
+
+
+def _prepare_network() -> None:
+    """Prepare this process for the connections of gloo, which every process group has."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return
+    interface, problem = gloo_interface(os.environ)
+    if interface:
+        set_variables(GLOO_SOCKET_IFNAME=interface)
+    print_warnings(filter(None, (problem, raise_file_limit(int(os.environ["WORLD_SIZE"])))))
+
+
+def _disable_unsupported_transports(device_type: str) -> None:
+    """Set NCCL's variables for GPUs without peer-to-peer transfers, as `accelerate launch` does.
+
+    With other launchers, Accelerate raises and asks for these variables.
+    """
+    if device_type == "cuda" and not check_cuda_p2p_ib_support():
+        names = [name for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE") if name not in os.environ]
+        set_variables(**dict.fromkeys(names, "1"))
+        if names:
+            print_once(f"{' and '.join(names)} set to 1: these GPUs do not support the transport with this driver.")
 
 
 def start_process_group(*, cpu: bool) -> None:
@@ -74,8 +101,8 @@ def init_accelerator_state(original: Callable[..., None], state: Any, *args: Any
     if state.distributed_type == DistributedType.NO:
         message = "FSDP is configured, but this is a single process without a process group."
         fix = (
-            "Start the script with `hf-fsdp launch`, `accelerate launch` or `torchrun`. Use `--num_processes 1` for a "
-            "single rank."
+            "Start the script with `hf-fsdp launch`, `accelerate launch` or `torchrun`, or as several tasks of `srun`. "
+            "Use `--num_processes 1` for a single rank."
         )
         raise SpecError([Problem(code="FSDP-E601", message=message, fix=fix)])
     if state.distributed_type in (DistributedType.MULTI_CPU, DistributedType.FSDP):

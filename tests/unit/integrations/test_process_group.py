@@ -1,7 +1,9 @@
-"""Time-outs that a script gives after `install` has started the process group."""
+"""What is set before a process group is started, and time-outs that a script gives after `install` has started one."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -9,19 +11,21 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from hf_fsdp_plugin.integrations.accelerate import state
 from hf_fsdp_plugin.integrations.accelerate.state import init_partial_state
+from hf_fsdp_plugin.integrations.environment import restore_variables
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.torch_private.process_groups import timeout_of
 
-pytestmark = pytest.mark.usefixtures("one_rank")
 GIVEN = timedelta(seconds=77)
 
 
 def give_timeout(**kwargs: Any) -> None:
-    state = SimpleNamespace(initialized=True, device=None)
-    init_partial_state(lambda *_, **__: None, state, **kwargs)
+    accelerate_state = SimpleNamespace(initialized=True, device=None)
+    init_partial_state(lambda *_, **__: None, accelerate_state, **kwargs)
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_later_timeout_is_applied_to_the_group_of_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "early_group", dist.group.WORLD)
     before = timeout_of()
@@ -34,7 +38,46 @@ def test_later_timeout_is_applied_to_the_group_of_install(monkeypatch: pytest.Mo
     assert timeout_of() == GIVEN * 2
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_group_of_the_script_keeps_its_timeout() -> None:
     before = timeout_of()
     give_timeout(timeout=GIVEN)
     assert timeout_of() == before != GIVEN
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """The environment of one of two ranks, in which nothing is set about networks."""
+    for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    yield dict(os.environ)
+    restore_variables()
+
+
+def added(before: dict[str, str]) -> dict[str, str]:
+    changed = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    return {name: value for name, value in changed.items() if name.startswith(("NCCL", "GLOO"))}
+
+
+@pytest.mark.parametrize(
+    ("device", "supported", "expected"),
+    [("cuda", False, {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}), ("cuda", True, {}), ("xpu", False, {})],
+)
+def test_gpus_without_peer_transfers_get_variables_of_nccl(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, device: str, supported: bool, expected: dict[str, str]
+) -> None:
+    monkeypatch.setattr(state, "check_cuda_p2p_ib_support", lambda: supported)
+    state._disable_unsupported_transports(device)
+    assert added(environment) == expected
+
+
+def test_network_is_prepared_before_the_process_group(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, str]] = []
+    monkeypatch.setattr(state, "gloo_interface", lambda environ: ("eth7", None))
+    monkeypatch.setattr(state, "raise_file_limit", lambda world_size: seen.append({"world": str(world_size)}))
+    accelerate_state = SimpleNamespace(initialized=False, device=None)
+    init_partial_state(lambda *_, **__: seen.append(added(environment)), accelerate_state, cpu=True)
+    assert seen == [{"world": "2"}, {"GLOO_SOCKET_IFNAME": "eth7"}]
