@@ -46,6 +46,11 @@ class RankFiles:
         """The numbers of optimizer steps and forwards (see ``integrations.step_count``)."""
         return self.stem.with_suffix(".steps")
 
+    @property
+    def saving(self) -> Path:
+        """Exists while a checkpoint is written in the background."""
+        return self.stem.with_suffix(".saving")
+
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a file that is never seen incomplete. Does nothing if that is not possible, such as on a full disk."""

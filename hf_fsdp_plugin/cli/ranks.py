@@ -38,6 +38,8 @@ _TEARDOWN_SECONDS = 10.0
 """Seconds that a rank has to exit after its exception."""
 _TERM_SECONDS = 5.0
 """Seconds from SIGTERM to SIGKILL after a rank has failed."""
+_SAVE_SECONDS = 25.0
+"""The same while the rank writes a checkpoint in the background, for which its handler of SIGTERM waits 20 seconds."""
 _FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _STOPPING = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
 
@@ -114,6 +116,10 @@ class _Rank:
     @property
     def has_failed(self) -> bool:
         return (self.poll() or 0) != 0 or self.files.failure.exists()
+
+    @property
+    def seconds_after_term(self) -> float:
+        return _SAVE_SECONDS if self.files.saving.exists() else _TERM_SECONDS
 
     def send(self, number: int) -> None:
         """Send a signal to the rank only. The rank is responsible for its children."""
@@ -277,7 +283,7 @@ class Ranks:
                 rank.term_sent = seconds
                 rank.stopped = True
                 rank.send(signal.SIGTERM)
-            elif rank.term_sent is not None and seconds > rank.term_sent + _TERM_SECONDS:
+            elif rank.term_sent is not None and seconds > rank.term_sent + rank.seconds_after_term:
                 rank.kill_group()
 
     @contextlib.contextmanager

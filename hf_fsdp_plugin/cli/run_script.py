@@ -27,6 +27,7 @@ import hf_fsdp_plugin
 from hf_fsdp_plugin.cli.exit_watch import exit_limit, watch_exit
 from hf_fsdp_plugin.cli.places import is_library, record_stacks
 from hf_fsdp_plugin.cli.rank_files import FILES_VARIABLE, RankFiles, write_atomically
+from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.step_count import step_count
 from hf_fsdp_plugin.problems import SpecError
 
@@ -43,6 +44,7 @@ def main() -> None:
         _exit_with_launcher(launcher)
     if files is not None:
         record_stacks(files.stacks)
+        session.in_flight_file = files.saving
         with contextlib.suppress(OSError):
             step_count.open(files.steps)
     module = sys.argv[1] == "-m"

@@ -10,11 +10,12 @@ from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.checkpoint import CheckpointManager, read_manifest
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_optimizers
+from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.spec.model import StateDictKind
 
 _HF_WEIGHTS: Final = re.compile(rf"{HF_MODEL}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
 
-manager = CheckpointManager()
+manager = CheckpointManager(in_flight_file=lambda: session.in_flight_file)
 """Writes the checkpoints of every Accelerator and Trainer in this process."""
 
 

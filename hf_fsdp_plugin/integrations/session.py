@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final
 
 from hf_fsdp_plugin.sources.accelerate_launch import locate_config
@@ -28,6 +29,7 @@ class Session:
         report: path of the report; ``None`` for the output folder of the script.
         report_table: whether to print the tables of the report instead of a summary.
         ambient: the spec of the sources; ``None`` if they do not enable FSDP.
+        in_flight_file: path of a file that exists while a checkpoint is written in the background, for the launcher.
         early_group: the process group that ``install`` has started, before the script could give it a time-out.
     """
 
@@ -37,6 +39,7 @@ class Session:
         self._of_trainer: ContextVar[FsdpSpec | None] = ContextVar("hf_fsdp_spec", default=None)
         self._timeout: ContextVar[timedelta | None] = ContextVar("hf_fsdp_timeout", default=None)
         self.ambient: FsdpSpec | None = None
+        self.in_flight_file: Path | None = None
         self.early_group: Any = None
         self.close()
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import os
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -23,7 +25,8 @@ _SIGTERM_TIMEOUT = 20.0
 class SaveHooks:
     """Polls a save after optimizer steps, and delays the end of the process until the save is written."""
 
-    def __init__(self, save: Save, poll: Callable[[], object]) -> None:
+    def __init__(self, save: Save, poll: Callable[[], object], marker: Path | None = None) -> None:
+        """``marker``: a file that exists while the save is in flight, so that the launcher gives it time."""
         interval = 1 if save.world_size <= _MANY_RANKS else _STEPS
         steps = itertools.count(1)
 
@@ -31,7 +34,10 @@ class SaveHooks:
             if next(steps) % interval == 0:  # at the same step on all ranks
                 poll()
 
-        self._save = save
+        self._save, self._marker = save, marker
+        if marker is not None:
+            with contextlib.suppress(OSError):
+                marker.touch()
         self._step_hook = register_optimizer_step_post_hook(poll_after_step)
         atexit.register(save.join_at_exit)  # no collective: the other ranks may have exited
         self._previous = None
@@ -39,6 +45,9 @@ class SaveHooks:
             self._previous = signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def remove(self) -> None:
+        if self._marker is not None:
+            with contextlib.suppress(OSError):
+                self._marker.unlink(missing_ok=True)
         self._step_hook.remove()
         atexit.unregister(self._save.join_at_exit)
         if self._previous is not None and signal.getsignal(signal.SIGTERM) == self._on_sigterm:

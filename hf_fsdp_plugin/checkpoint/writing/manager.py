@@ -55,7 +55,9 @@ class CheckpointManager:
         last_outcome: the outcome of the last save.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, in_flight_file: Callable[[], Path | None] = lambda: None) -> None:
+        """``in_flight_file`` returns the path of a file that exists while a save is in flight; ``None`` for none."""
+        self._in_flight_file = in_flight_file
         self.writer = PartWriter()
         self.save_in_flight: Save | None = None
         self.last_outcome: SaveOutcome | None = None
@@ -97,7 +99,7 @@ class CheckpointManager:
         if save.asynchronous:
             self._cpu_group()  # created here, because that is collective
             self.save_in_flight = save
-            self._hooks = SaveHooks(save, self._poll)
+            self._hooks = SaveHooks(save, self._poll, self._in_flight_file())
             save.start(manifest, after)
         else:
             save.commit(manifest, after)

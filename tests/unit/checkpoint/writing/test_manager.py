@@ -211,3 +211,15 @@ def test_state_in_parameter_groups_is_refused() -> None:
         optimizer_shards(model, optimizer)
     [problem] = caught.value.problems
     assert problem.code == "FSDP-E411" and "'state' of a parameter group contains a Tensor" in problem.message
+
+
+def test_launcher_sees_whether_a_save_is_in_flight(one_rank: None, tmp_path: Path) -> None:
+    marker = tmp_path / "rank0.saving"
+    manager = CheckpointManager(in_flight_file=lambda: marker)
+    manager.writer = writer = BlockedWriter()
+    save(manager, tmp_path / "checkpoint", nn.Linear(4, 3), asynchronous=True)
+    assert marker.exists()
+    writer.event.set()
+    manager.wait()
+    assert not marker.exists()
+    manager.close()
