@@ -292,7 +292,7 @@ def large_world(result: Result) -> list[str]:
     head = [
         "ranks", "CPU time of a resume, a rank", "reads", "bytes read, without data", "opened files",
         "bytes read over bytes held", "the same, in 3/4 of the ranks", "commit, CPU time of rank 0",
-        "longest pause of another thread", "manifest", "index", "`.metadata`", "peak memory",
+        "another thread waits for the GIL, at most at once", "manifest", "index", "`.metadata`", "peak memory",
     ]  # fmt: skip
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for run in result["worlds"]:
@@ -303,7 +303,8 @@ def large_world(result: Result) -> list[str]:
             world, f"{same['cpu_seconds']:.2f} s", f"{same['metadata_reads'] + same['data_reads']:,}",
             f"{same['metadata_bytes'] / 1e6:.1f} MB", str(same["opened_files"]), f"{same['read_over_held']:.2f}",
             f"{fewer['cpu_seconds']:.2f} s, {fewer['read_over_held']:.2f}", f"{commit['cpu_seconds']:.1f} s",
-            f"{commit['longest_pause_seconds']:.2f} s", *sizes, f"{run['peak_bytes'] / 1e9:.1f} GB",
+            f"{commit['gil_seconds']:.1f} s, {commit['longest_gil_seconds']:.2f} s", *sizes,
+            f"{run['peak_bytes'] / 1e9:.1f} GB",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, "", f"{result['model']}; made-up checkpoints with sparse data files. CPU times without the data."]
