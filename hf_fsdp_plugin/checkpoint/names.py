@@ -29,7 +29,7 @@ ACCELERATE_RNG: Final = "random_states"
 DCP_METADATA: Final = ".metadata"
 DCP_SUFFIX: Final = ".distcp"
 INDEX_FILE: Final = ".fsdp_index"
-"""The index of a large DCP folder, beside ``.metadata``."""
+"""The index of a large DCP folder, beside ``.metadata``. The state dict type ``local`` has one for each model."""
 CHECKPOINT_STEMS: Final = (
     FSDP_MODEL, HF_MODEL_BIN, HF_MODEL, OPTIMIZER, ADAPTER, TRAINER_RNG, ACCELERATE_RNG, "scheduler", "scaler",
     "sampler", TRAINER_STATE, "training_args.bin", MANIFEST_NAME, BLOCK_FILE,
@@ -75,6 +75,11 @@ def local_folder(stem: str) -> str:
 
 def local_file(number: int, rank: int) -> str:
     return f"{number}_rank{rank}.safetensors"
+
+
+def local_index(number: int) -> str:
+    """Return the name of the index of a model or an optimizer with one file per rank."""
+    return f".{number}{INDEX_FILE}"
 
 
 def dcp_file(rank: int) -> str:

@@ -296,7 +296,9 @@ def large_world(result: Result) -> list[str]:
     ]  # fmt: skip
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for run in result["worlds"]:
-        world = f"{run['ranks']:,}{', FSDP1' if run['version'] == 1 else ''}"
+        world = (
+            f"{run['ranks']:,}{', FSDP1' if run['version'] == 1 else ''}{', local' if run['kind'] == 'local' else ''}"
+        )
         same, fewer, commit = run["same"], run["fewer"], run["commit"]
         sizes = [f"{run[key] / 1e6:.1f} MB" for key in ("manifest_bytes", "index_bytes", "metadata_bytes")]
         cells = [

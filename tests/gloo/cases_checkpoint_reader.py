@@ -24,10 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from training import fresh_accelerator
 
+from hf_fsdp_plugin.checkpoint.names import INDEX_FILE
 from hf_fsdp_plugin.checkpoint.reading.model import load_model
 from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer
 from hf_fsdp_plugin.checkpoint.shard_layout import LocalShard, local_tensor
 from hf_fsdp_plugin.checkpoint.shards import optimizer_shards
+from hf_fsdp_plugin.checkpoint.writing import folder_index
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.problems import SpecError
 
@@ -112,8 +114,11 @@ def write(folder: str, layout: Layout, kind: str, *, tied: bool = False) -> dict
         state = {"optimizer": get_optimizer_state_dict(run.model, run.inner)}
         dcp.save(state, storage_writer=dcp.FileSystemWriter(Path(folder) / "optimizer_0"))
     elif kind in ("full", "sharded", "local"):  # written by this package
-        manager.save_model(run.model, Path(folder), kind)
-        manager.save_optimizer(run.model, run.inner, Path(folder), kind)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(folder_index, "MIN_INDEXED", 0)  # as in a large world
+            manager.save_model(run.model, Path(folder), kind)
+            manager.save_optimizer(run.model, run.inner, Path(folder), kind)
+        assert dist.get_rank() or (2 if kind != "full" else 1) == len([*Path(folder).rglob(f"*{INDEX_FILE}")])
     else:
         _save_with_accelerate(run, folder, kind)
     dist.barrier()

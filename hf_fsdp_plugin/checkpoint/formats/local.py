@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, row_major, within
 from hf_fsdp_plugin.checkpoint.formats.errors import COPY_ALL_RANKS, problem, raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.formats.index_file import IndexFile
 from hf_fsdp_plugin.checkpoint.formats.safetensors_header import Entry, read_header
 from hf_fsdp_plugin.checkpoint.formats.stored import (
     MAX_PROBLEMS,
@@ -22,7 +23,7 @@ from hf_fsdp_plugin.checkpoint.formats.stored import (
     coverage_problems,
     without_replicas,
 )
-from hf_fsdp_plugin.checkpoint.names import FSDP_MODEL, OPTIMIZER, local_file, local_folder
+from hf_fsdp_plugin.checkpoint.names import FSDP_MODEL, OPTIMIZER, local_file, local_folder, local_index
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import Problem
 
@@ -43,7 +44,13 @@ class _RankFile(NamedTuple):
 
 
 def read_model(root: Path, number: int) -> StoredModel | None:
-    """Return the model from the files of all ranks, or ``None`` if there are none."""
+    """Return the model from the index or the files of all ranks, or ``None`` if there are none."""
+    if (index := _open_index(root, local_folder(FSDP_MODEL), number)) is not None:
+        tensors = {name: tensor for (name, _), tensor in _indexed(index).items()}
+        for alias, path in index.aliases:
+            name = canonical_name(str(alias[0]))
+            tensors[name] = replace(tensors[canonical_name(str(path[0]))], name=name)
+        return StoredModel(root, FORMAT.name, tensors, _index_names(root, index))
     files = _read_files(root / local_folder(FSDP_MODEL), number)
     if not files:
         return None
@@ -52,22 +59,62 @@ def read_model(root: Path, number: int) -> StoredModel | None:
 
 
 def read_optimizer(root: Path, number: int) -> StoredOptimizer | None:
-    """Return the optimizer from the files of all ranks, or ``None`` if there are none."""
+    """Return the optimizer from the index or the files of all ranks, or ``None`` if there are none."""
+    state: dict[str, dict[str, Any]] = {}
+    if (index := _open_index(root, local_folder(OPTIMIZER), number)) is not None:
+        for (name, key), tensor in _indexed(index).items():
+            state.setdefault(name, {})[key] = tensor
+        values, groups = _plain(index)
+        for name, found in values.items():
+            state.setdefault(canonical_name(name), {}).update(found)
+        return StoredOptimizer(root, FORMAT.name, state, groups, _index_names(root, index))
     files = _read_files(root / local_folder(OPTIMIZER), number)
     if not files:
         return None
-    state: dict[str, dict[str, Any]] = {}
     for (name, key), tensor in _assemble(root, files).items():
         state.setdefault(name, {})[key] = tensor
     for file in files:
-        for name, values in file.description.get("values", {}).items():
-            state.setdefault(canonical_name(name), {}).update(values)
+        for name, found in file.description.get("values", {}).items():
+            state.setdefault(canonical_name(name), {}).update(found)
     groups = files[0].description.get("groups", [])
     return StoredOptimizer(root, FORMAT.name, state, groups, _names(root, files))
 
 
 def _names(root: Path, files: list[_RankFile]) -> tuple[str, ...]:
     return tuple(file.path.relative_to(root).as_posix() for file in files)
+
+
+def _open_index(root: Path, folder: str, number: int) -> IndexFile | None:
+    """Return the index of the files of all ranks; ``None`` if there is none. It replaces reading their headers."""
+    name = local_index(number)
+    return IndexFile(root / folder, f"{folder}/", name) if (root / folder / name).is_file() else None
+
+
+def _index_names(root: Path, index: IndexFile) -> tuple[str, ...]:
+    return (index.path.relative_to(root).as_posix(),)
+
+
+def _indexed(index: IndexFile) -> dict[tuple[str, str], StoredTensor]:
+    """Return (name, key) -> tensor; the key is empty for a model."""
+    tensors = {}
+    for tensor in index.tensors:
+        name, key = (*map(str, tensor.path), "")[:2]
+        name = canonical_name(name)
+        tensors[name, key] = StoredTensor(name, tensor.dtype, tensor.shape, index.pieces(tensor))
+    return tensors
+
+
+def _plain(index: IndexFile) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """Return the plain values of the optimizer's state, and its groups."""
+    plain = index.plain if isinstance(index.plain, dict) else {}
+    values, groups = plain.get("values", {}), plain.get("groups", [])
+    if (
+        not isinstance(values, dict)
+        or not isinstance(groups, list)
+        or not all(isinstance(found, dict) for found in (*values.values(), *groups))
+    ):
+        refuse("FSDP-E453", index.path, "is damaged: its values or groups are not mappings.")
+    return values, groups
 
 
 def _read_files(folder: Path, number: int) -> list[_RankFile]:
@@ -163,4 +210,5 @@ FORMAT = CheckpointFormat(
     model_files=(f"{local_folder(FSDP_MODEL)}/{{number}}_rank*.safetensors",),
     read_model=read_model,
     read_optimizer=read_optimizer,
+    index_files=tuple(map(local_index, range(10))),
 )

@@ -1,13 +1,15 @@
-"""What the ranks write to a DCP folder, as arrays: the chunks of each rank, and those of all ranks joined by tensor."""
+"""What the ranks write to a folder, as arrays: the chunks of each rank, and those of all ranks joined by tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
 from numpy.typing import NDArray
+
+from hf_fsdp_plugin.checkpoint.names import INDEX_FILE
 
 StatePath = tuple[str | int, ...]
 """Path of an entry in the nested state dict: ``("optimizer", "state", "lm_head.weight", "exp_avg")``."""
@@ -27,8 +29,8 @@ class SmallEntry:
 
 
 @dataclass(slots=True)
-class DcpEntries:
-    """The entries that one rank adds to one DCP folder.
+class FolderEntries:
+    """The entries that one rank adds to one folder, in the format of DCP or ``local``.
 
     Attributes:
         folder: path relative to the checkpoint.
@@ -38,6 +40,8 @@ class DcpEntries:
             offset of the chunk's first element, offsets, sizes. Unused dims are 0.
         smalls: entries that are not in this rank's file: rank 0 writes them when it commits.
         aliases: (path of a tied name, path of the entry that holds its tensor).
+        index: name of the index of the folder, which is different for each local model.
+        plain: ``local`` only: ``values`` and ``groups`` of the optimizer, as in the header of the file.
     """
 
     folder: str
@@ -46,6 +50,8 @@ class DcpEntries:
     chunks: NDArray[Any]
     smalls: Sequence[SmallEntry] = ()
     aliases: Sequence[tuple[StatePath, StatePath]] = ()
+    index: str = INDEX_FILE
+    plain: Mapping[str, Any] = field(default_factory=dict)
 
 
 def flat_name(path: StatePath) -> str:
@@ -54,7 +60,7 @@ def flat_name(path: StatePath) -> str:
 
 
 def chunk_table(chunks: Sequence[tuple[int, int, int, int, Sequence[int], Sequence[int]]]) -> NDArray[Any]:
-    """Return the rows of :attr:`DcpEntries.chunks` from tuples of their columns."""
+    """Return the rows of :attr:`FolderEntries.chunks` from tuples of their columns."""
     ndim = max((len(offsets) for *_, offsets, _ in chunks), default=0)
     table = numpy.zeros((len(chunks), _FIXED + 2 * ndim), dtype=numpy.int64)
     for row, (*fixed, offsets, sizes) in zip(table, chunks, strict=True):
@@ -70,7 +76,7 @@ class JoinedChunks:
     No loop over chunks: with 1,024 ranks there are millions.
     """
 
-    def __init__(self, ranks: Sequence[DcpEntries]) -> None:
+    def __init__(self, ranks: Sequence[FolderEntries]) -> None:
         self.tensors: list[Tensor] = []
         numbers: dict[StatePath, int] = {}
         of_rank: dict[int, NDArray[Any]] = {}  # the ranks' sequences are alive, so that their ids are distinct

@@ -22,12 +22,13 @@ import numpy
 import torch
 from torch.serialization import skip_data
 
-from hf_fsdp_plugin.checkpoint.formats.index_file import METADATA_TAIL, index_bytes, pack_segments
+from hf_fsdp_plugin.checkpoint.formats.index_file import METADATA_TAIL
 from hf_fsdp_plugin.checkpoint.io import round_up
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, INDEX_FILE, dcp_file
 from hf_fsdp_plugin.checkpoint.shard_layout import LocalShard
+from hf_fsdp_plugin.checkpoint.writing import folder_index
 from hf_fsdp_plugin.checkpoint.writing.chunk_tables import (
-    DcpEntries,
+    FolderEntries,
     JoinedChunks,
     SmallEntry,
     StatePath,
@@ -37,9 +38,8 @@ from hf_fsdp_plugin.checkpoint.writing.chunk_tables import (
 )
 from hf_fsdp_plugin.checkpoint.writing.dcp_metadata import MetadataPickle
 from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, Item, bytes_of, whole_file
+from hf_fsdp_plugin.checkpoint.writing.folder_index import Value, index_part, joined_aliases
 
-MIN_INDEXED = 5_000
-"""Minimum number of chunks of a folder with an index. Each rank reads and unpickles ``.metadata`` of smaller ones."""
 _ENTRY_ALIGNMENT = 64
 _LOCAL_HEADER = struct.Struct("<26xHH")
 """Header of a record in a zip archive, which contains the lengths of the name and the extra field that follow."""
@@ -51,7 +51,7 @@ def rank_file(
     tensors: Iterable[tuple[StatePath, LocalShard]],
     smalls: Sequence[SmallEntry] = (),
     aliases: Sequence[tuple[StatePath, StatePath]] = (),
-) -> tuple[FilePart, DcpEntries]:
+) -> tuple[FilePart, FolderEntries]:
     """Return the rank's file in ``folder``, and its entries."""
     file = dcp_file(rank)
     items: list[Item] = []
@@ -66,7 +66,9 @@ def rank_file(
             chunks.append((len(keys), offset, item.size, offset + len(head), piece.box.offsets, piece.box.sizes))
             offset = round_up(item.stop, _ENTRY_ALIGNMENT)
         keys.append((path, shard.dtype_name, shard.shape))
-    return whole_file(f"{folder}/{file}", items), DcpEntries(folder, file, keys, chunk_table(chunks), smalls, aliases)
+    return whole_file(f"{folder}/{file}", items), FolderEntries(
+        folder, file, keys, chunk_table(chunks), smalls, aliases
+    )
 
 
 def scalar(path: StatePath, tensor: torch.Tensor) -> SmallEntry:
@@ -80,22 +82,18 @@ def plain_value(path: StatePath, value: Any) -> SmallEntry:
     return SmallEntry(path, buffer.getvalue())
 
 
-def final_files(folder: str, ranks: Sequence[DcpEntries]) -> list[FilePart]:
+def final_files(ranks: Sequence[FolderEntries]) -> list[FilePart]:
     """Return the files that complete a folder, from the entries of all ranks: small entries, ``.metadata``, the index.
 
     If several ranks have the same small entry, the first one is written. A small folder has no index.
     """
+    folder = ranks[0].folder
     smalls: dict[StatePath, SmallEntry] = {}
-    aliases: dict[StatePath, StatePath] = {}
-    seen: set[int] = set()
-    for entries in ranks:
-        if id(entries.smalls) not in seen:  # the ranks share equal entries, which may be as many as the tensors
-            seen.add(id(entries.smalls))
-            for small in entries.smalls:
-                smalls.setdefault(small.path, small)
-        if id(entries.aliases) not in seen:
-            seen.add(id(entries.aliases))
-            aliases |= dict(entries.aliases)
+    # Most ranks share one sequence, which may be as long as the list of the tensors.
+    for shared in {id(entries.smalls): entries.smalls for entries in ranks}.values():
+        for small in shared:
+            smalls.setdefault(small.path, small)
+    aliases = joined_aliases(ranks)
     files = [*(entries.file for entries in ranks), dcp_file(len(ranks))]
     items, values = _small_items(smalls.values(), len(ranks))
     joined = JoinedChunks(ranks)
@@ -103,18 +101,14 @@ def final_files(folder: str, ranks: Sequence[DcpEntries]) -> list[FilePart]:
     parts = _metadata(joined, smalls.values(), values, aliases, files, save_id)
     metadata = whole_file(f"{folder}/{DCP_METADATA}", [Item(0, parts)])
     found = [whole_file(f"{folder}/{files[-1]}", items), metadata] if items else [metadata]
-    if len(joined) >= MIN_INDEXED:
+    if len(joined) >= folder_index.MIN_INDEXED:
         last = b"".join(parts[-2:])[-METADATA_TAIL:].hex()
-        data = _index(joined, values, aliases, files, (metadata.size, last))
-        found.append(whole_file(f"{folder}/{INDEX_FILE}", [Item(0, (data,))]))
+        path = f"{folder}/{INDEX_FILE}"
+        found.append(index_part(path, joined, files, aliases, values=values, metadata=(metadata.size, last)))
     return found
 
 
-_Value = tuple[StatePath, int, int, int]
-"""Path of a small entry, number of its file, first byte and number of bytes."""
-
-
-def _small_items(smalls: Iterable[SmallEntry], file: int) -> tuple[list[Item], list[_Value]]:
+def _small_items(smalls: Iterable[SmallEntry], file: int) -> tuple[list[Item], list[Value]]:
     items, values, offset = [], [], 0
     for small in smalls:
         contents: tuple[bytes, ...] = (small.data,)
@@ -131,7 +125,7 @@ def _small_items(smalls: Iterable[SmallEntry], file: int) -> tuple[list[Item], l
 def _metadata(
     joined: JoinedChunks,
     smalls: Iterable[SmallEntry],
-    values: Iterable[_Value],
+    values: Iterable[Value],
     aliases: Mapping[StatePath, StatePath],
     files: Sequence[str],
     save_id: str,
@@ -150,20 +144,6 @@ def _metadata(
         chunks = scalars[path] if path in scalars else numpy.delete(joined.of(joined.numbers[path]), 3, axis=1)
         pickled.add_alias(alias, path, chunks)
     return pickled.finished()
-
-
-def _index(
-    joined: JoinedChunks,
-    values: Sequence[_Value],
-    aliases: Mapping[StatePath, StatePath],
-    files: Sequence[str],
-    metadata: tuple[int, str],
-) -> bytes:
-    tensors = []
-    for (path, dtype, shape), chunks in joined:
-        places = numpy.delete(chunks[:, : 4 + len(shape)], (1, 2), axis=1)
-        tensors.append((path, dtype, shape, pack_segments(places, chunks[:, 4 + len(shape) :])))
-    return index_bytes(tensors, values, list(aliases.items()), files, metadata)
 
 
 @functools.lru_cache(maxsize=4096)

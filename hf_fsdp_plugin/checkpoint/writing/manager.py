@@ -21,11 +21,11 @@ from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.io import write_text
 from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, optimizer_shards
 from hf_fsdp_plugin.checkpoint.writing.buffers import StagingBuffers
-from hf_fsdp_plugin.checkpoint.writing.chunk_tables import DcpEntries
-from hf_fsdp_plugin.checkpoint.writing.dcp import final_files
+from hf_fsdp_plugin.checkpoint.writing.chunk_tables import FolderEntries
 from hf_fsdp_plugin.checkpoint.writing.errors import os_errors_as_problems
 from hf_fsdp_plugin.checkpoint.writing.exit_hooks import SaveHooks
 from hf_fsdp_plugin.checkpoint.writing.file_parts import on_accelerator
+from hf_fsdp_plugin.checkpoint.writing.final_files import final_files
 from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
 from hf_fsdp_plugin.checkpoint.writing.safetensors_files import MAX_SHARD_SIZE
 from hf_fsdp_plugin.checkpoint.writing.save import POLL_INTERVAL, Save
@@ -213,14 +213,14 @@ class CheckpointManager:
             if save is None:
                 self.writer.write(folder, files.parts)
         if save is not None:
-            save.write(files.parts, files.dcp)
-        elif files.dcp:
-            self._complete_dcp(folder, files.dcp)
+            save.write(files.parts, files.entries)
+        elif files.entries:
+            self._complete(folder, files.entries)
 
-    def _complete_dcp(self, folder: Path, mine: Sequence[DcpEntries]) -> None:
-        ranks: list[Sequence[DcpEntries]] = [()] * dist.get_world_size()
+    def _complete(self, folder: Path, mine: Sequence[FolderEntries]) -> None:
+        ranks: list[Sequence[FolderEntries]] = [()] * dist.get_world_size()
         dist.gather_object(mine, ranks if dist.get_rank() == 0 else None)
         with on_all_ranks(f"writing {folder}"):
             if dist.get_rank() == 0:
-                for number, entries in enumerate(mine):
-                    self.writer.write(folder, final_files(entries.folder, [theirs[number] for theirs in ranks]))
+                for parts in final_files(ranks):
+                    self.writer.write(folder, parts)

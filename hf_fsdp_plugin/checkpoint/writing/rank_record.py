@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,29 +17,30 @@ import numpy
 
 from hf_fsdp_plugin.checkpoint.formats.block_file import PackedRanges, pack_all
 from hf_fsdp_plugin.checkpoint.formats.ranges import FileRecord
-from hf_fsdp_plugin.checkpoint.writing.chunk_tables import DcpEntries, SmallEntry
+from hf_fsdp_plugin.checkpoint.writing.chunk_tables import FolderEntries, SmallEntry
 
 _LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """The files and DCP entries that one rank has written and synced."""
+    """The files that one rank has written and synced, and the entries in them."""
 
     files: tuple[FileRecord, ...]
-    dcp: tuple[DcpEntries, ...]
+    entries: tuple[FolderEntries, ...]
 
 
 def record_bytes(record: RankRecord) -> bytes:
     names: dict[str, int] = {}
     ranges = [pack_all(file.ranges, names) for file in record.files]
     blocks = [_block(list(names)), *ranges]
-    for entries in record.dcp:
+    for entries in record.entries:
         smalls = [[small.path, small.data.hex(), small.dtype, small.shape] for small in entries.smalls]
-        blocks += [_block(entries.tensors), _block(smalls), _block(entries.aliases), entries.chunks.tobytes()]
+        blocks += [_block(value) for value in (entries.tensors, smalls, entries.aliases, entries.plain)]
+        blocks.append(entries.chunks.tobytes())
     header = {
         "files": [[file.path, file.size] for file in record.files],
-        "dcp": [[entries.folder, entries.file, entries.chunks.shape[1]] for entries in record.dcp],
+        "entries": [[own.folder, own.file, own.index, own.chunks.shape[1]] for own in record.entries],
         "lengths": [len(block) for block in blocks],
     }
     data = json.dumps(header).encode()
@@ -60,13 +61,13 @@ class RecordReader:
         files = tuple(
             FileRecord(path=path, size=size, ranges=PackedRanges(next(blocks), names)) for path, size in header["files"]
         )
-        dcp = []
-        for folder, file, width in header["dcp"]:
+        found = []
+        for folder, file, index, width in header["entries"]:
             tensors, smalls = self._shared(_tensors, next(blocks)), self._shared(_smalls, next(blocks))
-            aliases = self._shared(_aliases, next(blocks))
+            aliases, plain = self._shared(_aliases, next(blocks)), self._shared(dict, next(blocks))
             chunks = numpy.frombuffer(next(blocks), dtype=numpy.int64).reshape(-1, width)
-            dcp.append(DcpEntries(folder, file, tensors, chunks, smalls, aliases))
-        return RankRecord(files, tuple(dcp))
+            found.append(FolderEntries(folder, file, tensors, chunks, smalls, aliases, index, plain))
+        return RankRecord(files, tuple(found))
 
     def _shared(self, convert: Callable[[Any], Any], block: memoryview) -> Any:
         key = convert, bytes(block)
@@ -75,7 +76,7 @@ class RecordReader:
         return self._known[key]
 
 
-def _block(value: Sequence[Any]) -> bytes:
+def _block(value: Sequence[Any] | Mapping[str, Any]) -> bytes:
     return zlib.compress(json.dumps(value).encode(), level=1)
 
 

@@ -19,7 +19,7 @@ from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.formats.ranges import FileRecord
 from hf_fsdp_plugin.checkpoint.writing.buffers import StagingBuffers, lower_thread_priority
-from hf_fsdp_plugin.checkpoint.writing.chunk_tables import DcpEntries
+from hf_fsdp_plugin.checkpoint.writing.chunk_tables import FolderEntries
 from hf_fsdp_plugin.checkpoint.writing.errors import os_errors_as_problems
 from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, on_accelerator
 from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter, stage
@@ -61,7 +61,7 @@ class Save:
         # Stored, because a save may outlive the process group.
         self._rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._records: list[FileRecord] = []
-        self._dcp: list[DcpEntries] = []
+        self._entries: list[FolderEntries] = []
         self._staged: list[tuple[list[FilePart], torch.Tensor]] = []
         self._thread: threading.Thread | None = None
         self._record_written = False
@@ -78,11 +78,11 @@ class Save:
         """The folder to which Accelerate and Transformers write their files."""
         return self.staging.folder
 
-    def write(self, parts: Sequence[FilePart], dcp: Sequence[DcpEntries] = ()) -> None:
+    def write(self, parts: Sequence[FilePart], entries: Sequence[FolderEntries] = ()) -> None:
         """Write this rank's parts. An asynchronous save copies them now and writes them later."""
         parts = list(parts)
         with on_all_ranks(f"writing {self.final}"), os_errors_as_problems(self.final):
-            self._dcp += dcp
+            self._entries += entries
             if self.asynchronous:
                 size = sum(part.span for part in parts)
                 memory = self._buffers.take(len(self._staged), size, pinned=on_accelerator(parts))
@@ -130,7 +130,7 @@ class Save:
             self._error, self._state = error, _FAILED
 
     def _write_record(self) -> None:
-        self.staging.write_record(self._rank, RankRecord(tuple(self._records), tuple(self._dcp)))
+        self.staging.write_record(self._rank, RankRecord(tuple(self._records), tuple(self._entries)))
         self._record_written = True
 
     def _commit(self, manifest: Manifest, after: Callable[[], None] | None) -> None:

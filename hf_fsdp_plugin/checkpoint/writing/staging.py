@@ -41,8 +41,8 @@ from hf_fsdp_plugin.checkpoint.names import (
     trainer_rng_file,
 )
 from hf_fsdp_plugin.checkpoint.visibility import check_visible
-from hf_fsdp_plugin.checkpoint.writing.dcp import final_files
 from hf_fsdp_plugin.checkpoint.writing.errors import os_errors_as_problems
+from hf_fsdp_plugin.checkpoint.writing.final_files import final_files
 from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
 from hf_fsdp_plugin.checkpoint.writing.rank_record import RankRecord, RecordReader, record_bytes
 from hf_fsdp_plugin.problems import CheckpointError
@@ -143,9 +143,8 @@ class StagingFolder:
         """
         written = [file for record in ranks for file in record.files]
         writer = PartWriter()  # not the manager's writer: a background commit must not share its memory
-        for folder in dict.fromkeys(dcp.folder for record in ranks for dcp in record.dcp):
-            entries = [dcp for record in ranks for dcp in record.dcp if dcp.folder == folder]
-            written += writer.write(self.folder, final_files(folder, entries))
+        for parts in final_files([record.entries for record in ranks]):
+            written += writer.write(self.folder, parts)
         records = joined_records(written)
         for path in sorted(self.folder.rglob("*")):
             relative = path.relative_to(self.folder).as_posix()

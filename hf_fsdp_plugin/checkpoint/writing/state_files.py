@@ -26,7 +26,6 @@ from hf_fsdp_plugin.checkpoint.names import (
     HF_MODEL,
     OPTIMIZER,
     index_file,
-    local_file,
     local_folder,
     numbered,
     numbered_from_one,
@@ -34,7 +33,7 @@ from hf_fsdp_plugin.checkpoint.names import (
 )
 from hf_fsdp_plugin.checkpoint.shard_layout import LocalShard
 from hf_fsdp_plugin.checkpoint.shards import ModelShards, OptimizerShards, shards_to_write
-from hf_fsdp_plugin.checkpoint.writing.chunk_tables import DcpEntries, StatePath
+from hf_fsdp_plugin.checkpoint.writing.chunk_tables import FolderEntries, StatePath
 from hf_fsdp_plugin.checkpoint.writing.dcp import plain_value, rank_file, scalar
 from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart
 from hf_fsdp_plugin.checkpoint.writing.safetensors_files import (
@@ -55,7 +54,7 @@ class StateFiles:
     """
 
     parts: list[FilePart]
-    dcp: tuple[DcpEntries, ...] = ()
+    entries: tuple[FolderEntries, ...] = ()
     texts: tuple[tuple[str, str], ...] = ()
 
 
@@ -69,8 +68,8 @@ def model_files(
         parts, index_text = full_files(shards.tensors, rank, stem=stem, max_shard_size=max_shard_size)
         return StateFiles(parts, texts=((index_file(safetensors_file(stem)), index_text),) if index_text else ())
     if kind == "local":
-        path = f"{local_folder(FSDP_MODEL)}/{local_file(index, rank)}"
-        return StateFiles([local_model_file(path, shards)])
+        part, entries = local_model_file(local_folder(FSDP_MODEL), index, shards)
+        return StateFiles([part], (entries,))
     tensors: list[tuple[StatePath, LocalShard]] = [
         (("model", shard.name), shard) for shard in shards_to_write(shards.tensors) if shard.shape
     ]
@@ -86,8 +85,8 @@ def optimizer_files(shards: OptimizerShards, kind: StateDictKind, index: int = 0
     """Return this rank's part of the files of optimizer ``index``."""
     rank = dist.get_rank()
     if kind == "local":
-        path = f"{local_folder(OPTIMIZER)}/{local_file(index, rank)}"
-        return StateFiles([local_optimizer_file(path, shards)])
+        part, entries = local_optimizer_file(local_folder(OPTIMIZER), index, shards)
+        return StateFiles([part], (entries,))
     tensors: dict[str, tuple[StatePath, LocalShard]] = {}
     smalls = []
     for name, state in shards.state.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ from made_up_runs import Counts, MadeUpRun, llama_shapes, plan_resume, sparse_da
 
 from hf_fsdp_plugin.checkpoint.formats import dcp as reader
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, INDEX_FILE, MANIFEST_NAME
-from hf_fsdp_plugin.checkpoint.writing import dcp
+from hf_fsdp_plugin.checkpoint.writing import folder_index
 from hf_fsdp_plugin.checkpoint.writing.staging import StagingFolder
 
-SMALL, LARGE = 256, 1024
+WORLDS = {"sharded": (256, 1024), "local": (64, 256)}
 NUM_TENSORS = 3 * len(llama_shapes(1))
 """Parameters, and the moments of AdamW."""
 
@@ -56,12 +56,12 @@ class Saved:
         return counts, calls, len(work), held
 
 
-def save(folder: Path, world: int, layers: int = 1, *, indexed: bool = True) -> Saved:
+def save(folder: Path, world: int, layers: int = 1, *, indexed: bool = True, kind: str = "sharded") -> Saved:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
         if indexed:
-            patch.setattr(dcp, "MIN_INDEXED", 0)  # few layers
-        run = MadeUpRun(world, llama_shapes(layers))
+            patch.setattr(folder_index, "MIN_INDEXED", 0)  # few layers
+        run = MadeUpRun(world, llama_shapes(layers), kind=kind)
         staging = StagingFolder(folder / "checkpoint-20")
         staging._create()
         run.write(staging)
@@ -69,23 +69,32 @@ def save(folder: Path, world: int, layers: int = 1, *, indexed: bool = True) -> 
     return Saved(staging.final, run, calls)
 
 
-@pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Saved]]:
-    yield {world: save(tmp_path_factory.mktemp(str(world)), world) for world in (SMALL, LARGE)}
+@pytest.fixture(scope="module", params=WORLDS)
+def worlds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Saved, Saved]:
+    """A checkpoint of a large world, and one of a quarter of the ranks."""
+    small, large = (save(tmp_path_factory.mktemp("w"), world, kind=request.param) for world in WORLDS[request.param])
+    return small, large
 
 
-def test_resume_does_the_same_work_in_a_larger_world(worlds: dict[int, Saved]) -> None:
-    small, large = (worlds[world].resume(world) for world in (SMALL, LARGE))
+Worlds = tuple[Saved, Saved]
+
+
+def test_resume_does_the_same_work_in_a_larger_world(worlds: Worlds) -> None:
+    small, large = (saved.resume(saved.run.world) for saved in worlds)
     assert large[0].reads <= small[0].reads + 20  # pages of the manifest's hashes
     assert len(large[0].opens) == len(small[0].opens)
     assert large[2] <= small[2]  # one read for each tensor
-    files = 3 * (LARGE - SMALL)  # the manifest lists two data files and a random state for each rank
-    assert large[1] - small[1] < 150 * files, "more calls than the manifest's list of files explains"
+    assert large[1] - small[1] < 150 * more_files(worlds), "more calls than the manifest's list of files explains"
 
 
-@pytest.mark.parametrize("resumed", [LARGE * 3 // 4, LARGE // 2 + 1, LARGE * 2])
-def test_resume_in_another_world_reads_few_pieces(worlds: dict[int, Saved], resumed: int) -> None:
-    counts, _, reads, _ = worlds[LARGE].resume(resumed)
+def more_files(worlds: Worlds) -> int:
+    """The manifest lists two data files and a random state for each rank."""
+    return 3 * (worlds[1].run.world - worlds[0].run.world)
+
+
+@pytest.mark.parametrize("share", [3 / 4, 0.501, 2])
+def test_resume_in_another_world_reads_few_pieces(worlds: Worlds, share: float) -> None:
+    counts, _, reads, _ = worlds[1].resume(int(worlds[1].run.world * share))
     assert reads <= 4 * NUM_TENSORS
     assert counts.reads < 10 * NUM_TENSORS and len(counts.opens) < 10
 
@@ -109,26 +118,24 @@ def test_large_world_without_index_opens_few_files(tmp_path: Path, monkeypatch: 
     assert len(counts.opens) < 20 and counts.reads < 10 * NUM_TENSORS and reads < 4 * NUM_TENSORS
 
 
-def test_resume_reads_little_but_its_own_bytes(worlds: dict[int, Saved]) -> None:
-    small, large = (worlds[world].resume(world) for world in (SMALL, LARGE))
-    assert large[0].num_bytes < 2 * small[0].num_bytes + 500 * 3 * (LARGE - SMALL)
-    listed = sum(path.stat().st_size for path in worlds[LARGE].folder.rglob(DCP_METADATA))
-    assert large[0].num_bytes < listed / 4
+def test_resume_reads_little_but_its_own_bytes(worlds: Worlds) -> None:
+    small, large = (saved.resume(saved.run.world)[0].num_bytes for saved in worlds)
+    assert large < 2 * small + 500 * more_files(worlds)
+    listed = sum(path.stat().st_size for path in worlds[1].folder.rglob(DCP_METADATA))
+    assert not listed or large < listed / 4
 
 
-def test_index_and_manifest_stay_small(worlds: dict[int, Saved]) -> None:
-    sizes = {
-        world: [path.stat().st_size for path in sorted(saved.folder.rglob(INDEX_FILE))]
-        for world, saved in worlds.items()
-    }
-    assert len(sizes[LARGE]) == 2
-    assert all(large < small + 40 * (LARGE - SMALL) for small, large in zip(*sizes.values(), strict=True))
-    assert (worlds[LARGE].folder / MANIFEST_NAME).stat().st_size < 10e6 / 10
+def test_index_and_manifest_stay_small(worlds: Worlds) -> None:
+    small, large = ([path.stat().st_size for path in sorted(w.folder.rglob(f"*{INDEX_FILE}"))] for w in worlds)
+    assert len(large) == 2
+    assert all(there < here + 20 * more_files(worlds) for here, there in zip(small, large, strict=True))
+    assert (worlds[1].folder / MANIFEST_NAME).stat().st_size < 10e6 / 10
 
 
-def test_commit_has_no_loop_over_chunks(worlds: dict[int, Saved], tmp_path: Path) -> None:
-    small, large = worlds[SMALL].commit_calls, worlds[LARGE].commit_calls
-    assert large < 4.4 * small, "linear in the ranks"
-    more = save(tmp_path, SMALL, layers=3)
-    num_tensors = 3 * (len(more.run.shapes) - len(worlds[SMALL].run.shapes))
-    assert more.commit_calls - small < 1000 * num_tensors, f"each has {SMALL} chunks"
+def test_commit_has_no_loop_over_chunks(worlds: Worlds, tmp_path: Path) -> None:
+    small, large = worlds
+    assert large.commit_calls < 4.4 * small.commit_calls, "linear in the ranks"
+    more = save(tmp_path, small.run.world, layers=3, kind=small.run.kind)
+    num_tensors = 3 * (len(more.run.shapes) - len(small.run.shapes))
+    # At 256 ranks, each of them has 256 chunks.
+    assert more.commit_calls - small.commit_calls < 1000 * num_tensors
