@@ -22,17 +22,17 @@ from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, intersect, 
 from hf_fsdp_plugin.checkpoint.formats.hashing import hash_bytes
 from hf_fsdp_plugin.checkpoint.formats.index_file import IndexedPieces
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel
-from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model
+from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, read_stored_optimizer
 from hf_fsdp_plugin.checkpoint.formats.tensor_reader import read_run
 from hf_fsdp_plugin.checkpoint.io import InputFiles
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, INDEX_FILE
 from hf_fsdp_plugin.checkpoint.shard_layout import LocalShard, Piece
-from hf_fsdp_plugin.checkpoint.shards import ModelShards
+from hf_fsdp_plugin.checkpoint.shards import ModelShards, OptimizerShards
 from hf_fsdp_plugin.checkpoint.writing import folder_index
 from hf_fsdp_plugin.checkpoint.writing.final_files import final_files
 from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
-from hf_fsdp_plugin.checkpoint.writing.state_files import model_files
+from hf_fsdp_plugin.checkpoint.writing.state_files import model_files, optimizer_files
 from hf_fsdp_plugin.problems import CheckpointError
 
 WORLD = 5
@@ -161,6 +161,54 @@ def test_torch_reads_the_metadata(saved: Path) -> None:
     for name, tensor in WHOLE.items():
         assert torch.equal(state["model"][name], tensor)
     assert torch.equal(state["model"]["tied"], WHOLE["even"])
+
+
+def write_optimizer(folder: Path, kind: Any) -> None:
+    """Write the optimizer of ``WORLD`` ranks, with a tensor, a scalar and plain values, and an index."""
+    entries = []
+    moment = torch.arange(60.0).reshape(10, 6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folder_index, "MIN_INDEXED", 0)
+        patch.setattr(dist, "get_world_size", lambda: WORLD)
+        for rank in range(WORLD):
+            patch.setattr(dist, "get_rank", lambda rank=rank: rank)
+            pieces = tuple(Piece(box, moment[_slice(box.offsets[0], box.sizes[0])]) for box in rows((10, 6), rank))
+            state: dict[str, Any] = {
+                "exp_avg": LocalShard("state.w.exp_avg", torch.float32, (10, 6), pieces),
+                "step": LocalShard("state.w.step", torch.float32, (), (Piece(whole(()), torch.tensor(4.0)),)),
+                "rounds": 3,
+            }
+            if rank == 1:
+                state["only_here"] = "text"
+            groups = ({"params": ["w"], "lr": 0.1, "betas": (0.9, 0.95)},)
+            files = optimizer_files(OptimizerShards({"w": state}, groups), kind)
+            PartWriter().write(folder, files.parts)
+            entries.append(files.entries)
+        for parts in final_files(entries):
+            PartWriter().write(folder, parts)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "local"])
+def test_optimizer_is_read_from_the_index(tmp_path: Path, kind: str) -> None:
+    write_optimizer(tmp_path, kind)
+    indexed = read_stored_optimizer(tmp_path)
+    index_of(tmp_path).unlink()
+    plain = read_stored_optimizer(tmp_path)
+    assert indexed is not None and plain is not None
+    assert indexed.groups == plain.groups and list(indexed.groups[0]["params"]) == ["w"]
+    assert indexed.state.keys() == plain.state.keys() == {"w"}
+    one, other = indexed.state["w"], plain.state["w"]
+    assert one.keys() == other.keys() and one["rounds"] == 3 and one["only_here"] == "text"
+    for key in ("exp_avg", "step"):
+        assert assembled(tmp_path, one[key]).tolist() == assembled(tmp_path, other[key]).tolist()
+
+
+@pytest.mark.parametrize("plain", [{"values": []}, {"values": {"w": 1}}, {"groups": {}}, {"groups": [1]}])
+def test_invalid_plain_values_of_the_index_are_refused(tmp_path: Path, plain: Any) -> None:
+    write_optimizer(tmp_path, "local")
+    rewrite(index_of(tmp_path), set_field("plain", plain))
+    with pytest.raises(CheckpointError, match="FSDP-E453"):
+        read_stored_optimizer(tmp_path)
 
 
 def test_index_of_another_save_is_ignored(tmp_path: Path) -> None:
