@@ -103,7 +103,7 @@ def run_rank(way: str, folder: str, *, save: bool) -> dict[str, Any]:
         else:
             accelerator.save_state(path)
         return {"checksum": checksum(model, optimizer)}
-    _trim()
+    return_free_memory()
     dist.barrier()
     read, memory = _read_bytes(), Memory()
     cpu, start = _cpu_seconds(), time.perf_counter()
@@ -150,7 +150,7 @@ def _local(tensor: Any) -> Any:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _trim() -> None:
+def return_free_memory() -> None:
     """Return free memory to the system, so that a later allocation is counted."""
     import ctypes
     import gc

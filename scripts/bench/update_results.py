@@ -280,6 +280,18 @@ def resume(result: Result) -> list[str]:
     return [*lines, "", f"{result['model']}; {result['ranks']} CPU ranks, one thread each."]
 
 
+def computed_weights(result: Result) -> list[str]:
+    lines = [
+        "| computed | by | CPU time of a rank | time | private memory grows by | largest weight | model |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for kind, ways in result["kinds"].items():
+        for way, run in ways.items():
+            sizes = " | ".join(f"{run[f'{key}_bytes'] / 1e6:.0f} MB" for key in ("private", "largest", "model"))
+            lines.append(f"| {kind} | {way} | {run['cpu_seconds']:.2f} s | {run['seconds']:.2f} s | {sizes} |")
+    return [*lines, "", f"{result['ranks']} CPU ranks, one thread each."]
+
+
 def readers(result: Result) -> list[str]:
     lines = ["| way | time | CPU time | peak memory grows by |", "|---|---|---|---|"]
     for way, run in result["ways"].items():
@@ -319,7 +331,7 @@ def plain(result: Result) -> list[str]:
 
 _ALL = (
     step_overhead, checkpoint_save, merge, verified_reads, resume_parity, survival, gpu_check, ecosystem,
-    generated_values, command_start, start, load, resume, readers, many_ranks,
+    generated_values, command_start, start, load, resume, computed_weights, readers, many_ranks,
     large_world,
 )  # fmt: skip
 TABLES: dict[str, Callable[[Result], list[str]]] = {table.__name__: table for table in _ALL}

@@ -69,40 +69,45 @@ GGUF_NAMES = {
 
 
 def save_gguf(folder: str, architecture: str) -> None:
-    """Save a Llama or an LFM2 as a GGUF file with fp16 matrices on rank 0."""
-    import gguf
-
+    """Save a tiny model as a GGUF file on rank 0."""
     if dist.get_rank() == 0:
         model: Any = FAMILIES["llama"].build() if architecture == "llama" else tiny_lfm2()
-        config, writer = model.config, gguf.GGUFWriter(f"{folder}/model.gguf", architecture)
-        writer.add_block_count(config.num_hidden_layers)
-        writer.add_embedding_length(config.hidden_size)
-        writer.add_feed_forward_length(config.intermediate_size)
-        writer.add_head_count(config.num_attention_heads)
-        writer.add_context_length(config.max_position_embeddings)
-        if architecture == "llama":
-            writer.add_head_count_kv(config.num_key_value_heads)
-            writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-            writer.add_vocab_size(config.vocab_size)
-        else:
-            heads = [config.num_key_value_heads * (kind == "full_attention") for kind in config.layer_types]
-            writer.add_head_count_kv(heads)
-            writer.add_layer_norm_rms_eps(config.norm_eps)
-            writer.add_shortconv_l_cache(config.conv_L_cache)
-            writer.add_rope_freq_base(1e4)
-            writer.add_token_list([str(number) for number in range(config.vocab_size)])
-        for name, tensor in model.state_dict().items():
-            *path, _ = name.split(".")
-            *_, group, module = ["", *path]
-            block = f"blk.{path[2]}." if ".layers." in name else ""
-            short = GGUF_NAMES.get(f"{group}.{module}") or GGUF_NAMES.get(module, module)
-            data = tensor.squeeze().numpy().astype("float16" if tensor.dim() > 1 else "float32")
-            writer.add_tensor(f"{block}{short}.weight", data)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        write_gguf(model, f"{folder}/model.gguf", architecture)
     dist.barrier()
+
+
+def write_gguf(model: Any, path: str, architecture: str) -> None:
+    """Write a Llama or an LFM2 as a GGUF file with fp16 matrices."""
+    import gguf
+
+    config, writer = model.config, gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_context_length(config.max_position_embeddings)
+    if architecture == "llama":
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_vocab_size(config.vocab_size)
+    else:
+        heads = [config.num_key_value_heads * (kind == "full_attention") for kind in config.layer_types]
+        writer.add_head_count_kv(heads)
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+        writer.add_rope_freq_base(1e4)
+        writer.add_token_list([str(number) for number in range(config.vocab_size)])
+    for name, tensor in model.state_dict().items():
+        *parts, _ = name.split(".")
+        *_, group, module = ["", *parts]
+        block = f"blk.{parts[2]}." if ".layers." in name else ""
+        short = GGUF_NAMES.get(f"{group}.{module}") or GGUF_NAMES.get(module, module)
+        data = tensor.squeeze().numpy().astype("float16" if tensor.dim() > 1 else "float32")
+        writer.add_tensor(f"{block}{short}.weight", data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def tiny_lfm2() -> Any:
