@@ -19,6 +19,7 @@ from cases_checkpoint_reader import (
     read_in_bf16,
     read_mismatch,
     read_uneven_state,
+    save_wide,
     write,
     write_and_read_adapters,
     write_and_read_without_state,
@@ -104,13 +105,37 @@ def test_checkpoint_of_four_ranks_is_loaded_by_two(
         assert_same(two_ranks.run(read, str(tmp_path), other)[0], written)
 
 
-@pytest.mark.parametrize("layout", [FSDP2, slow(FLAT), slow(FSDP1)], ids=name)
-def test_load_reads_and_allocates_what_it_returns(two_ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
+@pytest.mark.parametrize(
+    ("layout", "other"),
+    [(FSDP2, FSDP2), slow(FLAT, FLAT), slow(FSDP1, FSDP1), slow(FSDP2, FLAT), slow(FSDP1, FSDP2)],
+    ids=name,
+)
+def test_load_reads_and_allocates_what_it_returns(
+    two_ranks: Ranks, tmp_path: Path, layout: Layout, other: Layout
+) -> None:
     kinds = ["sharded", "local", "full"]
-    for rank in two_ranks.run(measure_reads, str(tmp_path), layout, kinds):
-        for found in rank:
-            assert found["loaded"] <= found["read"] < 1.05 * found["loaded"], found
-            assert found["peak"] < 1.1 * found["loaded"] - (found["loaded"] - found["new"]) + found["unit"], found
+    two_ranks.run(save_wide, str(tmp_path), layout, kinds)
+    # To compare hashes, whole blocks of up to 1 MB are read. The tensors of this model are smaller.
+    for rank in two_ranks.run(measure_reads, str(tmp_path), other, kinds, layout == other):
+        assert_bounded(rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", [FSDP2, HYBRID2, FLAT], ids=name)
+def test_load_with_more_ranks_reads_what_it_returns(
+    two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path, other: Layout
+) -> None:
+    kinds = ["sharded", "local", "full"]
+    two_ranks.run(save_wide, str(tmp_path), FSDP2, kinds)
+    for rank in four_ranks.run(measure_reads, str(tmp_path), other, kinds, False):
+        assert_bounded(rank)
+
+
+def assert_bounded(rank: list[dict[str, int]]) -> None:
+    """Assert that reads are at most 5% more than what is loaded, and memory 10% and one unit more."""
+    for found in rank:
+        assert 0.99 * found["loaded"] <= found["read"] < 1.05 * found["loaded"], found
+        assert found["peak"] < found["new"] + 0.1 * found["loaded"] + found["unit"], found
 
 
 @pytest.mark.slow
