@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_plugin.checkpoint.formats.boxes import Box, row_major
+from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_start, row_major
 from hf_fsdp_plugin.checkpoint.formats.element_types import SIZES
 from hf_fsdp_plugin.checkpoint.formats.errors import COPY_AGAIN, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats.hashing import hash_bytes
@@ -249,6 +249,21 @@ class IndexFile:
             refuse("FSDP-E453", self._folder / name, message)
         return self._prefix + name
 
+    def names(self, numbers: NDArray[Any]) -> set[str]:
+        """Return the paths of files relative to the checkpoint."""
+        return {self._prefix + self.files[number] for number in set(numbers.tolist())}
+
+    def check_files(self, numbers: NDArray[Any], stops: NDArray[Any]) -> None:
+        """Check that files exist, and that each contains ``stop`` bytes. Any number may be repeated."""
+        import numpy
+
+        for number in set(numbers.tolist()) - self._sizes.keys():
+            self.file(number, 0)
+        sizes = numpy.zeros(len(self.files), dtype=numpy.int64)
+        sizes[list(self._sizes)] = list(self._sizes.values())
+        for at in numpy.flatnonzero(stops > sizes[numbers])[:1].tolist():
+            self.file(int(numbers[at]), int(stops[at]))
+
     def _damaged(self, how: str) -> None:
         refuse("FSDP-E453", self.path, f"is damaged: {how}.", COPY_AGAIN)
 
@@ -283,6 +298,40 @@ class IndexedPieces(PieceTable):
     def load(self) -> tuple[StoredPiece, ...]:
         return tuple(self.within(Box((0,) * len(self._tensor.shape), self._tensor.shape)))
 
+    def uncovered(self, shape: Sequence[int]) -> int:
+        import numpy
+
+        rows, ndim = self._segments(), len(shape)
+        self._index.check_files(*self._expanded(rows)[:2])
+        boxes = [Box(tuple(row[3 : 3 + ndim]), tuple(row[3 + ndim : 3 + 2 * ndim])) for row in rows.tolist()]
+        starts = [flat_start(box, shape) for box in boxes]
+        if None in starts or Box((), tuple(shape)).numel > _LARGEST:
+            return super().uncovered(shape)
+        # All chunks are contiguous in the tensor: as in ``boxes.uncovered``, for all at once.
+        counts, _, _, steps = _columns(rows, ndim)
+        which, member = _members(counts)
+        flat_steps = steps[:, 2:] @ numpy.array(row_major(shape), dtype=numpy.int64)
+        begin = numpy.array(starts, dtype=numpy.int64)[which] + member * flat_steps[which]
+        end = begin + numpy.array([box.numel for box in boxes], dtype=numpy.int64)[which]
+        order = numpy.argsort(begin, kind="stable")
+        begin, end = begin[order], end[order]
+        before = numpy.concatenate([[0], numpy.maximum.accumulate(end)[:-1]]) if len(end) else end
+        covered = int(numpy.maximum(end - numpy.maximum(begin, before), 0).sum())
+        return Box((), tuple(shape)).numel - covered
+
+    def files(self) -> set[str]:
+        return self._index.names(self._expanded(self._segments())[0])
+
+    def key(self) -> Hashable:
+        return id(self)  # tied tensors have the same table
+
+    def _expanded(self, rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the number of the file of each chunk, and the byte at which it ends."""
+        counts, start, sizes, steps = _columns(rows, len(self._tensor.shape))
+        which, member = _members(counts)
+        places = start[which, :2] + member[:, None] * steps[which, :2]
+        return places[:, 0], places[:, 1] + (sizes.prod(axis=1) * SIZES[self._tensor.dtype])[which]
+
     def _segments(self) -> NDArray[Any]:
         if self._rows is None:
             self._rows = self._index.segments(self._tensor)
@@ -300,6 +349,14 @@ class IndexedPieces(PieceTable):
             box = Box(tuple(a + i * b for a, b in zip(offsets, offset_steps, strict=True)), sizes)
             place = data + i * data_step
             yield StoredPiece(box, self._index.file(file + i * file_step, place + num_bytes), place, strides)
+
+
+def _members(counts: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return, for each chunk, the number of its record, and its number in the record."""
+    import numpy
+
+    which = numpy.repeat(numpy.arange(len(counts)), counts)
+    return which, numpy.arange(len(which)) - numpy.repeat(numpy.cumsum(counts) - counts, counts)
 
 
 def _width(ndim: int) -> int:

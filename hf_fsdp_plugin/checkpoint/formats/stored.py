@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, overload
@@ -59,6 +59,18 @@ class PieceTable(Sequence[StoredPiece]):
     def load(self) -> tuple[StoredPiece, ...]:
         """Return all pieces, without replicas."""
 
+    def uncovered(self, shape: Sequence[int]) -> int:
+        """Return the number of elements of the tensor that are in no piece. Checks the files of all pieces."""
+        return uncovered(shape, [piece.box for piece in self.load()])
+
+    def files(self) -> set[str]:
+        """Return the files of the pieces, and possibly those of replicas."""
+        return {piece.file for piece in self.load()}
+
+    def key(self) -> Hashable:
+        """Return a key that is equal for tables of the same bytes."""
+        return frozenset(self.load())
+
     def __len__(self) -> int:
         return len(self.load())
 
@@ -88,6 +100,16 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     pieces: Sequence[StoredPiece]
+
+    def uncovered(self) -> int:
+        """Return the number of elements that are in no piece."""
+        if isinstance(self.pieces, PieceTable):
+            return self.pieces.uncovered(self.shape)
+        return uncovered(self.shape, [piece.box for piece in self.pieces])
+
+    def files(self) -> set[str]:
+        """Return the files of the pieces."""
+        return self.pieces.files() if isinstance(self.pieces, PieceTable) else {piece.file for piece in self.pieces}
 
     def within(self, box: Box) -> Sequence[StoredPiece]:
         """Return the pieces that may contain elements of ``box``.
@@ -185,9 +207,10 @@ def without_replicas(pieces: Iterable[StoredPiece]) -> tuple[StoredPiece, ...]:
 
 def shared_tensors(model: StoredModel) -> list[tuple[str, ...]]:
     """Return the groups of names whose tensors are stored in the same bytes of the same files."""
-    by_place: dict[tuple[str, tuple[int, ...], frozenset[StoredPiece]], list[str]] = {}
+    by_place: dict[tuple[str, tuple[int, ...], Hashable], list[str]] = {}
     for name, tensor in model.tensors.items():
-        by_place.setdefault((tensor.dtype, tensor.shape, frozenset(tensor.pieces)), []).append(name)
+        place = tensor.pieces.key() if isinstance(tensor.pieces, PieceTable) else frozenset(tensor.pieces)
+        by_place.setdefault((tensor.dtype, tensor.shape, place), []).append(name)
     return [tuple(names) for key, names in by_place.items() if len(names) > 1 and math.prod(key[1]) > 0]
 
 
@@ -241,7 +264,7 @@ def _file_problem(root: Path, relative: str, place: Path | str) -> Problem | Non
 
 def coverage_problems(place: Path | str, tensors: Iterable[StoredTensor], fix: str = COPY_AGAIN) -> list[Problem]:
     """Return one problem for all tensors of which some elements are in no file."""
-    missing = {tensor.name: uncovered(tensor.shape, [piece.box for piece in tensor.pieces]) for tensor in tensors}
+    missing = {tensor.name: tensor.uncovered() for tensor in tensors}
     names = [name for name, count in missing.items() if count]
     if not names:
         return []

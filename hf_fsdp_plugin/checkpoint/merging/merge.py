@@ -179,7 +179,7 @@ class _Job:
         if self.model.objects:
             self._report("FSDP-E487", "was not deleted, because it contains entries that were not written.", fix)
             return
-        files = {self.model.root / piece.file for tensor in self.model.tensors.values() for piece in tensor.pieces}
+        files = {self.model.root / file for tensor in self.model.tensors.values() for file in tensor.files()}
         for path in files:
             path.unlink()
         for folder in {path.parent for path in files}:

@@ -102,7 +102,7 @@ def fingerprint(index: StoredModel, plan: MergePlan, *, verify_input: bool) -> s
     """Return a hash of the input files (names, sizes, modification times), of the planned output files, and of whether
     the input is verified: files of a merge that did not verify it are written again.
     """
-    files = sorted({piece.file for tensor in index.tensors.values() for piece in tensor.pieces})
+    files = sorted({file for tensor in index.tensors.values() for file in tensor.files()})
     state: list[Any] = [str(index.root.resolve()), verify_input]
     for file in files:
         found = (index.root / file).stat()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import resource
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
+from call_counts import calls_of
 from made_up_runs import Counts, MadeUpRun, llama_shapes, plan_resume, sparse_data
 
+from hf_fsdp_plugin.checkpoint import summarize
 from hf_fsdp_plugin.checkpoint.formats import dcp as reader
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, INDEX_FILE, MANIFEST_NAME
 from hf_fsdp_plugin.checkpoint.writing import folder_index
@@ -21,21 +21,6 @@ from hf_fsdp_plugin.checkpoint.writing.staging import StagingFolder
 WORLDS = {"sharded": (256, 1024), "local": (64, 256)}
 NUM_TENSORS = 3 * len(llama_shapes(1))
 """Parameters, and the moments of AdamW."""
-
-
-def calls_of(function: Callable[[], Any]) -> tuple[Any, int]:
-    """Return the result of a function, and the number of calls of functions in it, of Python and of C."""
-    count = 0
-
-    def profile(_frame: Any, event: str, _argument: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(profile)
-    try:
-        return function(), count
-    finally:
-        sys.setprofile(None)
 
 
 @dataclass
@@ -130,6 +115,12 @@ def test_index_and_manifest_stay_small(worlds: Worlds) -> None:
     assert len(large) == 2
     assert all(there < here + 20 * more_files(worlds) for here, there in zip(small, large, strict=True))
     assert (worlds[1].folder / MANIFEST_NAME).stat().st_size < 10e6 / 10
+
+
+def test_inspect_has_no_loop_over_chunks(worlds: Worlds) -> None:
+    (_, small), (summary, large) = (calls_of(partial(summarize, saved.folder)) for saved in worlds)
+    assert summary.incomplete is None and summary.world_size == worlds[1].run.world
+    assert large - small < 200 * more_files(worlds)
 
 
 def test_commit_has_no_loop_over_chunks(worlds: Worlds, tmp_path: Path) -> None:

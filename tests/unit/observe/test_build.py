@@ -1,10 +1,15 @@
 """The report of a model without ranks, and the checks of the whole model."""
 
+from dataclasses import replace
+
 import pytest
+from call_counts import calls_of
 from live_models import make_model, make_plan, make_unit
 
 from hf_fsdp_plugin import SpecError, report
+from hf_fsdp_plugin.observe import build
 from hf_fsdp_plugin.observe.build import build_report, check_structure
+from hf_fsdp_plugin.problems import Problem
 
 
 @pytest.mark.parametrize(("subject", "code"), [("model", "FSDP-E507"), (make_model(), "FSDP-E508")])
@@ -35,3 +40,21 @@ def test_trained_units_must_have_the_master_dtype(num_frozen: int, codes: list[s
     plan = make_plan(fsdp_mixed_precision_policy={"param_dtype": "bf16"})
     problems = check_structure([make_unit("0"), make_unit("1", master_dtype="bf16", num_frozen=num_frozen)], plan)
     assert [problem.code for problem in problems] == codes
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_merging_ranks_is_linear(monkeypatch: pytest.MonkeyPatch, equal: bool) -> None:
+    """Each made-up rank has ten problems, which are its own or the same on all ranks."""
+
+    def merge(num_ranks: int) -> int:
+        common = [Problem(code="FSDP-W506", message=f"{number}") for number in range(10)]
+        own = [
+            [replace(problem, message=f"{problem.message} {rank}") for problem in common] for rank in range(num_ranks)
+        ]
+        ranks = [((), common if equal else found) for found in own]
+        monkeypatch.setattr(build, "gather_equal_objects", lambda _: ranks)
+        (_, problems), calls = calls_of(lambda: build._merge_ranks((), common))
+        assert len(problems) == (10 if equal else 10 * num_ranks)
+        return calls
+
+    assert merge(1024) < 4.4 * merge(256)
