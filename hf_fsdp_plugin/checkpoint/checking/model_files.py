@@ -28,10 +28,11 @@ _OTHER_MODEL = (
 
 
 class ModelTensor(NamedTuple):
-    """A tensor in a file of a model. ``file`` is the file's path."""
+    """A tensor in a file of a model. ``file`` is the file's path, ``dtype`` torch's name, or the file's if unknown."""
 
     file: str
     shape: tuple[int, ...]
+    dtype: str
 
 
 class ShapeMismatch(NamedTuple):
@@ -72,7 +73,7 @@ def read_model_headers(files: Iterable[str]) -> dict[str, ModelTensor]:
         try:
             if file.endswith(".safetensors"):
                 entries, _ = read_header(path, any_dtype=True)
-                tensors |= {name: ModelTensor(file, entry.shape) for name, entry in entries.items()}
+                tensors |= {name: ModelTensor(file, entry.shape, entry.dtype) for name, entry in entries.items()}
             else:
                 _check_other_file(path)
         except OSError as error:

@@ -27,6 +27,7 @@ from transformers.core_model_loading import WeightConverter
 
 from hf_fsdp_plugin.backends.memory_maps import parameter_memory
 from hf_fsdp_plugin.backends.shared_weights import Publication, Received, exchange
+from hf_fsdp_plugin.checkpoint import ModelTensor
 from hf_fsdp_plugin.integrations.environment import has_fsdp_settings, loads_ram_efficiently
 from hf_fsdp_plugin.integrations.messages import print_once
 from hf_fsdp_plugin.integrations.transformers.model_files import check_loaded, check_model
@@ -55,11 +56,12 @@ def load_pretrained_model(
     The parameters have the names of Transformers, whose adapters are loaded with keyword arguments.
     """
     if not has_fsdp_settings():
-        return _load(original, model, state_dict, checkpoint_files, load_config, expected_keys)
+        return _load(original, model, state_dict, checkpoint_files, load_config, expected_keys, {})
+    tensors: dict[str, ModelTensor] = {}
     if checkpoint_files and state_dict is None and expected_keys is None:
-        check_model(model, checkpoint_files, load_config)
+        tensors = check_model(model, checkpoint_files, load_config)
     with nullcontext() if os.environ.get("RANK", "0") == "0" else without_progress_bar():
-        result = _load(original, model, state_dict, checkpoint_files, load_config, expected_keys)
+        result = _load(original, model, state_dict, checkpoint_files, load_config, expected_keys, tensors)
     check_loaded(model, result[0], load_config)
     return result
 
@@ -71,8 +73,13 @@ def _load(
     files: Sequence[str] | None,
     load_config: Any,
     expected_keys: Any,
+    tensors: Mapping[str, ModelTensor],
 ) -> Any:
-    """Load the weights. Weights that need private memory are computed by one rank of the machine."""
+    """Load the weights. Weights that need private memory are computed by one rank of the machine.
+
+    Args:
+        tensors: name -> tensor of the safetensors files.
+    """
 
     def load() -> Any:
         return original(model, state_dict, files, load_config, expected_keys)
@@ -84,10 +91,12 @@ def _load(
     obstacle = None if is_gguf else _obstacle(state_dict, files, load_config)
     if obstacle is None:
         assert files is not None
-        shapes = {} if is_gguf else _read_shapes(files, load_config)
-        if any(name.endswith("_extra_state") for name in shapes):  # not tensors
+        if any(name.endswith("_extra_state") for name in tensors):  # not tensors
             return load()
-        if not is_gguf and not _needs_private_memory(model, shapes, files, load_config):
+        if not is_gguf and not _needs_private_memory(model, tensors, files, load_config):
+            return load()
+        shapes = {} if is_gguf or tensors else _read_shapes(files, load_config)
+        if any(name.endswith("_extra_state") for name in shapes):
             return load()
         shared = exchange.join(_key(model, files, load_config))
         if isinstance(shared, Publication):
@@ -99,6 +108,7 @@ def _load(
                 result = loading_result(model, shared.facts["missing"], shared.facts["unexpected"])
             else:
                 meta_config = replace(load_config, device_map={"": "meta"})
+                shapes = shapes or _read_shapes(files, load_config)
                 result = original(model, shapes, None, meta_config, expected_keys)
             if _fill(model, shared, _real_paths(files), sorted(result[0].missing_keys)):
                 return result
@@ -129,15 +139,19 @@ def _read_shapes(files: Iterable[str], load_config: Any) -> dict[str, Any]:
     return shapes
 
 
-def _needs_private_memory(model: Any, shapes: Mapping[str, Any], files: Iterable[str], load_config: Any) -> bool:
+def _needs_private_memory(
+    model: Any, tensors: Mapping[str, ModelTensor], files: Iterable[str], load_config: Any
+) -> bool:
     """Return whether loaded weights may differ from the mapped files. May be true although none does."""
     if any(isinstance(transform, WeightConverter) for transform in load_config.weight_mapping or ()):
         return True
     if getattr(load_config, "disable_mmap", None) or not all(str(file).endswith(".safetensors") for file in files):
         return True
-    stored = {tensor.dtype for tensor in shapes.values() if tensor.is_floating_point()}
+    stored: set[Any] = {getattr(torch, tensor.dtype, None) for tensor in set(tensors.values())}
+    if not tensors or None in stored:
+        return True
     wanted = {tensor.dtype for tensor in model.state_dict().values() if tensor.is_floating_point()}
-    return len(stored | wanted) > 1
+    return len({dtype for dtype in stored if dtype.is_floating_point} | wanted) > 1
 
 
 def _key(model: Any, files: Sequence[str], load_config: Any) -> str:

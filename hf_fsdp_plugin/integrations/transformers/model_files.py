@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def read_headers(files: Sequence[str]) -> dict[str, ModelTensor]:
     shared = exchange.join(_key(files)) if len(files) >= _MIN_SHARED_FILES else None
     if isinstance(shared, Received) and shared.facts is not None:
         names, places, indices = shared.facts
-        known = [ModelTensor(files[file], tuple(shape)) for file, shape in places]
+        known = [ModelTensor(files[file], tuple(shape), dtype) for file, shape, dtype in places]
         return dict(zip(names, map(known.__getitem__, indices), strict=True))
     facts = None
     try:
@@ -48,7 +48,7 @@ def read_headers(files: Sequence[str]) -> dict[str, ModelTensor]:
         if isinstance(shared, Publication):
             numbers = {file: index for index, file in enumerate(files)}
             found = {tensor: index for index, tensor in enumerate(dict.fromkeys(tensors.values()))}
-            places = [(numbers[file], shape) for file, shape in found]
+            places = [(numbers[file], shape, dtype) for file, shape, dtype in found]
             facts = [list(tensors), places, list(map(found.__getitem__, tensors.values()))]
     finally:
         if isinstance(shared, Publication):
@@ -120,39 +120,45 @@ def resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     return files, metadata
 
 
-def check_model(model: Any, files: Sequence[str], load_config: Any) -> None:
+def check_model(model: Any, files: Sequence[str], load_config: Any) -> dict[str, ModelTensor]:
     """Compare the tensors of the files with the index and with the model. No weights are read.
+
+    Returns:
+        name -> tensor of the safetensors files.
 
     Raises:
         SpecError: on all ranks; the model needs a tensor that is missing, or that has another shape.
     """
     with raised_everywhere():
         tensors = headers.take(files)
-        if not tensors or load_config.is_quantized or load_config.device_mesh is not None:
-            return
-        expected = {
-            name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if hasattr(tensor, "shape")
-        }
-        weight_map = (load_config.sharded_metadata or {}).get("weight_map") or {}
-        absent = weight_map.keys() - tensors.keys()
-        odd = {name for name, tensor in tensors.items() if expected.get(name) != tensor.shape}
-        if not absent and (not odd or load_config.ignore_mismatched_sizes):
-            return
-        loaded = private.loaded_names(model, load_config.weight_mapping, [*absent, *odd])
-        if absent:
-            given = {loaded.get(name, (name, True))[0] for name in tensors}
-            tied = private.tied_weights(model)
-            needed = set(required_names(model, expected.keys() - given - tied.keys() - set(tied.values())))
-            lacking = [name for name in absent if loaded[name][0] in needed]
-            raise_absent_tensors(lacking, weight_map, files)
-        if not load_config.ignore_mismatched_sizes:
-            mismatches = [
-                ShapeMismatch(target, tensors[name].file, tensors[name].shape, expected[target])
-                for name in odd
-                for target, is_unchanged in [loaded[name]]
-                if is_unchanged and target in expected and expected[target] != tensors[name].shape
-            ]
-            raise_shape_mismatches(mismatches, type(model).__name__, "")
+        if tensors and not load_config.is_quantized and load_config.device_mesh is None:
+            _compare(model, files, load_config, tensors)
+    return tensors
+
+
+def _compare(model: Any, files: Sequence[str], load_config: Any, tensors: Mapping[str, ModelTensor]) -> None:
+    """Raise the error of :func:`check_model` on this rank."""
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if hasattr(tensor, "shape")}
+    weight_map = (load_config.sharded_metadata or {}).get("weight_map") or {}
+    absent = weight_map.keys() - tensors.keys()
+    odd = {name for name, tensor in tensors.items() if expected.get(name) != tensor.shape}
+    if not absent and (not odd or load_config.ignore_mismatched_sizes):
+        return
+    loaded = private.loaded_names(model, load_config.weight_mapping, [*absent, *odd])
+    if absent:
+        given = {loaded.get(name, (name, True))[0] for name in tensors}
+        tied = private.tied_weights(model)
+        needed = set(required_names(model, expected.keys() - given - tied.keys() - set(tied.values())))
+        lacking = [name for name in absent if loaded[name][0] in needed]
+        raise_absent_tensors(lacking, weight_map, files)
+    if not load_config.ignore_mismatched_sizes:
+        mismatches = [
+            ShapeMismatch(target, tensors[name].file, tensors[name].shape, expected[target])
+            for name in odd
+            for target, is_unchanged in [loaded[name]]
+            if is_unchanged and target in expected and expected[target] != tensors[name].shape
+        ]
+        raise_shape_mismatches(mismatches, type(model).__name__, "")
 
 
 def check_loaded(model: Any, loading_info: Any, load_config: Any) -> None:

@@ -47,7 +47,7 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_second_rank_gets_the_same_headers(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     reads = count_reads(monkeypatch)
     first, second = model_files.read_headers(files), model_files.read_headers(files)
-    assert first == second and len(first) == 7 and first["1.3"] == (files[1], (3, 2))
+    assert first == second and len(first) == 7 and first["1.3"] == (files[1], (3, 2), "float32")
     assert all(type(tensor) is type(first["both"]) for tensor in second.values())
     assert len(reads) == 1
 
