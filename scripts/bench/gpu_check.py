@@ -1,147 +1,113 @@
-"""Test strategies, FSDP versions and precisions on one GPU. Started by gpu_check.sh.
+"""Test the plugin on the GPUs of this machine: every strategy, and what only a GPU shows. Started by gpu_check.sh.
 
-Each case runs in a separate process, because a CUDA error would affect later cases. It trains a small Llama and passes
-if the loss falls and stays finite, the model is sharded as configured, and asynchronous checkpoints of every state dict
-type verify and resume. A case that the plugin rejects with a ``SpecError`` has the status ``refused`` and its message.
+Each case runs in separate processes, because a CUDA error would affect later cases. With one GPU the cases of one rank
+run, and two ranks share the GPU as an experiment. With two or more GPUs, cases of two ranks run too, on one GPU each.
+``--cpu`` runs the same checks on CPU ranks with gloo, to test this program: there is nothing to pin, and no fp16.
+
+A case passes, fails, or is refused by the plugin with a ``SpecError``. The checks are in gpu_checks.py.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import shutil
+import re
 import signal
 import subprocess
 import sys
-import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, ROOT, describe_machine, make_llama
+from common import RESULTS, ROOT, describe_machine
+from gpu_checks import CHECKS, run_check
 
 from hf_fsdp_plugin.strategies import STRATEGIES
+from hf_fsdp_plugin.text import format_table
 
 RESULT = RESULTS / "gpu_check.json"
-NUM_STEPS = 10
-CASE_TIMEOUT_S = 240
+CASE_TIMEOUT_S = 300
 RESULT_PREFIX = "gpu_check result: "
+NO_GPU = "gpu_check: torch finds no CUDA device. Nothing was checked. --cpu runs the checks on CPU ranks."
 
 Case = dict[str, Any]
 
 
-def cases() -> list[Case]:
-    """Return every case, as the argument of ``run_case``."""
-    alone: Case = {"ranks": 1, "backend": "nccl", "offload": False}
-    matrix = [
+def cases(*, num_gpus: int, cpu: bool = False) -> list[Case]:
+    """Return every case that this machine can run, as the argument of ``run_case``."""
+    backend = "gloo" if cpu else "nccl"
+    alone: Case = {
+        "check": "training", "device": "cpu" if cpu else "cuda", "ranks": 1, "backend": backend, "offload": False,
+        "strategy": "full_shard", "precision": "bf16",
+    }  # fmt: skip
+    found = [
         {**alone, "strategy": strategy, "version": version, "precision": precision}
         for strategy, version, precision in product(STRATEGIES, (1, 2), ("fp32", "bf16", "fp16"))
     ]
-    offloaded = [
-        {**alone, "strategy": strategy, "version": version, "precision": "bf16", "offload": True}
+    found += [
+        {**alone, "strategy": strategy, "version": version, "offload": True}
         for strategy, version in product(("full_shard", "no_shard"), (1, 2))
     ]
-    # NCCL rejects two ranks on one device; gloo copies through host memory and may accept them.
-    shared = [
-        {**alone, "ranks": 2, "backend": backend, "strategy": "full_shard", "version": version, "precision": "bf16"}
-        for backend, version in product(("gloo", "nccl"), (1, 2))
-    ]
-    return [*matrix, *offloaded, *shared]
+    for ranks in (1, 2) if cpu or num_gpus > 1 else (1,):
+        found += [{**alone, **case, "ranks": ranks} for case in _checks(cpu=cpu)]
+        if ranks == 2:
+            found += [
+                {**alone, "ranks": 2, "strategy": strategy, "version": version, "precision": precision}
+                for strategy, version, precision in product(STRATEGIES, (1, 2), ("bf16",) if cpu else ("bf16", "fp16"))
+            ]
+    if not cpu and num_gpus == 1:
+        # NCCL rejects two ranks on one device; gloo copies through host memory and may accept them.
+        found += [
+            {**alone, "ranks": 2, "backend": backend, "version": version, "shared": True}
+            for backend, version in product(("gloo", "nccl"), (1, 2))
+        ]
+    return found
 
 
-def config(case: Case) -> Case:
-    """Return the Accelerate config of a case. Hybrid strategies need a mesh, because the world has one or two ranks."""
-    hybrid = case["strategy"].startswith("hybrid")
-    return {
-        "distributed_type": "FSDP",
-        "num_processes": case["ranks"],
-        "mixed_precision": "no" if case["precision"] == "fp32" else case["precision"],
-        "fsdp_config": {
-            "fsdp_version": case["version"],
-            "fsdp_sharding_strategy": case["strategy"].upper(),
-            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_offload_params": case["offload"],
-            "fsdp_async_save": True,
-        },
-        **({"parallelism_config": {"dp_replicate_size": 1, "dp_shard_size": case["ranks"]}} if hybrid else {}),
-    }
+def _checks(*, cpu: bool) -> Iterator[Case]:
+    """Yield the other checks under both versions."""
+    for version in (1, 2):
+        for name in CHECKS:
+            if name not in ("training", "scaler", "state_dict", "ignored_modules"):
+                yield {"check": name, "version": version, **({} if name != "clipping" else {"precision": "fp32"})}
+        for precision in ("fp32", "bf16") if cpu else ("fp32", "bf16", "fp16"):
+            yield {"check": "ignored_modules", "version": version, "precision": precision}
+        yield {"check": "scaler", "version": version, "precision": "fp32" if cpu else "fp16"}
+        for offload in (False, True):
+            yield {"check": "state_dict", "version": version, "offload": offload}
 
 
-def train(case: Case) -> Case:
-    """Train on one rank of a case and return the measurements. Raises if a check fails."""
+def name_of(case: Case) -> str:
+    """Return the name of a case, as ``--only`` matches it: ``scaler fsdp2 fp16 2 ranks nccl``."""
+    words = [case["check"], *([case["strategy"]] if case["check"] == "training" else []), f"fsdp{case['version']}"]
+    words += [case["precision"], *(["offload"] if case["offload"] else [])]
+    words += [f"{case['ranks']} rank{'s' if case['ranks'] > 1 else ''}", case["backend"]]
+    return " ".join([*words, *(["one GPU"] if case.get("shared") else [])])
+
+
+def start_process_group(case: Case) -> None:
+    """Start the process group, or leave it to the plugin, which starts ``cpu:gloo,cuda:nccl`` on GPUs."""
     import torch
     import torch.distributed as dist
 
-    import hf_fsdp_plugin as hfp
-    from hf_fsdp_plugin.backends.shard import plan_of
+    if case["device"] == "cpu":
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        dist.init_process_group("gloo")
+    elif case.get("shared"):
+        os.environ["LOCAL_RANK"] = "0"
+        torch.cuda.set_device(0)
+        # Clipping with offload reduces CPU tensors, which NCCL does not support.
+        dist.init_process_group(f"cpu:gloo,cuda:{case['backend']}")
+    else:
+        from accelerate import PartialState
 
-    os.environ["LOCAL_RANK"] = "0"  # two ranks share one GPU
-    torch.cuda.set_device(0)
-    # Clipping with offload reduces CPU tensors, which NCCL does not support.
-    backend = "cpu:gloo,cuda:gloo" if case["backend"] == "gloo" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend)
-    accelerator = hfp.accelerator(hfp.load_spec(config(case)))
-    model = make_llama(
-        vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2,
-    )  # fmt: skip
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    ids = torch.randint(0, 1024, (4, 64), generator=torch.Generator().manual_seed(1)).to(accelerator.device)
+        from hf_fsdp_plugin.integrations.patching import install_hooks
 
-    def step() -> float:
-        loss = model(input_ids=ids, labels=ids).loss
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(loss.item())
-
-    losses = [step() for _ in range(NUM_STEPS)]
-    if not all(torch.isfinite(torch.tensor(losses))) or losses[-1] >= losses[0]:
-        raise RuntimeError(f"the loss did not fall: {losses}")
-    plan = plan_of(model)
-    assert plan is not None
-    if (plan.backend, plan.strategy) != (f"fsdp{case['version']}", case["strategy"]):
-        raise RuntimeError(f"the plan has {plan.backend} {plan.strategy}")
-    devices = {parameter.device.type for parameter in model.parameters()}
-    if devices != {"cpu" if case["offload"] else "cuda"}:
-        raise RuntimeError(f"the parameters are on {sorted(devices)}")
-    for kind in ("sharded", "full", "local"):
-        check_checkpoint(accelerator, kind, step)
-    return {
-        "first_loss": round(losses[0], 4),
-        "last_loss": round(losses[-1], 4),
-        "grad_scaler": accelerator.scaler is not None,
-        "peak_bytes": torch.cuda.max_memory_allocated(),
-    }
-
-
-def check_checkpoint(accelerator: Any, kind: str, step: Callable[[], float]) -> None:
-    """Save a checkpoint in the background, verify it, and check that training from it gives the same losses."""
-    import torch.distributed as dist
-
-    from hf_fsdp_plugin.checkpoint import verify
-    from hf_fsdp_plugin.integrations.saving import manager
-
-    folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folders)
-    folder = Path(str(folders[0])) / kind
-    accelerator.state.fsdp_plugin.set_state_dict_type(kind)
-    accelerator.save_state(str(folder))
-    before = [step() for _ in range(3)]
-    manager.wait()
-    problems = verify(folder).problems
-    if problems:
-        raise RuntimeError(f"{kind} checkpoint: {problems[0]}")
-    accelerator.load_state(str(folder))
-    after = [step() for _ in range(3)]
-    if any(abs(a - b) > 1e-3 * abs(b) for a, b in zip(after, before, strict=True)):
-        raise RuntimeError(f"{kind} checkpoint: losses {before}, but {after} after loading the checkpoint")
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder.parent)
+        install_hooks("accelerate")
+        PartialState()
 
 
 def run_rank(case: Case) -> int:
@@ -149,7 +115,8 @@ def run_rank(case: Case) -> int:
     from hf_fsdp_plugin import SpecError
 
     try:
-        result: Case = {"status": "passed", **train(case)}
+        start_process_group(case)
+        result: Case = {"status": "passed", **run_check(case)}
     except SpecError as error:
         result = {"status": "refused", "text": str(error)}
     except Exception as error:
@@ -164,7 +131,7 @@ def run_rank(case: Case) -> int:
 def run_case(case: Case) -> Case:
     """Start the ranks of a case and return the result."""
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(case["ranks"])]
-    environ = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **os.environ}
+    environ = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
     process = subprocess.Popen(
         [sys.executable, *ranks, __file__, json.dumps(case)],
         env=environ,
@@ -186,28 +153,59 @@ def run_case(case: Case) -> Case:
     return results[0] if results else {"status": "failed", "text": err[-600:]}
 
 
-def main() -> int:
+def summary(results: Sequence[Case]) -> list[list[str]]:
+    """Return a row for each check: its name, and the number of cases with each status; a header comes first."""
+    rows: dict[str, dict[str, int]] = {}
+    for result in results:
+        counts = rows.setdefault(result["check"], dict.fromkeys(("passed", "refused", "failed"), 0))
+        counts[result["status"]] += 1
+    return [["check", "passed", "refused", "failed"], *([name, *map(str, row.values())] for name, row in rows.items())]
+
+
+def counts_as_failure(result: Case) -> bool:
+    """Two ranks on one GPU are an experiment: their result is recorded but does not affect the exit code."""
+    return result["status"] == "failed" and not result.get("shared")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="gpu_check.sh", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--cpu", action="store_true", help="run the checks on CPU ranks, to test this program")
+    parser.add_argument("--only", default="", help="regular expression for the names of cases (see --list)")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases, and run none")
+    parser.add_argument("--out", type=Path, help=f"path of the JSON (default: {RESULT.relative_to(ROOT)}; none on CPU)")
+    options = parser.parse_args(argv)
     import torch
 
-    if not torch.cuda.is_available():
-        print("gpu_check: torch finds no CUDA device. Nothing was checked.", file=sys.stderr)
+    num_gpus = 0 if options.cpu else torch.cuda.device_count()
+    if not (options.cpu or options.list or num_gpus):
+        print(NO_GPU, file=sys.stderr)
         return 1
-    head = {**describe_machine(), "command": "bash scripts/gpu_check.sh", "device": torch.cuda.get_device_name(0)}
+    todo = [
+        case
+        for case in cases(num_gpus=num_gpus or 2 * options.list, cpu=options.cpu)
+        if re.search(options.only, name_of(case))
+    ]
+    if options.list:
+        print("\n".join(map(name_of, todo)))
+        return 0
+    device = "cpu" if options.cpu else f"{num_gpus} x {torch.cuda.get_device_name(0)}"
+    head = {**describe_machine(), "command": f"bash scripts/gpu_check.sh{' --cpu' * options.cpu}", "device": device}
     head["versions"]["cuda"] = torch.version.cuda
+    out = options.out or (None if options.cpu else RESULT)
     results = []
-    todo = cases()
     for number, case in enumerate(todo, 1):
         result = {**case, **run_case(case)}
         results.append(result)
-        name = f"FSDP{case['version']} {case['strategy']} {case['precision']}{' offload' if case['offload'] else ''}"
-        where = f"{case['ranks']} rank{'s' if case['ranks'] > 1 else ''} {case['backend']}"
-        print(f"[{number:2}/{len(todo)}] {name}, {where}: {result['status']} {result.get('text', '')}", flush=True)
-        RESULT.parent.mkdir(parents=True, exist_ok=True)
-        RESULT.write_text(json.dumps({**head, "cases": results}, indent=2) + "\n")
-    counts = {status: sum(r["status"] == status for r in results) for status in ("passed", "refused", "failed")}
-    print(f"{counts}. Written: {RESULT}")
-    # Two ranks on one GPU are an experiment: their result is recorded but does not affect the exit code.
-    return int(any(result["status"] == "failed" and result["ranks"] == 1 for result in results))
+        print(f"[{number:3}/{len(todo)}] {name_of(case)}: {result['status']} {result.get('text', '')}", flush=True)
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(json.dumps({**head, "cases": results}, indent=2) + "\n")
+    print(f"\n{format_table(summary(results), right=(1, 2, 3))}")
+    for result in filter(counts_as_failure, results):
+        print(f"failed: {name_of(result)}: {result['text']}")
+    if out is not None:
+        print(f"\nwritten: {out}")
+    return int(any(map(counts_as_failure, results)))
 
 
 if __name__ == "__main__":

@@ -143,14 +143,15 @@ def survival(result: Result) -> list[str]:
 
 
 def gpu_check(result: Result) -> list[str]:
-    """One row per strategy and version, one column per precision; problems are listed below the table."""
-    lines = ["| strategy | fp32 | bf16 | fp16 |", "|---|---|---|---|"]
+    """One row per strategy or check and version, one column per precision; problems are listed below the table."""
+    lines = ["| case | fp32 | bf16 | fp16 |", "|---|---|---|---|"]
     cells: dict[str, dict[str, str]] = {}
     notes = []
     for case in result["cases"]:
-        name = f"FSDP{case['version']} {case['strategy']}{', offload' if case['offload'] else ''}"
+        what = case["strategy"] if case["check"] == "training" else case["check"].replace("_", " ")
+        name = f"FSDP{case['version']} {what}{', offload' if case['offload'] else ''}"
         if case["ranks"] > 1:
-            name += f", {case['ranks']} ranks on one GPU ({case['backend']})"
+            name += f", {case['ranks']} ranks{' on one GPU' if case.get('shared') else ''} ({case['backend']})"
         cells.setdefault(name, {})[case["precision"]] = case["status"]
         if case["status"] != "passed":
             notes.append(f"- {name}, {case['precision']}: {' '.join(case['text'].split())}")

@@ -63,3 +63,24 @@ def test_result_has_machine_and_command(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "a.json").read_text())
     assert found["command"] == "python scripts/bench/speed.py" and found["load_average_of_15_minutes"] >= 0
     assert {"date", "machine", "versions"} <= found.keys() and "| x | 1 |" in done.stdout
+
+
+def test_gpu_check_has_a_row_for_each_case_and_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    from update_results import gpu_check
+
+    case = {"check": "training", "version": 2, "strategy": "no_shard", "ranks": 1, "backend": "nccl", "offload": False}
+    cases = [
+        {**case, "precision": "bf16", "status": "passed"},
+        {**case, "precision": "fp16", "status": "failed", "text": "not\nfinite"},
+        {**case, "check": "pinned_saves", "precision": "bf16", "status": "passed", "ranks": 2},
+        {**case, "precision": "bf16", "status": "refused", "text": "one device", "ranks": 2, "shared": True},
+    ]
+    assert gpu_check({"cases": cases})[2:] == [
+        "| FSDP2 no_shard |  | passed | failed |",
+        "| FSDP2 pinned saves, 2 ranks (nccl) |  | passed |  |",
+        "| FSDP2 no_shard, 2 ranks on one GPU (nccl) |  | refused |  |",
+        "",
+        "- FSDP2 no_shard, fp16: not finite",
+        "- FSDP2 no_shard, 2 ranks on one GPU (nccl), bf16: one device",
+    ]
