@@ -1,4 +1,4 @@
-"""Sums of the bits of tensors, which show whether weights arrived unchanged."""
+"""Sums and hashes of the bits of tensors, which show whether weights arrived unchanged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import torch
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the integer type with the same size."""
 _ADDED = 1 << 15
-"""Elements that are added at a time."""
+_ADDED_ON_ACCELERATOR = 1 << 24
+"""Elements that are added at a time, of which torch makes a copy with 8 bytes each."""
+_WITH_HASHES = ("cpu", "cuda")
+"""Device types for which torch 2.13 has ``hash_tensor``, from ``native_functions.yaml``."""
 
 
 def sum_bits(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
@@ -25,8 +28,15 @@ def sum_bits(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
         integers = tensor.contiguous().view(-1).view(INTEGERS[tensor.element_size()])
         # torch makes a copy of 64-bit integers first. On the CPU a small one stays in the processor's cache, and leaves
         # no hole between the shards in memory. numpy needs none, but FSDP1 cannot resize a storage that numpy has seen.
-        parts = integers.split(_ADDED) if integers.device.type == "cpu" and integers.numel() else [integers]
+        size = _ADDED if integers.device.type == "cpu" else _ADDED_ON_ACCELERATOR
+        parts = integers.split(size) if integers.numel() else [integers]
         for part in parts:
             added = part.sum(dtype=torch.int64)
             total = added if total is None else total + added.to(total.device)
     return total
+
+
+def hash_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a hash of a tensor's bits as an int64 scalar, on its device or, if that has no kernel, on the CPU."""
+    tensor = tensor.detach()
+    return torch.hash_tensor(tensor if tensor.device.type in _WITH_HASHES else tensor.cpu()).view(torch.int64)

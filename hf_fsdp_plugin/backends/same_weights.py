@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_fsdp_plugin.backends.agreement import gather_objects
+from hf_fsdp_plugin.backends.bits import hash_bits
 from hf_fsdp_plugin.backends.file_weights import find_file_weights
 from hf_fsdp_plugin.backends.memory_maps import MemoryMaps
 from hf_fsdp_plugin.plan.model import FsdpPlan
@@ -56,6 +57,6 @@ def _hashes(model: nn.Module, from_files: Collection[int]) -> Iterator[tuple[str
         if id(parameter) in from_files:
             continue
         if type(tensor) is torch.Tensor and tensor.numel() and not tensor.is_meta:
-            found.setdefault(tensor.device, {})[canonical_name(name)] = torch.hash_tensor(tensor).view(torch.int64)
+            found.setdefault(tensor.device, {})[canonical_name(name)] = hash_bits(tensor)
     for hashes in found.values():
         yield from zip(hashes, torch.stack(list(hashes.values())).tolist(), strict=True)

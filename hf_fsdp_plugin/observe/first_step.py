@@ -14,7 +14,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.backends.bits import sum_bits
+from hf_fsdp_plugin.backends.bits import hash_bits, sum_bits
 from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE
 from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.observe.memory import gradient_bytes
@@ -164,7 +164,7 @@ def shards_changed(first_step: FirstStep, units: Iterable[UnitObservation]) -> b
 def hash_shards(units: Iterable[UnitObservation]) -> dict[str, list[torch.Tensor]]:
     """Return hashes of the bits of the shards of each unit that is trained, as tensors on the shards' devices."""
     return {
-        unit.name: [torch.hash_tensor(shard.detach()) for shard in unit.live.shards if _is_hashable(shard)]
+        unit.name: [hash_bits(shard) for shard in unit.live.shards if _is_hashable(shard)]
         for unit in units
         if unit.num_frozen < unit.num_params
     }

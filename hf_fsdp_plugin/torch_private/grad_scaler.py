@@ -28,19 +28,16 @@ class ShardedGradScaler(GradScaler):
         """Multiply the gradients by ``inv_scale`` in place. Collective.
 
         Returns:
-            For each device, whether any rank has an infinite gradient: a tensor with one element, 1.0 or 0.0.
+            Whether any rank has an infinite gradient, as 1.0 or 0.0, on the device of the scale only: torch adds the
+            values of all devices, and fused optimizers skip a step if the sum is exactly 1.
         """
-        found = {found_inf.device: found_inf}
         for (device, _), gradients in _local_gradients(optimizer).items():
-            on_device = found.setdefault(device, torch.zeros_like(found_inf, device=device))
+            on_device = torch.zeros_like(found_inf, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, on_device, inv_scale.to(device))
-        # Ranks with empty shards have gradients on fewer devices, so the number of collectives must not depend on them.
-        for on_device in found.values():
             found_inf.copy_(torch.maximum(found_inf, on_device.to(found_inf.device)))
+        # Ranks with empty shards have gradients on fewer devices, so there is one collective for all of them.
         dist.all_reduce(found_inf, dist.ReduceOp.MAX)
-        for on_device in found.values():
-            on_device.copy_(found_inf)
-        return found
+        return {found_inf.device: found_inf}
 
 
 def _local_gradients(

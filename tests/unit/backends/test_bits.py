@@ -1,0 +1,40 @@
+"""Hashes of tensors on device types for which torch has no kernel: a subclass without it stands for such a device."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_fsdp_plugin.backends.bits import hash_bits
+
+
+class OfOtherDevice(torch.Tensor):
+    """A tensor of a device type without hashes, as far as ``hash_bits`` can see."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.hash_tensor:
+            raise NotImplementedError("no kernel for hash_tensor on this device")
+        if function is torch.Tensor.cpu:
+            return args[0].as_subclass(torch.Tensor)
+        if getattr(function, "__self__", None) is torch.Tensor.device:
+            return SimpleNamespace(type="xpu")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_hash_depends_on_every_element() -> None:
+    tensor = torch.arange(12.0).view(3, 4)
+    changed = tensor.clone()
+    changed[2, 3] = 12.0
+    assert hash_bits(tensor).dtype is torch.int64 and hash_bits(tensor).shape == ()
+    assert hash_bits(tensor) == hash_bits(tensor.clone()) != hash_bits(changed)
+
+
+def test_hash_without_a_kernel_is_computed_on_the_cpu() -> None:
+    tensor = torch.arange(12.0)
+    with pytest.raises(NotImplementedError):
+        torch.hash_tensor(tensor.as_subclass(OfOtherDevice))
+    assert hash_bits(tensor.as_subclass(OfOtherDevice)) == hash_bits(tensor)
