@@ -190,7 +190,7 @@ def test_policy_of_the_trainer_for_peft_is_a_default(
     config: dict[str, Any], policy: str, is_noted: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plugin, given = plugin_of(**config), peft_policy()
-    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), scaler=None)
 
     def assign(model: Any, accelerator: Any) -> None:
         accelerator.state.fsdp_plugin.auto_wrap_policy = given
@@ -205,7 +205,7 @@ def test_policy_of_the_trainer_for_peft_is_a_default(
 def test_policy_of_the_script_overrides_that_of_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
     plugin = plugin_of(auto_wrap_policy="NO_WRAP")
     plugin.auto_wrap_policy = partial(size_based_auto_wrap_policy, min_num_params=7)
-    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), scaler=None)
     update_fsdp_plugin_peft(lambda *_: pytest.fail("assigned"), Model(), accelerator)
     plugin.apply_assignments()
     assert plugin.spec.wrap.policy == "size"
@@ -221,7 +221,7 @@ def test_assignment_to_the_plugin_of_the_script_is_applied() -> None:
     def original(fsdp_plugin: Any = None, mixed_precision: Any = None, dynamo_plugin: Any = None) -> None:
         passed.update(fsdp_plugin=fsdp_plugin)
 
-    init_accelerator(original, SimpleNamespace(num_processes=2), fsdp_plugin=own)
+    init_accelerator(original, SimpleNamespace(num_processes=2, scaler=None), fsdp_plugin=own)
     assert passed["fsdp_plugin"] is own
     own.forward_prefetch = True
     own.apply_assignments()

@@ -34,7 +34,7 @@ def create_accelerator(num_processes: int = 2, **arguments: Any) -> dict[str, An
     def original(fsdp_plugin: Any = None, mixed_precision: Any = None, dynamo_plugin: Any = None) -> None:
         passed.update(fsdp_plugin=fsdp_plugin, mixed_precision=mixed_precision)
 
-    accelerator = SimpleNamespace(num_processes=num_processes, distributed_type=DistributedType.MULTI_CPU)
+    accelerator = SimpleNamespace(num_processes=num_processes, distributed_type=DistributedType.MULTI_CPU, scaler=None)
     init_accelerator(original, accelerator, **arguments)
     return passed
 
