@@ -13,7 +13,10 @@ from cases_gpu_check import BENCH, run
 from matrices import slow
 from ranks import RankError, Ranks
 
-SLOW = ("training", "launcher", "compiled", "ignored_modules", "scaler", "activation_offload")
+SLOW = (
+    "training", "launcher", "compiled", "ignored_modules", "scaler", "activation_offload", "generation", "loading",
+    "pinned_saves",
+)  # fmt: skip
 """Checks that take seconds."""
 
 
@@ -28,8 +31,7 @@ def gpu_check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def cpu_cases() -> list[Any]:
     """Each check with two CPU ranks: under FSDP1, under FSDP2 if it is quick."""
     names = (
-        "pinned_saves", "state_dict", "clipping", "reports", "process_groups", "generation", "loading",
-        "ranks_per_machine", *SLOW,
+        "state_dict", "clipping", "reports", "process_groups", "ranks_per_machine", *SLOW,
     )  # fmt: skip
     found: list[Any] = []
     for number, name in enumerate(names):
