@@ -75,8 +75,9 @@ def _checks(*, cpu: bool) -> Iterator[Case]:
                 yield {"check": name, "version": version, **({} if name != "clipping" else {"precision": "fp32"})}
         for precision in ("fp32", "bf16") if cpu else ("fp32", "bf16", "fp16"):
             yield {"check": "ignored_modules", "version": version, "precision": precision}
-        yield {"check": "scaler", "version": version, "precision": "fp32" if cpu else "fp16"}
         for offload in (False, True):
+            # With offload, gradients are on the CPU and the scale is on the GPU.
+            yield {"check": "scaler", "version": version, "precision": "fp32" if cpu else "fp16", "offload": offload}
             yield {"check": "state_dict", "version": version, "offload": offload}
 
 
