@@ -155,7 +155,7 @@ class FileShards:
                 raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
             bits += int(sum_bits([torch.frombuffer(piece, dtype=shard.integers)]) or 0)
             self._num_read += len(piece)
-        shard.copy = copy
+        shard.copy = copy if shard.memory() is not None else None
         return bits
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_fsdp_plugin.backends.bits import sum_bits
+from hf_fsdp_plugin.backends.bits import hash_bits, sum_bits
 from hf_fsdp_plugin.backends.file_shards import FileShards
 from hf_fsdp_plugin.backends.file_views import FileView, file_views
 from hf_fsdp_plugin.backends.file_weights import find_file_weights
@@ -60,8 +60,7 @@ class BroadcastRecord:
     def add(self, tensor: torch.Tensor) -> None:
         self.num_tensors += 1
         if tensor.numel():
-            # item() overflows for a uint64 above 2**63; its bits are valid as int64.
-            bits = int(torch.hash_tensor(tensor).view(torch.int64))
+            bits = int(hash_bits(tensor))
             # Rotate before each XOR: otherwise two equal tensors would leave the checksum unchanged.
             self.checksum = (self.checksum << 1 ^ self.checksum >> 63 ^ bits) & (1 << 64) - 1
 
@@ -150,13 +149,16 @@ class WeightLoader:
     def prepare_ignored(self) -> list[nn.Parameter]:
         """Move the ignored parameters to the device, which FSDP does not do, and average their gradients in hooks.
 
+        They are cast to the dtype in which the optimizer updates them, as shards are.
+
         Returns each parameter once.
         """
         views = frozenset(self._views)
         parameters = self._prepare_parameters(self._plan.ignored_parameters)
         for parameter in parameters:
             # Every rank keeps these parameters. A view of a file would follow changes of the file.
-            parameter.data = parameter.data.to(self._device, copy=id(parameter) in views)
+            dtype = master_dtype(self._plan, parameter)
+            parameter.data = parameter.data.to(self._device, dtype, copy=id(parameter) in views)
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_average_gradient)
         return parameters
@@ -172,7 +174,8 @@ class WeightLoader:
     ) -> torch.Tensor:
         """Return this rank's part of a parameter in ``dtype`` on ``device``: mapped from its file, or copied."""
         view = self._read_later.pop(id(parameter), None)
-        if view is not None and dtype == part.dtype and device.type == "cpu":
+        # Offloaded shards of an accelerator are pinned, which copies them at once.
+        if view is not None and dtype == part.dtype and self._plan.device_type == "cpu":
             offset = part.data_ptr() - parameter.data_ptr()
             mapped = self.file_shards.map(view, offset, part)
             if mapped is not None:
