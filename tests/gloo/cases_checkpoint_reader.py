@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from training import fresh_accelerator
 
+from hf_fsdp_plugin.checkpoint import visibility
 from hf_fsdp_plugin.checkpoint.names import INDEX_FILE
 from hf_fsdp_plugin.checkpoint.reading.model import load_model
 from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer
@@ -234,7 +235,9 @@ def read_mismatch(folder: str, layout: Layout, *, layers: int = 2, optimizer: An
         ("optimizer", lambda: load_optimizer(run.model, run.inner, place)),
     ):
         try:
-            load()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(visibility, "TIMEOUT", 0.1)
+                load()
         except SpecError as error:
             failed[what] = ([problem.code for problem in error.problems], str(error))
     after = run.full_state()

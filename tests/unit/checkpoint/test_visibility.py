@@ -27,7 +27,11 @@ def test_delayed_name_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert listed == [tmp_path] * 3
 
 
-def test_name_that_stays_invisible_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_that_stays_invisible_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(visibility, "TIMEOUT", 0.05)
+    monkeypatch.setattr(visibility, "_ANNOUNCED", 0.02)
     with pytest.raises(CheckpointError, match=r"rank 0 created .*checkpoint-4, but this rank cannot see it.*FSDP-E405"):
         visibility.check_visible(tmp_path / "absent" / "checkpoint-4", "created")
+    assert capsys.readouterr().err.count("checkpoint-4, which rank 0 sees, for up to 0.05 seconds") == 1
