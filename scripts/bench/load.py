@@ -14,9 +14,9 @@ A second time includes an update of every shard in place, as the first step of a
 leaves the shards in the mapped file, and the system copies them when they are first changed. The plugin copies them in
 the background; the second time includes the wait for it, which a first forward begins with.
 
-Memory is sampled every ten milliseconds: private memory is ``RssAnon`` of ``/proc/self/status``, mapped files are
-``RssFile``, both above their size before the clock starts. A time is that of the slowest rank, memory that of the rank
-with the most; medians of the rounds.
+Memory is sampled every ten milliseconds until after the update: private memory is ``RssAnon`` of ``/proc/self/status``,
+mapped files are ``RssFile``, both above their size before the clock starts. A time is that of the slowest rank, memory
+that of the rank with the most; medians of the rounds.
 
     python scripts/bench/load.py    (fifteen minutes on 2 cores, 8 GB of disk; writes docs/results/load.json)
 """
@@ -122,7 +122,6 @@ def run_rank(way: str, folder: str) -> dict[str, Any]:
     if way != "Transformers":  # Accelerate prepares an FSDP2 model together with its optimizer only
         model, _ = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     prepared = time.perf_counter() - start
-    peak = memory.stop()
     if way.startswith("plugin"):
         from hf_fsdp_plugin.backends.load import finish_reading
 
@@ -131,9 +130,10 @@ def run_rank(way: str, folder: str) -> dict[str, Any]:
     with torch.no_grad():
         for tensor in local:
             tensor.add_(0.0)
+    updated, peak = time.perf_counter() - start, memory.stop()
     result = {
         "seconds": prepared,
-        "updated": time.perf_counter() - start,
+        "updated": updated,
         "from_pretrained": loaded,
         "shard_bytes": sum(tensor.nbytes for tensor in local),
         **{name: peak[name] for name in ("RssAnon", "RssFile", "RssShmem")},
