@@ -54,11 +54,9 @@ def run_rank(rank: int, report: Callable[..., None], model: Any, folder: Path) -
         report(phase, {"wall": now - before, "cpu": cpu_now - cpu_before, "private": _private_bytes()})
 
     fsdp_config = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
-    accelerator = hfp.accelerator(
-        hfp.load_spec(
-            {"distributed_type": "FSDP", "use_cpu": True, "mixed_precision": "no", "fsdp_config": fsdp_config}
-        )
-    )
+    config = {"distributed_type": "FSDP", "use_cpu": True, "mixed_precision": "no", "fsdp_config": fsdp_config}
+    os.chdir(folder)  # the report is written there
+    accelerator = hfp.accelerator(hfp.load_spec(config))
     done("start")
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     done("prepare")
