@@ -89,11 +89,12 @@ class FileShards:
         self._files[view.path] = file
         return file
 
-    def start(self) -> None:
-        """Start to copy the mapped shards in the background."""
+    def start(self) -> bool:
+        """Start to copy the mapped shards in the background. Returns False if there are none."""
         if self._mapped:
             self._thread = threading.Thread(target=self._read, name="hf-fsdp-file-shards", daemon=True)
             self._thread.start()
+        return self._thread is not None
 
     def wait(self) -> None:
         """Wait until all mapped shards are memory of this process. Not collective.

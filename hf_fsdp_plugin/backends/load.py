@@ -219,9 +219,9 @@ class WeightLoader:
 def read_in_background(model: nn.Module, loader: WeightLoader) -> None:
     """Set the record of the loader as attribute of the sharded model, and read its mapped shards in the background."""
     setattr(model, BROADCAST_ATTRIBUTE, loader.record)
-    setattr(model, _FILE_SHARDS_ATTRIBUTE, loader.file_shards)
-    loader.file_shards.start()
-    model.register_state_dict_pre_hook(_before_state_dict)
+    if loader.file_shards.start():
+        setattr(model, _FILE_SHARDS_ATTRIBUTE, loader.file_shards)
+        model.register_state_dict_pre_hook(_before_state_dict)
 
 
 def _before_state_dict(model: nn.Module, prefix: str, keep_vars: bool) -> None:
