@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import struct
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -40,7 +41,23 @@ def pack_all(ranges: Iterable[FileRange], names: dict[str, int]) -> bytes:
     )
 
 
-class PackedRanges(Sequence[FileRange]):
+class _Ranges(Sequence[FileRange]):
+    """Ranges of one file that are created when they are accessed."""
+
+    @overload
+    def __getitem__(self, index: int) -> FileRange: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[FileRange]: ...
+    def __getitem__(self, index: int | slice) -> FileRange | list[FileRange]:
+        numbers = range(len(self))[index]  # raises IndexError
+        return [self._at(number) for number in numbers] if isinstance(numbers, range) else self._at(numbers)
+
+    @abstractmethod
+    def _at(self, number: int) -> FileRange:
+        """Return the range with this number, which is at least 0 and below the length."""
+
+
+class PackedRanges(_Ranges):
     """The ranges of one file as the records of :func:`pack_all`: a range is created only when it is accessed."""
 
     def __init__(self, data: bytes | memoryview, names: Sequence[str]) -> None:
@@ -49,14 +66,8 @@ class PackedRanges(Sequence[FileRange]):
     def __len__(self) -> int:
         return len(self._data) // RECORD_SIZE
 
-    @overload
-    def __getitem__(self, index: int) -> FileRange: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[FileRange]: ...
-    def __getitem__(self, index: int | slice) -> FileRange | list[FileRange]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        start, stop, name, digest = _RECORD.unpack_from(self._data, range(len(self))[index] * RECORD_SIZE)
+    def _at(self, number: int) -> FileRange:
+        start, stop, name, digest = _RECORD.unpack_from(self._data, number * RECORD_SIZE)
         return FileRange(start=start, stop=stop, hash=digest.hex(), name=self._names[name])
 
     def packed(self, names: dict[str, int], numbers: dict[int, Any]) -> bytes:
@@ -91,7 +102,7 @@ def joined_ranges(parts: Sequence[Sequence[FileRange]]) -> Sequence[FileRange]:
     return PackedRanges(records[numpy.argsort(records["start"], kind="stable")].tobytes(), tuple(names))
 
 
-class BlockTable(Sequence[FileRange]):
+class BlockTable(_Ranges):
     """The blocks of one file of the checkpoint, read in pages when they are needed.
 
     Args:
@@ -113,15 +124,8 @@ class BlockTable(Sequence[FileRange]):
     def __len__(self) -> int:
         return self._count
 
-    @overload
-    def __getitem__(self, index: int) -> FileRange: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[FileRange]: ...
-    def __getitem__(self, index: int | slice) -> FileRange | list[FileRange]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._count))]
-        index = range(self._count)[index]  # raises IndexError
-        page, position = divmod(index, _PAGE)
+    def _at(self, number: int) -> FileRange:
+        page, position = divmod(number, _PAGE)
         if page not in self._pages:
             self._pages[page] = self._read(page * _PAGE)
         return self._pages[page][position]
