@@ -245,8 +245,8 @@ def _changed(file: _File) -> Problem:
     return Problem(
         code="FSDP-E326",
         origin=Origin(source=file.path),
-        message="the file was changed while its weights were read, so that they may be of both states",
-        fix="start again when nothing writes to the file; write new weights to another folder, or rename them into it",
+        message="the file was changed while its weights were read, so that they may be of both states.",
+        fix="Start again when nothing writes to the file. Write new weights to another folder, or rename them into it.",
     )
 
 
@@ -255,6 +255,6 @@ def _unreadable(file: _File, error: OSError) -> Problem:
     return Problem(
         code="FSDP-E327",
         origin=Origin(source=file.path),
-        message=f"the weights in the file could not be read: {reasons.get(error.errno or 0, error.strerror)}",
-        fix="check that the file is complete, and the disk and the memory of the machine",
+        message=f"the weights in the file could not be read: {reasons.get(error.errno or 0, error.strerror)}.",
+        fix="Check that the file is complete, and the disk and the memory of the machine.",
     )
