@@ -13,12 +13,14 @@ and counts as lost if
 A tenth as many trials fill a small tmpfs. The ranks are forked from one process, because imports take seconds.
 
     python scripts/bench/survival.py               (eight minutes on 2 cores; writes docs/results/survival.json)
+    python scripts/bench/survival.py --trials 1000 --log trials.jsonl     (two hours; continues where it was stopped)
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 import os
 import random
@@ -31,7 +33,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-disk-full", action="store_true", help="for systems on which no tmpfs can be mounted")
     parser.add_argument("--folder", type=Path, help="folder for the runs")
+    parser.add_argument("--log", type=Path, help="file of finished trials, which are not repeated")
     return parser.parse_args()
 
 
@@ -75,6 +78,7 @@ class Trial:
     steps_lost: int = -1
     saves_lost_steps: int = -1
     lost: str = ""
+    seconds: float = 0.0
 
 
 def phase_of(run: Path, step: int) -> str:
@@ -215,12 +219,11 @@ def measure(args: argparse.Namespace) -> int:
         vocab_size=8192, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8,
         num_key_value_heads=4,
     )  # fmt: skip
-    start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="survival_") as name:
         root = Path(name)
         losses, flips, size = references(model, root, source)
-        trials = list(run_trials(args, model, root, source, losses, size))
-    result = summary(args, trials, flips, time.monotonic() - start)
+        trials = list(run_trials(args, model, root, losses, size))
+    result = summary(args, trials, flips)
     write_result("survival", args.out, result)
     return 1 if result["lost"] or any(found["found"] < found["files"] for found in result["flipped_bytes"]) else 0
 
@@ -250,16 +253,23 @@ def references(
 
 
 def run_trials(
-    args: argparse.Namespace, model: Any, root: Path, source: random.Random, losses: dict[int, list[float]],
-    size: dict[str, int],
-) -> Iterator[Trial]:  # fmt: skip
-    """Run the trials: every setting with every kind of kill, equally often, in random order."""
+    args: argparse.Namespace, model: Any, root: Path, losses: dict[int, list[float]], size: dict[str, int]
+) -> Iterator[Trial]:
+    """Run the trials: every setting with every kind of kill, equally often, in random order.
+
+    A trial draws its random numbers from the seed and its own number, so that a run can be continued after any trial.
+    """
     cases = list(itertools.product(SETTINGS, KILLS))
-    source.shuffle(cases)
+    random.Random(args.seed).shuffle(cases)
     plan: list[tuple[Setting, tuple[str, str] | None]] = [cases[i % len(cases)] for i in range(args.trials)]
     if not args.no_disk_full:
         plan += [(SETTINGS[i % len(SETTINGS)], None) for i in range(math.ceil(args.trials / 10))]
+    finished = read_log(args.log)
+    yield from finished[: len(plan)]
     for number, (setting, kill) in enumerate(plan, 1):
+        if number <= len(finished):
+            continue
+        source = random.Random(f"{args.seed} {number}")
         folder = root / f"trial{number}"
         folder.mkdir()
         began = time.monotonic()
@@ -270,25 +280,34 @@ def run_trials(
                 trial = disk_full_trial(model, folder, setting, size[setting.kind], source, losses[setting.version])
         except RanksFailed as error:
             trial = Trial(setting, " ".join(kill) if kill is not None else "disk full", lost=str(error))
+        trial.seconds = round(time.monotonic() - began, 1)
         what = f"LOST: {trial.lost}" if trial.lost else f"resumed from {trial.resumed}, steps lost {trial.steps_lost}"
         print(
             f"[{number:3}/{len(plan)}] {setting!s:28} {trial.disturbance:12} {trial.phase:32} {what} "
-            f"({time.monotonic() - began:.1f} s)",
+            f"({trial.seconds} s)",
             flush=True,
         )
         shutil.rmtree(folder)
+        if args.log is not None:
+            with args.log.open("a") as log:
+                log.write(json.dumps(asdict(trial)) + "\n")
         yield trial
 
 
-def summary(
-    args: argparse.Namespace, trials: list[Trial], flips: list[dict[str, Any]], seconds: float
-) -> dict[str, Any]:
+def read_log(path: Path | None) -> list[Trial]:
+    if path is None or not path.exists():
+        return []
+    rows = map(json.loads, path.read_text().splitlines())
+    return [Trial(**{**row, "setting": Setting(**row["setting"])}) for row in rows]
+
+
+def summary(args: argparse.Namespace, trials: list[Trial], flips: list[dict[str, Any]]) -> dict[str, Any]:
     kills = [trial for trial in trials if trial.disturbance != "disk full"]
     phases = Counter(trial.phase for trial in kills)
     return {
         "command": f"python scripts/bench/survival.py --trials {args.trials} --seed {args.seed}",
         "model": "Llama, 4 layers, hidden 256, fp32, AdamW, 2 gloo ranks",
-        "seconds": round(seconds),
+        "seconds": round(sum(trial.seconds for trial in trials)),
         "steps_between_saves": INTERVAL,
         "kills": len(kills),
         "kills_by_way": dict(sorted(Counter(trial.disturbance for trial in kills).items())),
