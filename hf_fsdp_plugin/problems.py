@@ -25,11 +25,12 @@ AREAS: Final[Mapping[str, str]] = MappingProxyType(
         "5": "observe",
         "6": "integrations",
         "7": "cli",
+        "8": "estimate",
     }
 )
 """First digit of a code -> the package that reports it, which is also the name of the page in ``problem_pages/``."""
 
-CODE: Final = re.compile(r"FSDP-([EWN])([0-7])\d\d")
+CODE: Final = re.compile(r"FSDP-([EWN])([0-8])\d\d")
 _SUGGESTION: Final = re.compile(r"Did you mean (?:--)?([^\s?]+)\?")
 _SEVERITIES: Final[Mapping[str, Severity]] = MappingProxyType({"E": "error", "W": "warning", "N": "note"})
 

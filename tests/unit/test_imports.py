@@ -15,7 +15,18 @@ import hf_fsdp_plugin
 PACKAGE = Path(hf_fsdp_plugin.__file__).parent
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "numpy"}
 TORCH_FREE = ("version", "problems", "text", "strategies", "spellings", "vocabulary", "sources", "spec")
-OTHERS = ("progress", "devices", "torch_private", "plan", "backends", "checkpoint", "observe", "integrations", "cli")
+OTHERS = (
+    "progress",
+    "devices",
+    "torch_private",
+    "plan",
+    "backends",
+    "estimate",
+    "checkpoint",
+    "observe",
+    "integrations",
+    "cli",
+)
 ORDER = TORCH_FREE + OTHERS
 """A package may import itself and the packages before it."""
 

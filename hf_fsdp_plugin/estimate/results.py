@@ -1,0 +1,133 @@
+"""The results of an estimate: memory, communication and time of one optimizer step of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+MemoryKind = Literal["params", "grads", "optimizer", "activations", "gathered", "other"]
+MEMORY_KINDS: Final[tuple[MemoryKind, ...]] = ("params", "grads", "optimizer", "activations", "gathered", "other")
+"""Kinds of memory.
+
+``params``: this rank's shards. ``grads``: sharded gradients, and whole ones kept while gradients accumulate.
+``optimizer``: the optimizer's state. ``activations``: tensors that the backward pass needs, and temporary tensors of
+the forward and backward passes, logits and loss included. ``gathered``: whole parameters of gathered units, and the
+buffers of all-gathers and reduce-scatters. ``other``: temporary tensors of update and clipping, buffers of the model,
+and what the framework allocates.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """Memory of a rank at one moment of a step.
+
+    Attributes:
+        where: ``forward of model.layers.3``, ``backward of model.layers.3``, ``clipping``, ``optimizer step``.
+        bytes_by_kind: bytes at this moment.
+        seconds: time since the step began, if it is known.
+    """
+
+    where: str
+    bytes_by_kind: Mapping[MemoryKind, int]
+    seconds: float | None = None
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.bytes_by_kind.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryEstimate:
+    """Memory of the rank that needs most, in the steady state: from the second step on.
+
+    Attributes:
+        method: how the figures were computed.
+        peak: the moment with the most memory.
+        timeline: moments in the order of a step; every unit's forward and backward pass, clipping and update.
+        host_bytes: memory of the host per rank that offload uses.
+        assumptions: what the figures assume, one sentence each.
+    """
+
+    method: Literal["closed_form", "traced"]
+    peak: Moment
+    timeline: tuple[Moment, ...] = ()
+    host_bytes: int = 0
+    assumptions: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object ``per_rank`` of ``plan --json``: bytes of each kind at the peak."""
+        kinds = {f"{kind}_bytes": self.peak.bytes_by_kind.get(kind, 0) for kind in MEMORY_KINDS}
+        return {"peak_bytes": self.peak.bytes, **kinds, "host_bytes": self.host_bytes}
+
+
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collective:
+    """Calls of one collective that are alike, in one optimizer step.
+
+    Attributes:
+        axis: the ranks that take part: those of the mesh's shard or replicate axis, or all.
+        group_size: number of ranks that take part in a call.
+        bytes: bytes of the larger side of one call on a rank: the output of an all-gather, the input of a
+            reduce-scatter, the tensor of an all-reduce.
+        calls: number of calls per optimizer step.
+        unit: name of the unit, as in the plan; empty for the root unit and for collectives of no unit.
+        phase: the part of the step.
+    """
+
+    kind: CollectiveKind
+    axis: Literal["shard", "replicate", "world"]
+    group_size: int
+    bytes: int
+    calls: int
+    unit: str
+    phase: Literal["forward", "backward", "clipping", "update"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommunicationEstimate:
+    """Collectives of one optimizer step of one rank."""
+
+    collectives: tuple[Collective, ...]
+
+    def bytes_of(self, kind: CollectiveKind) -> int:
+        return sum(each.bytes * each.calls for each in self.collectives if each.kind == kind)
+
+    @property
+    def calls(self) -> int:
+        return sum(each.calls for each in self.collectives)
+
+    def to_json(self) -> dict[str, int]:
+        """Return the object ``communication`` of ``plan --json``."""
+        kinds: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
+        return {**{f"{kind}_bytes": self.bytes_of(kind) for kind in kinds}, "calls": self.calls}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeEstimate:
+    """Time of one optimizer step.
+
+    Attributes:
+        step_seconds: the most likely time.
+        low_seconds, high_seconds: interval in which the time is expected.
+        compute_seconds: forward, backward and update without communication.
+        communication_seconds: all collectives, overlapped or not.
+        exposed_seconds: communication during which no computation runs.
+        tokens_per_second: of all ranks.
+        mfu: model FLOP/s utilization: FLOPs of the model (without recomputation) over the peak of the devices, between
+            0 and 1; ``None`` if the machine's peak is unknown.
+        machine: the figures of devices and links that were used.
+    """
+
+    step_seconds: float
+    low_seconds: float
+    high_seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    exposed_seconds: float
+    tokens_per_second: float
+    mfu: float | None
+    machine: str
