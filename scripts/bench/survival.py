@@ -93,7 +93,10 @@ def phase_of(run: Path, step: int) -> str:
     num_parts = len(list((root / "parts").glob("rank*.json")))
     if num_parts:
         return "all parts finished" if num_parts == WORLD_SIZE else "one part finished"
-    return "writing" if any(path.is_file() for path in folder.rglob("*")) else "nothing written"
+    try:
+        return "writing" if any(path.is_file() for path in folder.rglob("*")) else "nothing written"
+    except FileNotFoundError:  # the folder was renamed in this moment
+        return "renamed"
 
 
 def wait_for_moment(world: World, run: Path, source: random.Random) -> str:
