@@ -24,8 +24,8 @@ class Workload:
         optimizer: adamw_8bit is bitsandbytes' ``AdamW8bit``.
         update_loop: ``None`` for torch's default on the device: ``foreach`` on accelerators, ``for_loop`` on the CPU.
         clip_norm: whether gradients are clipped by their norm before the step (the Trainer's default).
-        autocast: whether the forward pass runs under autocast with the plan's parameter dtype, and its outputs are cast
-            to fp32, as ``Accelerator.prepare`` does with mixed precision.
+        autocast: whether the script runs the forward pass under ``Accelerator.autocast()`` in mixed precision. Neither
+            the Trainer nor this package's ``prepare`` does: FSDP casts parameters and inputs.
         attention: Transformers' ``attn_implementation``.
     """
 
@@ -36,7 +36,7 @@ class Workload:
     optimizer: Optimizer = "adamw"
     update_loop: UpdateLoop | None = None
     clip_norm: bool = True
-    autocast: bool = True
+    autocast: bool = False
     attention: Attention = "sdpa"
 
     @property

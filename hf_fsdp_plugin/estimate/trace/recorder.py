@@ -1,0 +1,164 @@
+"""Record when the storages of fake tensors are allocated, resized and freed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from hf_fsdp_plugin.estimate.trace.kernels import scratch_bytes
+from hf_fsdp_plugin.torch_private.fake import TorchDispatchMode, called_by_engine, storage_key, watch_resizes
+from hf_fsdp_plugin.torch_private.functions import in_backward, tree_leaves
+
+Label = Literal["params", "grads", "optimizer", "buffers", "gathered"]
+
+
+@dataclass(slots=True)
+class Block:
+    """One storage, from its allocation until it is freed or resized.
+
+    Attributes:
+        label: what it contains, if that does not follow from where it was allocated.
+        where: the place in the step at which it was allocated.
+    """
+
+    size: int
+    where: str
+    label: Label | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An allocation (``sign`` 1) or a free (-1). Memory that only a kernel uses is an allocation and a free."""
+
+    block: Block
+    sign: Literal[1, -1]
+    where: str
+
+
+class Recorder(TorchDispatchMode):
+    """Records the storages that operators create. Enter it inside of a ``FakeTensorMode``.
+
+    Attributes:
+        events: what happened so far.
+    """
+
+    def __init__(self, place: Callable[[], str]) -> None:
+        """``place`` returns the present place in the step."""
+        super().__init__()
+        self.events: list[Event] = []
+        self._place = place
+        self._alive: dict[int, Block] = {}
+        self._added: tuple[int, Block, Block] | None = None
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Recorder:
+        self._stack.enter_context(watch_resizes(self._resized))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._stack.close()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # DTensor calls operators on its local tensors
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if scratch := scratch_bytes(func, args, kwargs, result):
+            self._use(scratch)
+        in_place = func is torch.ops.aten.add.Tensor and in_backward() and called_by_engine(1)
+        for tensor in _tensors(result):
+            self._see(tensor.untyped_storage(), replaces=args[0] if in_place else None)
+        if func.namespace == "c10d":
+            for tensor in _tensors((args, kwargs)):
+                self.label([tensor], "gathered")
+        elif func.__name__.startswith("resize_"):
+            self._resized(args[0].untyped_storage())
+        return result
+
+    def label(self, tensors: Iterable[torch.Tensor | None], label: Label) -> None:
+        """Set what the storages of tensors contain. A later label replaces an earlier one."""
+        for tensor in tensors:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            block = None if local is None else self._alive.get(storage_key(local.untyped_storage()))
+            if block is not None:
+                block.label = label
+
+    def finish(self) -> list[Event]:
+        """Return all events."""
+        self._settle()
+        return self.events
+
+    def _see(self, storage: torch.UntypedStorage, replaces: torch.Tensor | None) -> None:
+        key = storage_key(storage)
+        if key in self._alive:
+            return
+        self._references[key] = weakref.ref(storage, lambda _: self._freed(key))
+        block = Block(storage.nbytes(), self._place())
+        old = None if replaces is None else self._alive.get(storage_key(replaces.untyped_storage()))
+        self._settle()
+        self._alive[key] = block
+        if old is not None and old.size == block.size:
+            self._added = (key, block, old)
+        else:
+            self._record(block, 1)
+
+    def _use(self, size: int) -> None:
+        self._settle()
+        block = Block(size, self._place())
+        self._record(block, 1)
+        self._record(block, -1)
+
+    def _freed(self, key: int) -> None:
+        block = self._alive.pop(key)
+        del self._references[key]
+        if self._added is not None and block is self._added[2]:
+            # Autograd adds a gradient to another one in place if nothing else refers to it. To fake tensors it adds
+            # out of place (torch/csrc/autograd/input_buffer.cpp). The new block takes the place of the old one.
+            new_key = self._added[0]
+            self._added = None
+            if new_key in self._alive:
+                self._alive[new_key] = block
+            return
+        self._settle()
+        self._record(block, -1)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        self._settle()
+        key, size = storage_key(storage), storage.nbytes()
+        old = self._alive.get(key)
+        if old is None:
+            self._see(storage, None)
+        elif old.size != size:
+            # Only FSDP resizes storages in a step: those of gathered parameters.
+            self._alive[key] = Block(size, self._place(), "gathered")
+            if size:
+                self._record(self._alive[key], 1)
+            self._record(old, -1)
+
+    def _settle(self) -> None:
+        """Record the result of an addition whose operand still exists: it was no addition in place."""
+        if self._added is not None:
+            _, block, _ = self._added
+            self._added = None
+            self._record(block, 1)
+
+    def _record(self, block: Block, sign: Literal[1, -1]) -> None:
+        if block.size:
+            self.events.append(Event(block, sign, self._place()))
+
+
+def _tensors(values: Any) -> Iterable[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        return (values,)
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]

@@ -1,0 +1,106 @@
+"""One training step of a sharded model under fake tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_fsdp_plugin.backends.clipping import clip_grad_norm
+from hf_fsdp_plugin.backends.optimizer_mode import decide
+from hf_fsdp_plugin.backends.optimizer_step import set_step_mode
+from hf_fsdp_plugin.backends.shard import shard
+from hf_fsdp_plugin.backends.submodule_calls import free_before_step
+from hf_fsdp_plugin.backends.torch_types import torch_dtype
+from hf_fsdp_plugin.estimate.trace.inputs import make_inputs
+from hf_fsdp_plugin.estimate.trace.optimizers import make_optimizer
+from hf_fsdp_plugin.estimate.trace.places import Places
+from hf_fsdp_plugin.estimate.trace.recorder import Recorder
+from hf_fsdp_plugin.estimate.workload import Workload
+from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.torch_private.modules import buffers as own_buffers
+from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
+
+_MAX_NORM = 1.0
+
+
+class Step:
+    """A sharded model with its optimizer, and the steps of a workload. Create and use it under fake tensors."""
+
+    def __init__(
+        self, plan: FsdpPlan, model: nn.Module, workload: Workload, recorder: Recorder, places: Places
+    ) -> None:
+        self._plan, self._workload, self._recorder, self._places = plan, workload, recorder, places
+        model = allocated(model).train()
+        self._config = getattr(model, "config", None)
+        self._make_inputs = make_inputs(model, workload)
+        self.optimizer = make_optimizer(model, workload)
+        self.model = shard(plan, model, torch.device("cpu"), [self.optimizer])
+        set_step_mode(self.optimizer, decide(self.optimizer, plan).mode)
+        free_before_step(self.model, self.optimizer)
+        places.watch(plan, self.model)
+
+    def run(self, micro_batches: int) -> None:
+        """Run one optimizer step."""
+        for index in range(micro_batches):
+            with self._synchronization(is_last=index == micro_batches - 1), self._places.phase("backward"):
+                self._forward_backward(micro_batches)
+        if self._workload.clip_norm:
+            with self._places.phase("clipping"):
+                clip_grad_norm([self.model], self.model.parameters(), _MAX_NORM)
+        with self._places.phase("optimizer step"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self._recorder.label(_state_tensors(self.optimizer), "optimizer")
+
+    def label(self) -> None:
+        """Label parameters and buffers."""
+        self._recorder.label(self.model.parameters(), "params")
+        self._recorder.label(self.model.buffers(), "buffers")
+
+    def _synchronization(self, *, is_last: bool) -> AbstractContextManager[Any]:
+        if is_last or self._workload.sync_each_batch:
+            return nullcontext()
+        no_sync: Any = self.model.no_sync
+        context: AbstractContextManager[Any] = no_sync()
+        return context
+
+    def _forward_backward(self, micro_batches: int) -> None:
+        with self._places.phase("forward"):
+            inputs = self._make_inputs()
+            loss = self._loss(inputs)
+        (loss / micro_batches).backward()
+        self._recorder.label((parameter.grad for parameter in self.model.parameters()), "grads")
+
+    def _loss(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        dtype = torch_dtype(self._plan.precision.param)
+        casts = self._workload.autocast and dtype in (torch.bfloat16, torch.float16)
+        with torch.autocast("cpu", dtype) if casts else nullcontext():
+            return _loss_of(self.model(**inputs))
+
+
+def allocated(model: nn.Module) -> nn.Module:
+    """Return a copy of a model with fake tensors on the CPU instead of its tensors. Ties are kept."""
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        parameters, buffers = own_parameters(module).values(), own_buffers(module).values()
+        for tensor in (*parameters, *buffers, *vars(module).values()):
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in copies:
+                fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                copies[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+    return copy.deepcopy(model, copies)
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    loss: torch.Tensor = output["loss"] if isinstance(output, dict) else output[0]
+    return loss
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))

@@ -1,0 +1,112 @@
+"""Fake tensors and fake process groups: tensors without memory, and collectives of one process."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "called_by_engine",
+    "fake_process_group",
+    "next_sequence_number",
+    "running_sequence_number",
+    "storage_key",
+    "watch_resizes",
+]
+
+
+@contextmanager
+def fake_process_group(world_size: int) -> Iterator[None]:
+    """Make this process rank 0 of a world whose collectives do nothing.
+
+    Args:
+        world_size: number of ranks, which do not exist.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        with warnings.catch_warnings(), _one_chunk():
+            # FSDP1 compares the addresses of storages, which are all 0.
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _one_chunk() -> Iterator[None]:
+    """Create only the chunk of a parameter that FSDP2 uses, instead of one for each rank."""
+    original = _fsdp_param._chunk_with_empty
+
+    class Chunks:
+        def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
+            self._tensor, self._dim = tensor, dim
+            self._size = -(-tensor.size(dim) // num_chunks)
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            start = index * self._size
+            length = min(self._size, self._tensor.size(self._dim) - start)
+            if length <= 0:
+                return self._tensor.new_empty(0)
+            return self._tensor.narrow(self._dim, start, length)
+
+    _fsdp_param._chunk_with_empty = Chunks  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _fsdp_param._chunk_with_empty = original
+
+
+@contextmanager
+def watch_resizes(after: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call ``after(storage)`` after Python has resized a storage, as both FSDP versions do with gathered parameters."""
+    original = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        result = original(storage, size)
+        after(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return a number that identifies a storage while it is alive."""
+    return int(storage._cdata)
+
+
+def next_sequence_number() -> int:
+    """Return the number that the next node of the autograd graph gets on this thread."""
+    return int(torch.autograd._get_sequence_nr())
+
+
+def running_sequence_number() -> int | None:
+    """Return the number of the node whose backward is running; ``None`` outside of nodes."""
+    node = torch._C._current_autograd_node()
+    number = None if node is None else node._sequence_nr()
+    return None if number is None or number >= 1 << 63 else int(number)  # nodes that accumulate have the largest one
+
+
+def called_by_engine(depth: int) -> bool:
+    """Return whether the autograd engine has called a function without Python in between.
+
+    Args:
+        depth: number of frames between the caller and that function's own.
+    """
+    return sys._getframe(depth + 1).f_code.co_name == "_engine_run_backward"
