@@ -1,0 +1,198 @@
+"""The collectives of one optimizer step: what the plan makes torch's FSDP communicate, call by call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hf_fsdp_plugin.backends.load import master_dtype
+from hf_fsdp_plugin.estimate.results import Collective, CommunicationEstimate
+from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes, unit_sizes
+from hf_fsdp_plugin.estimate.workload import Workload
+from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.modules import ancestors, is_inside, parent_of
+from hf_fsdp_plugin.plan.policy import class_names
+from hf_fsdp_plugin.plan.units import UnitPlan
+from hf_fsdp_plugin.strategies import STRATEGIES
+
+_NATIVE_LAYER = "GradientCheckpointingLayer"
+"""Transformers' base class of layers that ``gradient_checkpointing_enable`` checkpoints."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitSchedule:
+    """How often one unit communicates in one optimizer step.
+
+    Attributes:
+        forward_gathers, backward_gathers: number of all-gathers in the forward and backward passes.
+        reductions: number of gradient reductions: reduce-scatters, or all-reduces if the model is not sharded.
+    """
+
+    unit: UnitPlan
+    sizes: UnitSizes
+    forward_gathers: int
+    backward_gathers: int
+    reductions: int
+
+
+def estimate_communication(plan: FsdpPlan, model: nn.Module, workload: Workload) -> CommunicationEstimate:
+    """Return every collective of one optimizer step of one rank, from the second step on.
+
+    The counts follow torch's sources (``_fully_shard/_fsdp_param_group.py`` and ``_runtime_utils.py``) and are compared
+    with those of real runs. It is assumed that each unit runs once per forward pass and that every trainable parameter
+    has a gradient. Collectives of the training loop are not included: the Trainer gathers the number of tokens of each
+    rank (8 bytes), and losses when it logs them.
+
+    Args:
+        model: the model that was planned, on any device.
+    """
+    found = [call for schedule in unit_schedules(plan, model, workload) for call in _unit_collectives(plan, schedule)]
+    found += _ignored_parameters(plan, model, workload)
+    found += _clipping(plan, model, workload)
+    return CommunicationEstimate(collectives=tuple(found))
+
+
+def unit_schedules(plan: FsdpPlan, model: nn.Module, workload: Workload) -> tuple[UnitSchedule, ...]:
+    """Return how often each unit communicates, in the order of the plan."""
+    micro_batches = workload.accumulation
+    in_backward = _gathered_in_backward(plan, model)
+    keeps_gathered = plan.backend == "fsdp1" and not STRATEGIES[plan.strategy].reshards_after_forward
+    schedules = []
+    for unit, backward_gathers in zip(plan.units, in_backward, strict=True):
+        sizes = unit_sizes(plan, unit, model)
+        # FSDP1 keeps parameters that it does not free after forward until a backward that reduces gradients.
+        forward_gathers = 1 if keeps_gathered and not workload.sync_each_batch else micro_batches
+        is_sharded = plan.mesh.shard > 1 and bool(unit.parameters)
+        reductions = micro_batches if workload.sync_each_batch else 1
+        schedules.append(
+            UnitSchedule(
+                unit=unit,
+                sizes=sizes,
+                forward_gathers=forward_gathers if is_sharded else 0,
+                backward_gathers=backward_gathers * micro_batches if is_sharded else 0,
+                reductions=reductions if sizes.reduce_bytes else 0,
+            )
+        )
+    return tuple(schedules)
+
+
+def _gathered_in_backward(plan: FsdpPlan, model: nn.Module) -> list[int]:
+    """Return, for each unit, the number of all-gathers in the backward pass of one micro-batch.
+
+    A unit that is freed after forward is gathered again when the gradient of its output is computed. FSDP2 prefetches
+    the preceding unit even if that one has no backward. FSDP1 gathers a unit inside a checkpointed module for the
+    recomputed forward, frees it, and gathers it for the backward; FSDP2 frees it after the backward only.
+    """
+    needs_gradient = _output_needs_gradient(plan, model)
+    counts = [
+        int(unit.reshard_after_forward and needed) for unit, needed in zip(plan.units, needs_gradient, strict=True)
+    ]
+    if plan.backend == "fsdp1":
+        again = _gathered_for_recompute(plan, model)
+        counts = [count * (1 + more) for count, more in zip(counts, again, strict=True)]
+    sharded = [index for index, unit in enumerate(plan.units) if unit.parameters]
+    if plan.backend == "fsdp2" and plan.prefetch.backward == "pre":
+        first = next((at for at, index in enumerate(sharded) if needs_gradient[index]), 0)
+        if first > 0 and plan.units[sharded[first - 1]].reshard_after_forward:
+            counts[sharded[first - 1]] = 1
+    return counts
+
+
+def _output_needs_gradient(plan: FsdpPlan, model: nn.Module) -> list[bool]:
+    """Return, for each unit, whether a trainable parameter precedes the end of its forward, in the module tree."""
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    first_trainable = next((at for at, (_, p) in enumerate(parameters) if p.requires_grad), len(parameters))
+    after = [name for name, _ in parameters[first_trainable:]]
+    return [any(is_inside(name, path) for name in after for path in unit.modules) for unit in plan.units]
+
+
+def _gathered_for_recompute(plan: FsdpPlan, model: nn.Module) -> list[bool]:
+    """Return, for each unit, whether FSDP1 gathers it for a recomputed forward and frees it after that.
+
+    This happens to units inside a checkpointed module, except the one in which the recomputation stops: torch stops it
+    as soon as the last tensor for the backward is computed.
+    """
+    if plan.activation.checkpointing == "none":
+        return [False] * len(plan.units)
+    if plan.activation.native:
+        checkpointed = {name for name, module in model.named_modules() if _NATIVE_LAYER in class_names(module)}
+    else:
+        checkpointed = {name for unit in plan.units if unit.from_policy for name in unit.modules}
+    last = {_last_parameter(name, model.get_submodule(name)) for name in checkpointed}
+    return [
+        any(path in checkpointed for name in unit.modules if name for path in ancestors(parent_of(name)))
+        and last.isdisjoint(unit.parameters)
+        for unit in plan.units
+    ]
+
+
+def _last_parameter(path: str, layer: nn.Module) -> str:
+    """Return the name of the parameter that a layer uses last.
+
+    Many layers register their norms last, but use them before attention and MLP.
+    """
+    children = [name for name, child in layer.named_children() if next(child.parameters(), None) is not None]
+    inner = [name for name in children if "norm" not in name.lower() and "ln" not in name.lower()] or children
+    names = [name for name, _ in layer.named_parameters() if not inner or is_inside(name, inner[-1])]
+    return f"{path}.{names[-1]}" if names else ""
+
+
+def _unit_collectives(plan: FsdpPlan, schedule: UnitSchedule) -> Iterator[Collective]:
+    shards, name = plan.mesh.shard, schedule.unit.name
+    sizes = schedule.sizes
+    for phase, calls in (("forward", schedule.forward_gathers), ("backward", schedule.backward_gathers)):
+        if calls:
+            yield Collective(
+                kind="all_gather", axis="shard", group_size=shards, bytes=sizes.gather_bytes, calls=calls,
+                unit=name, phase=phase,  # type: ignore[arg-type]
+            )  # fmt: skip
+    if not schedule.reductions:
+        return
+    if shards > 1:
+        yield Collective(
+            kind="reduce_scatter", axis="shard", group_size=shards, bytes=sizes.reduce_bytes,
+            calls=schedule.reductions, unit=name, phase="backward",
+        )  # fmt: skip
+    if _has_replicate_axis(plan):
+        yield Collective(
+            kind="all_reduce", axis="replicate", group_size=plan.mesh.replicate, bytes=sizes.reduce_bytes // shards,
+            calls=schedule.reductions, unit=name, phase="backward",
+        )  # fmt: skip
+
+
+def _has_replicate_axis(plan: FsdpPlan) -> bool:
+    """Whether gradients are reduced over replicas, also if there is only one (see :func:`device_mesh`)."""
+    strategy = STRATEGIES[plan.strategy]
+    return plan.mesh.replicate > 1 or strategy.hybrid or not strategy.is_sharded
+
+
+def _ignored_parameters(plan: FsdpPlan, model: nn.Module, workload: Workload) -> Iterator[Collective]:
+    """Yield the averages of the gradients of parameters that are not sharded, after every backward pass."""
+    for name in plan.ignored_parameters:
+        parameter = model.get_parameter(name)
+        if parameter.requires_grad:
+            yield Collective(
+                kind="all_reduce", axis="world", group_size=plan.world_size,
+                bytes=parameter.numel() * master_dtype(plan, parameter).itemsize, calls=workload.accumulation,
+                unit="", phase="backward",
+            )  # fmt: skip
+
+
+def _clipping(plan: FsdpPlan, model: nn.Module, workload: Workload) -> Iterator[Collective]:
+    """Yield the reduction of the gradient norm, and that of the gradient scaler of fp16."""
+    if plan.precision.param == "fp16":
+        yield Collective(
+            kind="all_reduce", axis="world", group_size=plan.world_size, bytes=4, calls=1, unit="",
+            phase="clipping" if workload.clip_norm else "update",
+        )  # fmt: skip
+    parameters = [model.get_parameter(name) for unit in plan.units for name in unit.parameters]
+    is_sharded = plan.mesh.shard > 1 or plan.backend == "fsdp2"  # FSDP2 has a shard axis of size 1, too
+    if workload.clip_norm and parameters and is_sharded:
+        widest = any(master_dtype(plan, parameter) is torch.float64 for parameter in parameters)
+        yield Collective(
+            kind="all_reduce", axis="shard", group_size=plan.mesh.shard, bytes=8 if widest else 4, calls=1, unit="",
+            phase="clipping",
+        )  # fmt: skip
