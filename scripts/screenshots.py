@@ -86,11 +86,10 @@ def _document(shot: Callable[..., str], run: str) -> str:
     wrong = shot("hf-fsdp check fsdp.yaml")
     fixed = shot("hf-fsdp check fsdp.yaml --fix > fixed.yaml")
     right = shot("hf-fsdp check fixed.yaml --model llama --num_processes 4")
-    wizard = shot("hf-fsdp config --yes -o wizard.yaml --model llama --gpus 4 --global-batch 64 --show-args")
-    rewritten = shot("hf-fsdp config --yes --force -o wizard.yaml --gpus 8 --strategy shard_grad_op")
     dry_run = shot("hf-fsdp launch --config_file fixed.yaml --dry_run train.py")
     flag = shot("hf-fsdp launch --config fixed.yaml train.py")
     as_json = shot("hf-fsdp check fsdp.yaml --json --set nonsense=1", lines=24)
+    planned = shot("hf-fsdp plan --model llama --config fixed.yaml --device cuda --seq-len 128 --gpu-memory 80GB")
     inspect = shot("hf-fsdp inspect run/checkpoint-20")
     whole = shot("hf-fsdp verify run")
     merged = shot("hf-fsdp merge run/checkpoint-20 merged --dtype bf16 --verify")
@@ -151,22 +150,6 @@ for `--device cuda`.
 
 {as_json}
 
-## config
-
-Asks for model, machines, batch and settings, and writes a config for `accelerate launch` and `hf-fsdp launch`. On a
-terminal, answers are chosen with arrow keys; in a pipe, one line answers one question. Every question is also an
-option, and `--yes` takes the defaults of all others:
-
-{wizard}
-
-An existing file, also one of `accelerate config`, keeps its other keys, order and comments. Its values are the defaults
-of the questions. Without `--force`, the change must be confirmed:
-
-{rewritten}
-
-Without `-o`, Accelerate's default file is written; `-o -` prints it. `--set NAME=VALUE` sets anything else. Ctrl-C at
-any question writes nothing. [planning.md](planning.md) describes the questions.
-
 ## launch
 
 `--dry_run` shows what would run, and starts nothing. The model is the one of `--model`, or of `--model_name_or_path`
@@ -185,6 +168,12 @@ A run ends with a short report. `--report_table` prints all units and settings i
 Flags of other launchers are recognized:
 
 {flag}
+
+## plan
+
+Predicts a step without a GPU; [planning.md](planning.md) describes how. The configs and flags are those of `check`:
+
+{planned}
 
 ## inspect, verify, merge, export
 

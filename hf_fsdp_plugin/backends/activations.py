@@ -39,7 +39,7 @@ class ActivationOffload(ActivationWrapper):
             return checkpointed_module(self)(*args, **kwargs)
 
 
-def _save_every_second_matmul() -> Any:
+def save_every_second_matmul() -> Any:
     """Context of selective checkpointing: save attention and every second matmul, and recompute everything else.
 
     Matmuls are the expensive part of a recompute. Saving half of them is the usual compromise (as in torchtitan).
@@ -71,7 +71,7 @@ def apply_activation_checkpointing(plan: FsdpPlan, model: nn.Module) -> None:
         return
     wrap: Callable[[nn.Module], nn.Module] = partial(checkpoint_wrapper, preserve_rng_state=True)
     if activation.checkpointing == "selective":
-        wrap = partial(checkpoint_wrapper, context_fn=_save_every_second_matmul)
+        wrap = partial(checkpoint_wrapper, context_fn=save_every_second_matmul)
     for unit in plan.units:
         if not unit.from_policy:
             continue

@@ -37,15 +37,31 @@ STDIN: Final = "-"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "configs",
-        nargs="*",
-        metavar="CONFIG",
-        help="Accelerate YAML or JSON files; - reads stdin (default: Accelerate's default config file)",
-    )
-    parser.add_argument("--config-file", metavar="CONFIG", help="the same as CONFIG, as in launch")
+    add_config_arguments(parser, several=True)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
     parser.add_argument("--fix", action="store_true", help="print the config with misspelled keys and values corrected")
+    parser.add_argument("--model", metavar="DIR|ID", help="resolve the config against this model")
+    parser.add_argument("--world-size", type=_world_size, metavar="N", help="number of ranks (default: num_processes)")
+    parser.add_argument(
+        "--device", metavar="TYPE", help="plan for cuda, cpu, … (default: the device that launch uses on this machine)"
+    )
+    parser.epilog = "also all setting flags of `hf-fsdp launch`: --mixed_precision bf16, --fsdp_version 2, --cpu, …"
+
+
+def add_config_arguments(parser: argparse.ArgumentParser, *, several: bool) -> None:
+    """Add the arguments that set FSDP settings.
+
+    Args:
+        several: whether the verb reads several configs.
+    """
+    parser.add_argument(
+        "configs",
+        nargs="*" if several else "?",
+        metavar="CONFIG",
+        help=f"Accelerate YAML or JSON {'files' if several else 'file'}; - reads stdin (default: Accelerate's default "
+        "config file)",
+    )
+    parser.add_argument("--config-file", metavar="CONFIG", help="the same as CONFIG, as in launch")
     parser.add_argument(
         "--fsdp", nargs="?", const="true", metavar="WORDS", help='as in TrainingArguments: "full_shard auto_wrap"'
     )
@@ -65,12 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="JSON file of a DistributedConfig, with which from_pretrained shards the model",
     )
-    parser.add_argument("--model", metavar="DIR|ID", help="resolve the config against this model")
-    parser.add_argument("--world-size", type=_world_size, metavar="N", help="number of ranks (default: num_processes)")
-    parser.add_argument(
-        "--device", metavar="TYPE", help="plan for cuda, cpu, … (default: the device that launch uses on this machine)"
-    )
-    parser.epilog = "also all setting flags of `hf-fsdp launch`: --mixed_precision bf16, --fsdp_version 2, --cpu, …"
 
 
 OWN_FLAGS: Final = frozenset(
@@ -118,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
     files = _config_files(args)
     if args.fix:
         return _fix(args, files)
-    checked = [_check(args, file) for file in files]
+    checked = [check_config(args, file) for file in files]
     if args.json:
         results = [_result(args, one) for one in checked]
         ok = all(result["ok"] for result in results)
@@ -134,10 +144,15 @@ def _config_files(args: argparse.Namespace) -> list[ConfigFile | None]:
     """Return the configs of the command line, else Accelerate's default config, else ``None``."""
     named = [*args.configs, *([args.config_file] if args.config_file is not None else [])]
     if named:
-        return [_stdin() if name == STDIN else ConfigFile.at(name) for name in named]
+        return [config_named(name) for name in named]
     if args.fsdp is not None or args.fsdp_config is not None or args.distributed_config is not None:
         return [None]
     return [default_config_file(os.environ)]
+
+
+def config_named(name: str) -> ConfigFile:
+    """Return the config with a name of the command line: the path of a file, or - for stdin."""
+    return _stdin() if name == STDIN else ConfigFile.at(name)
 
 
 def _stdin() -> ConfigFile:
@@ -145,7 +160,8 @@ def _stdin() -> ConfigFile:
     return ConfigFile(path=Path.cwd() / "stdin", shown="<stdin>", data=data)
 
 
-def _check(args: argparse.Namespace, config: ConfigFile | None) -> Checked:
+def check_config(args: argparse.Namespace, config: ConfigFile | None) -> Checked:
+    """Return the spec of one config with all problems, and the plan if a model is named."""
     given = {name: value for name in ("fsdp", "fsdp_config") if (value := getattr(args, name)) is not None}
     distributed_config = config_of(args.distributed_config)
     sources = Sources(
@@ -195,7 +211,7 @@ def _fix(args: argparse.Namespace, files: Sequence[ConfigFile | None]) -> int:
         print("hf-fsdp check: --fix needs one config, and prints no JSON.", file=sys.stderr)
         return USAGE
     file = files[0]
-    checked = _check(args, file)
+    checked = check_config(args, file)
     try:
         text = read_text(file)
     except ConfigFileError:
@@ -206,7 +222,7 @@ def _fix(args: argparse.Namespace, files: Sequence[ConfigFile | None]) -> int:
         for edit in edits:
             print(f"{file.shown}:{edit.line}: {text[edit.start : edit.stop]} → {edit.text}", file=sys.stderr)
         text = apply_edits(text, edits)
-        checked = _check(args, replace(file, data=text.encode()))
+        checked = check_config(args, replace(file, data=text.encode()))
     sys.stderr.flush()
     sys.stdout.write(text)
     sys.stdout.flush()
@@ -217,14 +233,14 @@ def _fix(args: argparse.Namespace, files: Sequence[ConfigFile | None]) -> int:
 
 def _plan(spec: FsdpSpec, args: argparse.Namespace) -> tuple[FsdpPlan | None, tuple[Problem, ...]]:
     """Return the plan for the device that ``launch`` would use on this machine, and its problems."""
-    from hf_fsdp_plugin.cli.accelerators import find_accelerators
+    from hf_fsdp_plugin.cli.world import find_accelerators  # imports torch
 
     device_type = args.device or ("cpu" if spec.launch.use_cpu else find_accelerators().kind)
-    world_size = args.world_size or _smallest_world_size(spec)
+    world_size = args.world_size or smallest_world_size(spec)
     return plan_of_model(spec, args.model, world_size=world_size, device_type=device_type)
 
 
-def _smallest_world_size(spec: FsdpSpec) -> int:
+def smallest_world_size(spec: FsdpSpec) -> int:
     """Return ``num_processes``. If that is ``auto``, return the number of ranks that the mesh needs."""
     if spec.launch.num_processes != "auto":
         return spec.launch.num_processes

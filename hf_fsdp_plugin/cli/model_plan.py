@@ -8,6 +8,8 @@ from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.spec.model import FsdpSpec
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from hf_fsdp_plugin.plan.model import FsdpPlan
 
 
@@ -19,14 +21,32 @@ def plan_of_model(
     Args:
         model: a folder with a ``config.json``, or a hub id.
     """
-    from hf_fsdp_plugin.plan.load_model import meta_model
+    built, problems = load_model(model)
+    return (None, problems) if built is None else plan_of(spec, built, world_size=world_size, device_type=device_type)
+
+
+def plan_of(
+    spec: FsdpSpec, model: nn.Module, *, world_size: int, device_type: str
+) -> tuple[FsdpPlan | None, tuple[Problem, ...]]:
+    """Return the plan and its problems; no plan if a problem is an error."""
     from hf_fsdp_plugin.plan.resolve import resolve
 
     try:
-        plan = resolve(spec, meta_model(model), world_size=world_size, device_type=device_type)
+        plan = resolve(spec, model, world_size=world_size, device_type=device_type)
     except SpecError as error:
         return None, error.problems
-    except (ValueError, OSError) as error:  # the model does not exist, or cannot be built
+    return plan, plan.problems
+
+
+def load_model(model: str) -> tuple[nn.Module | None, tuple[Problem, ...]]:
+    """Return the model on the meta device; ``None`` and the reason if it does not exist or cannot be built."""
+    from hf_fsdp_plugin.plan.load_model import meta_model
+
+    try:
+        return meta_model(model), ()
+    except SpecError as error:
+        return None, error.problems
+    except (ValueError, OSError) as error:
         problem = Problem(
             code="FSDP-E709",
             message=" ".join(str(error).split()),
@@ -34,4 +54,3 @@ def plan_of_model(
             origin=Origin(source="--model", spelling="--model", text=model),
         )
         return None, (problem,)
-    return plan, plan.problems

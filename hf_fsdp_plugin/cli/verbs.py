@@ -10,8 +10,8 @@ VERBS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "check": "check a config: show every setting, its origin, and every problem",
         "schema": "print a JSON Schema of the YAML config, for editors",
-        "config": "ask for model, machines and settings, predict, and write a config",
         "launch": "check a config, then run a script on every rank with it",
+        "plan": "predict memory, communication and time of a training step",
         "inspect": "describe a checkpoint, or all checkpoints of a run, from metadata alone",
         "verify": "check every byte of a checkpoint, and its names and shapes",
         "merge": "write any checkpoint as a Hugging Face folder, for from_pretrained",

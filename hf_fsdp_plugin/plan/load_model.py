@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_fsdp_plugin.problems import Origin, Problem, SpecError
+
 
 def meta_model(path_or_id: str | Path) -> nn.Module:
     """Return the model that a config describes. Its parameters are on ``meta``, and are tied as in a loaded model.
@@ -18,9 +20,11 @@ def meta_model(path_or_id: str | Path) -> nn.Module:
         path_or_id: a folder with a ``config.json`` or one GGUF file, one of these files, or a hub id.
 
     Raises:
+        SpecError: the model needs code of its own repository (FSDP-E720), or the config names no model (FSDP-E721).
         ValueError: there is no config, it is invalid, or Transformers does not know the architecture.
     """
     config = _config(path_or_id)
+    _check_custom_code(config, path_or_id)
     model_class = _class_of_config(config, path_or_id)
     with _quiet(), _default_dtype(config), torch.device("meta"):
         try:
@@ -51,16 +55,49 @@ def _config(path_or_id: str | Path) -> Any:
     elif not path.is_dir() and (path.is_absolute() or source.startswith((".", "~"))):
         raise ValueError(f"{path}: no such file or folder. Correct the path, or give a hub id.")
     try:
-        return AutoConfig.from_pretrained(source, **options)
+        return AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
     except ImportError as error:  # the gguf package is optional
         raise ValueError(f"{path_or_id}: {error}") from error
     except Exception as error:  # each config class raises its own exception types
+        if "trust_remote_code" in str(error):
+            raise SpecError([_custom_code(path_or_id)]) from error
+        if "model_type" in str(error) and "Unrecognized model" in str(error):
+            raise SpecError([_no_architecture(path_or_id)]) from error
         lines = str(error).strip().splitlines() or [type(error).__name__]
         reason = " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
         raise ValueError(
             f"{path_or_id}: cannot read a model config: {reason} "
             "Give a folder with a config.json, or a hub id that is in the cache or can be downloaded."
         ) from error
+
+
+def _check_custom_code(config: Any, path_or_id: str | Path) -> None:
+    """Raise ``SpecError`` if the model class is code in the model's own repository, which is not run here."""
+    import transformers
+
+    names = getattr(config, "architectures", None) or ()
+    if getattr(config, "auto_map", None) and not any(hasattr(transformers, name) for name in names):
+        raise SpecError([_custom_code(path_or_id)])
+
+
+def _custom_code(path_or_id: str | Path) -> Problem:
+    return Problem(
+        code="FSDP-E720",
+        message=f"{path_or_id}: the model is defined by Python code in its repository, which hf-fsdp does not run.",
+        fix="Give a model whose class is in Transformers, or call hf_fsdp_plugin.resolve(spec, model, world_size=N) in "
+        "a script that builds the model with trust_remote_code=True.",
+        origin=Origin(source="--model", spelling="--model", text=str(path_or_id)),
+    )
+
+
+def _no_architecture(path_or_id: str | Path) -> Problem:
+    return Problem(
+        code="FSDP-E721",
+        message=f"{path_or_id}: the config names no architecture: it has neither `architectures` nor a model_type that "
+        "Transformers knows.",
+        fix='Add a model_type, such as "llama", or give the folder of another model.',
+        origin=Origin(source="--model", spelling="--model", text=str(path_or_id)),
+    )
 
 
 def _only_gguf(folder: Path) -> str:

@@ -51,6 +51,8 @@ def test_schema_is_valid_and_has_every_verb():
         ("check good.yaml bad.yaml", 1),
         ("check --fsdp full_shard --world-size 4", 0),
         ("check good.yaml --model none/such", 1),
+        ("plan good.yaml --model llama --seq-len 16", 0),
+        ("plan good.yaml --model llama --seq-len 0", 1),
         ("launch --dry_run --config_file good.yaml train.py", 0),
         ("launch --dry_run --config_file bad.yaml train.py", 1),
         ("launch --dry_run --config_file none.yaml train.py", 2),

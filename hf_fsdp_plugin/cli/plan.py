@@ -1,0 +1,159 @@
+"""``hf-fsdp plan``: predicts memory, communication and time of a training step."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from hf_fsdp_plugin.cli import check
+from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS, USAGE, exit_code
+from hf_fsdp_plugin.cli.launch_flags import UsageError, split_setting_flags
+from hf_fsdp_plugin.cli.model_plan import load_model, plan_of
+from hf_fsdp_plugin.cli.output import print_json
+from hf_fsdp_plugin.cli.parser import make_parser
+from hf_fsdp_plugin.cli.plan_arguments import (
+    add_workload_arguments,
+    read_gpu_memory,
+    read_size,
+    read_workload,
+    sequence_length,
+)
+from hf_fsdp_plugin.cli.plan_output import plan_json, plan_text
+from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems
+from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
+from hf_fsdp_plugin.sources.accelerate_launch import default_config_file
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hf_fsdp_plugin.estimate.results import MemoryEstimate
+    from hf_fsdp_plugin.estimate.workload import Workload
+    from hf_fsdp_plugin.plan.model import FsdpPlan
+
+HELP = "Predict memory, communication and time of a training step, for a model, a config and a number of ranks."
+EXAMPLES = (
+    "hf-fsdp plan --model meta-llama/Llama-3.1-8B --config fsdp.yaml --world-size 8 --gpu-memory 80GB",
+    'hf-fsdp plan --model . --fsdp "full_shard auto_wrap" --mixed_precision bf16 --world-size 8 --seq-len 4096 --json',
+)
+_DEFAULTS: Final = ("full_shard auto_wrap", "precision.param=bf16")
+"""FSDP words and a setting, if the user sets none."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="DIR|ID", help="folder with a config.json, or a model id")
+    parser.add_argument("--config", metavar="CONFIG", dest="config_option", help="the same as CONFIG")
+    check.add_config_arguments(parser, several=False)
+    add_workload_arguments(parser)
+    parser.add_argument("--device", metavar="TYPE", help="type of the devices (default: cuda; cpu with --cpu)")
+    parser.add_argument("--trace", action="store_true", help="trace a real step instead of the closed form; slower")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+    parser.epilog = "also all setting flags of `hf-fsdp launch`: --mixed_precision bf16, --fsdp_version 2, --cpu, …"
+
+
+OWN_FLAGS: Final = frozenset(
+    {
+        "model", "config", "config_file", "fsdp", "fsdp_config", "set", "distributed_config", "world_size",
+        "micro_batch", "seq_len", "global_batch", "accumulation", "sync_each_batch", "optimizer", "for_loop", "foreach",
+        "fused", "no_clip", "attention", "gpu_memory", "device", "trace", "json", "help",
+    }
+)  # fmt: skip
+
+
+def parse_argv(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments after ``plan``, among them flags of launch. Raises ``SystemExit`` for wrong usage."""
+    try:
+        command_line, words = split_setting_flags(argv, OWN_FLAGS)
+    except UsageError as error:
+        print(f"hf-fsdp plan: {error}", file=sys.stderr)
+        raise SystemExit(USAGE) from None
+    args = make_parser("plan", sys.modules[__name__]).parse_args(words)
+    args.command_line = tuple(command_line)
+    return args
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """What the verb was asked to predict.
+
+    Attributes:
+        gpu_memory: bytes of one device; ``None`` if unknown.
+    """
+
+    plan: FsdpPlan
+    model: nn.Module
+    workload: Workload
+    gpu_memory: int | None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the prediction. Returns 0 if it fits or the memory is unknown, 1 if it does not fit or after errors."""
+    names = [name for name in (args.configs, args.config_option, args.config_file) if name is not None]
+    if args.model is None or len(names) > 1:
+        print("hf-fsdp plan: give --model, and at most one config.", file=sys.stderr)
+        return USAGE
+    problems: list[Problem] = []
+    planned, shown = _planned(args, names, problems)
+    if planned is None:
+        return _fail(args, problems, shown)
+    try:
+        memory = _memory(args, planned)
+    except SpecError as error:
+        return _fail(args, [*problems, *error.problems], shown)
+    if args.json:
+        print_json(plan_json(planned.plan, planned.workload, memory, planned.gpu_memory, problems))
+    else:
+        print_problems(problem for problem in problems if problem.severity != "note")
+        print(plan_text(planned.plan, planned.workload, memory, planned.gpu_memory))
+    return PROBLEMS if planned.gpu_memory is not None and memory.peak.bytes > planned.gpu_memory else OK
+
+
+def _planned(
+    args: argparse.Namespace, names: Sequence[str], problems: list[Problem]
+) -> tuple[Planned | None, str | None]:
+    """Return what to predict, or ``None`` after errors, and the name of the config. Collects all problems."""
+    world_size = read_size(args, "world-size", problems)
+    gpu_memory = read_gpu_memory(args, problems)
+    model, model_problems = load_model(args.model)
+    args.model, args.world_size, args.device_of_plan = None, world_size, args.device
+    config = check.config_named(names[0]) if names else None
+    if config is None and not (args.fsdp or args.fsdp_config or args.distributed_config):
+        config = default_config_file(os.environ)
+        if config is None and not args.command_line and not args.overrides:
+            args.fsdp, args.overrides = _DEFAULTS[0], [_DEFAULTS[1]]
+    checked = check.check_config(args, config)
+    world_size = world_size or check.smallest_world_size(checked.spec)
+    workload = read_workload(args, world_size, problems)
+    problems += [*model_problems, *checked.problems]
+    shown = config.shown if config is not None else None
+    if model is None or workload is None:
+        return None, shown
+    length, too_long = sequence_length(workload, model)
+    problems += [too_long] if too_long is not None else []
+    if has_errors(problems):
+        return None, shown
+    device_type = args.device or ("cpu" if checked.spec.launch.use_cpu else "cuda")
+    plan, more = plan_of(checked.spec, model, world_size=world_size, device_type=device_type)
+    problems += [problem for problem in more if problem not in problems]
+    if plan is None or has_errors(problems):
+        return None, shown
+    workload = replace(workload, seq_len=length)
+    return Planned(plan=plan, model=model, workload=workload, gpu_memory=gpu_memory), shown
+
+
+def _memory(args: argparse.Namespace, planned: Planned) -> MemoryEstimate:
+    from hf_fsdp_plugin.estimate.memory import estimate_memory
+
+    return estimate_memory(planned.plan, planned.model, planned.workload)
+
+
+def _fail(args: argparse.Namespace, problems: Sequence[Problem], shown: str | None) -> int:
+    problems = in_line_order(dict.fromkeys(problems))
+    if args.json:
+        print_json({"ok": False, "problems": [problem.to_json() for problem in problems]})
+    else:
+        print_problems(problems)
+    return exit_code(problems, shown) or PROBLEMS

@@ -1,0 +1,127 @@
+"""What ``hf-fsdp plan`` prints: whether it fits and what limits it, then tables; or JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+from hf_fsdp_plugin.cli.terminal import colored, text_width
+from hf_fsdp_plugin.estimate.results import MEMORY_KINDS, MemoryEstimate, MemoryKind, Moment
+from hf_fsdp_plugin.estimate.workload import Workload
+from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.text import format_bytes, format_count, format_table, plural, wrap_words
+
+_KIND_NAMES: Final[dict[MemoryKind, str]] = {
+    "params": "parameters",
+    "grads": "gradients",
+    "optimizer": "optimizer state",
+    "activations": "activations",
+    "gathered": "gathered units and buffers",
+    "other": "other",
+}
+_HEADROOM: Final = 0.9
+"""Part of a device's memory above which a prediction that fits is called close."""
+
+
+def plan_json(
+    plan: FsdpPlan, workload: Workload, memory: MemoryEstimate, gpu_memory: int | None, problems: Iterable[Problem]
+) -> dict[str, Any]:
+    """Return the object of ``plan --json``."""
+    return {
+        "ok": True,
+        "per_rank": memory.to_json(),
+        "peak_at": memory.peak.where,
+        "method": memory.method,
+        "fits": None if gpu_memory is None else memory.peak.bytes <= gpu_memory,
+        "gpu_memory_bytes": gpu_memory,
+        "limited_by": {"kind": _largest(memory.peak), "moment": memory.peak.where},
+        "timeline": [
+            {"where": moment.where, "bytes": moment.bytes, **{f"{k}_bytes": v for k, v in moment.bytes_by_kind.items()}}
+            for moment in memory.timeline
+        ],
+        "assumptions": list(memory.assumptions),
+        "workload": asdict(workload),
+        "plan": plan.to_json(),
+        "problems": [problem.to_json() for problem in problems],
+    }
+
+
+def plan_text(plan: FsdpPlan, workload: Workload, memory: MemoryEstimate, gpu_memory: int | None) -> str:
+    """Return the text of the verb."""
+    width = text_width()
+    lines = [
+        *wrap_words(_verdict(memory, gpu_memory), width, ""),
+        "",
+        *wrap_words(_subject(plan, workload), width, ""),
+        "",
+        _kinds_table(memory),
+        "",
+        _moments_table(memory),
+        *(["", f"CPU memory per rank: {_size(memory.host_bytes)}"] if memory.host_bytes else []),
+        "",
+        "assumptions",
+        *(line for text in memory.assumptions for line in wrap_words(f"  {text}", width, "  ")),
+    ]
+    return "\n".join(lines)
+
+
+def _verdict(memory: MemoryEstimate, gpu_memory: int | None) -> str:
+    """Return whether it fits, and what limits it."""
+    peak = memory.peak
+    largest = _KIND_NAMES[_largest(peak)]
+    why = f"The peak is in the {peak.where}; most of it is {largest} ({_size(peak.bytes_by_kind[_largest(peak)])})."
+    if gpu_memory is None:
+        return f"Each rank needs {_size(peak.bytes)}. {why} Set --gpu-memory to see whether it fits."
+    part = peak.bytes / gpu_memory
+    if part > 1:
+        missing = _size(peak.bytes - gpu_memory)
+        answer = colored("It does not fit", "red")
+        return f"{answer}: each rank needs {_size(peak.bytes)} of {_size(gpu_memory)}, {missing} too much. {why}"
+    answer = colored("It fits", "green") if part <= _HEADROOM else colored("It just fits", "yellow")
+    left = _size(gpu_memory - peak.bytes)
+    return f"{answer}: each rank needs {_size(peak.bytes)} of {_size(gpu_memory)} ({part:.0%}), {left} are left. {why}"
+
+
+def _subject(plan: FsdpPlan, workload: Workload) -> str:
+    mesh = f" ({plan.mesh.replicate} replicas × {plan.mesh.shard} shards)" if plan.mesh.replicate > 1 else ""
+    steps = f" × {plural(workload.accumulation, 'micro-batch', 'micro-batches')}" if workload.accumulation > 1 else ""
+    precision = plan.precision.param if plan.precision.param != "unchanged" else "the model's dtype"
+    return (
+        f"{plan.model_class}, {format_count(plan.num_params)} parameters, {plan.backend.upper()} {plan.strategy} on "
+        f"{plural(plan.world_size, f'{plan.device_type} rank')}{mesh}, {precision}, micro-batch {workload.micro_batch} "
+        f"× {workload.seq_len:,} tokens{steps}, {workload.optimizer}"
+    )
+
+
+def _kinds_table(memory: MemoryEstimate) -> str:
+    peak = memory.peak
+    rows = [("memory per rank at the peak", "size", "part")]
+    for kind in MEMORY_KINDS:
+        size = peak.bytes_by_kind[kind]
+        rows.append((_KIND_NAMES[kind], _size(size), f"{size / max(peak.bytes, 1):.0%}"))
+    rows.append(("total", _size(peak.bytes), ""))
+    return format_table(rows, right=(1, 2))
+
+
+def _moments_table(memory: MemoryEstimate) -> str:
+    """Return the largest moment of each part of a step."""
+    rows = [("largest in", "size", "at")]
+    for part in ("forward", "backward", "clipping", "optimizer step"):
+        moments = [moment for moment in memory.timeline if moment.where.startswith(part)]
+        if moments:
+            most = max(moments, key=lambda moment: moment.bytes)
+            rows.append((part, _size(most.bytes), most.where.removeprefix(f"{part} of ")))
+    return format_table(rows, right=(1,))
+
+
+def _largest(moment: Moment) -> MemoryKind:
+    return max(MEMORY_KINDS, key=lambda kind: moment.bytes_by_kind[kind])
+
+
+def _size(size: int) -> str:
+    return format_bytes(size, binary=True)
+
+
+__all__: Sequence[str] = ("plan_json", "plan_text")

@@ -1,0 +1,70 @@
+"""Makes ``scaled_dot_product_attention`` on meta tensors run the operator that it would run on a device.
+
+On ``meta`` it always runs the formula, which keeps the whole matrix of attention weights. A CPU or GPU runs a kernel
+that keeps one number per row, where the kernel supports the inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from hf_fsdp_plugin.torch_private.tracing import cpu_attention, efficient_attention, flash_attention
+
+_MAX_FLASH_HEAD_DIM = 256
+
+
+@contextmanager
+def attention_as_on(device_type: str) -> Iterator[None]:
+    """Run the attention operator of a device type in this context."""
+    with _Attention(device_type):
+        yield
+
+
+class _Attention(TorchFunctionMode):
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self._device_type = device_type
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return _attention(self._device_type, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _attention(
+    device_type: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Select as torch does (``aten/src/ATen/native/transformers/sdp_utils_cpp.cpp`` and ``cuda/sdp_utils.cpp``)."""
+    options: dict[str, Any] = {"scale": scale}
+    same_dim = query.shape[-1] == value.shape[-1]
+    if device_type == "cpu":
+        if dropout_p == 0.0 and same_dim and query.dim() == 4:
+            options |= {"attn_mask": attn_mask}
+            output: torch.Tensor = cpu_attention(query, key, value, dropout_p, is_causal, **options)[0]
+            return output
+    elif query.dim() == 4 and query.dtype in (torch.bfloat16, torch.float16) and attn_mask is None and same_dim:
+        if query.shape[-1] <= _MAX_FLASH_HEAD_DIM:
+            output = flash_attention(query, key, value, dropout_p, is_causal, **options)[0]
+            return output
+    elif query.dim() == 4 and not enable_gqa:
+        mask = attn_mask.expand(*query.shape[:-1], key.shape[-2]) if attn_mask is not None else None
+        output = efficient_attention(query, key, value, mask, query.requires_grad, dropout_p, is_causal, **options)[0]
+        return output
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )

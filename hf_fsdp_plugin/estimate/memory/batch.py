@@ -1,0 +1,57 @@
+"""A batch on the meta device for a model, by its class and config."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_fsdp_plugin.problems import Problem, SpecError
+
+
+def meta_batch(model: nn.Module, *, micro_batch: int, seq_len: int) -> dict[str, torch.Tensor]:
+    """Return inputs and labels of a training forward: tokens for text models, pixels for image classifiers.
+
+    Raises:
+        SpecError: the model has other inputs (FSDP-E811).
+    """
+    name = type(model).__name__
+    config: Any = getattr(model, "config", None)
+    main = getattr(model, "main_input_name", "input_ids")
+    accepted = inspect.signature(model.forward).parameters
+    has_loss = "labels" in accepted or "start_positions" in accepted
+    if config is None or main not in ("input_ids", "pixel_values") or main not in accepted or not has_loss:
+        raise SpecError([_other_inputs(model)])
+    if main == "pixel_values":
+        return _images(config, micro_batch)
+    tokens = torch.zeros(micro_batch, seq_len, dtype=torch.long, device="meta")
+    batch = {"input_ids": tokens}
+    one_each = torch.zeros(micro_batch, dtype=torch.long, device="meta")
+    if "start_positions" in accepted:
+        return {**batch, "start_positions": one_each, "end_positions": one_each}
+    if name.endswith(("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")):
+        if getattr(config, "problem_type", None) is None and getattr(config, "num_labels", 2) > 1:
+            batch["labels"] = one_each
+        else:
+            batch["labels"] = torch.zeros(micro_batch, config.num_labels, device="meta")
+        return batch
+    return {**batch, "labels": tokens}
+
+
+def _images(config: Any, micro_batch: int) -> dict[str, torch.Tensor]:
+    size = getattr(config, "image_size", 224)
+    height, width = size if isinstance(size, tuple | list) else (size, size)
+    pixels = torch.zeros(micro_batch, getattr(config, "num_channels", 3), height, width, device="meta")
+    return {"pixel_values": pixels, "labels": torch.zeros(micro_batch, dtype=torch.long, device="meta")}
+
+
+def _other_inputs(model: nn.Module) -> Problem:
+    main = getattr(model, "main_input_name", "unknown")
+    return Problem(
+        code="FSDP-E811",
+        message=f"the activations of {type(model).__name__} cannot be counted: its main input is {main}, or it has no "
+        "labels from which it computes a loss.",
+        fix="Use a model for text or image classification, or one with a head, such as a causal language model.",
+    )

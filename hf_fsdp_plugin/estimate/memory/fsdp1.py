@@ -1,0 +1,96 @@
+"""Memory of FSDP1's units during a step: ``_runtime_utils.py`` and ``_flat_param.py`` of torch 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hf_fsdp_plugin.estimate.memory.engine import Engine
+from hf_fsdp_plugin.estimate.memory.ledger import Ledger
+from hf_fsdp_plugin.estimate.memory.shards import UnitSizes
+from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.strategies import STRATEGIES
+
+
+class Fsdp1Engine(Engine):
+    """The all-gather writes to the flat parameter, of which the module's parameters are views: there is no copy.
+
+    The gradients of the views are concatenated to a flat gradient, cast to the dtype of the reduction, and reduced.
+    """
+
+    def __init__(self, plan: FsdpPlan, sizes: Sequence[UnitSizes], ledger: Ledger) -> None:
+        super().__init__(plan, sizes, ledger)
+        self._is_sharded = STRATEGIES[plan.strategy].is_sharded
+
+    def pre_forward(self, name: str) -> None:
+        self._gather(name)
+        if self.plan.prefetch.forward and (successor := self._successor(name)) is not None:
+            self._gather(successor)
+
+    def _successor(self, name: str) -> str | None:
+        """Return the unit that runs after `name`, children after parents, as the units began in the first forward."""
+        order = [unit.name for unit in self.plan.units if unit.name]
+        order = ["", *order] if "" in self.sizes else order
+        at = order.index(name) + 1
+        return order[at] if at < len(order) else None
+
+    def post_forward(self, name: str) -> None:
+        if self.sizes[name].shards:
+            self.order.append(name)
+        if self.sizes[name].reshards:
+            self.release(name)
+
+    def end_forward(self) -> None:
+        """Nothing is kept until the end of the forward."""
+
+    def pre_backward(self, name: str) -> None:
+        self._gather(name)
+        if self.plan.prefetch.backward == "pre" and (target := self.predecessor(name)) is not None:
+            self._gather(target)
+
+    def post_backward(self, name: str, grads: int) -> None:
+        sizes, ledger = self.sizes[name], self.ledger
+        flat = sizes.flat_grad if grads else 0
+        ledger.add("grads", flat)  # split_with_sizes_backward concatenates the gradients of the views
+        ledger.free("grads", grads)
+        if name in self.accumulated and grads:
+            ledger.free("grads", flat)  # autograd adds it in place
+            flat = self.accumulated.pop(name)
+        if self.syncs or sizes.reshards or not self._is_sharded:
+            self.release(name)
+        if self.plan.prefetch.backward == "post" and (target := self.predecessor(name)) is not None:
+            self._gather(target)
+        if not self.syncs:
+            if flat:
+                self.accumulated[name] = flat
+        elif flat:
+            self._reduce(name, flat)
+
+    def _gather(self, name: str) -> None:
+        sizes = self.sizes[name]
+        if name in self.gathered or not sizes.gathered:
+            return
+        source = sizes.compute_shard or (sizes.params if self.offloads else 0)
+        self.ledger.add("gathered", source)
+        self.ledger.add("gathered", sizes.gathered)
+        self.ledger.free("gathered", source)
+        self.gathered.add(name)
+
+    def _reduce(self, name: str, flat: int) -> None:
+        """Cast, reduce-scatter and cast back (``_post_backward_hook``, ``_reduce_grad``)."""
+        sizes, ledger = self.sizes[name], self.ledger
+        cast = sizes.reduce_input if sizes.reduce_input != flat else 0
+        ledger.add("gathered", cast)
+        if self._is_sharded:
+            ledger.add("gathered", sizes.reduce_output)
+            if self.copies_reduced:
+                ledger.add("gathered", sizes.reduce_input)
+                ledger.free("gathered", sizes.reduce_input)
+            ledger.free("gathered", sizes.reduce_output)
+            ledger.add("grads", sizes.grad_shard)
+            ledger.free("grads", flat)
+            ledger.free("gathered", cast)
+        else:
+            ledger.free("gathered", cast)
+            ledger.free("grads", flat)
+            ledger.add("grads", sizes.grad_shard)
+        self.keep_reduced(name)

@@ -1,0 +1,158 @@
+"""Memory of FSDP2's units during a step: ``torch/distributed/fsdp/_fully_shard/`` of torch 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hf_fsdp_plugin.estimate.memory.engine import Engine
+from hf_fsdp_plugin.estimate.memory.ledger import Ledger
+from hf_fsdp_plugin.estimate.memory.shards import UnitSizes
+from hf_fsdp_plugin.plan.model import FsdpPlan
+
+
+class Fsdp2Engine(Engine):
+    """An all-gather has an output buffer, from which the parameters are copied into tensors of their own.
+
+    In forward, the buffer is kept until the next unit's parameters are copied (``FSDPCommContext.all_gather_state``);
+    in backward, it is freed after the copy. The input buffer of a reduce-scatter is kept until the next unit's
+    reduce-scatter (``reduce_scatter_states``).
+    """
+
+    def __init__(self, plan: FsdpPlan, sizes: Sequence[UnitSizes], ledger: Ledger) -> None:
+        super().__init__(plan, sizes, ledger)
+        self._is_sharded = plan.mesh.shard > 1
+        self._buffered: set[str] = set()
+        """Units whose all-gather was started."""
+        self._held = 0
+        """Bytes of the all-gather buffer that the forward keeps."""
+        self._reduce_input = 0
+        self._all_reduced = 0
+        """Bytes of all-reduced buffers that are kept until the end of backward, apart from the gradients."""
+        self._in_tree_order = [unit.name for unit in plan.units if unit.name]
+
+    def pre_forward(self, name: str) -> None:
+        if name not in self.gathered:
+            self._start(name)
+            if self._held:
+                self.ledger.free("gathered", self._held)
+                self._held = 0
+            self._copy_out(name, keep_buffer=True)
+        if self.plan.prefetch.forward and (successor := self._neighbour(name, 1)) is not None:
+            self._start(successor)
+
+    def post_forward(self, name: str) -> None:
+        if self.sizes[name].shards:
+            self.order.append(name)
+        if self.sizes[name].reshards:
+            self.release(name)
+
+    def end_forward(self) -> None:
+        self.ledger.free("gathered", self._held)
+        self._held = 0
+
+    def pre_backward(self, name: str) -> None:
+        if name not in self.gathered:
+            self._start(name)
+            self._copy_out(name, keep_buffer=False)
+        if self.plan.prefetch.backward == "pre" and (target := self.predecessor(name)) is not None:
+            self._start(target)
+
+    def post_backward(self, name: str, grads: int) -> None:
+        if self.plan.prefetch.backward == "post" and (target := self._neighbour(name, -1)) is not None:
+            self._start(target)
+        if not self.syncs:
+            self.release(name)
+            self._accumulate(name, grads)
+            return
+        whole = grads
+        if name in self.accumulated:  # the new gradient is added to it
+            self.ledger.free("grads", grads)
+            whole = self.accumulated.pop(name)
+        self.release(name)
+        if self._reduce_input:
+            self.ledger.free("gathered", self._reduce_input)
+            self._reduce_input = 0
+        if whole:
+            self._reduce(name, whole)
+
+    def end_backward(self) -> None:
+        super().end_backward()
+        self.ledger.free("gathered", self._reduce_input + self._all_reduced)
+        self._reduce_input = self._all_reduced = 0
+        for name in list(self._buffered):  # an all-gather that no unit needed
+            self._free_buffer(name)
+
+    def _start(self, name: str) -> None:
+        """Allocate the buffer of an all-gather, and until it has started its input (``foreach_all_gather``)."""
+        if name in self.gathered or name in self._buffered or not self.sizes[name].shards or not self._is_sharded:
+            return
+        sizes = self.sizes[name]
+        source = sizes.compute_shard or (sizes.params if self.offloads else 0)
+        self.ledger.add("gathered", source)
+        self.ledger.add("gathered", sizes.gathered)
+        self.ledger.free("gathered", source)
+        self._buffered.add(name)
+
+    def _copy_out(self, name: str, *, keep_buffer: bool) -> None:
+        sizes = self.sizes[name]
+        if not sizes.shards:
+            return
+        self.ledger.add("gathered", sizes.gathered)
+        self.gathered.add(name)
+        if name in self._buffered and keep_buffer:
+            self._buffered.remove(name)
+            self._held = sizes.gathered
+        elif name in self._buffered:
+            self._free_buffer(name)
+
+    def _free_buffer(self, name: str) -> None:
+        self._buffered.remove(name)
+        self.ledger.free("gathered", self.sizes[name].gathered)
+
+    def _neighbour(self, name: str, step: int) -> str | None:
+        """Return the unit before or after a unit in the module tree; ``None`` for the root."""
+        if name not in self._in_tree_order:
+            return None
+        at = self._in_tree_order.index(name) + step
+        return self._in_tree_order[at] if 0 <= at < len(self._in_tree_order) else None
+
+    def _accumulate(self, name: str, grads: int) -> None:
+        """Keep whole gradients in the dtype of the reduction (``to_accumulated_grad_if_needed``)."""
+        if not grads:
+            return
+        if name in self.accumulated:
+            self.ledger.free("grads", grads)
+            return
+        sizes = self.sizes[name]
+        kept = _in_reduce_dtype(sizes, grads)
+        if kept != grads:
+            self.ledger.add("grads", kept)
+            self.ledger.free("grads", grads)
+        self.accumulated[name] = kept
+
+    def _reduce(self, name: str, whole: int) -> None:
+        """Reduce-scatter and all-reduce (``foreach_reduce``)."""
+        sizes, ledger = self.sizes[name], self.ledger
+        ledger.add("gathered", sizes.reduce_input)
+        self._reduce_input = sizes.reduce_input
+        ledger.free("grads", whole)
+        ledger.add("gathered", sizes.reduce_output)
+        if self.copies_reduced and self._is_sharded:
+            ledger.add("gathered", sizes.reduce_input)
+            ledger.free("gathered", sizes.reduce_input)
+        ledger.free("gathered", sizes.reduce_output)
+        if sizes.reduce_output == sizes.grad_shard:
+            ledger.add("grads", sizes.grad_shard)
+        else:
+            ledger.add("gathered", sizes.reduce_output)
+            ledger.add("grads", sizes.grad_shard)
+            if self.plan.mesh.replicate > 1:
+                self._all_reduced += sizes.reduce_output
+            else:
+                ledger.free("gathered", sizes.reduce_output)
+        self.keep_reduced(name)
+
+
+def _in_reduce_dtype(sizes: UnitSizes, grads: int) -> int:
+    """Return the bytes of whole gradients after a cast to the dtype of the reduction."""
+    return grads * sizes.reduce_input // sizes.flat_grad if sizes.flat_grad else grads

@@ -1,0 +1,115 @@
+"""Counts the memory of tensors while a model runs on the meta device: what is allocated, and what is freed when.
+
+A tensor on ``meta`` has a storage with a size but without memory. Autograd keeps and frees these storages as it keeps
+and frees real ones, so the count is what the operators of the model really save, for any architecture.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_fsdp_plugin.torch_private.functions import tree_leaves
+from hf_fsdp_plugin.torch_private.tracing import GROUPED_PRODUCT, READ_VALUE, TorchDispatchMode, storage_key
+
+
+class Usage(NamedTuple):
+    """Bytes of activations and temporary tensors, and bytes of whole gradients of parameters."""
+
+    activations: int = 0
+    grads: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.grads
+
+    def plus(self, other: Usage) -> Usage:
+        return Usage(self.activations + other.activations, self.grads + other.grads)
+
+    def minus(self, other: Usage) -> Usage:
+        return Usage(self.activations - other.activations, self.grads - other.grads)
+
+
+class Tracker(TorchDispatchMode):
+    """Follows the storages that operators allocate.
+
+    Attributes:
+        live: bytes in use now.
+        host_bytes: bytes that activation offload keeps in CPU memory now.
+        peak: the usage with the largest total since :meth:`restart_peak`.
+    """
+
+    def __init__(self, ignored: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.live = Usage()
+        self.peak = Usage()
+        self.host_bytes = 0
+        self._known: dict[int, Any] = {storage_key(tensor): None for tensor in ignored}
+        self._grads: set[int] = set()
+        self._last_op: str = ""
+
+    def restart_peak(self) -> None:
+        self.peak = self.live
+
+    def count_gradient(self, gradient: torch.Tensor) -> None:
+        """Count a storage, which was allocated as an activation, as the gradient of a parameter."""
+        key, size = storage_key(gradient), gradient.untyped_storage().nbytes()
+        if key in self._known and key not in self._grads and self._known[key] is not None:
+            self._grads.add(key)
+            self.live = self.live.plus(Usage(-size, size))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is READ_VALUE:
+            return self._value(args[0])
+        if func is GROUPED_PRODUCT:
+            out: Any = _grouped_product(*args, **(kwargs or {}))
+        else:
+            out = func(*args, **(kwargs or {}))
+        self._last_op = str(func)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor)
+        if self.live.total > self.peak.total:
+            self.peak = self.live
+        return out
+
+    def _value(self, tensor: torch.Tensor) -> Any:
+        """Return a value for ``item()``, which meta tensors do not have.
+
+        Transformers asks whether all tokens are attended to and in one sequence: yes. Other conditions are false.
+        """
+        if tensor.dtype is torch.bool:
+            return self._last_op == "aten.all.default"
+        return 1.0 if tensor.is_floating_point() else 0
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage_key(tensor)
+        if key not in self._known and storage.nbytes():
+            size = storage.nbytes()
+            self._known[key] = weakref.ref(storage, lambda _: self._freed(key, size))
+            self.live = Usage(self.live.activations + size, self.live.grads)
+
+    def _freed(self, key: int, size: int) -> None:
+        del self._known[key]
+        if key in self._grads:
+            self._grads.remove(key)
+            self.live = Usage(self.live.activations, self.live.grads - size)
+        else:
+            self.live = Usage(self.live.activations - size, self.live.grads)
+
+
+def _grouped_product(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor | None = None, **_: Any) -> Any:
+    """Return the result of a product of groups of rows, in any dtype: torch's own function for meta accepts bf16 only.
+
+    With two matrices, the groups are parts of the summed dim, and each group has a result.
+    """
+    if left.dim() == 2 and right.dim() == 2:
+        assert offs is not None
+        return left.new_empty(offs.shape[0], left.shape[0], right.shape[1])
+    if left.dim() == 2 or right.dim() == 2:
+        return left.new_empty(left.shape[-2], right.shape[-1])
+    return left.new_empty(left.shape[0], left.shape[1], right.shape[2])

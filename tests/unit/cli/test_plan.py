@@ -1,0 +1,139 @@
+"""``hf-fsdp plan``: the answer, the tables, JSON, and bad input."""
+
+import json
+
+import pytest
+
+from hf_fsdp_plugin.estimate.sizes import parse_size
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_attention_heads": 4, "num_hidden_layers": 6, "num_key_value_heads": 2, "vocab_size": 256,
+    "max_position_embeddings": 512,
+}  # fmt: skip
+YAML = """\
+distributed_type: FSDP
+num_processes: 4
+mixed_precision: bf16
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+"""
+NO_ARCHITECTURE = {"hidden_size": 32}
+CUSTOM_CODE = {
+    "model_type": "foo", "architectures": ["FooModel"], "auto_map": {"AutoConfig": "configuration_foo.FooConfig"},
+}  # fmt: skip
+
+
+@pytest.fixture
+def plan(hf_fsdp, tmp_path, monkeypatch):
+    """Run ``hf-fsdp plan`` in a folder with a small Llama and a config."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    for name, config in (("llama", LLAMA), ("unnamed", NO_ARCHITECTURE), ("custom", CUSTOM_CODE)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    (tmp_path / "custom/configuration_foo.py").write_text("raise AssertionError('custom code was run')")
+    (tmp_path / "fsdp.yaml").write_text(YAML)
+
+    def run(*argv: str):
+        return hf_fsdp("plan", *(word for text in argv for word in text.split()))
+
+    return run
+
+
+def codes_of(result) -> set[str]:
+    return {problem["code"] for problem in json.loads(result[1])["problems"] if problem["severity"] == "error"}
+
+
+def test_answer_comes_first_and_exit_code_says_it(plan):
+    code, out, _ = plan("--model llama --config fsdp.yaml --seq-len 128 --gpu-memory 80GB")
+    assert code == 0 and out.startswith("It fits: each rank needs ")
+    code, out, _ = plan("--model llama --config fsdp.yaml --seq-len 128 --gpu-memory 2MiB")
+    assert code == 1 and out.startswith("It does not fit: each rank needs ")
+    assert "activations" in out and "largest in" in out
+
+
+def test_json_has_the_kinds_of_the_peak(plan):
+    code, out, _ = plan("--model llama fsdp.yaml --seq-len 128 --json")
+    found = json.loads(out)
+    rank = found["per_rank"]
+    assert code == 0 and found["method"] == "closed_form" and found["fits"] is None
+    assert sum(size for kind, size in rank.items() if kind not in ("peak_bytes", "host_bytes")) == rank["peak_bytes"]
+    assert found["peak_at"] in {moment["where"] for moment in found["timeline"]}
+
+
+def test_world_size_overrides_num_processes(plan):
+    sizes = [
+        json.loads(plan(f"--model llama fsdp.yaml --seq-len 128 --json {flag}")[1])["per_rank"]["params_bytes"]
+        for flag in ("", "--world-size 2")
+    ]
+    assert sizes[1] == 2 * sizes[0]
+
+
+def test_without_a_config_full_shard_in_bf16_is_planned(plan):
+    found = json.loads(plan("--model llama --world-size 2 --json")[1])
+    assert (found["plan"]["strategy"], found["plan"]["precision"]["param"]) == ("full_shard", "bf16")
+    assert found["workload"]["seq_len"] == 512  # the model's maximum
+
+
+def test_flags_of_launch_are_accepted(plan):
+    found = json.loads(plan("--model llama fsdp.yaml --fsdp_version 1 --mixed_precision no --json")[1])
+    assert (found["plan"]["backend"], found["plan"]["precision"]["param"]) == ("fsdp1", "unchanged")
+
+
+@pytest.mark.parametrize(
+    ("argv", "codes"),
+    [
+        ("--model none/such", {"FSDP-E709"}),
+        ("--model custom", {"FSDP-E720"}),
+        ("--model unnamed", {"FSDP-E721"}),
+        ("--model llama --micro-batch 0", {"FSDP-E722"}),
+        (f"--model llama --micro-batch 1{'0' * 30}", {"FSDP-E722"}),
+        ("--model llama --seq-len many", {"FSDP-E722"}),
+        ("--model llama --gpu-memory lots", {"FSDP-E723"}),
+        ("--model llama --seq-len 513", {"FSDP-E724"}),
+        ("--model llama --global-batch 7", {"FSDP-E725"}),
+        ("--model llama --global-batch 8 --accumulation 3", {"FSDP-E725"}),
+    ],
+)
+def test_bad_input_is_a_problem(plan, argv, codes):
+    result = plan(argv, "fsdp.yaml --json")
+    assert result[0] == 1 and codes_of(result) == codes
+
+
+def test_all_problems_are_reported_at_once(plan):
+    result = plan("--model custom fsdp.yaml --gpu-memory x --world-size 0 --set sharding.strategy=9 --json")
+    assert {"FSDP-E720", "FSDP-E722", "FSDP-E723"} < codes_of(result) and len(codes_of(result)) == 4
+
+
+def test_global_batch_sets_the_accumulation(plan):
+    found = json.loads(plan("--model llama fsdp.yaml --micro-batch 2 --global-batch 24 --json")[1])
+    assert found["workload"]["accumulation"] == 3
+
+
+def test_missing_model_is_wrong_usage(plan):
+    assert plan("fsdp.yaml")[0] == 2
+    assert plan("fsdp.yaml --config fsdp.yaml --model llama")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("80 GB", 80 * 10**9),
+        ("80GB", 80 * 10**9),
+        ("80", 80 * 10**9),
+        ("80GiB", 80 << 30),
+        ("81559 MiB", 81559 << 20),
+        ("79.6gib", int(79.6 * (1 << 30))),
+        ("80 G", 80 * 10**9),
+        ("0", None),
+        ("-80GB", None),
+        ("80 apples", None),
+        ("1e9", None),
+        ("", None),
+        ("9" * 40, None),
+    ],
+)
+def test_memory_sizes_are_read_as_written(text, size):
+    assert parse_size(text) == size
