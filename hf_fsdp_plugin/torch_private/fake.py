@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import _flat_param
 from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -37,9 +38,7 @@ def fake_process_group(world_size: int) -> Iterator[None]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
-        with warnings.catch_warnings(), _one_chunk():
-            # FSDP1 compares the addresses of storages, which are all 0.
-            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        with _one_chunk(), _compared_by_identity():
             yield
     finally:
         dist.destroy_process_group()
@@ -67,6 +66,23 @@ def _one_chunk() -> Iterator[None]:
         yield
     finally:
         _fsdp_param._chunk_with_empty = original
+
+
+@contextmanager
+def _compared_by_identity() -> Iterator[None]:
+    """Make FSDP1 compare storages by identity and size. It compares addresses, which are 0 for all fake tensors."""
+    originals = _flat_param._same_storage, _flat_param._data_ptr_allocated
+
+    def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+        locals_ = [each.to_local() if isinstance(each, DTensor) else each for each in (left, right)]
+        return storage_key(locals_[0].untyped_storage()) == storage_key(locals_[1].untyped_storage())
+
+    _flat_param._same_storage = same
+    _flat_param._data_ptr_allocated = lambda tensor: tensor.untyped_storage().nbytes() > 0
+    try:
+        yield
+    finally:
+        _flat_param._same_storage, _flat_param._data_ptr_allocated = originals
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Family = Literal["llama", "gpt2", "bert", "mixtral"]
@@ -112,7 +112,7 @@ def make_spec(point: Point) -> Any:
     if point.version == 1:
         fsdp["fsdp_use_orig_params"] = point.use_orig
     if point.strategy.startswith("hybrid"):
-        fsdp |= {"fsdp_sharding_group_size": 2}
+        fsdp |= {"fsdp_dp_shard_size": 2}
     return hfp.load_spec(
         {
             "distributed_type": "FSDP",
@@ -161,3 +161,48 @@ def measure(rank: int, report: Callable[..., None], point: Point, steps: int) ->
         peaks.append(counter.peak - before)
         accelerator.wait_for_everyone()
     report("peaks", peaks[1:])
+
+
+_LLAMA = Point(family="llama")
+_GPT2 = Point(family="gpt2")
+_BERT = Point(family="bert")
+_MIXTRAL = Point(family="mixtral")
+
+POINTS = (
+    _LLAMA,
+    replace(_LLAMA, version=1),
+    replace(_LLAMA, precision="bf16"),
+    replace(_LLAMA, version=1, precision="bf16"),
+    replace(_LLAMA, checkpointing=True),
+    replace(_LLAMA, version=1, checkpointing=True, batch=8),
+    replace(_LLAMA, precision="bf16", checkpointing=True, batch=8, layers=8),
+    replace(_LLAMA, strategy="shard_grad_op", loop="foreach"),
+    replace(_LLAMA, version=1, strategy="shard_grad_op", loop="foreach", hidden=512, inter=1536, seq=64),
+    replace(_LLAMA, strategy="no_shard", hidden=512, inter=1536, seq=64),
+    replace(_LLAMA, version=1, strategy="no_shard", precision="bf16", hidden=512, inter=1536, seq=64),
+    replace(_LLAMA, strategy="hybrid_shard", ranks=4, loop="foreach", hidden=512, inter=1536, seq=64),
+    replace(_LLAMA, version=1, strategy="hybrid_shard", ranks=4, precision="bf16"),
+    replace(_LLAMA, loop="foreach", hidden=768, inter=2304, seq=32, checkpointing=True),
+    replace(_LLAMA, loop="fused", hidden=768, inter=2304, seq=32, version=1),
+    replace(_GPT2),
+    replace(_GPT2, version=1, batch=6),
+    replace(_GPT2, precision="bf16", checkpointing=True, layers=8, batch=4),
+    replace(_GPT2, version=1, strategy="shard_grad_op", precision="bf16"),
+    replace(_GPT2, strategy="hybrid_shard", ranks=4, checkpointing=True, batch=4),
+    replace(_GPT2, strategy="no_shard", loop="foreach", hidden=512, inter=2048, seq=64),
+    replace(_BERT),
+    replace(_BERT, version=1, precision="bf16", batch=4),
+    replace(_BERT, checkpointing=True, precision="bf16", batch=8),
+    replace(_BERT, version=1, strategy="hybrid_shard", ranks=4, loop="foreach", hidden=512, inter=2048, seq=64),
+    replace(_BERT, strategy="shard_grad_op", loop="fused", seq=512),
+    replace(_MIXTRAL),
+    replace(_MIXTRAL, version=1, precision="bf16"),
+    replace(_MIXTRAL, precision="bf16", checkpointing=True),
+    replace(_MIXTRAL, version=1, strategy="no_shard", loop="foreach", seq=64),
+    replace(_MIXTRAL, strategy="hybrid_shard", ranks=4, checkpointing=True, loop="foreach", batch=1),
+    replace(_LLAMA, accumulation=3, precision="bf16"),
+    replace(_LLAMA, version=1, accumulation=2, sync=True),
+    replace(_LLAMA, attention="eager", prefetch="post"),
+    replace(_LLAMA, version=1, use_orig=False, prefetch="none", forward_prefetch=True, optimizer="sgd"),
+)
+"""The points of the table."""

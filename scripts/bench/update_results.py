@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, ROOT, describe_machine
+from memory_table import memory_error
 
 BLOCK = re.compile(r"(<!-- results:begin (?P<name>[\w-]+) -->\n).*?(<!-- results:end (?P=name) -->)", re.DOTALL)
 HEAD = ("date", "machine", "versions", "load_average_of_15_minutes", "command", "device")
@@ -333,7 +334,7 @@ def plain(result: Result) -> list[str]:
 _ALL = (
     step_overhead, checkpoint_save, merge, verified_reads, resume_parity, survival, gpu_check, ecosystem,
     generated_values, command_start, start, load, resume, computed_weights, readers, many_ranks,
-    large_world,
+    large_world, memory_error,
 )  # fmt: skip
 TABLES: dict[str, Callable[[Result], list[str]]] = {table.__name__: table for table in _ALL}
 

@@ -1,10 +1,39 @@
-"""Memory that kernels of the CPU allocate for themselves, which fake tensors do not show."""
+"""What kernels of the CPU do that fake tensors do not show: their own memory, and dtypes that they support."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+_ALIGNMENT = 16
+"""Bytes to which the rows of a grouped matrix product are padded (aten/src/ATen/native/GroupedMMUtils.h)."""
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator under fake tensors."""
+    if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+        return _grouped_mm(*args, **kwargs)
+    return func(*args, **kwargs)
+
 
 def scratch_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Return the bytes that a kernel allocates besides its results and frees before it returns."""
     return 0
+
+
+def _grouped_mm(
+    left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor | None = None, bias: Any = None, out_dtype: Any = None
+) -> torch.Tensor:
+    """Return the result of ``grouped_mm`` in another dtype than bf16, which only fake tensors refuse."""
+    if left.dim() == 2 and right.dim() == 2:
+        assert offs is not None
+        shape: tuple[int, ...] = (offs.size(0), left.size(0), right.size(1))
+    elif left.dim() == 2:
+        shape = (left.size(0), right.size(-1))
+    else:
+        shape = (left.size(1), right.size(1)) if right.dim() == 2 else (*left.shape[:2], right.size(-1))
+    per_row = _ALIGNMENT // left.itemsize
+    row = -(-shape[-1] // per_row) * per_row
+    strides = (row, 1) if len(shape) == 2 else (shape[1] * row, row, 1)
+    return left.new_empty_strided(shape, strides)

@@ -12,6 +12,7 @@ from hf_fsdp_plugin.estimate.trace.places import ROOT, Places
 from hf_fsdp_plugin.estimate.trace.recorder import Recorder
 from hf_fsdp_plugin.estimate.trace.step import Step
 from hf_fsdp_plugin.estimate.trace.timeline import merged, moments
+from hf_fsdp_plugin.estimate.trace.values import unpacked_samples
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.torch_private.fake import FakeTensorMode, fake_process_group
@@ -28,7 +29,7 @@ def trace_memory(plan: FsdpPlan, model: nn.Module, workload: Workload) -> Memory
     recorder = Recorder(places.now)
     with fake_process_group(plan.world_size):
         device_mesh(plan)
-        with FakeTensorMode(), recorder:
+        with FakeTensorMode(), recorder, unpacked_samples():
             step = Step(plan, model, workload, recorder, places)
             step.run(1)
             step.label()

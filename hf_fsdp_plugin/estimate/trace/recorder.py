@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_plugin.estimate.trace.kernels import scratch_bytes
+from hf_fsdp_plugin.estimate.trace.kernels import run, scratch_bytes
 from hf_fsdp_plugin.torch_private.fake import TorchDispatchMode, called_by_engine, storage_key, watch_resizes
 from hf_fsdp_plugin.torch_private.functions import in_backward, tree_leaves
 
@@ -73,7 +73,7 @@ class Recorder(TorchDispatchMode):
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # DTensor calls operators on its local tensors
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = run(func, args, kwargs)
         if scratch := scratch_bytes(func, args, kwargs, result):
             self._use(scratch)
         in_place = func is torch.ops.aten.add.Tensor and in_backward() and called_by_engine(1)

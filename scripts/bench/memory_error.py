@@ -1,0 +1,144 @@
+"""Compare predicted memory with the peak of what torch's allocator holds in real training steps on real ranks.
+
+The predictions are computed first, in a process of their own, which knows nothing of the measurements. Then each point
+is trained on forked gloo ranks through the plugin's Accelerator. The peak of a step is exact: `allocator/` counts every
+allocation and free on every thread. The steps from the second on are measured; the result is the largest peak of any
+rank, in the median step.
+
+    python scripts/bench/memory_error.py        (five minutes on 2 cores; writes docs/results/memory_error.json)
+    python scripts/bench/memory_error.py --points family=bert,seq=512 version=1,precision=bf16,hidden=512
+    python scripts/bench/memory_error.py --only mixtral --out /tmp/error.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from allocator import NoCounter, restart_with_counter
+from common import make_parser
+from memory_points import POINTS, Point, make_model, make_spec, measure, parse_point
+from update_results import write_result
+
+STEPS = 3
+_LIMIT = 300.0
+
+
+def parse_args() -> argparse.Namespace:
+    parser = make_parser(__doc__, "memory_error")
+    parser.add_argument("--points", nargs="*", help="points instead of those of the table, as key=value,key=value")
+    parser.add_argument("--only", default="", help="only points whose text contains this")
+    parser.add_argument("--predict", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def predict(point: Point) -> dict[str, Any]:
+    """Return the peaks that the methods predict, in bytes, and how long this took."""
+    import torch
+
+    import hf_fsdp_plugin as hfp
+    from hf_fsdp_plugin.estimate.trace import trace_memory
+    from hf_fsdp_plugin.estimate.workload import Workload
+
+    with torch.device("meta"):
+        model = make_model(point)
+    plan = hfp.resolve(make_spec(point), model, world_size=point.ranks, device_type="cpu")
+    workload = Workload(
+        micro_batch=point.batch, seq_len=point.seq, accumulation=point.accumulation, sync_each_batch=point.sync,
+        optimizer=point.optimizer, update_loop=point.loop, clip_norm=point.clip, attention=point.attention,
+    )  # fmt: skip
+    methods = {"traced": trace_memory}
+    try:
+        from hf_fsdp_plugin.estimate.memory import estimate_memory
+    except ImportError:
+        pass
+    else:
+        methods["closed_form"] = estimate_memory
+    found: dict[str, Any] = {}
+    for name, method in methods.items():
+        start = time.perf_counter()
+        peak = method(plan, model, workload).peak
+        found[name] = {"bytes": peak.bytes, "at": peak.where, "seconds": round(time.perf_counter() - start, 2)}
+    return found
+
+
+def predictions(points: list[Point]) -> list[dict[str, Any]]:
+    """Return the predictions for all points, from a process of their own."""
+    with tempfile.TemporaryDirectory(prefix="memory_error_") as folder:
+        out = Path(folder) / "predictions.json"
+        command = [sys.executable, __file__, "--predict", str(out), "--points", *map(str, points)]
+        subprocess.run(command, check=True)
+        found: list[dict[str, Any]] = json.loads(out.read_text())
+        return found
+
+
+def measured(point: Point) -> list[int]:
+    """Return the largest peak of any rank, of each step."""
+    from forked_ranks import World
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+    ranks = range(point.ranks)
+    with tempfile.TemporaryDirectory(prefix="memory_error_") as name:
+        os.chdir(name)  # the plugin writes its report into the current folder
+        try:
+            with closing(World.fork(measure, Path(name) / "log", point, STEPS, world_size=point.ranks)) as world:
+                world.until(lambda: all(world.last("peaks", rank) is not None for rank in ranks), _LIMIT)
+                peaks = [world.last("peaks", rank) for rank in ranks]
+        finally:
+            os.chdir("/")
+    return [max(of_step) for of_step in zip(*peaks, strict=True)]
+
+
+def row(point: Point, predicted: dict[str, Any]) -> dict[str, Any]:
+    peaks = measured(point)
+    real = statistics.median(peaks)
+    errors = {name: round(found["bytes"] / real - 1, 5) for name, found in predicted.items()}
+    found = {"point": str(point), "measured_bytes": real, "steps": peaks, "predicted": predicted, "error": errors}
+    print(point, f"{real:,}", {name: f"{error:+.2%}" for name, error in errors.items()}, flush=True)
+    return found
+
+
+def main() -> int:
+    args = parse_args()
+    points = [parse_point(text) for text in args.points] if args.points else list(POINTS)
+    points = [point for point in points if args.only in str(point)]
+    if args.predict:
+        args.predict.write_text(json.dumps([predict(point) for point in points]))
+        return 0
+    try:
+        restart_with_counter()
+    except NoCounter as error:
+        raise SystemExit(str(error)) from error
+    found = predictions(points)
+    from forked_ranks import preload
+
+    preload()
+    import transformers  # noqa: F401
+
+    rows = [row(point, predicted) for point, predicted in zip(points, found, strict=True)]
+    summary = {
+        name: {
+            "median": statistics.median(abs(each["error"][name]) for each in rows),
+            "worst": max((each["error"][name] for each in rows), key=abs),
+        }
+        for name in rows[0]["error"]
+    }
+    command = "python scripts/bench/memory_error.py" + "".join(f" {word}" for word in sys.argv[1:])
+    write_result("memory_error", args.out.resolve(), {"command": command, "summary": summary, "points": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,24 @@
+"""The table of ``memory_error.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+METHODS = {"traced": "traced", "closed_form": "closed form"}
+
+
+def memory_error(result: dict[str, Any]) -> list[str]:
+    """Return the lines of the summary, and of one row per point."""
+    methods = [name for name in METHODS if name in result["summary"]]
+    lines = ["| method | median error | largest error |", "|---|---|---|"]
+    for name in methods:
+        summary = result["summary"][name]
+        lines.append(f"| {METHODS[name]} | {summary['median']:.2%} | {summary['worst']:+.2%} |")
+    lines += ["", f"| point | measured | {' | '.join(METHODS[name] for name in methods)} | peak at |"]
+    lines.append("|---|---|" + "---|" * len(methods) + "---|")
+    for row in result["points"]:
+        errors = " | ".join(f"{row['error'][name]:+.2%}" for name in methods)
+        point = row["point"].replace(",", ", ")
+        at = row["predicted"]["traced"]["at"]
+        lines.append(f"| {point} | {row['measured_bytes'] / 1e6:.1f} MB | {errors} | {at} |")
+    return lines
