@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
     "ATTENTION_OPS",
+    "GROUPED_MM",
     "ActivationWrapper",
     "CheckpointWrapper",
     "IncompatibleKeys",
@@ -41,6 +42,8 @@ ATTENTION_OPS = (
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 )
 """The operators that ``scaled_dot_product_attention`` calls."""
+GROUPED_MM = torch.ops.aten._grouped_mm.default
+"""The operator that ``torch.nn.functional.grouped_mm`` calls."""
 
 
 def checkpointed_module(wrapper: ActivationWrapper) -> nn.Module:

@@ -6,20 +6,35 @@ from typing import Any
 
 import torch
 
+from hf_fsdp_plugin.torch_private.functions import GROUPED_MM, tree_leaves
+
 _ALIGNMENT = 16
 """Bytes to which the rows of a grouped matrix product are padded (aten/src/ATen/native/GroupedMMUtils.h)."""
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator under fake tensors."""
-    if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+    if func is GROUPED_MM and args[0].dtype != torch.bfloat16:
         return _grouped_mm(*args, **kwargs)
     return func(*args, **kwargs)
 
 
 def scratch_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Return the bytes that a kernel allocates besides its results and frees before it returns."""
+    if func.namespace == "c10d":
+        return _gloo_bytes(func.__name__, args)
     return 0
+
+
+def _gloo_bytes(name: str, args: tuple[Any, ...]) -> int:
+    """Return the bytes of gloo's buffer: a copy of the larger side (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
+
+    An all-gather receives into one flat tensor and copies it to the output. A reduce-scatter reduces a copy of its
+    input. An all-reduce and a broadcast work in place.
+    """
+    if name.startswith(("_allgather_base_", "allgather_")):  # FSDP2 and FSDP1
+        return sum(tensor.nbytes for tensor in tree_leaves(args[0]))
+    return int(args[1].nbytes) if name.startswith("_reduce_scatter_base_") else 0
 
 
 def _grouped_mm(

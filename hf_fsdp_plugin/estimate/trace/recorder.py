@@ -80,18 +80,17 @@ class Recorder(TorchDispatchMode):
         for tensor in _tensors(result):
             self._see(tensor.untyped_storage(), replaces=args[0] if in_place else None)
         if func.namespace == "c10d":
-            for tensor in _tensors((args, kwargs)):
-                self.label([tensor], "gathered")
+            self.label(_tensors((args, kwargs)), "gathered")
         elif func.__name__.startswith("resize_"):
             self._resized(args[0].untyped_storage())
         return result
 
     def label(self, tensors: Iterable[torch.Tensor | None], label: Label) -> None:
-        """Set what the storages of tensors contain. A later label replaces an earlier one."""
+        """Set what the storages of tensors contain. A later label replaces an earlier one, except ``gathered``."""
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             block = None if local is None else self._alive.get(storage_key(local.untyped_storage()))
-            if block is not None:
+            if block is not None and (label != "gathered" or block.label is None):
                 block.label = label
 
     def finish(self) -> list[Event]:
