@@ -86,6 +86,8 @@ def _document(shot: Callable[..., str], run: str) -> str:
     wrong = shot("hf-fsdp check fsdp.yaml")
     fixed = shot("hf-fsdp check fsdp.yaml --fix > fixed.yaml")
     right = shot("hf-fsdp check fixed.yaml --model llama --num_processes 4")
+    wizard = shot("hf-fsdp config --yes -o wizard.yaml --model llama --gpus 4 --global-batch 64 --show-args")
+    rewritten = shot("hf-fsdp config --yes --force -o wizard.yaml --gpus 8 --strategy shard_grad_op")
     dry_run = shot("hf-fsdp launch --config_file fixed.yaml --dry_run train.py")
     flag = shot("hf-fsdp launch --config fixed.yaml train.py")
     as_json = shot("hf-fsdp check fsdp.yaml --json --set nonsense=1", lines=24)
@@ -149,6 +151,22 @@ Accelerate's default file is checked. The model is planned for the device that `
 for `--device cuda`.
 
 {as_json}
+
+## config
+
+Asks for model, machines, batch and settings, and writes a config for `accelerate launch` and `hf-fsdp launch`. On a
+terminal, answers are chosen with arrow keys; in a pipe, one line answers one question. Every question is also an
+option, and `--yes` takes the defaults of all others:
+
+{wizard}
+
+An existing file, also one of `accelerate config`, keeps its other keys, order and comments. Its values are the defaults
+of the questions. Without `--force`, the change must be confirmed:
+
+{rewritten}
+
+Without `-o`, Accelerate's default file is written; `-o -` prints it. `--set NAME=VALUE` sets anything else. Ctrl-C at
+any question writes nothing. [planning.md](planning.md) describes the questions.
 
 ## launch
 

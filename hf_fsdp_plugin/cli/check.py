@@ -233,7 +233,7 @@ def _fix(args: argparse.Namespace, files: Sequence[ConfigFile | None]) -> int:
 
 def _plan(spec: FsdpSpec, args: argparse.Namespace) -> tuple[FsdpPlan | None, tuple[Problem, ...]]:
     """Return the plan for the device that ``launch`` would use on this machine, and its problems."""
-    from hf_fsdp_plugin.cli.world import find_accelerators  # imports torch
+    from hf_fsdp_plugin.cli.accelerators import find_accelerators
 
     device_type = args.device or ("cpu" if spec.launch.use_cpu else find_accelerators().kind)
     world_size = args.world_size or smallest_world_size(spec)

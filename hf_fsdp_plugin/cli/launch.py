@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from hf_fsdp_plugin.cli.accelerators import find_accelerators
 from hf_fsdp_plugin.cli.dry_run import show_run
 from hf_fsdp_plugin.cli.exit_codes import USAGE, exit_code
 from hf_fsdp_plugin.cli.exit_watch import LIMIT_VARIABLE, exit_limit
@@ -22,7 +23,7 @@ from hf_fsdp_plugin.cli.ranks import Ranks
 from hf_fsdp_plugin.cli.rendezvous import Rendezvous, describe, endpoint, meet_locally, meet_machines
 from hf_fsdp_plugin.cli.script_path import check_script
 from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems
-from hf_fsdp_plugin.cli.world import World, find_accelerators, resolve_world
+from hf_fsdp_plugin.cli.world import World, resolve_world
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.sources.command_line import flag_name
 from hf_fsdp_plugin.sources.config_file import ConfigFile

@@ -10,6 +10,7 @@ VERBS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "check": "check a config: show every setting, its origin, and every problem",
         "schema": "print a JSON Schema of the YAML config, for editors",
+        "config": "ask for model, machines and settings, predict, and write a config",
         "launch": "check a config, then run a script on every rank with it",
         "plan": "predict memory, communication and time of a training step",
         "inspect": "describe a checkpoint, or all checkpoints of a run, from metadata alone",

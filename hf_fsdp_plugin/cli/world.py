@@ -1,18 +1,12 @@
-"""Determines the number of ranks of a run and their device, from the config and the machine.
-
-Importing torch takes seconds. It is imported only if the machine has an accelerator's device file, in a separate
-process that prints the accelerators.
-"""
+"""Determines the number of ranks of a run and their device, from the config and the machine."""
 
 from __future__ import annotations
 
-import glob
 import math
 import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 
+from hf_fsdp_plugin.cli.accelerators import Accelerators
 from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spec.model import FsdpSpec
@@ -25,30 +19,6 @@ NUM_CPU_RANKS = 2
 MIN_CPU_LIMIT = 64
 CPU_RANKS_PER_CORE = 8
 """Maximum number of CPU ranks. A larger number is most likely a typing error, and would exhaust the memory."""
-
-_DEVICE_FILES = (
-    "/dev/nvidia[0-9]*",
-    "/dev/dxg",  # NVIDIA under WSL
-    "/dev/kfd",  # AMD
-    "/dev/dri/renderD*",  # Intel
-    "/dev/davinci[0-9]*",  # Ascend
-    "/dev/cambricon_dev[0-9]*",
-    "/dev/accel/accel[0-9]*",
-    "/dev/hl[0-9]*",  # Gaudi
-    "/dev/neuron[0-9]*",
-)
-_PRINT_ACCELERATORS = (
-    "import torch;a=torch.accelerator.current_accelerator(check_available=True);"
-    "print(a.type if a else 'cpu', torch.accelerator.device_count() if a else 0)"
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Accelerators:
-    """Type and number of accelerators that torch can use on this machine: ``cuda`` and 8, or ``cpu`` and 0."""
-
-    kind: str = "cpu"
-    count: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,17 +47,6 @@ class World:
     def backend(self) -> str:
         """Name of the library for collectives, for display."""
         return get_device(self.device).collectives
-
-
-def find_accelerators() -> Accelerators:
-    """Return the accelerators of this machine. Apple's GPU serves one process only and is not counted."""
-    if not any(glob.glob(pattern) for pattern in _DEVICE_FILES):
-        return Accelerators()
-    done = subprocess.run([sys.executable, "-c", _PRINT_ACCELERATORS], capture_output=True, text=True, check=False)
-    words = done.stdout.split()
-    if done.returncode != 0 or len(words) < 2 or words[-2] in ("cpu", "mps"):
-        return Accelerators()
-    return Accelerators(kind=words[-2], count=int(words[-1]))
 
 
 def resolve_world(spec: FsdpSpec, found: Accelerators) -> World:

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from hf_fsdp_plugin.cli import world
+from hf_fsdp_plugin.cli import accelerators
 from hf_fsdp_plugin.cli.main import main
+from hf_fsdp_plugin.cli.verbs import VERBS
 from hf_fsdp_plugin.sources.config_file import ConfigFile
 from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.spec.load import assess
@@ -297,7 +298,7 @@ def test_wrong_usage_exits_2(capsys, argv):
 
 def test_unknown_verb_lists_the_verbs(capsys):
     assert main(["frobnicate"]) == 2
-    assert "unknown verb 'frobnicate'. The verbs are check, schema, launch" in capsys.readouterr().err
+    assert f"unknown verb 'frobnicate'. The verbs are {', '.join(VERBS)}." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--help", "--version"])
@@ -342,9 +343,9 @@ def test_model_adds_the_plan_or_its_errors(capsys, config, tiny_llama):
 @pytest.mark.slow
 def test_model_is_planned_for_the_device_of_launch(capsys, config, tiny_llama, monkeypatch):
     argv = [str(config), "--model", str(tiny_llama), "--set", "wrap.policy=none", "--set", "wrap.classes=LlamaMLP"]
-    found = {"none": world.Accelerators(), "gpus": world.Accelerators(kind="cuda", count=2)}
+    found = {"none": accelerators.Accelerators(), "gpus": accelerators.Accelerators(kind="cuda", count=2)}
     for machine, device in (("none", "cpu"), ("gpus", "cuda")):
-        monkeypatch.setattr(world, "find_accelerators", lambda machine=machine: found[machine])
+        monkeypatch.setattr(accelerators, "find_accelerators", lambda machine=machine: found[machine])
         assert check(capsys, *argv)[1]["plan"]["device"] == device
     assert check(capsys, *argv, "--device", "xpu")[1]["plan"]["device"] == "xpu"
     assert check(capsys, *argv, "--cpu")[1]["plan"]["device"] == "cpu"

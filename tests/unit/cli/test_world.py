@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from hf_fsdp_plugin import FsdpSpec, Origin, SpecError
+from hf_fsdp_plugin.cli.accelerators import Accelerators
 from hf_fsdp_plugin.cli.rendezvous import check_worlds_agree, meet_locally, meet_machines
-from hf_fsdp_plugin.cli.world import Accelerators, World, resolve_world
+from hf_fsdp_plugin.cli.world import World, resolve_world
 from hf_fsdp_plugin.spec.model import LaunchSection, MeshSection
 
 GPUS = {count: Accelerators(kind="cuda", count=count) for count in (1, 2, 3, 4, 8)}

@@ -1,0 +1,201 @@
+"""``hf-fsdp config``: asks for model, machines and FSDP settings, and writes a config file for Accelerate."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+from hf_fsdp_plugin.cli.accelerators import AcceleratorSearch
+from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS, USAGE
+from hf_fsdp_plugin.cli.output import print_json
+from hf_fsdp_plugin.cli.terminal import print_problems
+from hf_fsdp_plugin.cli.wizard.conversation import QUESTIONS, Asker, converse
+from hf_fsdp_plugin.cli.wizard.file_text import changed_text, new_text, with_header
+from hf_fsdp_plugin.cli.wizard.given import answers_of_options
+from hf_fsdp_plugin.cli.wizard.hooks import HOOKS
+from hf_fsdp_plugin.cli.wizard.prompts import make_asker
+from hf_fsdp_plugin.cli.wizard.question import YES_NO, Default, Question, State
+from hf_fsdp_plugin.cli.wizard.settings import (
+    Entry,
+    entries_of,
+    fixed_entries,
+    header_of,
+    in_file_order,
+    settings_of,
+    stock_limits,
+    unused_settings,
+)
+from hf_fsdp_plugin.cli.wizard.target import Target, assess_text, find_target, write
+from hf_fsdp_plugin.cli.wizard.training_arguments import arguments_of, code_of
+from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
+from hf_fsdp_plugin.spec.load import Assessment
+
+HELP = (
+    "Ask for model, machines, batch and FSDP settings, predict the memory, and write a config for accelerate launch "
+    "and hf-fsdp launch. An existing file keeps what is not asked."
+)
+EXAMPLES = (
+    "hf-fsdp config -o fsdp.yaml --model meta-llama/Llama-3.1-8B --gpus 8 --gpu-memory 80GB",
+    "hf-fsdp config --yes --num-machines 2 --gpus 8 --set sharding.strategy=hybrid_shard --show-args",
+)
+
+
+_WRONG_OPTIONS: Final = frozenset({"FSDP-E031", "FSDP-E032", "FSDP-E762", "FSDP-E763"})
+
+
+class _Suggested(tuple[str, ...]):
+    """Values for completion in a shell. The question checks the answer and accepts more spellings."""
+
+    def __contains__(self, value: object) -> bool:
+        return True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-o", "--config-file", metavar="PATH",
+        help="file to write or change; - prints it (default: Accelerate's default config file)",
+    )  # fmt: skip
+    parser.add_argument("-y", "--yes", action="store_true", help="ask nothing: take the defaults of other answers")
+    parser.add_argument("--force", action="store_true", help="change an existing file without confirmation")
+    parser.add_argument("--cpu", action="store_true", help="run on CPU ranks instead of GPUs")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+    parser.add_argument("--show-args", action="store_true", help="print the same settings as TrainingArguments(...)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", dest="overrides",
+        help="any setting, or any answer by its name; repeatable",
+    )  # fmt: skip
+    answers = parser.add_argument_group("answers", "each replaces a question")
+    for question in QUESTIONS:
+        labels = _Suggested(choice.label for choice in question.choices(State(answers={"gpus": 2})))
+        answers.add_argument(
+            question.flag, metavar="|".join(labels) or question.name.rpartition("_")[2].upper(), help=question.help,
+            choices=labels or None,
+        )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Ask, then write the file. Returns 0 if it was written, 1 if not, 2 for wrong options."""
+    try:
+        return _run(args)
+    except SpecError as error:
+        print_problems(error.problems)
+        if {problem.code for problem in error.problems} & _WRONG_OPTIONS:
+            return USAGE
+        if args.json:
+            print_json({"ok": False, "problems": [problem.to_json() for problem in error.problems]})
+        return PROBLEMS
+    except KeyboardInterrupt:
+        print("\nNothing was written.", file=sys.stderr)
+        raise
+
+
+def _run(args: argparse.Namespace) -> int:
+    given, extra = answers_of_options(args)
+    target = find_target(args.config_file, os.environ, force=args.force)
+    if args.yes and target.text is not None and not args.force:
+        message = "the file exists. --yes does not change it."
+        fix = "Pass --force to change it, or another path with -o."
+        raise SpecError([Problem(code="FSDP-E761", message=message, fix=fix, origin=Origin(source=target.shown))])
+    search = AcceleratorSearch()
+    try:
+        state = State(path=target.shown, machine=search.result)
+        if target.present is not None:
+            state.existing = target.present.spec
+        asker = make_asker(yes=args.yes)
+        converse(state, asker, given, HOOKS)
+    finally:
+        search.close()
+    if args.cpu:
+        extra["launch.use_cpu"] = True
+    settings = settings_of(state, extra)
+    text = _text(target, state, settings)
+    checked = _check(text, target, entries_of(state, settings))
+    if not _may_write(args, target, text, asker, state):
+        print("Nothing was written.", file=sys.stderr)
+        return PROBLEMS
+    if target.path is not None and text != target.text:
+        write(target, text)
+    _print_result(args, target, text, state, settings, checked)
+    return OK
+
+
+def _text(target: Target, state: State, settings: dict[str, Any]) -> str:
+    """Return the new content of the file."""
+    entries, header = entries_of(state, settings), header_of(state)
+    if target.text is None or target.present is None:
+        return new_text(in_file_order([*fixed_entries(state, settings), *entries]), header, is_json=target.is_json)
+    text = changed_text(
+        target.text, entries, unused_settings(state, settings), target.present.spec, is_json=target.is_json
+    )
+    return text if target.is_json else with_header(text, header)
+
+
+def _check(text: str, target: Target, entries: Sequence[Entry]) -> Assessment:
+    """Return the assessment of the new content. Raises ``SpecError`` if it has errors or other settings."""
+    checked = assess_text(text, target)
+    if has_errors(checked.problems):
+        print("The file would have these errors. It was not written.", file=sys.stderr)
+        raise SpecError(checked.problems)
+    for entry in entries:
+        if checked.spec.asked(entry.name) and checked.spec.get(entry.name) != entry.means:
+            found = checked.spec.get(entry.name)
+            message = f"{entry.name} would be {found} instead of {entry.means}, because of other keys in the file."
+            fix = "Correct these keys, or write a new file with -o. Nothing was written."
+            raise SpecError([Problem(code="FSDP-E765", message=message, fix=fix, setting=entry.name)])
+    return checked
+
+
+def _may_write(args: argparse.Namespace, target: Target, text: str, asker: Asker, state: State) -> bool:
+    """Show the changes of an existing file and ask for confirmation, unless ``--force`` is given."""
+    if target.text is None or target.text == text:
+        return True
+    lines = difflib.unified_diff(target.text.splitlines(), text.splitlines(), "before", "after", lineterm="", n=1)
+    print("", *lines, sep="\n", file=sys.stderr)
+    if args.force:
+        return True
+    question = Question(
+        name="force",
+        text=f"Change {target.shown}",
+        help="",
+        default=lambda state: Default(value=True),
+        choices=lambda state: YES_NO,
+    )
+    return bool(asker.ask(question, Default(value=True), state))
+
+
+def _print_result(
+    args: argparse.Namespace, target: Target, text: str, state: State, settings: dict[str, Any], checked: Assessment
+) -> None:
+    print_problems(problem for problem in checked.problems if problem.severity != "note")
+    limits = list(stock_limits(settings, state.version))
+    arguments = arguments_of(state, settings)
+    if args.json:
+        print_json(
+            {
+                "ok": True,
+                "path": str(target.path) if target.path is not None else None,
+                "written": target.path is not None and text != target.text,
+                "text": text,
+                "answers": state.answers,
+                "settings": {name: checked.spec.get(name) for name, _, _ in checked.spec.settings()},
+                "training_arguments": arguments,
+                "stock_limits": limits,
+                "problems": [problem.to_json() for problem in checked.problems],
+            }
+        )
+        return
+    for limit in limits:
+        print(f"note: {limit}", file=sys.stderr)
+    if target.path is None:
+        print(text, end="")
+    else:
+        print(f"\n{'wrote' if text != target.text else 'unchanged:'} {target.shown}", file=sys.stderr)
+        option = "" if target.is_default else f"--config_file {target.shown} "
+        for launcher in ("accelerate", "hf-fsdp"):
+            print(f"  {launcher} launch {option}train.py", file=sys.stderr)
+    if args.show_args:
+        print(code_of(arguments))

@@ -1,0 +1,172 @@
+"""``Question``: one question of ``hf-fsdp config``, and ``State``: what is known when it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hf_fsdp_plugin.cli.accelerators import Accelerators
+from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS
+
+if TYPE_CHECKING:
+    from hf_fsdp_plugin.cli.wizard.model_facts import ModelFacts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """One answer of a list. ``about`` is one line that describes it."""
+
+    value: Any
+    label: str
+    about: str = ""
+
+
+YES_NO = (Choice(value=True, label="yes"), Choice(value=False, label="no"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Default:
+    """The default answer, and its reason in one line."""
+
+    value: Any
+    reason: str = ""
+
+
+@dataclass(kw_only=True, slots=True)
+class State:
+    """What is known so far.
+
+    Attributes:
+        answers: name of a question -> answer.
+        existing: the settings of the file that is changed; without a file, the defaults.
+        path: the file that is changed, for messages; empty without one.
+        advice: canonical name -> value that the planner recommends.
+        table: the planner's table, or the memory of the strategies; empty without a model.
+    """
+
+    answers: dict[str, Any] = field(default_factory=dict)
+    existing: FsdpSpec = field(default_factory=FsdpSpec)
+    path: str = ""
+    machine: Callable[[], Accelerators] = Accelerators
+    model: ModelFacts | None = None
+    advice: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_machines(self) -> int:
+        return int(self.answers.get("num_machines", 1))
+
+    @property
+    def gpus(self) -> int:
+        """Ranks of each machine."""
+        return int(self.answers.get("gpus", 1))
+
+    @property
+    def world_size(self) -> int:
+        return self.num_machines * self.gpus
+
+    @property
+    def version(self) -> int:
+        return int(self.answers.get("fsdp_version", 2))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """One question.
+
+    Attributes:
+        name: name of the answer, and of the option with hyphens.
+        text: the question.
+        help: description of the option.
+        default: the default answer in a state.
+        setting: canonical name of the setting that the answer is; empty if it is not one setting.
+        choices: the answers of a list; empty for an answer that is typed.
+        parse: converts typed text. Raises ``ValueError`` with what is expected.
+        asked: whether the question applies in a state.
+        detail: whether it is asked only after ``details`` is answered with yes.
+        about: comment of an answer in the file, if neither the reason of the default nor the choice describes it.
+    """
+
+    name: str
+    text: str
+    help: str
+    default: Callable[[State], Default]
+    setting: str = ""
+    choices: Callable[[State], Sequence[Choice]] = lambda state: ()
+    parse: Callable[[str, State], Any] = lambda text, state: text
+    asked: Callable[[State], bool] = lambda state: True
+    detail: bool = False
+    about: str = ""
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name.replace('_', '-')}"
+
+    def read(self, text: str, state: State) -> Any:
+        """Return the answer that a text means. Raises ``ValueError`` with what is expected."""
+        choices = self.choices(state)
+        if not choices:
+            return self.parse(text.strip(), state)
+        if (found := _chosen(text, choices)) is not None:
+            return found.value
+        named = ", ".join(choice.label for choice in choices)
+        raise ValueError(f"{text.strip()!r} is not one of {named}.")
+
+    def default_in(self, state: State) -> Default:
+        """Return the default: the planner's advice, else the value of the existing file, else the general default."""
+        general = self.default(state)
+        if not self.setting:
+            return general
+        if self.setting in state.advice and self._offers(state.advice[self.setting], state):
+            return Default(value=state.advice[self.setting], reason="as the planner recommends")
+        if state.existing.asked(self.setting):
+            value = state.existing.get(self.setting)
+            if isinstance(value, tuple):
+                value = ",".join(value)
+            if value != "auto" and self._offers(value, state):
+                return Default(value=value, reason=f"as in {state.path}")
+        return general
+
+    def label(self, value: Any, state: State) -> str:
+        """Return an answer as text."""
+        for choice in self.choices(state):
+            if choice.value == value:
+                return choice.label
+        return str(value)
+
+    def comment(self, value: Any, state: State) -> str:
+        """Return the comment for an answer in the file: the reason of a default, else what the answer means."""
+        default = self.default_in(state)
+        if default.value == value and default.reason and not default.reason.startswith("as in "):
+            return default.reason
+        return next((choice.about for choice in self.choices(state) if choice.value == value), "") or self.about
+
+    def _offers(self, value: Any, state: State) -> bool:
+        choices = self.choices(state)
+        return not choices or any(choice.value == value for choice in choices)
+
+
+def _chosen(text: str, choices: Sequence[Choice]) -> Choice | None:
+    """Return the choice with this number, from 1, or with this label."""
+    word = text.strip().lower().replace("-", "_")
+    labels = [choice.label.lower().replace("-", "_") for choice in choices]
+    if word in labels:
+        return choices[labels.index(word)]
+    if {choice.value for choice in choices} == {True, False} and word in {*TRUE_WORDS, *FALSE_WORDS, "y", "n"}:
+        return next(choice for choice in choices if choice.value == (word in {*TRUE_WORDS, "y"}))
+    if word.isdecimal() and 1 <= int(word) <= len(choices):
+        return choices[int(word) - 1]
+    near = [number for number, label in enumerate(labels) if word and label.startswith(word)]
+    return choices[near[0]] if len(near) == 1 else None
+
+
+def whole_number(text: str, *, minimum: int = 1, maximum: int = 1 << 20) -> int:
+    """Return a whole number, which may have thousands separators. Raises ``ValueError`` with what is expected."""
+    digits = text.replace(",", "").replace("_", "")
+    shown = text if len(text) <= 40 else f"{text[:37]}..."
+    if not (digits.isdecimal() and digits.isascii()):
+        raise ValueError(f"{shown!r} is not a whole number.")
+    if len(digits) > 20 or not minimum <= int(digits) <= maximum:
+        raise ValueError(f"{shown} is not between {minimum:,} and {maximum:,}.")
+    return int(digits)

@@ -1,0 +1,309 @@
+"""``hf-fsdp config`` without a terminal: options, files, and what stock Accelerate reads from them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from json_schema import assert_valid
+
+from hf_fsdp_plugin import load_spec
+from hf_fsdp_plugin.cli.config import add_arguments
+from hf_fsdp_plugin.cli.parser import Parser
+from hf_fsdp_plugin.cli.wizard.conversation import QUESTIONS
+from hf_fsdp_plugin.cli.wizard.training_arguments import code_of
+from hf_fsdp_plugin.spec.model import SECTIONS, FsdpSpec
+from hf_fsdp_plugin.strategies import STRATEGIES
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
+    "num_attention_heads": 2, "num_hidden_layers": 2, "num_key_value_heads": 2, "vocab_size": 64,
+    "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(hf_fsdp, tmp_path, monkeypatch):
+    """Run the verb in an empty folder, where it is Accelerate's default place, too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def run(*argv: str, code: int = 0) -> tuple[str, str]:
+        found, out, err = hf_fsdp("config", *argv)
+        assert found == code, err
+        return out, err
+
+    return run
+
+
+def spec_of(path: Path | str) -> FsdpSpec:
+    spec = load_spec(path, environ={})
+    assert [str(problem) for problem in spec.problems if problem.severity != "note"] == []
+    return spec
+
+
+# Each dict is a path through the questions; the settings are what its answers mean.
+STRATEGY = [
+    ({"strategy": name}, {"sharding.strategy": name}) for name, row in STRATEGIES.items() if not row.hybrid
+] + [
+    (
+        {"strategy": name, "group_size": "2"},
+        {"sharding.strategy": name, "mesh.shard": 2, "mesh.replicate": 2},
+    )
+    for name, row in STRATEGIES.items()
+    if row.hybrid
+]  # fmt: skip
+OTHERS = [
+    (
+        {"wrap_policy": "transformer", "wrap_classes": "ABlock,BBlock", "precision": "bf16", "state_dict": "sharded"},
+        {"wrap.policy": "transformer", "wrap.classes": ("ABlock", "BBlock"), "precision.param": "bf16",
+         "checkpoint.state_dict": "sharded"},
+    ),
+    (
+        {"wrap_policy": "size", "min_num_params": "1e6", "precision": "fp16", "state_dict": "full", "offload": "yes",
+         "pin_memory": "no"},
+        {"wrap.policy": "size", "wrap.min_num_params": 10**6, "precision.param": "fp16",
+         "checkpoint.state_dict": "full", "offload.params": True, "offload.pin_memory": False},
+    ),
+    (
+        {"wrap_policy": "none", "precision": "no", "checkpointing": "full", "ram_efficient_loading": "no",
+         "backward_prefetch": "post", "forward_prefetch": "yes"},
+        {"wrap.policy": "none", "precision.param": "auto", "activation.checkpointing": "full",
+         "activation.offload": False, "loading.ram_efficient": False, "prefetch.backward": "post",
+         "prefetch.forward": True},
+    ),
+    (
+        {"state_dict": "local", "checkpointing": "selective", "activation_offload": "yes", "async_save": "yes",
+         "backward_prefetch": "none"},
+        {"wrap.policy": "transformer", "wrap.classes": (), "checkpoint.state_dict": "local",
+         "activation.checkpointing": "selective", "activation.offload": True, "checkpoint.asynchronous": True,
+         "prefetch.backward": "none"},
+    ),
+]  # fmt: skip
+VERSIONS = [
+    ({"fsdp_version": "1", "use_orig_params": "no", "limit_all_gathers": "no"},
+     {"fsdp.version": 1, "params.use_orig": False, "prefetch.limit_all_gathers": False}),
+    ({"fsdp_version": "2"}, {"fsdp.version": 2, "params.use_orig": True}),
+]  # fmt: skip
+COMBINATIONS = [
+    ({"gpus": "4"} | version[0] | strategy[0] | others[0], version[1] | strategy[1] | others[1])
+    for version, strategy, others in itertools.product(VERSIONS, STRATEGY, OTHERS)
+]
+
+
+def options(answers: dict[str, str]) -> list[str]:
+    return [word for name, value in answers.items() for word in (f"--{name.replace('_', '-')}", value)]
+
+
+@pytest.mark.parametrize(("answers", "settings"), COMBINATIONS)
+def test_written_file_and_arguments_mean_the_answers(config, answers, settings):
+    out, _ = config("--yes", "-o", "fsdp.yaml", "--json", *options(answers))
+    result = json.loads(out)
+    assert_valid("config", result)
+    spec = spec_of("fsdp.yaml")
+    assert spec.enabled and {name: spec.get(name) for name in settings} == settings
+    assert spec.launch.num_processes == 4
+    arguments = result["training_arguments"]
+    batch = [arguments.pop(name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
+    assert batch == [1, 1]
+    again = load_spec(training_arguments=arguments, environ={})
+    for section in set(SECTIONS) - {"launch"}:
+        assert getattr(again, section) == getattr(spec, section)
+
+
+@pytest.mark.parametrize("answers", [answers for answers, _ in COMBINATIONS])
+def test_stock_accelerate_reads_the_settings(config, answers, monkeypatch):
+    out, _ = config("--yes", "-o", "fsdp.yaml", "--json", *options(answers))
+    limits = " ".join(json.loads(out)["stock_limits"])
+    variables = stock_variables(Path("fsdp.yaml"))
+    for name, value in variables.items():
+        if name.startswith(("FSDP_", "PARALLELISM_CONFIG_")):
+            monkeypatch.setenv(name, value)
+    # Their broadcast under FSDP1 needs a GPU.
+    assert variables["FSDP_CPU_RAM_EFFICIENT_LOADING"] == answers.get("ram_efficient_loading", "yes").replace(
+        "yes", "true"
+    ).replace("no", "false")
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
+    monkeypatch.setenv("FSDP_SYNC_MODULE_STATES", "false")
+    refuses = [word for word in ("LOCAL_STATE_DICT", "selective", "offload activations") if word in limits]
+    if "refuses" in limits and refuses:
+        with pytest.raises(ValueError):
+            stock_plugin()
+        return
+    plugin = stock_plugin()
+    spec = spec_of("fsdp.yaml")
+    assert plugin.fsdp_version == spec.fsdp.version
+    policy = plugin.cpu_offload  # OffloadPolicy offloads nothing, CPUOffloadPolicy does
+    assert getattr(policy, "offload_params", type(policy).__name__ == "CPUOffloadPolicy") == spec.offload.params
+    assert plugin.state_dict_type.name.lower() == f"{spec.checkpoint.state_dict}_state_dict"
+    assert plugin.activation_checkpointing == (spec.activation.checkpointing == "full")
+    assert variables["ACCELERATE_MIXED_PRECISION"] == spec.launch.mixed_precision
+    row = STRATEGIES[spec.sharding.strategy]
+    if spec.fsdp.version == 1:
+        assert plugin.sharding_strategy.name == row.torch_name
+        assert plugin.use_orig_params == spec.params.use_orig
+        found = plugin.backward_prefetch.name.lower() if plugin.backward_prefetch else "none"
+        assert found.removeprefix("backward_") == spec.prefetch.backward
+    elif "NO_SHARD" not in limits:
+        assert plugin.reshard_after_forward == row.reshards_after_forward
+    if row.hybrid and spec.fsdp.version == 2:
+        assert variables["PARALLELISM_CONFIG_DP_SHARD_SIZE"] == "2"
+    if spec.wrap.policy == "size":
+        assert plugin.min_num_params == spec.wrap.min_num_params
+    elif spec.wrap.policy == "transformer" and spec.wrap.classes:
+        assert plugin.transformer_cls_names_to_wrap == list(spec.wrap.classes)
+
+
+def stock_variables(path: Path) -> dict[str, str]:
+    """Return the variables that stock ``accelerate launch`` sets for its ranks."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    parsed = launch_command_parser().parse_args(["--config_file", str(path), "train.py"])
+    args, defaults, _ = _validate_launch_command(parsed)
+    assert defaults is not None and args.use_fsdp
+    before = dict(os.environ)
+    try:
+        return prepare_multi_gpu_env(args)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def stock_plugin() -> Any:
+    from accelerate import FullyShardedDataParallelPlugin
+
+    return FullyShardedDataParallelPlugin()
+
+
+def test_every_question_is_an_option(config):
+    parser = Parser()
+    add_arguments(parser)
+    flags = {flag for action in parser._actions for flag in action.option_strings}
+    assert {question.flag for question in QUESTIONS} <= flags
+    by_option, _ = config("--yes", "-o", "-", "--strategy", "shard_grad_op", "--gpus", "4", "--offload", "yes")
+    by_set, _ = config(
+        "--yes", "-o", "-", "--set", "sharding.strategy=2", "--set", "gpus=4", "--set", "offload.params=true"
+    )
+    assert by_option == by_set and yaml.safe_load(by_option)["num_processes"] == 4
+    out, _ = config("--yes", "-o", "-", "--set", "wrap.ignored_modules=.*lora.*", "--set", "dynamo_backend=inductor")
+    tree = yaml.safe_load(out)
+    assert tree["fsdp_config"]["fsdp_ignored_modules"] == ".*lora.*"
+    assert tree["dynamo_config"] == {"dynamo_backend": "inductor"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "part"),
+    [
+        ("--gpus 0", "FSDP-E762", "between 1 and"),
+        ("--gpus 1000000000000000000000000000000", "FSDP-E762", "between 1 and"),
+        ("--gpus eight", "FSDP-E762", "'eight' is not a whole number"),
+        ("--gpus 8 --global-batch 20", "FSDP-E762", "Nearest: 16 or 24"),
+        ("--gpus 2 --global-batch 12 --micro-batch 4", "FSDP-E762", "does not divide 6"),
+        ("--strategy zero9", "FSDP-E762", "is not one of full_shard"),
+        ("--strategy hybrid_shard --gpus 6 --group-size 4", "FSDP-E762", "does not divide the 6 ranks"),
+        ("--wrap-classes 3x", "FSDP-E762", "is not a class name"),
+        ("--wrap-policy size --min-num-params 0", "FSDP-E762", "above 0"),
+        ("--num-machines 2 --main-process-ip 1.2.3.4.5", "FSDP-E762", "expected"),
+        ("--num-machines 2 --machine-rank 2", "FSDP-E762", "between 0 and 1"),
+        ("--group-size 4", "FSDP-E763", "--group-size"),
+        ("--set nonsense=1", "FSDP-E032", "nonsense"),
+        ("--set offload.params=maybe", "FSDP-E101", "true or false"),
+        ("--set launch.num_processes=3", "FSDP-E762", "--gpus"),
+        ("--gpus 2 --set gpus=3", "FSDP-E762", "twice"),
+        ("--model none/such", "FSDP-E709", "none/such"),
+        ("-o none/fsdp.yaml", "FSDP-E764", "none is not a folder"),
+        ("-o .", "FSDP-E764", "it is a folder"),
+    ],
+)
+def test_wrong_option_is_refused_and_writes_nothing(config, tmp_path, argv, code, part):
+    wrong_usage = code in ("FSDP-E762", "FSDP-E763", "FSDP-E032")
+    target = [] if "-o" in argv else ["-o", "fsdp.yaml"]
+    _, err = config("--yes", *target, *argv.split(), code=2 if wrong_usage else 1)
+    assert code in err and part in err and not list(tmp_path.glob("**/*.yaml"))
+
+
+def test_lines_of_stdin_answer_the_questions(config, monkeypatch, tmp_path):
+    answers = ["", "", "3", "fp16", "six", "6", "2", "1", "2"] + [""] * 10
+    (tmp_path / "answers").write_text("\n".join(answers) + "\n")
+    with (tmp_path / "answers").open() as file:
+        monkeypatch.setattr("sys.stdin", file)
+        _, err = config("-o", "fsdp.yaml")
+    spec = spec_of("fsdp.yaml")
+    assert (spec.launch.num_processes, spec.launch.mixed_precision, spec.fsdp.version) == (3, "fp16", 1)
+    assert spec.sharding.strategy == "shard_grad_op" and "'six' is not a whole number" in err
+    assert "2. shard_grad_op: keeps gathered parameters" in err and "Default full_shard" in err
+
+
+def test_end_of_input_is_an_error_and_writes_nothing(config, monkeypatch, tmp_path):
+    for number in (0, 3):
+        (tmp_path / "answers").write_text("\n" * number)
+        with (tmp_path / "answers").open() as file:
+            monkeypatch.setattr("sys.stdin", file)
+            _, err = config("-o", "fsdp.yaml", code=1)
+        assert "FSDP-E760" in err and "Nothing was written" in err and not Path("fsdp.yaml").exists()
+
+
+def test_default_place_is_that_of_accelerate(config, tmp_path):
+    config("--yes", "--gpus", "2")
+    path = tmp_path / "home/accelerate/default_config.yaml"
+    assert spec_of(path).launch.num_processes == 2
+    (tmp_path / "other").write_text("")
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE((tmp_path / "other").stat().st_mode)
+    _, err = config("--yes", "--gpus", "4", code=1)
+    assert "FSDP-E761" in err and spec_of(path).launch.num_processes == 2
+    config("--yes", "--gpus", "4", "--force")
+    assert spec_of(path).launch.num_processes == 4 and os.listdir(path.parent) == [path.name]
+
+
+def test_json_file_is_written_and_changed(config, tmp_path):
+    config("--yes", "-o", "fsdp.json", "--gpus", "2")
+    tree = json.loads(Path("fsdp.json").read_text())
+    Path("fsdp.json").write_text(json.dumps({**tree, "enable_cpu_affinity": True}))
+    config("--yes", "-o", "fsdp.json", "--strategy", "shard_grad_op", "--force")
+    assert spec_of("fsdp.json").sharding.strategy == "shard_grad_op"
+    assert json.loads(Path("fsdp.json").read_text())["enable_cpu_affinity"] is True
+
+
+def test_show_args_prints_code_that_transformers_accepts(config):
+    out, _ = config(
+        "--yes", "-o", "fsdp.yaml", "--gpus", "2", "--global-batch", "16", "--micro-batch", "2", "--show-args"
+    )
+    made = eval(out, {"TrainingArguments": dict})
+    assert (made["per_device_train_batch_size"], made["gradient_accumulation_steps"]) == (2, 4)
+    assert code_of(made) + "\n" == out
+    assert load_spec(training_arguments=made, environ={}).sharding.strategy == "full_shard"
+
+
+def test_full_disk_leaves_the_file_unchanged(config, monkeypatch, tmp_path):
+    config("--yes", "-o", "fsdp.yaml", "--gpus", "2")
+    before = Path("fsdp.yaml").read_bytes()
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    _, err = config("--yes", "-o", "fsdp.yaml", "--gpus", "4", "--force", code=1)
+    assert "FSDP-E764" in err and "No space left on device" in err
+    assert Path("fsdp.yaml").read_bytes() == before and os.listdir(tmp_path) == ["fsdp.yaml"]
+
+
+def test_model_gives_classes_and_limits(config, tmp_path):
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama/config.json").write_text(json.dumps(LLAMA))
+    _, err = config("--yes", "-o", "fsdp.yaml", "--model", "llama", "--gpus", "2")
+    assert "LlamaDecoderLayer ×2" in err and spec_of("fsdp.yaml").wrap.policy == "transformer"
+    assert "# one unit per layer: LlamaDecoderLayer ×2" in Path("fsdp.yaml").read_text()
+    _, err = config("--yes", "-o", "a.yaml", "--model", "llama", "--seq-len", "129", code=2)
+    assert "longest sequence" in err
+    _, err = config("--yes", "-o", "a.yaml", "--model", "llama", "--wrap-classes", "LamaDecoderLayer", code=2)
+    assert "LlamaForCausalLM has no LamaDecoderLayer" in err
+    _, err = config("--yes", "-o", "a.yaml", "--model", "llama", "--gpu-memory", "10^30", code=2)
+    assert "80GB" in err
