@@ -22,15 +22,15 @@ from hf_fsdp_plugin.cli.plan_arguments import (
     read_workload,
     sequence_length,
 )
-from hf_fsdp_plugin.cli.plan_output import plan_json, plan_text
+from hf_fsdp_plugin.cli.plan_output import Prediction, plan_json, plan_text
 from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems
+from hf_fsdp_plugin.cli.zero_table import zero_table_verb
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
 from hf_fsdp_plugin.sources.accelerate_launch import default_config_file
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from hf_fsdp_plugin.estimate.results import MemoryEstimate
     from hf_fsdp_plugin.estimate.workload import Workload
     from hf_fsdp_plugin.plan.model import FsdpPlan
 
@@ -49,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check.add_config_arguments(parser, several=False)
     add_workload_arguments(parser)
     parser.add_argument("--device", metavar="TYPE", help="type of the devices (default: cuda; cpu with --cpu)")
+    parser.add_argument("--zero-table", action="store_true", help="print the formulas of ZeRO for --params parameters")
+    parser.add_argument("--params", metavar="COUNT", help="with --zero-table: parameters, such as 7e9 or 7B")
     parser.add_argument("--trace", action="store_true", help="trace a real step instead of the closed form; slower")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
     parser.epilog = "also all setting flags of `hf-fsdp launch`: --mixed_precision bf16, --fsdp_version 2, --cpu, …"
@@ -58,7 +60,7 @@ OWN_FLAGS: Final = frozenset(
     {
         "model", "config", "config_file", "fsdp", "fsdp_config", "set", "distributed_config", "world_size",
         "micro_batch", "seq_len", "global_batch", "accumulation", "sync_each_batch", "optimizer", "for_loop", "foreach",
-        "fused", "no_clip", "attention", "gpu_memory", "device", "trace", "json", "help",
+        "fused", "no_clip", "attention", "gpu_memory", "device", "trace", "json", "help", "zero_table", "params",
     }
 )  # fmt: skip
 
@@ -91,6 +93,8 @@ class Planned:
 
 def run(args: argparse.Namespace) -> int:
     """Print the prediction. Returns 0 if it fits or the memory is unknown, 1 if it does not fit or after errors."""
+    if args.zero_table:
+        return zero_table_verb(args)
     names = [name for name in (args.configs, args.config_option, args.config_file) if name is not None]
     if args.model is None or len(names) > 1:
         print("hf-fsdp plan: give --model, and at most one config.", file=sys.stderr)
@@ -100,15 +104,15 @@ def run(args: argparse.Namespace) -> int:
     if planned is None:
         return _fail(args, problems, shown)
     try:
-        memory = _memory(args, planned)
+        prediction = _predict(args, planned)
     except SpecError as error:
         return _fail(args, [*problems, *error.problems], shown)
     if args.json:
-        print_json(plan_json(planned.plan, planned.workload, memory, planned.gpu_memory, problems))
+        print_json(plan_json(prediction, problems))
     else:
         print_problems(problem for problem in problems if problem.severity != "note")
-        print(plan_text(planned.plan, planned.workload, memory, planned.gpu_memory))
-    return PROBLEMS if planned.gpu_memory is not None and memory.peak.bytes > planned.gpu_memory else OK
+        print(plan_text(prediction))
+    return PROBLEMS if prediction.fits is False else OK
 
 
 def _planned(
@@ -144,10 +148,21 @@ def _planned(
     return Planned(plan=plan, model=model, workload=workload, gpu_memory=gpu_memory), shown
 
 
-def _memory(args: argparse.Namespace, planned: Planned) -> MemoryEstimate:
+def _predict(args: argparse.Namespace, planned: Planned) -> Prediction:
+    from hf_fsdp_plugin.estimate.communication import estimate_communication
     from hf_fsdp_plugin.estimate.memory import estimate_memory
+    from hf_fsdp_plugin.estimate.trace import trace_memory
 
-    return estimate_memory(planned.plan, planned.model, planned.workload)
+    method = trace_memory if args.trace else estimate_memory
+    memory = method(planned.plan, planned.model, planned.workload)
+    communication = estimate_communication(planned.plan, planned.model, planned.workload)
+    return Prediction(
+        plan=planned.plan,
+        workload=planned.workload,
+        memory=memory,
+        communication=communication,
+        gpu_memory=planned.gpu_memory,
+    )
 
 
 def _fail(args: argparse.Namespace, problems: Sequence[Problem], shown: str | None) -> int:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from hf_fsdp_plugin.cli.terminal import colored, text_width
-from hf_fsdp_plugin.estimate.results import MEMORY_KINDS, MemoryEstimate, MemoryKind, Moment
+from hf_fsdp_plugin.estimate.results import (
+    MEMORY_KINDS,
+    CollectiveKind,
+    CommunicationEstimate,
+    MemoryEstimate,
+    MemoryKind,
+    Moment,
+)
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.problems import Problem
@@ -25,46 +32,82 @@ _HEADROOM: Final = 0.9
 """Part of a device's memory above which a prediction that fits is called close."""
 
 
-def plan_json(
-    plan: FsdpPlan, workload: Workload, memory: MemoryEstimate, gpu_memory: int | None, problems: Iterable[Problem]
-) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """Everything that the verb predicts.
+
+    Attributes:
+        gpu_memory: bytes of one device; ``None`` if unknown.
+    """
+
+    plan: FsdpPlan
+    workload: Workload
+    memory: MemoryEstimate
+    communication: CommunicationEstimate
+    gpu_memory: int | None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak is at most the device's memory; ``None`` if that is unknown."""
+        return None if self.gpu_memory is None else self.memory.peak.bytes <= self.gpu_memory
+
+
+def plan_json(prediction: Prediction, problems: Iterable[Problem]) -> dict[str, Any]:
     """Return the object of ``plan --json``."""
+    memory = prediction.memory
     return {
         "ok": True,
         "per_rank": memory.to_json(),
         "peak_at": memory.peak.where,
         "method": memory.method,
-        "fits": None if gpu_memory is None else memory.peak.bytes <= gpu_memory,
-        "gpu_memory_bytes": gpu_memory,
+        "fits": prediction.fits,
+        "gpu_memory_bytes": prediction.gpu_memory,
         "limited_by": {"kind": _largest(memory.peak), "moment": memory.peak.where},
         "timeline": [
             {"where": moment.where, "bytes": moment.bytes, **{f"{k}_bytes": v for k, v in moment.bytes_by_kind.items()}}
             for moment in memory.timeline
         ],
+        "communication": prediction.communication.to_json(),
+        "step_seconds": None,
+        "tokens_per_second": None,
+        "machine": None,
         "assumptions": list(memory.assumptions),
-        "workload": asdict(workload),
-        "plan": plan.to_json(),
+        "workload": asdict(prediction.workload),
+        "plan": prediction.plan.to_json(),
         "problems": [problem.to_json() for problem in problems],
     }
 
 
-def plan_text(plan: FsdpPlan, workload: Workload, memory: MemoryEstimate, gpu_memory: int | None) -> str:
+def plan_text(prediction: Prediction) -> str:
     """Return the text of the verb."""
     width = text_width()
+    memory = prediction.memory
     lines = [
-        *wrap_words(_verdict(memory, gpu_memory), width, ""),
+        *wrap_words(_verdict(memory, prediction.gpu_memory), width, ""),
         "",
-        *wrap_words(_subject(plan, workload), width, ""),
+        *wrap_words(_subject(prediction.plan, prediction.workload), width, ""),
         "",
         _kinds_table(memory),
         "",
         _moments_table(memory),
         *(["", f"CPU memory per rank: {_size(memory.host_bytes)}"] if memory.host_bytes else []),
         "",
-        "assumptions",
+        _communication_table(prediction.communication),
+        *(["", "assumptions"] if memory.assumptions else []),
         *(line for text in memory.assumptions for line in wrap_words(f"  {text}", width, "  ")),
     ]
     return "\n".join(lines)
+
+
+def _communication_table(communication: CommunicationEstimate) -> str:
+    """Return calls and bytes of each collective per rank and optimizer step."""
+    rows = [("communication per rank and step", "calls", "size")]
+    kinds: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
+    for kind in kinds:
+        calls = sum(each.calls for each in communication.collectives if each.kind == kind)
+        if calls:
+            rows.append((kind.replace("_", "-"), f"{calls:,}", _size(communication.bytes_of(kind))))
+    return format_table(rows, right=(1, 2)) if len(rows) > 1 else "no communication"
 
 
 def _verdict(memory: MemoryEstimate, gpu_memory: int | None) -> str:
@@ -122,6 +165,3 @@ def _largest(moment: Moment) -> MemoryKind:
 
 def _size(size: int) -> str:
     return format_bytes(size, binary=True)
-
-
-__all__: Sequence[str] = ("plan_json", "plan_text")

@@ -53,6 +53,8 @@ def test_schema_is_valid_and_has_every_verb():
         ("check good.yaml --model none/such", 1),
         ("plan good.yaml --model llama --seq-len 16", 0),
         ("plan good.yaml --model llama --seq-len 0", 1),
+        ("plan --zero-table --params 7e9 --world-size 4", 0),
+        ("plan --zero-table --params many --world-size 0", 1),
         ("launch --dry_run --config_file good.yaml train.py", 0),
         ("launch --dry_run --config_file bad.yaml train.py", 1),
         ("launch --dry_run --config_file none.yaml train.py", 2),

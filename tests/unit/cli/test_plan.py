@@ -117,6 +117,27 @@ def test_missing_model_is_wrong_usage(plan):
     assert plan("fsdp.yaml --config fsdp.yaml --model llama")[0] == 2
 
 
+def test_zero_table_is_that_of_the_literature(hf_fsdp):
+    code, out, _ = hf_fsdp("plan", "--zero-table", "--params", "7e9", "--world-size", "4")
+    rows = [line.split()[:5] for line in out.splitlines() if line.startswith(("DDP", "ZeRO"))]
+    assert code == 0 and rows == [
+        ["DDP", "28", "56", "28", "112"],
+        ["ZeRO-1", "28", "14", "28", "70"],
+        ["ZeRO-2", "28", "14", "7", "49"],
+        ["ZeRO-3", "7", "14", "7", "28"],
+    ]
+    assert "Real training differs" in out
+
+
+def test_zero_table_reads_counts_with_units(hf_fsdp):
+    printed = [
+        hf_fsdp("plan", "--zero-table", "--params", text, "--world-size", "8", "--json") for text in ("7B", "7e9")
+    ]
+    assert printed[0] == printed[1] and json.loads(printed[0][1])["rows"][0]["total_bytes"] == 112 * 10**9
+    assert hf_fsdp("plan", "--zero-table", "--params", "7B")[0] == 2
+    assert hf_fsdp("plan", "--zero-table", "--params", "0", "--world-size", "8")[0] == 1
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [
