@@ -32,8 +32,8 @@ class Terminal:
             start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )  # fmt: skip
         os.close(worker)
-        self._raw = ""
-        self._read_to = 0
+        self._seen: list[str] = []
+        self._unread = ""
 
     def __enter__(self) -> Terminal:
         return self
@@ -46,17 +46,25 @@ class Terminal:
     @property
     def text(self) -> str:
         """Everything that was printed, without escape codes."""
-        return _ESCAPES.sub("", self._raw)
+        return "".join(self._seen) + self._unread
 
     def wait(self, text: str, seconds: float = 60) -> str:
         """Wait until a text is printed after the last awaited one, and return what was printed before it."""
         deadline = time.monotonic() + seconds
-        while (found := self.text.find(text, self._read_to)) < 0:
+        while (found := self._unread.find(text)) < 0:
             if not self._read(deadline - time.monotonic()):
-                raise AssertionError(f"{text!r} was not printed after:\n{self.text[self._read_to :][-2000:]}")
-        before = self.text[self._read_to : found]
-        self._read_to = found + len(text)
+                raise AssertionError(f"{text!r} was not printed after:\n{self._unread[-2000:]}")
+        before, after = self._unread[:found], found + len(text)
+        self._seen.append(self._unread[:after])
+        self._unread = self._unread[after:]
         return before
+
+    def wait_for_keys(self, seconds: float = 60) -> None:
+        """Wait until the program reads single keys (raw mode). Before that, the terminal would change Enter."""
+        deadline = time.monotonic() + seconds
+        while termios.tcgetattr(self._main)[3] & termios.ICANON:
+            assert time.monotonic() < deadline, "the program reads lines, not keys"
+            self._read(0.001)
 
     def type(self, *keys: str) -> None:
         os.write(self._main, "".join(keys).encode())
@@ -76,7 +84,7 @@ class Terminal:
             data = os.read(self._main, 1 << 16).decode(errors="replace")
         except OSError:  # the program has ended
             return False
-        self._raw += data
+        self._unread = _ESCAPES.sub("", self._unread + data)  # the rest of a code may come later
         for _ in range(data.count(_ASKS_FOR_CURSOR)):
             self.type("\x1b[1;1R")
         return bool(data)
