@@ -7,7 +7,7 @@ import difflib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli.accelerators import AcceleratorSearch
 from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS, USAGE
@@ -16,7 +16,7 @@ from hf_fsdp_plugin.cli.terminal import print_problems
 from hf_fsdp_plugin.cli.wizard.conversation import QUESTIONS, Asker, converse
 from hf_fsdp_plugin.cli.wizard.file_text import changed_text, new_text, with_header
 from hf_fsdp_plugin.cli.wizard.given import answers_of_options
-from hf_fsdp_plugin.cli.wizard.hooks import HOOKS
+from hf_fsdp_plugin.cli.wizard.hooks import HOOKS, predicted
 from hf_fsdp_plugin.cli.wizard.prompts import make_asker
 from hf_fsdp_plugin.cli.wizard.question import YES_NO, Default, Question, State
 from hf_fsdp_plugin.cli.wizard.settings import (
@@ -33,6 +33,9 @@ from hf_fsdp_plugin.cli.wizard.target import Target, assess_text, find_target, w
 from hf_fsdp_plugin.cli.wizard.training_arguments import arguments_of, code_of
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
 from hf_fsdp_plugin.spec.load import Assessment
+
+if TYPE_CHECKING:
+    from hf_fsdp_plugin.estimate.results import MemoryEstimate
 
 HELP = (
     "Ask for model, machines, batch and FSDP settings, predict the memory, and write a config for accelerate launch "
@@ -112,20 +115,26 @@ def _run(args: argparse.Namespace) -> int:
     if args.cpu:
         extra["launch.use_cpu"] = True
     settings = settings_of(state, extra)
-    text = _text(target, state, settings)
+    memory = predicted(state, settings)
+    if memory is not None:
+        from hf_fsdp_plugin.cli.wizard.prediction import memory_of_gpu, memory_text
+
+        line = memory_text(memory, memory_of_gpu(state))
+        asker.show(f"Predicted memory of these settings: {line}.")
+    text = _text(target, state, settings, line if memory is not None else "")
     checked = _check(text, target, entries_of(state, settings))
     if not _may_write(args, target, text, asker, state):
         print("Nothing was written.", file=sys.stderr)
         return PROBLEMS
     if target.path is not None and text != target.text:
         write(target, text)
-    _print_result(args, target, text, state, settings, checked)
+    _print_result(args, target, text, state, settings, checked, memory)
     return OK
 
 
-def _text(target: Target, state: State, settings: dict[str, Any]) -> str:
+def _text(target: Target, state: State, settings: dict[str, Any], memory: str) -> str:
     """Return the new content of the file."""
-    entries, header = entries_of(state, settings), header_of(state)
+    entries, header = entries_of(state, settings), header_of(state, memory)
     if target.text is None or target.present is None:
         return new_text(in_file_order([*fixed_entries(state, settings), *entries]), header, is_json=target.is_json)
     text = changed_text(
@@ -168,7 +177,13 @@ def _may_write(args: argparse.Namespace, target: Target, text: str, asker: Asker
 
 
 def _print_result(
-    args: argparse.Namespace, target: Target, text: str, state: State, settings: dict[str, Any], checked: Assessment
+    args: argparse.Namespace,
+    target: Target,
+    text: str,
+    state: State,
+    settings: dict[str, Any],
+    checked: Assessment,
+    memory: MemoryEstimate | None,
 ) -> None:
     print_problems(problem for problem in checked.problems if problem.severity != "note")
     limits = list(stock_limits(settings, state.version))
@@ -183,6 +198,7 @@ def _print_result(
                 "answers": state.answers,
                 "settings": {name: checked.spec.get(name) for name, _, _ in checked.spec.settings()},
                 "training_arguments": arguments,
+                "per_rank": memory.to_json() if memory is not None else None,
                 "stock_limits": limits,
                 "problems": [problem.to_json() for problem in checked.problems],
             }

@@ -55,6 +55,12 @@ def _parse_group_size(text: str, state: State) -> int:
     return size
 
 
+def _recommendation(state: State) -> Default:
+    if state.existing.asked("sharding.strategy"):
+        return Default(value=False, reason=f"{state.path} already has these settings")
+    return Default(value=True, reason="each can still be changed")
+
+
 def _wrap_policy(state: State) -> Default:
     if state.model is None:
         return Default(value="transformer", reason="layers are gathered one at a time")
@@ -114,6 +120,14 @@ QUESTIONS = (
             Choice(value=1, label="1", about="FullyShardedDataParallel: flat parameters; deprecated by Transformers"),
             Choice(value=2, label="2", about="fully_shard: one DTensor per parameter"),
         ),
+    ),
+    Question(
+        name="recommendation",
+        text="Use the recommended settings as defaults",
+        help="use the recommended settings as defaults of the others: yes or no",
+        default=_recommendation,
+        choices=lambda state: YES_NO,
+        asked=lambda state: bool(state.recommended),
     ),
     Question(
         name="strategy",

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli.wizard.conversation import Asker, Hook
 from hf_fsdp_plugin.cli.wizard.model_facts import read_model
 from hf_fsdp_plugin.cli.wizard.question import State
+from hf_fsdp_plugin.problems import SpecError
+
+if TYPE_CHECKING:
+    from hf_fsdp_plugin.estimate.results import MemoryEstimate
 
 
 def read_named_model(state: State, asker: Asker) -> None:
@@ -20,4 +25,45 @@ def read_named_model(state: State, asker: Asker) -> None:
     asker.show(state.model.text)
 
 
-HOOKS: Final[Mapping[str, Hook]] = {"model": read_named_model}
+def predicted(state: State, settings: Mapping[str, Any]) -> MemoryEstimate | None:
+    """Return the predicted memory of the chosen settings; ``None`` without a model, or if it cannot be predicted."""
+    if state.model is None:
+        return None
+    from hf_fsdp_plugin.cli.wizard.prediction import predict_settings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return predict_settings(state, settings)
+        except SpecError:
+            return None  # show_prediction has shown the reason
+
+
+def show_prediction(state: State, asker: Asker) -> None:
+    """Show the predicted memory of the strategies, if there is a model."""
+    if state.model is None:
+        return
+    from hf_fsdp_plugin.cli.wizard.prediction import predict
+
+    asker.show("Predicting the memory of each strategy ...")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            prediction = predict(state)
+    except SpecError as error:
+        asker.show("No prediction: " + " ".join(problem.message for problem in error.problems))
+        return
+    asker.show(prediction.text)
+    state.recommended = prediction.best.settings if prediction.best is not None else {}
+
+
+def take_recommendation(state: State, asker: Asker) -> None:
+    """Make the recommended settings the defaults of the next questions."""
+    state.advice = state.recommended if state.answers["recommendation"] else {}
+
+
+HOOKS: Final[Mapping[str, Hook]] = {
+    "model": read_named_model,
+    "fsdp_version": show_prediction,
+    "recommendation": take_recommendation,
+}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_fsdp_plugin.problems import Origin, Problem, SpecError
+from hf_fsdp_plugin.cli.model_plan import load_model
+from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.text import format_count
 
 if TYPE_CHECKING:
@@ -47,28 +47,14 @@ class ModelFacts:
         return f"{self.class_name}: {format_count(self.num_params)} parameters{layers}"
 
 
-def import_libraries() -> None:
-    """Import what :func:`read_model` needs, which takes seconds."""
-    for name in ("torch", "transformers", "hf_fsdp_plugin.plan.load_model"):
-        importlib.import_module(name)
-
-
 def read_model(path_or_id: str) -> ModelFacts:
     """Return the facts of a model. Raises ``SpecError`` (FSDP-E709) if it does not exist or cannot be built."""
-    from hf_fsdp_plugin.plan.load_model import meta_model
     from hf_fsdp_plugin.plan.modules import ModuleTree
     from hf_fsdp_plugin.plan.policy import no_split_classes
 
-    try:
-        model = meta_model(path_or_id)
-    except (ValueError, OSError) as error:
-        problem = Problem(
-            code="FSDP-E709",
-            message=" ".join(str(error).split()),
-            fix="Give a directory with a config.json, or the name of a model in the local cache.",
-            origin=Origin(source="--model", spelling="--model", text=path_or_id),
-        )
-        raise SpecError([problem]) from error
+    model, problems = load_model(path_or_id)
+    if model is None:
+        raise SpecError(problems)
     tree = ModuleTree(model)
     classes = dict(tree.class_counts())
     declared = tuple(name for name in no_split_classes(model) if name in classes)

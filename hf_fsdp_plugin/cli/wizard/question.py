@@ -42,8 +42,8 @@ class State:
         answers: name of a question -> answer.
         existing: the settings of the file that is changed; without a file, the defaults.
         path: the file that is changed, for messages; empty without one.
-        advice: canonical name -> value that the planner recommends.
-        table: the planner's table, or the memory of the strategies; empty without a model.
+        recommended: canonical name -> value that the prediction recommends.
+        advice: the same, if the recommendation was accepted: these values are the defaults.
     """
 
     answers: dict[str, Any] = field(default_factory=dict)
@@ -51,6 +51,7 @@ class State:
     path: str = ""
     machine: Callable[[], Accelerators] = Accelerators
     model: ModelFacts | None = None
+    recommended: Mapping[str, Any] = field(default_factory=dict)
     advice: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -119,7 +120,7 @@ class Question:
         if not self.setting:
             return general
         if self.setting in state.advice and self._offers(state.advice[self.setting], state):
-            return Default(value=state.advice[self.setting], reason="as the planner recommends")
+            return Default(value=state.advice[self.setting], reason="recommended for this model, batch and memory")
         if state.existing.asked(self.setting):
             value = state.existing.get(self.setting)
             if isinstance(value, tuple):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hf_fsdp_plugin.cli.wizard.memory_size import parse_memory
 from hf_fsdp_plugin.cli.wizard.question import Choice, Default, Question, State, whole_number
+from hf_fsdp_plugin.estimate.sizes import SPELLINGS, parse_size
 from hf_fsdp_plugin.text import format_bytes
 from hf_fsdp_plugin.vocabulary import BY_NAME
 
@@ -36,8 +36,8 @@ def _gpu_memory(state: State) -> Default:
 
 
 def _memory(text: str, state: State) -> str:
-    if text:
-        parse_memory(text)
+    if text and parse_size(text) is None:
+        raise ValueError(f"{text[:40]!r} is not a size of memory. Write {SPELLINGS}.")
     return text
 
 

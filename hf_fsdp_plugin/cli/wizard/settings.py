@@ -188,8 +188,8 @@ def fixed_entries(state: State, settings: Mapping[str, Any]) -> list[Entry]:
     ]
 
 
-def header_of(state: State) -> list[str]:
-    """Return the comment at the beginning of the file: model, batch and the arguments that the batch needs."""
+def header_of(state: State, memory: str = "") -> list[str]:
+    """Return the comment at the beginning of the file: model, batch, the arguments of the script and the memory."""
     lines = [state.model.text] if state.model is not None else []
     answers = state.answers
     micro_batch, global_batch = int(answers["micro_batch"]), int(answers["global_batch"])
@@ -197,4 +197,4 @@ def header_of(state: State) -> list[str]:
     tokens = f" of {answers['seq_len']:,} tokens" if "seq_len" in answers else ""
     lines.append(f"{global_batch:,} samples{tokens} per step on {state.world_size:,} ranks:")
     lines.append(f"--per_device_train_batch_size {micro_batch} --gradient_accumulation_steps {accumulation}")
-    return lines
+    return [*lines, *([f"predicted memory: {memory}"] if memory else [])]

@@ -295,9 +295,46 @@ def test_full_disk_leaves_the_file_unchanged(config, monkeypatch, tmp_path):
     assert Path("fsdp.yaml").read_bytes() == before and os.listdir(tmp_path) == ["fsdp.yaml"]
 
 
-def test_model_gives_classes_and_limits(config, tmp_path):
+@pytest.fixture
+def llama(tmp_path):
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama/config.json").write_text(json.dumps(LLAMA))
+
+
+# GPU memory -> what is recommended under each FSDP version. The table of the model below needs 288 to 662 MiB.
+RECOMMENDED = [
+    ("2GB", "1", ("no_shard", "none")),
+    ("2GB", "2", ("shard_grad_op", "none")),  # stock Accelerate has no no_shard under FSDP2
+    ("400MB", "2", ("shard_grad_op", "full")),
+    ("345MB", "2", ("full_shard", "full")),
+    ("100MB", "2", ("full_shard", "none")),  # nothing fits: the general default
+    ("", "2", ("full_shard", "none")),
+]
+
+
+@pytest.mark.parametrize(("memory", "version", "best"), RECOMMENDED)
+def test_recommended_settings_fit_and_are_those_of_plan(config, llama, hf_fsdp, memory, version, best):
+    larger = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "vocab_size": 8000}
+    Path("llama/config.json").write_text(json.dumps({**LLAMA, **larger, "max_position_embeddings": 512}))
+    argv = ["--yes", "-o", "fsdp.yaml", "--model", "llama", "--gpus", "4", "--fsdp-version", version, "--json"]
+    out, err = config(*argv, "--global-batch", "8", "--gpu-memory", memory)
+    result = json.loads(out)
+    assert_valid("config", result)
+    found = result["settings"]
+    assert (found["sharding.strategy"], found["activation.checkpointing"]) == best
+    fits = memory not in ("100MB", "")
+    assert ("Recommended" in err, "Nothing fits" in err) == (fits, memory == "100MB")
+    assert "predicted memory: " in Path("fsdp.yaml").read_text()
+    limit = ["--gpu-memory", memory] if memory else []
+    code, plan, _ = hf_fsdp(
+        "plan", "--model", "llama", "fsdp.yaml", "--seq-len", "512", "--accumulation", "2", "--json", *limit
+    )
+    assert json.loads(plan)["per_rank"] == result["per_rank"] and code == (memory == "100MB")
+    refused, _ = config(*argv, "--force", "--gpu-memory", memory, *(["--recommendation", "no"] if fits else []))
+    assert json.loads(refused)["settings"]["sharding.strategy"] == best[0]  # the value of the file
+
+
+def test_model_gives_classes_and_limits(config, llama):
     _, err = config("--yes", "-o", "fsdp.yaml", "--model", "llama", "--gpus", "2")
     assert "LlamaDecoderLayer ×2" in err and spec_of("fsdp.yaml").wrap.policy == "transformer"
     assert "# one unit per layer: LlamaDecoderLayer ×2" in Path("fsdp.yaml").read_text()
