@@ -23,8 +23,6 @@ class Engine(ABC):
         self.sizes = {unit.name: unit for unit in sizes}
         self.syncs = True
         self.offloads = plan.offload_params and plan.device_type != "cpu"
-        # gloo's reduce-scatter copies its input (``reduce_scatter_tensor_coalesced`` of ProcessGroupGloo.cpp).
-        self.copies_reduced = plan.device_type == "cpu"
         self.gathered: set[str] = set()
         self.order: list[str] = []
         """Units in the order in which their forwards ended."""
@@ -70,6 +68,16 @@ class Engine(ABC):
         if name in self.gathered:
             self.gathered.remove(name)
             self.ledger.free("gathered", self.sizes[name].gathered)
+
+    def copy_of_collective(self, size: int) -> None:
+        """Allocate and free the copy that gloo makes: of an all-gather's output, and of a reduce-scatter's input.
+
+        See ``newLikeFlat`` in ``AsyncAllgatherWork`` and ``reduce_scatter_tensor_coalesced`` in ProcessGroupGloo.cpp.
+        NCCL makes none.
+        """
+        if self.plan.device_type == "cpu":
+            self.ledger.add("gathered", size)
+            self.ledger.free("gathered", size)
 
     def predecessor(self, name: str) -> str | None:
         """Return the unit whose forward ended before that of `name`."""

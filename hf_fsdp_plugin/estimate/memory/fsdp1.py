@@ -72,6 +72,8 @@ class Fsdp1Engine(Engine):
         source = sizes.compute_shard or (sizes.params if self.offloads else 0)
         self.ledger.add("gathered", source)
         self.ledger.add("gathered", sizes.gathered)
+        if self._is_sharded:
+            self.copy_of_collective(sizes.gathered)
         self.ledger.free("gathered", source)
         self.gathered.add(name)
 
@@ -82,9 +84,7 @@ class Fsdp1Engine(Engine):
         ledger.add("gathered", cast)
         if self._is_sharded:
             ledger.add("gathered", sizes.reduce_output)
-            if self.copies_reduced:
-                ledger.add("gathered", sizes.reduce_input)
-                ledger.free("gathered", sizes.reduce_input)
+            self.copy_of_collective(sizes.reduce_input)
             ledger.free("gathered", sizes.reduce_output)
             ledger.add("grads", sizes.grad_shard)
             ledger.free("grads", flat)

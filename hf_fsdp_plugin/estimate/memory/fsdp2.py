@@ -90,6 +90,7 @@ class Fsdp2Engine(Engine):
         source = sizes.compute_shard or (sizes.params if self.offloads else 0)
         self.ledger.add("gathered", source)
         self.ledger.add("gathered", sizes.gathered)
+        self.copy_of_collective(sizes.gathered)
         self.ledger.free("gathered", source)
         self._buffered.add(name)
 
@@ -131,15 +132,15 @@ class Fsdp2Engine(Engine):
         self.accumulated[name] = kept
 
     def _reduce(self, name: str, whole: int) -> None:
-        """Reduce-scatter and all-reduce (``foreach_reduce``)."""
+        """Reduce-scatter and all-reduce (``foreach_reduce``, which keeps the last gradient until it returns)."""
         sizes, ledger = self.sizes[name], self.ledger
+        last = whole * sizes.last_grad // sizes.whole_grads if self._is_sharded else 0
         ledger.add("gathered", sizes.reduce_input)
         self._reduce_input = sizes.reduce_input
-        ledger.free("grads", whole)
+        ledger.free("grads", whole - last)
         ledger.add("gathered", sizes.reduce_output)
-        if self.copies_reduced and self._is_sharded:
-            ledger.add("gathered", sizes.reduce_input)
-            ledger.free("gathered", sizes.reduce_input)
+        if self._is_sharded:
+            self.copy_of_collective(sizes.reduce_input)
         ledger.free("gathered", sizes.reduce_output)
         if sizes.reduce_output == sizes.grad_shard:
             ledger.add("grads", sizes.grad_shard)
@@ -150,6 +151,7 @@ class Fsdp2Engine(Engine):
                 self._all_reduced += sizes.reduce_output
             else:
                 ledger.free("gathered", sizes.reduce_output)
+        ledger.free("grads", last)
         self.keep_reduced(name)
 
 

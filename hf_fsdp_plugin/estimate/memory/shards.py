@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import ceil, prod
 
@@ -34,21 +34,19 @@ class Shard:
     dtype: torch.dtype
     trainable: bool
 
-    @property
-    def bytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitSizes:
     """Bytes of one unit on one rank.
 
     Attributes:
-        shards: what the rank stores between steps.
+        shards: what the optimizer updates.
+        params: what the rank stores between steps, with padding.
         compute_shard: this rank's input of the all-gather in the compute dtype; 0 if the shard itself is the input.
         gathered: the whole parameters in the compute dtype, with padding.
         whole_grads: the whole gradients of all trainable parameters in the compute dtype.
         flat_grad: the same with padding.
+        last_grad: the whole gradient of the last trainable parameter.
         reduce_input: input of the reduce-scatter; the tensor of the all-reduce if nothing is sharded.
         reduce_output: its output, in the dtype of the reduction.
         grad_shard: the gradients that the optimizer reads.
@@ -57,18 +55,16 @@ class UnitSizes:
 
     name: str
     shards: tuple[Shard, ...]
+    params: int
     compute_shard: int
     gathered: int
     whole_grads: int
     flat_grad: int
+    last_grad: int
     reduce_input: int
     reduce_output: int
     grad_shard: int
     reshards: bool
-
-    @property
-    def params(self) -> int:
-        return sum(shard.bytes for shard in self.shards)
 
 
 def unit_sizes(plan: FsdpPlan, model: nn.Module) -> tuple[UnitSizes, ...]:
@@ -113,7 +109,7 @@ def _dtypes(plan: FsdpPlan, parameter: nn.Parameter) -> tuple[torch.dtype, torch
 def _fsdp2(plan: FsdpPlan, unit: UnitPlan, parameters: list[nn.Parameter]) -> UnitSizes:
     """FSDP2 splits each parameter on dim 0, and pads the shards to one size (``FSDPParam._init_sharded_param``)."""
     num = plan.mesh.shard
-    shards, cast, gathered, whole, flat, reduced_in, reduced_out, grads = [], 0, 0, 0, 0, 0, 0, 0
+    shards, cast, gathered, whole, flat, last, reduced_in, reduced_out, grads = [], 0, 0, 0, 0, 0, 0, 0, 0
     for parameter in parameters:
         stored, compute, reduce = _dtypes(plan, parameter)
         rows = ceil(parameter.shape[0] / num)
@@ -126,7 +122,8 @@ def _fsdp2(plan: FsdpPlan, unit: UnitPlan, parameters: list[nn.Parameter]) -> Un
         cast += padded * compute.itemsize if compute != stored else 0
         gathered += padded * num * compute.itemsize
         if parameter.requires_grad:
-            whole += parameter.numel() * compute.itemsize
+            last = parameter.numel() * compute.itemsize
+            whole += last
             flat += padded * num * compute.itemsize
             reduced_in += padded * num * reduce.itemsize
             reduced_out += padded * reduce.itemsize
@@ -134,10 +131,12 @@ def _fsdp2(plan: FsdpPlan, unit: UnitPlan, parameters: list[nn.Parameter]) -> Un
     return UnitSizes(
         name=unit.name,
         shards=tuple(shards),
+        params=sum(shard.numel * shard.dtype.itemsize for shard in shards),
         compute_shard=cast,
         gathered=gathered,
         whole_grads=whole,
         flat_grad=flat,
+        last_grad=last,
         reduce_input=reduced_in,
         reduce_output=reduced_out,
         grad_shard=grads,
@@ -154,27 +153,56 @@ def _fsdp1(plan: FsdpPlan, unit: UnitPlan, parameters: list[nn.Parameter]) -> Un
     stored, compute, reduce = _dtypes(plan, parameters[0]) if parameters else (torch.float32,) * 3
     trainable = any(p.requires_grad for p in parameters)
     aligned = _ALIGNMENT // compute.itemsize if plan.use_orig else 0
-    total = 0
+    total, starts = 0, []
     for parameter in parameters:
-        if aligned:
-            total += -total % aligned
+        total += -total % aligned if aligned else 0
+        starts.append(total)
         total += parameter.numel()
     total += -total % num
     local = total // num
-    shard = Shard(shape=(local,), whole=(total,), numel=local, dtype=stored, trainable=trainable)
+    if plan.use_orig:
+        shards = tuple(_views(parameters, starts, local, stored))
+    else:
+        shards = (Shard(shape=(local,), whole=(total,), numel=local, dtype=stored, trainable=trainable),)
     casts = compute != stored
     whole_grads = sum(p.numel() for p in parameters if p.requires_grad) * compute.itemsize
     # Without sharding, the flat parameter is used in place, or its cast copy.
     gathered = total * compute.itemsize if is_sharded or casts else 0
     return UnitSizes(
         name=unit.name,
-        shards=(shard,) if total else (),
+        shards=shards if total else (),
+        params=local * stored.itemsize,
         compute_shard=local * compute.itemsize if casts and is_sharded else 0,
         gathered=gathered,
         whole_grads=whole_grads,
         flat_grad=total * compute.itemsize if trainable else 0,
+        last_grad=0,
         reduce_input=total * reduce.itemsize if trainable else 0,
         reduce_output=local * reduce.itemsize if trainable else 0,
         grad_shard=local * stored.itemsize if trainable else 0,
         reshards=unit.reshard_after_forward or (not is_sharded and casts),
     )
+
+
+def _views(parameters: list[nn.Parameter], starts: list[int], local: int, stored: torch.dtype) -> Iterator[Shard]:
+    """Yield the parts of the parameters in the flat shard of the rank that has the largest part of one of them."""
+    largest = max(range(len(parameters)), key=lambda at: parameters[at].numel(), default=0)
+    rank = max(
+        (starts[largest] // local, starts[largest] // local + 1),
+        key=lambda rank: _overlap(starts[largest], parameters[largest].numel(), rank, local),
+    )
+    for start, parameter in zip(starts, parameters, strict=True):
+        part = _overlap(start, parameter.numel(), rank, local)
+        if part:
+            yield Shard(
+                shape=(part,),
+                whole=tuple(parameter.shape),
+                numel=part,
+                dtype=stored,
+                trainable=parameter.requires_grad,
+            )
+
+
+def _overlap(start: int, numel: int, rank: int, local: int) -> int:
+    """Return the elements of a parameter that are in the shard of a rank."""
+    return max(0, min(start + numel, (rank + 1) * local) - max(start, rank * local))
