@@ -108,12 +108,15 @@ def _run(args: argparse.Namespace) -> int:
         state = State(path=target.shown, machine=search.result)
         if target.present is not None:
             state.existing = target.present.spec
+        if args.cpu:
+            extra.setdefault("launch.use_cpu", True)
+        state.cpu = bool(extra.get("launch.use_cpu", state.existing.launch.use_cpu))
         asker = make_asker(yes=args.yes)
+        if not args.yes:
+            asker.show(f"This writes {target.shown}. Ctrl-C at any question writes nothing.")
         converse(state, asker, given, HOOKS)
     finally:
         search.close()
-    if args.cpu:
-        extra["launch.use_cpu"] = True
     settings = settings_of(state, extra)
     memory = predicted(state, settings)
     if memory is not None:
@@ -187,7 +190,7 @@ def _print_result(
 ) -> None:
     print_problems(problem for problem in checked.problems if problem.severity != "note")
     limits = list(stock_limits(settings, state.version))
-    arguments = arguments_of(state, settings)
+    arguments = arguments_of(state, checked.spec)
     if args.json:
         print_json(
             {

@@ -139,8 +139,7 @@ def _plan(state: State, settings: Mapping[str, Any]) -> FsdpPlan:
     chosen = {name: value for name, value in (general | dict(settings)).items() if value not in ("", ())}
     chosen = {name: list(value) if isinstance(value, tuple) else value for name, value in chosen.items()}
     spec = load_spec(overrides=chosen, environ={})
-    device_type = "cpu" if settings.get("launch.use_cpu") else "cuda"
-    return resolve(spec, model.model, world_size=state.world_size, device_type=device_type)
+    return resolve(spec, model.model, world_size=state.world_size, device_type="cpu" if state.cpu else "cuda")
 
 
 def _workload(state: State) -> Workload:

@@ -42,6 +42,7 @@ class State:
         answers: name of a question -> answer.
         existing: the settings of the file that is changed; without a file, the defaults.
         path: the file that is changed, for messages; empty without one.
+        cpu: whether the ranks run on CPUs.
         recommended: canonical name -> value that the prediction recommends.
         advice: the same, if the recommendation was accepted: these values are the defaults.
     """
@@ -51,6 +52,7 @@ class State:
     path: str = ""
     machine: Callable[[], Accelerators] = Accelerators
     model: ModelFacts | None = None
+    cpu: bool = False
     recommended: Mapping[str, Any] = field(default_factory=dict)
     advice: Mapping[str, Any] = field(default_factory=dict)
 

@@ -21,6 +21,8 @@ def _gpus(state: State) -> Default:
     launch = state.existing.launch
     if launch.num_processes != "auto":
         return Default(value=max(1, launch.num_processes // launch.num_machines), reason=f"as in {state.path}")
+    if state.cpu:
+        return Default(value=2, reason="the smallest number of CPU ranks for which FSDP shards")
     found = state.machine()
     if found.count:
         name = f"{found.name}, " if found.name else ""

@@ -62,7 +62,7 @@ def settings_of(state: State, extra: Mapping[str, Any]) -> dict[str, Any]:
         found["wrap.classes"] = tuple(word for word in found["wrap.classes"].split(",") if word)
     if is_hybrid(state):
         found["mesh.replicate"] = state.world_size // found["mesh.shard"]
-        if state.version == 1 and state.num_machines > 1 and found["mesh.shard"] == state.gpus:
+        if state.version == 1 and found["mesh.shard"] == state.gpus:
             # FSDP1 shards within a machine by default, and stock Accelerate refuses a mesh with it.
             del found["mesh.shard"], found["mesh.replicate"]
     return {**found, **extra}

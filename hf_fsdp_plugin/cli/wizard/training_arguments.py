@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from hf_fsdp_plugin.cli.wizard.question import State
 from hf_fsdp_plugin.cli.wizard.settings import STOCK_VALUES
+from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.vocabulary import BY_NAME
 
@@ -16,14 +17,20 @@ _OPTIMIZERS: Final = {"adafactor": "adafactor", "adamw_8bit": "adamw_bnb_8bit", 
 """Optimizer -> ``optim`` of TrainingArguments, if it is not the default."""
 
 
-def arguments_of(state: State, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments of ``TrainingArguments`` for the settings and the batch."""
-    precision = settings.get("launch.mixed_precision", "no")
+def arguments_of(state: State, spec: FsdpSpec) -> dict[str, Any]:
+    """Return the keyword arguments of ``TrainingArguments`` for the settings of the file and for the batch."""
+    settings = {name: value for name, value, _ in spec.settings() if spec.asked(name) and name in BY_NAME}
+    if spec.origin("precision.param") == spec.origin("launch.mixed_precision"):
+        settings.pop("precision.param", None)  # bf16=True sets it
+    if spec.activation.native:
+        del settings["activation.checkpointing"]
     arguments: dict[str, Any] = {"fsdp": True, "fsdp_config": _config(settings)}
-    if precision in ("bf16", "fp16"):
-        arguments[precision] = True
-    if settings.get("launch.use_cpu"):
+    if spec.launch.mixed_precision in ("bf16", "fp16"):
+        arguments[spec.launch.mixed_precision] = True
+    if spec.launch.use_cpu:
         arguments["use_cpu"] = True
+    if spec.activation.native:
+        arguments["gradient_checkpointing"] = True
     micro_batch, global_batch = int(state.answers["micro_batch"]), int(state.answers["global_batch"])
     arguments["per_device_train_batch_size"] = micro_batch
     arguments["gradient_accumulation_steps"] = global_batch // (micro_batch * state.world_size)

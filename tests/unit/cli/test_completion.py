@@ -15,7 +15,7 @@ CASES = [
     ("hf-fsdp launch --fsdp_state_dict_type sh", "sharded"),
     ("hf-fsdp launch --show_ranks a", "all"),
     ("hf-fsdp merge --delete", "--delete-input"),
-    ("hf-fsdp config --strategy hyb", "hybrid_shard"),
+    ("hf-fsdp config --precision f", "fp16"),
     ("hf-fsdp completion z", "zsh"),
     ("hf-fsdp help laun", "launch"),
     ("hf-fsdp check --config-file conf", "config.yaml"),

@@ -43,6 +43,12 @@ def config(hf_fsdp, tmp_path, monkeypatch):
     return run
 
 
+@pytest.fixture
+def llama(tmp_path):
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama/config.json").write_text(json.dumps(LLAMA))
+
+
 def spec_of(path: Path | str) -> FsdpSpec:
     spec = load_spec(path, environ={})
     assert [str(problem) for problem in spec.problems if problem.severity != "note"] == []
@@ -183,6 +189,16 @@ def stock_plugin() -> Any:
     return FullyShardedDataParallelPlugin()
 
 
+def test_cpu_ranks_are_written_and_kept(config, llama):
+    config("--yes", "-o", "fsdp.yaml", "--cpu", "--model", "llama")
+    spec = spec_of("fsdp.yaml")
+    assert (spec.launch.use_cpu, spec.launch.num_processes) == (True, 2)
+    out, _ = config("--yes", "-o", "fsdp.yaml", "--force", "--json", "--strategy", "shard_grad_op")
+    assert spec_of("fsdp.yaml").launch.use_cpu and "use_cpu" in json.loads(out)["training_arguments"]
+    _, err = config("--yes", "-o", "fsdp.yaml", "--force", "--precision", "fp16", code=1)
+    assert "FSDP-E147" in err and spec_of("fsdp.yaml").launch.mixed_precision == "bf16"
+
+
 def test_every_question_is_an_option(config):
     parser = Parser()
     add_arguments(parser)
@@ -293,12 +309,6 @@ def test_full_disk_leaves_the_file_unchanged(config, monkeypatch, tmp_path):
     _, err = config("--yes", "-o", "fsdp.yaml", "--gpus", "4", "--force", code=1)
     assert "FSDP-E764" in err and "No space left on device" in err
     assert Path("fsdp.yaml").read_bytes() == before and os.listdir(tmp_path) == ["fsdp.yaml"]
-
-
-@pytest.fixture
-def llama(tmp_path):
-    (tmp_path / "llama").mkdir()
-    (tmp_path / "llama/config.json").write_text(json.dumps(LLAMA))
 
 
 # GPU memory -> what is recommended under each FSDP version. The table of the model below needs 288 to 662 MiB.

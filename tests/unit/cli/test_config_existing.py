@@ -12,6 +12,7 @@ from hf_fsdp_plugin.cli.config import _check
 from hf_fsdp_plugin.cli.wizard.settings import Entry
 from hf_fsdp_plugin.cli.wizard.target import Target
 from hf_fsdp_plugin.cli.wizard.yaml_edit import YamlText
+from hf_fsdp_plugin.spec.model import SECTIONS
 
 STOCK = """\
 # my cluster
@@ -106,6 +107,17 @@ def test_existing_values_are_the_defaults(config):
         "  fsdp_state_dict_type: SHARDED_STATE_DICT  # every rank writes its part; resumes on any number of GPUs\n"
         "  fsdp_cpu_ram_efficient_loading: true  # a machine holds the weights once, not once per GPU\n",
     )
+
+
+@pytest.mark.parametrize("text", [FSDP1, STOCK, FSDP1 + "gradient_checkpointing: true\nuse_cpu: true\n"])
+def test_arguments_have_settings_that_are_not_asked(config, text, hf_fsdp):
+    config(text)
+    _, out, _ = hf_fsdp("config", "-o", "fsdp.yaml", "--yes", "--force", "--show-args")
+    again = load_spec(training_arguments=eval(out, {"TrainingArguments": dict}), environ={})
+    spec = load_spec("fsdp.yaml", environ={})
+    for section in set(SECTIONS) - {"launch"}:
+        assert getattr(again, section) == getattr(spec, section)
+    assert again.launch.use_cpu == spec.launch.use_cpu
 
 
 def test_second_run_changes_nothing(config):

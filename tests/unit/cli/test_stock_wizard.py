@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+import yaml
 from matrices import slow
 from terminal import DOWN, ENTER, Terminal
 
@@ -221,8 +222,15 @@ def check_paths(tmp_path: Path, paths: Sequence[Answers]) -> None:
             assert_read(tmp_path / f"{number}.yaml", answers)
 
 
-def test_pairs_of_answers_of_stock_wizard_are_read(tmp_path):
-    check_paths(tmp_path, covering(VERSION_1, 2))
+def test_pairs_of_answers_of_stock_wizard_are_read(tmp_path, hf_fsdp):
+    paths = covering(VERSION_1, 2)
+    check_paths(tmp_path, paths)
+    for number, answers in enumerate(paths):  # our wizard keeps them all as defaults
+        path = tmp_path / f"{number}.yaml"
+        stock_keys = yaml.safe_load(path.read_text())
+        assert hf_fsdp("config", "--yes", "--force", "-o", path)[0] == 0
+        assert_read(path, answers)
+        assert {**yaml.safe_load(path.read_text()), "fsdp_config": 0} == {**stock_keys, "fsdp_config": 0}
 
 
 FSDP_1 = {name: values for name, values in VERSION_1.items() if name not in ("precision", "machines")}
