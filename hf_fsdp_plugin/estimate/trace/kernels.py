@@ -21,9 +21,12 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def scratch_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Return the bytes that a kernel allocates besides its results and frees before it returns."""
-    if func.namespace == "c10d":
-        return _gloo_bytes(func.__name__, args)
     return 0
+
+
+def collective_bytes(func: Any, args: tuple[Any, ...]) -> int:
+    """Return the bytes that gloo allocates for a collective; 0 for other operators."""
+    return _gloo_bytes(func.__name__, args) if func.namespace == "c10d" else 0
 
 
 def _gloo_bytes(name: str, args: tuple[Any, ...]) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_plugin.estimate.trace.kernels import run, scratch_bytes
+from hf_fsdp_plugin.estimate.trace.kernels import collective_bytes, run, scratch_bytes
 from hf_fsdp_plugin.torch_private.fake import TorchDispatchMode, called_by_engine, storage_key, watch_resizes
 from hf_fsdp_plugin.torch_private.functions import in_backward, tree_leaves
 
@@ -76,6 +76,8 @@ class Recorder(TorchDispatchMode):
         result = run(func, args, kwargs)
         if scratch := scratch_bytes(func, args, kwargs, result):
             self._use(scratch)
+        if buffer := collective_bytes(func, args):
+            self._use(buffer, "gathered")
         in_place = func is torch.ops.aten.add.Tensor and in_backward() and called_by_engine(1)
         for tensor in _tensors(result):
             self._see(tensor.untyped_storage(), replaces=args[0] if in_place else None)
@@ -112,9 +114,9 @@ class Recorder(TorchDispatchMode):
         else:
             self._record(block, 1)
 
-    def _use(self, size: int) -> None:
+    def _use(self, size: int, label: Label | None = None) -> None:
         self._settle()
-        block = Block(size, self._place())
+        block = Block(size, self._place(), label)
         self._record(block, 1)
         self._record(block, -1)
 
