@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from hf_fsdp_plugin.cli.wizard.conversation import Asker, Hook
 from hf_fsdp_plugin.cli.wizard.model_facts import read_model
@@ -13,6 +13,8 @@ from hf_fsdp_plugin.problems import SpecError
 
 if TYPE_CHECKING:
     from hf_fsdp_plugin.estimate.results import MemoryEstimate
+
+T = TypeVar("T")
 
 
 def read_named_model(state: State, asker: Asker) -> None:
@@ -31,12 +33,7 @@ def predicted(state: State, settings: Mapping[str, Any]) -> MemoryEstimate | Non
         return None
     from hf_fsdp_plugin.cli.wizard.prediction import predict_settings
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            return predict_settings(state, settings)
-        except SpecError:
-            return None  # show_prediction has shown the reason
+    return _attempt(lambda: predict_settings(state, settings))[0]
 
 
 def show_prediction(state: State, asker: Asker) -> None:
@@ -46,15 +43,24 @@ def show_prediction(state: State, asker: Asker) -> None:
     from hf_fsdp_plugin.cli.wizard.prediction import predict
 
     asker.show("Predicting the memory of each strategy ...")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            prediction = predict(state)
-    except SpecError as error:
-        asker.show("No prediction: " + " ".join(problem.message for problem in error.problems))
+    prediction, reason = _attempt(lambda: predict(state))
+    if prediction is None:
+        asker.show(f"No prediction: {reason}")
         return
     asker.show(prediction.text)
     state.recommended = prediction.best.settings if prediction.best is not None else {}
+
+
+def _attempt(predict: Callable[[], T]) -> tuple[T | None, str]:
+    """Return a prediction, or ``None`` and the reason why there is none: the config can be written without it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return predict(), ""
+        except SpecError as error:
+            return None, " ".join(problem.message for problem in error.problems)
+        except Exception as error:  # the model's own code runs on the meta device, and may raise anything
+            return None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def take_recommendation(state: State, asker: Asker) -> None:

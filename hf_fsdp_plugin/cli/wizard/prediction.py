@@ -189,10 +189,10 @@ def _conclusion(rows: Sequence[Row], best: Row | None, limit: int | None) -> str
             f"Nothing fits with {1 - HEADROOM:.0%} headroom; the least is {_size(least.memory.peak.bytes)}. "
             "More GPUs, a shorter sequence or a smaller micro-batch need less."
         )
-    reasons = ["it fits with at least 10% headroom"]
+    reasons = [f"needs at most {HEADROOM:.0%} of the memory"]
     reasons += ["no offload"] if not best.settings["offload.params"] else []
     reasons += ["no recomputation"] if best.settings["activation.checkpointing"] == "none" else []
-    return f"Recommended (»): {', '.join(reasons)}, and fewest bytes of collectives."
+    return f"Recommended (»): {', '.join(reasons)}, and fewest bytes of collectives among these."
 
 
 def _size(num_bytes: int) -> str:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from json_schema import assert_valid
 
-from hf_fsdp_plugin import load_spec
+from hf_fsdp_plugin import Problem, SpecError, load_spec
 from hf_fsdp_plugin.cli.config import add_arguments
 from hf_fsdp_plugin.cli.parser import Parser
 from hf_fsdp_plugin.cli.wizard.conversation import QUESTIONS
@@ -342,6 +342,18 @@ def test_recommended_settings_fit_and_are_those_of_plan(config, llama, hf_fsdp, 
     assert json.loads(plan)["per_rank"] == result["per_rank"] and code == (memory == "100MB")
     refused, _ = config(*argv, "--force", "--gpu-memory", memory, *(["--recommendation", "no"] if fits else []))
     assert json.loads(refused)["settings"]["sharding.strategy"] == best[0]  # the value of the file
+
+
+def test_model_that_cannot_be_predicted_is_configured(config, llama, monkeypatch):
+    def fail(state: Any) -> None:
+        raise (
+            SpecError([Problem(code="FSDP-E811", message="no batch")]) if state.gpus == 2 else RuntimeError("odd\ncode")
+        )
+
+    monkeypatch.setattr("hf_fsdp_plugin.cli.wizard.prediction.predict", fail)
+    for gpus, reason in (("2", "no batch"), ("4", "RuntimeError: odd")):
+        _, err = config("--yes", "-o", f"{gpus}.yaml", "--model", "llama", "--gpus", gpus, "--gpu-memory", "80GB")
+        assert f"No prediction: {reason}\n" in err and spec_of(f"{gpus}.yaml").launch.num_processes == int(gpus)
 
 
 def test_model_gives_classes_and_limits(config, llama):
