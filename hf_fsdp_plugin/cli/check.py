@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli.check_output import settings_table, to_json, verdict
-from hf_fsdp_plugin.cli.exit_codes import USAGE, exit_code
+from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS, USAGE, exit_code
 from hf_fsdp_plugin.cli.launch_flags import UsageError, split_setting_flags
 from hf_fsdp_plugin.cli.model_plan import plan_of_model
 from hf_fsdp_plugin.cli.output import print_json
 from hf_fsdp_plugin.cli.parser import make_parser
+from hf_fsdp_plugin.cli.run_words import DEFAULT_LIMIT, RUN_FLAG, request_of, split_run_words, why_refused
 from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems, text_width
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.sources.accelerate_launch import default_config_file
@@ -28,6 +29,7 @@ from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.spec.rules import check_defaults_without_script, fsdp_is_off
 
 if TYPE_CHECKING:
+    from hf_fsdp_plugin.cli.preflight import Preflight
     from hf_fsdp_plugin.plan.model import FsdpPlan
 
 HELP = "Check FSDP configs: print every problem, every setting with its origin, and a verdict."
@@ -43,9 +45,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="DIR|ID", help="resolve the config against this model")
     parser.add_argument("--world-size", type=_world_size, metavar="N", help="number of ranks (default: num_processes)")
     parser.add_argument(
+        "--run",
+        action="store_true",
+        help="also train a tiny clone of the model on CPU ranks: prepare, step, clip, evaluate, save, resume, export",
+    )
+    parser.add_argument("--training-args", metavar="FILE", help="with --run: JSON or YAML of TrainingArguments")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        metavar="SECONDS",
+        help=f"with --run: stop the ranks after this time (default: {DEFAULT_LIMIT:g})",
+    )
+    parser.add_argument(
         "--device", metavar="TYPE", help="plan for cuda, cpu, … (default: the device that launch uses on this machine)"
     )
-    parser.epilog = "also all setting flags of `hf-fsdp launch`: --mixed_precision bf16, --fsdp_version 2, --cpu, …"
+    parser.epilog = (
+        "also all setting flags of `hf-fsdp launch`: --mixed_precision bf16, --fsdp_version 2, --cpu, …\n"
+        "with --run after CONFIG: --model and arguments of TrainingArguments, or SCRIPT ARGS"
+    )
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, *, several: bool) -> None:
@@ -86,20 +103,25 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, several: bool) -> N
 OWN_FLAGS: Final = frozenset(
     {
         "config_file", "json", "fix", "fsdp", "fsdp_config", "set", "distributed_config", "model", "world_size",
-        "device", "help",
+        "device", "help", "run", "training_args", "limit",
     }
 )  # fmt: skip
 
 
 def parse_argv(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments after ``check``, among them flags of launch. Raises ``SystemExit`` for wrong usage."""
+    training: list[str] = []
+    script: list[str] = []
     try:
+        if RUN_FLAG in argv:
+            argv, training, script = split_run_words(argv, OWN_FLAGS)
         command_line, words = split_setting_flags(argv, OWN_FLAGS)
     except UsageError as error:
         print(f"hf-fsdp check: {error}", file=sys.stderr)
         raise SystemExit(USAGE) from None
     args = make_parser("check", sys.modules[__name__]).parse_args(words)
     args.command_line = tuple(command_line)
+    args.training, args.script = training, script
     return args
 
 
@@ -117,6 +139,7 @@ class Checked:
     problems: tuple[Problem, ...]
     plan: FsdpPlan | None
     exit_code: int
+    run: Preflight | None = None
 
     @property
     def shown(self) -> str:
@@ -128,7 +151,10 @@ def run(args: argparse.Namespace) -> int:
     files = _config_files(args)
     if args.fix:
         return _fix(args, files)
-    checked = [check_config(args, file) for file in files]
+    if args.run and (reason := why_refused(args, len(files))):
+        print(f"hf-fsdp check: {reason}", file=sys.stderr)
+        return USAGE
+    checked = [_with_run(args, file) if args.run else check_config(args, file) for file in files]
     if args.json:
         results = [_result(args, one) for one in checked]
         ok = all(result["ok"] for result in results)
@@ -160,11 +186,10 @@ def _stdin() -> ConfigFile:
     return ConfigFile(path=Path.cwd() / "stdin", shown="<stdin>", data=data)
 
 
-def check_config(args: argparse.Namespace, config: ConfigFile | None) -> Checked:
-    """Return the spec of one config with all problems, and the plan if a model is named."""
+def _sources(args: argparse.Namespace, config: ConfigFile | None) -> Sources:
     given = {name: value for name in ("fsdp", "fsdp_config") if (value := getattr(args, name)) is not None}
     distributed_config = config_of(args.distributed_config)
-    sources = Sources(
+    return Sources(
         config=config,
         training_arguments=given,
         command_line=args.command_line,
@@ -173,12 +198,16 @@ def check_config(args: argparse.Namespace, config: ConfigFile | None) -> Checked
         distributed_config=distributed_config,
         default_file=not given and not args.command_line and distributed_config is None,
     )
-    assessment = assess(sources)
+
+
+def check_config(args: argparse.Namespace, config: ConfigFile | None, *, with_plan: bool = True) -> Checked:
+    """Return the spec of one config with all problems, and the plan if a model is named."""
+    assessment = assess(_sources(args, config))
     spec = assessment.spec
     problems, plan = list(assessment.problems), None
     if assessment.ok and not spec.enabled and not spec.uses_xla and fsdp_is_off(spec) not in problems:
         problems.append(fsdp_is_off(spec))
-    if args.model and assessment.ok and spec.enabled:
+    if args.model and with_plan and assessment.ok and spec.enabled:
         plan, more = _plan(spec, args)
         problems += [problem for problem in more if problem not in problems]
     if not has_errors(problems):
@@ -187,10 +216,29 @@ def check_config(args: argparse.Namespace, config: ConfigFile | None) -> Checked
     return Checked(config=config, spec=spec, problems=tuple(in_line_order(problems)), plan=plan, exit_code=code)
 
 
+def _with_run(args: argparse.Namespace, config: ConfigFile | None) -> Checked:
+    """Check a config and, if it has no errors, run the preflight."""
+    checked = check_config(args, config, with_plan=False)
+    if has_errors(checked.problems):
+        return checked
+    from hf_fsdp_plugin.cli.preflight import run_preflight  # imports torch
+
+    run = run_preflight(checked.spec, _sources(args, config), request_of(args))
+    problems = in_line_order(dict.fromkeys((*checked.problems, *run.problems)))
+    code = max(checked.exit_code, OK if run.ok else PROBLEMS)
+    code = 128 + run.signal_number if run.signal_number else code
+    return replace(checked, problems=tuple(problems), exit_code=code, run=run)
+
+
 def _result(args: argparse.Namespace, checked: Checked) -> dict[str, Any]:
     shown = checked.config.shown if checked.config is not None else None
     result = to_json(checked.spec, checked.problems, shown)
-    return {**result, "plan": checked.plan.to_json() if checked.plan is not None else None} if args.model else result
+    if args.model:
+        result["plan"] = checked.plan.to_json() if checked.plan is not None else None
+    if args.run:
+        result["run"] = checked.run.to_json() if checked.run is not None else None
+        result["ok"] &= checked.run is not None and checked.run.ok
+    return result
 
 
 def _print(checked: Checked) -> None:
@@ -200,6 +248,10 @@ def _print(checked: Checked) -> None:
         print(settings_table(checked.spec, checked.problems, checked.config.shown if checked.config else None))
     if checked.plan is not None:
         print(f"\n{checked.plan.text(width=text_width())}")
+    if checked.run is not None:
+        from hf_fsdp_plugin.cli.preflight_output import stage_table
+
+        print(f"\n{stage_table(checked.run)}")
     print("\n" if checked.spec.origins else "", verdict(checked.spec, checked.problems, checked.shown), sep="")
 
 

@@ -45,7 +45,7 @@ def show_run(arguments: LaunchArguments, sources: Sources, command: Sequence[str
             problems += world.problems
         except SpecError as error:
             problems += error.problems
-    model, is_own = _model(arguments)
+    model, is_own = model_of_script(arguments)
     if assessment.ok and not spec.enabled:
         problems.append(fsdp_is_off(spec))
     if not has_errors(problems):
@@ -85,7 +85,7 @@ def show_run(arguments: LaunchArguments, sources: Sources, command: Sequence[str
     return exit_code(problems, config)
 
 
-def _model(arguments: LaunchArguments) -> tuple[str, bool]:
+def model_of_script(arguments: LaunchArguments) -> tuple[str, bool]:
     """Return the model, or "", and whether ``--model`` of the launcher names it, not an argument of the script."""
     if "model" in arguments.options:
         return arguments.options["model"], True

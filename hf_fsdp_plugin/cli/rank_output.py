@@ -22,15 +22,18 @@ _JOIN_SECONDS = 1.0
 class RankOutput:
     """The output of the ranks of this machine.
 
-    The output of the first rank is shown, or that of all ranks. The pipe of a rank is read to its end, whatever happens
-    to the terminal and to the log: a rank whose pipe is full would wait without end.
+    The output of the first rank is shown, or that of all ranks, or none. The pipe of a rank is read to its end,
+    whatever happens to the terminal and to the log: a rank whose pipe is full would wait without end.
 
     Attributes:
         reader_exited: whether the process that reads this process's stdout or stderr (head, less) has exited.
     """
 
-    def __init__(self, *, show_all: bool, log_dir: Path | None, notice: Callable[[object], None]) -> None:
+    def __init__(
+        self, *, show_all: bool, show_first: bool = True, log_dir: Path | None, notice: Callable[[object], None]
+    ) -> None:
         self._show_all = show_all
+        self._show_first = show_first
         self._log_dir = log_dir
         self._notice = notice
         self._print_lock = threading.Lock()
@@ -39,7 +42,7 @@ class RankOutput:
 
     def streams(self, *, is_first: bool) -> tuple[int | None, int | None]:
         """Return ``stdout`` and ``stderr`` of a rank for ``Popen``. The first rank may write to the terminal."""
-        if is_first and not self._show_all and self._log_dir is None:
+        if is_first and self._show_first and not self._show_all and self._log_dir is None:
             return None, None
         is_captured = self._show_all or self._log_dir is not None
         return subprocess.PIPE if is_captured else subprocess.DEVNULL, subprocess.PIPE
@@ -48,7 +51,7 @@ class RankOutput:
         """Start to read the pipes of a rank. Returns the last lines of its stderr, which grow while it runs."""
         tail: deque[str] = deque(maxlen=4 * NUM_TAIL_LINES)
         log = _Log(self._log_dir / f"rank_{rank}.log", self._notice) if self._log_dir is not None else None
-        is_shown = self._show_all or is_first
+        is_shown = self._show_all or (is_first and self._show_first)
         prefix = f"[rank {rank}] " if self._show_all else ""
         for pipe, stream, lines in ((process.stdout, sys.stdout, None), (process.stderr, sys.stderr, tail)):
             if pipe is not None:

@@ -165,14 +165,21 @@ class Ranks:
     """The ranks of this machine.
 
     Args:
+        show_first: whether the output of the first rank is shown, if that of all ranks is not.
         scratch: temporary folder for the files of this run.
         notice: prints a message for the user.
     """
 
     def __init__(
-        self, *, show_all: bool, log_dir: Path | None, scratch: Path, notice: Callable[[object], None]
+        self,
+        *,
+        show_all: bool,
+        show_first: bool = True,
+        log_dir: Path | None,
+        scratch: Path,
+        notice: Callable[[object], None],
     ) -> None:
-        self._output = RankOutput(show_all=show_all, log_dir=log_dir, notice=notice)
+        self._output = RankOutput(show_all=show_all, show_first=show_first, log_dir=log_dir, notice=notice)
         self._scratch = scratch
         self._notice = notice
         self._noticed: set[str] = set()

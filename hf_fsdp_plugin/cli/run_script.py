@@ -27,6 +27,7 @@ import hf_fsdp_plugin
 from hf_fsdp_plugin.cli.exit_watch import exit_limit, watch_exit
 from hf_fsdp_plugin.cli.places import is_library, record_stacks
 from hf_fsdp_plugin.cli.rank_files import FILES_VARIABLE, RankFiles, write_atomically
+from hf_fsdp_plugin.integrations.preflight.run import preflight
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.step_count import step_count
 from hf_fsdp_plugin.problems import SpecError
@@ -51,8 +52,10 @@ def main() -> None:
     script, *args = sys.argv[2 if module else 1 :]
     try:
         hf_fsdp_plugin.install()
+        preflight.begin_in_rank()
         run(script, args, module=module)
     except BaseException as error:
+        preflight.end(error if is_failure(error) else None)
         if is_failure(error):
             from hf_fsdp_plugin.integrations.run_report import stop_reporting  # lazy: the launcher imports this module
 
@@ -68,6 +71,7 @@ def main() -> None:
         if not isinstance(error, SystemExit):
             sys.excepthook = _without_stderr(sys.excepthook)
         raise
+    preflight.end()
     if files is not None:
         _watch_exit(files)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-Group = Literal["accelerate", "saving", "transformers", "loading", "trl"]
+Group = Literal["accelerate", "saving", "transformers", "loading", "trl", "preflight"]
 GROUPS: Final[dict[Group, str]] = {
     "accelerate": "Installed by `install()`, `accelerator()` and `FsdpTrainer`.",
     "saving": "Installed together with the group `accelerate`. They replace nothing for models that are not sharded.",
@@ -22,6 +22,7 @@ GROUPS: Final[dict[Group, str]] = {
     "the same methods in a subclass instead.",
     "loading": "Installed by `install()`, and when a spec enables FSDP.",
     "trl": "Installed together with the hooks of Accelerate. TRL is optional.",
+    "preflight": "Installed in the ranks of `hf-fsdp check --run` only.",
 }
 
 
@@ -66,6 +67,7 @@ _STAGED = "Accelerate writes checkpoints to a staging folder and renames them."
 _WHOLE_TENSORS = "The library refuses shards."
 _DAMAGED = "Errors of damaged or missing files name neither file nor tensor, or occur after weights were read."
 _NAMES_FILES = "Transformers checks the files of a model first, and its errors name file and tensor."
+_PREFLIGHT = "`hf-fsdp check --run` is removed from this package."
 _TRAINER_STAGED = "The Trainer writes checkpoints to a staging folder and renames them."
 
 # fmt: off
@@ -282,6 +284,25 @@ _TRL_HOOKS = (
                 "versions without mesh, ignored modules and broadcast.",
          until="TRL prepares such models with the Accelerator."),
 )
+
+_PREFLIGHT_HOOKS = (
+    Hook(f"{_ARGUMENTS}._validate_args", "preflight.arguments:validate_args",
+         reason="A preflight writes to temporary folders, has small batches, and leaves out what needs a GPU.",
+         until=_PREFLIGHT),
+    Hook(f"{_MODEL}.from_pretrained", "preflight.loading:from_pretrained",
+         reason="A preflight loads the tiny clone of the model.", until=_PREFLIGHT),
+    Hook(f"{_MODEL}._from_config", "preflight.loading:from_config",
+         reason="A preflight builds the tiny clone of the model.", until=_PREFLIGHT),
+    Hook("datasets.load:load_dataset", "preflight.loading:load_dataset",
+         reason="A preflight reads a few samples.", until=_PREFLIGHT),
+    Hook(f"{_TRAINER}._inner_training_loop", "preflight.training:inner_training_loop",
+         reason="A preflight runs two steps, resumes, and exports.", until=_PREFLIGHT),
+    *(
+        Hook(f"{_TRAINER}.{name}", f"preflight.training:{name.removeprefix('_')}",
+             reason="A preflight records the stage.", until=_PREFLIGHT)
+        for name in ("_clip_grad_norm", "_evaluate", "_determine_best_metric", "_load_best_model")
+    ),
+)
 # fmt: on
 
 HOOKS: Final[dict[Group, tuple[Hook, ...]]] = {
@@ -290,4 +311,5 @@ HOOKS: Final[dict[Group, tuple[Hook, ...]]] = {
     "transformers": _TRANSFORMERS_HOOKS,
     "loading": _LOADING_HOOKS,
     "trl": _TRL_HOOKS,
+    "preflight": _PREFLIGHT_HOOKS,
 }

@@ -30,10 +30,12 @@ class MessagePrinter:
 
     Attributes:
         quiet: print errors only.
+        listener: receives every message when it is printed, on every rank.
     """
 
     def __init__(self) -> None:
         self.quiet = False
+        self.listener: Callable[[object], None] | None = None
         self._printed: set[str] = set()
         self._previous_hook: Callable[..., object] | None = None
 
@@ -42,6 +44,8 @@ class MessagePrinter:
         line = str(message)
         is_first = line not in self._printed and not printed_by_launcher
         self._printed.add(line)
+        if is_first and self.listener is not None:
+            self.listener(message)
         if is_first and not self.quiet and os.environ.get("RANK", "0") == "0":
             print(f"hf-fsdp: {line}", file=sys.stderr, flush=True)
 
@@ -66,7 +70,7 @@ class MessagePrinter:
         """Restore ``sys.excepthook`` and forget what was printed."""
         if self._previous_hook is not None and sys.excepthook == self._excepthook:
             sys.excepthook = self._previous_hook
-        self.quiet, self._previous_hook = False, None
+        self.quiet, self.listener, self._previous_hook = False, None, None
         self._printed.clear()
 
 

@@ -62,6 +62,7 @@ def _replace(hook: Hook, owner: Any) -> Callable[[], None]:
     original = vars(owner)[hook.name]
     is_static, is_class = isinstance(original, staticmethod), isinstance(original, classmethod)
     is_method = bool(hook.class_name) and not is_static
+    is_overridable = is_method and hook in HOOKS["transformers"]
     function: Callable[..., Any] = original.__func__ if is_static or is_class else original
     active = True
 
@@ -69,7 +70,7 @@ def _replace(hook: Hook, owner: Any) -> Callable[[], None]:
     def replacing(*args: Any, **kwargs: Any) -> Any:
         if is_method and not args:  # torch binds methods with functools.partial(method, self=module)
             args = (kwargs.pop("self"),)
-        if not active or (is_method and getattr(args[0], _OVERRIDDEN, None) is owner):
+        if not active or (is_overridable and getattr(args[0], _OVERRIDDEN, None) is owner):
             return function(*args, **kwargs)
         bound = functools.partial(function, args[0]) if is_method else function
         return _replacement(hook)(bound, *args, **kwargs)

@@ -23,10 +23,8 @@ def meta_model(path_or_id: str | Path) -> nn.Module:
         SpecError: the model needs code of its own repository (FSDP-E720), or the config names no model (FSDP-E721).
         ValueError: there is no config, it is invalid, or Transformers does not know the architecture.
     """
-    config = _config(path_or_id)
-    _check_custom_code(config, path_or_id)
-    model_class = _class_of_config(config, path_or_id)
-    with _quiet(), _default_dtype(config), torch.device("meta"):
+    config, model_class = config_and_class(path_or_id)
+    with _quiet(), default_dtype(config), torch.device("meta"):
         try:
             model = model_class(config)
         except Exception as error:
@@ -109,9 +107,16 @@ def _only_gguf(folder: Path) -> str:
     raise ValueError(f"{folder}: the folder contains neither a config.json nor a GGUF file. Give another folder.")
 
 
+def config_and_class(path_or_id: str | Path) -> tuple[Any, Any]:
+    """Return a config and the class of Transformers that it names. Raises ``ValueError`` as :func:`meta_model` does."""
+    config = _config(path_or_id)
+    _check_custom_code(config, path_or_id)
+    return config, _class_of_config(config, path_or_id)
+
+
 def model_class_of(path_or_id: str | Path) -> Any:
     """Return the class of Transformers that a config names. Raises ``ValueError`` as :func:`meta_model` does."""
-    return _class_of_config(_config(path_or_id), path_or_id)
+    return config_and_class(path_or_id)[1]
 
 
 def _class_of_config(config: Any, path_or_id: str | Path) -> Any:
@@ -134,7 +139,7 @@ def _class_of_config(config: Any, path_or_id: str | Path) -> Any:
 
 
 @contextmanager
-def _default_dtype(config: Any) -> Iterator[None]:
+def default_dtype(config: Any) -> Iterator[None]:
     """Make the config's dtype the default dtype, for submodels too, as ``from_pretrained`` does."""
     dtype, before = getattr(config, "dtype", None), torch.get_default_dtype()
     for name in getattr(config, "sub_configs", ()):

@@ -178,3 +178,32 @@ def saved_by_one_rank(model: Any, num_parameters: int) -> Iterator[None]:
         del model.__dict__["num_parameters"]
         if sharded_at_load is not None:
             config.distributed_config = sharded_at_load
+
+
+def untrained_copy(trainer: Any) -> Any:
+    """Return a copy of a Trainer before its training, with a copy of its model and without an optimizer.
+
+    It has no Accelerator of its own: call ``create_accelerator_and_postprocess`` before it trains.
+
+    Raises:
+        ValueError: the Trainer was given an optimizer or a scheduler.
+    """
+    from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
+
+    if trainer.optimizer is not None or trainer.lr_scheduler is not None:
+        raise ValueError("it was given an optimizer or a scheduler")
+    fresh = copy.copy(trainer)
+    fresh.args = copy.copy(trainer.args)
+    fresh.model = fresh.model_wrapped = copy.deepcopy(trainer.model)
+    handler = trainer.callback_handler
+    fresh.callback_handler = CallbackHandler(
+        copy.deepcopy(handler.callbacks), fresh.model, trainer.processing_class, None, None
+    )
+    fresh.control, fresh.state = TrainerControl(), TrainerState()
+    fresh._created_lr_scheduler = False
+    return fresh
+
+
+def save_checkpoint(trainer: Any) -> None:
+    """Write a checkpoint after the present step. Collective."""
+    trainer._save_checkpoint(trainer.model, trial=None)

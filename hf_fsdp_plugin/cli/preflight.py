@@ -1,0 +1,259 @@
+"""``hf-fsdp check --run``: a tiny clone of the model trains on CPU ranks, through every stage of a run."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from hf_fsdp_plugin.cli.dry_run import model_of_script
+from hf_fsdp_plugin.cli.failure_summary import first_failure, summarize
+from hf_fsdp_plugin.cli.launch_flags import LaunchArguments
+from hf_fsdp_plugin.cli.rank_env import rank_env, settings_env
+from hf_fsdp_plugin.cli.ranks import Ranks, RunResult
+from hf_fsdp_plugin.cli.rendezvous import Peers, meet_locally
+from hf_fsdp_plugin.cli.run_words import Request
+from hf_fsdp_plugin.cli.world import World
+from hf_fsdp_plugin.integrations.preflight.stages import (
+    FOLDER_VARIABLE,
+    Options,
+    StageResult,
+    problems_of,
+    read_events,
+    running_stages,
+    stage_results,
+)
+from hf_fsdp_plugin.problems import Problem, has_errors
+from hf_fsdp_plugin.sources.handover import LaunchHandover, absolute, user_variables
+from hf_fsdp_plugin.sources.model import Sources
+from hf_fsdp_plugin.spec.model import FsdpSpec, LaunchSection
+from hf_fsdp_plugin.strategies import STRATEGIES
+from hf_fsdp_plugin.text import format_names
+
+_STAGE_LIMIT: Final = 60.0
+"""Seconds without any progress after which a run is stopped, once the training has begun."""
+_GRACE: Final = 3.0
+_MAX_TAIL: Final = 5
+_NUM_RANKS: Final = 2
+_NUM_HYBRID_RANKS: Final = 4
+_BUILTIN: Final = "hf_fsdp_plugin.integrations.preflight.builtin_script"
+_DTYPES: Final = (
+    "launch.mixed_precision",
+    "precision.param",
+    "precision.reduce",
+    "precision.output",
+    "precision.buffer",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preflight:
+    """The result of a preflight.
+
+    Attributes:
+        seconds: from the start of the ranks to their end.
+        model: class and parameters of the model and of its clone.
+        signal_number: the signal that stopped it, or 0.
+    """
+
+    stages: Sequence[StageResult] = ()
+    problems: Sequence[Problem] = ()
+    seconds: float = 0.0
+    world_size: int = _NUM_RANKS
+    model: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    signal_number: int = 0
+
+    @property
+    def ok(self) -> bool:
+        return not self.signal_number and all(stage.result not in ("failed", "stood still") for stage in self.stages)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object ``run`` of ``check --json``."""
+        return {
+            "ok": self.ok,
+            "seconds": round(self.seconds, 2),
+            "world_size": self.world_size,
+            "model": dict(self.model) or None,
+            "stages": [stage.to_json() for stage in self.stages],
+        }
+
+
+def run_preflight(spec: FsdpSpec, sources: Sources, request: Request) -> Preflight:
+    """Run a preflight. Writes to a temporary folder only, and leaves no process.
+
+    Args:
+        spec: the spec of `sources`, without errors.
+    """
+    overrides, changes = overrides_for_cpu(spec)
+    size = _world_size(spec)
+    if spec.wrap.policy == "size":
+        override, note = _threshold(spec, request, size)
+        overrides, changes = [*overrides, *override], [*changes, note]
+    launch = replace(spec.launch, use_cpu=True, num_machines=1, machine_rank=0, num_processes=size)
+    launch = replace(launch, dynamo_config=MappingProxyType({}), mixed_precision=_on_cpu(launch.mixed_precision))
+    spec = replace(spec, launch=replace(launch, main_process_port=0, enable_cpu_affinity=False))
+    world = World(device="cpu", num_machines=1, machine_rank=0, num_local=size)
+    with tempfile.TemporaryDirectory(prefix="hf_fsdp_preflight_", ignore_cleanup_errors=True) as scratch:
+        folder = Path(scratch) / "run"
+        folder.mkdir()
+        Options(
+            model=request.model if not Path(request.model).exists() else absolute(request.model) or "",
+            is_script=bool(request.script),
+            arguments=request.training,
+            arguments_file=absolute(request.training_file or None) or "",
+        ).write(folder)
+        handover = LaunchHandover(
+            sources=replace(
+                sources,
+                overrides=(*sources.overrides, *overrides),
+                training_arguments={},
+                world_size=None,
+                environ=user_variables(os.environ),
+            ),
+            report=str(folder / "report.json"),
+        )
+        began = time.monotonic()
+        result, reason = _run_ranks(spec, world, handover, request, Path(scratch), folder)
+        seconds = time.monotonic() - began
+        preflight = _read(result, reason, folder)
+    return replace(preflight, seconds=seconds, world_size=size, problems=(*changes, *preflight.problems))
+
+
+def overrides_for_cpu(spec: FsdpSpec) -> tuple[list[str], list[Problem]]:
+    """Return what ``--set`` changes for a small world of CPU ranks, and notes on what the user has set otherwise."""
+    size = _world_size(spec)
+    mesh = spec.mesh
+    values: dict[str, Any] = {"launch.use_cpu": "true", "launch.num_processes": size}
+    if spec.asked("mesh.shard") or spec.asked("mesh.replicate") or size == _NUM_HYBRID_RANKS:
+        replicas = 2 if size == _NUM_HYBRID_RANKS or mesh.shard == 1 else 1
+        values |= {"mesh.shard": size // replicas, "mesh.replicate": replicas}
+    for name in ("launch.num_machines", "launch.machine_rank", "launch.main_process_ip", "launch.gpu_ids"):
+        if spec.asked(name):
+            values[name] = {"launch.num_machines": 1, "launch.machine_rank": 0, "launch.gpu_ids": "all"}.get(name, "")
+    values |= {name: "bf16" for name in _DTYPES if spec.get(name) == "fp16"}
+    shown = [name for name in values if spec.asked(name) and str(spec.get(name)).lower() != str(values[name])]
+    notes = [
+        Problem(
+            code="FSDP-N757",
+            setting=name,
+            origin=spec.origin(name),
+            message=f"the preflight has {values[name] or 'no value'} instead of {spec.get(name)}.",
+        )
+        for name in shown
+        if name not in ("launch.use_cpu", "launch.gpu_ids")
+    ]
+    if spec.launch.dynamo_config:
+        notes.append(Problem(code="FSDP-W756", message="not tested: torch.compile (dynamo_config)."))
+    return [f"{name}={value}" for name, value in values.items() if value != ""], notes
+
+
+def _threshold(spec: FsdpSpec, request: Request, size: int) -> tuple[list[str], Problem]:
+    """Return ``--set wrap.min_num_params`` for the clone, with which it has the kinds of units of the model."""
+    from hf_fsdp_plugin.integrations.preflight.clone import scaled_threshold  # imports torch
+
+    name = "wrap.min_num_params"
+    script = LaunchArguments(script=" ".join(request.script[:1]), script_args=tuple(request.script[1:]))
+    model = request.model or model_of_script(script)[0]
+    found = scaled_threshold(spec, model, size, keep_vocabulary=bool(request.script)) if model else None
+    if found is None:
+        message = "wrap.min_num_params is not reduced for the clone, because its model is unknown here."
+        fix = "Pass --model together with the script."
+        return [], Problem(code="FSDP-W759", setting=name, origin=spec.origin(name), message=message, fix=fix)
+    threshold, is_same = found
+    message = f"the preflight has {threshold} instead of {spec.wrap.min_num_params}, because the clone is smaller."
+    if not is_same:
+        message += " The units of the clone are not of the same classes as those of the model."
+    code = "FSDP-N757" if is_same else "FSDP-W759"
+    return [f"{name}={threshold}"], Problem(code=code, setting=name, origin=spec.origin(name), message=message)
+
+
+def _on_cpu(precision: str) -> str:
+    return "bf16" if precision == "fp16" else precision
+
+
+def _world_size(spec: FsdpSpec) -> int:
+    """Return two ranks, or four if the mesh has two axes."""
+    mesh = spec.mesh
+    has_replicas = mesh.replicate not in ("auto", 1) and mesh.shard != 1
+    is_hybrid = STRATEGIES[spec.sharding.strategy].hybrid or has_replicas
+    return _NUM_HYBRID_RANKS if is_hybrid else _NUM_RANKS
+
+
+class _Limit(Peers):
+    """Reports a failure, which stops the ranks, when a run takes too long or does not progress."""
+
+    def __init__(self, limit: float, folder: Path) -> None:
+        self._limit, self._folder = limit, folder
+        self._began = time.monotonic()
+        self._size, self._changed = 0, self._began
+        self.reason = ""
+
+    def failure(self) -> str | None:
+        now = time.monotonic()
+        size = sum(file.stat().st_size for file in self._folder.glob("rank_*.jsonl"))
+        if size != self._size:
+            self._size, self._changed = size, now
+        if now - self._began > self._limit:
+            self.reason = f"{self._limit:g} s (--limit)"
+        elif now - self._changed > _STAGE_LIMIT and "start" not in running_stages(read_events(self._folder)):
+            self.reason = f"{_STAGE_LIMIT:g} s without progress"
+        return self.reason or None
+
+
+def _run_ranks(
+    spec: FsdpSpec, world: World, handover: LaunchHandover, request: Request, scratch: Path, folder: Path
+) -> tuple[RunResult, str]:
+    rendezvous, _ = meet_locally(LaunchSection())
+    limit = _Limit(request.limit, folder)
+    base = {**os.environ, **settings_env(spec, world, LaunchArguments()), **handover.to_env()}
+    base |= {FOLDER_VARIABLE: str(folder), "TMPDIR": str(scratch), "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
+    ranks = Ranks(show_all=False, show_first=False, log_dir=None, scratch=scratch, notice=lambda _: None)
+    try:
+        for rank in range(world.size):
+            env = {**base, **rank_env(world, rendezvous, rank, role="default")}
+            ranks.start(rank, _command(request), env)
+        result = ranks.watch(grace=_GRACE, peers=limit)
+    finally:
+        ranks.close()
+        rendezvous.close()
+    return result, limit.reason
+
+
+def _command(request: Request) -> list[str]:
+    script = list(request.script) or ["-m", _BUILTIN]
+    return [sys.executable, "-u", "-m", "hf_fsdp_plugin.cli.run_script", *script]
+
+
+def _read(result: RunResult, reason: str, folder: Path) -> Preflight:
+    """Return what the ranks have recorded, and why they were stopped."""
+    events = read_events(folder)
+    stages, problems = stage_results(events, stopped=bool(reason)), problems_of(events)
+    first = first_failure(result.exits)
+    if reason:
+        problems.append(_stood_still(events, reason))
+    elif first is not None and not result.signal_number and not has_errors(problems):
+        running = next((stage for stage in running_stages(events) if stage is not None), "start")
+        message = f"rank {first.rank} failed in the stage '{running}': {summarize(first)}"
+        message += "".join(f"\n  | {line}" for line in first.tail[-_MAX_TAIL:])
+        problems.append(Problem(code="FSDP-E750", message=message))
+        stages = [replace(s, result="failed", reason="") if s.stage == running else s for s in stages]
+    model = next((event for of_rank in events for event in of_rank if event["event"] == "model"), {})
+    model = {key: value for key, value in model.items() if key in ("name", "num_params", "real_num_params")}
+    return Preflight(stages=stages, problems=problems, model=model, signal_number=result.signal_number)
+
+
+def _stood_still(events: Sequence[Sequence[Mapping[str, Any]]], reason: str) -> Problem:
+    running = running_stages(events)
+    places = [f"rank {rank} in the stage '{stage}'" for rank, stage in enumerate(running) if stage is not None]
+    message = f"the preflight was stopped after {reason}: {format_names(places) or 'the ranks had not started'}."
+    fix = (
+        "If the ranks are in different stages, make all of them run the same collective calls. Give slow data "
+        "processing more time with --limit."
+    )
+    return Problem(code="FSDP-E755", message=message, fix=fix)

@@ -1,0 +1,125 @@
+"""Replacements of the functions that load models and data sets: a preflight gets the clone, and a few samples."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from hf_fsdp_plugin.integrations.preflight.arguments import not_tested
+from hf_fsdp_plugin.integrations.preflight.clone import find_clone, wait_for_clone, write_clone
+from hf_fsdp_plugin.integrations.preflight.run import preflight
+from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.problems import Problem, SpecError
+
+NUM_SAMPLES: Final = 64
+"""Samples of each split that ``load_dataset`` returns."""
+_CLONE_SECONDS: Final = 60.0
+_PLACE_ARGUMENTS: Final = (
+    "subfolder", "revision", "variant", "state_dict", "force_download", "local_files_only", "cache_dir", "token",
+    "use_safetensors", "weights_only", "adapter_kwargs", "from_tf", "from_flax", "trust_remote_code", "code_revision",
+)  # fmt: skip
+"""Arguments of ``from_pretrained`` that select files, which a clone does not have."""
+
+
+def from_pretrained(
+    original: Callable[..., Any], cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Load the clone of the model that is named: from files, as the model itself."""
+    name = pretrained_model_name_or_path
+    if not preflight.active or preflight.phase != "script" or (name is None and kwargs.get("state_dict") is not None):
+        return original(name, *args, **kwargs)
+    if Path(str(name)).is_relative_to(preflight.folder):
+        return original(name, *args, **kwargs)
+    with preflight.stage("clone"):
+        config, kwargs = _config_of(cls, name, kwargs)
+        folder = _clone_folder(cls, config)
+        if kwargs.pop("gguf_file", None):
+            not_tested("reading the GGUF file")
+        if str(kwargs.get("attn_implementation") or "").startswith(("flash", "kernels")):
+            not_tested(f"attn_implementation={kwargs['attn_implementation']}, sdpa is used instead")
+            kwargs["attn_implementation"] = "sdpa"
+        kwargs = {key: value for key, value in kwargs.items() if key not in _PLACE_ARGUMENTS}
+        return original(str(folder), *args, **kwargs)
+
+
+def from_config(original: Callable[..., Any], cls: Any, config: Any, **kwargs: Any) -> Any:
+    """Build the clone of the model that a config describes."""
+    if not preflight.active or preflight.phase != "script" or preflight.recorder.current == "clone":
+        return original(config, **kwargs)
+    with preflight.stage("clone"):
+        return original(_clone_config(cls, config), **kwargs)
+
+
+def load_dataset(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return the first samples of each split."""
+    loaded = original(*args, **kwargs)
+    if not preflight.active or preflight.phase != "script":
+        return loaded
+    if isinstance(loaded, dict):
+        for split, data in loaded.items():
+            loaded[split] = first_samples(data)
+        return loaded
+    return first_samples(loaded)
+
+
+def first_samples(data: Any, number: int = NUM_SAMPLES) -> Any:
+    """Return the first samples of a data set, of the same type if it is one of the library ``datasets``."""
+    if hasattr(data, "take"):
+        return data.take(min(number, len(data)) if hasattr(data, "__len__") else number)
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and len(data) > number:
+        from torch.utils.data import Subset
+
+        return Subset(data, range(number))
+    return data
+
+
+def _config_of(cls: Any, name: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the config of the model as ``from_pretrained`` reads it, and the arguments that are left."""
+    from transformers import PreTrainedConfig
+
+    given = kwargs.pop("config", None)
+    if isinstance(given, PreTrainedConfig):
+        return given, kwargs
+    config, left = cls.config_class.from_pretrained(given or name, return_unused_kwargs=True, **kwargs)
+    files = {key: kwargs[key] for key in ("gguf_file",) if key in kwargs}
+    return config, {**left, **files}
+
+
+def _clone_folder(cls: Any, config: Any) -> Path:
+    """Return the folder of the clone. The first rank writes it, the others wait for it."""
+    key = hashlib.blake2b(f"{cls.__name__}{config.to_json_string(use_diff=False)}".encode(), digest_size=8).hexdigest()
+    folder = preflight.folder / "clones" / key
+    if preflight.rank == 0:
+        if not folder.exists():
+            folder.parent.mkdir(exist_ok=True)
+            write_clone(cls, _find(cls, config), folder)
+    elif not wait_for_clone(folder, _CLONE_SECONDS):
+        message = f"rank 0 did not write the clone of {cls.__name__} in {_CLONE_SECONDS:g} s."
+        raise SpecError([Problem(code="FSDP-E752", message=message, fix="See the problem of rank 0.")])
+    return folder
+
+
+def _clone_config(cls: Any, config: Any) -> Any:
+    return _find(cls, config).config
+
+
+def _find(cls: Any, config: Any) -> Any:
+    spec = session.ambient
+    clone = find_clone(
+        cls,
+        config,
+        # The launcher has set the size for the clone, so it does not fit the model.
+        spec=None if spec is not None and spec.wrap.policy == "size" else spec,
+        world_size=preflight.world_size,
+        keep_vocabulary=preflight.options.is_script,
+    )
+    for problem in clone.problems:
+        preflight.recorder.note(problem)
+    if getattr(config, "quantization_config", None) is not None:
+        not_tested("quantization that the config of the model declares")
+    preflight.recorder.write(
+        event="model", name=cls.__name__, num_params=clone.num_params, real_num_params=clone.real_num_params
+    )
+    return clone

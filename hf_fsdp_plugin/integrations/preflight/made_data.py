@@ -1,0 +1,134 @@
+"""Made samples for the task of a model: random tokens, images or sounds, and labels that its loss accepts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset, default_collate
+
+from hf_fsdp_plugin.integrations.preflight.sizes import config_parts
+
+NUM_TOKENS: Final = 16
+"""Tokens per sample. A model with fewer positions gets fewer."""
+_NUM_SOUND_SAMPLES: Final = 4000
+_CLASS_TASKS: Final = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
+
+
+class MadeData(Dataset[dict[str, torch.Tensor]]):
+    """Samples for a model. Sample number ``index`` is the same in every process.
+
+    Args:
+        length: number of samples. They are made when they are read.
+
+    Raises:
+        ValueError: there is no made data for the model's inputs.
+    """
+
+    def __init__(self, model: nn.Module, length: int) -> None:
+        self._config: Any = model.config
+        self._name = type(model).__name__
+        self._inputs = set(inspect.signature(model.forward).parameters)
+        self._main = str(getattr(model, "main_input_name", "input_ids"))
+        self._length = length
+        self._downsampling = getattr(self._config, "inputs_to_logits_ratio", 1)
+        _ = self[0]
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < self._length:
+            raise IndexError(index)
+        generator = torch.Generator().manual_seed(index)
+        sample = self._input(generator)
+        return {**sample, **self._labels(generator)}
+
+    def _input(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        if "input_ids" in self._inputs:
+            tokens = self._tokens(generator)
+            if self._name.endswith("ForMultipleChoice"):
+                tokens = torch.stack([tokens, self._tokens(generator)])
+            sample = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+            if self._contrasts_images:
+                sample["pixel_values"] = self._image(generator)
+            return {name: value for name, value in sample.items() if name in self._inputs}
+        if self._main == "pixel_values":
+            return {"pixel_values": self._image(generator)}
+        if self._main == "input_features" and hasattr(self._config, "num_mel_bins"):
+            frames = 2 * getattr(self._config, "max_source_positions", 64)
+            return {"input_features": torch.randn(self._config.num_mel_bins, frames, generator=generator)}
+        if self._main == "input_values" and self._downsampling > 1:
+            return {"input_values": torch.randn(_NUM_SOUND_SAMPLES, generator=generator)}
+        raise ValueError(f"{self._name} has the input {self._main!r}, for which there is no made data.")
+
+    @property
+    def _contrasts_images(self) -> bool:
+        return "return_loss" in self._inputs and "pixel_values" in self._inputs
+
+    def _tokens(self, generator: torch.Generator) -> torch.Tensor:
+        parts = [vars(part) for part in config_parts(self._config)]
+        vocabulary = min(part["vocab_size"] for part in parts if part.get("vocab_size"))
+        positions = [
+            part[name] for part in parts for name in ("max_position_embeddings", "n_positions") if name in part
+        ]
+        length = min([NUM_TOKENS, *(number for number in positions if isinstance(number, int) and number > 0)])
+        special = _special_tokens(parts)
+        plain = torch.tensor([token for token in range(vocabulary) if token not in special])
+        return plain[torch.randint(len(plain), (length,), generator=generator)]
+
+    def _image(self, generator: torch.Generator) -> torch.Tensor:
+        parts = [vars(part) for part in config_parts(self._config)]
+        size = next((part["image_size"] for part in parts if part.get("image_size")), None)
+        if size is None:
+            raise ValueError(f"{self._name} has images of any size, for which there is no made data.")
+        channels = next((part["num_channels"] for part in parts if part.get("num_channels")), 3)
+        height, width = (size, size) if isinstance(size, int) else size[:2]
+        return torch.randn(channels, height, width, generator=generator)
+
+    def _labels(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        def number(limit: int) -> torch.Tensor:
+            return torch.randint(limit, (), generator=generator)
+
+        if "start_positions" in self._inputs:
+            return {name: number(NUM_TOKENS) for name in ("start_positions", "end_positions")}
+        if "labels" not in self._inputs:
+            return {}
+        num_labels = int(getattr(self._config, "num_labels", 2))
+        if self._name.endswith(_CLASS_TASKS):
+            problem = getattr(self._config, "problem_type", None)
+            if problem == "multi_label_classification":
+                return {"labels": torch.randint(2, (num_labels,), generator=generator).float()}
+            is_regression = problem == "regression" or num_labels == 1
+            return {"labels": torch.randn((), generator=generator) if is_regression else number(num_labels)}
+        if self._name.endswith(("ForMultipleChoice", "ForNextSentencePrediction")):
+            return {"labels": number(2)}
+        if self._name.endswith("ForTokenClassification"):
+            return {"labels": torch.randint(num_labels, (NUM_TOKENS,), generator=generator)}
+        if self._name.endswith("ForCTC"):
+            return {"labels": torch.randint(1, int(self._config.vocab_size), (4,), generator=generator)}
+        labels = {"labels": self._tokens(generator)}
+        if self._name.endswith("ForPreTraining") and "next_sentence_label" in self._inputs:
+            labels["next_sentence_label"] = number(2)
+        return labels
+
+
+def collate(samples: list[Mapping[str, torch.Tensor]]) -> dict[str, Any]:
+    """Return a batch. A contrastive model returns a loss only if it is asked to."""
+    batch: dict[str, Any] = default_collate(samples)
+    if "pixel_values" in batch and "input_ids" in batch:
+        batch["return_loss"] = True
+    return batch
+
+
+def _special_tokens(parts: list[dict[str, Any]]) -> set[int]:
+    """Return the numbers of padding, image and other special tokens."""
+    found: set[int] = set()
+    for part in parts:
+        for name, value in part.items():
+            if name.endswith(("token_id", "token_index")):
+                found |= {value} if isinstance(value, int) else set(value) if isinstance(value, list) else set()
+    return found

@@ -1,0 +1,226 @@
+"""The stages of a preflight, and the file in which each rank records them for the launcher. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from hf_fsdp_plugin.problems import Origin, Problem
+
+FOLDER_VARIABLE: Final = "HF_FSDP_PREFLIGHT"
+"""Environment variable with the temporary folder of a preflight. Set only for its ranks."""
+OPTIONS_FILE: Final = "options.json"
+
+STAGES: Final[Mapping[str, str]] = {
+    "start": "imports, and the script up to the training",
+    "clone": "the tiny clone of the model is made and loaded",
+    "prepare": "units, optimizer and scheduler",
+    "step": "data, forward and backward pass",
+    "clip": "norm of the gradients",
+    "update": "step of optimizer and scheduler",
+    "evaluate": "evaluation and metrics",
+    "save": "checkpoint with optimizer, scheduler and random state",
+    "load best": "load_best_model_at_end",
+    "resume": "a fresh model and optimizer continue from the checkpoint",
+    "export": "merge of the checkpoint, and from_pretrained",
+}
+_STAGES_OF_RANK_0: Final = ("clone", "export")
+Result = Literal["passed", "failed", "stood still", "not tested"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageResult:
+    """What all ranks have recorded of one stage.
+
+    Attributes:
+        seconds: time of the slowest rank; 0 for a stage that did not run.
+        reason: why the stage was not tested.
+    """
+
+    stage: str
+    result: Result
+    seconds: float = 0.0
+    reason: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        row = {"stage": self.stage, "result": self.result, "seconds": round(self.seconds, 2)}
+        return {**row, "reason": self.reason or None}
+
+
+class Recorder:
+    """Records the stages of one rank. One stage runs at a time; a stage that runs again adds to its time."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._file = folder / f"rank_{rank}.jsonl"
+        self._current: str | None = None
+        self._began = 0.0
+        self._failed: set[str] = set()
+        self.done: set[str] = set()
+
+    @property
+    def current(self) -> str | None:
+        return self._current
+
+    def enter(self, stage: str) -> None:
+        """End the current stage and begin another one."""
+        if stage == self._current:
+            return
+        self.leave()
+        self._current, self._began = stage, time.monotonic()
+        self.write(event="begin", stage=stage)
+
+    def leave(self) -> None:
+        """End the current stage."""
+        if self._current is not None:
+            self.write(event="end", stage=self._current, seconds=time.monotonic() - self._began)
+            self.done.add(self._current)
+        self._current = None
+
+    def fail(self, problems: Iterable[Problem]) -> None:
+        """Record a failure of the current stage with its problems, and end the stage."""
+        stage = self._current or "start"
+        self._failed.add(stage)
+        for problem in problems:
+            self.write(event="problem", stage=stage, problem=_to_json(problem))
+        self.write(event="failed", stage=stage)
+        self.leave()
+        self.done.discard(stage)
+
+    def skip_current(self, reason: str) -> None:
+        """Record that the current stage cannot be tested here, and end it."""
+        stage, self._current = self._current or "start", None
+        self._failed.add(stage)
+        self.write(event="skip", stage=stage, reason=reason)
+        self.write(event="failed", stage=stage)
+
+    def note(self, problem: Problem) -> None:
+        """Record a warning or note, which fails no stage."""
+        self.write(event="note", stage=self._current, problem=_to_json(problem))
+
+    def skip(self, stage: str, reason: str) -> None:
+        """Record that a stage is not tested."""
+        if stage not in self.done | self._failed:
+            self._failed.add(stage)
+            self.write(event="skip", stage=stage, reason=reason)
+
+    def has_failed(self, stage: str) -> bool:
+        return stage in self._failed
+
+    @property
+    def any_failed(self) -> bool:
+        return bool(self._failed)
+
+    def write(self, **event: Any) -> None:
+        with self._file.open("a") as file:
+            file.write(json.dumps({"time": time.time(), **event}, default=str) + "\n")
+
+
+def read_events(folder: Path) -> list[list[dict[str, Any]]]:
+    """Return the events of every rank that has recorded any, in rank order."""
+    found = []
+    for file in sorted(folder.glob("rank_*.jsonl")):
+        lines = file.read_text().splitlines(keepends=True)
+        found.append([json.loads(line) for line in lines if line.endswith("\n")])
+    return found
+
+
+def running_stages(events: Sequence[Sequence[Mapping[str, Any]]]) -> list[str | None]:
+    """Return the stage in which each rank is; ``None`` between two stages."""
+    running = []
+    for of_rank in events:
+        last = next((e for e in reversed(of_rank) if e["event"] in ("begin", "end", "failed")), None)
+        running.append(last["stage"] if last is not None and last["event"] == "begin" else None)
+    return running
+
+
+def stage_results(events: Sequence[Sequence[Mapping[str, Any]]], *, stopped: bool) -> list[StageResult]:
+    """Return the result of every stage.
+
+    Args:
+        stopped: whether the launcher has stopped the ranks at its time limit.
+    """
+    running = running_stages(events)
+    results = []
+    for stage in STAGES:
+        of_stage = [[event for event in of_rank if event.get("stage") == stage] for of_rank in events]
+        kinds = {event["event"] for of_rank in of_stage for event in of_rank}
+        seconds = max((sum(e.get("seconds", 0.0) for e in of_rank) for of_rank in of_stage), default=0.0)
+        reason = next((e["reason"] for of_rank in of_stage for e in of_rank if e["event"] == "skip"), "")
+        result: Result = "passed"
+        if "problem" in kinds:
+            result = "failed"
+        elif "skip" in kinds:
+            result = "not tested"
+        elif stage in running:
+            result = "stood still" if stopped else "failed"
+        elif "end" not in kinds:
+            result, reason = "not tested", reason or "an earlier stage failed"
+        results.append(StageResult(stage=stage, result=result, seconds=seconds, reason=reason * (result != "passed")))
+    return results
+
+
+def problems_of(events: Sequence[Sequence[Mapping[str, Any]]]) -> list[Problem]:
+    """Return the problems and notes of all ranks, each once. One that only some ranks have names the first of them."""
+    found: dict[tuple[str, str], Problem] = {}
+    ranks: dict[tuple[str, str], set[int]] = {}
+    for rank, of_rank in enumerate(events):
+        for event in of_rank:
+            if event["event"] in ("problem", "note"):
+                problem = _from_json(event["problem"])
+                key = problem.code, problem.message
+                found.setdefault(key, problem)
+                if event["event"] == "problem" and event["stage"] not in _STAGES_OF_RANK_0:
+                    ranks.setdefault(key, set()).add(rank)
+    for key, own in ranks.items():
+        if len(own) < len(events) and found[key].rank is None:
+            found[key] = replace(found[key], rank=min(own))
+    return list(found.values())
+
+
+def _to_json(problem: Problem) -> dict[str, Any]:
+    origin = problem.origin
+    place = [origin.source, origin.line, origin.spelling, origin.text] if origin is not None else None
+    fields = ("code", "message", "fix", "setting", "rank")
+    return {**{name: getattr(problem, name) for name in fields}, "origin": place}
+
+
+def _from_json(tree: Mapping[str, Any]) -> Problem:
+    place = tree["origin"]
+    origin = Origin(source=place[0], line=place[1], spelling=place[2], text=place[3]) if place else None
+    return Problem(**{**tree, "origin": origin})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What the launcher passes to the ranks of a preflight.
+
+    Attributes:
+        model: ``--model``; empty if the script names it.
+        is_script: whether the ranks run the user's script.
+        arguments: arguments of ``TrainingArguments``, for the built-in script.
+        arguments_file: JSON or YAML file of them; empty without one.
+    """
+
+    model: str = ""
+    is_script: bool = False
+    arguments: Sequence[str] = ()
+    arguments_file: str = ""
+
+    def write(self, folder: Path) -> None:
+        content = {name: getattr(self, name) for name in self.__slots__}
+        (folder / OPTIONS_FILE).write_text(json.dumps(content))
+
+
+def folder_of_preflight() -> Path | None:
+    """Return the temporary folder if this process is a rank of a preflight."""
+    found = os.environ.get(FOLDER_VARIABLE)
+    return Path(found) if found else None
+
+
+def read_options(folder: Path) -> Options:
+    return Options(**json.loads((folder / OPTIONS_FILE).read_text()))
