@@ -149,11 +149,11 @@ class Checked:
 def run(args: argparse.Namespace) -> int:
     """Print the problems, settings and verdict. Returns 0 without errors, 1 with errors, 2 for a missing config."""
     files = _config_files(args)
-    if args.fix:
-        return _fix(args, files)
     if args.run and (reason := why_refused(args, len(files))):
         print(f"hf-fsdp check: {reason}", file=sys.stderr)
         return USAGE
+    if args.fix:
+        return _fix(args, files)
     checked = [_with_run(args, file) if args.run else check_config(args, file) for file in files]
     if args.json:
         results = [_result(args, one) for one in checked]

@@ -68,6 +68,7 @@ _WHOLE_TENSORS = "The library refuses shards."
 _DAMAGED = "Errors of damaged or missing files name neither file nor tensor, or occur after weights were read."
 _NAMES_FILES = "Transformers checks the files of a model first, and its errors name file and tensor."
 _PREFLIGHT = "`hf-fsdp check --run` is removed from this package."
+_STAGE = "A preflight records the stage."
 _TRAINER_STAGED = "The Trainer writes checkpoints to a staging folder and renames them."
 
 # fmt: off
@@ -297,11 +298,11 @@ _PREFLIGHT_HOOKS = (
          reason="A preflight reads a few samples.", until=_PREFLIGHT),
     Hook(f"{_TRAINER}._inner_training_loop", "preflight.training:inner_training_loop",
          reason="A preflight runs two steps, resumes, and exports.", until=_PREFLIGHT),
-    *(
-        Hook(f"{_TRAINER}.{name}", f"preflight.training:{name.removeprefix('_')}",
-             reason="A preflight records the stage.", until=_PREFLIGHT)
-        for name in ("_clip_grad_norm", "_evaluate", "_determine_best_metric", "_load_best_model")
-    ),
+    Hook(f"{_TRAINER}._clip_grad_norm", "preflight.training:clip_grad_norm", reason=_STAGE, until=_PREFLIGHT),
+    Hook(f"{_TRAINER}._evaluate", "preflight.training:evaluate", reason=_STAGE, until=_PREFLIGHT),
+    Hook(f"{_TRAINER}._determine_best_metric", "preflight.training:determine_best_metric",
+         reason=_STAGE, until=_PREFLIGHT),
+    Hook(f"{_TRAINER}._load_best_model", "preflight.training:load_best_model", reason=_STAGE, until=_PREFLIGHT),
 )
 # fmt: on
 

@@ -110,7 +110,7 @@ def find_clone(
         raise SpecError([Problem(code="FSDP-E752", message=message, fix=fix)])
     widths, (small, model) = found[-1]
     problems = list(_differences(real, model, spec, world_size))
-    if widths == "none" and len(found) > 1:
+    if widths == "none" and reasons:
         problems.append(_widths_kept(reasons))
     return Clone(
         config=small, num_params=num_params_of(model), real_num_params=num_params_of(real), problems=tuple(problems)

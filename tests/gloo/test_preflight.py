@@ -1,0 +1,313 @@
+"""``hf-fsdp check --run``: a clone of the model on real CPU ranks; good runs, and what each kind of failure reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from json_schema import assert_valid
+from launching import environment, is_gone
+
+CHECK = [sys.executable, "-m", "hf_fsdp_plugin.cli.main", "check", "--run"]
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512, "intermediate_size": 1024,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 8, "vocab_size": 4000,
+}  # fmt: skip
+ALWAYS = ("start", "clone", "prepare", "step", "clip", "update", "evaluate", "save", "resume", "export")
+SCRIPT = """
+    import os
+    import torch
+    from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 100
+        def __getitem__(self, index):
+            tokens = torch.randint(0, 4000, (16,), generator=torch.Generator().manual_seed(index))
+            return {"input_ids": tokens, "labels": tokens}
+
+    def arguments(**more):
+        return TrainingArguments(**{"output_dir": "out", "eval_strategy": "steps", "eval_steps": 50, **more})
+
+    def train(model, trainer=Trainer, **more):
+        args = more.pop("args", None) or arguments()
+        trainer(model=model, args=args, train_dataset=Data(), eval_dataset=Data(), **more).train()
+        open("AFTER", "w").close()
+
+    model = AutoModelForCausalLM.from_pretrained("model")
+"""
+METRIC = """
+    def compute_metrics(prediction):
+        return {"accuracy": 1 / 0}
+    train(model, compute_metrics=compute_metrics)
+"""
+OPTIMIZER = """
+    class Keeping(torch.optim.SGD):
+        def step(self, closure=None):
+            result = super().step(closure)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter]["odd"] = object()
+            return result
+    train(model, optimizer_cls_and_kwargs=(Keeping, {"lr": 1e-3}))
+"""
+SCHEDULER = """
+    class Forgetting(torch.optim.lr_scheduler.LambdaLR):
+        def state_dict(self):
+            return {}
+        def load_state_dict(self, state):
+            pass
+    class Own(Trainer):
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            self.lr_scheduler = Forgetting(self.optimizer, lambda step: 0.5**step)
+            return self.lr_scheduler
+    train(model, Own)
+"""
+CALLBACK = """
+    class Counting(TrainerCallback):
+        num_steps = 0
+        def on_step_begin(self, args, state, control, **kwargs):
+            self.num_steps += 1
+            for group in kwargs["optimizer"].param_groups:
+                group["lr"] = 1e-3 * self.num_steps
+    train(model, callbacks=[Counting()])
+"""
+MIXED_DTYPES = """
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.to(torch.bfloat16)
+        layer.mlp.requires_grad_(True)
+    train(model)
+"""
+ONE_RANK = """
+    class Failing(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if os.environ["RANK"] == "1":
+                raise ValueError("only here")
+    train(model, callbacks=[Failing()])
+"""
+STANDING = """
+    class Sleeping(TrainerCallback):
+        def on_evaluate(self, args, state, control, **kwargs):
+            if os.environ["RANK"] == "1":
+                import time
+                time.sleep(1000)
+    train(model, callbacks=[Sleeping()])
+"""
+EXTRA_HEAD = """
+    class WithHead(type(model)):
+        def __init__(self, config):
+            super().__init__(config)
+            self.extra = torch.nn.Linear(config.hidden_size, config.hidden_size)
+    model.extra = torch.nn.Linear(model.config.hidden_size, model.config.hidden_size)
+    train(model)
+"""
+CONSTRUCTOR = """
+    from transformers import LlamaConfig, LlamaForCausalLM
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig())
+    train(model)
+"""
+NO_TRAINING = "print(model)"
+BEST_METRIC = 'train(model, args=arguments(load_best_model_at_end=True, metric_for_best_model="f1", save_steps=50))'
+ONLY_MODEL = "train(model, args=arguments(save_only_model=True))"
+NO_SAVES = 'train(model, args=arguments(save_strategy="no", eval_strategy="no"))'
+REFUSED = 'arguments(load_best_model_at_end=True, save_strategy="epoch")'
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(LLAMA))
+    write_config(tmp_path)
+    return tmp_path
+
+
+def write_config(folder: Path, **settings: Any) -> None:
+    own = {name: settings.pop(name) for name in ("mixed_precision",) if name in settings}
+    fsdp = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", **settings}
+    config = {"distributed_type": "FSDP", "num_processes": 8, **own, "fsdp_config": fsdp}
+    (folder / "fsdp.yaml").write_text(json.dumps(config))  # JSON is YAML
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    env = environment(folder, TMPDIR=str(folder / "tmp"))
+    (folder / "tmp").mkdir(exist_ok=True)
+    return subprocess.Popen([*CHECK, *words], cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True)
+
+
+def check(folder: Path, *words: str) -> dict[str, Any]:
+    """Run a preflight and return its JSON object. Nothing may be left in the folder."""
+    before = sorted(path.name for path in folder.iterdir())
+    process = start(folder, "--json", *words)
+    out, err = process.communicate(timeout=240)
+    tree: dict[str, Any] = json.loads(out)
+    assert_valid("check", tree)
+    assert process.returncode == (0 if tree["ok"] else 1), err
+    assert sorted(path.name for path in folder.iterdir()) == sorted({*before, "tmp"})
+    assert list((folder / "tmp").iterdir()) == []
+    tree["results"] = {stage["stage"]: stage["result"] for stage in tree["run"]["stages"]}
+    return tree
+
+
+def check_script(folder: Path, text: str, *flags: str) -> dict[str, Any]:
+    script = textwrap.dedent(SCRIPT) + textwrap.dedent(text)
+    (folder / "train.py").write_text(script)
+    return check(folder, "fsdp.yaml", *flags, "train.py")
+
+
+def codes(tree: dict[str, Any], severity: str = "error") -> set[str]:
+    return {problem["code"] for problem in tree["problems"] if problem["severity"] == severity}
+
+
+def test_good_settings_pass_every_stage(folder: Path) -> None:
+    flags = ("--load_best_model_at_end", "true", "--eval_steps", "100", "--save_steps", "100", "--optim", "adafactor")
+    tree = check(folder, "fsdp.yaml", "--model", "model", *flags)
+    assert tree["results"] == dict.fromkeys((*ALWAYS[:8], "load best", *ALWAYS[8:]), "passed"), tree["problems"]
+    assert codes(tree) == set() and codes(tree, "note") == {"FSDP-N757"}
+    model = tree["run"]["model"]
+    assert model["name"] == "LlamaForCausalLM" and 10 * model["num_params"] < model["real_num_params"]
+
+
+def test_failing_metric_is_found_and_later_stages_run(folder: Path) -> None:
+    tree = check_script(folder, METRIC)
+    assert tree["results"].pop("load best") == "not tested"
+    assert tree["results"] == {**dict.fromkeys(ALWAYS, "passed"), "evaluate": "failed"}
+    (problem,) = (problem for problem in tree["problems"] if problem["severity"] == "error")
+    assert problem["code"] == "FSDP-E750"
+    assert "ZeroDivisionError" in problem["message"] and "train.py" in problem["message"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "stage", "code"),
+    [
+        pytest.param(OPTIMIZER, "save", "FSDP-E411", id="optimizer"),
+        pytest.param(SCHEDULER, "resume", "FSDP-E753", id="scheduler"),
+        pytest.param(CALLBACK, "resume", "FSDP-E753", id="callback"),
+        pytest.param(BEST_METRIC, "evaluate", "FSDP-E750", id="best-metric"),
+        pytest.param(EXTRA_HEAD, "export", "FSDP-E754", id="extra-head"),
+        pytest.param(CONSTRUCTOR, "start", "FSDP-E752", id="constructor"),
+        pytest.param(NO_TRAINING, "start", "FSDP-E758", id="no-training"),
+        pytest.param(REFUSED, "start", "FSDP-E750", id="refused"),
+    ],
+)
+def test_failure_is_reported_in_its_stage(folder: Path, script: str, stage: str, code: str) -> None:
+    tree = check_script(folder, script)
+    failed = {name for name, result in tree["results"].items() if result == "failed"}
+    assert (failed, codes(tree)) == ({stage}, {code}), tree["problems"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [1, 2])
+def test_unit_that_mixes_dtypes_is_reported(folder: Path, version: int) -> None:
+    write_config(folder, fsdp_version=version)
+    tree = check_script(folder, MIXED_DTYPES)
+    assert tree["results"]["prepare"] == "failed" and codes(tree) == {"FSDP-E221"}, tree["problems"]
+
+
+@pytest.mark.slow
+def test_policy_class_that_is_absent_is_reported(folder: Path) -> None:
+    write_config(folder, fsdp_transformer_layer_cls_to_wrap="BertLayer")
+    tree = check(folder, "fsdp.yaml", "--model", "model")
+    assert tree["results"]["prepare"] == "failed" and codes(tree) == {"FSDP-E214"}
+    assert tree["results"]["step"] == tree["results"]["export"] == "not tested"
+
+
+@pytest.mark.slow
+def test_failure_of_one_rank_names_it_and_ends(folder: Path) -> None:
+    tree = check_script(folder, ONE_RANK)
+    assert tree["results"]["update"] == "failed" and tree["results"]["save"] == "not tested"
+    (problem,) = (problem for problem in tree["problems"] if problem["severity"] == "error")
+    assert (problem["code"], problem["rank"]) == ("FSDP-E750", 1)
+
+
+@pytest.mark.slow
+def test_run_that_stands_still_is_stopped_with_its_stage(folder: Path) -> None:
+    began = time.monotonic()
+    tree = check_script(folder, STANDING, "--limit", "40")
+    assert time.monotonic() - began < 70
+    assert codes(tree) == {"FSDP-E755"} and "stood still" in tree["results"].values()
+
+
+@pytest.mark.slow
+def test_save_only_model_is_not_resumed_but_exported(folder: Path) -> None:
+    tree = check_script(folder, ONLY_MODEL)
+    assert (tree["results"]["resume"], tree["results"]["export"], tree["ok"]) == ("not tested", "passed", True)
+
+
+@pytest.mark.slow
+def test_run_without_saves_exports_the_model(folder: Path) -> None:
+    results = check_script(folder, NO_SAVES)["results"]
+    assert [results[stage] for stage in ("evaluate", "save", "resume")] == ["not tested"] * 3
+    assert results["export"] == "passed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_all_ranks_and_leaves_nothing(folder: Path, number: int) -> None:
+    process = start(folder, "fsdp.yaml", "--model", "model")
+    deadline = time.monotonic() + 60
+    while not (ranks := list((folder / "tmp").glob("*/run/rank_1.jsonl"))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert ranks
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert all(is_gone(int(pid)) for pid in children)
+    assert list((folder / "tmp").iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ("--optmi adafactor", "--optmi"),
+        ("--optim nonsense", "optim"),
+        ("--load_best_model_at_end true --eval_strategy no", "load_best_model_at_end"),
+        ("--training-args none.yaml", "none.yaml"),
+    ],
+)
+def test_refused_training_arguments_are_reported(folder: Path, arguments: str, problem: str) -> None:
+    tree = check(folder, "fsdp.yaml", "--model", "model", *arguments.split())
+    assert codes(tree) == {"FSDP-E751"}
+    assert any(problem in str(each) for each in tree["problems"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_every_strategy_passes_with_fp16_and_file(folder: Path, strategy: str, version: int, kind: str) -> None:
+    write_config(
+        folder, fsdp_version=version, fsdp_sharding_strategy=strategy, fsdp_state_dict_type=kind, mixed_precision="fp16"
+    )
+    (folder / "args.yaml").write_text("gradient_checkpointing: true\nmax_grad_norm: 0.5\nlr_scheduler_type: cosine\n")
+    tree = check(folder, "fsdp.yaml", "--model", "model", "--training-args", "args.yaml")
+    assert tree["ok"], tree["problems"]
+    assert tree["run"]["world_size"] == (4 if strategy == "HYBRID_SHARD" else 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "architecture",
+    ["LlamaForCausalLM", "MixtralForCausalLM", "BertForMaskedLM", "T5ForConditionalGeneration", "GPT2LMHeadModel"],
+)
+def test_preflight_of_each_family_ends_in_a_minute(folder: Path, architecture: str) -> None:
+    import transformers
+
+    config = getattr(transformers, architecture).config_class(architectures=[architecture])
+    config.decoder_start_token_id = 0
+    config.save_pretrained(folder / "real")
+    tree = check(folder, "fsdp.yaml", "--model", "real", "--bf16", "true")
+    assert tree["ok"], tree["problems"]
+    assert tree["run"]["seconds"] < 60 or os.getloadavg()[0] > 2 * (os.cpu_count() or 1)

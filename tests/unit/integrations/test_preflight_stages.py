@@ -1,0 +1,114 @@
+"""The record of a preflight: results of stages from the events of ranks, and comparisons of two runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_fsdp_plugin.integrations.preflight.comparison import Trained, compare_runs, differing
+from hf_fsdp_plugin.integrations.preflight.run import problems_of_error
+from hf_fsdp_plugin.integrations.preflight.stages import (
+    STAGES,
+    Recorder,
+    problems_of,
+    read_events,
+    running_stages,
+    stage_results,
+)
+from hf_fsdp_plugin.problems import Origin, Problem, SpecError
+
+PROBLEM = Problem(code="FSDP-E750", message="no", origin=Origin(source="a.yaml", line=2, spelling="x", text="1"))
+
+
+def results(folder: Path, *, stopped: bool = False) -> dict[str, str]:
+    return {stage.stage: stage.result for stage in stage_results(read_events(folder), stopped=stopped)}
+
+
+def test_stages_pass_when_all_ranks_have_ended_them(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        recorder = Recorder(tmp_path, rank)
+        for stage in STAGES:
+            recorder.enter(stage)
+        recorder.leave()
+    assert set(results(tmp_path).values()) == {"passed"}
+    assert list(results(tmp_path)) == list(STAGES)
+
+
+def test_failure_of_one_rank_fails_the_stage_and_names_it(tmp_path: Path) -> None:
+    first, second = Recorder(tmp_path, 0), Recorder(tmp_path, 1)
+    first.enter("step")
+    first.leave()
+    second.enter("step")
+    second.fail([PROBLEM])
+    assert results(tmp_path)["step"] == "failed" and results(tmp_path)["save"] == "not tested"
+    (problem,) = problems_of(read_events(tmp_path))
+    assert (problem.rank, problem.origin, "step" in second.done) == (1, PROBLEM.origin, False)
+
+
+def test_failure_of_all_ranks_is_one_problem(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        recorder = Recorder(tmp_path, rank)
+        recorder.enter("save")
+        recorder.fail([PROBLEM])
+    assert problems_of(read_events(tmp_path)) == [PROBLEM]
+
+
+def test_stage_without_an_end_stood_still_or_failed(tmp_path: Path) -> None:
+    Recorder(tmp_path, 0).enter("clip")
+    assert running_stages(read_events(tmp_path)) == ["clip"]
+    assert results(tmp_path, stopped=True)["clip"] == "stood still"
+    assert results(tmp_path)["clip"] == "failed"
+
+
+def test_line_that_is_being_written_is_not_read(tmp_path: Path) -> None:
+    Recorder(tmp_path, 0).enter("step")
+    with (tmp_path / "rank_0.jsonl").open("a") as file:
+        file.write('{"event": "end", "sta')
+    assert running_stages(read_events(tmp_path)) == ["step"]
+
+
+def test_skipped_stage_has_its_reason(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, 0)
+    recorder.skip("evaluate", "eval_strategy is no")
+    stage = next(s for s in stage_results(read_events(tmp_path), stopped=False) if s.stage == "evaluate")
+    assert (stage.result, stage.reason) == ("not tested", "eval_strategy is no")
+
+
+def test_problems_of_this_package_keep_their_codes() -> None:
+    known = Problem(code="FSDP-E411", message="state")
+    note = Problem(code="FSDP-N105", message="note")
+    assert problems_of_error(SpecError([known, note]), "save") == [known]
+    (other,) = problems_of_error(KeyError("metric_for_best_model"), "evaluate")
+    assert other.code == "FSDP-E750" and "compute_metrics" in other.fix
+
+
+def trained(**logs: float) -> Trained:
+    found = Trained(SimpleNamespace())
+    found.logs[2] = dict(logs)
+    found.weights[2] = {"w": torch.ones(3)}
+    return found
+
+
+def test_equal_runs_are_accepted() -> None:
+    compare_runs(trained(loss=1.0, learning_rate=0.1), trained(loss=1.0, learning_rate=0.1), 2)
+
+
+@pytest.mark.parametrize("changed", [{"loss": 1.001}, {"learning_rate": 0.2}, {"loss": float("nan")}, {}])
+def test_run_that_differs_after_resuming_is_reported(changed: dict[str, Any]) -> None:
+    resumed = trained(**{"loss": 1.0, "learning_rate": 0.1, **changed})
+    if not changed:
+        resumed.weights[2]["w"] = torch.tensor([1.0, 1.0, 1.1])
+    with pytest.raises(SpecError) as found:
+        compare_runs(trained(loss=1.0, learning_rate=0.1), resumed, 2)
+    assert {problem.code for problem in found.value.problems} == {"FSDP-E753"}
+
+
+def test_differing_names_missing_and_changed_tensors() -> None:
+    one = {"same": torch.ones(2), "changed": torch.ones(2), "missing": torch.ones(1), "empty": torch.empty(0)}
+    other = {"same": torch.ones(2), "changed": torch.zeros(2), "empty": torch.empty(0)}
+    assert differing(one, other, 1e-5) == ["missing", "changed"]
+    assert differing({"w": torch.ones(2)}, {"w": torch.ones(3)}, 1e-5) == ["w"]
