@@ -57,12 +57,6 @@ def _parse_group_size(text: str, state: State) -> int:
     return size
 
 
-def _recommendation(state: State) -> Default:
-    if state.existing.asked("sharding.strategy"):
-        return Default(value=False, reason=f"{state.path} already has these settings")
-    return Default(value=True, reason="each can still be changed")
-
-
 def _wrap_policy(state: State) -> Default:
     if state.model is None:
         return Default(value="transformer", reason="layers are gathered one at a time")
@@ -112,25 +106,6 @@ def _checkpointing(state: State) -> Default:
 
 
 QUESTIONS = (
-    Question(
-        name="fsdp_version",
-        text="FSDP version",
-        help="FSDP version: 1 or 2",
-        setting="fsdp.version",
-        default=lambda state: Default(value=2, reason="the version that PyTorch develops"),
-        choices=lambda state: (
-            Choice(value=1, label="1", about="FullyShardedDataParallel: flat parameters; deprecated by Transformers"),
-            Choice(value=2, label="2", about="fully_shard: one DTensor per parameter"),
-        ),
-    ),
-    Question(
-        name="recommendation",
-        text="Use the recommended settings as defaults",
-        help="use the recommended settings as defaults of the others: yes or no",
-        default=_recommendation,
-        choices=lambda state: YES_NO,
-        asked=lambda state: bool(state.recommended),
-    ),
     Question(
         name="strategy",
         text="Sharding strategy",

@@ -146,7 +146,7 @@ def _workload(state: State) -> Workload:
     from hf_fsdp_plugin.estimate.workload import Workload
 
     answers = state.answers
-    micro_batch = int(answers["micro_batch"])
+    micro_batch = int(answers.get("micro_batch", 1))
     return Workload(
         micro_batch=micro_batch,
         seq_len=int(answers["seq_len"]),
@@ -175,9 +175,8 @@ def _text(rows: Sequence[Row], best: Row | None, limit: int | None) -> str:
         )
         lines.append((*cells, *((fits,) if limit is not None else ())))
     table = format_table(lines, right=(3, 4))
-    return f"Predicted per GPU: memory at the peak, and bytes of collectives per step\n\n{table}\n\n" + _conclusion(
-        rows, best, limit
-    )
+    title = "Predicted per GPU with one sample per forward pass: memory at the peak, and bytes of collectives per step"
+    return f"{title}\n\n{table}\n\n{_conclusion(rows, best, limit)}"
 
 
 def _conclusion(rows: Sequence[Row], best: Row | None, limit: int | None) -> str:

@@ -43,7 +43,7 @@ class State:
         existing: the settings of the file that is changed; without a file, the defaults.
         path: the file that is changed, for messages; empty without one.
         cpu: whether the ranks run on CPUs.
-        recommended: canonical name -> value that the prediction recommends.
+        recommended: canonical name of a setting, or name of a question -> value that the prediction recommends.
         advice: the same, if the recommendation was accepted: these values are the defaults.
     """
 
@@ -118,11 +118,11 @@ class Question:
 
     def default_in(self, state: State) -> Default:
         """Return the default: the planner's advice, else the value of the existing file, else the general default."""
-        general = self.default(state)
+        general, advised = self.default(state), self.setting or self.name
+        if advised in state.advice and self._offers(state.advice[advised], state):
+            return Default(value=state.advice[advised], reason="recommended for this model, batch and memory")
         if not self.setting:
             return general
-        if self.setting in state.advice and self._offers(state.advice[self.setting], state):
-            return Default(value=state.advice[self.setting], reason="recommended for this model, batch and memory")
         if state.existing.asked(self.setting):
             value = state.existing.get(self.setting)
             if isinstance(value, tuple):

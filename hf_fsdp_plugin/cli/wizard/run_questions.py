@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_fsdp_plugin.cli.wizard.question import Choice, Default, Question, State, whole_number
+from hf_fsdp_plugin.cli.wizard.question import YES_NO, Choice, Default, Question, State, whole_number
 from hf_fsdp_plugin.estimate.sizes import SPELLINGS, parse_size
 from hf_fsdp_plugin.text import format_bytes
 from hf_fsdp_plugin.vocabulary import BY_NAME
@@ -96,6 +96,12 @@ def _parse_micro_batch(text: str, state: State) -> int:
     if per_rank % micro_batch:
         raise ValueError(f"{micro_batch:,} does not divide {per_rank:,}, the samples of a rank and step.")
     return micro_batch
+
+
+def _recommendation(state: State) -> Default:
+    if state.existing.asked("sharding.strategy"):
+        return Default(value=False, reason=f"{state.path} already has these settings")
+    return Default(value=True, reason="each can still be changed")
 
 
 def _several_machines(state: State) -> bool:
@@ -205,6 +211,25 @@ QUESTIONS = (
         help="samples of all ranks per optimizer step",
         default=_global_batch,
         parse=_parse_global_batch,
+    ),
+    Question(
+        name="fsdp_version",
+        text="FSDP version",
+        help="FSDP version: 1 or 2",
+        setting="fsdp.version",
+        default=lambda state: Default(value=2, reason="the version that PyTorch develops"),
+        choices=lambda state: (
+            Choice(value=1, label="1", about="FullyShardedDataParallel: flat parameters; deprecated by Transformers"),
+            Choice(value=2, label="2", about="fully_shard: one DTensor per parameter"),
+        ),
+    ),
+    Question(
+        name="recommendation",
+        text="Use the recommended settings as defaults",
+        help="use the recommended settings as defaults of the others: yes or no",
+        default=_recommendation,
+        choices=lambda state: YES_NO,
+        asked=lambda state: bool(state.recommended),
     ),
     Question(
         name="micro_batch",

@@ -247,7 +247,7 @@ def test_wrong_option_is_refused_and_writes_nothing(config, tmp_path, argv, code
 
 
 def test_lines_of_stdin_answer_the_questions(config, monkeypatch, tmp_path):
-    answers = ["", "", "3", "fp16", "six", "6", "2", "1", "2"] + [""] * 10
+    answers = ["", "", "3", "fp16", "six", "6", "1", "2", "2"] + [""] * 10
     (tmp_path / "answers").write_text("\n".join(answers) + "\n")
     with (tmp_path / "answers").open() as file:
         monkeypatch.setattr("sys.stdin", file)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 LABELS = {question.name: question.text for question in QUESTIONS}
 MENUS = {question.name for question in QUESTIONS if question.choices(State(answers={"gpus": 4}))}
 WITHOUT_MODEL = [
-    "model", "num_machines", "gpus", "precision", "global_batch", "micro_batch", "fsdp_version", "strategy",
+    "model", "num_machines", "gpus", "precision", "global_batch", "fsdp_version", "micro_batch", "strategy",
     "wrap_policy", "wrap_classes", "offload", "checkpointing", "state_dict", "ram_efficient_loading", "details",
 ]  # fmt: skip
 """The questions that are asked if every default is taken."""
