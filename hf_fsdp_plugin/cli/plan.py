@@ -25,7 +25,7 @@ from hf_fsdp_plugin.cli.plan_arguments import (
 from hf_fsdp_plugin.cli.plan_output import Prediction, plan_json, plan_text
 from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems
 from hf_fsdp_plugin.cli.zero_table import zero_table_verb
-from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
+from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
 from hf_fsdp_plugin.sources.accelerate_launch import default_config_file
 
 if TYPE_CHECKING:
@@ -39,6 +39,12 @@ EXAMPLES = (
     "hf-fsdp plan --model meta-llama/Llama-3.1-8B --config fsdp.yaml --world-size 8 --gpu-memory 80GB",
     'hf-fsdp plan --model . --fsdp "full_shard auto_wrap" --mixed_precision bf16 --world-size 8 --seq-len 4096 --json',
 )
+_NO_MEMORY: Final = Problem(
+    code="FSDP-E726",
+    message="--advise needs the memory of a device.",
+    fix="Pass --gpu-memory 80GB.",
+    origin=Origin(source="command line", spelling="--advise", text=None),
+)
 _DEFAULTS: Final = ("full_shard auto_wrap", "precision.param=bf16")
 """FSDP words and a setting, if the user sets none."""
 
@@ -49,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check.add_config_arguments(parser, several=False)
     add_workload_arguments(parser)
     parser.add_argument("--device", metavar="TYPE", help="type of the devices (default: cuda; cpu with --cpu)")
+    parser.add_argument("--advise", action="store_true", help="compare all settings, and print the best config")
     parser.add_argument("--zero-table", action="store_true", help="print the formulas of ZeRO for --params parameters")
     parser.add_argument("--params", metavar="COUNT", help="with --zero-table: parameters, such as 7e9 or 7B")
     parser.add_argument("--trace", action="store_true", help="trace a real step instead of the closed form; slower")
@@ -61,6 +68,7 @@ OWN_FLAGS: Final = frozenset(
         "model", "config", "config_file", "fsdp", "fsdp_config", "set", "distributed_config", "world_size",
         "micro_batch", "seq_len", "global_batch", "accumulation", "sync_each_batch", "optimizer", "for_loop", "foreach",
         "fused", "no_clip", "attention", "gpu_memory", "device", "trace", "json", "help", "zero_table", "params",
+        "advise",
     }
 )  # fmt: skip
 
@@ -103,6 +111,8 @@ def run(args: argparse.Namespace) -> int:
     planned, shown = _planned(args, names, problems)
     if planned is None:
         return _fail(args, problems, shown)
+    if args.advise:
+        return _advise(args, planned, problems, shown)
     try:
         prediction = _predict(args, planned)
     except SpecError as error:
@@ -146,6 +156,41 @@ def _planned(
         return None, shown
     workload = replace(workload, seq_len=length)
     return Planned(plan=plan, model=model, workload=workload, gpu_memory=gpu_memory), shown
+
+
+def _advise(args: argparse.Namespace, planned: Planned, problems: list[Problem], shown: str | None) -> int:
+    """Print the planner's answer. Returns 1 if nothing fits."""
+    from hf_fsdp_plugin.cli.plan_advise import advice_json, advice_text
+    from hf_fsdp_plugin.estimate.decision_tree import compare_with_tree
+    from hf_fsdp_plugin.estimate.planner import advise
+
+    plan, workload, spec = planned.plan, planned.workload, planned.plan.spec
+    if planned.gpu_memory is None:
+        return _fail(args, [*problems, _NO_MEMORY], shown)
+    try:
+        advice = advise(
+            planned.model,
+            seq_len=workload.seq_len,
+            global_batch=workload.micro_batch * workload.accumulation * plan.world_size,
+            gpu_memory=planned.gpu_memory,
+            num_machines=spec.launch.num_machines,
+            gpus_per_machine=plan.world_size // spec.launch.num_machines,
+            version=plan.version,
+            precision=spec.precision.param,
+            wrap={name: value for name, value, _ in spec.settings() if name.startswith("wrap.") and spec.asked(name)},
+            optimizer=workload.optimizer,
+            update_loop=workload.update_loop,
+            clip_norm=workload.clip_norm,
+            attention=workload.attention,
+        )
+    except SpecError as error:
+        return _fail(args, [*problems, *error.problems], shown)
+    tree = compare_with_tree(advice, plan.num_params)
+    if args.json:
+        print_json(advice_json(advice, spec, plan.world_size, tree))
+    else:
+        print(advice_text(advice, spec, plan.world_size, tree))
+    return OK if advice.best is not None else PROBLEMS
 
 
 def _predict(args: argparse.Namespace, planned: Planned) -> Prediction:

@@ -63,11 +63,10 @@ def follow_step(
     update = 0 if engine.offloads else update_bytes(workload, plan.device_type, shards)
     ledger.add("other", update)
     ledger.free("other", update)
-    last = ledger.moments[batches:]
     return MemoryEstimate(
         method="closed_form",
-        peak=max(ledger.moments, key=lambda moment: moment.bytes),
-        timeline=tuple(last),
+        peak=ledger.peak(),
+        timeline=ledger.moments(batches),
         host_bytes=host + offloaded,
         assumptions=assumptions(plan, workload),
     )
@@ -81,7 +80,7 @@ def _micro_batches(engine: Engine, workload: Workload, profile: StepProfile) -> 
     begin = host = 0
     for number in range(num):
         engine.syncs = workload.sync_each_batch or number == num - 1
-        begin = len(ledger.moments)
+        begin = ledger.num_places
         host = max(host, _follow(engine, profile))
     ledger.free("activations", profile.input_bytes)
     return begin, host

@@ -95,6 +95,7 @@ def test_flags_of_launch_are_accepted(plan):
         ("--model llama --seq-len 513", {"FSDP-E724"}),
         ("--model llama --global-batch 7", {"FSDP-E725"}),
         ("--model llama --global-batch 8 --accumulation 3", {"FSDP-E725"}),
+        ("--model llama --advise", {"FSDP-E726"}),
     ],
 )
 def test_bad_input_is_a_problem(plan, argv, codes):
@@ -115,6 +116,21 @@ def test_global_batch_sets_the_accumulation(plan):
 def test_missing_model_is_wrong_usage(plan):
     assert plan("fsdp.yaml")[0] == 2
     assert plan("fsdp.yaml --config fsdp.yaml --model llama")[0] == 2
+
+
+def test_advice_ends_with_a_config_that_check_accepts(plan, hf_fsdp, tmp_path):
+    code, out, _ = plan("--advise --model llama fsdp.yaml --seq-len 128 --global-batch 16 --gpu-memory 80GB")
+    assert code == 0 and out.startswith("Best: ") and "The usual decision tree" in out
+    (tmp_path / "best.yaml").write_text(out[out.index("compute_environment:") :])
+    code, printed, _ = hf_fsdp("check", "best.yaml", "--model", "llama", "--json")
+    settings = json.loads(printed)["settings"]
+    assert code == 0 and settings["launch.num_processes"]["value"] == 4
+    assert settings["precision.param"]["value"] == "bf16"
+
+
+def test_advice_without_a_fitting_row_exits_1(plan):
+    code, out, _ = plan("--advise --model llama fsdp.yaml --seq-len 512 --gpu-memory 1MiB")
+    assert code == 1 and out.startswith("Nothing fits into ") and "compute_environment" not in out
 
 
 def test_zero_table_is_that_of_the_literature(hf_fsdp):

@@ -1,0 +1,134 @@
+"""The planner on several models: order, rejections, remedies, the decision tree, and the config of the best row."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+import transformers as hf
+
+from hf_fsdp_plugin.estimate.decision_tree import compare_with_tree, tree_choice
+from hf_fsdp_plugin.estimate.memory import estimate_memory
+from hf_fsdp_plugin.estimate.planner import advise
+from hf_fsdp_plugin.estimate.planner_evaluator import Evaluator, Subject
+from hf_fsdp_plugin.estimate.planner_space import micro_batches, shardings
+from hf_fsdp_plugin.problems import SpecError
+
+MIB = 1 << 20
+
+
+@cache
+def model(family: str) -> torch.nn.Module:
+    config, cls = {
+        "llama": (
+            hf.LlamaConfig(
+                hidden_size=256, intermediate_size=768, num_hidden_layers=8, num_attention_heads=8, vocab_size=1024
+            ),
+            hf.LlamaForCausalLM,
+        ),
+        "gpt2": (hf.GPT2Config(n_embd=256, n_layer=6, n_head=4, vocab_size=1024), hf.GPT2LMHeadModel),
+        "bert": (
+            hf.BertConfig(
+                hidden_size=128, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4, vocab_size=512
+            ),
+            hf.BertForMaskedLM,
+        ),
+        "vit": (
+            hf.ViTConfig(
+                hidden_size=128, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4, image_size=32
+            ),
+            hf.ViTForImageClassification,
+        ),
+    }[family]
+    with torch.device("meta"):
+        return cls(config)
+
+
+def advice(family="llama", memory=1 << 33, **options):
+    return advise(
+        model(family), **{"seq_len": 64, "global_batch": 16, "gpus_per_machine": 4} | options, gpu_memory=memory
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "vit"])
+def test_models_with_room_need_no_recomputation(family):
+    found = advice(family)
+    assert found.best is not None and found.best.choice.checkpointing == "none"
+    assert not found.rejected and not found.best.choice.offload_params
+
+
+def test_peaks_are_those_of_estimate_memory():
+    subject = Subject(
+        model=model("llama"), seq_len=64, version=2, precision="bf16", wrap={}, optimizer="adamw", update_loop=None,
+        clip_norm=True, attention="sdpa", num_machines=1, gpus_per_machine=4,
+    )  # fmt: skip
+    evaluator = Evaluator(subject, None)
+    rows = [row for row in advice().rows if row.choice.micro_batch == 2]
+    assert rows
+    for row in rows[::5]:
+        estimate = estimate_memory(evaluator.plan(row.choice), subject.model, subject.workload(row.choice))
+        assert (estimate.peak, row.fits) == (row.memory.peak, True)
+
+
+def test_rows_that_fit_are_within_the_headroom():
+    free = advice().rows
+    memory = sorted(row.peak_bytes for row in free)[len(free) // 2]
+    found = advice(memory=memory, headroom=0.95)
+    assert found.limit == int(memory * 0.95)
+    assert all(row.peak_bytes <= found.limit for row in found.fitting)
+    assert all(row.peak_bytes > found.limit and " of it " in row.reason for row in found.rejected)
+    assert found.rejected and found.fitting and found.best is found.rows[0] and found.best.reason == ""
+
+
+def test_offload_is_tried_only_if_nothing_else_fits():
+    smallest = min(row.peak_bytes for row in advice().rows)
+    found = advice(memory=smallest - 1, headroom=1.0)
+    assert {row.choice.offload_params for row in found.fitting} == {True}
+    assert all(row.memory.host_bytes for row in found.fitting)
+
+
+def test_nothing_fits_names_a_change_that_does():
+    smallest = min(row.peak_bytes for row in advice(memory=MIB, seq_len=256).rows)
+    found = advice(memory=smallest, headroom=1.0, seq_len=512)
+    assert found.best is None
+    assert any(text.startswith("Sequences of 256 tokens") for text in found.remedies)
+    assert "does not fit either" in compare_with_tree(found, 10**9)
+
+
+def test_global_batch_must_be_divisible():
+    with pytest.raises(SpecError) as caught:
+        advice(global_batch=6)
+    assert [problem.code for problem in caught.value.problems] == ["FSDP-E812"]
+
+
+def test_meshes_divide_the_world():
+    found = list(shardings(3, 8))
+    assert {each.shard * each.replicate for each in found} == {24}
+    hybrid = {each.shard for each in found if each.strategy == "hybrid_shard"}
+    assert hybrid == {2, 4, 8}
+    assert micro_batches(48, 4) == (1, 2, 4, 12)
+
+
+@pytest.mark.parametrize(
+    ("billions", "choice"),
+    [
+        (1, ("no_shard", False)),
+        (7, ("shard_grad_op", False)),
+        (70.6, ("full_shard", False)),
+        (180, ("full_shard", True)),
+    ],
+)
+def test_decision_tree_is_by_size_alone(billions, choice):
+    assert tree_choice(int(billions * 10**9)) == choice
+
+
+def test_difference_to_the_tree_has_a_reason():
+    found = advice()
+    best = found.best
+    assert best is not None
+    of_tree, _ = tree_choice(10**9)
+    text = compare_with_tree(found, 10**9)
+    same = best.choice.sharding.strategy == of_tree
+    assert text.endswith("as the planner does.") if same else "but it" in text
+    only_best = replace(found, rows=(best,))
+    assert "was not compared" in compare_with_tree(only_best, 8 * 10**9) or same
