@@ -23,6 +23,7 @@ from hf_fsdp_plugin.cli.plan_arguments import (
     sequence_length,
 )
 from hf_fsdp_plugin.cli.plan_output import Prediction, plan_json, plan_text
+from hf_fsdp_plugin.cli.plan_time import FLAGS, add_time_arguments, calibrate_verb, scaling_of
 from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems
 from hf_fsdp_plugin.cli.zero_table import zero_table_verb
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
@@ -31,6 +32,8 @@ from hf_fsdp_plugin.sources.accelerate_launch import default_config_file
 if TYPE_CHECKING:
     from torch import nn
 
+    from hf_fsdp_plugin.estimate.results import TimeEstimate
+    from hf_fsdp_plugin.estimate.time import ScalingRow
     from hf_fsdp_plugin.estimate.workload import Workload
     from hf_fsdp_plugin.plan.model import FsdpPlan
 
@@ -54,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="CONFIG", dest="config_option", help="the same as CONFIG")
     check.add_config_arguments(parser, several=False)
     add_workload_arguments(parser)
+    add_time_arguments(parser)
     parser.add_argument("--device", metavar="TYPE", help="type of the devices (default: cuda; cpu with --cpu)")
     parser.add_argument("--advise", action="store_true", help="compare all settings, and print the best config")
     parser.add_argument("--zero-table", action="store_true", help="print the formulas of ZeRO for --params parameters")
@@ -69,6 +73,7 @@ OWN_FLAGS: Final = frozenset(
         "micro_batch", "seq_len", "global_batch", "accumulation", "sync_each_batch", "optimizer", "for_loop", "foreach",
         "fused", "no_clip", "attention", "gpu_memory", "device", "trace", "json", "help", "zero_table", "params",
         "advise",
+        *FLAGS,
     }
 )  # fmt: skip
 
@@ -103,6 +108,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the prediction. Returns 0 if it fits or the memory is unknown, 1 if it does not fit or after errors."""
     if args.zero_table:
         return zero_table_verb(args)
+    if args.calibrate:
+        return _calibrate(args)
     names = [name for name in (args.configs, args.config_option, args.config_file) if name is not None]
     if args.model is None or len(names) > 1:
         print("hf-fsdp plan: give --model, and at most one config.", file=sys.stderr)
@@ -201,13 +208,34 @@ def _predict(args: argparse.Namespace, planned: Planned) -> Prediction:
     method = trace_memory if args.trace else estimate_memory
     memory = method(planned.plan, planned.model, planned.workload)
     communication = estimate_communication(planned.plan, planned.model, planned.workload)
+    times = _predict_time(args, planned)
     return Prediction(
+        time=times[0],
+        scaling=times[1],
         plan=planned.plan,
         workload=planned.workload,
         memory=memory,
         communication=communication,
         gpu_memory=planned.gpu_memory,
     )
+
+
+def _predict_time(args: argparse.Namespace, planned: Planned) -> tuple[TimeEstimate | None, tuple[ScalingRow, ...]]:
+    """Return the time on ``--machine``, and with ``--scaling`` that on more ranks."""
+    if args.machine is None:
+        return None, ()
+    from hf_fsdp_plugin.estimate.machine_file import machine_named
+    from hf_fsdp_plugin.estimate.time import TimeModel
+
+    machine = machine_named(args.machine)
+    model = TimeModel(planned.plan, planned.model, planned.workload)
+    return model.estimate(machine), tuple(scaling_of(model, machine)) if args.scaling else ()
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    problems: list[Problem] = []
+    num_ranks = read_size(args, "world-size", problems)
+    return _fail(args, problems, None) if problems else calibrate_verb(args, num_ranks or 2)
 
 
 def _fail(args: argparse.Namespace, problems: Sequence[Problem], shown: str | None) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from hf_fsdp_plugin.cli.plan_time import time_json, time_text
 from hf_fsdp_plugin.cli.terminal import colored, text_width
 from hf_fsdp_plugin.estimate.results import (
     MEMORY_KINDS,
@@ -14,11 +15,15 @@ from hf_fsdp_plugin.estimate.results import (
     MemoryEstimate,
     MemoryKind,
     Moment,
+    TimeEstimate,
 )
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_bytes, format_count, format_table, plural, wrap_words
+
+if TYPE_CHECKING:
+    from hf_fsdp_plugin.estimate.time import ScalingRow
 
 _KIND_NAMES: Final[dict[MemoryKind, str]] = {
     "params": "parameters",
@@ -38,6 +43,8 @@ class Prediction:
 
     Attributes:
         gpu_memory: bytes of one device; ``None`` if unknown.
+        time: ``None`` if no machine is given.
+        scaling: the time on other numbers of ranks.
     """
 
     plan: FsdpPlan
@@ -45,6 +52,8 @@ class Prediction:
     memory: MemoryEstimate
     communication: CommunicationEstimate
     gpu_memory: int | None
+    time: TimeEstimate | None = None
+    scaling: tuple[ScalingRow, ...] = ()
 
     @property
     def fits(self) -> bool | None:
@@ -68,9 +77,7 @@ def plan_json(prediction: Prediction, problems: Iterable[Problem]) -> dict[str, 
             for moment in memory.timeline
         ],
         "communication": prediction.communication.to_json(),
-        "step_seconds": None,
-        "tokens_per_second": None,
-        "machine": None,
+        **time_json(prediction.time, list(prediction.scaling)),
         "assumptions": list(memory.assumptions),
         "workload": asdict(prediction.workload),
         "plan": prediction.plan.to_json(),
@@ -93,6 +100,8 @@ def plan_text(prediction: Prediction) -> str:
         *(["", f"CPU memory per rank: {_size(memory.host_bytes)}"] if memory.host_bytes else []),
         "",
         _communication_table(prediction.communication),
+        "",
+        *time_text(prediction.time, list(prediction.scaling), prediction.plan.world_size),
         *(["", "assumptions"] if memory.assumptions else []),
         *(line for text in memory.assumptions for line in wrap_words(f"  {text}", width, "  ")),
     ]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 __all__ = [
     "GROUPED_PRODUCT",
@@ -12,6 +15,9 @@ __all__ = [
     "cpu_attention",
     "efficient_attention",
     "flash_attention",
+    "flops_of",
+    "is_view",
+    "operator_name",
     "storage_key",
 ]
 
@@ -26,3 +32,20 @@ efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
 def storage_key(tensor: torch.Tensor) -> int:
     """Return a number that identifies the tensor's storage while it exists. Views have the key of their base."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def operator_name(func: Any) -> str:
+    """Return the name of a dispatched operator without namespace: ``mm``."""
+    return str(func._schema.name).partition("::")[2]
+
+
+def is_view(func: Any) -> bool:
+    """Whether a dispatched operator returns a view of an argument."""
+    aliases = [returned.alias_info for returned in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Return the FLOPs of a dispatched operator; 0 if torch does not count it."""
+    count = flop_registry.get(func._overloadpacket)
+    return int(count(*args, **kwargs, out_val=out)) if count is not None else 0

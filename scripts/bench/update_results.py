@@ -331,10 +331,36 @@ def plain(result: Result) -> list[str]:
     return ["| | |", "|---|---|", *rows]
 
 
+def step_time(result: Result) -> list[str]:
+    head = [
+        "| ranks | model, workload and settings | measured | predicted | interval | error |",
+        "|---|---|---|---|---|---|",
+    ]
+    rows = []
+    for row in result["rows"]:
+        interval = f"{row['low_seconds']:.3f} to {row['high_seconds']:.3f} s"
+        rows.append(
+            f"| {row['ranks']} | {row['point']} | {row['measured_seconds']:.3f} s | {row['step_seconds']:.3f} s | "
+            f"{interval} | {row['error']:+.1%} |"
+        )
+    clock = "CPU time of a rank" if result["clock"] == "cpu" else "wall time"
+    summary = f"Median error {result['median_error']:.1%}, worst {result['worst_error']:.1%}; {clock}, "
+    return [*head, *rows, "", f"{summary}medians of {result['rounds']} rounds of calibration and measurement."]
+
+
+def published_runs(result: Result) -> list[str]:
+    rows = ["| run | machine | published | predicted | interval | error |", "|---|---|---|---|---|---|"]
+    for row in result["rows"]:
+        figures = f"{row['published']:,.0f} | {row['predicted']:,.0f} | {row['low']:,.0f} to {row['high']:,.0f}"
+        rows.append(f"| [{row['run']}]({row['source']}) | {row['machine']} | {figures} | {row['error']:+.0%} |")
+    notes = [f"- {row['run']}: {row['note']}" for row in result["rows"] if row["note"]]
+    return [*rows, "", f"Tokens/s per GPU. Median error {result['median_error']:.0%}.", "", *notes]
+
+
 _ALL = (
     step_overhead, checkpoint_save, merge, verified_reads, resume_parity, survival, gpu_check, ecosystem,
     generated_values, command_start, start, load, resume, computed_weights, readers, many_ranks,
-    large_world, memory_error,
+    large_world, memory_error, step_time, published_runs,
 )  # fmt: skip
 TABLES: dict[str, Callable[[Result], list[str]]] = {table.__name__: table for table in _ALL}
 

@@ -174,3 +174,19 @@ def test_zero_table_reads_counts_with_units(hf_fsdp):
 )
 def test_memory_sizes_are_read_as_written(text, size):
     assert parse_size(text) == size
+
+
+def test_time_needs_a_machine(plan):
+    without = json.loads(plan("--model llama --config fsdp.yaml --seq-len 128 --json")[1])
+    assert without["step_seconds"] is without["tokens_per_second"] is without["machine"] is None
+    given = json.loads(plan("--model llama --config fsdp.yaml --seq-len 128 --machine h100-sxm --scaling --json")[1])
+    assert given["step_seconds"] > 0
+    assert given["tokens_per_second"] == pytest.approx(4 * 128 / given["step_seconds"])
+    assert [row["world_size"] for row in given["scaling"]][-1] == 4096
+    assert "h100-sxm" in given["machine"]
+
+
+def test_unknown_machine_is_a_problem(plan):
+    result = plan("--model llama --config fsdp.yaml --seq-len 128 --machine h100 --json")
+    assert result[0] == 1
+    assert codes_of(result) == {"FSDP-E830"}

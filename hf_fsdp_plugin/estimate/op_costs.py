@@ -1,0 +1,267 @@
+"""FLOPs and memory traffic of each unit's forward and backward, from one pass of the model on the meta device."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils.module_tracker import ModuleTracker
+
+from hf_fsdp_plugin.backends.torch_types import torch_dtype
+from hf_fsdp_plugin.estimate.machines import OpKind
+from hf_fsdp_plugin.estimate.workload import Workload
+from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.torch_private.tracing import READ_VALUE, TorchDispatchMode, flops_of, is_view, operator_name
+
+_FUNCTIONS = frozenset(
+    {
+        "_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data", "gelu", "gelu_backward",
+        "silu", "silu_backward", "tanh", "tanh_backward", "exp", "sigmoid", "sigmoid_backward", "pow", "rsqrt", "cos",
+        "sin", "native_dropout", "bernoulli_",
+    }
+)  # fmt: skip
+"""Operators that compute exponentials and the like for each element."""
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpCost:
+    """One operation: FLOPs, bytes read and written, and dtype of the computation."""
+
+    kind: OpKind
+    flops: int
+    bytes: int
+    dtype: str
+
+
+@dataclass(slots=True)
+class UnitCosts:
+    """Operations of one unit and how often each runs."""
+
+    forward: Counter[OpCost]
+    backward: Counter[OpCost]
+
+
+def unit_costs(plan: FsdpPlan, model: nn.Module, workload: Workload) -> dict[str, UnitCosts]:
+    """Return unit name -> operations of one micro-batch, the root's with the loss.
+
+    The model runs on the meta device with parameters in the dtype of the computation; attention is counted as one
+    fused operation (causal: half of the products), experts of a mixture as products of the tokens that are routed.
+
+    Args:
+        model: the model that was planned, on any device. It is not changed.
+
+    Raises:
+        SpecError: the model has no loss from tokens, or its code depends on values (FSDP-E832).
+    """
+    meta = _meta_copy(model, torch_dtype(plan.precision.param))
+    names = {name: unit.name for unit in plan.units for name in unit.modules}
+    recorder = _Recorder(names, type(meta).__name__)
+    copies = _run_equal_layers_once(meta, names)
+    _count_experts(meta, recorder)
+    try:
+        with recorder.tracker, recorder, _FusedAttention(recorder):
+            _loss(meta, workload).backward()
+    except Exception as error:
+        raise SpecError([_not_counted(model, error)]) from error
+    costs = recorder.costs
+    for name, original in copies.items():
+        costs[names[name]] = costs[names[original]]
+    return {unit.name: costs[unit.name] for unit in plan.units} | {"": costs[""]}
+
+
+def _not_counted(model: nn.Module, error: Exception) -> Problem:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return Problem(
+        code="FSDP-E832",
+        message=f"cannot count the operations of {type(model).__name__}, which failed without data: {reason}",
+        fix="Predict the time of a Transformers model with input_ids and labels, or omit --machine.",
+    )
+
+
+def _loss(model: nn.Module, workload: Workload) -> torch.Tensor:
+    tokens = torch.zeros(workload.micro_batch, workload.seq_len, dtype=torch.int64, device="meta")
+    output = model(input_ids=tokens, labels=tokens)
+    return cast(torch.Tensor, output.loss if hasattr(output, "loss") else output)
+
+
+def _meta_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        kept = parameter.dtype if dtype is None or not parameter.is_floating_point() else dtype
+        empty = torch.empty(parameter.shape, dtype=kept, device="meta")
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, memo).train()
+
+
+def _run_equal_layers_once(model: nn.Module, names: Mapping[str, str]) -> dict[str, str]:
+    """Let equal units after the first return their input. Return name of each such unit -> name of the first."""
+    first: dict[Any, str] = {}
+    copies: dict[str, str] = {}
+    inner = {outer for name in names for outer in _outer_paths(name)}
+    for name in names:
+        module = model.get_submodule(name)
+        if not name or name in inner:
+            continue
+        shapes = tuple((key, tuple(p.shape), p.requires_grad) for key, p in module.named_parameters())
+        kind = (type(module), shapes)
+        if kind in first and name.rpartition(".")[2].isdecimal():
+            copies[name] = first[kind]
+        first.setdefault(kind, name)
+    for name, original in copies.items():
+        module, shape = model.get_submodule(name), _OutputShape(model.get_submodule(original))
+        module.forward = shape.imitate
+    return copies
+
+
+class _OutputShape:
+    """Returns, for an equal layer, its input in the form of the first layer's output."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.is_tuple = False
+        layer.register_forward_hook(self._read)
+
+    def _read(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.is_tuple = isinstance(output, tuple)
+
+    def imitate(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (hidden,) if self.is_tuple else hidden
+
+
+def _outer_paths(name: str) -> Iterator[str]:
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+class _Recorder(TorchDispatchMode):
+    """Records the cost of each operation for the innermost unit that runs."""
+
+    def __init__(self, names: Mapping[str, str], root: str) -> None:
+        super().__init__()
+        self.tracker = ModuleTracker()
+        self.costs: defaultdict[str, UnitCosts] = defaultdict(lambda: UnitCosts(Counter(), Counter()))
+        self._names, self._prefix = names, f"{root}."
+        self._units: dict[str, str] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is READ_VALUE:
+            return True if args[0].dtype is torch.bool else 1  # checks of masks, such as "all positions are regular"
+        out = func(*args, **kwargs)
+        if is_view(func):
+            self.add("memory", 0, 0, "fp32")  # it only takes the time to start it
+            return out
+        tensors = [t for t in (*_tensors(args), *_tensors(out)) if t.device.type == "meta"]
+        num_bytes = sum(t.nbytes for t in tensors)
+        if func is torch.ops.aten.embedding.default:
+            num_bytes = 2 * out.nbytes  # only the rows that are looked up
+        flops = flops_of(func, args, kwargs, out)
+        if num_bytes or flops:
+            is_function = operator_name(func) in _FUNCTIONS
+            self.add("matmul" if flops else "function" if is_function else "memory", flops, num_bytes, _dtype(tensors))
+        return out
+
+    def add(self, kind: OpKind, flops: int, num_bytes: int, dtype: str, *, backward: bool | None = None) -> None:
+        costs = self.costs[self._unit()]
+        is_backward = self.tracker.is_bw if backward is None else backward
+        cost = OpCost(kind=kind, flops=flops, bytes=num_bytes, dtype=dtype)
+        (costs.backward if is_backward else costs.forward)[cost] += 1
+
+    def _unit(self) -> str:
+        deepest = max(self.tracker.parents, key=len)
+        if deepest not in self._units:
+            path = deepest.removeprefix(self._prefix) if deepest.startswith(self._prefix) else ""
+            found = next((p for p in (path, *_outer_paths(path)) if p in self._names), "")
+            self._units[deepest] = self._names.get(found, "")
+        return self._units[deepest]
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _dtype(tensors: list[torch.Tensor]) -> str:
+    return next((_DTYPES[t.dtype] for t in tensors if t.dtype in _DTYPES), "fp32")
+
+
+class _Counted(torch.autograd.Function):
+    """An operation that is only counted: calls ``record`` in forward and backward, and returns empty tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, record: Callable[[bool], None], shape: tuple[int, ...], *inputs: torch.Tensor) -> Any:
+        ctx.record, ctx.inputs = record, inputs
+        record(False)
+        return inputs[0].new_empty(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.record(True)
+        return (None, None, *(torch.empty_like(each) if each.is_floating_point() else None for each in ctx.inputs))
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Counts ``scaled_dot_product_attention`` as one operation that does not write the scores to memory."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+        query, key, value = given["query"], given["key"], given["value"]
+        products = 4 * query.numel() * key.shape[-2]  # two products of the forward, five of the backward
+        if given.get("is_causal"):
+            products //= 2
+        num_bytes = 2 * query.nbytes + key.nbytes + value.nbytes
+        dtype = _DTYPES.get(query.dtype, "fp32")
+
+        def record(backward: bool) -> None:
+            self._recorder.add(
+                "attention", products * 5 // 2 if backward else products, num_bytes * (2 if backward else 1), dtype
+            )
+
+        return _Counted.apply(record, (*query.shape[:-1], value.shape[-1]), query, key, value)
+
+
+def _count_experts(model: nn.Module, recorder: _Recorder) -> None:
+    """Count modules of experts by the tokens that are routed to them: their real code depends on values."""
+    top_k = getattr(getattr(model, "config", None), "num_experts_per_tok", None)
+    for module in model.modules():
+        weights = [p for p in module.parameters(recurse=False) if p.dim() == 3]
+        if top_k and type(module).__name__.endswith("Experts") and weights:
+            module.forward = _routed(weights, top_k, recorder)
+
+
+def _routed(weights: list[nn.Parameter], top_k: int, recorder: _Recorder) -> Callable[..., torch.Tensor]:
+    def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        tokens = hidden.numel() // hidden.shape[-1]
+        dtype = _DTYPES.get(hidden.dtype, "fp32")
+
+        def record(backward: bool) -> None:
+            for weight in weights:
+                per_expert = weight.numel() // weight.shape[0]
+                widths = sum(weight.shape[1:]) * tokens * top_k * hidden.itemsize
+                for _ in range(2 if backward else 1):
+                    recorder.add("matmul", 2 * per_expert * tokens * top_k, weight.nbytes + widths, dtype)
+
+        return cast(torch.Tensor, _Counted.apply(record, tuple(hidden.shape), hidden, *weights))
+
+    return forward

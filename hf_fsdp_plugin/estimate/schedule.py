@@ -1,0 +1,165 @@
+"""Simulates the streams of one step: computation, all-gathers and reduce-scatters, and all-reduces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Stream = Literal["compute", "communication", "all_reduce"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitTimes:
+    """Seconds of one unit in one micro-batch.
+
+    Attributes:
+        gather_forward, gather_backward: all-gathers; 0 if the unit stays gathered.
+        reduce, all_reduce: reduction over the shard axis and over the replicas.
+    """
+
+    name: str
+    forward: float
+    backward: float
+    gather_forward: float = 0.0
+    gather_backward: float = 0.0
+    reduce: float = 0.0
+    all_reduce: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """An interval of a stream, in seconds since the step began."""
+
+    stream: Stream
+    what: str
+    start: float
+    end: float
+
+
+@dataclass(slots=True)
+class Timeline:
+    """The spans of a step, and the time up to which each stream is occupied."""
+
+    spans: list[Span] = field(default_factory=list)
+    free: dict[Stream, float] = field(default_factory=lambda: {"compute": 0.0, "communication": 0.0, "all_reduce": 0.0})
+
+    def run(self, stream: Stream, what: str, seconds: float, after: float = 0.0) -> float:
+        """Append a span that begins when the stream is free and not before ``after``. Return its end."""
+        start = max(self.free[stream], after)
+        if seconds > 0:
+            self.spans.append(Span(stream=stream, what=what, start=start, end=start + seconds))
+            self.free[stream] = start + seconds
+        return start + seconds
+
+    def wait_for_all(self) -> float:
+        end = max(self.free.values())
+        self.free = {"compute": end, "communication": end, "all_reduce": end}
+        return end
+
+
+def simulate(
+    units: Sequence[UnitTimes],
+    *,
+    micro_batches: int,
+    reduces_each: bool,
+    keeps_gathered: bool,
+    prefetch: Literal["pre", "post", "none"],
+    limited: bool,
+    overlaps: bool,
+    tail: float,
+) -> Timeline:
+    """Return the timeline of one step.
+
+    An all-gather of the next unit starts with a unit's forward: torch issues it ahead of the device, and FSDP2 and
+    ``limit_all_gathers`` keep two units gathered. In backward it starts before the gradients of the unit (``pre``),
+    after them (``post``) or when the next unit begins (``none``). Reduce-scatters follow the unit's backward, in the
+    order in which they are issued.
+
+    Args:
+        units: in forward order.
+        keeps_gathered: whether units stay gathered in later micro-batches.
+        overlaps: whether streams run at the same time; if not, every collective blocks the computation.
+        tail: seconds of clipping and update.
+    """
+    timeline = Timeline()
+    for index in range(micro_batches):
+        gathers = not (keeps_gathered and index)
+        _forward(timeline, units, gathers=gathers, limited=limited, overlaps=overlaps)
+        reduces = reduces_each or index == micro_batches - 1
+        _backward(timeline, units, reduces=reduces, prefetch=prefetch, overlaps=overlaps)
+        if reduces:
+            timeline.wait_for_all()
+    timeline.run("compute", "update", tail, timeline.wait_for_all())
+    return timeline
+
+
+def _forward(timeline: Timeline, units: Sequence[UnitTimes], *, gathers: bool, limited: bool, overlaps: bool) -> None:
+    starts: list[float] = []
+    begin = timeline.free["compute"]
+    for index, unit in enumerate(units):
+        seconds = unit.gather_forward if gathers else 0.0
+        issued = starts[index - 1] if limited and index else begin
+        if not overlaps:
+            issued = timeline.free["compute"]
+        ready = timeline.run("communication", f"all-gather of {unit.name}", seconds, issued) if seconds else 0.0
+        end = timeline.run("compute", f"forward of {unit.name}", unit.forward, ready)
+        starts.append(end - unit.forward)
+
+
+def _backward(timeline: Timeline, units: Sequence[UnitTimes], *, reduces: bool, prefetch: str, overlaps: bool) -> None:
+    order = list(reversed(units))
+    ready: dict[int, float] = {}
+
+    def gather(index: int, after: float) -> None:
+        if index < len(order) and index not in ready:
+            seconds, name = order[index].gather_backward, order[index].name
+            ready[index] = timeline.run("communication", f"all-gather of {name}", seconds, after) if seconds else 0.0
+
+    for index, unit in enumerate(order):
+        gather(index, timeline.free["compute"])
+        end = timeline.run("compute", f"backward of {unit.name}", unit.backward, ready[index])
+        if prefetch == "pre" and overlaps:
+            gather(index + 1, end - unit.backward)
+        if prefetch == "post" and overlaps:
+            gather(index + 1, end)
+        if reduces:
+            _reduce(timeline, unit, end, overlaps=overlaps)
+
+
+def _reduce(timeline: Timeline, unit: UnitTimes, after: float, *, overlaps: bool) -> None:
+    if unit.reduce:
+        after = timeline.run("communication", f"reduce-scatter of {unit.name}", unit.reduce, after)
+    if unit.all_reduce:
+        after = timeline.run("all_reduce", f"all-reduce of {unit.name}", unit.all_reduce, after)
+    if not overlaps:
+        timeline.free["compute"] = max(timeline.free["compute"], after)
+
+
+def exposed(timeline: Timeline) -> float:
+    """Return the seconds of communication during which nothing is computed."""
+    compute = sorted((s.start, s.end) for s in timeline.spans if s.stream == "compute")
+    communication = _union([(s.start, s.end) for s in timeline.spans if s.stream != "compute"])
+    total = sum(end - start for start, end in communication)
+    covered = position = 0.0
+    at = 0
+    for start, end in communication:
+        while at < len(compute) and compute[at][1] <= start:
+            at += 1
+        index = at
+        position = start
+        while index < len(compute) and compute[index][0] < end:
+            low, high = max(position, compute[index][0]), min(end, compute[index][1])
+            covered += max(0.0, high - low)
+            index += 1
+    return max(0.0, total - covered)
+
+
+def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged

@@ -1,0 +1,39 @@
+"""Cases that ranks run: calibrate the machine, and train steps whose time was predicted."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from tiny import parallel_config, tiny_llama
+from training import fresh_accelerator, sgd
+
+from hf_fsdp_plugin.backends.shard import plan_of
+from hf_fsdp_plugin.estimate.calibration import Measuring, calibrate
+from hf_fsdp_plugin.estimate.time import estimate_time
+from hf_fsdp_plugin.estimate.workload import Workload
+
+
+def calibrated_and_measured(version: int) -> tuple[Any, float, float]:
+    """The machine, and the predicted and measured CPU seconds of a step."""
+    quick = Measuring(device=torch.device("cpu"), clock=time.process_time, repeats=2, block_seconds=0.002)
+    machine = calibrate(quick)
+    sizes = {"hidden_size": 128, "intermediate_size": 384}
+    accelerator = fresh_accelerator(parallel_config("full_shard", version, 2))
+    model = tiny_llama(**sizes)
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    ids = torch.zeros(4, 64, dtype=torch.int64)
+    times = []
+    for _ in range(4):
+        start = time.process_time()
+        accelerator.backward(model(input_ids=ids, labels=ids).loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.process_time() - start)
+    plan = plan_of(model)
+    assert plan is not None
+    workload = Workload(micro_batch=4, seq_len=64, optimizer="sgd")
+    estimate = estimate_time(plan, tiny_llama(**sizes), workload, machine)
+    return machine, estimate.step_seconds, min(times[1:])

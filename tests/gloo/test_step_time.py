@@ -1,0 +1,19 @@
+"""A calibration of real ranks predicts the time of their steps."""
+
+from __future__ import annotations
+
+import pytest
+from cases_step_time import calibrated_and_measured
+from matrices import slow
+from ranks import Ranks
+
+
+@pytest.mark.parametrize("version", [slow(1), 2])
+def test_calibrated_ranks_predict_their_step_time(two_ranks: Ranks, version: int) -> None:
+    (machine, predicted, measured), (other, *_) = two_ranks.run(calibrated_and_measured, version)
+    assert machine == other  # all ranks have the same figures
+    assert not machine.overlaps
+    assert {row.kind for row in machine.collectives} == {"all_gather", "reduce_scatter", "all_reduce"}
+    assert all(value > 0 for curve in machine.curves.values() for _, value in curve)
+    # scripts/bench/step_time.py measures the accuracy; this is a short calibration on a machine that runs other tests.
+    assert 1 / 3 < predicted / measured < 3

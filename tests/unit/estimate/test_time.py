@@ -1,0 +1,202 @@
+"""Time of a step: collectives and schedules computed by hand, properties, and bad input."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from hf_fsdp_plugin.estimate.machine_file import (
+    machine_named,
+    machine_names,
+    network_names,
+    read_machine,
+    write_machine,
+)
+from hf_fsdp_plugin.estimate.machines import Link, Machine, MeasuredCollective, interpolate, lookup
+from hf_fsdp_plugin.estimate.op_costs import unit_costs
+from hf_fsdp_plugin.estimate.schedule import UnitTimes, exposed, simulate
+from hf_fsdp_plugin.estimate.time import TimeModel, estimate_time
+from hf_fsdp_plugin.estimate.workload import Workload
+from hf_fsdp_plugin.plan.resolve import resolve
+from hf_fsdp_plugin.problems import SpecError
+from hf_fsdp_plugin.spec.load import load_spec
+
+STEP = Workload(micro_batch=2, seq_len=32)
+H100 = machine_named("h100-sxm")
+
+
+def llama(**sizes):
+    defaults = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 128}
+    config = LlamaConfig(**{**defaults, **sizes}, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
+    with torch.device("meta"):
+        return LlamaForCausalLM(config)
+
+
+def planned(model, world=8, strategy="full_shard", version=2, **settings):
+    config = {
+        "distributed_type": "FSDP", "num_processes": world, "mixed_precision": "bf16",
+        "fsdp_config": {
+            "fsdp_version": version, "fsdp_sharding_strategy": strategy.upper(),
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", **settings,
+        },
+    }  # fmt: skip
+    return resolve(load_spec(config, environ={}), model, world_size=world, device_type="cuda")
+
+
+def test_ring_is_latency_plus_bytes_over_bandwidth():
+    machine = Machine(
+        name="m", device="d", ranks_per_machine=4, peak={"bf16": 1e12}, memory_bandwidth=1e12, memory_bytes=1e10,
+        intra=Link(bandwidth=100e9, latency=1e-6), inter=Link(bandwidth=10e9, latency=10e-6), host_bandwidth=1e10,
+    )  # fmt: skip
+    # 3 steps of 1 us, and 3/4 of 4 GB over 100 GB/s.
+    assert machine.collective_seconds("all_gather", 4, 4 * 10**9, 1) == pytest.approx(8.4e-6 + 3e-6 + 0.03)
+    assert machine.collective_seconds("all_reduce", 4, 4 * 10**9, 1) == pytest.approx(8.4e-6 + 6e-6 + 0.06)
+    # 8 ranks on 2 machines: 6 steps inside and 1 between; the slower side is 4 cards of 9 GB/s.
+    assert machine.collective_seconds("all_gather", 8, 8 * 10**9, 2) == pytest.approx(8.4e-6 + 16e-6 + 7 / 36)
+    assert machine.collective_seconds("all_gather", 1, 10**9, 1) == 0
+
+
+def test_gathers_overlap_with_computation():
+    units = [UnitTimes(name=str(at), forward=2.0, backward=4.0, gather_forward=1.0, gather_backward=1.0, reduce=1.0)
+             for at in range(3)]  # fmt: skip
+    common = {"micro_batches": 1, "reduces_each": False, "keeps_gathered": False, "limited": True, "tail": 0.0}
+    timeline = simulate(units, prefetch="pre", overlaps=True, **common)
+    # Only the first all-gathers of forward and backward, and the last reduce-scatter, are not overlapped.
+    assert max(span.end for span in timeline.spans) == 1 + 6 + 1 + 12 + 1
+    assert exposed(timeline) == 3
+    without = simulate(units, prefetch="none", overlaps=True, **common)
+    assert max(span.end for span in without.spans) > max(span.end for span in timeline.spans)
+    serial = simulate(units, prefetch="pre", overlaps=False, **common)
+    assert max(span.end for span in serial.spans) == 18 + 9
+
+
+@given(
+    st.lists(st.tuples(*[st.floats(0, 5)] * 5), min_size=1, max_size=5),
+    st.sampled_from(["pre", "post", "none"]),
+    st.integers(1, 3),
+)
+def test_step_is_between_computation_and_the_sum(rows, prefetch, micro_batches):
+    units = [
+        UnitTimes(name=str(at), forward=f, backward=b, gather_forward=g, gather_backward=g, reduce=r, all_reduce=a)
+        for at, (f, b, g, r, a) in enumerate(rows)
+    ]
+    timeline = simulate(
+        units, micro_batches=micro_batches, reduces_each=True, keeps_gathered=False, prefetch=prefetch, limited=True,
+        overlaps=True, tail=1.0,
+    )  # fmt: skip
+    end = max(span.end for span in timeline.spans)
+    compute = sum(span.end - span.start for span in timeline.spans if span.stream == "compute")
+    communication = sum(span.end - span.start for span in timeline.spans if span.stream != "compute")
+    assert compute - 1e-9 <= end <= compute + communication + 1e-9
+    assert -1e-9 <= exposed(timeline) <= communication + 1e-9
+    assert end == pytest.approx(compute + exposed(timeline))
+
+
+def test_products_are_counted_exactly():
+    model = llama()
+    costs = unit_costs(planned(model), model, STEP)
+    tokens = STEP.tokens
+    per_token = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96)
+    attention = 2 * STEP.micro_batch * 32 * 32 * 64  # two products of S x S x hidden, halved by the causal mask
+    layer = costs["model.layers.3"]
+    assert sum(c.flops * n for c, n in layer.forward.items() if c.kind == "matmul") == per_token * tokens
+    assert sum(c.flops * n for c, n in layer.backward.items() if c.kind == "matmul") == 2 * per_token * tokens
+    assert sum(c.flops * n for c, n in layer.forward.items() if c.kind == "attention") == attention
+    assert layer == costs["model.layers.0"]
+    assert sum(c.flops * n for c, n in costs["model.norm + lm_head"].forward.items()) == 2 * 64 * 128 * tokens
+
+
+def test_experts_are_counted_by_routed_tokens():
+    config = MixtralConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=64, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = MixtralForCausalLM(config)
+    costs = unit_costs(planned(model), model, STEP)["model.layers.0"]
+    flops = {c.flops for c in costs.forward if c.kind == "matmul"}
+    assert {2 * 32 * 96 * STEP.tokens * 2, 2 * 48 * 32 * STEP.tokens * 2} <= flops
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_every_machine_gives_an_estimate(name):
+    model = llama()
+    estimate = estimate_time(planned(model), model, STEP, machine_named(name))
+    assert 0 < estimate.low_seconds <= estimate.step_seconds <= estimate.high_seconds
+    assert 0 <= estimate.exposed_seconds <= estimate.communication_seconds
+    assert estimate.mfu is not None and 0 < estimate.mfu < 1
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard", "hybrid_shard"])
+@pytest.mark.parametrize("version", [1, 2])
+def test_world_size_costs_no_time_to_estimate(strategy, version):
+    model = llama(num_hidden_layers=3)
+    rows = TimeModel(planned(model, 8, strategy, version), model, STEP).scaling(H100, [8, 64, 4096])
+    assert [row.world_size for row in rows] == [8, 64, 4096]
+    assert [row.mesh.shard * row.mesh.replicate for row in rows] == [8, 64, 4096]
+    seconds = [row.estimate.communication_seconds for row in rows]
+    assert seconds == sorted(seconds)
+
+
+def test_checkpointing_adds_a_forward():
+    model = llama(hidden_size=1024, intermediate_size=4096)
+    workload = Workload(micro_batch=4, seq_len=2048)
+    plain = estimate_time(planned(model), model, workload, H100)
+    recomputed = estimate_time(planned(model, fsdp_activation_checkpointing=True), model, workload, H100)
+    assert 1.1 < recomputed.compute_seconds / plain.compute_seconds < 1.5
+
+
+def test_slower_network_is_not_faster():
+    model = llama()
+    plan = planned(model, 64)
+    seconds = [
+        estimate_time(plan, model, STEP, machine_named(f"h100-sxm:{name}")).step_seconds
+        for name in ("ndr", "hdr", "efa-400", "ethernet-100", "ethernet-25")
+    ]
+    assert seconds == sorted(seconds)
+    assert "ndr" in network_names()
+
+
+@pytest.mark.parametrize("name", ["h100", "h100-sxm:wifi", "tpu"])
+def test_unknown_machine_is_refused(name):
+    with pytest.raises(SpecError) as caught:
+        machine_named(name)
+    assert [problem.code for problem in caught.value.problems] == ["FSDP-E830"]
+
+
+def test_machine_file_is_read_as_written(tmp_path, monkeypatch):
+    curves = {"matmul.fp32": ((1.0, 2.0), (3.0, 4.0))}
+    collectives = (MeasuredCollective(kind="all_gather", group_size=2, seconds=((4.0, 1.0),)),)
+    machine = Machine(**{**{f: getattr(H100, f) for f in H100.__slots__}, "curves": curves, "collectives": collectives})
+    write_machine(machine, tmp_path / "m.json")
+    assert read_machine(tmp_path / "m.json") == machine
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    write_machine(machine, tmp_path / "hf_fsdp_plugin" / "machine.json")
+    assert machine_named("calibrated") == machine
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"curves": 1}'])
+def test_damaged_machine_file_is_refused(tmp_path, content):
+    path = tmp_path / "m.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(SpecError) as caught:
+        machine_named(str(path))
+    assert [problem.code for problem in caught.value.problems] == ["FSDP-E831"]
+
+
+def test_model_without_a_loss_is_refused():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    plan = planned(model, fsdp_auto_wrap_policy="NO_WRAP")
+    with pytest.raises(SpecError) as caught:
+        estimate_time(plan, model, STEP, H100)
+    assert [problem.code for problem in caught.value.problems] == ["FSDP-E832"]
+
+
+def test_curves_are_linear_between_points():
+    curve = ((10.0, 1.0), (20.0, 3.0))
+    assert [interpolate(curve, size) for size in (1, 15, 99)] == [1.0, 2.0, 3.0]
+    assert lookup(curve, 40) == 6.0
