@@ -120,7 +120,8 @@ def _run(args: argparse.Namespace) -> int:
     settings = settings_of(state, extra)
     memory = predicted(state, settings)
     if memory is not None:
-        from hf_fsdp_plugin.cli.wizard.prediction import memory_of_gpu, memory_text
+        from hf_fsdp_plugin.cli.wizard.prediction import memory_of_gpu
+        from hf_fsdp_plugin.cli.wizard.prediction_text import memory_text
 
         line = memory_text(memory, memory_of_gpu(state))
         asker.show(f"Predicted memory of these settings: {line}.")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from hf_fsdp_plugin.cli.terminal import text_width
 from hf_fsdp_plugin.cli.wizard.conversation import Asker, Hook
 from hf_fsdp_plugin.cli.wizard.model_facts import read_model
 from hf_fsdp_plugin.cli.wizard.question import State
@@ -40,15 +42,26 @@ def show_prediction(state: State, asker: Asker) -> None:
     """Show the predicted memory of the strategies, if there is a model."""
     if state.model is None:
         return
-    from hf_fsdp_plugin.cli.wizard.prediction import predict
-
-    asker.show("Predicting the memory of each strategy ...")
-    prediction, reason = _attempt(lambda: predict(state))
-    if prediction is None:
+    asker.show("Predicting memory and communication ...")
+    shown, reason = _attempt(lambda: _prediction(state))
+    if shown is None:
         asker.show(f"No prediction: {reason}")
         return
-    asker.show(prediction.text)
-    state.recommended = prediction.best.settings if prediction.best is not None else {}
+    text, state.recommended = shown
+    asker.show(text)
+
+
+def _prediction(state: State) -> tuple[str, Mapping[str, Any]]:
+    """Return the planner's table and recommendation; without the memory of a GPU, a table of strategies."""
+    from hf_fsdp_plugin.cli.wizard import prediction, prediction_text
+
+    limit = prediction.memory_of_gpu(state)
+    if limit is None:
+        return prediction_text.rows_text(prediction.rows_of(state)), {}
+    advice = prediction.advice_of(state, limit)
+    best = prediction.recommended_row(advice, state)
+    text = prediction_text.advice_text(advice, best, state, text_width(sys.stderr))
+    return text, prediction.recommended_answers(best) if best is not None else {}
 
 
 def _attempt(predict: Callable[[], T]) -> tuple[T | None, str]:

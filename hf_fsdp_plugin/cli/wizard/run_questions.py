@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Final
+
 from hf_fsdp_plugin.cli.wizard.question import YES_NO, Choice, Default, Question, State, whole_number
 from hf_fsdp_plugin.estimate.sizes import SPELLINGS, parse_size
 from hf_fsdp_plugin.text import format_bytes
 from hf_fsdp_plugin.vocabulary import BY_NAME
+
+if TYPE_CHECKING:
+    from hf_fsdp_plugin.estimate.machines import Machine
 
 USUAL_GPUS = 8
 USUAL_SEQ_LEN = 4096
@@ -17,12 +22,45 @@ def _num_machines(state: State) -> Default:
     return Default(value=1, reason="one machine needs no address and no port")
 
 
+_MACHINES: Final = {
+    "A100-SXM4-40GB": "a100-40gb", "A100-SXM4-80GB": "a100-80gb", "H100 80GB HBM3": "h100-sxm",
+    "H100 PCIe": "h100-pcie", "H200": "h200", "B200": "b200",
+}  # fmt: skip
+"""Part of the name of a device, as its driver gives it -> machine."""
+
+
+def _machine(state: State) -> Default:
+    found = state.machine().name
+    known = next((machine for name, machine in _MACHINES.items() if name in found), "")
+    return Default(value=known, reason=f"of the {found} found here" if known else "without one, no times are predicted")
+
+
+def _parse_machine(text: str, state: State) -> str:
+    from hf_fsdp_plugin.estimate.machine_file import machine_named
+    from hf_fsdp_plugin.problems import SpecError
+
+    try:
+        return machine_named(text).name and text if text else ""
+    except SpecError as error:
+        raise ValueError(" ".join(f"{problem.message} {problem.fix}" for problem in error.problems)) from None
+
+
+def _named_machine(state: State) -> Machine | None:
+    from hf_fsdp_plugin.estimate.machine_file import machine_named
+
+    name = str(state.answers.get("machine", ""))
+    return machine_named(name) if name else None
+
+
 def _gpus(state: State) -> Default:
     launch = state.existing.launch
     if launch.num_processes != "auto":
         return Default(value=max(1, launch.num_processes // launch.num_machines), reason=f"as in {state.path}")
     if state.cpu:
         return Default(value=2, reason="the smallest number of CPU ranks for which FSDP shards")
+    named = _named_machine(state)
+    if named is not None and named.ranks_per_machine:
+        return Default(value=named.ranks_per_machine, reason=f"of {named.name}")
     found = state.machine()
     if found.count:
         name = f"{found.name}, " if found.name else ""
@@ -31,6 +69,9 @@ def _gpus(state: State) -> Default:
 
 
 def _gpu_memory(state: State) -> Default:
+    named = _named_machine(state)
+    if named is not None and named.memory_bytes:
+        return Default(value=format_bytes(int(named.memory_bytes)), reason=f"of {named.name}: {named.device}")
     found = state.machine()
     if found.memory_bytes:
         return Default(value=format_bytes(found.memory_bytes, binary=True), reason=f"of the {found.name} found here")
@@ -104,6 +145,10 @@ def _recommendation(state: State) -> Default:
     return Default(value=True, reason="each can still be changed")
 
 
+def _accumulates(state: State) -> bool:
+    return int(state.answers["global_batch"]) > int(state.answers["micro_batch"]) * state.world_size
+
+
 def _several_machines(state: State) -> bool:
     return state.num_machines > 1
 
@@ -126,6 +171,14 @@ QUESTIONS = (
         setting="launch.num_machines",
         default=_num_machines,
         parse=lambda text, state: whole_number(text),
+    ),
+    Question(
+        name="machine",
+        text="Kind of machine, for predicted times (such as h100-sxm; empty for none)",
+        help="known machine or machine file, for predicted times: h100-sxm, a100-80gb, ...",
+        default=_machine,
+        parse=_parse_machine,
+        asked=_has_model,
     ),
     Question(
         name="gpus",
@@ -237,5 +290,13 @@ QUESTIONS = (
         help="samples of a rank per forward pass",
         default=_micro_batch,
         parse=_parse_micro_batch,
+    ),
+    Question(
+        name="sync_each_batch",
+        text="Reduce gradients after every micro-batch (sync_each_batch)",
+        help="reduce gradients after every micro-batch, not only the last: yes or no",
+        default=lambda state: Default(value=False, reason="less communication; gradients are kept unsharded meanwhile"),
+        choices=lambda state: YES_NO,
+        asked=lambda state: state.model is not None and _accumulates(state),
     ),
 )

@@ -153,12 +153,16 @@ def _strategy(name: str, state: State) -> Iterator[Entry]:
     yield Entry(name="sharding.strategy", section="fsdp_config", key=key, value=written, means=name, comment=comment)
 
 
-def stock_limits(settings: Mapping[str, Any], version: int) -> Iterator[str]:
-    """Yield what stock ``accelerate launch`` does not do with these settings, one sentence each."""
+def stock_limits(settings: Mapping[str, Any], version: int, *, gpus: int = 0) -> Iterator[str]:
+    """Yield what stock ``accelerate launch`` does not do with these settings, one sentence each.
+
+    Args:
+        gpus: the size of the mesh's shard axis that FSDP1 needs no mesh for.
+    """
     strategy = settings["sharding.strategy"]
     if version == 2 and strategy == "no_shard":
         yield "Stock Accelerate ignores NO_SHARD under FSDP2 and runs full_shard."
-    if version == 1 and "mesh.shard" in settings:
+    if version == 1 and settings.get("mesh.shard", gpus) != gpus:
         yield "Stock Accelerate refuses parallelism_config under FSDP1."
     if version == 2 and settings.get("checkpoint.state_dict") == "local":
         yield "Stock Accelerate refuses LOCAL_STATE_DICT under FSDP2."
@@ -197,4 +201,6 @@ def header_of(state: State, memory: str = "") -> list[str]:
     tokens = f" of {answers['seq_len']:,} tokens" if "seq_len" in answers else ""
     lines.append(f"{global_batch:,} samples{tokens} per step on {state.world_size:,} ranks:")
     lines.append(f"--per_device_train_batch_size {micro_batch} --gradient_accumulation_steps {accumulation}")
+    if answers.get("sync_each_batch"):
+        lines.append("""--accelerator_config '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}'""")
     return [*lines, *([f"predicted memory: {memory}"] if memory else [])]

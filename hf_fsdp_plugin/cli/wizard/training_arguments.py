@@ -34,6 +34,8 @@ def arguments_of(state: State, spec: FsdpSpec) -> dict[str, Any]:
     micro_batch, global_batch = int(state.answers["micro_batch"]), int(state.answers["global_batch"])
     arguments["per_device_train_batch_size"] = micro_batch
     arguments["gradient_accumulation_steps"] = global_batch // (micro_batch * state.world_size)
+    if state.answers.get("sync_each_batch"):
+        arguments["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     if optimizer := _OPTIMIZERS.get(state.answers.get("optimizer", "")):
         arguments["optim"] = optimizer
     return arguments
@@ -55,6 +57,8 @@ def _python(value: Any) -> str:
     """Return a value as Python code, with double quotes."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_python(key)}: {_python(item)}' for key, item in value.items())}}}"
     return f"[{', '.join(map(_python, value))}]" if isinstance(value, list) else repr(value)
 
 

@@ -311,11 +311,10 @@ def test_full_disk_leaves_the_file_unchanged(config, monkeypatch, tmp_path):
     assert Path("fsdp.yaml").read_bytes() == before and os.listdir(tmp_path) == ["fsdp.yaml"]
 
 
-# GPU memory -> what is recommended under each FSDP version. The table of the model below needs 288 to 662 MiB.
+# GPU memory and FSDP version -> the recommended strategy and checkpointing; "" for a table without a recommendation.
 RECOMMENDED = [
     ("2GB", "1", ("no_shard", "none")),
     ("2GB", "2", ("shard_grad_op", "none")),  # stock Accelerate has no no_shard under FSDP2
-    ("400MB", "2", ("shard_grad_op", "full")),
     ("345MB", "2", ("full_shard", "full")),
     ("100MB", "2", ("full_shard", "none")),  # nothing fits: the general default
     ("", "2", ("full_shard", "none")),
@@ -327,7 +326,7 @@ def test_recommended_settings_fit_and_are_those_of_plan(config, llama, hf_fsdp, 
     larger = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "vocab_size": 8000}
     Path("llama/config.json").write_text(json.dumps({**LLAMA, **larger, "max_position_embeddings": 512}))
     argv = ["--yes", "-o", "fsdp.yaml", "--model", "llama", "--gpus", "4", "--fsdp-version", version, "--json"]
-    out, err = config(*argv, "--global-batch", "8", "--gpu-memory", memory)
+    out, err = config(*argv, "--global-batch", "16", "--gpu-memory", memory)
     result = json.loads(out)
     assert_valid("config", result)
     found = result["settings"]
@@ -335,22 +334,38 @@ def test_recommended_settings_fit_and_are_those_of_plan(config, llama, hf_fsdp, 
     fits = memory not in ("100MB", "")
     assert ("Recommended" in err, "Nothing fits" in err) == (fits, memory == "100MB")
     assert "predicted memory: " in Path("fsdp.yaml").read_text()
+    arguments = result["training_arguments"]
+    micro_batch, accumulation = arguments["per_device_train_batch_size"], arguments["gradient_accumulation_steps"]
+    assert micro_batch * accumulation == 4
+    syncs = ["--sync-each-batch"] if "accelerator_config" in arguments else []
     limit = ["--gpu-memory", memory] if memory else []
     code, plan, _ = hf_fsdp(
-        "plan", "--model", "llama", "fsdp.yaml", "--seq-len", "512", "--accumulation", "2", "--json", *limit
-    )
+        "plan", "--model", "llama", "fsdp.yaml", "--seq-len", "512", "--accumulation", accumulation, "--micro-batch",
+        micro_batch, "--json", *syncs, *limit,
+    )  # fmt: skip
     assert json.loads(plan)["per_rank"] == result["per_rank"] and code == (memory == "100MB")
     refused, _ = config(*argv, "--force", "--gpu-memory", memory, *(["--recommendation", "no"] if fits else []))
     assert json.loads(refused)["settings"]["sharding.strategy"] == best[0]  # the value of the file
 
 
+def test_named_machine_gives_gpus_memory_and_times(config, llama):
+    out, err = config(
+        "--yes", "-o", "-", "--json", "--model", "llama", "--machine", "a100-40gb", "--global-batch", "32"
+    )
+    answers = json.loads(out)["answers"]
+    assert (answers["gpus"], answers["gpu_memory"], answers["micro_batch"]) == (8, "40 GB", 4)
+    assert "tokens/s" in err and "the fastest that fits" in err
+    _, err = config("--yes", "-o", "-", "--model", "llama", "--machine", "a100", code=2)
+    assert "'a100' is not a known machine" in err and "a100-40gb" in err
+
+
 def test_model_that_cannot_be_predicted_is_configured(config, llama, monkeypatch):
-    def fail(state: Any) -> None:
+    def fail(state: Any, gpu_memory: int) -> None:
         raise (
             SpecError([Problem(code="FSDP-E811", message="no batch")]) if state.gpus == 2 else RuntimeError("odd\ncode")
         )
 
-    monkeypatch.setattr("hf_fsdp_plugin.cli.wizard.prediction.predict", fail)
+    monkeypatch.setattr("hf_fsdp_plugin.cli.wizard.prediction.advice_of", fail)
     for gpus, reason in (("2", "no batch"), ("4", "RuntimeError: odd")):
         _, err = config("--yes", "-o", f"{gpus}.yaml", "--model", "llama", "--gpus", gpus, "--gpu-memory", "80GB")
         assert f"No prediction: {reason}\n" in err and spec_of(f"{gpus}.yaml").launch.num_processes == int(gpus)
