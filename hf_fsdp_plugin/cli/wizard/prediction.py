@@ -13,7 +13,6 @@ from hf_fsdp_plugin.spec.load import load_spec
 from hf_fsdp_plugin.strategies import STRATEGIES
 
 if TYPE_CHECKING:
-    from hf_fsdp_plugin.estimate.machines import Machine
     from hf_fsdp_plugin.estimate.planner import Advice, AdviceRow
     from hf_fsdp_plugin.estimate.results import MemoryEstimate
     from hf_fsdp_plugin.estimate.workload import Workload
@@ -52,7 +51,7 @@ def advice_of(state: State, gpu_memory: int) -> Advice:
         gpu_memory=gpu_memory,
         num_machines=state.num_machines,
         gpus_per_machine=state.gpus,
-        machine=machine_of(state),
+        machine=state.named_machine(),
         version=1 if state.version == 1 else 2,
         precision="auto" if precision == "no" else precision,
         wrap=_wrap(state),
@@ -71,14 +70,6 @@ def recommended_answers(row: AdviceRow) -> dict[str, Any]:
     choice = row.choice
     settings = {name: value for name, value in row.settings.items() if name != "fsdp.version"}
     return {**settings, "micro_batch": choice.micro_batch, "sync_each_batch": choice.sync_each_batch}
-
-
-def machine_of(state: State) -> Machine | None:
-    """Return the machine that was named; ``None`` without one."""
-    from hf_fsdp_plugin.estimate.machine_file import machine_named
-
-    name = str(state.answers.get("machine", ""))
-    return machine_named(name) if name else None
 
 
 def rows_of(state: State) -> Iterator[Row]:

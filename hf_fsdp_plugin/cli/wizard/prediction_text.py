@@ -79,9 +79,7 @@ def _rejected(advice: Advice) -> list[str]:
 
 def _conclusion(advice: Advice, best: AdviceRow | None, state: State) -> str:
     if best is None and not advice.fitting:
-        least = advice.rejected[0]
-        with_ = f"{_strategy(least)} with checkpointing {_checkpointing(least)}"
-        return f"Nothing fits. {with_} needs least. More GPUs or a shorter sequence need less."
+        return " ".join(["Nothing fits.", *advice.remedies])
     fastest = advice.fitting[0]
     limits = " ".join(stock_limits(fastest.settings, state.version, gpus=state.gpus))
     if best is None:

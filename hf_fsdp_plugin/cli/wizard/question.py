@@ -12,6 +12,7 @@ from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS
 
 if TYPE_CHECKING:
     from hf_fsdp_plugin.cli.wizard.model_facts import ModelFacts
+    from hf_fsdp_plugin.estimate.machines import Machine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +69,15 @@ class State:
     @property
     def world_size(self) -> int:
         return self.num_machines * self.gpus
+
+    def named_machine(self) -> Machine | None:
+        """Return the kind of machine that was named; ``None`` without one."""
+        name = str(self.answers.get("machine", ""))
+        if not name:
+            return None
+        from hf_fsdp_plugin.estimate.machine_file import machine_named
+
+        return machine_named(name)
 
     @property
     def version(self) -> int:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import importlib.util
+from typing import Final
 
 from hf_fsdp_plugin.cli.wizard.question import YES_NO, Choice, Default, Question, State, whole_number
 from hf_fsdp_plugin.estimate.sizes import SPELLINGS, parse_size
 from hf_fsdp_plugin.text import format_bytes
 from hf_fsdp_plugin.vocabulary import BY_NAME
-
-if TYPE_CHECKING:
-    from hf_fsdp_plugin.estimate.machines import Machine
 
 USUAL_GPUS = 8
 USUAL_SEQ_LEN = 4096
@@ -29,6 +27,10 @@ _MACHINES: Final = {
 """Part of the name of a device, as its driver gives it -> machine."""
 
 
+def _knows_machines() -> bool:
+    return importlib.util.find_spec("hf_fsdp_plugin.estimate.machine_file") is not None
+
+
 def _machine(state: State) -> Default:
     found = state.machine().name
     known = next((machine for name, machine in _MACHINES.items() if name in found), "")
@@ -45,20 +47,13 @@ def _parse_machine(text: str, state: State) -> str:
         raise ValueError(" ".join(f"{problem.message} {problem.fix}" for problem in error.problems)) from None
 
 
-def _named_machine(state: State) -> Machine | None:
-    from hf_fsdp_plugin.estimate.machine_file import machine_named
-
-    name = str(state.answers.get("machine", ""))
-    return machine_named(name) if name else None
-
-
 def _gpus(state: State) -> Default:
     launch = state.existing.launch
     if launch.num_processes != "auto":
         return Default(value=max(1, launch.num_processes // launch.num_machines), reason=f"as in {state.path}")
     if state.cpu:
         return Default(value=2, reason="the smallest number of CPU ranks for which FSDP shards")
-    named = _named_machine(state)
+    named = state.named_machine()
     if named is not None and named.ranks_per_machine:
         return Default(value=named.ranks_per_machine, reason=f"of {named.name}")
     found = state.machine()
@@ -69,7 +64,7 @@ def _gpus(state: State) -> Default:
 
 
 def _gpu_memory(state: State) -> Default:
-    named = _named_machine(state)
+    named = state.named_machine()
     if named is not None and named.memory_bytes:
         return Default(value=format_bytes(int(named.memory_bytes)), reason=f"of {named.name}: {named.device}")
     found = state.machine()
@@ -178,7 +173,7 @@ QUESTIONS = (
         help="known machine or machine file, for predicted times: h100-sxm, a100-80gb, ...",
         default=_machine,
         parse=_parse_machine,
-        asked=_has_model,
+        asked=lambda state: state.model is not None and _knows_machines(),
     ),
     Question(
         name="gpus",
