@@ -78,6 +78,18 @@ def unit_costs(plan: FsdpPlan, model: nn.Module, workload: Workload) -> dict[str
     return {unit.name: costs[unit.name] for unit in plan.units} | {"": costs[""]}
 
 
+def fused(costs: Mapping[OpCost, int]) -> Counter[OpCost]:
+    """Return the operations after fusion by ``torch.compile``, as an upper bound of what fusion saves.
+
+    Products and attention stay. Everything between them is fused into kernels that read their results and write their
+    operands, so that each of these bytes moves once more.
+    """
+    kept = Counter({cost: count for cost, count in costs.items() if cost.flops})
+    for cost, count in list(kept.items()):
+        kept[OpCost(kind="memory", flops=0, bytes=cost.bytes, dtype=cost.dtype)] += count
+    return kept if kept else Counter(costs)
+
+
 def _not_counted(model: nn.Module, error: Exception) -> Problem:
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return Problem(

@@ -13,7 +13,7 @@ from torch import nn
 from hf_fsdp_plugin.backends.load import master_dtype
 from hf_fsdp_plugin.estimate.communication import UnitSchedule, estimate_communication, unit_schedules
 from hf_fsdp_plugin.estimate.machines import Machine
-from hf_fsdp_plugin.estimate.op_costs import OpCost, UnitCosts, unit_costs
+from hf_fsdp_plugin.estimate.op_costs import OpCost, UnitCosts, fused, unit_costs
 from hf_fsdp_plugin.estimate.results import Collective, TimeEstimate
 from hf_fsdp_plugin.estimate.schedule import Timeline, UnitTimes, exposed, simulate
 from hf_fsdp_plugin.estimate.workload import Workload
@@ -33,13 +33,16 @@ UPDATE_OPS: Final = {"adamw": 12, "sgd": 3, "adafactor": 15, "adamw_8bit": 1, "m
 PESSIMISTIC, LIKELY, OPTIMISTIC = 0, 1, 2
 
 
-def estimate_time(plan: FsdpPlan, model: nn.Module, workload: Workload, machine: Machine) -> TimeEstimate:
+def estimate_time(
+    plan: FsdpPlan, model: nn.Module, workload: Workload, machine: Machine, *, compiled: bool = False
+) -> TimeEstimate:
     """Return the time of one optimizer step of all ranks.
 
     Args:
         model: the model that was planned, on any device. It must be a Transformers model with token inputs.
+        compiled: whether ``torch.compile`` fuses operations, which is assumed to be perfect.
     """
-    return TimeModel(plan, model, workload).estimate(machine)
+    return TimeModel(plan, model, workload, compiled=compiled).estimate(machine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +58,14 @@ class ScalingRow:
 class TimeModel:
     """The counted operations of one plan and workload, for estimates on several machines and world sizes."""
 
-    def __init__(self, plan: FsdpPlan, model: nn.Module, workload: Workload) -> None:
+    def __init__(self, plan: FsdpPlan, model: nn.Module, workload: Workload, *, compiled: bool = False) -> None:
         self._plan, self._model, self._workload = plan, model, workload
         self._costs = unit_costs(plan, model, workload)
+        if compiled:
+            known = {
+                id(costs): UnitCosts(fused(costs.forward), fused(costs.backward)) for costs in self._costs.values()
+            }
+            self._costs = {name: known[id(costs)] for name, costs in self._costs.items()}
 
     def estimate(self, machine: Machine, plan: FsdpPlan | None = None) -> TimeEstimate:
         """Return the estimate for the plan, or for the same plan with another mesh."""
