@@ -22,6 +22,7 @@ from hf_fsdp_plugin.cli.run_words import Request
 from hf_fsdp_plugin.cli.world import World
 from hf_fsdp_plugin.integrations.preflight.stages import (
     FOLDER_VARIABLE,
+    REPORT_FILE,
     Options,
     StageResult,
     problems_of,
@@ -116,7 +117,7 @@ def run_preflight(spec: FsdpSpec, sources: Sources, request: Request) -> Preflig
                 world_size=None,
                 environ=user_variables(os.environ),
             ),
-            report=str(folder / "report.json"),
+            report=str(folder / REPORT_FILE),
         )
         began = time.monotonic()
         result, reason = _run_ranks(spec, world, handover, request, Path(scratch), folder)

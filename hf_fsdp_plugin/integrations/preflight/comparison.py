@@ -8,8 +8,10 @@ from typing import Any, Final
 
 import torch
 
+from hf_fsdp_plugin.backends.agreement import broadcast_object
 from hf_fsdp_plugin.checkpoint import MergeOptions, merge
-from hf_fsdp_plugin.integrations.preflight.run import preflight
+from hf_fsdp_plugin.checkpoint.names import HF_MODEL, safetensors_file
+from hf_fsdp_plugin.integrations.preflight.run import preflight, problems_of_error
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_names
@@ -18,6 +20,7 @@ _TOLERANCE: Final = 1e-5
 """Largest relative difference of losses and weights after resuming. On the CPU they are usually equal."""
 _COMPARED_LOGS: Final = ("loss", "grad_norm", "learning_rate")
 _ADAPTER: Final = ".default"
+_ADAPTER_FILE: Final = "adapter_model.safetensors"
 
 
 class Trained:
@@ -41,7 +44,7 @@ class Trained:
 
 
 def compare_runs(first: Trained, resumed: Trained, step: int) -> None:
-    """Check that a resumed run has the logs and weights of the uninterrupted one.
+    """Check that a resumed run has the logs and weights of the uninterrupted one. Collective.
 
     Raises:
         SpecError: they differ.
@@ -56,7 +59,7 @@ def compare_runs(first: Trained, resumed: Trained, step: int) -> None:
                 f"{name} of step {step} is {found.get(name)} after resuming, and {wanted[name]} without interruption."
             )
             problems.append(Problem(code="FSDP-E753", message=message, fix=_advice(name)))
-    different = differing(first.weights.get(step, {}), resumed.weights.get(step, {}), _TOLERANCE)
+    different = broadcast_object(differing(first.weights.get(step, {}), resumed.weights.get(step, {}), _TOLERANCE))
     if different:
         message = f"weights of step {step} differ after resuming: {format_names(different)}."
         problems.append(Problem(code="FSDP-E753", message=message, fix=_advice("weights")))
@@ -85,26 +88,44 @@ def differing(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
     names = sorted(one.keys() ^ other.keys())
     for name in one.keys() & other.keys():
         a, b = one[name].float(), other[name].float()
-        limit = tolerance * a.abs().max().clamp(min=1e-30) if a.numel() else torch.tensor(0.0)
-        if a.shape != b.shape or not bool((a - b).abs().max() <= limit if a.numel() else True):
+        if a.shape != b.shape or not _are_close(a, b, tolerance):
             names.append(name)
     return names
+
+
+def _are_close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
+    if not a.numel():
+        return True
+    same = (a == b) | (a.isnan() & b.isnan())  # quantized weights that are stored as bf16 contain NaN
+    difference = torch.where(same, 0.0, (a - b).abs()).max()
+    return bool(difference <= tolerance * a.nan_to_num(0.0).abs().max())
 
 
 def check_export(trained: Trained, source: Path, step: int) -> None:
     """Merge a checkpoint on rank 0, load the result with ``from_pretrained``, and compare it with what was trained.
 
+    Collective.
+
     Args:
         source: a checkpoint, or a folder for ``from_pretrained``.
 
     Raises:
-        SpecError: the result has other weights.
+        SpecError: on all ranks: the result has other weights, or an error on rank 0.
     """
-    if preflight.rank != 0:
-        return
+    problems: list[Problem] = []
+    if preflight.rank == 0:
+        try:
+            _check_export(trained, source, step)
+        except Exception as error:
+            problems = problems_of_error(error, "export")
+    if problems := broadcast_object(problems):
+        raise SpecError(problems)
+
+
+def _check_export(trained: Trained, source: Path, step: int) -> None:
     model: Any = unwrapped(trained.trainer.model)
     folder = source
-    if not (source / "config.json").is_file() or not list(source.glob("*.safetensors")):
+    if not any((source / name).is_file() for name in (_ADAPTER_FILE, safetensors_file(HF_MODEL))):
         folder = preflight.folder / "merged"
         merge(source, folder, MergeOptions(config=source if (source / "config.json").is_file() else None))
     wanted = trained.weights.get(step, {})
@@ -132,7 +153,7 @@ def check_export(trained: Trained, source: Path, step: int) -> None:
 def _differing_adapters(folder: Path, wanted: Mapping[str, torch.Tensor]) -> list[str]:
     from safetensors.torch import load_file
 
-    stored = load_file(folder / "adapter_model.safetensors")
+    stored = load_file(folder / _ADAPTER_FILE)
     trained = {name.replace(_ADAPTER, ""): value for name, value in wanted.items()}
     return [
         name

@@ -41,7 +41,11 @@ def from_pretrained(
             not_tested(f"attn_implementation={kwargs['attn_implementation']}, sdpa is used instead")
             kwargs["attn_implementation"] = "sdpa"
         kwargs = {key: value for key, value in kwargs.items() if key not in _PLACE_ARGUMENTS}
-        return original(str(folder), *args, **kwargs)
+        loaded = original(str(folder), *args, **kwargs)
+        for named in (loaded[0] if isinstance(loaded, tuple) else loaded,):
+            # Libraries load the tokenizer, or the model again, by this name.
+            named.name_or_path = named.config.name_or_path = str(name)
+        return loaded
 
 
 def from_config(original: Callable[..., Any], cls: Any, config: Any, **kwargs: Any) -> Any:

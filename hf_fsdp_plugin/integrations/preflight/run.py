@@ -25,7 +25,8 @@ Phase = Literal["script", "first run", "after it", "second run"]
 _AGREEMENT_SECONDS: Final = 10.0
 """Seconds that the other ranks have to fail too. Then the rank ends, and the launcher stops the others."""
 _MAX_MESSAGE: Final = 300
-_PACKAGE: Final = str(Path(__file__).parents[2])
+_NOT_OF_USER: Final = (str(Path(__file__).parents[2]), "<")
+_LIBRARIES: Final = "site-packages"
 _NEEDS_GPU: Final = re.compile(
     r"not compiled with CUDA|requires? (a |an )?(CUDA|GPU|NVIDIA)|No GPU found|NVIDIA driver|torch\.cuda\.is_available"
     r"|only (works|supported|available) (on|with) (CUDA|GPU)|0 active drivers|Could not run .* from the 'CPU' backend",
@@ -181,9 +182,7 @@ def _short(text: str) -> str:
 def _place_of(error: BaseException) -> str:
     """Return where the user's code was, or else the last line of code."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        frame for frame in frames if not frame.filename.startswith(_PACKAGE) and "site-packages" not in frame.filename
-    ]
+    own = [each for each in frames if not each.filename.startswith(_NOT_OF_USER) and _LIBRARIES not in each.filename]
     return "".join(f" in {os.path.basename(frame.filename)}:{frame.lineno}" for frame in (own or frames)[-1:])
 
 

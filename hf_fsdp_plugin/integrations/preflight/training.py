@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -15,6 +16,8 @@ from hf_fsdp_plugin.integrations.preflight.clone import MAX_PARAMS, num_params_o
 from hf_fsdp_plugin.integrations.preflight.comparison import Trained, check_export, compare_runs
 from hf_fsdp_plugin.integrations.preflight.loading import first_samples
 from hf_fsdp_plugin.integrations.preflight.run import preflight
+from hf_fsdp_plugin.integrations.preflight.stages import REPORT_FILE
+from hf_fsdp_plugin.integrations.run_report import report_run
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.transformers.private import save_checkpoint, untrained_copy
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -108,6 +111,7 @@ class _FirstRun:
             original(*args, **kwargs)
             manager.wait()
             recorder.leave()
+            _note_report(trainer)
         except Exception as error:
             self._failed(error)
         trainer.remove_callback(callback)
@@ -178,6 +182,17 @@ class _FirstRun:
         fresh.args.load_best_model_at_end = False
         fresh.train(resume_from_checkpoint=str(checkpoint))
         compare_runs(self.trained, resumed, LAST_STEP)
+
+
+def _note_report(trainer: Any) -> None:
+    """Record the problems in the report of the run: settings that differ from the plan, for example. Collective."""
+    report_run(trainer.accelerator)
+    file = preflight.folder / REPORT_FILE
+    if preflight.rank == 0 and file.is_file():
+        for problem in json.loads(file.read_text())["problems"]:
+            if problem["severity"] != "note":
+                fields = {name: problem[name] for name in ("code", "message", "fix", "setting")}
+                preflight.recorder.note(Problem(**fields))
 
 
 def clip_grad_norm(original: Callable[[Any], Any], trainer: Any, model: Any) -> Any:
