@@ -115,6 +115,20 @@ CONSTRUCTOR = """
     train(model)
 """
 NO_TRAINING = "print(model)"
+OWN_LOOP = """
+    from accelerate import Accelerator
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    data = torch.utils.data.DataLoader(Data(), batch_size=2)
+    model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    while True:
+        for batch in data:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+"""
 BEST_METRIC = 'train(model, args=arguments(load_best_model_at_end=True, metric_for_best_model="f1", save_steps=50))'
 ONLY_MODEL = "train(model, args=arguments(save_only_model=True))"
 NO_SAVES = 'train(model, args=arguments(save_strategy="no", eval_strategy="no"))'
@@ -241,6 +255,15 @@ def test_run_that_stands_still_is_stopped_with_its_stage(folder: Path) -> None:
 def test_save_only_model_is_not_resumed_but_exported(folder: Path) -> None:
     tree = check_script(folder, ONLY_MODEL)
     assert (tree["results"]["resume"], tree["results"]["export"], tree["ok"]) == ("not tested", "passed", True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [1, 2])
+def test_script_with_its_own_loop_is_tested(folder: Path, version: int) -> None:
+    write_config(folder, fsdp_version=version)
+    tree = check_script(folder, OWN_LOOP)
+    passed = {stage for stage, result in tree["results"].items() if result == "passed"}
+    assert passed == {"start", "clone", "prepare", "step", "update", "save", "resume", "export"}, tree["problems"]
 
 
 @pytest.mark.slow

@@ -53,8 +53,8 @@ _CAUSES: Final = (
 """Pattern of the message of an exception of other libraries -> what to do."""
 _NO_TRAINING: Final = Problem(
     code="FSDP-E758",
-    message="the script ended without a training of a Trainer.",
-    fix="Pass the arguments with which it trains. For a script with its own loop, pass --model instead of the script.",
+    message="the script ended without a training of a Trainer, and without two optimizer steps of an Accelerator.",
+    fix="Pass the arguments with which it trains. If it uses neither of them, pass --model instead of the script.",
 )
 
 
