@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -214,7 +215,7 @@ def _print_result(
         print(text, end="")
     else:
         print(f"\n{'wrote' if text != target.text else 'unchanged:'} {target.shown}", file=sys.stderr)
-        option = "" if target.is_default else f"--config_file {target.shown} "
+        option = "" if target.is_default else f"--config_file {shlex.quote(target.shown)} "
         for launcher in ("accelerate", "hf-fsdp"):
             print(f"  {launcher} launch {option}train.py", file=sys.stderr)
     if args.show_args:

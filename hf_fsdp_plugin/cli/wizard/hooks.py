@@ -55,12 +55,12 @@ def _prediction(state: State) -> tuple[str, Mapping[str, Any]]:
     """Return the planner's table and recommendation; without the memory of a GPU, a table of strategies."""
     from hf_fsdp_plugin.cli.wizard import prediction, prediction_text
 
-    limit = prediction.memory_of_gpu(state)
+    limit, width = prediction.memory_of_gpu(state), text_width(sys.stderr)
     if limit is None:
-        return prediction_text.rows_text(prediction.rows_of(state)), {}
+        return prediction_text.rows_text(prediction.rows_of(state), width), {}
     advice = prediction.advice_of(state, limit)
     best = prediction.recommended_row(advice, state)
-    text = prediction_text.advice_text(advice, best, state, text_width(sys.stderr))
+    text = prediction_text.advice_text(advice, best, state, width)
     return text, prediction.recommended_answers(best) if best is not None else {}
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli.wizard.question import State
 from hf_fsdp_plugin.cli.wizard.settings import stock_limits
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.text import format_bytes, format_table, wrap_words
+from hf_fsdp_plugin.text import fit_table, format_bytes, format_table, wrap_words
 
 if TYPE_CHECKING:
     from hf_fsdp_plugin.cli.wizard.prediction import Row
@@ -37,7 +37,7 @@ def advice_text(advice: Advice, best: AdviceRow | None, state: State, width: int
         )
     parts = [f"Predicted per GPU of {_size(advice.gpu_memory)}, of which {_size(advice.limit)} may be used:"]
     if advice.fitting:
-        parts.append(format_table(lines, right=(3, 4, 5)))
+        parts.append(_table(lines, (3, 4, 5), width))
     if any("*" in line[3] for line in lines[1:]):
         parts.append("* gradients are reduced after every micro-batch, not only the last (sync_each_batch)")
     if rejected := _rejected(advice):
@@ -46,7 +46,7 @@ def advice_text(advice: Advice, best: AdviceRow | None, state: State, width: int
     return "\n\n".join(parts)
 
 
-def rows_text(rows: Iterable[Row]) -> str:
+def rows_text(rows: Iterable[Row], width: int | None) -> str:
     """Return the table of strategies for GPUs whose memory is unknown."""
     lines: list[Sequence[str]] = [("strategy", "checkpointing", "memory", "collectives")]
     for row in rows:
@@ -54,7 +54,16 @@ def rows_text(rows: Iterable[Row]) -> str:
         lines.append((*names, _size(row.memory.peak.bytes), format_bytes(row.communicated)))
     title = "Predicted per GPU with one sample per forward pass: memory at the peak, and bytes of collectives per step:"
     end = "The memory of a GPU is unknown, so nothing is recommended."
-    return f"{title}\n\n{format_table(lines, right=(2, 3))}\n\n{end}"
+    return f"{title}\n\n{_table(lines, (2, 3), width)}\n\n{end}"
+
+
+def _table(lines: Sequence[Sequence[str]], right: Collection[int], width: int | None) -> str:
+    """Align the columns. On a narrow terminal, leave out the last column, then shorten the longest cells."""
+    for columns in (lines, [line[:-1] for line in lines]):
+        table = format_table(columns, right=[number for number in right if number < len(columns[0])])
+        if width is None or max(map(len, table.splitlines())) <= width:
+            return table
+    return fit_table([line[:-1] for line in lines], width)
 
 
 def _shown(rows: Iterable[AdviceRow], best: AdviceRow | None) -> list[AdviceRow]:

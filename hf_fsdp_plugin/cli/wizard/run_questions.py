@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Final
 
 from hf_fsdp_plugin.cli.wizard.question import YES_NO, Choice, Default, Question, State, whole_number
@@ -25,10 +24,6 @@ _MACHINES: Final = {
     "H100 PCIe": "h100-pcie", "H200": "h200", "B200": "b200",
 }  # fmt: skip
 """Part of the name of a device, as its driver gives it -> machine."""
-
-
-def _knows_machines() -> bool:
-    return importlib.util.find_spec("hf_fsdp_plugin.estimate.machine_file") is not None
 
 
 def _machine(state: State) -> Default:
@@ -173,7 +168,7 @@ QUESTIONS = (
         help="known machine or machine file, for predicted times: h100-sxm, a100-80gb, ...",
         default=_machine,
         parse=_parse_machine,
-        asked=lambda state: state.model is not None and _knows_machines(),
+        asked=_has_model,
     ),
     Question(
         name="gpus",

