@@ -15,11 +15,13 @@ from typing import Any, Final
 from hf_fsdp_plugin.cli.dry_run import model_of_script
 from hf_fsdp_plugin.cli.failure_summary import first_failure, summarize
 from hf_fsdp_plugin.cli.launch_flags import LaunchArguments
+from hf_fsdp_plugin.cli.progress import StageProgress
 from hf_fsdp_plugin.cli.rank_env import rank_env, settings_env
 from hf_fsdp_plugin.cli.ranks import Ranks, RunResult
 from hf_fsdp_plugin.cli.rendezvous import Peers, meet_locally
 from hf_fsdp_plugin.cli.run_words import Request
 from hf_fsdp_plugin.cli.world import World
+from hf_fsdp_plugin.devices import DEVICES
 from hf_fsdp_plugin.integrations.preflight.stages import (
     FOLDER_VARIABLE,
     REPORT_FILE,
@@ -31,7 +33,7 @@ from hf_fsdp_plugin.integrations.preflight.stages import (
     stage_results,
 )
 from hf_fsdp_plugin.problems import Problem, has_errors
-from hf_fsdp_plugin.sources.handover import LaunchHandover, absolute, user_variables
+from hf_fsdp_plugin.sources.handover import LaunchHandover, user_variables
 from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.spec.model import FsdpSpec, LaunchSection
 from hf_fsdp_plugin.strategies import STRATEGIES
@@ -104,10 +106,10 @@ def run_preflight(spec: FsdpSpec, sources: Sources, request: Request) -> Preflig
         folder = Path(scratch) / "run"
         folder.mkdir()
         Options(
-            model=request.model if not Path(request.model).exists() else absolute(request.model) or "",
+            model=request.model,
             is_script=bool(request.script),
             arguments=request.training,
-            arguments_file=absolute(request.training_file or None) or "",
+            arguments_file=request.training_file,
         ).write(folder)
         handover = LaunchHandover(
             sources=replace(
@@ -194,9 +196,14 @@ class _Limit(Peers):
         self._began = time.monotonic()
         self._size, self._changed = 0, self._began
         self.reason = ""
+        self._progress = StageProgress()
+
+    def close(self) -> None:
+        self._progress.show(None)
 
     def failure(self) -> str | None:
         now = time.monotonic()
+        self._progress.show(next(iter(running_stages(read_events(self._folder))), None))
         size = sum(file.stat().st_size for file in self._folder.glob("rank_*.jsonl"))
         if size != self._size:
             self._size, self._changed = size, now
@@ -214,6 +221,8 @@ def _run_ranks(
     limit = _Limit(request.limit, folder)
     base = {**os.environ, **settings_env(spec, world, LaunchArguments()), **handover.to_env()}
     base |= {FOLDER_VARIABLE: str(folder), "TMPDIR": str(scratch), "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
+    # Accelerators are hidden, so that a script cannot take them.
+    base |= {device.visible_variable: "" for device in DEVICES.values() if device.visible_variable}
     ranks = Ranks(show_all=False, show_first=False, log_dir=None, scratch=scratch, notice=lambda _: None)
     try:
         for rank in range(world.size):
@@ -223,6 +232,7 @@ def _run_ranks(
     finally:
         ranks.close()
         rendezvous.close()
+        limit.close()
     return result, limit.reason
 
 

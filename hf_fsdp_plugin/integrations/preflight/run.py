@@ -28,8 +28,9 @@ _MAX_MESSAGE: Final = 300
 _NOT_OF_USER: Final = (str(Path(__file__).parents[2]), "<")
 _LIBRARIES: Final = "site-packages"
 _NEEDS_GPU: Final = re.compile(
-    r"not compiled with CUDA|requires? (a |an )?(CUDA|GPU|NVIDIA)|No GPU found|NVIDIA driver|torch\.cuda\.is_available"
-    r"|only (works|supported|available) (on|with) (CUDA|GPU)|0 active drivers|Could not run .* from the 'CPU' backend",
+    r"not compiled with CUDA|No CUDA GPUs are available|requires? (a |an )?(CUDA|GPU|NVIDIA)|No GPU found"
+    r"|NVIDIA driver|torch\.cuda\.is_available|only (works|supported|available) (on|with) (CUDA|GPU)"
+    r"|0 active drivers|Could not run .* from the 'CPU' backend",
     re.IGNORECASE,
 )
 _CAUSES: Final = (
