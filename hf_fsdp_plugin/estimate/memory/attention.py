@@ -53,7 +53,8 @@ def _attention(
     options: dict[str, Any] = {"scale": scale}
     same_dim = query.shape[-1] == value.shape[-1]
     if device_type == "cpu":
-        if dropout_p == 0.0 and same_dim and query.dim() == 4:
+        has_fixed_mask = attn_mask is None or not attn_mask.requires_grad
+        if dropout_p == 0.0 and same_dim and query.dim() == 4 and has_fixed_mask:
             options |= {"attn_mask": attn_mask}
             output: torch.Tensor = cpu_attention(query, key, value, dropout_p, is_causal, **options)[0]
             return output

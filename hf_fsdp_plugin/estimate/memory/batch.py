@@ -32,7 +32,8 @@ def meta_batch(model: nn.Module, *, micro_batch: int, seq_len: int) -> dict[str,
     if "start_positions" in accepted:
         return {**batch, "start_positions": one_each, "end_positions": one_each}
     if name.endswith(("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")):
-        if getattr(config, "problem_type", None) is None and getattr(config, "num_labels", 2) > 1:
+        kind = getattr(config, "problem_type", None)
+        if kind == "single_label_classification" or (kind is None and config.num_labels > 1):
             batch["labels"] = one_each
         else:
             batch["labels"] = torch.zeros(micro_batch, config.num_labels, device="meta")

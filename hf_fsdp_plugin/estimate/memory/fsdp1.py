@@ -52,9 +52,10 @@ class Fsdp1Engine(Engine):
         flat = sizes.flat_grad if grads else 0
         ledger.add("grads", flat)  # split_with_sizes_backward concatenates the gradients of the views
         ledger.free("grads", grads)
+        added = 0
         if name in self.accumulated and grads:
-            ledger.free("grads", flat)  # autograd adds it in place
-            flat = self.accumulated.pop(name)
+            # Autograd adds it in place, and keeps it until the hook that reduces has returned.
+            added, flat = flat, self.accumulated.pop(name)
         if self.syncs or sizes.reshards or not self._is_sharded:
             self.release(name)
         if self.plan.prefetch.backward == "post" and (target := self.predecessor(name)) is not None:
@@ -64,6 +65,7 @@ class Fsdp1Engine(Engine):
                 self.accumulated[name] = flat
         elif flat:
             self._reduce(name, flat)
+        ledger.free("grads", added)
 
     def _gather(self, name: str) -> None:
         sizes = self.sizes[name]

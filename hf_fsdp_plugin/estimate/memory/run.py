@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from hf_fsdp_plugin.estimate.memory.profile import Stage, StageKind, StepProfile
 from hf_fsdp_plugin.estimate.memory.tracker import Tracker, Usage
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.torch_private.functions import tree_leaves, tree_map_only
 from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
 
@@ -33,9 +34,17 @@ def profile_step(plan: FsdpPlan, model: nn.Module, workload: Workload) -> StepPr
         model: on the meta device, not sharded.
 
     Raises:
-        SpecError: the model cannot run on the meta device, or has other inputs than a batch of text or images.
+        SpecError: the model cannot run on the meta device (FSDP-E810), or has other inputs than a batch of text or
+            images (FSDP-E811).
     """
     batch = meta_batch(model, micro_batch=workload.micro_batch, seq_len=workload.seq_len)
+    try:
+        return _profile(plan, model, batch)
+    except Exception as error:  # whatever the code of the model raises
+        raise SpecError([_cannot_run(model, error)]) from error
+
+
+def _profile(plan: FsdpPlan, model: nn.Module, batch: dict[str, torch.Tensor]) -> StepProfile:
     groups = equal_layers(model)
     skipped = {name: group for group in groups for name in group.copies}
     with ExitStack() as stack:
@@ -56,6 +65,15 @@ def profile_step(plan: FsdpPlan, model: nn.Module, workload: Workload) -> StepPr
     )
 
 
+def _cannot_run(model: nn.Module, error: Exception) -> Problem:
+    reason = (str(error).strip().splitlines() or [""])[0]
+    return Problem(
+        code="FSDP-E810",
+        message=f"{type(model).__name__} cannot run on the meta device: {type(error).__name__}: {reason}",
+        fix="Use plan --trace, or check that the model accepts a batch of this size.",
+    )
+
+
 def _loss(outputs: Any) -> torch.Tensor:
     """Return the loss. The other outputs are freed, as in the Trainer's ``compute_loss``."""
     loss: torch.Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
@@ -66,6 +84,7 @@ def _loss(outputs: Any) -> torch.Tensor:
 def _training_mode(model: nn.Module) -> Iterator[None]:
     config: Any = getattr(model, "config", None)
     training, cache = model.training, getattr(config, "use_cache", None)
+    problem_type = getattr(config, "problem_type", None)  # classifiers set it in their first forward
     model.train()
     if cache is not None:
         config.use_cache = False
@@ -75,6 +94,8 @@ def _training_mode(model: nn.Module) -> Iterator[None]:
         model.train(training)
         if cache is not None:
             config.use_cache = cache
+        if hasattr(config, "problem_type"):
+            config.problem_type = problem_type
 
 
 @contextmanager
@@ -271,7 +292,8 @@ class _Recorder:
             hidden = _hidden(args, kwargs)
             self.mark("enter", name)
             (hidden,) = _Border.apply(lambda: self.mark("enter_backward", name), hidden)
-            return _filled(self._outputs[representative], hidden)
+            others = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            return _filled(self._outputs[representative], hidden, others)
 
         _replace_forward(module, forward, self._undo)
 
@@ -382,14 +404,20 @@ class _Like:
     dtype: torch.dtype
 
 
-def _filled(output: Any, hidden: torch.Tensor) -> Any:
-    """Return the output of an equal layer, with `hidden` in place of the first tensor of its shape."""
+def _filled(output: Any, hidden: torch.Tensor, others: Iterable[torch.Tensor]) -> Any:
+    """Return the output of an equal layer, with `hidden` in place of the first tensor of its shape.
+
+    Other tensors of the output, such as a position bias, are inputs of the same shape if there are any.
+    """
     used: list[bool] = []
+    inputs = {(tensor.shape, tensor.dtype): tensor for tensor in others}
 
     def tensor_of(like: _Like) -> torch.Tensor:
         if not used and like.shape == hidden.shape:
             used.append(True)
             return hidden
+        if (like.shape, like.dtype) in inputs:
+            return inputs[like.shape, like.dtype]
         return torch.empty(like.shape, dtype=like.dtype, device="meta")
 
     return tree_map_only(_Like, tensor_of, output)
