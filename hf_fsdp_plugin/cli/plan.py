@@ -32,6 +32,7 @@ from hf_fsdp_plugin.sources.accelerate_launch import default_config_file
 if TYPE_CHECKING:
     from torch import nn
 
+    from hf_fsdp_plugin.estimate.machines import Machine
     from hf_fsdp_plugin.estimate.results import TimeEstimate
     from hf_fsdp_plugin.estimate.time import ScalingRow
     from hf_fsdp_plugin.estimate.workload import Workload
@@ -45,7 +46,7 @@ EXAMPLES = (
 _NO_MEMORY: Final = Problem(
     code="FSDP-E726",
     message="--advise needs the memory of a device.",
-    fix="Pass --gpu-memory 80GB.",
+    fix="Pass --gpu-memory 80GB, or --machine with a known machine.",
     origin=Origin(source="command line", spelling="--advise", text=None),
 )
 _DEFAULTS: Final = ("full_shard auto_wrap", "precision.param=bf16")
@@ -95,13 +96,15 @@ class Planned:
     """What the verb was asked to predict.
 
     Attributes:
-        gpu_memory: bytes of one device; ``None`` if unknown.
+        gpu_memory: bytes of one device, as given or of the machine; ``None`` if unknown.
+        machine: the machine that was named.
     """
 
     plan: FsdpPlan
     model: nn.Module
     workload: Workload
     gpu_memory: int | None
+    machine: Machine | None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -138,6 +141,9 @@ def _planned(
     """Return what to predict, or ``None`` after errors, and the name of the config. Collects all problems."""
     world_size = read_size(args, "world-size", problems)
     gpu_memory = read_gpu_memory(args, problems)
+    machine = _machine(args, problems)
+    if gpu_memory is None and args.gpu_memory is None and machine is not None:
+        gpu_memory = int(machine.memory_bytes) or None
     model, model_problems = load_model(args.model)
     args.model, args.world_size, args.device_of_plan = None, world_size, args.device
     config = check.config_named(names[0]) if names else None
@@ -162,7 +168,20 @@ def _planned(
     if plan is None or has_errors(problems):
         return None, shown
     workload = replace(workload, seq_len=length)
-    return Planned(plan=plan, model=model, workload=workload, gpu_memory=gpu_memory), shown
+    return Planned(plan=plan, model=model, workload=workload, gpu_memory=gpu_memory, machine=machine), shown
+
+
+def _machine(args: argparse.Namespace, problems: list[Problem]) -> Machine | None:
+    """Return the machine of ``--machine``; ``None`` without one, or if it is unknown, which is reported."""
+    if args.machine is None:
+        return None
+    from hf_fsdp_plugin.estimate.machine_file import machine_named
+
+    try:
+        return machine_named(args.machine)
+    except SpecError as error:
+        problems += error.problems
+        return None
 
 
 def _advise(args: argparse.Namespace, planned: Planned, problems: list[Problem], shown: str | None) -> int:
@@ -182,6 +201,7 @@ def _advise(args: argparse.Namespace, planned: Planned, problems: list[Problem],
             gpu_memory=planned.gpu_memory,
             num_machines=spec.launch.num_machines,
             gpus_per_machine=plan.world_size // spec.launch.num_machines,
+            machine=planned.machine,
             version=plan.version,
             precision=spec.precision.param,
             wrap={name: value for name, value, _ in spec.settings() if name.startswith("wrap.") and spec.asked(name)},
@@ -222,12 +242,11 @@ def _predict(args: argparse.Namespace, planned: Planned) -> Prediction:
 
 def _predict_time(args: argparse.Namespace, planned: Planned) -> tuple[TimeEstimate | None, tuple[ScalingRow, ...]]:
     """Return the time on ``--machine``, and with ``--scaling`` that on more ranks."""
-    if args.machine is None:
+    machine = planned.machine
+    if machine is None:
         return None, ()
-    from hf_fsdp_plugin.estimate.machine_file import machine_named
     from hf_fsdp_plugin.estimate.time import TimeModel
 
-    machine = machine_named(args.machine)
     model = TimeModel(planned.plan, planned.model, planned.workload)
     return model.estimate(machine), tuple(scaling_of(model, machine)) if args.scaling else ()
 

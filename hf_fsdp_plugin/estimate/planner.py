@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from torch import nn
 
+from hf_fsdp_plugin.estimate.machines import Machine
 from hf_fsdp_plugin.estimate.planner_evaluator import Evaluator, Subject
 from hf_fsdp_plugin.estimate.planner_remedies import remedies
 from hf_fsdp_plugin.estimate.planner_space import Choice, Sharding, memory_savings, micro_batches, shardings
@@ -92,7 +93,7 @@ def advise(
     gpu_memory: int,
     num_machines: int = 1,
     gpus_per_machine: int = 8,
-    machine: Any = None,
+    machine: Machine | None = None,
     version: Version = 2,
     precision: DtypeName = "bf16",
     wrap: Mapping[str, Any] | None = None,

@@ -20,6 +20,8 @@ class Fsdp1Engine(Engine):
     def __init__(self, plan: FsdpPlan, sizes: Sequence[UnitSizes], ledger: Ledger) -> None:
         super().__init__(plan, sizes, ledger)
         self._is_sharded = STRATEGIES[plan.strategy].is_sharded
+        self._done: set[str] = set()
+        """Units whose backward is complete."""
 
     def pre_forward(self, name: str) -> None:
         self._gather(name)
@@ -44,8 +46,8 @@ class Fsdp1Engine(Engine):
 
     def pre_backward(self, name: str) -> None:
         self._gather(name)
-        if self.plan.prefetch.backward == "pre" and (target := self.predecessor(name)) is not None:
-            self._gather(target)
+        if self.plan.prefetch.backward == "pre":
+            self._prefetch_backward(name)
 
     def post_backward(self, name: str, grads: int) -> None:
         sizes, ledger = self.sizes[name], self.ledger
@@ -58,14 +60,24 @@ class Fsdp1Engine(Engine):
             added, flat = flat, self.accumulated.pop(name)
         if self.syncs or sizes.reshards or not self._is_sharded:
             self.release(name)
-        if self.plan.prefetch.backward == "post" and (target := self.predecessor(name)) is not None:
-            self._gather(target)
+        self._done.add(name)
+        if self.plan.prefetch.backward == "post":
+            self._prefetch_backward(name)
         if not self.syncs:
             if flat:
                 self.accumulated[name] = flat
         elif flat:
             self._reduce(name, flat)
         ledger.free("grads", added)
+
+    def end_backward(self) -> None:
+        super().end_backward()
+        self._done.clear()
+
+    def _prefetch_backward(self, name: str) -> None:
+        target = self.predecessor(name)
+        if target is not None and target not in self._done:
+            self._gather(target)
 
     def _gather(self, name: str) -> None:
         sizes = self.sizes[name]

@@ -1,0 +1,233 @@
+"""The closed form: bytes that are computed by hand on small models, and properties that hold for all settings."""
+
+from functools import cache
+
+import pytest
+import torch
+import transformers as hf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.estimate.memory import estimate_memory
+from hf_fsdp_plugin.estimate.memory.optimizer import state_bytes, update_bytes
+from hf_fsdp_plugin.estimate.memory.shards import Shard, unit_sizes
+from hf_fsdp_plugin.estimate.results import MEMORY_KINDS
+from hf_fsdp_plugin.estimate.workload import Workload
+
+HIDDEN, INNER, VOCAB, LAYERS, HEADS = 32, 64, 96, 6, 4
+LAYER = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER + 2 * HIDDEN
+EMBEDDING, HEAD = VOCAB * HIDDEN, VOCAB * HIDDEN + HIDDEN
+TOTAL = LAYERS * LAYER + EMBEDDING + HEAD
+STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+QUICK = settings(max_examples=6, deadline=None, derandomize=True)
+
+
+@cache
+def llama(layers: int = LAYERS) -> torch.nn.Module:
+    config = hf.LlamaConfig(
+        hidden_size=HIDDEN, intermediate_size=INNER, vocab_size=VOCAB, num_hidden_layers=layers,
+        num_attention_heads=HEADS, max_position_embeddings=512,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return hf.LlamaForCausalLM(config)
+
+
+def plan_of(ranks=2, version=2, strategy="full_shard", model=None, device="cpu", **config):
+    options = {"version": version, **config}
+    if strategy.startswith("hybrid"):
+        options["dp_shard_size"] = 2
+    spec = hfp.load_spec(fsdp=f"{strategy} auto_wrap", fsdp_config=options)
+    return hfp.resolve(spec, model or llama(), world_size=ranks, device_type=device)
+
+
+def estimate(ranks=2, micro_batch=1, seq_len=16, model=None, workload=None, **options):
+    plan = plan_of(ranks, model=model, **options)
+    return estimate_memory(
+        plan, model or llama(), Workload(micro_batch=micro_batch, seq_len=seq_len, **(workload or {}))
+    )
+
+
+def at(found, where):
+    """Return the bytes by kind of the last moment at a place."""
+    return [moment for moment in found.timeline if moment.where == where][-1].bytes_by_kind
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_states_of_even_shards_are_counted_exactly(version):
+    """Every parameter of this model is divisible by 2 and aligned."""
+    end = at(estimate(2, version=version), "clipping")
+    num_tensors = LAYERS * 9 + 3
+    assert (end["params"], end["grads"]) == (TOTAL // 2 * 4, TOTAL // 2 * 4)
+    if version == 2:
+        assert end["optimizer"] == 2 * end["params"] + 4 * num_tensors
+    assert end["gathered"] == 0
+
+
+def test_fsdp2_pads_each_parameter_to_equal_rows():
+    sizes = {unit.name: unit for unit in unit_sizes(plan_of(5), llama())}
+    rows = -(-VOCAB // 5)
+    assert sizes["model.embed_tokens"].params == rows * HIDDEN * 4
+    assert sizes["model.embed_tokens"].gathered == 5 * rows * HIDDEN * 4
+    norm, square, wide, tall = -(-HIDDEN // 5), -(-HIDDEN // 5), -(-INNER // 5), -(-HIDDEN // 5)
+    per_rank = 2 * norm + 4 * square * HIDDEN + 2 * wide * HIDDEN + tall * INNER
+    assert sizes["model.layers.0"].params == per_rank * 4
+
+
+def test_fsdp1_pads_each_flat_parameter_to_the_ranks():
+    sizes = {unit.name: unit for unit in unit_sizes(plan_of(5, version=1), llama())}
+    padded = -(-LAYER // 5) * 5
+    assert (sizes["model.layers.0"].params, sizes["model.layers.0"].gathered) == (padded // 5 * 4, padded * 4)
+    assert set(sizes) == {"", *(f"model.layers.{index}" for index in range(LAYERS))}
+
+
+def test_mixed_precision_gathers_bf16_of_fp32_masters():
+    whole = unit_sizes(plan_of(2), llama())
+    mixed = unit_sizes(plan_of(2, mixed_precision="bf16"), llama())
+    for one, other in zip(whole, mixed, strict=True):
+        assert (other.params, other.reduce_input) == (one.params, one.reduce_input)
+        assert (other.gathered * 2, other.compute_shard * 2, one.compute_shard) == (one.gathered, one.params, 0)
+
+
+def test_gathered_bytes_of_fsdp2_include_buffers_and_prefetch():
+    """In backward a layer's parameters, the buffer of the next all-gather and of the last reduce-scatter are held."""
+    found = at(estimate(2, mixed_precision="bf16", device="cuda"), "backward of model.layers.3")
+    reduced = LAYER * 4
+    # at the reduction: the prefetched buffer in bf16, input and output in fp32; the parameters are freed
+    assert found["gathered"] == LAYER * 2 + reduced + reduced // 2
+    none = at(
+        estimate(2, mixed_precision="bf16", device="cuda", backward_prefetch="NO_PREFETCH"),
+        "backward of model.layers.3",
+    )
+    assert none["gathered"] in (reduced + reduced // 2, reduced + LAYER * 2, reduced + 2 * LAYER * 2)
+
+
+def test_units_that_are_not_freed_stay_gathered():
+    freed, kept = (
+        at(estimate(2, strategy=strategy, device="cuda"), f"forward of model.layers.{LAYERS - 1}")["gathered"]
+        for strategy in ("full_shard", "shard_grad_op")
+    )
+    assert kept - freed == (EMBEDDING + (LAYERS - 1) * LAYER) * 4
+
+
+def test_accumulation_keeps_whole_gradients_without_sync():
+    options = {"mixed_precision": "bf16", "device": "cuda"}
+    kept = at(estimate(2, workload={"accumulation": 2}, **options), "forward of model.layers.0")
+    synced = at(
+        estimate(2, workload={"accumulation": 2, "sync_each_batch": True}, **options), "forward of model.layers.0"
+    )
+    assert kept["grads"] == TOTAL * 4  # in the dtype of the reduction
+    assert synced["grads"] == TOTAL // 2 * 4
+
+
+def test_offload_moves_states_to_the_host():
+    found = estimate(2, device="cuda", offload_params=True)
+    assert found.host_bytes >= 4 * (TOTAL // 2 * 4)
+    end = at(found, "clipping")
+    assert (end["params"], end["grads"], end["optimizer"]) == (0, 0, 0)
+
+
+def test_checkpointing_saves_the_input_of_each_layer_only():
+    options = {"micro_batch": 4, "seq_len": 64, "device": "cuda", "mixed_precision": "bf16"}
+    hidden = 4 * 64 * HIDDEN * 2
+    first, last = (
+        at(estimate(2, activation_checkpointing="full", **options), f"forward of model.layers.{index}")["activations"]
+        for index in (1, LAYERS - 2)
+    )
+    assert last - first == (LAYERS - 3) * hidden
+    offloaded = estimate(2, activation_checkpointing="full", activation_checkpointing_offload=True, **options)
+    assert offloaded.host_bytes >= LAYERS * hidden
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("version", [1, 2])
+def test_skipped_layers_are_counted_as_if_they_had_run(version, checkpointing, monkeypatch):
+    options = {"version": version, "activation_checkpointing": checkpointing, "mixed_precision": "bf16", "ranks": 4}
+    skipped = estimate(**options)
+    monkeypatch.setattr("hf_fsdp_plugin.estimate.memory.layers._MIN_LAYERS", 100)
+    assert estimate(**options).peak == skipped.peak
+
+
+def test_model_is_unchanged_by_an_estimate():
+    model = llama()
+    before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    estimate(2, mixed_precision="bf16", activation_checkpointing="full")
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_optimizer_states_follow_their_sources():
+    shards = [shard for unit in unit_sizes(plan_of(2), llama()) for shard in unit.shards]
+    elements, tensors = TOTAL // 2, LAYERS * 9 + 3
+    assert state_bytes("adamw", shards) == 8 * elements + 4 * tensors
+    assert state_bytes("sgd", shards) == 0
+    rows = LAYERS * (4 * 2 * HIDDEN + 3 * (HIDDEN + INNER)) + 2 * (VOCAB + HIDDEN)
+    vectors = (2 * LAYERS + 1) * HIDDEN
+    assert state_bytes("adafactor", shards) == 4 * (rows + vectors)
+    assert state_bytes("muon", shards) == 4 * (elements - vectors // 2) + (8 * vectors // 2) + 4 * (2 * LAYERS + 1)
+    small, large = (
+        Shard(shape=(size,), whole=(size,), numel=size, dtype=torch.float32, trainable=True) for size in (4095, 4097)
+    )
+    assert state_bytes("adamw_8bit", [small]) - state_bytes("adamw_8bit", []) == 8 * 4095
+    assert state_bytes("adamw_8bit", [large]) - state_bytes("adamw_8bit", []) == 2 * (4097 + 17 * 4)
+
+
+def test_update_temporaries_follow_the_loop():
+    shards = [shard for unit in unit_sizes(plan_of(2), llama()) for shard in unit.shards]
+    loops = {loop: update_bytes(Workload(micro_batch=1, seq_len=1, update_loop=loop), "cpu", shards) for loop in
+             ("fused", "foreach", "for_loop")}  # fmt: skip
+    assert loops["fused"] == 0 and loops["foreach"] == TOTAL // 2 * 4
+    # square root and quotient of the head, and the quotient of the norm before it
+    assert loops["for_loop"] == 2 * (VOCAB * HIDDEN // 2 * 4) + HIDDEN // 2 * 4
+
+
+def test_frozen_parameters_have_no_gradients_and_states():
+    model = hf.LlamaForCausalLM(llama().config).to("meta")
+    model.model.layers.requires_grad_(False)
+    end = at(estimate(2, model=model), "clipping")
+    assert end["grads"] == (EMBEDDING + HEAD) // 2 * 4
+    assert end["params"] == TOTAL // 2 * 4
+
+
+@QUICK
+@given(
+    version=st.sampled_from([1, 2]),
+    strategy=st.sampled_from(STRATEGIES),
+    precision=st.sampled_from(["no", "bf16"]),
+    accumulation=st.sampled_from([1, 3]),
+    prefetch=st.sampled_from(["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]),
+)
+def test_kinds_add_up_and_everything_is_freed(version, strategy, precision, accumulation, prefetch):
+    found = estimate(
+        4, version=version, strategy=strategy, mixed_precision=precision, backward_prefetch=prefetch,
+        workload={"accumulation": accumulation},
+    )  # fmt: skip
+    for moment in (found.peak, *found.timeline):
+        assert moment.bytes == sum(moment.bytes_by_kind[kind] for kind in MEMORY_KINDS)
+        assert min(moment.bytes_by_kind.values()) >= 0
+    assert found.peak.bytes >= max(moment.bytes for moment in found.timeline)
+    end = at(found, "clipping")
+    assert end["gathered"] == 0 and end["activations"] <= 4 * accumulation  # the losses
+
+
+@QUICK
+@given(ranks=st.integers(1, 40), more=st.integers(1, 40), version=st.sampled_from([1, 2]))
+def test_more_ranks_never_have_larger_shards(ranks, more, version):
+    few, many = (
+        sum(unit.params for unit in unit_sizes(plan_of(count, version), llama())) for count in (ranks, ranks + more)
+    )
+    assert many <= few and few * ranks >= TOTAL * 4
+
+
+@QUICK
+@given(
+    micro_batch=st.integers(1, 4),
+    seq_len=st.integers(8, 64),
+    more=st.tuples(st.integers(0, 3), st.integers(0, 64)),
+    checkpointing=st.sampled_from(["none", "full"]),
+)
+def test_peak_grows_with_batch_and_length(micro_batch, seq_len, more, checkpointing):
+    small = estimate(2, micro_batch, seq_len, activation_checkpointing=checkpointing)
+    large = estimate(2, micro_batch + more[0], seq_len + more[1], activation_checkpointing=checkpointing)
+    assert large.peak.bytes >= small.peak.bytes
