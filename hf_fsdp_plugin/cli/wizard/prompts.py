@@ -27,7 +27,7 @@ def make_asker(*, yes: bool) -> Asker:
     if is_terminal and importlib.util.find_spec("questionary") is not None:
         return Menus()
     if is_terminal:
-        print(NO_LIBRARY, file=sys.stderr)
+        _print_text(NO_LIBRARY)
     return PlainPrompts(sys.stdin)
 
 
