@@ -200,6 +200,39 @@ def test_cpu_ranks_are_written_and_kept(config):
     assert "FSDP-E147" in err and spec_of("fsdp.yaml").launch.mixed_precision == "bf16"
 
 
+MODEL = {"model": "llama", "gpu_memory": "40GB", "machine": "h100-sxm", "seq_len": "100", "optimizer": "sgd"}
+EVERY_OPTION = [
+    {
+        **MODEL, "num_machines": "2", "gpus": "4", "machine_rank": "1", "main_process_ip": "node-0",
+        "main_process_port": "1234", "precision": "fp16", "global_batch": "32", "micro_batch": "2",
+        "sync_each_batch": "yes", "recommendation": "no", "fsdp_version": "1", "strategy": "hybrid_shard_zero2",
+        "group_size": "2", "wrap_policy": "transformer", "wrap_classes": "LlamaMLP", "offload": "yes",
+        "checkpointing": "full", "activation_offload": "yes", "state_dict": "full", "ram_efficient_loading": "no",
+        "details": "yes", "backward_prefetch": "post", "forward_prefetch": "yes", "limit_all_gathers": "no",
+        "use_orig_params": "no", "sync_module_states": "no", "pin_memory": "no", "async_save": "yes",
+    },
+    {"wrap_policy": "size", "min_num_params": "77"},
+]  # fmt: skip
+
+
+def test_every_option_sets_its_answer(config, llama):
+    assert {name for answers in EVERY_OPTION for name in answers} == {question.name for question in QUESTIONS}
+    shown = {"yes": True, "no": False}
+    for number, answers in enumerate(EVERY_OPTION):
+        out, _ = config("--yes", "-o", f"{number}.yaml", "--json", *options(answers))
+        result = json.loads(out)
+        found = {name: result["answers"][name] for name in answers}
+        assert found == {
+            name: shown.get(value, int(value) if value.isdecimal() else value) for name, value in answers.items()
+        }
+        # Each setting arrives in the file.
+        spec = spec_of(f"{number}.yaml")
+        for question in QUESTIONS:
+            if question.setting and question.name in answers:
+                value = spec.get(question.setting)
+                assert (",".join(value) if isinstance(value, tuple) else value) == found[question.name], question.name
+
+
 def test_every_question_is_an_option(config):
     parser = Parser()
     add_arguments(parser)
