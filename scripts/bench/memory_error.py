@@ -31,7 +31,7 @@ from common import make_parser
 from memory_points import POINTS, Point, make_model, make_spec, measure, parse_point
 from update_results import write_result
 
-STEPS = 4
+STEPS = 3
 """Measured steps of each point."""
 _LIMIT = 300.0
 

@@ -34,11 +34,11 @@ class _Attention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return _attention(self._device_type, *args, **kwargs)
+            return run_attention(self._device_type, *args, **kwargs)
         return func(*args, **kwargs)
 
 
-def _attention(
+def run_attention(
     device_type: str,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -49,7 +49,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Select as torch does (``aten/src/ATen/native/transformers/sdp_utils_cpp.cpp`` and ``cuda/sdp_utils.cpp``)."""
+    """Run the operator that torch selects.
+
+    Source: ``aten/src/ATen/native/transformers/sdp_utils_cpp.cpp`` and ``cuda/sdp_utils.cpp``.
+    """
     options: dict[str, Any] = {"scale": scale}
     same_dim = query.shape[-1] == value.shape[-1]
     if device_type == "cpu":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -12,6 +13,10 @@ _ALIGNMENT = 16
 """Bytes to which the rows of a grouped matrix product are padded (aten/src/ATen/native/GroupedMMUtils.h)."""
 
 
+_NOT_PROMOTED = (torch.ops.aten.where, torch.ops.aten.masked_fill, torch.ops.aten.masked_fill_)
+"""Elementwise operators whose condition or mask keeps its dtype."""
+
+
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator under fake tensors."""
     if func is GROUPED_MM and args[0].dtype != torch.bfloat16:
@@ -19,9 +24,22 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-def scratch_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return the bytes that a kernel allocates besides its results and frees before it returns."""
-    return 0
+def scratch_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
+    """Return the bytes that a kernel allocates besides its results and frees before it returns.
+
+    Elementwise operators cast operands of another dtype than the common one to temporary tensors, and compute results
+    of another dtype in temporary tensors (``compute_types`` in aten/src/ATen/TensorIterator.cpp; on the CPU only).
+    """
+    if torch.Tag.pointwise not in func.tags or func.overloadpacket in _NOT_PROMOTED:
+        return 0
+    operands = [value for value in args if isinstance(value, torch.Tensor) and value.dim()]
+    if len({operand.dtype for operand in operands}) < 2:
+        return 0
+    common = functools.reduce(torch.promote_types, (operand.dtype for operand in operands))
+    cast = [operand for operand in operands if operand.dtype != common]
+    if isinstance(result, torch.Tensor) and result.dtype not in (common, torch.bool) and result is not args[0]:
+        cast.append(result)
+    return sum(tensor.numel() * common.itemsize for tensor in cast)
 
 
 def collective_bytes(func: Any, args: tuple[Any, ...]) -> int:

@@ -14,8 +14,6 @@ from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.torch_private.fake import next_sequence_number, running_sequence_number
 from hf_fsdp_plugin.torch_private.functions import in_backward
 
-ROOT = "the root unit"
-
 
 class Places:
     """Follows a step.
@@ -24,12 +22,14 @@ class Places:
     gradients would keep tensors alive.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, root: str) -> None:
+        """Create the place before a step. ``root`` is the name of the root unit: the class of the model."""
+        self._root = root
         self._phase = "preparation"
         self._units: list[str] = []
         self._starts: list[int] = []
         self._names: list[str] = []
-        self._last = ROOT
+        self._last = root
 
     def watch(self, plan: FsdpPlan, model: nn.Module) -> None:
         """Register hooks on the modules of all units of a sharded model."""
@@ -39,7 +39,7 @@ class Places:
         for unit in plan.units:
             for name in unit.modules:
                 module = modules[name]
-                module.register_forward_pre_hook(self._entering(unit.name or ROOT), prepend=True)
+                module.register_forward_pre_hook(self._entering(unit.name or self._root), prepend=True)
                 module.register_forward_hook(self._leave, always_call=True)
 
     @contextmanager
@@ -56,8 +56,8 @@ class Places:
         if in_backward():
             return f"backward of {self._unit_of_backward()}"
         if self._phase == "forward":
-            return f"forward of {self._units[-1] if self._units else ROOT}"
-        return f"backward of {ROOT}" if self._phase == "backward" else self._phase
+            return f"forward of {self._units[-1] if self._units else self._root}"
+        return f"backward of {self._root}" if self._phase == "backward" else self._phase
 
     def _unit_of_backward(self) -> str:
         if self._units:  # a recompute
@@ -76,7 +76,7 @@ class Places:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._units.pop()
-        self._mark(self._units[-1] if self._units else self._last if in_backward() else ROOT)
+        self._mark(self._units[-1] if self._units else self._last if in_backward() else self._root)
 
     def _mark(self, name: str) -> None:
         """Remember which unit creates the nodes of the graph from now on."""

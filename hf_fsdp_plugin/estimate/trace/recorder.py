@@ -15,7 +15,7 @@ from hf_fsdp_plugin.estimate.trace.kernels import collective_bytes, run, scratch
 from hf_fsdp_plugin.torch_private.fake import TorchDispatchMode, called_by_engine, storage_key, watch_resizes
 from hf_fsdp_plugin.torch_private.functions import in_backward, tree_leaves
 
-Label = Literal["params", "grads", "optimizer", "buffers", "gathered"]
+Label = Literal["params", "grads", "optimizer", "buffers", "gathered", "host"]
 
 
 @dataclass(slots=True)
@@ -48,9 +48,16 @@ class Recorder(TorchDispatchMode):
         events: what happened so far.
     """
 
-    def __init__(self, place: Callable[[], str]) -> None:
-        """``place`` returns the present place in the step."""
+    def __init__(self, place: Callable[[], str], *, uses_gloo: bool = True, casts: bool = True) -> None:
+        """Create a recorder.
+
+        Args:
+            place: returns the present place in the step.
+            uses_gloo: whether collectives allocate what gloo allocates.
+            casts: whether elementwise operators cast operands to temporary tensors, as on the CPU.
+        """
         super().__init__()
+        self._uses_gloo, self._casts = uses_gloo, casts
         self.events: list[Event] = []
         self._place = place
         self._alive: dict[int, Block] = {}
@@ -74,13 +81,15 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # DTensor calls operators on its local tensors
         kwargs = kwargs or {}
         result = run(func, args, kwargs)
-        if scratch := scratch_bytes(func, args, kwargs, result):
-            self._use(scratch)
-        if buffer := collective_bytes(func, args):
-            self._use(buffer, "gathered")
         in_place = func is torch.ops.aten.add.Tensor and in_backward() and called_by_engine(1)
         for tensor in _tensors(result):
+            if tensor.device.type == "meta":
+                continue
             self._see(tensor.untyped_storage(), replaces=args[0] if in_place else None)
+        if self._casts and (scratch := scratch_bytes(func, args, result)):
+            self._use(scratch)
+        if self._uses_gloo and (buffer := collective_bytes(func, args)):
+            self._use(buffer, "gathered")
         if func.namespace == "c10d":
             self.label(_tensors((args, kwargs)), "gathered")
         elif func.__name__.startswith("resize_"):

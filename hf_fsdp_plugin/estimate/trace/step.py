@@ -16,12 +16,13 @@ from hf_fsdp_plugin.backends.optimizer_step import set_step_mode
 from hf_fsdp_plugin.backends.shard import shard
 from hf_fsdp_plugin.backends.submodule_calls import free_before_step
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
-from hf_fsdp_plugin.estimate.trace.inputs import make_inputs
-from hf_fsdp_plugin.estimate.trace.optimizers import make_optimizer
+from hf_fsdp_plugin.estimate.memory.batch import meta_batch
+from hf_fsdp_plugin.estimate.trace.optimizers import make_optimizers
 from hf_fsdp_plugin.estimate.trace.places import Places
 from hf_fsdp_plugin.estimate.trace.recorder import Recorder
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.torch_private.modules import buffers as own_buffers
 from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
 
@@ -32,16 +33,32 @@ class Step:
     """A sharded model with its optimizer, and the steps of a workload. Create and use it under fake tensors."""
 
     def __init__(
-        self, plan: FsdpPlan, model: nn.Module, workload: Workload, recorder: Recorder, places: Places
+        self,
+        plan: FsdpPlan,
+        model: nn.Module,
+        workload: Workload,
+        recorder: Recorder,
+        places: Places,
+        device_type: str,
     ) -> None:
+        """Shard a copy of ``model``. ``device_type`` is that of the optimizer's defaults."""
         self._plan, self._workload, self._recorder, self._places = plan, workload, recorder, places
+        sizes = {"micro_batch": workload.micro_batch, "seq_len": workload.seq_len}
+        self._batch = meta_batch(model, **sizes)
         model = allocated(model).train()
-        self._config = getattr(model, "config", None)
-        self._make_inputs = make_inputs(model, workload)
-        self.optimizer = make_optimizer(model, workload)
-        self.model = shard(plan, model, torch.device("cpu"), [self.optimizer])
-        set_step_mode(self.optimizer, decide(self.optimizer, plan).mode)
-        free_before_step(self.model, self.optimizer)
+        set_attention: Any = getattr(model, "set_attn_implementation", None)
+        if set_attention is not None:
+            set_attention("eager" if workload.attention == "eager" else "sdpa")
+        if (config := getattr(model, "config", None)) is not None:
+            config.use_cache = False
+        self.optimizers = make_optimizers(model, workload, device_type)
+        self.model = shard(plan, model, torch.device("cpu"), self.optimizers)
+        for optimizer in self.optimizers:
+            decision = decide(optimizer, plan)
+            if decision.problem is not None and decision.problem.severity == "error":
+                raise SpecError([decision.problem])
+            set_step_mode(optimizer, decision.mode)
+            free_before_step(self.model, optimizer)
         places.watch(plan, self.model)
 
     def run(self, micro_batches: int) -> None:
@@ -53,9 +70,11 @@ class Step:
             with self._places.phase("clipping"):
                 clip_grad_norm([self.model], self.model.parameters(), _MAX_NORM)
         with self._places.phase("optimizer step"):
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        self._recorder.label(_state_tensors(self.optimizer), "optimizer")
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            self._recorder.label(_state_tensors(optimizer), "optimizer")
 
     def label(self) -> None:
         """Label parameters and buffers."""
@@ -71,8 +90,9 @@ class Step:
 
     def _forward_backward(self, micro_batches: int) -> None:
         with self._places.phase("forward"):
-            inputs = self._make_inputs()
-            loss = self._loss(inputs)
+            different = {id(tensor): tensor for tensor in self._batch.values()}
+            inputs = {key: torch.empty(tensor.shape, dtype=tensor.dtype) for key, tensor in different.items()}
+            loss = self._loss({name: inputs[id(tensor)] for name, tensor in self._batch.items()})
         (loss / micro_batches).backward()
         self._recorder.label((parameter.grad for parameter in self.model.parameters()), "grads")
 

@@ -6,49 +6,61 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
 from hf_fsdp_plugin.estimate.results import MEMORY_KINDS, MemoryKind, Moment
-from hf_fsdp_plugin.estimate.trace.recorder import Block, Event
-
-_OF_LABEL: dict[str | None, MemoryKind] = {
-    "params": "params", "grads": "grads", "optimizer": "optimizer", "buffers": "other", "gathered": "gathered",
-}  # fmt: skip
+from hf_fsdp_plugin.estimate.trace.device import Device
+from hf_fsdp_plugin.estimate.trace.recorder import Event
 
 
-def kind_of(block: Block) -> MemoryKind:
-    """Return the kind of a block: by its label, or by where it was allocated."""
-    if block.label is not None:
-        return _OF_LABEL[block.label]
-    return "activations" if block.where.startswith(("forward", "backward")) else "other"
+class _Held:
+    """Bytes that are held: on the device by kind, and on the host."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.by_kind: dict[MemoryKind, int] = dict.fromkeys(MEMORY_KINDS, 0)
+        self.by_kind["other"] = device.framework_bytes
+        self.total, self.host = device.framework_bytes, 0
+
+    def apply(self, event: Event) -> None:
+        size = event.sign * self._device.size_of(event.block)
+        kind = self._device.kind_of(event.block)
+        if kind is None:
+            self.host += size
+        else:
+            self.by_kind[kind] += size
+            self.total += size
 
 
-def moments(events: Sequence[Event], start: int, size_of: Callable[[int], int] = int) -> list[Moment]:
-    """Return the moment with the most memory of each part of a step, in order.
+def moments(events: Sequence[Event], start: int, device: Device) -> tuple[list[Moment], int]:
+    """Return the moment with the most memory of each part of a step, in order, and the peak of host memory.
 
     Args:
         events: all events since the first allocation.
         start: index of the first event of the step.
-        size_of: returns the bytes that the allocator takes for a number of bytes.
     """
-    held = dict.fromkeys(MEMORY_KINDS, 0)
+    held = _Held(device)
     for event in events[:start]:
-        held[kind_of(event.block)] += event.sign * size_of(event.block.size)
-    found = []
+        held.apply(event)
+    found, host = [], held.host
     for where, group in groupby(events[start:], key=lambda event: event.where):
-        largest, total = dict(held), -1
+        largest, total = dict(held.by_kind), -1
         for event in group:
-            held[kind_of(event.block)] += event.sign * size_of(event.block.size)
-            if event.sign > 0 and sum(held.values()) > total:
-                largest, total = dict(held), sum(held.values())
+            held.apply(event)
+            host = max(host, held.host)
+            if event.sign > 0 and held.total > total:
+                largest, total = dict(held.by_kind), held.total
         found.append(Moment(where=where, bytes_by_kind=largest))
-    return found
+    return found, host
 
 
-def merged(found: Iterable[Moment], is_between: Callable[[str], bool]) -> tuple[Moment, ...]:
-    """Return the moments without those between two units, unless they need more memory than both neighbors."""
+def merged(found: Iterable[Moment], is_root: Callable[[str], bool]) -> tuple[Moment, ...]:
+    """Return the moments without those of the root between two units: of each of its parts, the largest is kept."""
+    largest: dict[str, Moment] = {}
     listed = list(found)
+    for moment in listed:
+        known = largest.get(moment.where)
+        largest[moment.where] = moment if known is None or moment.bytes > known.bytes else known
     kept: list[Moment] = []
-    for index, moment in enumerate(listed):
-        around = listed[max(index - 1, 0) : index] + listed[index + 1 : index + 2]
-        if is_between(moment.where) and around and moment.bytes <= max(other.bytes for other in around):
+    for moment in listed:
+        if is_root(moment.where) and moment is not largest[moment.where]:
             continue
         if kept and kept[-1].where == moment.where:
             kept[-1] = max(kept[-1], moment, key=lambda one: one.bytes)

@@ -1,0 +1,104 @@
+"""What differs between the CPU, on which a step is traced, and the device of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
+
+from hf_fsdp_plugin.backends import activations
+from hf_fsdp_plugin.estimate.memory.assumptions import assumptions, framework_bytes
+from hf_fsdp_plugin.estimate.memory.attention import run_attention
+from hf_fsdp_plugin.estimate.results import MemoryKind
+from hf_fsdp_plugin.estimate.trace.recorder import Block, Recorder
+from hf_fsdp_plugin.estimate.workload import Workload
+from hf_fsdp_plugin.plan.model import FsdpPlan
+
+_CUDA_BLOCK: Final = 512
+"""Bytes to which torch rounds allocations on GPUs (``kMinBlockSize`` in c10/cuda/CUDACachingAllocator.h)."""
+_KINDS: Final[dict[str, MemoryKind]] = {
+    "params": "params", "grads": "grads", "optimizer": "optimizer", "buffers": "other", "gathered": "gathered",
+}  # fmt: skip
+_UPDATE: Final = ("clipping", "optimizer step")
+
+
+class Device:
+    """The device of a plan."""
+
+    def __init__(self, plan: FsdpPlan) -> None:
+        self.type = plan.device_type
+        self.is_cpu = plan.device_type == "cpu"
+        self._offloads = plan.offload_params and not self.is_cpu
+        self.framework_bytes = framework_bytes(plan.device_type)
+
+    def size_of(self, block: Block) -> int:
+        """Return the bytes that the device's allocator takes for a block."""
+        return block.size if self.is_cpu else -(-block.size // _CUDA_BLOCK) * _CUDA_BLOCK
+
+    def kind_of(self, block: Block) -> MemoryKind | None:
+        """Return the kind of a block; ``None`` if it is in host memory, while the device is not the CPU."""
+        if block.label == "host":
+            return None
+        kind = _KINDS.get(block.label or "") or ("other" if block.where in _UPDATE else "activations")
+        if self._offloads and (kind in ("params", "grads", "optimizer") or block.where in _UPDATE):
+            return None
+        return kind
+
+    @contextmanager
+    def functions(self, recorder: Recorder) -> Iterator[None]:
+        """Run attention, dropout and activation offload as on the device."""
+        with ExitStack() as stack:
+            if not self.is_cpu:
+                original = F.scaled_dot_product_attention
+
+                def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+                    with _replaced(F, "scaled_dot_product_attention", original):
+                        return run_attention(self.type, *args, **kwargs)
+
+                stack.enter_context(_replaced(F, "scaled_dot_product_attention", attention))
+                stack.enter_context(_replaced(F, "dropout", _dropout))
+                stack.enter_context(_replaced(activations, "save_on_cpu", lambda **_: _host_copies(recorder)))
+            yield
+
+    def assumptions(self, workload: Workload, plan: FsdpPlan) -> tuple[str, ...]:
+        """Return what a traced estimate assumes."""
+        texts = [*assumptions(plan, workload), "Samples are neither padded nor packed."]
+        if self.is_cpu:
+            texts.append("The collectives are those of gloo; scratch memory of oneDNN is not included.")
+            return tuple(texts)
+        texts.append(
+            f"The step was traced on the CPU with the attention, dropout and block size of {self.type}; other "
+            "operators allocate as on the CPU, without the scratch memory of kernels."
+        )
+        texts.append("Each block is free for others at once; the streams of real collectives can delay this.")
+        if self._offloads:
+            texts.append("Copies of offloaded shards on the device, before they are gathered, are not included.")
+        return tuple(texts)
+
+
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """Keep a mask of one byte per element, as GPUs do. The CPU keeps one in the dtype of the input."""
+    return torch.native_dropout(input, p, training)[0] if training and p else input
+
+
+def _host_copies(recorder: Recorder) -> saved_tensors_hooks:
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.clone()
+        recorder.label([copy], "host")
+        return copy
+
+    return saved_tensors_hooks(pack, torch.clone)
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

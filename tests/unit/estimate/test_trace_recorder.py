@@ -1,0 +1,98 @@
+"""What the recorder of fake tensors counts, against sums by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from hf_fsdp_plugin.estimate.trace.recorder import Event, Recorder
+from hf_fsdp_plugin.torch_private.fake import FakeTensorMode
+
+FLOAT, BF16 = 4, 2
+
+
+def record(run: Callable[[], object]) -> list[Event]:
+    recorder = Recorder(lambda: "here")
+    with FakeTensorMode(), recorder:
+        run()
+        return recorder.finish()
+
+
+def peak_and_rest(events: list[Event]) -> tuple[int, int]:
+    """Return the largest number of bytes at any time, and the bytes at the end."""
+    held = peak = 0
+    for event in events:
+        held += event.sign * event.block.size
+        peak = max(peak, held)
+    return peak, held
+
+
+def test_step_of_a_linear_layer_equals_sum_by_hand():
+    """Weight 6x4, input 2x4: forward keeps output and loss; backward needs the expanded gradient and the weight's."""
+
+    def step() -> None:
+        weight, inputs = torch.empty(6, 4, requires_grad=True), torch.empty(2, 4)
+        loss = (inputs @ weight.T).square().sum()
+        loss.backward()
+        kept.append(weight)
+
+    kept: list[torch.Tensor] = []
+    weight, inputs, output = 24 * FLOAT, 8 * FLOAT, 12 * FLOAT
+    forward = weight + inputs + 2 * output + FLOAT  # product, its square (freed after the sum), the loss
+    events = record(step)
+    assert events[0].block.size == weight
+    # In backward of the square, grad * (2 * product**1): the power, twice the power, and the result.
+    backward = weight + inputs + output + 2 * FLOAT + 3 * output
+    peak, rest = peak_and_rest(events)
+    assert peak == max(forward, backward)
+    assert kept[0].grad is not None
+    assert rest == 2 * weight
+
+
+def test_gradients_of_two_branches_are_added_in_place():
+    def step() -> None:
+        x = torch.empty(1000, requires_grad=True)
+        hidden = x * 2
+        loss = (hidden * 3 + hidden * 5).sum()
+        del hidden
+        loss.backward()
+
+    # Backward: gradients of both products. A sum out of place would be a third tensor.
+    peak, _ = peak_and_rest(record(step))
+    forward = 4 * 1000 * FLOAT  # x, hidden, and two products; one is replaced by the sum
+    assert peak == forward + 1000 * FLOAT
+
+
+@pytest.mark.parametrize(("left", "right", "scratch"), [(BF16, FLOAT, FLOAT), (FLOAT, FLOAT, 0), (BF16, BF16, 0)])
+def test_operands_of_other_dtypes_are_cast_to_temporaries(left: int, right: int, scratch: int):
+    dtypes = {BF16: torch.bfloat16, FLOAT: torch.float32}
+
+    def multiply() -> None:
+        one, other = torch.empty(100, dtype=dtypes[left]), torch.empty(100, dtype=dtypes[right])
+        one * other
+
+    peak, rest = peak_and_rest(record(multiply))
+    assert peak == 100 * (left + right + max(left, right) + scratch)
+    assert rest == 0
+
+
+def test_resized_storage_is_gathered_memory():
+    tensor = []
+
+    def resize() -> None:
+        tensor.append(torch.empty(10))
+        tensor[0].untyped_storage().resize_(0)
+        tensor[0].untyped_storage().resize_(400)
+
+    first, freed, grown = record(resize)
+    assert (first.block.size, freed.sign, grown.block.size, grown.block.label) == (40, -1, 400, "gathered")
+
+
+def test_views_and_results_in_place_need_no_memory():
+    def work() -> None:
+        tensor = torch.empty(8)
+        tensor.view(2, 4)[0].add_(1)
+
+    assert peak_and_rest(record(work)) == (32, 0)
