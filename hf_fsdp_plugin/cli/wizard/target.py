@@ -19,6 +19,7 @@ from hf_fsdp_plugin.spec.load import Assessment, assess
 from hf_fsdp_plugin.vocabulary import TRAINING_FILE_MARKS
 
 STDOUT = "-"
+_OTHER_CONFIG = "FSDP-E766"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +50,7 @@ def find_target(name: str | None, variables: Mapping[str, str], *, force: bool) 
 
     Args:
         name: a path; ``-`` for stdout; ``None`` for Accelerate's default file.
-        force: whether a file that is not a config may be replaced.
+        force: whether a file that cannot be parsed may be replaced.
 
     Raises:
         SpecError: the place cannot be written, or has a file that cannot be read as a config.
@@ -68,8 +69,8 @@ def find_target(name: str | None, variables: Mapping[str, str], *, force: bool) 
         return Target(path=path, shown=shown, is_default=name is None)
     try:
         text, present = _read(path, shown)
-    except SpecError:
-        if not force:
+    except SpecError as error:
+        if not force or error.problems[0].code == _OTHER_CONFIG:
             raise
         text, present = "", None
     return Target(path=path, shown=shown, text=text, present=present, is_default=name is None)
@@ -119,8 +120,8 @@ def _read(path: Path, shown: str) -> tuple[str, Assessment]:
     keys = {entry.key.strip().lower() for entry in tree.value}
     if keys & TRAINING_FILE_MARKS and "distributed_type" not in keys:
         message = "this is the config of a training script, not a config of Accelerate."
-        fix = "Give another path, or pass --force to replace the file."
-        raise SpecError([Problem(code="FSDP-E766", message=message, fix=fix, origin=Origin(source=shown))])
+        fix = "Give another path with -o."
+        raise SpecError([Problem(code=_OTHER_CONFIG, message=message, fix=fix, origin=Origin(source=shown))])
     return text, assess(Sources(config=file, environ={}))
 
 

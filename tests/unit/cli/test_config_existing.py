@@ -182,8 +182,22 @@ def test_errors_of_the_file_stop_the_write(config, hf_fsdp):
         found, _, err = hf_fsdp("config", "-o", "fsdp.yaml", "--gpus", "2")
         assert found == 1 and problem in err
         assert Path("fsdp.yaml").read_text() == broken
+    assert config(TRAINING_FILE, "--gpus", "2", code=1) == TRAINING_FILE
     config("a: [", "--gpus", "2")
     assert load_spec("fsdp.yaml", environ={}).launch.num_processes == 2
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[3] / "configs").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_shipped_config_keeps_its_settings(config, path):
+    before = load_spec(path, environ={})
+    once = config(path.read_text())
+    after = load_spec("fsdp.yaml", environ={})
+    assert {name: after.get(name) for name in before.origins} == {name: before.get(name) for name in before.origins}
+    comments = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    assert [line for line in once.splitlines() if line.startswith("#")] == comments
+    assert config(once) == once
 
 
 def test_text_that_means_other_settings_is_refused(tmp_path):
