@@ -23,6 +23,8 @@ from hf_fsdp_plugin.cli.plan_arguments import (
     sequence_length,
 )
 from hf_fsdp_plugin.cli.plan_output import Prediction, plan_json, plan_text
+from hf_fsdp_plugin.cli.plan_pictures import FLAGS as PICTURE_FLAGS
+from hf_fsdp_plugin.cli.plan_pictures import add_picture_arguments, check_targets, write_pictures
 from hf_fsdp_plugin.cli.plan_time import FLAGS, add_time_arguments, calibrate_verb, scaling_of
 from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems
 from hf_fsdp_plugin.cli.zero_table import zero_table_verb
@@ -59,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check.add_config_arguments(parser, several=False)
     add_workload_arguments(parser)
     add_time_arguments(parser)
+    add_picture_arguments(parser)
     parser.add_argument("--device", metavar="TYPE", help="type of the devices (default: cuda; cpu with --cpu)")
     parser.add_argument("--advise", action="store_true", help="compare all settings, and print the best config")
     parser.add_argument("--zero-table", action="store_true", help="print the formulas of ZeRO for --params parameters")
@@ -73,8 +76,7 @@ OWN_FLAGS: Final = frozenset(
         "model", "config", "config_file", "fsdp", "fsdp_config", "set", "distributed_config", "world_size",
         "micro_batch", "seq_len", "global_batch", "accumulation", "sync_each_batch", "optimizer", "for_loop", "foreach",
         "fused", "no_clip", "attention", "gpu_memory", "device", "trace", "json", "help", "zero_table", "params",
-        "advise",
-        *FLAGS,
+        "advise", *FLAGS, *PICTURE_FLAGS,
     }
 )  # fmt: skip
 
@@ -117,7 +119,9 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None or len(names) > 1:
         print("hf-fsdp plan: give --model, and at most one config.", file=sys.stderr)
         return USAGE
-    problems: list[Problem] = []
+    problems = check_targets(args)
+    if problems:
+        return _fail(args, problems, None)
     planned, shown = _planned(args, names, problems)
     if planned is None:
         return _fail(args, problems, shown)
@@ -125,6 +129,7 @@ def run(args: argparse.Namespace) -> int:
         return _advise(args, planned, problems, shown)
     try:
         prediction = _predict(args, planned)
+        written = _write_pictures(args, planned, prediction)
     except SpecError as error:
         return _fail(args, [*problems, *error.problems], shown)
     if args.json:
@@ -132,6 +137,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         print_problems(problem for problem in problems if problem.severity != "note")
         print(plan_text(prediction))
+        for name in written:
+            print(f"written: {name}")
     return PROBLEMS if prediction.fits is False else OK
 
 
@@ -249,6 +256,23 @@ def _predict_time(args: argparse.Namespace, planned: Planned) -> tuple[TimeEstim
 
     model = TimeModel(planned.plan, planned.model, planned.workload)
     return model.estimate(machine), tuple(scaling_of(model, machine)) if args.scaling else ()
+
+
+def _write_pictures(args: argparse.Namespace, planned: Planned, prediction: Prediction) -> list[str]:
+    """Write the files of ``--html`` and ``--png``, and return their names."""
+    if args.html is None and args.png is None:
+        return []
+    from hf_fsdp_plugin.estimate.pictures.data import picture_data
+    from hf_fsdp_plugin.estimate.time import TimeModel
+
+    plan, model, workload = planned.plan, planned.model, planned.workload
+    spans = []
+    if planned.machine is not None:
+        spans = TimeModel(plan, model, workload).timeline(planned.machine).spans
+    data = picture_data(
+        plan, model, workload, prediction.memory, planned.gpu_memory, prediction.time, spans, prediction.scaling
+    )
+    return write_pictures(args, data)
 
 
 def _calibrate(args: argparse.Namespace) -> int:

@@ -222,13 +222,9 @@ def main() -> None:
     for row in rows:
         print(f"{row['ranks']} ranks, {row['point']}: {row['measured_seconds']:.3f} s, {row['error']:+.1%}")
     print(f"median error {statistics.median(errors):.1%}, worst {max(errors):.1%}")
-    result = {
-        "median_error": statistics.median(errors),
-        "worst_error": max(errors),
-        "rounds": args.rounds,
-        "rows": rows,
-    }
-    write_result(args.out, result)
+    summary = {"median_error": statistics.median(errors), "worst_error": max(errors), "rounds": args.rounds}
+    command = f"python scripts/bench/step_time.py --clock {args.clock} --rounds {args.rounds}"
+    write_result("step_time", args.out, {**summary, "clock": args.clock, "command": command, "rows": rows})
 
 
 if __name__ == "__main__":

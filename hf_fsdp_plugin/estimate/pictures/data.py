@@ -1,0 +1,143 @@
+"""What the pictures of a plan show: memory by strategy and over time, streams, units, and scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from torch import nn
+
+from hf_fsdp_plugin.estimate.memory import estimate_memory
+from hf_fsdp_plugin.estimate.results import MemoryEstimate, MemoryKind, TimeEstimate
+from hf_fsdp_plugin.estimate.schedule import Span
+from hf_fsdp_plugin.estimate.time import ScalingRow
+from hf_fsdp_plugin.estimate.workload import Workload
+from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.resolve import resolve
+from hf_fsdp_plugin.plan.units import UnitPlan
+from hf_fsdp_plugin.problems import SpecError
+from hf_fsdp_plugin.strategies import STRATEGIES
+from hf_fsdp_plugin.text import format_count, plural
+
+KIND_NAMES: Final[dict[MemoryKind, str]] = {
+    "params": "parameters",
+    "grads": "gradients",
+    "optimizer": "optimizer state",
+    "activations": "activations",
+    "gathered": "gathered units",
+    "other": "other",
+}
+COLORS: Final[dict[MemoryKind, str]] = {
+    "params": "#0072b2",
+    "grads": "#e69f00",
+    "optimizer": "#009e73",
+    "activations": "#cc79a7",
+    "gathered": "#56b4e9",
+    "other": "#8c8c8c",
+}
+"""The palette of Okabe and Ito, which color-blind readers can tell apart."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrategyMemory:
+    """Memory of the plan with another strategy; ``is_planned`` marks the plan itself."""
+
+    name: str
+    memory: MemoryEstimate
+    is_planned: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitRow:
+    """Consecutive units of one class and size."""
+
+    name: str
+    class_name: str
+    num_units: int
+    num_params: int
+
+    @property
+    def total(self) -> int:
+        return self.num_units * self.num_params
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PictureData:
+    """Everything that a picture shows.
+
+    Attributes:
+        gpu_memory: bytes of one device; ``None`` if unknown.
+        time, spans, scaling: empty without a machine.
+    """
+
+    title: str
+    subtitle: str
+    strategies: tuple[StrategyMemory, ...]
+    memory: MemoryEstimate
+    gpu_memory: int | None
+    units: tuple[UnitRow, ...]
+    time: TimeEstimate | None = None
+    spans: tuple[Span, ...] = ()
+    scaling: tuple[ScalingRow, ...] = ()
+
+
+def picture_data(
+    plan: FsdpPlan,
+    model: nn.Module,
+    workload: Workload,
+    memory: MemoryEstimate,
+    gpu_memory: int | None,
+    time: TimeEstimate | None = None,
+    spans: Sequence[Span] = (),
+    scaling: Sequence[ScalingRow] = (),
+) -> PictureData:
+    """Return what the pictures of a plan show. The memory of other strategies is that of the closed form."""
+    title = f"{plan.model_class} on {plural(plan.world_size, 'rank')}"
+    precision = plan.precision.param if plan.precision.param != "unchanged" else "the model's dtype"
+    subtitle = (
+        f"{format_count(plan.num_params)} parameters, {plan.backend.upper()} {plan.strategy}, {precision}, micro-batch "
+        f"{workload.micro_batch} × {workload.seq_len:,} tokens, {workload.optimizer}"
+    )
+    return PictureData(
+        title=title, subtitle=subtitle, strategies=_strategies(plan, model, workload, memory), memory=memory,
+        gpu_memory=gpu_memory, units=tuple(_unit_rows(plan.units)), time=time, spans=tuple(spans),
+        scaling=tuple(scaling),
+    )  # fmt: skip
+
+
+def _strategies(
+    plan: FsdpPlan, model: nn.Module, workload: Workload, memory: MemoryEstimate
+) -> tuple[StrategyMemory, ...]:
+    rows = []
+    for name, strategy in STRATEGIES.items():
+        if name == plan.strategy:
+            rows.append(StrategyMemory(name=name, memory=memory, is_planned=True))
+        elif not strategy.hybrid and (found := _with_strategy(plan, model, name)) is not None:
+            other = estimate_memory(found, model, workload)
+            rows.append(StrategyMemory(name=name, memory=other, is_planned=False))
+    return tuple(sorted(rows, key=lambda row: -row.memory.peak.bytes))
+
+
+def _with_strategy(plan: FsdpPlan, model: nn.Module, name: str) -> FsdpPlan | None:
+    spec = plan.spec
+    mesh = replace(spec.mesh, shard="auto", replicate="auto")
+    changed = replace(spec, sharding=replace(spec.sharding, strategy=name), mesh=mesh)
+    try:
+        return resolve(changed, model, world_size=plan.world_size, device_type=plan.device_type)
+    except SpecError:
+        return None  # for example offload without sharding under FSDP1
+
+
+def _unit_rows(units: Sequence[UnitPlan]) -> list[UnitRow]:
+    """Return the units in the order of the plan, with equal neighbors in one row."""
+    rows: list[UnitRow] = []
+    first = ""
+    for unit in units:
+        name = unit.name or "(root)"
+        if rows and (rows[-1].class_name, rows[-1].num_params) == (unit.class_name, unit.num_params):
+            rows[-1] = replace(rows[-1], name=f"{first} to {name}", num_units=rows[-1].num_units + 1)
+            continue
+        first = name
+        rows.append(UnitRow(name=name, class_name=unit.class_name, num_units=1, num_params=unit.num_params))
+    return rows
