@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -180,6 +181,15 @@ def test_first_question_needs_no_heavy_library(tmp_path):
         env={"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}, timeout=60,
     )  # fmt: skip
     assert done.returncode == 1 and "FSDP-E760" in done.stderr and "\nModel " in done.stderr
+
+
+def test_first_question_takes_half_a_second(wizard):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    terminal = wizard("-o", "fsdp.yaml")
+    answer(terminal, "model", CTRL_C)
+    assert terminal.end() == 130
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5  # CPU seconds
 
 
 def test_json_has_only_the_object_on_stdout(tmp_path):
