@@ -18,6 +18,7 @@ from hf_fsdp_plugin.cli.parser import make_parser
 from hf_fsdp_plugin.cli.plan_arguments import (
     add_workload_arguments,
     read_gpu_memory,
+    read_lora_rank,
     read_size,
     read_workload,
     sequence_length,
@@ -76,7 +77,7 @@ OWN_FLAGS: Final = frozenset(
         "model", "config", "config_file", "fsdp", "fsdp_config", "set", "distributed_config", "world_size",
         "micro_batch", "seq_len", "global_batch", "accumulation", "sync_each_batch", "optimizer", "for_loop", "foreach",
         "fused", "no_clip", "attention", "gpu_memory", "device", "trace", "json", "help", "zero_table", "params",
-        "advise", *FLAGS, *PICTURE_FLAGS,
+        "advise", "lora_rank", "qlora", *FLAGS, *PICTURE_FLAGS,
     }
 )  # fmt: skip
 
@@ -151,7 +152,9 @@ def _planned(
     machine = _machine(args, problems)
     if gpu_memory is None and args.gpu_memory is None and machine is not None:
         gpu_memory = int(machine.memory_bytes) or None
+    lora_rank = read_lora_rank(args, problems)
     model, model_problems = load_model(args.model)
+    model = _adapted(args, model, lora_rank, problems)
     args.model, args.world_size, args.device_of_plan = None, world_size, args.device
     config = check.config_named(names[0]) if names else None
     if config is None and not (args.fsdp or args.fsdp_config or args.distributed_config):
@@ -176,6 +179,21 @@ def _planned(
         return None, shown
     workload = replace(workload, seq_len=length)
     return Planned(plan=plan, model=model, workload=workload, gpu_memory=gpu_memory, machine=machine), shown
+
+
+def _adapted(
+    args: argparse.Namespace, model: nn.Module | None, lora_rank: int | None, problems: list[Problem]
+) -> nn.Module | None:
+    """Return the model with LoRA adapters if they are asked for; ``None`` after errors."""
+    if model is None or lora_rank is None:
+        return model
+    from hf_fsdp_plugin.estimate.adapters import with_lora
+
+    try:
+        return with_lora(model, rank=lora_rank, quantized=args.qlora)
+    except SpecError as error:
+        problems += error.problems
+        return None
 
 
 def _machine(args: argparse.Namespace, problems: list[Problem]) -> Machine | None:

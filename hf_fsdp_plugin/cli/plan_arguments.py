@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, get_args
 
 from hf_fsdp_plugin.estimate.sizes import SPELLINGS, parse_size
@@ -12,8 +13,15 @@ from hf_fsdp_plugin.problems import Origin, Problem
 if TYPE_CHECKING:
     from torch import nn
 
-LARGEST: Final = {"world-size": 1 << 20, "micro-batch": 1 << 20, "seq-len": 1 << 24, "accumulation": 1 << 20}
+LARGEST: Final[Mapping[str, int]] = {
+    "world-size": 1 << 20,
+    "micro-batch": 1 << 20,
+    "seq-len": 1 << 24,
+    "accumulation": 1 << 20,
+    "lora-rank": 1 << 16,
+}
 _DEFAULT_LENGTH: Final = 2048
+_QLORA_RANK: Final = 16
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +43,8 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         loop.add_argument(flag, action="store_const", const=name, dest="update_loop", help=f"{name} optimizer updates")
     parser.add_argument("--no-clip", action="store_true", help="gradients are not clipped")
     parser.add_argument("--attention", choices=get_args(Attention), default="sdpa", help="default: sdpa")
+    parser.add_argument("--lora-rank", metavar="R", help="train LoRA adapters of this rank on all linear layers")
+    parser.add_argument("--qlora", action="store_true", help="LoRA (rank 16 by default) on weights in 4 bits")
     parser.add_argument("--gpu-memory", metavar="SIZE", help='memory of a device: "80GB", "80GiB" or 80')
 
 
@@ -115,6 +125,12 @@ def _accumulation(
         problems.append(_problem("FSDP-E725", "global-batch", args.global_batch, message, fix))
         return 1
     return found
+
+
+def read_lora_rank(args: argparse.Namespace, problems: list[Problem]) -> int | None:
+    """Return the rank of LoRA adapters; ``None`` without adapters, or if it is invalid, which is reported."""
+    rank = read_size(args, "lora-rank", problems)
+    return rank or (_QLORA_RANK if args.qlora and args.lora_rank is None else None)
 
 
 def sequence_length(workload: Workload, model: nn.Module) -> tuple[int, Problem | None]:

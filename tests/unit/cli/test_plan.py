@@ -113,6 +113,16 @@ def test_global_batch_sets_the_accumulation(plan):
     assert found["workload"]["accumulation"] == 3
 
 
+def test_adapters_are_planned_with_frozen_weights(plan):
+    whole, lora, packed = (
+        json.loads(plan(f"--model llama fsdp.yaml --seq-len 64 --json {flags}")[1])["per_rank"]
+        for flags in ("", "--lora-rank 4", "--qlora")
+    )
+    assert lora["optimizer_bytes"] < whole["optimizer_bytes"] / 2
+    assert packed["params_bytes"] < lora["params_bytes"]
+    assert codes_of(plan("--model llama fsdp.yaml --lora-rank 0 --json")) == {"FSDP-E722"}
+
+
 def test_missing_model_is_wrong_usage(plan):
     assert plan("fsdp.yaml")[0] == 2
     assert plan("fsdp.yaml --config fsdp.yaml --model llama")[0] == 2
