@@ -33,6 +33,7 @@ from hf_fsdp_plugin.integrations.preflight.stages import (
     stage_results,
 )
 from hf_fsdp_plugin.problems import Problem, has_errors
+from hf_fsdp_plugin.sources.config_file import ConfigFile
 from hf_fsdp_plugin.sources.handover import LaunchHandover, user_variables
 from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.spec.model import FsdpSpec, LaunchSection
@@ -114,6 +115,7 @@ def run_preflight(spec: FsdpSpec, sources: Sources, request: Request) -> Preflig
         handover = LaunchHandover(
             sources=replace(
                 sources,
+                config=_as_file(sources.config, Path(scratch)),
                 overrides=(*sources.overrides, *overrides),
                 training_arguments={},
                 world_size=None,
@@ -126,6 +128,15 @@ def run_preflight(spec: FsdpSpec, sources: Sources, request: Request) -> Preflig
         seconds = time.monotonic() - began
         preflight = _read(result, reason, folder)
     return replace(preflight, seconds=seconds, world_size=size, problems=(*changes, *preflight.problems))
+
+
+def _as_file(config: Any, scratch: Path) -> Any:
+    """Return a config that the ranks can read: what was read from stdin is written to a temporary file."""
+    if not isinstance(config, ConfigFile) or config.data is None:
+        return config
+    path = scratch / "config.yaml"
+    path.write_bytes(config.data)
+    return replace(config, path=path)
 
 
 def overrides_for_cpu(spec: FsdpSpec) -> tuple[list[str], list[Problem]]:

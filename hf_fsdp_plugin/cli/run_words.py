@@ -96,8 +96,8 @@ def request_of(args: argparse.Namespace) -> Request:
 
 def why_refused(args: argparse.Namespace, num_configs: int) -> str:
     """Return why the usage of ``--run`` is wrong; empty if it is not."""
-    if num_configs != 1 or args.fix:
-        return "--run needs one config, and does not combine with --fix."
+    if num_configs != 1 or args.fix or args.distributed_config:
+        return "--run needs one config, and does not combine with --fix and --distributed-config."
     if not args.model and not args.script:
         return "--run needs --model DIR|ID or a SCRIPT."
     if args.script and (args.training or args.training_args):

@@ -85,6 +85,17 @@ MIXED_DTYPES = """
         layer.self_attn.q_proj.to(torch.bfloat16)
     train(model)
 """
+HOLDING = """
+    class Holding(TrainerCallback):
+        trainer = None
+        def on_train_begin(self, args, state, control, **kwargs):
+            assert self.trainer.model is not None
+    class Own(Trainer):
+        def __init__(self, *args, callbacks, **kwargs):
+            super().__init__(*args, callbacks=callbacks, **kwargs)
+            callbacks[0].trainer = self
+    train(model, Own, callbacks=[Holding()])
+"""
 ONE_RANK = """
     class Failing(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -154,14 +165,14 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
     env = environment(folder, TMPDIR=str(folder / "tmp"))
     (folder / "tmp").mkdir(exist_ok=True)
-    return subprocess.Popen([*CHECK, *words], cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen([*CHECK, *words], cwd=folder, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
-def check(folder: Path, *words: str) -> dict[str, Any]:
+def check(folder: Path, *words: str, stdin: str = "") -> dict[str, Any]:
     """Run a preflight and return its JSON object. Nothing may be left in the folder."""
     before = sorted(path.name for path in folder.iterdir())
     process = start(folder, "--json", *words)
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(stdin, timeout=240)
     tree: dict[str, Any] = json.loads(out)
     assert_valid("check", tree)
     assert process.returncode == (0 if tree["ok"] else 1), err
@@ -228,9 +239,9 @@ def test_unit_that_mixes_dtypes_is_reported(folder: Path, version: int, stage: s
 
 
 @pytest.mark.slow
-def test_policy_class_that_is_absent_is_reported(folder: Path) -> None:
+def test_absent_policy_class_in_a_config_of_stdin(folder: Path) -> None:
     write_config(folder, fsdp_transformer_layer_cls_to_wrap="BertLayer")
-    tree = check(folder, "fsdp.yaml", "--model", "model")
+    tree = check(folder, "-", "--model", "model", stdin=(folder / "fsdp.yaml").read_text())
     assert tree["results"]["prepare"] == "failed" and codes(tree) == {"FSDP-E214"}
     assert tree["results"]["step"] == tree["results"]["export"] == "not tested"
 
@@ -249,6 +260,12 @@ def test_run_that_stands_still_is_stopped_with_its_stage(folder: Path) -> None:
     tree = check_script(folder, STANDING, "--limit", "40")
     assert time.monotonic() - began < 70
     assert codes(tree) == {"FSDP-E755"} and "stood still" in tree["results"].values()
+
+
+@pytest.mark.slow
+def test_callback_that_holds_the_trainer_is_copied(folder: Path) -> None:
+    tree = check_script(folder, HOLDING)
+    assert tree["results"]["resume"] == "passed", tree["run"]["stages"]
 
 
 @pytest.mark.slow

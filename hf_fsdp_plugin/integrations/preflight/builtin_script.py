@@ -85,7 +85,7 @@ def parse_arguments(options: Options) -> TrainingArguments:
     unknown = [word for word in rest if word.startswith("--")] or rest
     if unknown:
         fields = [field for action in parser._actions for field in action.option_strings]
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], fields, n=1)
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], fields, n=1, cutoff=0.75)
         fix = f"Did you mean {near[0]}?" if near else "Use the names of TrainingArguments."
         message = f"{unknown[0]} is not an argument of TrainingArguments or of hf-fsdp check."
         raise SpecError([Problem(code="FSDP-E751", message=message, fix=fix)])

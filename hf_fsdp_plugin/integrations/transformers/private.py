@@ -195,10 +195,12 @@ def untrained_copy(trainer: Any) -> Any:
     fresh = copy.copy(trainer)
     fresh.args = copy.copy(trainer.args)
     fresh.model = fresh.model_wrapped = copy.deepcopy(trainer.model)
-    handler = trainer.callback_handler
-    fresh.callback_handler = CallbackHandler(
-        copy.deepcopy(handler.callbacks), fresh.model, trainer.processing_class, None, None
-    )
+    # Callbacks may refer to the Trainer, whose data and process groups cannot be copied.
+    memo = {id(trainer): fresh, id(trainer.model): fresh.model}
+    shared = (trainer.accelerator, trainer.train_dataset, trainer.eval_dataset, trainer.processing_class)
+    memo |= {id(each): each for each in shared}
+    callbacks = copy.deepcopy(trainer.callback_handler.callbacks, memo)
+    fresh.callback_handler = CallbackHandler(callbacks, fresh.model, trainer.processing_class, None, None)
     fresh.control, fresh.state = TrainerControl(), TrainerState()
     fresh._created_lr_scheduler = False
     return fresh
