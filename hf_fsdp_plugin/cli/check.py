@@ -225,7 +225,7 @@ def _with_run(args: argparse.Namespace, config: ConfigFile | None) -> Checked:
 
     run = run_preflight(checked.spec, _sources(args, config), request_of(args))
     problems = in_line_order(dict.fromkeys((*checked.problems, *run.problems)))
-    code = max(checked.exit_code, OK if run.ok else PROBLEMS)
+    code = max(checked.exit_code, OK if run.ok and not has_errors(problems) else PROBLEMS)
     code = 128 + run.signal_number if run.signal_number else code
     return replace(checked, problems=tuple(problems), exit_code=code, run=run)
 
