@@ -7,7 +7,7 @@ import difflib
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli.accelerators import AcceleratorSearch
@@ -119,21 +119,19 @@ def _run(args: argparse.Namespace) -> int:
     finally:
         search.close()
     settings = settings_of(state, extra)
-    memory = predicted(state, settings)
-    if memory is not None:
-        from hf_fsdp_plugin.cli.wizard.prediction import memory_of_gpu
-        from hf_fsdp_plugin.cli.wizard.prediction_text import memory_text
-
-        line = memory_text(memory, memory_of_gpu(state))
-        asker.show(f"Predicted memory of these settings: {line}.")
-    text = _text(target, state, settings, line if memory is not None else "")
+    memory, memory_line = predicted(state, settings)
+    if memory_line:
+        asker.show(f"Predicted memory of these settings: {memory_line}.")
+    text = _text(target, state, settings, memory_line)
     checked = _check(text, target, entries_of(state, settings))
     if not _may_write(args, target, text, asker, state):
         print("Nothing was written.", file=sys.stderr)
+        if args.json:
+            print_json({"ok": False, "problems": []})
         return PROBLEMS
     if target.path is not None and text != target.text:
         write(target, text)
-    _print_result(args, target, text, state, settings, checked, memory)
+    _print_result(args, target, text, state, checked, memory)
     return OK
 
 
@@ -186,12 +184,15 @@ def _print_result(
     target: Target,
     text: str,
     state: State,
-    settings: dict[str, Any],
     checked: Assessment,
     memory: MemoryEstimate | None,
 ) -> None:
     print_problems(problem for problem in checked.problems if problem.severity != "note")
-    limits = list(stock_limits(settings, state.version))
+    settings = {
+        name: dict(value) if isinstance(value, Mapping) else value for name, value, _ in checked.spec.settings()
+    }
+    written = {name: value for name, value in settings.items() if checked.spec.asked(name)}
+    limits = list(stock_limits(written, state.version))
     arguments = arguments_of(state, checked.spec)
     if args.json:
         print_json(
@@ -201,7 +202,7 @@ def _print_result(
                 "written": target.path is not None and text != target.text,
                 "text": text,
                 "answers": state.answers,
-                "settings": {name: checked.spec.get(name) for name, _, _ in checked.spec.settings()},
+                "settings": settings,
                 "training_arguments": arguments,
                 "per_rank": memory.to_json() if memory is not None else None,
                 "stock_limits": limits,

@@ -29,13 +29,15 @@ def read_named_model(state: State, asker: Asker) -> None:
     asker.show(state.model.text)
 
 
-def predicted(state: State, settings: Mapping[str, Any]) -> MemoryEstimate | None:
-    """Return the predicted memory of the chosen settings; ``None`` without a model, or if it cannot be predicted."""
+def predicted(state: State, settings: Mapping[str, Any]) -> tuple[MemoryEstimate | None, str]:
+    """Return the predicted memory of the chosen settings, and its text; ``None`` without a model or a prediction."""
     if state.model is None:
-        return None
-    from hf_fsdp_plugin.cli.wizard.prediction import predict_settings
+        return None, ""
+    from hf_fsdp_plugin.cli.wizard.prediction import memory_of_gpu, predict_settings
+    from hf_fsdp_plugin.cli.wizard.prediction_text import memory_text
 
-    return _attempt(lambda: predict_settings(state, settings))[0]
+    memory, _ = _attempt(lambda: predict_settings(state, settings))
+    return memory, memory_text(memory, memory_of_gpu(state)) if memory is not None else ""
 
 
 def show_prediction(state: State, asker: Asker) -> None:
