@@ -196,6 +196,12 @@ Predicts a step without a GPU; [planning.md](planning.md) describes how. The con
 
 {planned}
 
+- `--machine NAME` also predicts time, tokens/s and MFU on a known machine (`h100-sxm`), with another network
+  (`h100-sxm:efa-3200`), on the machine of a file, or on the `calibrated` one.
+- `--calibrate` measures the present machine with `--world-size` ranks for `--machine calibrated`, and stops.
+- `--scaling` also prints the time on 8 to 4,096 ranks of the machine.
+- `--html OUT` and `--png OUT` write pictures. Existing files are overwritten only with `--force`.
+
 ## inspect, verify, merge, export
 
 {inspect}

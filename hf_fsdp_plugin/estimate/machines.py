@@ -77,9 +77,12 @@ class Machine:
     @property
     def label(self) -> str:
         """The figures that estimates use, in a line."""
-        peak = f", {self.peak['bf16'] / 1e12:,.0f} TFLOP/s bf16" if "bf16" in self.peak else ""
+        if self.curves:
+            best = ", ".join(f"{value / 1e9:,.0f} GFLOP/s {dtype}" for dtype, value in self.peak.items())
+            return f"{self.name}: {self.device}, {best}, measured on {self.ranks_per_machine} ranks"
+        peak = f"{self.peak['bf16'] / 1e12:,.0f} TFLOP/s bf16"
         links = f"links {self.intra.bandwidth / 1e9:,.1f} and {self.inter.bandwidth / 1e9:,.1f} GB/s"
-        return f"{self.name}: {self.device}{peak}, {links} per rank inside and between machines"
+        return f"{self.name}: {self.device}, {peak}, {links} per rank inside and between machines"
 
     def throughput(self, kind: OpKind, dtype: str, size: float, case: int) -> float:
         """Return FLOP/s of products and attention, and bytes/s of other operations.

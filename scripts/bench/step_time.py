@@ -64,6 +64,9 @@ POINTS = [
     Point(family="gpt2", hidden=512, layers=4, batch=2, seq=256, strategy="shard_grad_op"),
     Point(family="bert", hidden=256, layers=6, batch=8, seq=64),
     Point(family="bert", hidden=512, layers=4, batch=4, seq=128, version=1, strategy="shard_grad_op"),
+    Point(family="llama", hidden=768, layers=2, batch=1, seq=512, precision="bf16"),
+    Point(family="gpt2", hidden=384, layers=3, batch=3, seq=160, version=1),
+    Point(family="bert", hidden=320, layers=5, batch=2, seq=96, accumulation=2, strategy="no_shard"),
 ]
 
 
