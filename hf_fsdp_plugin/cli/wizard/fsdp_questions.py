@@ -37,7 +37,9 @@ def is_hybrid(state: State) -> bool:
 
 def _group_size(state: State) -> Default:
     if state.version == 1 and state.gpus > 1:
-        return Default(value=state.gpus, reason="the ranks of a machine, the only size that stock Accelerate supports")
+        reason = "the ranks of a machine, the only size that stock Accelerate supports"
+        more = "; on one machine this is the same as without groups" if state.num_machines == 1 else ""
+        return Default(value=state.gpus, reason=reason + more)
     if state.num_machines > 1 and state.gpus > 1:
         return Default(value=state.gpus, reason="one group per machine, so that all-gathers stay in the machine")
     size = _largest_group(state.world_size)
