@@ -3,43 +3,31 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from hf_fsdp_plugin.cli import check
 from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS, USAGE, exit_code
 from hf_fsdp_plugin.cli.launch_flags import UsageError, split_setting_flags
-from hf_fsdp_plugin.cli.model_plan import load_model, plan_of
 from hf_fsdp_plugin.cli.output import print_json
 from hf_fsdp_plugin.cli.parser import make_parser
 from hf_fsdp_plugin.cli.plan_arguments import (
     add_workload_arguments,
-    read_gpu_memory,
-    read_lora_rank,
     read_size,
-    read_workload,
-    sequence_length,
 )
 from hf_fsdp_plugin.cli.plan_output import Prediction, plan_json, plan_text
 from hf_fsdp_plugin.cli.plan_pictures import FLAGS as PICTURE_FLAGS
 from hf_fsdp_plugin.cli.plan_pictures import add_picture_arguments, check_targets, write_pictures
+from hf_fsdp_plugin.cli.plan_subject import Planned, read_subject
 from hf_fsdp_plugin.cli.plan_time import FLAGS, add_time_arguments, calibrate_verb, scaling_of
 from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems
-from hf_fsdp_plugin.cli.zero_table import zero_table_verb
-from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
-from hf_fsdp_plugin.sources.accelerate_launch import default_config_file
+from hf_fsdp_plugin.cli.zero_table import scheme_table_verb, zero_table_verb
+from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from hf_fsdp_plugin.estimate.machines import Machine
     from hf_fsdp_plugin.estimate.results import TimeEstimate
     from hf_fsdp_plugin.estimate.time import ScalingRow
-    from hf_fsdp_plugin.estimate.workload import Workload
-    from hf_fsdp_plugin.plan.model import FsdpPlan
 
 HELP = "Predict memory, communication and time of a training step, for a model, a config and a number of ranks."
 EXAMPLES = (
@@ -52,8 +40,6 @@ _NO_MEMORY: Final = Problem(
     fix="Pass --gpu-memory 80GB, or --machine with a known machine.",
     origin=Origin(source="command line", spelling="--advise", text=None),
 )
-_DEFAULTS: Final = ("full_shard auto_wrap", "precision.param=bf16")
-"""FSDP words and a setting, if the user sets none."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_picture_arguments(parser)
     parser.add_argument("--device", metavar="TYPE", help="type of the devices (default: cuda; cpu with --cpu)")
     parser.add_argument("--advise", action="store_true", help="compare all settings, and print the best config")
-    parser.add_argument("--zero-table", action="store_true", help="print the formulas of ZeRO for --params parameters")
+    parser.add_argument(
+        "--zero-table",
+        action="store_true",
+        help="print the formulas of ZeRO for --params or --model",
+    )
     parser.add_argument("--params", metavar="COUNT", help="with --zero-table: parameters, such as 7e9 or 7B")
     parser.add_argument("--trace", action="store_true", help="trace a real step instead of the closed form; slower")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
@@ -94,25 +84,9 @@ def parse_argv(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Planned:
-    """What the verb was asked to predict.
-
-    Attributes:
-        gpu_memory: bytes of one device, as given or of the machine; ``None`` if unknown.
-        machine: the machine that was named.
-    """
-
-    plan: FsdpPlan
-    model: nn.Module
-    workload: Workload
-    gpu_memory: int | None
-    machine: Machine | None
-
-
 def run(args: argparse.Namespace) -> int:
     """Print the prediction. Returns 0 if it fits or the memory is unknown, 1 if it does not fit or after errors."""
-    if args.zero_table:
+    if args.zero_table and args.model is None:
         return zero_table_verb(args)
     if args.calibrate:
         return _calibrate(args)
@@ -123,11 +97,13 @@ def run(args: argparse.Namespace) -> int:
     problems = check_targets(args)
     if problems:
         return _fail(args, problems, None)
-    planned, shown = _planned(args, names, problems)
+    planned, shown = read_subject(args, names, problems)
     if planned is None:
         return _fail(args, problems, shown)
     if args.advise:
         return _advise(args, planned, problems, shown)
+    if args.zero_table:
+        return scheme_table_verb(args, planned)
     try:
         prediction = _predict(args, planned)
         written = _write_pictures(args, planned, prediction)
@@ -143,72 +119,6 @@ def run(args: argparse.Namespace) -> int:
     return PROBLEMS if prediction.fits is False else OK
 
 
-def _planned(
-    args: argparse.Namespace, names: Sequence[str], problems: list[Problem]
-) -> tuple[Planned | None, str | None]:
-    """Return what to predict, or ``None`` after errors, and the name of the config. Collects all problems."""
-    world_size = read_size(args, "world-size", problems)
-    gpu_memory = read_gpu_memory(args, problems)
-    machine = _machine(args, problems)
-    if gpu_memory is None and args.gpu_memory is None and machine is not None:
-        gpu_memory = int(machine.memory_bytes) or None
-    lora_rank = read_lora_rank(args, problems)
-    model, model_problems = load_model(args.model)
-    model = _adapted(args, model, lora_rank, problems)
-    args.model, args.world_size, args.device_of_plan = None, world_size, args.device
-    config = check.config_named(names[0]) if names else None
-    if config is None and not (args.fsdp or args.fsdp_config or args.distributed_config):
-        config = default_config_file(os.environ)
-        if config is None and not args.command_line and not args.overrides:
-            args.fsdp, args.overrides = _DEFAULTS[0], [_DEFAULTS[1]]
-    checked = check.check_config(args, config)
-    world_size = world_size or check.smallest_world_size(checked.spec)
-    workload = read_workload(args, world_size, problems)
-    problems += [*model_problems, *checked.problems]
-    shown = config.shown if config is not None else None
-    if model is None or workload is None:
-        return None, shown
-    length, too_long = sequence_length(workload, model)
-    problems += [too_long] if too_long is not None else []
-    if has_errors(problems):
-        return None, shown
-    device_type = args.device or ("cpu" if checked.spec.launch.use_cpu else "cuda")
-    plan, more = plan_of(checked.spec, model, world_size=world_size, device_type=device_type)
-    problems += [problem for problem in more if problem not in problems]
-    if plan is None or has_errors(problems):
-        return None, shown
-    workload = replace(workload, seq_len=length)
-    return Planned(plan=plan, model=model, workload=workload, gpu_memory=gpu_memory, machine=machine), shown
-
-
-def _adapted(
-    args: argparse.Namespace, model: nn.Module | None, lora_rank: int | None, problems: list[Problem]
-) -> nn.Module | None:
-    """Return the model with LoRA adapters if they are asked for; ``None`` after errors."""
-    if model is None or lora_rank is None:
-        return model
-    from hf_fsdp_plugin.estimate.adapters import with_lora
-
-    try:
-        return with_lora(model, rank=lora_rank, quantized=args.qlora)
-    except SpecError as error:
-        problems += error.problems
-        return None
-
-
-def _machine(args: argparse.Namespace, problems: list[Problem]) -> Machine | None:
-    """Return the machine of ``--machine``; ``None`` without one, or if it is unknown, which is reported."""
-    if args.machine is None:
-        return None
-    from hf_fsdp_plugin.estimate.machine_file import machine_named
-
-    try:
-        return machine_named(args.machine)
-    except SpecError as error:
-        problems += error.problems
-        return None
-
-
 def _advise(args: argparse.Namespace, planned: Planned, problems: list[Problem], shown: str | None) -> int:
     """Print the planner's answer. Returns 1 if nothing fits."""
     from hf_fsdp_plugin.cli.plan_advise import advice_json, advice_text
@@ -218,14 +128,15 @@ def _advise(args: argparse.Namespace, planned: Planned, problems: list[Problem],
     plan, workload, spec = planned.plan, planned.workload, planned.plan.spec
     if planned.gpu_memory is None:
         return _fail(args, [*problems, _NO_MEMORY], shown)
+    machines = spec.launch.num_machines if plan.world_size % spec.launch.num_machines == 0 else 1
     try:
         advice = advise(
             planned.model,
             seq_len=workload.seq_len,
             global_batch=workload.micro_batch * workload.accumulation * plan.world_size,
             gpu_memory=planned.gpu_memory,
-            num_machines=spec.launch.num_machines,
-            gpus_per_machine=plan.world_size // spec.launch.num_machines,
+            num_machines=machines,
+            gpus_per_machine=plan.world_size // machines,
             machine=planned.machine,
             version=plan.version,
             precision=spec.precision.param,

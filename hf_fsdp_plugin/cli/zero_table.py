@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS, USAGE
 from hf_fsdp_plugin.cli.output import print_json
@@ -15,6 +15,9 @@ from hf_fsdp_plugin.estimate.zero import DIFFERENCES, ZeroRow, zero_table
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.text import format_table, wrap_words
 
+if TYPE_CHECKING:
+    from hf_fsdp_plugin.cli.plan_subject import Planned
+
 _COUNT: Final = re.compile(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([kmbt]?)", re.IGNORECASE)
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _LARGEST: Final = 10**15
@@ -23,7 +26,7 @@ _LARGEST: Final = 10**15
 def zero_table_verb(args: argparse.Namespace) -> int:
     """Print the table. Returns 1 for a count or a number of ranks that cannot be read."""
     if args.params is None or args.world_size is None:
-        print("hf-fsdp plan: --zero-table needs --params and --world-size.", file=sys.stderr)
+        print("hf-fsdp plan: --zero-table needs --params and --world-size, or --model.", file=sys.stderr)
         return USAGE
     problems: list[Problem] = []
     world_size = read_size(args, "world-size", problems)
@@ -45,6 +48,32 @@ def zero_table_verb(args: argparse.Namespace) -> int:
     print(f"memory of a rank in GB (10⁹ bytes), {num_params:,} parameters on {world_size} ranks, fp32, AdamW\n")
     head = ("scheme", "parameters", "optimizer", "gradients", "total", "FSDP")
     print(format_table([head, *(_cells(row) for row in rows)], right=(1, 2, 3, 4)))
+    print("\n" + "\n".join(wrap_words(DIFFERENCES, text_width() or 110, "")))
+    return OK
+
+
+def scheme_table_verb(args: argparse.Namespace, planned: Planned) -> int:
+    """Print the formulas for a model beside what a step needs with everything included."""
+    from hf_fsdp_plugin.estimate.memory import estimate_scheme
+
+    plan, rows = planned.plan, zero_table(planned.plan.num_params, planned.plan.world_size)
+    peaks = [estimate_scheme(row.scheme, plan, planned.model, planned.workload).peak for row in rows]
+    if args.json:
+        found = [
+            {**_json(row), "predicted_peak_bytes": peak.bytes, "peak_at": peak.where}
+            for row, peak in zip(rows, peaks, strict=True)
+        ]
+        print_json({"ok": True, "rows": found, "differences": DIFFERENCES})
+        return OK
+    workload = planned.workload
+    print(
+        f"memory of a rank in GB (10⁹ bytes), {plan.num_params:,} parameters on {plan.world_size} ranks; the formulas "
+        f"are for fp32 and AdamW, the prediction for the config, micro-batch {workload.micro_batch} × "
+        f"{workload.seq_len:,} tokens and {workload.optimizer}\n"
+    )
+    head = ("scheme", "parameters", "optimizer", "gradients", "total", "FSDP", "predicted", "at")
+    cells = ((*_cells(row), f"{peak.bytes / 1e9:,.4g}", peak.where) for row, peak in zip(rows, peaks, strict=True))
+    print(format_table([head, *cells], right=(1, 2, 3, 4, 6)))
     print("\n" + "\n".join(wrap_words(DIFFERENCES, text_width() or 110, "")))
     return OK
 

@@ -56,7 +56,7 @@ def follow_step(
     ledger.add("params", ignored["params"] + (0 if engine.offloads else params))
     ledger.add("optimizer", 0 if engine.offloads else state)
     ledger.add("other", ignored["buffers"] + framework_bytes(plan.device_type))
-    batches, offloaded = _micro_batches(engine, workload, profile)
+    batches, offloaded = follow_micro_batches(engine, workload, profile)
     if workload.clip_norm:
         ledger.at("clipping")
     ledger.at("optimizer step")
@@ -72,7 +72,7 @@ def follow_step(
     )
 
 
-def _micro_batches(engine: Engine, workload: Workload, profile: StepProfile) -> tuple[int, int]:
+def follow_micro_batches(engine: Engine, workload: Workload, profile: StepProfile) -> tuple[int, int]:
     """Follow all different micro-batches of a step. Return where the last one's moments begin, and host bytes."""
     ledger = engine.ledger
     ledger.add("activations", profile.input_bytes)
