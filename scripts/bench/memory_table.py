@@ -13,11 +13,11 @@ def memory_error(result: dict[str, Any]) -> list[str]:
     lines = ["| method | median error | largest error |", "|---|---|---|"]
     for name in methods:
         summary = result["summary"][name]
-        lines.append(f"| {METHODS[name]} | {summary['median']:.2%} | {summary['worst']:+.2%} |")
+        lines.append(f"| {METHODS[name]} | {summary['median']:.3%} | {summary['worst']:+.3%} |")
     lines += ["", f"| point | measured | {' | '.join(METHODS[name] for name in methods)} | peak at |"]
     lines.append("|---|---|" + "---|" * len(methods) + "---|")
     for row in result["points"]:
-        errors = " | ".join(f"{row['error'][name]:+.2%}" for name in methods)
+        errors = " | ".join(f"{row['error'][name]:+.3%}" for name in methods)
         point = row["point"].replace(",", ", ")
         at = row["predicted"]["traced"]["at"]
         lines.append(f"| {point} | {row['measured_bytes'] / 1e6:.1f} MB | {errors} | {at} |")

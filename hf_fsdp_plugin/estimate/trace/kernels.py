@@ -11,8 +11,6 @@ from hf_fsdp_plugin.torch_private.functions import GROUPED_MM, tree_leaves
 
 _ALIGNMENT = 16
 """Bytes to which the rows of a grouped matrix product are padded (aten/src/ATen/native/GroupedMMUtils.h)."""
-
-
 _NOT_PROMOTED = (torch.ops.aten.where, torch.ops.aten.masked_fill, torch.ops.aten.masked_fill_)
 """Elementwise operators whose condition or mask keeps its dtype."""
 
