@@ -160,6 +160,8 @@ def stock_limits(settings: Mapping[str, Any], version: int, *, gpus: int = 0) ->
         gpus: the size of the mesh's shard axis that FSDP1 needs no mesh for.
     """
     strategy = settings["sharding.strategy"]
+    if settings.get("launch.use_cpu"):
+        yield "Stock Accelerate does not shard on CPU ranks."
     if version == 2 and strategy == "no_shard":
         yield "Stock Accelerate ignores NO_SHARD under FSDP2 and runs full_shard."
     if version == 1 and settings.get("mesh.shard", gpus) != gpus:

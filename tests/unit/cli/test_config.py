@@ -196,6 +196,7 @@ def test_cpu_ranks_are_written_and_kept(config):
     assert (spec.launch.use_cpu, spec.launch.num_processes) == (True, 2)
     out, _ = config("--yes", "-o", "fsdp.yaml", "--force", "--json", "--strategy", "shard_grad_op")
     assert spec_of("fsdp.yaml").launch.use_cpu and "use_cpu" in json.loads(out)["training_arguments"]
+    assert json.loads(out)["stock_limits"] == ["Stock Accelerate does not shard on CPU ranks."]
     _, err = config("--yes", "-o", "fsdp.yaml", "--force", "--precision", "fp16", code=1)
     assert "FSDP-E147" in err and spec_of("fsdp.yaml").launch.mixed_precision == "bf16"
 
