@@ -17,7 +17,7 @@ from hf_fsdp_plugin.cli.launch_flags import UsageError, split_setting_flags
 from hf_fsdp_plugin.cli.model_plan import plan_of_model
 from hf_fsdp_plugin.cli.output import print_json
 from hf_fsdp_plugin.cli.parser import make_parser
-from hf_fsdp_plugin.cli.run_words import DEFAULT_LIMIT, RUN_FLAG, request_of, split_run_words, why_refused
+from hf_fsdp_plugin.cli.run_words import RUN_FLAG, add_run_arguments, request_of, split_run_words, why_refused
 from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems, text_width
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.sources.accelerate_launch import default_config_file
@@ -44,18 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fix", action="store_true", help="print the config with misspelled keys and values corrected")
     parser.add_argument("--model", metavar="DIR|ID", help="resolve the config against this model")
     parser.add_argument("--world-size", type=_world_size, metavar="N", help="number of ranks (default: num_processes)")
-    parser.add_argument(
-        "--run",
-        action="store_true",
-        help="also train a tiny clone of the model on CPU ranks: prepare, step, clip, evaluate, save, resume, export",
-    )
-    parser.add_argument("--training-args", metavar="FILE", help="with --run: JSON or YAML of TrainingArguments")
-    parser.add_argument(
-        "--limit",
-        type=float,
-        metavar="SECONDS",
-        help=f"with --run: stop the ranks after this time (default: {DEFAULT_LIMIT:g})",
-    )
+    add_run_arguments(parser)
     parser.add_argument(
         "--device", metavar="TYPE", help="plan for cuda, cpu, … (default: the device that launch uses on this machine)"
     )

@@ -257,6 +257,8 @@ def _read(result: RunResult, reason: str, folder: Path) -> Preflight:
     events = read_events(folder)
     stages, problems = stage_results(events, stopped=bool(reason)), problems_of(events)
     first = first_failure(result.exits)
+    if first is not None and first.tail:
+        problems = [_with_reason(problem, first.tail[-1]) for problem in problems]
     if reason:
         problems.append(_stood_still(events, reason))
     elif first is not None and not result.signal_number and not has_errors(problems):
@@ -268,6 +270,11 @@ def _read(result: RunResult, reason: str, folder: Path) -> Preflight:
     model = next((event for of_rank in events for event in of_rank if event["event"] == "model"), {})
     model = {key: value for key, value in model.items() if key in ("name", "num_params", "real_num_params")}
     return Preflight(stages=stages, problems=problems, model=model, signal_number=result.signal_number)
+
+
+def _with_reason(problem: Problem, last_line: str) -> Problem:
+    """Add the last line of stderr to an exit of the script, such as argparse's, which has no other message."""
+    return replace(problem, message=f"{problem.message}: {last_line}") if "SystemExit" in problem.message else problem
 
 
 def _stood_still(events: Sequence[Sequence[Mapping[str, Any]]], reason: str) -> Problem:

@@ -39,6 +39,22 @@ class Request:
     limit: float = DEFAULT_LIMIT
 
 
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--run`` and its options to the arguments of ``check``."""
+    parser.add_argument(
+        "--run",
+        action="store_true",
+        help="also train a tiny clone of the model on CPU ranks: prepare, step, clip, evaluate, save, resume, export",
+    )
+    parser.add_argument("--training-args", metavar="FILE", help="with --run: JSON or YAML of TrainingArguments")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        metavar="SECONDS",
+        help=f"with --run: stop the ranks after this time (default: {DEFAULT_LIMIT:g})",
+    )
+
+
 def split_run_words(argv: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str], list[str]]:
     """Return the words of ``check`` and of settings, those of ``TrainingArguments``, and SCRIPT with its arguments.
 

@@ -145,7 +145,9 @@ def default_dtype(config: Any) -> Iterator[None]:
     for name in getattr(config, "sub_configs", ()):
         if (sub_config := getattr(config, name, None)) is not None:
             sub_config.dtype = dtype
-    torch.set_default_dtype(dtype or before)
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, None)
+    torch.set_default_dtype(dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else before)
     try:
         yield
     finally:

@@ -194,7 +194,11 @@ def untrained_copy(trainer: Any) -> Any:
         raise ValueError("it was given an optimizer or a scheduler")
     fresh = copy.copy(trainer)
     fresh.args = copy.copy(trainer.args)
-    fresh.model = fresh.model_wrapped = copy.deepcopy(trainer.model)
+    # Losses of other libraries are modules that contain the model. They are copied together with it.
+    own = {id(parameter) for parameter in trainer.model.parameters()}
+    modules = {name: value for name, value in vars(trainer).items() if _has_parameters(value, own)}
+    vars(fresh).update(copy.deepcopy({**modules, "model": trainer.model}))
+    fresh.model_wrapped = fresh.model
     # Callbacks may refer to the Trainer, whose data and process groups cannot be copied.
     memo = {id(trainer): fresh, id(trainer.model): fresh.model}
     shared = (trainer.accelerator, trainer.train_dataset, trainer.eval_dataset, trainer.processing_class)
@@ -204,6 +208,12 @@ def untrained_copy(trainer: Any) -> Any:
     fresh.control, fresh.state = TrainerControl(), TrainerState()
     fresh._created_lr_scheduler = False
     return fresh
+
+
+def _has_parameters(value: Any, own: set[int]) -> bool:
+    """Return whether a module, or a module in a dict, has any of these parameters."""
+    modules = value.values() if isinstance(value, dict) else [value]
+    return any(id(p) in own for each in modules if isinstance(each, torch.nn.Module) for p in each.parameters())
 
 
 def save_checkpoint(trainer: Any) -> None:

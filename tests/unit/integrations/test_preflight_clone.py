@@ -181,6 +181,13 @@ def test_widths_are_kept_with_a_note_if_smaller_ones_fail(monkeypatch: pytest.Mo
     assert [problem.code for problem in clone.problems] == ["FSDP-N757"]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "auto", None])
+def test_config_with_a_dtype_as_text_has_a_clone(dtype: str | None) -> None:
+    config = hf.GPT2Config()
+    config.dtype = dtype  # the Auto classes set the argument of from_pretrained
+    assert find_clone(hf.GPT2LMHeadModel, config).problems == ()
+
+
 def test_written_clone_is_loaded_with_its_dtype(tmp_path: Path) -> None:
     config = hf.GPT2Config(dtype="bfloat16")
     clone = find_clone(hf.GPT2LMHeadModel, config)
