@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -30,6 +31,7 @@ def calibrate_ranks(num_ranks: int, device_type: str, path: Path) -> Machine:
 
 
 def _rank(rank: int, num_ranks: int, device_type: str, folder: str) -> None:
+    warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames collectives; 2.11 has only the old names
     torch.set_num_threads(1)
     device = torch.device(device_type, rank) if device_type != "cpu" else torch.device("cpu")
     if device_type != "cpu":

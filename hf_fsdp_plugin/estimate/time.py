@@ -20,6 +20,7 @@ from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.mesh import resolve_mesh
 from hf_fsdp_plugin.plan.model import FsdpPlan, MeshPlan
 from hf_fsdp_plugin.plan.problem_collector import ProblemCollector
+from hf_fsdp_plugin.problems import has_errors
 from hf_fsdp_plugin.strategies import STRATEGIES
 
 UPDATE_PASSES: Final = {"adamw": (7, 21), "sgd": (5, 7), "adafactor": (9, 20), "adamw_8bit": (4, 4), "muon": (40, 40)}
@@ -115,6 +116,8 @@ class TimeModel:
         rows: list[ScalingRow] = []
         for world in worlds:
             plan = plan_for_world(self._plan, world, machine.ranks_per_machine)
+            if plan is None:
+                continue
             estimate = self.estimate(machine, plan)
             per_rank = estimate.tokens_per_second / world
             first = rows[0].estimate.tokens_per_second / rows[0].world_size if rows else per_rank
@@ -202,12 +205,14 @@ def _in_order(units: list[UnitTimes], schedules: Sequence[UnitSchedule]) -> list
     return [first, *others, UnitTimes(name=last.name, forward=last.forward, backward=last.backward)]
 
 
-def plan_for_world(plan: FsdpPlan, world_size: int, ranks_per_machine: int) -> FsdpPlan:
-    """Return the plan of the same settings for another number of ranks."""
+def plan_for_world(plan: FsdpPlan, world_size: int, ranks_per_machine: int) -> FsdpPlan | None:
+    """Return the plan of the same settings for another number of ranks; ``None`` if their mesh has another size."""
     collector = ProblemCollector(plan.spec)
     local = min(ranks_per_machine, world_size)
     launch = replace(plan.spec.launch, num_processes=world_size, num_machines=max(1, world_size // local))
     mesh, strategy = resolve_mesh(replace(plan.spec, launch=launch), world_size, local, collector)
+    if has_errors(collector.problems):
+        return None
     return replace(plan, world_size=world_size, mesh=mesh, strategy=strategy)
 
 

@@ -141,6 +141,18 @@ def test_world_size_costs_no_time_to_estimate(strategy, version):
     assert seconds == sorted(seconds)
 
 
+def test_scaling_skips_worlds_that_the_mesh_excludes():
+    model = llama()
+    sizes = {"parallelism_config_dp_shard_size": 8, "parallelism_config_dp_replicate_size": 2}
+    config = {
+        "distributed_type": "FSDP", "num_processes": 16, "parallelism_config": sizes,
+        "fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
+    }  # fmt: skip
+    plan = resolve(load_spec(config, environ={}), model, world_size=16, device_type="cuda")
+    rows = TimeModel(plan, model, STEP).scaling(H100, [8, 16, 32])
+    assert [row.world_size for row in rows] == [16]
+
+
 def test_checkpointing_adds_a_forward():
     model = llama(hidden_size=1024, intermediate_size=4096)
     workload = Workload(micro_batch=4, seq_len=2048)
