@@ -22,6 +22,8 @@ class Fsdp1Engine(Engine):
         self._is_sharded = STRATEGIES[plan.strategy].is_sharded
         self._done: set[str] = set()
         """Units whose backward is complete."""
+        self._pending: tuple[str, int] | None = None
+        """A unit whose gradient is not flattened yet, and the bytes of its gradients."""
 
     def pre_forward(self, name: str) -> None:
         self._gather(name)
@@ -50,6 +52,22 @@ class Fsdp1Engine(Engine):
             self._prefetch_backward(name)
 
     def post_backward(self, name: str, grads: int) -> None:
+        """Complete a unit. With forward prefetch, its views are older than the operators of the unit before it.
+
+        Autograd runs the newest node first, so the gradient is flattened only after the backward of that unit.
+        """
+        self._complete_pending()
+        if self.plan.prefetch.forward and name:
+            self._pending = (name, grads)
+        else:
+            self._complete(name, grads)
+
+    def _complete_pending(self) -> None:
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._complete(*pending)
+
+    def _complete(self, name: str, grads: int) -> None:
         sizes, ledger = self.sizes[name], self.ledger
         flat = sizes.flat_grad if grads else 0
         ledger.add("grads", flat)  # split_with_sizes_backward concatenates the gradients of the views
@@ -71,6 +89,7 @@ class Fsdp1Engine(Engine):
         ledger.free("grads", added)
 
     def end_backward(self) -> None:
+        self._complete_pending()
         super().end_backward()
         self._done.clear()
 

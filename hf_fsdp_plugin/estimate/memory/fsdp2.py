@@ -65,8 +65,8 @@ class Fsdp2Engine(Engine):
             self._accumulate(name, grads)
             return
         whole = grads
-        if name in self.accumulated:  # the new gradient is added to it
-            self.ledger.free("grads", grads)
+        if name in self.accumulated:
+            self._add_to_accumulated(name, grads)
             whole = self.accumulated.pop(name)
         self.release(name)
         if self._reduce_input:
@@ -122,7 +122,7 @@ class Fsdp2Engine(Engine):
         if not grads:
             return
         if name in self.accumulated:
-            self.ledger.free("grads", grads)
+            self._add_to_accumulated(name, grads)
             return
         sizes = self.sizes[name]
         kept = _in_reduce_dtype(sizes, grads)
@@ -130,6 +130,15 @@ class Fsdp2Engine(Engine):
             self.ledger.add("grads", kept)
             self.ledger.free("grads", grads)
         self.accumulated[name] = kept
+
+    def _add_to_accumulated(self, name: str, grads: int) -> None:
+        """Add new gradients in place. On the CPU, an addition of two dtypes casts the new gradient first."""
+        sizes = self.sizes[name]
+        if self.plan.device_type == "cpu" and self.accumulated[name] != grads:
+            copy = _in_reduce_dtype(sizes, sizes.largest_grad)
+            self.ledger.add("grads", copy)
+            self.ledger.free("grads", copy)
+        self.ledger.free("grads", grads)
 
     def _reduce(self, name: str, whole: int) -> None:
         """Reduce-scatter and all-reduce (``foreach_reduce``, which keeps the last gradient until it returns)."""

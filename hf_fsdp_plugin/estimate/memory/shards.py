@@ -47,6 +47,7 @@ class UnitSizes:
         whole_grads: the whole gradients of all trainable parameters in the compute dtype.
         flat_grad: the same with padding.
         last_grad: the whole gradient of the last trainable parameter.
+        largest_grad: the largest whole gradient of one parameter.
         reduce_input: input of the reduce-scatter; the tensor of the all-reduce if nothing is sharded.
         reduce_output: its output, in the dtype of the reduction.
         grad_shard: the gradients that the optimizer reads.
@@ -61,6 +62,7 @@ class UnitSizes:
     whole_grads: int
     flat_grad: int
     last_grad: int
+    largest_grad: int
     reduce_input: int
     reduce_output: int
     grad_shard: int
@@ -109,7 +111,7 @@ def _dtypes(plan: FsdpPlan, parameter: nn.Parameter) -> tuple[torch.dtype, torch
 def _fsdp2(plan: FsdpPlan, unit: UnitPlan, parameters: list[nn.Parameter]) -> UnitSizes:
     """FSDP2 splits each parameter on dim 0, and pads the shards to one size (``FSDPParam._init_sharded_param``)."""
     num = plan.mesh.shard
-    shards, cast, gathered, whole, flat, last, reduced_in, reduced_out, grads = [], 0, 0, 0, 0, 0, 0, 0, 0
+    shards, cast, gathered, whole, flat, last, largest, reduced_in, reduced_out, grads = [], 0, 0, 0, 0, 0, 0, 0, 0, 0
     for parameter in parameters:
         stored, compute, reduce = _dtypes(plan, parameter)
         rows = ceil(parameter.shape[0] / num)
@@ -123,6 +125,7 @@ def _fsdp2(plan: FsdpPlan, unit: UnitPlan, parameters: list[nn.Parameter]) -> Un
         gathered += padded * num * compute.itemsize
         if parameter.requires_grad:
             last = parameter.numel() * compute.itemsize
+            largest = max(largest, last)
             whole += last
             flat += padded * num * compute.itemsize
             reduced_in += padded * num * reduce.itemsize
@@ -137,6 +140,7 @@ def _fsdp2(plan: FsdpPlan, unit: UnitPlan, parameters: list[nn.Parameter]) -> Un
         whole_grads=whole,
         flat_grad=flat,
         last_grad=last,
+        largest_grad=largest,
         reduce_input=reduced_in,
         reduce_output=reduced_out,
         grad_shard=grads,
@@ -177,6 +181,7 @@ def _fsdp1(plan: FsdpPlan, unit: UnitPlan, parameters: list[nn.Parameter]) -> Un
         whole_grads=whole_grads,
         flat_grad=total * compute.itemsize if trainable else 0,
         last_grad=0,
+        largest_grad=0,
         reduce_input=total * reduce.itemsize if trainable else 0,
         reduce_output=local * reduce.itemsize if trainable else 0,
         grad_shard=local * stored.itemsize if trainable else 0,
