@@ -345,7 +345,7 @@ def step_time(result: Result) -> list[str]:
         )
     clock = "CPU time of a rank" if result["clock"] == "cpu" else "wall time"
     summary = f"Median error {result['median_error']:.1%}, worst {result['worst_error']:.1%}; {clock}, "
-    return [*head, *rows, "", f"{summary}medians of {result['rounds']} rounds of calibration and measurement."]
+    return [*head, *rows, "", f"{summary}medians of {result['rounds']} round(s) of calibration and measurement."]
 
 
 def published_runs(result: Result) -> list[str]:
