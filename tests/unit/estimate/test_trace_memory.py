@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -144,3 +146,18 @@ def test_optimizer_that_the_backend_refuses_is_refused():
     with pytest.raises(SpecError) as caught:
         trace_memory(plan_of(model, fsdp_version=1), model, replace(STEP, optimizer="adafactor"))
     assert [problem.code for problem in caught.value.problems] == ["FSDP-E320"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [1, 2])
+def test_70b_model_on_512_ranks_is_traced_in_a_minute(version: int):
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
+    with torch.device("meta"):
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, vocab_size=128256, num_hidden_layers=80, use_cache=False))
+    settings = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_activation_checkpointing": True}
+    plan = plan_of(model, 512, fsdp_version=version, **settings)
+    start = time.process_time()
+    estimate = trace_memory(plan, model, replace(STEP, micro_batch=1, seq_len=2048))
+    assert time.process_time() - start < 60
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 8 << 20  # KiB
+    assert {f"backward of model.layers.{index}" for index in range(80)} < {each.where for each in estimate.timeline}

@@ -1,0 +1,30 @@
+"""The points of scripts/bench/memory_error.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts" / "bench"))
+from memory_points import POINTS, Point, parse_point
+
+
+@pytest.mark.parametrize("point", POINTS, ids=str)
+def test_text_of_a_point_is_parsed_to_the_same_point(point: Point) -> None:
+    assert parse_point(str(point)) == point
+
+
+def test_points_cover_what_the_table_promises() -> None:
+    assert len(set(POINTS)) == len(POINTS) >= 24
+    seen = {name: {getattr(point, name) for point in POINTS} for name in ("family", "version", "strategy", "loop")}
+    assert seen["family"] == {"llama", "gpt2", "bert", "mixtral"}
+    assert seen["version"] == {1, 2}
+    assert seen["strategy"] == {"full_shard", "shard_grad_op", "no_shard", "hybrid_shard"}
+    assert seen["loop"] == {"for_loop", "foreach", "fused"}
+
+
+def test_unknown_key_of_a_point_is_refused() -> None:
+    with pytest.raises(ValueError, match="'width' is not one of"):
+        parse_point("family=bert,width=3")
