@@ -62,6 +62,7 @@ class Recorder:
 
     def mark(self, kind: StageKind, name: str, freed_grads: int = 0) -> None:
         """Close the current stage and begin another."""
+        self.tracker.update_peak()
         live, peak, host = self.tracker.live, self.tracker.peak, self.tracker.host_bytes
         if self._open is not None:
             opened, of, grads, start, host_before = self._open

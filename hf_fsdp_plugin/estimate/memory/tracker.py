@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_fsdp_plugin.torch_private.functions import tree_leaves
+from hf_fsdp_plugin.torch_private.fake import called_by_engine
+from hf_fsdp_plugin.torch_private.functions import in_backward, tree_leaves
 from hf_fsdp_plugin.torch_private.tracing import GROUPED_PRODUCT, READ_VALUE, TorchDispatchMode, storage_key
 
 
@@ -72,9 +73,16 @@ class Tracker(TorchDispatchMode):
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self._see(tensor)
+        # Autograd adds a gradient to another one in place if nothing else refers to it. With a dispatch mode it adds
+        # out of place (torch/csrc/autograd/input_buffer.cpp), and frees the operand at once.
+        is_sum_of_gradients = func is torch.ops.aten.add.Tensor and in_backward() and called_by_engine(1)
+        if not is_sum_of_gradients:
+            self.update_peak()
+        return out
+
+    def update_peak(self) -> None:
         if self.live.total > self.peak.total:
             self.peak = self.live
-        return out
 
     def _value(self, tensor: torch.Tensor) -> Any:
         """Return a value for ``item()``, which meta tensors do not have.

@@ -1,5 +1,6 @@
 """The closed form: bytes that are computed by hand on small models, and properties that hold for all settings."""
 
+import time
 from functools import cache
 
 import pytest
@@ -245,3 +246,17 @@ def test_peak_grows_with_batch_and_length(micro_batch, seq_len, more, checkpoint
     small = estimate(2, micro_batch, seq_len, activation_checkpointing=checkpointing)
     large = estimate(2, micro_batch + more[0], seq_len + more[1], activation_checkpointing=checkpointing)
     assert large.peak.bytes >= small.peak.bytes
+
+
+def test_estimate_of_70b_parameters_takes_under_a_second():
+    config = hf.LlamaConfig(
+        hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+        num_key_value_heads=8, vocab_size=128256,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = hf.LlamaForCausalLM(config)
+    plan = plan_of(512, model=model, device="cuda", mixed_precision="bf16", activation_checkpointing="full")
+    start = time.process_time()
+    found = estimate_memory(plan, model, Workload(micro_batch=1, seq_len=4096))
+    assert time.process_time() - start < 1
+    assert 10 << 30 < found.peak.bytes < 80 << 30
