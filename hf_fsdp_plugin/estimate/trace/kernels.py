@@ -27,7 +27,11 @@ def scratch_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
 
     Elementwise operators cast operands of another dtype than the common one to temporary tensors, and compute results
     of another dtype in temporary tensors (``compute_types`` in aten/src/ATen/TensorIterator.cpp; on the CPU only).
+    FSDP2 copies gradients to the input of a reduce-scatter with ``chunk_cat``, which pads those whose first dimension
+    the ranks do not divide (``_pad_chunk`` in aten/src/ATen/native/TensorShape.cpp; on the CPU only).
     """
+    if func.namespace == "fsdp" and func.__name__.startswith("chunk_cat"):
+        return _padded_bytes(*args)
     if torch.Tag.pointwise not in func.tags or func.overloadpacket in _NOT_PROMOTED:
         return 0
     operands = [value for value in args if isinstance(value, torch.Tensor) and value.dim()]
@@ -38,6 +42,15 @@ def scratch_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
     if isinstance(result, torch.Tensor) and result.dtype not in (common, torch.bool) and result is not args[0]:
         cast.append(result)
     return sum(tensor.numel() * common.itemsize for tensor in cast)
+
+
+def _padded_bytes(tensors: list[torch.Tensor], dim: int, num_chunks: int) -> int:
+    found = 0
+    for tensor in tensors:
+        size = tensor.size(dim)
+        if size % num_chunks:
+            found += tensor.nbytes // size * (-(-size // num_chunks) * num_chunks)
+    return found
 
 
 def collective_bytes(func: Any, args: tuple[Any, ...]) -> int:

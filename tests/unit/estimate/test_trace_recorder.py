@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed.fsdp  # registers the operators of FSDP2
 
 from hf_fsdp_plugin.estimate.trace.recorder import Event, Recorder
 from hf_fsdp_plugin.torch_private.fake import FakeTensorMode
@@ -76,6 +77,17 @@ def test_operands_of_other_dtypes_are_cast_to_temporaries(left: int, right: int,
     peak, rest = peak_and_rest(record(multiply))
     assert peak == 100 * (left + right + max(left, right) + scratch)
     assert rest == 0
+
+
+def test_copy_to_reduce_scatter_pads_uneven_gradients():
+    def copy() -> None:
+        even, uneven, out = torch.empty(6, 2), torch.empty(4, 2), torch.empty(3, 8)
+        torch.ops.fsdp.chunk_cat([even], 0, 3, out=torch.empty(3, 4))
+        torch.ops.fsdp.chunk_cat([even, uneven], 0, 3, out=out)
+
+    kernels = [event.block.size for event in record(copy) if event.sign > 0]
+    assert kernels[-1] == 6 * 2 * FLOAT  # 4 rows are padded to 6
+    assert len(kernels) == 5  # four tensors, and the padded one
 
 
 def test_resized_storage_is_gathered_memory():
