@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -35,7 +35,8 @@ def profile_step(plan: FsdpPlan, model: nn.Module, workload: Workload) -> StepPr
     """
     batch = meta_batch(model, micro_batch=workload.micro_batch, seq_len=workload.seq_len)
     try:
-        return _profile(plan, model, batch)
+        with _attention_of(model, workload):
+            return _profile(plan, model, batch)
     except Exception as error:  # whatever the code of the model raises
         raise SpecError([_cannot_run(model, error)]) from error
 
@@ -74,6 +75,24 @@ def _loss(outputs: Any) -> torch.Tensor:
     """Return the loss. The other outputs are freed, as in the Trainer's ``compute_loss``."""
     loss: torch.Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
     return loss
+
+
+@contextmanager
+def _attention_of(model: nn.Module, workload: Workload) -> Iterator[None]:
+    """Use the workload's attention. FlashAttention keeps what torch's kernels keep; some models have eager only."""
+    setter: Any = getattr(model, "set_attn_implementation", None)
+    before = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    wanted = "eager" if workload.attention == "eager" else "sdpa"
+    if setter is None or before in (None, wanted):
+        yield
+        return
+    with suppress(ValueError):  # the model has no such attention
+        setter(wanted)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):
+            setter(before)
 
 
 @contextmanager

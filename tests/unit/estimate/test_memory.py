@@ -150,6 +150,17 @@ def test_skipped_layers_are_counted_as_if_they_had_run(version, checkpointing, m
     assert estimate(**options).peak == skipped.peak
 
 
+def test_eager_attention_keeps_the_matrix_of_weights():
+    sdpa, eager = (
+        at(estimate(2, 1, 64, workload={"attention": attention}), f"forward of model.layers.{LAYERS - 1}")[
+            "activations"
+        ]
+        for attention in ("sdpa", "eager")
+    )
+    assert eager - sdpa > (LAYERS - 1) * HEADS * 64 * 64 * 4
+    assert estimate(2, 1, 64).peak == estimate(2, 1, 64, workload={"attention": "flash_attention_2"}).peak
+
+
 def test_model_is_unchanged_by_an_estimate():
     model = llama()
     before = {name: id(parameter) for name, parameter in model.named_parameters()}
