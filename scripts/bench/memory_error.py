@@ -28,7 +28,7 @@ from typing import Any
 
 from allocator import NoCounter, restart_with_counter
 from common import make_parser
-from memory_points import POINTS, Point, make_model, make_spec, measure, parse_point
+from memory_points import POINTS, Point, make_model, make_spec, make_workload, measure, parse_point
 from update_results import write_result
 
 STEPS = 3
@@ -49,23 +49,14 @@ def predict(point: Point) -> dict[str, Any]:
     import torch
 
     import hf_fsdp_plugin as hfp
+    from hf_fsdp_plugin.estimate.memory import estimate_memory
     from hf_fsdp_plugin.estimate.trace import trace_memory
-    from hf_fsdp_plugin.estimate.workload import Workload
 
     with torch.device("meta"):
         model = make_model(point)
     plan = hfp.resolve(make_spec(point), model, world_size=point.ranks, device_type="cpu")
-    workload = Workload(
-        micro_batch=point.batch, seq_len=point.seq, accumulation=point.accumulation, sync_each_batch=point.sync,
-        optimizer=point.optimizer, update_loop=point.loop, clip_norm=point.clip, attention=point.attention,
-    )  # fmt: skip
-    methods = {"traced": trace_memory}
-    try:
-        from hf_fsdp_plugin.estimate.memory import estimate_memory
-    except ImportError:
-        pass
-    else:
-        methods["closed_form"] = estimate_memory
+    workload = make_workload(point)
+    methods = {"traced": trace_memory, "closed_form": estimate_memory}
     found: dict[str, Any] = {}
     for name, method in methods.items():
         start = time.perf_counter()

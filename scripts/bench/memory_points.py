@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -15,13 +16,13 @@ class Point:
     """A model, its settings and a workload. ``heads`` divides ``hidden``; ``experts`` is of Mixtral only."""
 
     family: Family = "llama"
-    version: int = 2
+    version: Literal[1, 2] = 2
     strategy: str = "full_shard"
     ranks: int = 2
     checkpointing: bool = False
     precision: Literal["no", "bf16"] = "no"
     loop: Literal["for_loop", "foreach", "fused"] = "for_loop"
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "sgd", "adafactor", "muon"] = "adamw"
     batch: int = 2
     seq: int = 256
     accumulation: int = 1
@@ -54,6 +55,7 @@ def parse_point(text: str) -> Point:
     Raises:
         ValueError: a key is unknown, or a value is invalid.
     """
+    hints = typing.get_type_hints(Point)
     kinds = {field.name: type(field.default) for field in dataclasses.fields(Point)}
     values: dict[str, Any] = {}
     for item in filter(None, text.split(",")):
@@ -61,6 +63,8 @@ def parse_point(text: str) -> Point:
         if key not in kinds:
             raise ValueError(f"{key!r} is not one of {', '.join(kinds)}")
         values[key] = value in ("True", "true", "1") if kinds[key] is bool else kinds[key](value)
+        if (known := typing.get_args(hints[key])) and values[key] not in known:
+            raise ValueError(f"{key}={value} is not one of {', '.join(map(str, known))}")
     return Point(**values)
 
 
@@ -124,12 +128,13 @@ def make_spec(point: Point) -> Any:
     )
 
 
-def make_optimizer(point: Point, model: Any) -> Any:
-    import torch
+def make_workload(point: Point) -> Any:
+    from hf_fsdp_plugin.estimate.workload import Workload
 
-    loops = {"for_loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
-    cls = torch.optim.AdamW if point.optimizer == "adamw" else torch.optim.SGD
-    return cls(model.parameters(), lr=1e-4, **loops[point.loop])
+    return Workload(
+        micro_batch=point.batch, seq_len=point.seq, accumulation=point.accumulation, sync_each_batch=point.sync,
+        optimizer=point.optimizer, update_loop=point.loop, clip_norm=point.clip, attention=point.attention,
+    )  # fmt: skip
 
 
 def measure(rank: int, report: Callable[..., None], point: Point, steps: int) -> None:
@@ -138,6 +143,7 @@ def measure(rank: int, report: Callable[..., None], point: Point, steps: int) ->
     from allocator import AllocatorCounter
 
     import hf_fsdp_plugin as hfp
+    from hf_fsdp_plugin.estimate.trace.optimizers import make_optimizers
 
     counter = AllocatorCounter()
     before = counter.current
@@ -145,7 +151,8 @@ def measure(rank: int, report: Callable[..., None], point: Point, steps: int) ->
     if point.sync:
         accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
     model = make_model(point)
-    model, optimizer = accelerator.prepare(model.train(), make_optimizer(point, model))
+    optimizers = make_optimizers(model, make_workload(point), "cpu")
+    model, *optimizers = accelerator.prepare(model.train(), *optimizers)
     generator = torch.Generator().manual_seed(1 + rank)
     peaks = []
     for _ in range(1 + steps):
@@ -156,8 +163,9 @@ def measure(rank: int, report: Callable[..., None], point: Point, steps: int) ->
                 accelerator.backward(model(input_ids=ids, labels=ids).loss)
                 if accelerator.sync_gradients and point.clip:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
         peaks.append(counter.peak - before)
         accelerator.wait_for_everyone()
     report("peaks", peaks[1:])
@@ -203,6 +211,10 @@ POINTS = (
     replace(_LLAMA, accumulation=3, precision="bf16"),
     replace(_LLAMA, version=1, accumulation=2, sync=True),
     replace(_LLAMA, attention="eager", prefetch="post"),
+    replace(_GPT2, optimizer="muon"),
+    replace(_LLAMA, optimizer="muon", precision="bf16", loop="foreach", checkpointing=True),
+    replace(_BERT, optimizer="adafactor", ranks=4, batch=4),
+    replace(_MIXTRAL, optimizer="adafactor", checkpointing=True, batch=1, seq=64),
     replace(_LLAMA, version=1, use_orig=False, prefetch="none", forward_prefetch=True, optimizer="sgd"),
 )
 """The points of the table."""
