@@ -164,7 +164,9 @@ def _micro_batches(
     evaluator: Evaluator, global_batch: int, limit: int, sharding: Sharding, saving: Mapping[str, Any]
 ) -> Iterator[AdviceRow]:
     """Yield the rows for growing micro-batches, up to the first that does not fit."""
-    for syncs in (False, True):
+    # FSDP1 cannot add gradients on the CPU to new ones on the device (``prepare_gradient_for_backward``).
+    can_sync = evaluator.subject.version == 2 or not saving["offload_params"]
+    for syncs in (False, True) if can_sync else (False,):
         for micro_batch in micro_batches(global_batch, evaluator.subject.world_size):
             accumulation = global_batch // evaluator.subject.world_size // micro_batch
             if syncs and accumulation == 1:

@@ -85,6 +85,9 @@ def test_offload_is_tried_only_if_nothing_else_fits():
     found = advice(memory=smallest - 1, headroom=1.0)
     assert {row.choice.offload_params for row in found.fitting} == {True}
     assert all(row.memory.host_bytes for row in found.fitting)
+    assert any(row.choice.sync_each_batch for row in found.rows)
+    rows = [row for row in advice(memory=smallest - 1, headroom=1.0, version=1).rows if row.choice.offload_params]
+    assert not any(row.choice.sync_each_batch for row in rows)
 
 
 def test_nothing_fits_names_a_change_that_does():
