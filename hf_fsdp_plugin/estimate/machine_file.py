@@ -50,8 +50,10 @@ def network_names() -> tuple[str, ...]:
 
 
 def _unknown(what: str, name: str, known: list[str]) -> Problem:
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"Did you mean {close[0]}?" if close else f"Use one of {', '.join(known)}, or the path of a machine file."
+    close = [each for each in known if each.startswith(name)] or difflib.get_close_matches(name, known, n=1)
+    hint = f"Use one of {', '.join(known)}, or the path of a machine file."
+    if close:
+        hint = f"Did you mean {' or '.join(close)}?"
     return Problem(code="FSDP-E830", message=f"{name!r} is not a known {what}.", fix=hint)
 
 

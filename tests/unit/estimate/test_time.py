@@ -212,3 +212,9 @@ def test_curves_are_linear_between_points():
     curve = ((10.0, 1.0), (20.0, 3.0))
     assert [interpolate(curve, size) for size in (1, 15, 99)] == [1.0, 2.0, 3.0]
     assert lookup(curve, 40) == 6.0
+
+
+def test_name_of_several_machines_lists_them():
+    with pytest.raises(SpecError) as caught:
+        machine_named("h100")
+    assert "h100-sxm or h100-pcie" in caught.value.problems[0].fix
