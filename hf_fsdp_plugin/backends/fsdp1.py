@@ -23,6 +23,7 @@ from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.plan.units import UnitPlan
 from hf_fsdp_plugin.strategies import STRATEGIES
+from hf_fsdp_plugin.torch_private.fsdp1 import allow_gradients_of_compute_dtype
 from hf_fsdp_plugin.torch_private.functions import tree_map_only
 from hf_fsdp_plugin.torch_private.modules import replace_module
 
@@ -65,6 +66,7 @@ def apply_fsdp1(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
     with flattening_on_read(plan, loader, root_on_read, kwargs) as own_kwargs:
         root = FSDP(model, ignored_states=ignored, **own_kwargs)
     _cast_output(plan, root)
+    allow_gradients_of_compute_dtype(root)
     setattr(root, BROADCAST_ATTRIBUTE, loader.record)
     return root
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -39,11 +40,22 @@ def fake_process_group(world_size: int) -> Iterator[None]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
-        with warnings.catch_warnings(), _one_chunk(), _compared_by_identity():
+        with warnings.catch_warnings(), _without_log(), _one_chunk(), _compared_by_identity():
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _without_log() -> Iterator[None]:
+    """Hide the stack traces that fake tensors log for operators that raise. The exception is reported to the user."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
 
 
 @contextmanager

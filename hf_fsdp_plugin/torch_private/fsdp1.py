@@ -145,6 +145,19 @@ def parameter_objects(flat: Any) -> list[nn.Parameter]:
     return [flat, *(flat._params or ()), *(flat._shared_params or ())]
 
 
+def allow_gradients_of_compute_dtype(root: nn.Module) -> None:
+    """Let tied parameters of replicated units have gradients of another dtype than their own.
+
+    Without synchronization, such a unit keeps gradients in the dtype of the computation. torch assigns them to the
+    first name of a parameter through ``.data``, but to the other names without it, which raises for fp32 parameters.
+    """
+    for unit in FullyShardedDataParallel.fsdp_modules(root):
+        flat = flat_parameter(unit)
+        for parameter in (flat._shared_params or ()) if flat is not None else ():
+            if parameter.requires_grad and hasattr(parameter, "grad_dtype"):
+                parameter.grad_dtype = None
+
+
 def is_flattened(parameter: nn.Parameter) -> bool:
     """Whether a parameter is a flat parameter or a part of one."""
     return _is_fsdp_flattened(parameter) or isinstance(parameter, FlatParameter)

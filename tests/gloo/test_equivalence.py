@@ -78,6 +78,15 @@ def test_loop_variant_matches_single_process(two_ranks: Ranks, version: int, loo
 
 
 @pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("strategy", ["no_shard", slow("shard_grad_op")])
+def test_tied_bf16_model_accumulates_gradients(two_ranks: Ranks, strategy: str, version: int) -> None:
+    config = {**parallel_config(strategy, version, 2), "mixed_precision": "bf16"}
+    found = two_ranks.run(train, "bert", config, accumulation=2)[0]
+    assert found["losses"] == pytest.approx(reference_of("bert")["losses"], rel=0.01)
+    assert found["norms"] == pytest.approx(reference_of("bert")["norms"], rel=0.05)
+
+
+@pytest.mark.parametrize("version", [1, 2])
 def test_bf16_error_is_close_to_error_of_ddp(two_ranks: Ranks, version: int) -> None:
     config = {**parallel_config("full_shard", version, 2), "mixed_precision": "bf16"}
     fp32 = torch.tensor(reference_of("llama")["losses"])
