@@ -191,15 +191,17 @@ def _write_pictures(args: argparse.Namespace, planned: Planned, prediction: Pred
     """Write the files of ``--html`` and ``--png``, and return their names."""
     if args.html is None and args.png is None:
         return []
-    from hf_fsdp_plugin.estimate.pictures.data import picture_data
+    from hf_fsdp_plugin.estimate.pictures.data import RANKS_PER_MACHINE, picture_data
     from hf_fsdp_plugin.estimate.time import TimeModel
 
     plan, model, workload = planned.plan, planned.model, planned.workload
-    spans = []
+    spans, scaling, ranks_per_machine = [], list(prediction.scaling), RANKS_PER_MACHINE
     if planned.machine is not None:
-        spans = TimeModel(plan, model, workload).timeline(planned.machine).spans
+        times = TimeModel(plan, model, workload)
+        spans, ranks_per_machine = times.timeline(planned.machine).spans, planned.machine.ranks_per_machine
+        scaling = scaling or scaling_of(times, planned.machine)
     data = picture_data(
-        plan, model, workload, prediction.memory, planned.gpu_memory, prediction.time, spans, prediction.scaling
+        plan, model, workload, prediction.memory, planned.gpu_memory, prediction.time, spans, scaling, ranks_per_machine
     )
     return write_pictures(args, data)
 

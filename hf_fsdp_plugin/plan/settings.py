@@ -87,7 +87,9 @@ def check_activation(spec: FsdpSpec, model: nn.Module, pre_sharded: bool, proble
             "fsdp_activation_checkpointing checkpoints the units of the wrap policy, and no wrap policy is set.",
             "Set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP.",
         )
-    if getattr(model, "is_gradient_checkpointing", False):
+    # Transformers renamed the property; reading the old name warns.
+    new, old = "is_activation_checkpointing", "is_gradient_checkpointing"
+    if getattr(model, new if hasattr(model, new) else old, False):
         reason, enabled_by = "already has gradient checkpointing enabled", "the call of gradient_checkpointing_enable()"
     elif any(type(module).__name__ == "CheckpointWrapper" for module in model.modules()):
         reason, enabled_by = "already contains modules wrapped in CheckpointWrapper", "these wrappers"

@@ -37,6 +37,8 @@ COLORS: Final[dict[MemoryKind, str]] = {
     "other": "#8c8c8c",
 }
 """The palette of Okabe and Ito, which color-blind readers can tell apart."""
+RANKS_PER_MACHINE: Final = 8
+"""Ranks that a hybrid strategy shards over if no machine is given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,8 +93,13 @@ def picture_data(
     time: TimeEstimate | None = None,
     spans: Sequence[Span] = (),
     scaling: Sequence[ScalingRow] = (),
+    ranks_per_machine: int = RANKS_PER_MACHINE,
 ) -> PictureData:
-    """Return what the pictures of a plan show. The memory of other strategies is that of the closed form."""
+    """Return what the pictures of a plan show. The memory of other strategies is that of the closed form.
+
+    Args:
+        ranks_per_machine: the shard size of hybrid strategies, which are shown for several machines.
+    """
     title = f"{plan.model_class} on {plural(plan.world_size, 'rank')}"
     precision = plan.precision.param if plan.precision.param != "unchanged" else "the model's dtype"
     subtitle = (
@@ -100,28 +107,35 @@ def picture_data(
         f"{workload.micro_batch} × {workload.seq_len:,} tokens, {workload.optimizer}"
     )
     return PictureData(
-        title=title, subtitle=subtitle, strategies=_strategies(plan, model, workload, memory), memory=memory,
-        gpu_memory=gpu_memory, units=tuple(_unit_rows(plan.units)), time=time, spans=tuple(spans),
+        title=title, subtitle=subtitle, strategies=_strategies(plan, model, workload, memory, ranks_per_machine),
+        memory=memory, gpu_memory=gpu_memory, units=tuple(_unit_rows(plan.units)), time=time, spans=tuple(spans),
         scaling=tuple(scaling),
     )  # fmt: skip
 
 
 def _strategies(
-    plan: FsdpPlan, model: nn.Module, workload: Workload, memory: MemoryEstimate
+    plan: FsdpPlan, model: nn.Module, workload: Workload, memory: MemoryEstimate, ranks_per_machine: int
 ) -> tuple[StrategyMemory, ...]:
-    rows = []
+    rows = [StrategyMemory(name=_strategy_name(plan), memory=memory, is_planned=True)]
     for name, strategy in STRATEGIES.items():
-        if name == plan.strategy:
-            rows.append(StrategyMemory(name=name, memory=memory, is_planned=True))
-        elif not strategy.hybrid and (found := _with_strategy(plan, model, name)) is not None:
-            other = estimate_memory(found, model, workload)
-            rows.append(StrategyMemory(name=name, memory=other, is_planned=False))
+        shard = ranks_per_machine if strategy.hybrid else None
+        if name == plan.strategy or (shard is not None and (plan.world_size <= shard or plan.world_size % shard)):
+            continue
+        if (other := _with_strategy(plan, model, name, shard)) is not None:
+            found = estimate_memory(other, model, workload)
+            rows.append(StrategyMemory(name=_strategy_name(other), memory=found, is_planned=False))
     return tuple(sorted(rows, key=lambda row: -row.memory.peak.bytes))
 
 
-def _with_strategy(plan: FsdpPlan, model: nn.Module, name: str) -> FsdpPlan | None:
+def _strategy_name(plan: FsdpPlan) -> str:
+    """``full_shard``, or with the replicas and the shard size of a hybrid mesh: ``hybrid_shard 2×8``."""
+    is_hybrid = STRATEGIES[plan.strategy].hybrid
+    return f"{plan.strategy} {plan.mesh.replicate}×{plan.mesh.shard}" if is_hybrid else plan.strategy
+
+
+def _with_strategy(plan: FsdpPlan, model: nn.Module, name: str, shard: int | None) -> FsdpPlan | None:
     spec = plan.spec
-    mesh = replace(spec.mesh, shard="auto", replicate="auto")
+    mesh = replace(spec.mesh, shard=shard or "auto", replicate=plan.world_size // shard if shard else "auto")
     changed = replace(spec, sharding=replace(spec.sharding, strategy=name), mesh=mesh)
     try:
         return resolve(changed, model, world_size=plan.world_size, device_type=plan.device_type)

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 
 
 @pytest.fixture(scope="module")
-def data() -> PictureData:
+def planned() -> Any:
     config = LlamaConfig(
         vocab_size=128,
         hidden_size=64,
@@ -43,8 +44,13 @@ def data() -> PictureData:
     )
     plan = resolve(spec, model, world_size=8, device_type="cuda")
     workload = Workload(micro_batch=1, seq_len=32)
+    return plan, model, workload, estimate_memory(plan, model, workload)
+
+
+@pytest.fixture(scope="module")
+def data(planned: Any) -> PictureData:
+    plan, model, workload, memory = planned
     machine, times = machine_named("h100-sxm"), TimeModel(plan, model, workload)
-    memory = estimate_memory(plan, model, workload)
     return picture_data(
         plan, model, workload, memory, 10**6, times.estimate(machine), times.timeline(machine).spans,
         times.scaling(machine, [8, 64, 512]),
@@ -102,6 +108,12 @@ def test_strategies_have_the_memory_of_their_plans(data):
     assert names["no_shard"].memory.peak.bytes > names["full_shard"].memory.peak.bytes
     assert [row.name for row in data.strategies if row.is_planned] == ["full_shard"]
     assert names["full_shard"].memory is data.memory
+
+
+def test_hybrid_strategies_are_shown_for_several_machines(planned):
+    plan, model, workload, memory = planned
+    names = {row.name for row in picture_data(plan, model, workload, memory, None, ranks_per_machine=4).strategies}
+    assert names == {"full_shard", "shard_grad_op", "no_shard", "hybrid_shard 2×4", "hybrid_shard_zero2 2×4"}
 
 
 def test_units_in_a_row_add_up(data):
