@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,13 @@ def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def interruptible() -> None:
+    """Let child processes be interrupted, even if a shell has started pytest in the background with SIGINT ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

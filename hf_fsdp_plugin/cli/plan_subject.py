@@ -91,7 +91,7 @@ def _adapted(
     """Return the model with LoRA adapters if they are asked for; ``None`` after errors."""
     if model is None or lora_rank is None:
         return model
-    from hf_fsdp_plugin.estimate.adapters import with_lora
+    from hf_fsdp_plugin.integrations.peft.planned_adapters import with_lora
 
     try:
         return with_lora(model, rank=lora_rank, quantized=args.qlora)

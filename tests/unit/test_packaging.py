@@ -11,6 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 _DISTRIBUTIONS = {"yaml": "pyyaml"}
+_OPTIONAL_IN = {"estimate/pictures/image.py": "matplotlib", "estimate/trace/optimizers.py": "bitsandbytes"}
+"""File outside of the integrations -> the optional library that it imports inside functions."""
 
 
 def _setup() -> configparser.ConfigParser:
@@ -39,13 +41,15 @@ def _requirements(lines: str) -> set[str]:
 def test_every_imported_library_is_declared() -> None:
     setup = _setup()
     declared = _requirements(setup["options"]["install_requires"])
-    optional = _requirements(setup["options.extras_require"]["ecosystem"])
+    extras = setup["options.extras_require"]
+    optional = _requirements(extras["ecosystem"]) | _requirements(extras["plots"])
     package = ROOT / "hf_fsdp_plugin"
     used: set[str] = set()
     for path in package.rglob("*.py"):
         imported = _imported(path)
-        # An optional library is imported by its own adapter only, inside functions.
-        adapter = path.relative_to(package / "integrations").parts[0] if "integrations" in path.parts else ""
+        # An optional library is imported by its own adapter only, or by the file that the table names.
+        within = path.relative_to(package)
+        adapter = within.parts[1] if within.parts[0] == "integrations" else _OPTIONAL_IN.get(within.as_posix(), "")
         assert imported - declared <= {adapter} & optional, path
         assert _imported(path, at_import=True) <= declared, path
         used |= imported

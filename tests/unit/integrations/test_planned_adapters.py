@@ -7,9 +7,9 @@ import torch
 import transformers as hf
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.estimate.adapters import with_lora
 from hf_fsdp_plugin.estimate.memory import estimate_memory
 from hf_fsdp_plugin.estimate.workload import Workload
+from hf_fsdp_plugin.integrations.peft.planned_adapters import with_lora
 from hf_fsdp_plugin.problems import SpecError
 
 HIDDEN, INNER, LAYERS, RANK = 64, 128, 6, 4
