@@ -33,9 +33,11 @@ _COLLECTIVES: Final[tuple[CollectiveKind, ...]] = ("all_gather", "reduce_scatter
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measuring:
-    """How each figure is measured: the mean of ``repeats`` blocks of at least ``block_seconds``.
+    """How each figure is measured: the mean of ``repeats`` blocks of at least ``block_seconds`` on the slowest rank.
 
-    It is a mean because other load on the machine, which delays some blocks, also delays some parts of a step.
+    It is a mean because other load on the machine, which delays some blocks, also delays some parts of a step. It is
+    the slowest rank of each block because ranks wait for each other in every collective of a step: of ranks that share
+    a core, one that ends a block early would have to wait for the others.
     ``clock`` may be ``time.process_time``, which does not count the time of other processes.
     """
 
@@ -45,7 +47,7 @@ class Measuring:
     block_seconds: float = 0.02
 
     def seconds(self, call: Callable[[], Any], *, together: bool = True) -> float:
-        """Return the mean time of a call over calls and ranks. Collective: all ranks measure at the same time."""
+        """Return the mean time of a call on the slowest rank. Collective: all ranks measure at the same time."""
         call()
         number = self._number_of_calls(call)
         times = []
@@ -58,7 +60,7 @@ class Measuring:
                 call()
             self._synchronize()
             times.append((self.clock() - start) / number)
-        return _mean_of_ranks(statistics.mean(times))
+        return statistics.mean(map(max, zip(*_of_ranks(times), strict=True)))
 
     def _number_of_calls(self, call: Callable[[], Any]) -> int:
         self._synchronize()
@@ -274,15 +276,12 @@ def _barrier() -> None:
     dist.barrier()
 
 
-def _mean_of_ranks(value: float) -> float:
-    return sum(_of_ranks(value)) / dist.get_world_size()
-
-
 def _largest_of_ranks(value: float) -> float:
-    return max(_of_ranks(value))
+    largest: float = max(_of_ranks(value))
+    return largest
 
 
-def _of_ranks(value: float) -> Sequence[float]:
+def _of_ranks(value: Any) -> Sequence[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

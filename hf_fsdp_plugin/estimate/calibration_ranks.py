@@ -20,7 +20,7 @@ from hf_fsdp_plugin.estimate.machines import Machine
 def calibrate_ranks(num_ranks: int, device_type: str, path: Path) -> Machine:
     """Measure the present machine with this number of ranks, write the result to ``path``, and return it.
 
-    CPU ranks have one thread each, as the launcher sets. Takes about half a minute.
+    CPU ranks have one thread each, as the launcher sets. Takes one to two minutes.
     """
     with tempfile.TemporaryDirectory(prefix="hf_fsdp_calibrate_") as folder:
         arguments = (num_ranks, device_type, folder)
