@@ -17,6 +17,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_fsdp_plugin.torch_private.tracing import storage_key
+
 __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
@@ -24,7 +26,6 @@ __all__ = [
     "fake_process_group",
     "next_sequence_number",
     "running_sequence_number",
-    "storage_key",
     "watch_resizes",
 ]
 
@@ -89,7 +90,7 @@ def _compared_by_identity() -> Iterator[None]:
 
     def same(left: torch.Tensor, right: torch.Tensor) -> bool:
         locals_ = [each.to_local() if isinstance(each, DTensor) else each for each in (left, right)]
-        return storage_key(locals_[0].untyped_storage()) == storage_key(locals_[1].untyped_storage())
+        return storage_key(locals_[0]) == storage_key(locals_[1])
 
     _flat_param._same_storage = same
     _flat_param._data_ptr_allocated = lambda tensor: tensor.untyped_storage().nbytes() > 0
@@ -114,11 +115,6 @@ def watch_resizes(after: Callable[[torch.UntypedStorage], None]) -> Iterator[Non
         yield
     finally:
         torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
-
-
-def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return a number that identifies a storage while it is alive."""
-    return int(storage._cdata)
 
 
 def next_sequence_number() -> int:

@@ -29,9 +29,10 @@ flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
 efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
 
 
-def storage_key(tensor: torch.Tensor) -> int:
-    """Return a number that identifies the tensor's storage while it exists. Views have the key of their base."""
-    return int(tensor.untyped_storage()._cdata)
+def storage_key(of: torch.Tensor | torch.UntypedStorage) -> int:
+    """Return a number that identifies a storage, or a tensor's, while it exists. Views have the key of their base."""
+    storage = of.untyped_storage() if isinstance(of, torch.Tensor) else of
+    return int(storage._cdata)
 
 
 def operator_name(func: Any) -> str:

@@ -63,22 +63,17 @@ def update_bytes(workload: Workload, device_type: str, shards: Sequence[Shard]) 
     the next parameter's is computed. ``foreach``: the square roots of all parameters. ``fused``: none. Adafactor
     gathers one parameter and its gradient, and computes the update in fp32; Muon orthogonalizes one matrix in bf16.
     """
-    sizes = [prod(shard.shape) * shard.dtype.itemsize for shard in shards if shard.trainable]
-    if not sizes or workload.optimizer in ("adamw_8bit", "sgd"):
-        return 0 if workload.optimizer != "sgd" else _sgd(workload, sizes)
+    trained = [shard for shard in shards if shard.trainable]
+    if not trained or workload.optimizer in ("adamw_8bit", "sgd"):
+        return 0
     if workload.optimizer == "adafactor":
         # parameter, gradient, its square and the update in fp32 (``Adafactor.step`` of Transformers)
-        return max(prod(shard.whole) for shard in shards if shard.trainable) * 4 * 4
-    temporaries = _adamw(update_loop(workload, device_type), sizes)
+        return max(prod(shard.whole) for shard in trained) * 4 * 4
     if workload.optimizer == "muon":
-        matrices = [prod(shard.whole) for shard in shards if shard.trainable and len(shard.whole) == 2]
+        matrices = [prod(shard.whole) for shard in trained if len(shard.whole) == 2]
         # gradient, iterate and its two products in bf16 (``_zeropower_via_newtonschulz`` of torch/optim/_muon.py)
-        temporaries = max(max(matrices, default=0) * 4 * torch.bfloat16.itemsize, 0)
-    return temporaries
-
-
-def _sgd(workload: Workload, sizes: list[int]) -> int:
-    return 0
+        return max(matrices, default=0) * 4 * torch.bfloat16.itemsize
+    return _adamw(update_loop(workload, device_type), [prod(shard.shape) * shard.dtype.itemsize for shard in trained])
 
 
 def _adamw(loop: UpdateLoop, sizes: list[int]) -> int:

@@ -12,8 +12,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.estimate.trace.kernels import collective_bytes, run, scratch_bytes
-from hf_fsdp_plugin.torch_private.fake import TorchDispatchMode, called_by_engine, storage_key, watch_resizes
+from hf_fsdp_plugin.torch_private.fake import TorchDispatchMode, called_by_engine, watch_resizes
 from hf_fsdp_plugin.torch_private.functions import in_backward, tree_leaves
+from hf_fsdp_plugin.torch_private.tracing import storage_key
 
 Label = Literal["params", "grads", "optimizer", "buffers", "gathered", "host"]
 
@@ -100,7 +101,7 @@ class Recorder(TorchDispatchMode):
         """Set what the storages of tensors contain. A later label replaces an earlier one, except ``gathered``."""
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            block = None if local is None else self._alive.get(storage_key(local.untyped_storage()))
+            block = None if local is None else self._alive.get(storage_key(local))
             if block is not None and (label != "gathered" or block.label is None):
                 block.label = label
 
@@ -115,7 +116,7 @@ class Recorder(TorchDispatchMode):
             return
         self._references[key] = weakref.ref(storage, lambda _: self._freed(key))
         block = Block(storage.nbytes(), self._place())
-        old = None if replaces is None else self._alive.get(storage_key(replaces.untyped_storage()))
+        old = None if replaces is None else self._alive.get(storage_key(replaces))
         self._settle()
         self._alive[key] = block
         if old is not None and old.size == block.size:
