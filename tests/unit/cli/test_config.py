@@ -389,7 +389,7 @@ def test_named_machine_gives_gpus_memory_and_times(config, llama):
         "--yes", "-o", "-", "--json", "--model", "llama", "--machine", "a100-40gb", "--global-batch", "32"
     )
     answers = json.loads(out)["answers"]
-    assert (answers["gpus"], answers["gpu_memory"], answers["micro_batch"]) == (8, "40 GB", 4)
+    assert (answers["gpus"], answers["gpu_memory"], answers["micro_batch"]) == (8, "42.3 GB", 4)  # 39.4 GiB
     assert "tokens/s" in err and "the fastest that fits" in err
     _, err = config("--yes", "-o", "-", "--model", "llama", "--machine", "a100", code=2)
     assert "'a100' is not a known machine" in err and "a100-80gb" in err
