@@ -4,13 +4,14 @@
 #   bash scripts/test.sh                  all checks
 #   bash scripts/test.sh tests/unit -x    pytest alone, with these arguments
 #
-# Creates .venv on the first run. Environment variables: VENV, PYTHON, TORCH (see scripts/environment.sh).
+# Creates .venv on the first run. Environment variables: VENV, PYTHON, TORCH (see scripts/environment.sh), WORKERS
+# (number of test files that run at the same time, default 2; 0: one process).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 case "${1:-}" in
   -h | --help)
-    sed -n '2,7s/^# \{0,1\}//p' "$0"
+    sed -n '2,8s/^# \{0,1\}//p' "$0"
     exit 0
     ;;
 esac
@@ -26,6 +27,7 @@ if [ $# -eq 0 ]; then
   "$python" -m ruff check --quiet .
   "$python" -m ruff format --check --quiet .
   "$python" -m mypy
-  set -- -m "not slow and not gpu"
+  # Two files at a time: a test often waits for imports, which use one core.
+  set -- -m "not slow and not gpu" -n "${WORKERS:-2}" --dist loadfile
 fi
 exec "$python" -m pytest -q "$@"

@@ -28,6 +28,14 @@ def interruptible() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def unlimited_columns() -> Iterator[None]:
+    """Remove the width of the terminal, which shells and pytest-xdist export, so that no text is wrapped."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("COLUMNS", raising=False)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Compare the state of the process before and after a test. Fixtures of a wider scope are not compared."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
+from parameter_ids import keys_of
 from torch import nn
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -85,7 +86,7 @@ def test_every_field_is_tested() -> None:
     assert tested == {field.name for field in fields(FullyShardedDataParallelPlugin)}
 
 
-@pytest.mark.parametrize(("assigned", "name", "value"), APPLIED, ids=str)
+@pytest.mark.parametrize(("assigned", "name", "value"), APPLIED, ids=keys_of)
 def test_assignment_changes_the_spec(assigned: dict[str, Any], name: str, value: Any) -> None:
     plugin = plugin_of(fsdp_sync_module_states=False)
     for field, given in assigned.items():
@@ -96,7 +97,7 @@ def test_assignment_changes_the_spec(assigned: dict[str, Any], name: str, value:
     assert plugin.spec.origin(name).source == "FullyShardedDataParallelPlugin"
 
 
-@pytest.mark.parametrize(("assigned", "code"), REFUSED, ids=str)
+@pytest.mark.parametrize(("assigned", "code"), REFUSED, ids=keys_of)
 def test_assignment_without_effect_is_refused(assigned: dict[str, Any], code: str) -> None:
     plugin = plugin_of()
     for field, given in assigned.items():
@@ -159,7 +160,7 @@ def peft_policy() -> Any:
         ({"transformer_layer_cls_to_wrap": "LayerNorm"}, ["wrap.classes"]),
         ({"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": "Linear"}, []),
     ],
-    ids=str,
+    ids=keys_of,
 )
 def test_assigned_policy_of_peft_overrides_config_with_warning(
     config: dict[str, Any], overridden: list[str], capsys: pytest.CaptureFixture[str]
@@ -184,7 +185,7 @@ def test_assigned_policy_of_peft_overrides_config_with_warning(
         ({"auto_wrap_policy": "NO_WRAP"}, "none", True),
         ({"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 7}, "size", True),
     ],
-    ids=str,
+    ids=keys_of,
 )
 def test_policy_of_the_trainer_for_peft_is_a_default(
     config: dict[str, Any], policy: str, is_noted: bool, capsys: pytest.CaptureFixture[str]

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from parameter_ids import keys_of
 from torch import nn
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -82,7 +83,7 @@ BY_PEFT = partial(_or_policy, policies=[LEAVES, BY_LAYER])
         ({"cpu_ram_efficient_loading": True}, "loading.ram_efficient", True),
         ({"activation_checkpointing": True}, "activation.checkpointing", "full"),
     ],
-    ids=str,
+    ids=keys_of,
 )
 def test_argument_sets_setting(assess, given, name, value):
     found = assess(plugin_object=given)
@@ -106,7 +107,7 @@ def custom_policy(module):
         ({"sharding_strategy": "full_shrad"}, "FSDP-E101", "full_shard"),
         ({"auto_wrap_policy": "size_based_wrap"}, "FSDP-E142", "min_num_params"),
     ],
-    ids=str,
+    ids=keys_of,
 )
 def test_unsupported_argument_is_error(problems, given, code, part):
     (problem,) = problems(plugin_object=given)
