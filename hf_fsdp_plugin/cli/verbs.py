@@ -13,6 +13,7 @@ VERBS: Final[Mapping[str, str]] = MappingProxyType(
         "config": "ask for model, machines and settings, predict, and write a config",
         "launch": "check a config, then run a script on every rank with it",
         "plan": "predict memory, communication and time of a training step",
+        "bench": "measure throughput, memory and scaling over ranks, strategies and settings",
         "inspect": "describe a checkpoint, or all checkpoints of a run, from metadata alone",
         "verify": "check every byte of a checkpoint, and its names and shapes",
         "merge": "write any checkpoint as a Hugging Face folder, for from_pretrained",

@@ -83,3 +83,27 @@ def parse_size(size: int | str) -> int:
     from huggingface_hub.serialization._base import parse_size_to_int
 
     return parse_size_to_int(size) if isinstance(size, str) else size
+
+
+class SharedStates:
+    """Accelerate's state of a process, which all of its Accelerators share. A process with several kinds of them keeps
+    the state of each, and restores it before the kind runs."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[dict[str, Any], ...] = ({}, {}, {})
+
+    def keep(self) -> None:
+        """Keep the present state."""
+        self._kept = tuple(dict(shared) for shared in self._shared())
+
+    def restore(self) -> None:
+        """Make the kept state the present one. Without a kept state, the next Accelerator begins anew."""
+        for shared, kept in zip(self._shared(), self._kept, strict=True):
+            shared.clear()
+            shared.update(kept)
+
+    @staticmethod
+    def _shared() -> tuple[dict[str, Any], ...]:
+        from accelerate.state import AcceleratorState, GradientState, PartialState
+
+        return PartialState._shared_state, AcceleratorState._shared_state, GradientState._shared_state

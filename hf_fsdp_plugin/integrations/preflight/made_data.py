@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, default_collate
 from hf_fsdp_plugin.integrations.preflight.sizes import config_parts
 
 NUM_TOKENS: Final = 16
-"""Tokens per sample. A model with fewer positions gets fewer."""
+"""Tokens per sample of a preflight."""
 _NUM_SOUND_SAMPLES: Final = 4000
 _CLASS_TASKS: Final = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
 
@@ -23,17 +23,18 @@ class MadeData(Dataset[dict[str, torch.Tensor]]):
 
     Args:
         length: number of samples. They are made when they are read.
+        num_tokens: tokens of a sample; a model with fewer positions gets fewer.
 
     Raises:
         ValueError: there is no made data for the model's inputs.
     """
 
-    def __init__(self, model: nn.Module, length: int) -> None:
+    def __init__(self, model: nn.Module, length: int, *, num_tokens: int = NUM_TOKENS) -> None:
         self._config: Any = model.config
         self._name = type(model).__name__
         self._inputs = set(inspect.signature(model.forward).parameters)
         self._main = str(getattr(model, "main_input_name", "input_ids"))
-        self._length = length
+        self._length, self._num_tokens = length, num_tokens
         self._downsampling = getattr(self._config, "inputs_to_logits_ratio", 1)
         _ = self[0]
 
@@ -75,7 +76,7 @@ class MadeData(Dataset[dict[str, torch.Tensor]]):
         positions = [
             part[name] for part in parts for name in ("max_position_embeddings", "n_positions") if name in part
         ]
-        length = min([NUM_TOKENS, *(number for number in positions if isinstance(number, int) and number > 0)])
+        length = min([self._num_tokens, *(number for number in positions if isinstance(number, int) and number > 0)])
         special = _special_tokens(parts)
         plain = torch.tensor([token for token in range(vocabulary) if token not in special])
         return plain[torch.randint(len(plain), (length,), generator=generator)]
@@ -94,7 +95,7 @@ class MadeData(Dataset[dict[str, torch.Tensor]]):
             return torch.randint(limit, (), generator=generator)
 
         if "start_positions" in self._inputs:
-            return {name: number(NUM_TOKENS) for name in ("start_positions", "end_positions")}
+            return {name: number(self._num_tokens) for name in ("start_positions", "end_positions")}
         if "labels" not in self._inputs:
             return {}
         num_labels = int(getattr(self._config, "num_labels", 2))
@@ -107,7 +108,7 @@ class MadeData(Dataset[dict[str, torch.Tensor]]):
         if self._name.endswith(("ForMultipleChoice", "ForNextSentencePrediction")):
             return {"labels": number(2)}
         if self._name.endswith("ForTokenClassification"):
-            return {"labels": torch.randint(num_labels, (NUM_TOKENS,), generator=generator)}
+            return {"labels": torch.randint(num_labels, (self._num_tokens,), generator=generator)}
         if self._name.endswith("ForCTC"):
             return {"labels": torch.randint(1, int(self._config.vocab_size), (4,), generator=generator)}
         labels = {"labels": self._tokens(generator)}

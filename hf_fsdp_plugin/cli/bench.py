@@ -1,0 +1,289 @@
+"""``hf-fsdp bench``: measures steps of a model over numbers of ranks, strategies, prefetch and FSDP versions."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from hf_fsdp_plugin.cli.accelerators import Accelerators, find_accelerators
+from hf_fsdp_plugin.cli.bench_arguments import OWN_FLAGS, Request, not_compared, read_request, words_of
+from hf_fsdp_plugin.cli.bench_arguments import add_arguments as add_arguments
+from hf_fsdp_plugin.cli.bench_output import bench_text
+from hf_fsdp_plugin.cli.bench_prediction import available, fit_problems, machine_of, predict, too_large
+from hf_fsdp_plugin.cli.bench_worlds import Bench, failures
+from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS, USAGE
+from hf_fsdp_plugin.cli.launch_flags import UsageError, split_setting_flags
+from hf_fsdp_plugin.cli.model_plan import load_model
+from hf_fsdp_plugin.cli.output import print_json
+from hf_fsdp_plugin.cli.parser import make_parser
+from hf_fsdp_plugin.cli.plan_arguments import sequence_length
+from hf_fsdp_plugin.cli.terminal import print_problems
+from hf_fsdp_plugin.cli.world import num_cores, resolve_world
+from hf_fsdp_plugin.integrations.bench.cases import Case, Setting
+from hf_fsdp_plugin.integrations.bench.results import Results, read_results
+from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
+from hf_fsdp_plugin.sources.config_file import ConfigFile
+from hf_fsdp_plugin.sources.handover import user_variables
+from hf_fsdp_plugin.sources.model import Sources
+from hf_fsdp_plugin.spec.load import assess
+from hf_fsdp_plugin.spec.model import FsdpSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+HELP = "Measure throughput, memory and scaling of a model over numbers of ranks, strategies, prefetch and FSDP versions."
+EXAMPLES = (
+    "hf-fsdp bench --model meta-llama/Llama-3.1-8B --world-sizes 1,2,4,8 --mixed_precision bf16 -o bench.json",
+    "hf-fsdp bench --model . --strategies full_shard --versions 1,2 --vs stock,raw --rounds 10 --html bench.html",
+)
+_DONE: Final = "measured"
+
+
+def parse_argv(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments after ``bench``, among them flags of launch. Raises ``SystemExit`` for wrong usage."""
+    try:
+        command_line, words = split_setting_flags(words_of(argv), OWN_FLAGS)
+    except UsageError as error:
+        print(f"hf-fsdp bench: {error}", file=sys.stderr)
+        raise SystemExit(USAGE) from None
+    args = make_parser("bench", sys.modules[__name__]).parse_args(words)
+    args.command_line = tuple(command_line)
+    return args
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print and write. Returns 0 if every case that fits was measured, else 1; 130 after Ctrl-C."""
+    if args.model is None:
+        print("hf-fsdp bench: give --model.", file=sys.stderr)
+        return USAGE
+    problems: list[Problem] = []
+    try:
+        subject = _read(args, problems)
+        if subject is None:
+            return _fail(args, problems)
+        results = _results(args, subject)
+        settings = _runnable(args, subject, results, problems)
+        _show(args, problems)
+        if has_errors(problems):
+            return _fail(args, problems)
+        results.write()
+        number = subject.bench(_progress).run(settings, results)
+        return _finish(args, results, problems, number)
+    except SpecError as error:
+        return _fail(args, [*problems, *error.problems])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Subject:
+    """What is measured, and where."""
+
+    request: Request
+    spec: FsdpSpec
+    sources: Sources
+    model: nn.Module
+    model_name: str
+    device: str
+    found: Accelerators
+    threads: int
+
+    def bench(self, progress: Any) -> Bench:
+        return Bench(
+            model=self.model_name, device=self.device, spec=self.spec, sources=self.sources, request=self.request,
+            threads=self.threads, progress=progress,
+        )  # fmt: skip
+
+    def cases(self) -> Iterable[Case]:
+        return (case for setting in self.request.settings for case in self.request.cases(setting))
+
+    def spec_of(self, setting: Setting) -> FsdpSpec:
+        """Return the spec of a setting. Raises ``SpecError`` if it has errors."""
+        overrides = (*self.sources.overrides, *setting.planned.overrides)
+        return assess(replace(self.sources, overrides=overrides)).checked_spec()
+
+    def head(self) -> dict[str, Any]:
+        from importlib.metadata import version
+
+        asked = {name: str(value) for name, value, _ in self.spec.settings() if self.spec.asked(name)}
+        config: Any = getattr(self.model, "config", None)
+        return {
+            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+            "model": {
+                "name": self.model_name,
+                "class": type(self.model).__name__,
+                "model_type": getattr(config, "model_type", None),
+                "num_params": sum(parameter.numel() for parameter in self.model.parameters()),
+            },
+            "device": {"type": self.device, "name": self.found.name or None},
+            "threads": self.threads,
+            "workload": self.request.workload.to_json(),
+            "settings": asked,
+            "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")},
+        }
+
+
+def _read(args: argparse.Namespace, problems: list[Problem]) -> _Subject | None:
+    """Return what to measure; ``None`` after errors, which are all reported."""
+    request = read_request(args, problems)
+    problems += _existing(args)
+    sources = Sources(
+        config=ConfigFile.at(args.config_file) if args.config_file is not None else None,
+        command_line=args.command_line,
+        overrides=["launch.distributed_type=FSDP", *args.overrides],
+        environ=user_variables(os.environ),
+    )
+    assessment = assess(sources)
+    if assessment.ok and not assessment.spec.asked("wrap.policy"):
+        sources = replace(sources, overrides=["wrap.policy=transformer", *sources.overrides])
+        assessment = assess(sources)
+    problems += assessment.problems
+    model, model_problems = load_model(args.model)
+    problems += model_problems
+    if request is None or model is None or has_errors(problems):
+        return None
+    found = find_accelerators()
+    device = _check_worlds(request, assessment.spec, found, problems)
+    length, too_long = sequence_length(request.workload, model)  # type: ignore[arg-type]
+    problems += [too_long] if too_long is not None and length else []
+    problems += not_compared(request)
+    if has_errors(problems):
+        return None
+    folder = Path(args.model).expanduser()
+    threads = 1 if device == "cpu" else max(1, num_cores() // max(s.world_size for s in request.settings))
+    return _Subject(
+        request=request, spec=assessment.spec, sources=sources, model=model, device=device, found=found,
+        model_name=str(folder.absolute()) if folder.exists() else args.model,
+        threads=int(os.environ.get("OMP_NUM_THREADS") or threads),
+    )  # fmt: skip
+
+
+def _check_worlds(request: Request, spec: FsdpSpec, found: Accelerators, problems: list[Problem]) -> str:
+    """Return the device type. Reports worlds that this machine cannot run, and those with more ranks than cores."""
+    device = "cpu"
+    sizes = sorted({setting.world_size for setting in request.settings})
+    for size in sizes:
+        launch = replace(spec.launch, num_processes=size, num_machines=1, machine_rank=0)
+        mesh = replace(spec.mesh, shard="auto", replicate="auto")
+        try:
+            device = resolve_world(replace(spec, launch=launch, mesh=mesh), found).device
+        except SpecError as error:
+            problems += error.problems
+    crowded = [size for size in sizes if size > num_cores()]
+    if device == "cpu" and crowded:
+        message = f"{' and '.join(map(str, crowded))} ranks share {num_cores()} cores: "
+        message += "their throughput and efficiency show the machine's limit, not the scaling of the model."
+        problems.append(Problem(code="FSDP-N783", message=message))
+    return device
+
+
+def _existing(args: argparse.Namespace) -> list[Problem]:
+    """Return a problem for each file that exists, unless it is replaced or continued."""
+    if args.resume and args.output is None:
+        fix = "Pass the file with -o OUT."
+        return [Problem(code="FSDP-E784", message="--resume continues a file, but none is given.", fix=fix)]
+    replaced = [] if args.resume else [args.output]
+    fix = "Pass --force to replace it, --resume to continue a JSON file, or another name."
+    return [
+        Problem(code="FSDP-E784", message=f"{target} exists.", fix=fix)
+        for target in (*replaced, args.html, args.png)
+        if target is not None and os.path.lexists(target) and not args.force
+    ]
+
+
+def _results(args: argparse.Namespace, subject: _Subject) -> Results:
+    path = Path(args.output) if args.output is not None else None
+    results = Results(path, subject.head(), subject.cases())
+    if args.resume and path is not None and path.exists():
+        results.resume(read_results(path))
+    return results
+
+
+def _runnable(
+    args: argparse.Namespace, subject: _Subject, results: Results, problems: list[Problem]
+) -> list[Setting]:
+    """Return the settings to run. Marks the others with their reason, and predicts memory and FLOPs."""
+    machine = machine_of(args.machine, subject.found, subject.device)
+    free = available(subject.found, subject.device)
+    runnable, large = [], {}
+    for setting in subject.request.settings:
+        cases = subject.request.cases(setting)
+        reason, prediction = setting.impossible, None
+        if not reason:
+            try:
+                spec = subject.spec_of(setting)
+                prediction = predict(setting, spec, subject.model, subject.request.workload, subject.device, machine)
+            except SpecError as error:
+                reason = " ".join(f"{p.code}: {p.message}" for p in error.problems if p.severity == "error")
+        if reason:
+            for case in cases:
+                results.end(case.name, "impossible", reason)
+            problems.append(Problem(code="FSDP-W782", message=f"left out: {setting.name}: {reason}."))
+            continue
+        assert prediction is not None
+        for case in cases:
+            results.predict(case.name, prediction.peak_bytes)
+            results.set_flops(case.name, prediction.flops, prediction.peak_flops)
+        if reason := too_large(prediction, free, len(cases)):
+            large[setting] = reason
+            if not args.force:
+                for case in cases:
+                    results.end(case.name, "does not fit", reason)
+                continue
+        runnable.append(setting)
+    problems += fit_problems(large, len(subject.request.settings), force=args.force)
+    if not runnable and not has_errors(problems):
+        message = "none of the settings can run, for the reasons above."
+        problems.append(Problem(code="FSDP-E781", message=message, fix="Choose others."))
+    return runnable
+
+
+def _finish(args: argparse.Namespace, results: Results, problems: list[Problem], number: int) -> int:
+    """Print the tables and write the pictures. Returns the exit code."""
+    tree = results.to_json()
+    failed = failures(tree)
+    tree |= {"ok": tree["ok"] and not number, "problems": [problem.to_json() for problem in (*problems, *failed)]}
+    if number:
+        left = f" {results.path} has what was measured; --resume continues." if results.path is not None else ""
+        print(f"hf-fsdp bench: stopped by a signal.{left}", file=sys.stderr)
+        return 128 + number
+    written = [str(results.path)] if results.path is not None else []
+    written += _write_pictures(args, tree)
+    if args.json:
+        print_json(tree)
+    else:
+        print_problems(failed)
+        print(bench_text(tree))
+        for name in written:
+            print(f"written: {name}")
+    return OK if tree["ok"] else PROBLEMS
+
+
+def _write_pictures(args: argparse.Namespace, tree: dict[str, Any]) -> list[str]:
+    if args.html is None and args.png is None:
+        return []
+    from hf_fsdp_plugin.cli.bench_pictures import write_pictures
+
+    return write_pictures(args, tree)
+
+
+def _progress(text: str) -> None:
+    print(f"hf-fsdp bench: {text}", file=sys.stderr, flush=True)
+
+
+def _show(args: argparse.Namespace, problems: Sequence[Problem]) -> None:
+    if not args.json:
+        print_problems(problem for problem in problems if problem.severity != "error")
+
+
+def _fail(args: argparse.Namespace, problems: Sequence[Problem]) -> int:
+    errors = [problem for problem in dict.fromkeys(problems) if problem.severity == "error"]
+    if args.json:
+        print_json({"ok": False, "problems": [problem.to_json() for problem in dict.fromkeys(problems)]})
+    else:
+        print_problems(errors)
+    return PROBLEMS

@@ -1,0 +1,165 @@
+"""Runs the cases of a benchmark: one world of ranks per number of ranks, and a new one after a failure."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from hf_fsdp_plugin.cli.bench_arguments import Request
+from hf_fsdp_plugin.cli.failure_summary import first_failure, summarize
+from hf_fsdp_plugin.cli.launch_flags import LaunchArguments
+from hf_fsdp_plugin.cli.rank_env import rank_env, settings_env
+from hf_fsdp_plugin.cli.ranks import Ranks, RunResult
+from hf_fsdp_plugin.cli.rendezvous import Peers, meet_locally
+from hf_fsdp_plugin.cli.world import World
+from hf_fsdp_plugin.integrations.bench.cases import Case, Setting
+from hf_fsdp_plugin.integrations.bench.jobs import Events, Job, Task
+from hf_fsdp_plugin.integrations.bench.results import Results
+from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.sources.handover import LaunchHandover
+from hf_fsdp_plugin.sources.model import Sources
+from hf_fsdp_plugin.spec.model import FsdpSpec, LaunchSection
+
+_GRACE: Final = 3.0
+_RANK: Final = "hf_fsdp_plugin.integrations.bench.rank"
+_MAX_ERROR: Final = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bench:
+    """What the worlds of a benchmark have in common.
+
+    Attributes:
+        model: an id, or the absolute path of a folder.
+        spec, sources: the settings that all cases share.
+        threads: of a CPU rank, the same in all worlds.
+        progress: prints what runs now.
+    """
+
+    model: str
+    device: str
+    spec: FsdpSpec
+    sources: Sources
+    request: Request
+    threads: int
+    progress: Callable[[str], None]
+
+    def run(self, settings: Sequence[Setting], results: Results) -> int:
+        """Measure what is missing in the results, and return the number of the signal that stopped it, or 0."""
+        for world_size in sorted({setting.world_size for setting in settings}):
+            own = [setting for setting in settings if setting.world_size == world_size]
+            while tasks := self._missing(own, results):
+                if number := self._run_world(world_size, tasks, results):
+                    return number
+        return 0
+
+    def _missing(self, settings: Sequence[Setting], results: Results) -> list[Task]:
+        """Return the tasks that are left, round by round, so that the settings alternate."""
+        tasks = []
+        for number in range(self.request.workload.rounds):
+            for setting in settings:
+                cases = [
+                    case
+                    for case in self.request.cases(setting)
+                    if number in results.missing_rounds(case.name)
+                ]
+                if cases:
+                    tasks.append(Task(cases=tuple(cases), round=number))
+        return tasks
+
+    def _run_world(self, world_size: int, tasks: Sequence[Task], results: Results) -> int:
+        """Run tasks until their end, or until one has failed, whose cases are then marked."""
+        world = World(device=self.device, num_machines=1, machine_rank=0, num_local=world_size)
+        with tempfile.TemporaryDirectory(prefix="hf_fsdp_bench_", ignore_cleanup_errors=True) as scratch:
+            folder = Path(scratch)
+            Job(
+                model=self.model, device=self.device, workload=self.request.workload, tasks=tuple(tasks)
+            ).write(folder)
+            follower = _Follower(folder, results, self.request.limit, self.progress, tasks)
+            result = self._run_ranks(world, folder, follower)
+            follower.read()
+            if not result.signal_number and not follower.has_failed:
+                follower.fail_after(result)
+            return result.signal_number
+
+    def _run_ranks(self, world: World, folder: Path, follower: _Follower) -> RunResult:
+        rendezvous, _ = meet_locally(LaunchSection())
+        handover = LaunchHandover(sources=self.sources, quiet=True)
+        spec = replace(self.spec, launch=replace(self.spec.launch, num_processes=world.size))
+        base = {**os.environ, **settings_env(spec, world, LaunchArguments()), **handover.to_env()}
+        base |= {"OMP_NUM_THREADS": str(self.threads), "TMPDIR": str(folder)}
+        ranks = Ranks(show_all=False, show_first=False, log_dir=None, scratch=folder, notice=lambda _: None)
+        command = [sys.executable, "-u", "-m", "hf_fsdp_plugin.cli.run_script", "-m", _RANK, str(folder)]
+        try:
+            for rank in range(world.size):
+                ranks.start(rank, command, {**base, **rank_env(world, rendezvous, rank, role="default")})
+            return ranks.watch(grace=_GRACE, peers=follower)
+        finally:
+            ranks.close()
+            rendezvous.close()
+
+
+class _Follower(Peers):
+    """Takes the events of the ranks over into the results, and stops the ranks if there are none for too long."""
+
+    def __init__(
+        self, folder: Path, results: Results, limit: float, progress: Callable[[str], None], tasks: Sequence[Task]
+    ) -> None:
+        self._events, self._results, self._limit, self._progress = Events(folder), results, limit, progress
+        self._tasks = tasks
+        self._changed = time.monotonic()
+        self._measured: set[tuple[str, int]] = set()
+        self.has_failed = False
+
+    def failure(self) -> str | None:
+        self.read()
+        if time.monotonic() - self._changed <= self._limit:
+            return None
+        if not self.has_failed:
+            self._fail([case.name for case in self._running], f"no progress for {self._limit:g} s (--limit)")
+        return "no progress"
+
+    def read(self) -> None:
+        for event in self._events.new():
+            self._changed = time.monotonic()
+            if event["event"] == "begin":
+                self._progress(f"round {event['round'] + 1}: {event['case']}")
+            elif event["event"] == "measured":
+                self._measured.add((event["case"], event["round"]))
+                self._results.add(event)
+            elif event["event"] == "failed" and not self.has_failed:
+                self._fail(event["cases"], f"rank {event['rank']}: {event['error']}")
+
+    @property
+    def _running(self) -> Sequence[Case]:
+        """The cases of the first task that is not measured."""
+        return next(
+            (t.cases for t in self._tasks if any((case.name, t.round) not in self._measured for case in t.cases)), ()
+        )
+
+    def fail_after(self, result: RunResult) -> None:
+        """Mark the running cases if a rank has exited without an event, for example killed by the system."""
+        first = first_failure(result.exits)
+        if first is None:
+            return
+        tail = f" {' '.join(first.tail[-3:])}" if first.tail else ""
+        names = [case.name for case in self._running] or [case.name for task in self._tasks for case in task.cases]
+        self._fail(names, f"rank {first.rank}: {summarize(first)}.{tail}")
+
+    def _fail(self, names: Sequence[str], reason: str) -> None:
+        self.has_failed = True
+        for name in names:
+            self._results.end(name, "failed", reason[:_MAX_ERROR])
+
+
+def failures(results: Mapping[str, Any]) -> list[Problem]:
+    """Return an error for each case that has failed."""
+    rows = [row for row in results["cases"] if row["status"] == "failed"]
+    fix = "The other cases are measured. --resume runs only what is missing, and this case again."
+    return [Problem(code="FSDP-E786", message=f"{row['case']}: {row['reason']}", fix=fix) for row in rows]

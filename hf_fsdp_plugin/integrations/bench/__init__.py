@@ -1,0 +1,1 @@
+"""``hf-fsdp bench``: measures steps of one model under several strategies, settings and numbers of ranks."""
