@@ -202,6 +202,23 @@ Predicts a step without a GPU; [planning.md](planning.md) describes how. The con
 - `--scaling` also prints the time on 8 to 4,096 ranks of the machine.
 - `--html OUT` and `--png OUT` write pictures. Existing files are overwritten only with `--force`.
 
+## bench
+
+Measures throughput, memory and scaling on real ranks of this machine ([benchmarks.md](benchmarks.md)). Each
+list with commas multiplies the cases. Model, config and setting flags are those of `plan`.
+
+```bash
+hf-fsdp bench --model llama --world-sizes 1,2 --strategies ddp,shard_grad_op,full_shard -o bench.json --html bench.html
+hf-fsdp bench --model llama --strategies full_shard --versions 1,2 --vs stock,raw -o bench.json --resume
+```
+
+- `--world-sizes`, `--strategies`, `--versions`, `--prefetch`: the cases. `--vs stock,raw` runs the same settings in
+  stock Accelerate and in a hand-written loop, in alternation.
+- `--micro-batch`, `--seq-len`, `--steps`, `--warm-up`, `--blocks`, `--rounds`: what a case trains, and how often.
+- `-o OUT` is written after each case; `--resume` continues it. `--html` and `--png` write plots. `--force` replaces
+  files, and runs cases that are predicted not to fit.
+- `--limit SECONDS` ends a case without progress; `--machine NAME` sets the peak for the MFU.
+
 ## inspect, verify, merge, export
 
 {inspect}

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from hf_fsdp_plugin.cli.accelerators import Accelerators, find_accelerators
 from hf_fsdp_plugin.cli.bench_arguments import OWN_FLAGS, Request, not_compared, read_request, words_of
@@ -37,12 +37,13 @@ from hf_fsdp_plugin.spec.model import FsdpSpec
 if TYPE_CHECKING:
     from torch import nn
 
-HELP = "Measure throughput, memory and scaling of a model over numbers of ranks, strategies, prefetch and FSDP versions."
+HELP = (
+    "Measure throughput, memory and scaling of a model over numbers of ranks, strategies, prefetch and FSDP versions."
+)
 EXAMPLES = (
     "hf-fsdp bench --model meta-llama/Llama-3.1-8B --world-sizes 1,2,4,8 --mixed_precision bf16 -o bench.json",
     "hf-fsdp bench --model . --strategies full_shard --versions 1,2 --vs stock,raw --rounds 10 --html bench.html",
 )
-_DONE: Final = "measured"
 
 
 def parse_argv(argv: Sequence[str]) -> argparse.Namespace:
@@ -203,9 +204,7 @@ def _results(args: argparse.Namespace, subject: _Subject) -> Results:
     return results
 
 
-def _runnable(
-    args: argparse.Namespace, subject: _Subject, results: Results, problems: list[Problem]
-) -> list[Setting]:
+def _runnable(args: argparse.Namespace, subject: _Subject, results: Results, problems: list[Problem]) -> list[Setting]:
     """Return the settings to run. Marks the others with their reason, and predicts memory and FLOPs."""
     machine = machine_of(args.machine, subject.found, subject.device)
     free = available(subject.found, subject.device)

@@ -85,15 +85,14 @@ def predict(
         peak += whole  # DDP keeps its gradients in buckets, from which it copies them
     resident = max(peak, whole) if device == "cpu" else whole
     flops: float | None = None
-    try:
+    peak_flops = _peak_flops(plan, machine)
+    if peak_flops is not None:
         flops = float(TimeModel(plan, model, estimated).model_flops())
-    except (NotImplementedError, ValueError, TypeError, AttributeError, RuntimeError):
-        pass  # the FLOPs of other models than those with tokens are not counted
     return Prediction(
         peak_bytes=peak,
         host_bytes=world * (resident + _LIBRARIES),
         flops=flops,
-        peak_flops=_peak_flops(plan, machine),
+        peak_flops=peak_flops,
     )
 
 

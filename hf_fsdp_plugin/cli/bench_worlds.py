@@ -64,11 +64,7 @@ class Bench:
         tasks = []
         for number in range(self.request.workload.rounds):
             for setting in settings:
-                cases = [
-                    case
-                    for case in self.request.cases(setting)
-                    if number in results.missing_rounds(case.name)
-                ]
+                cases = [case for case in self.request.cases(setting) if number in results.missing_rounds(case.name)]
                 if cases:
                     tasks.append(Task(cases=tuple(cases), round=number))
         return tasks
@@ -78,9 +74,7 @@ class Bench:
         world = World(device=self.device, num_machines=1, machine_rank=0, num_local=world_size)
         with tempfile.TemporaryDirectory(prefix="hf_fsdp_bench_", ignore_cleanup_errors=True) as scratch:
             folder = Path(scratch)
-            Job(
-                model=self.model, device=self.device, workload=self.request.workload, tasks=tuple(tasks)
-            ).write(folder)
+            Job(model=self.model, device=self.device, workload=self.request.workload, tasks=tuple(tasks)).write(folder)
             follower = _Follower(folder, results, self.request.limit, self.progress, tasks)
             result = self._run_ranks(world, folder, follower)
             follower.read()
@@ -156,6 +150,7 @@ class _Follower(Peers):
         self.has_failed = True
         for name in names:
             self._results.end(name, "failed", reason[:_MAX_ERROR])
+        self._results.write()
 
 
 def failures(results: Mapping[str, Any]) -> list[Problem]:

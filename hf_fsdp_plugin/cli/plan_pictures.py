@@ -45,12 +45,13 @@ def write_pictures(args: argparse.Namespace, data: PictureData) -> list[str]:
     written = []
     for target, content in contents:
         if target is not None:
-            _write(Path(target), content())
+            write_file(Path(target), content())
             written.append(target)
     return written
 
 
-def _write(path: Path, content: bytes) -> None:
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file, complete or not at all. Raises ``SpecError`` (FSDP-E835)."""
     staging = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         staging.write_bytes(content)

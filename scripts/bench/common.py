@@ -24,12 +24,12 @@ def make_parser(description: str | None, name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def make_llama(**sizes: int) -> Any:
+def make_llama(*, seed: int = 0, **sizes: int) -> Any:
     """Return a Llama of the given sizes in fp32. The initial weights are the same in every process."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False))
 
 

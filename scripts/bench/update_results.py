@@ -357,10 +357,43 @@ def published_runs(result: Result) -> list[str]:
     return [*rows, "", f"Tokens/s per GPU. Median error {result['median_error']:.0%}.", "", *notes]
 
 
+def unexpressed(result: Result) -> list[str]:
+    counts = list(result["gradient_error"])
+    errors = [f"error of gradients, {count} micro-batch{'es' if count != '1' else ''}" for count in counts]
+    lines = [f"| policy | {' | '.join(errors)} | loss above fp32, each seed |", "|---" * (len(counts) + 2) + "|"]
+    for policy, gaps in result["loss_gap"].items():
+        cells = [f"{result['gradient_error'][count][policy]:.2%}" for count in counts]
+        lines.append(f"| {policy} | {' | '.join(cells)} | {', '.join(f'{gap:+.4f}' for gap in gaps)} |")
+    final = ", ".join(f"{loss:.3f}" for loss in result["final_loss"]["fp32"])
+    return [
+        *lines,
+        "",
+        f"{result['model']}; {result['ranks']} CPU ranks, FSDP2. Errors: L2 distance from the fp32 gradients over "
+        f"their norm. Losses: means of the last {result['last_steps']} of {result['steps']} steps; in fp32 {final}.",
+    ]
+
+
+def throughput(result: Result) -> list[str]:
+    """One row per case and system that this package is compared with."""
+    lines = [
+        "| case | against | throughput | 95% interval | CPU time of a rank | losses differ by |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, run in result["runs"].items():
+        for row in run["comparisons"]:
+            low, high = row["ratio_95"]
+            lines.append(
+                f"| {name}, {row['case']} | {row['vs']} | × {row['ratio']:.3f} | {low:.3f} to {high:.3f} | "
+                f"× {row['cpu_ratio']:.3f} | {row['relative_loss_difference']:.0e} |"
+            )
+    models = "; ".join(f"{name}: {run['about']}" for name, run in result["runs"].items())
+    return [*lines, "", f"Larger is better: throughput of this package over that of the other. {models}."]
+
+
 _ALL = (
     step_overhead, checkpoint_save, merge, verified_reads, resume_parity, survival, gpu_check, ecosystem,
     generated_values, command_start, start, load, resume, computed_weights, readers, many_ranks,
-    large_world, memory_error, step_time, published_runs,
+    large_world, memory_error, step_time, published_runs, unexpressed, throughput,
 )  # fmt: skip
 TABLES: dict[str, Callable[[Result], list[str]]] = {table.__name__: table for table in _ALL}
 

@@ -33,7 +33,7 @@ def memory_areas(moments: Sequence[Moment]) -> str:
         f"<title>{escape(moment.where)}: {moment.bytes / 2**30:.2f} GiB</title></rect>"
         for index, moment in enumerate(moments)
     )
-    return _svg("".join(paths) + titles, "Memory during a step")
+    return svg("".join(paths) + titles, "Memory during a step")
 
 
 def _points(xs: Sequence[float], values: Sequence[float], top: float) -> list[str]:
@@ -53,7 +53,7 @@ def stream_lanes(spans: Sequence[Span]) -> str:
             f'<rect x="{x:.2f}" y="{lane * 66 + 4}" width="{width:.2f}" height="58" fill="{color}"{opacity}>'
             f"<title>{escape(span.what)}: {(span.end - span.start) * 1000:.2f} ms</title></rect>"
         )
-    return _svg("".join(rectangles), "Streams of a step", "lanes")
+    return svg("".join(rectangles), "Streams of a step", "lanes")
 
 
 def scaling_lines(efficiencies: Sequence[float]) -> str:
@@ -69,9 +69,10 @@ def scaling_lines(efficiencies: Sequence[float]) -> str:
     area = (
         f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="3" vector-effect="non-scaling-stroke"/>'
     )
-    return _svg(rule + area, "Efficiency over the number of ranks")
+    return svg(rule + area, "Efficiency over the number of ranks")
 
 
-def _svg(content: str, label: str, css_class: str = "") -> str:
+def svg(content: str, label: str, css_class: str = "") -> str:
+    """Return an image that is as wide as the page. Its content has the coordinates of 1000 × 200."""
     box = f'viewBox="0 0 {_WIDTH:.0f} {_HEIGHT:.0f}" preserveAspectRatio="none" role="img" aria-label="{label}"'
     return f'<svg class="{css_class}" {box} xmlns="http://www.w3.org/2000/svg">{content}</svg>'

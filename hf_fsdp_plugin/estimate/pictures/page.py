@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from html import escape
 
 from hf_fsdp_plugin.estimate.pictures.charts import memory_areas, scaling_lines, stream_lanes
@@ -48,10 +48,14 @@ def page(data: PictureData) -> str:
         *_scaling(data),
         *_assumptions(data),
     ]
+    return document(data.title, parts)
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    """Return a page with a title and the HTML of its parts."""
     body = "\n".join(parts)
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    title = f"<title>{escape(data.title)}</title>"
-    head += f"{title}<style>{_STYLE}</style>"
+    head += f"<title>{escape(title)}</title><style>{_STYLE}</style>"
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{body}</body></html>\n'
 
 

@@ -1,4 +1,4 @@
-"""The sharding of a hand-written training loop, with torch alone: the units and settings of a plan, without its code."""
+"""The sharding of a hand-written loop, with torch alone: units and settings of a plan, without the backends."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ def sharded_by_hand(plan: FsdpPlan, model: nn.Module, device: torch.device) -> n
 def _fsdp2(plan: FsdpPlan, model: nn.Module) -> nn.Module:
     casts = {name: torch_dtype(getattr(plan.precision, name)) for name in ("param", "reduce", "output")}
     between = MixedPrecisionPolicy(param_dtype=casts["param"], reduce_dtype=casts["reduce"])
-    last = MixedPrecisionPolicy(
-        param_dtype=casts["param"], reduce_dtype=casts["reduce"], output_dtype=casts["output"]
-    )
+    last = MixedPrecisionPolicy(param_dtype=casts["param"], reduce_dtype=casts["reduce"], output_dtype=casts["output"])
     kwargs: dict[str, Any] = {
         "mesh": _mesh(plan),
         "offload_policy": CPUOffloadPolicy(pin_memory=plan.pin_memory) if plan.offload_params else OffloadPolicy(),
@@ -46,7 +44,7 @@ def _fsdp2(plan: FsdpPlan, model: nn.Module) -> nn.Module:
         modules = [model.get_submodule(name) for name in unit.modules]
         policy = last if unit.modules == ("",) else between
         reshard = unit.reshard_after_forward
-        fully_shard(modules, reshard_after_forward=reshard, mp_policy=policy, **kwargs)  # type: ignore[call-overload]
+        fully_shard(modules, reshard_after_forward=reshard, mp_policy=policy, **kwargs)
         firsts += [modules[0]] if unit.modules != ("",) else []
     if plan.units[-1].modules != ("",):
         fully_shard(model, mp_policy=last, **kwargs)

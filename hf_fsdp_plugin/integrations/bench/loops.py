@@ -80,16 +80,15 @@ def make_loop(case: Case, spec: FsdpSpec, model: nn.Module, device: torch.device
     plan = resolve(spec, model, world_size=case.setting.world_size, device_type=device.type)
     if case.system == "stock":
         return _accelerated(stock_accelerator(plan, device), model)
-    model = sharded_by_hand(plan, model, device)
-    optimizer = _adamw(model)
-    parameters = list(model.parameters())
+    sharded: Any = sharded_by_hand(plan, model, device)
+    parameters = list(sharded.parameters())
 
     def clip() -> Any:
-        if hasattr(model, "clip_grad_norm_"):  # FSDP1
-            return model.clip_grad_norm_(MAX_GRAD_NORM)
+        if plan.version == 1:
+            return sharded.clip_grad_norm_(MAX_GRAD_NORM)
         return nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
 
-    return Loop(model=model, optimizer=optimizer, backward=torch.Tensor.backward, clip=clip)
+    return Loop(model=sharded, optimizer=_adamw(sharded), backward=torch.Tensor.backward, clip=clip)
 
 
 def _accelerated(accelerator: Any, model: nn.Module, *, hooked: bool = False) -> Loop:

@@ -109,7 +109,7 @@ class Measuring:
     def _make_batches(self, model: nn.Module) -> list[Batch]:
         size, rank = self._workload.micro_batch, dist.get_rank()
         data = MadeData(model, dist.get_world_size() * _NUM_BATCHES * size, num_tokens=self._workload.seq_len)
-        batches = []
+        batches: list[Batch] = []
         for number in range(rank * _NUM_BATCHES, (rank + 1) * _NUM_BATCHES):
             batch = collate([data[number * size + index] for index in range(size)])
             batches.append({name: _to(value, self._device) for name, value in batch.items()})
@@ -167,4 +167,3 @@ def _to(value: Any, device: torch.device) -> Any:
 
 def _ignore(**event: Any) -> None:
     pass
-

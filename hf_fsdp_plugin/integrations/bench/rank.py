@@ -61,7 +61,9 @@ def _join(device_type: str) -> torch.device:
 def _text(error: Exception) -> str:
     """Return the message of an error: of a refusal, its codes and texts."""
     if isinstance(error, SpecError):
-        return " ".join(f"{problem.code}: {problem.message}" for problem in error.problems if problem.severity == "error")
+        return " ".join(
+            f"{problem.code}: {problem.message}" for problem in error.problems if problem.severity == "error"
+        )
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 

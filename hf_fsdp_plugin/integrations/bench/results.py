@@ -17,7 +17,6 @@ from hf_fsdp_plugin.version import SCHEMA_VERSION
 KIND: Final = "hf-fsdp bench"
 _SAME: Final = ("model", "workload", "settings", "device", "threads")
 """What a benchmark must have in common with the file that it continues."""
-_DONE: Final = ("measured", "impossible")
 
 
 class Results:
@@ -81,9 +80,8 @@ class Results:
         self.write()
 
     def end(self, name: str, status: str, reason: str) -> None:
-        """Set why a case is not measured: ``failed``, ``does not fit`` or ``impossible``. Writes the file."""
+        """Set why a case is not measured: ``failed``, ``does not fit`` or ``impossible``."""
         self._rows[name] |= {"status": status, "reason": reason}
-        self.write()
 
     def predict(self, name: str, num_bytes: int | None) -> None:
         self._rows[name]["predicted_bytes"] = num_bytes
