@@ -39,7 +39,8 @@ class PeakMemory:
     def reset(self) -> None:
         """Begin a new peak. Without this function of the system, the peak is that of the process."""
         if self._device.type != "cpu":
-            torch.get_device_module(self._device.type).reset_peak_memory_stats()
+            module = torch.get_device_module(self._device.type)
+            module.reset_peak_memory_stats()
             return
         with contextlib.suppress(OSError):
             _RESET.write_text("5")  # proc(5): resets the peak resident set size
