@@ -14,6 +14,7 @@ _EXPORTS = {
     "integrations.accelerate.accelerator": ("accelerator",),
     "integrations.install": ("install", "uninstall"),
     "integrations.report": ("report",),
+    "integrations.restarts": ("newest_checkpoint",),
     "integrations.transformers.from_pretrained": ("from_pretrained",),
     "integrations.transformers.trainer": ("FsdpTrainer", "FsdpTrainerMixin", "FsdpTrainingArguments"),
     "plan.model": ("FsdpPlan",),
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.integrations.install import install as install
     from hf_fsdp_plugin.integrations.install import uninstall as uninstall
     from hf_fsdp_plugin.integrations.report import report as report
+    from hf_fsdp_plugin.integrations.restarts import newest_checkpoint as newest_checkpoint
     from hf_fsdp_plugin.integrations.transformers.from_pretrained import from_pretrained as from_pretrained
     from hf_fsdp_plugin.integrations.transformers.trainer import FsdpTrainer as FsdpTrainer
     from hf_fsdp_plugin.integrations.transformers.trainer import FsdpTrainerMixin as FsdpTrainerMixin

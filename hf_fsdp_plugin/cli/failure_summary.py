@@ -58,7 +58,7 @@ def first_failure(exits: Iterable[RankExit]) -> RankExit | None:
     Ranks that the launcher stopped, and ranks that only lost a connection, come last.
     """
     failed = [rank for rank in exits if rank.code != 0 or rank.failure is not None]
-    first = min(failed, key=lambda rank: (_only_stopped(rank), _lost_connection(rank), rank.time), default=None)
+    first = min(failed, key=lambda rank: (only_stopped(rank), has_lost_connection(rank), rank.time), default=None)
     if first is None or first.failure is None:
         return first
     # If several ranks have the same failure, return the lowest rank, because their order in time is random.
@@ -89,14 +89,14 @@ def format_failures(result: RunResult, *, debug: bool = False, shown_live: Itera
         lines = [f"hf-fsdp: stopped by {name}; {_ranks([rank.rank for rank in result.exits])} exited"]
         places = _format_places(result)
         return "\n".join([*lines, *(f"hf-fsdp: {text}" for text in places if len(places) > 1)])
-    if result.remote_failure and (first is None or first.failure is None or _lost_connection(first)):
+    if result.remote_failure and (first is None or first.failure is None or has_lost_connection(first)):
         return f"hf-fsdp: the ranks of this machine were stopped because another failed: {result.remote_failure}"
     if first is None:
         return ""
     failure = first.failure
     if failure is not None and failure["kind"] == "spec":
         lines = [f"hf-fsdp: {text}" for text in (*_format_places(result), *result.notes)]
-        return "\n".join([str(failure["message"]), *(lines if _has_waited(first) else ())])
+        return "\n".join([str(failure["message"]), *(lines if has_waited(first) else ())])
     lines = [f"hf-fsdp: rank {first.rank} failed (pid {first.pid} on {socket.gethostname()}): {summarize(first)}"]
     if failure is not None and failure["kind"] == "exception":
         rest = [f"  {line}" for line in str(failure["message"]).splitlines() if line != _first_line(failure)]
@@ -125,16 +125,16 @@ def needs_places(result: RunResult) -> bool:
     first = first_failure(result.exits)
     if first is None or result.signal_number:
         return False
-    return bool(result.remote_failure) or _may_disagree(first) or _has_waited(first)
+    return bool(result.remote_failure) or _may_disagree(first) or has_waited(first)
 
 
-def _has_waited(first: RankExit) -> bool:
+def has_waited(first: RankExit) -> bool:
     return first.failure is not None and _WAITED in str(first.failure["message"])
 
 
 def _may_disagree(first: RankExit) -> bool:
     """Return whether the first failure is one that ranks in different collectives have."""
-    return first.code == -signal.SIGABRT or _lost_connection(first)
+    return first.code == -signal.SIGABRT or has_lost_connection(first)
 
 
 def places_of(exits: Iterable[RankExit]) -> list[RanksAt]:
@@ -160,11 +160,11 @@ def _format_others(first: RankExit, exits: Sequence[RankExit], *, debug: bool) -
     for rank in exits:
         if rank is first or (rank.code == 0 and rank.failure is None):
             continue
-        if _only_stopped(rank):
+        if only_stopped(rank):
             text = "stopped by the launcher"
         elif summarize(rank) == summarize(first):
             text = "failed the same way"
-        elif _lost_connection(rank):
+        elif has_lost_connection(rank):
             text = f"lost the connection afterwards: {summarize(rank)}"
         else:
             text = f"failed afterwards: {summarize(rank)}"
@@ -206,11 +206,11 @@ def _format_frames(frames: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def _only_stopped(rank: RankExit) -> bool:
+def only_stopped(rank: RankExit) -> bool:
     return rank.stopped and rank.failure is None
 
 
-def _lost_connection(rank: RankExit) -> bool:
+def has_lost_connection(rank: RankExit) -> bool:
     is_exception = rank.failure is not None and rank.failure["kind"] == "exception"
     return is_exception and bool(_CONNECTION_LOST.search(summarize(rank)))
 

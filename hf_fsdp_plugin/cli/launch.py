@@ -6,21 +6,20 @@ import argparse
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from hf_fsdp_plugin.cli.accelerators import find_accelerators
+from hf_fsdp_plugin.cli.attempts import Job, first_restarts, run_attempts
 from hf_fsdp_plugin.cli.dry_run import show_run
 from hf_fsdp_plugin.cli.exit_codes import USAGE, exit_code
 from hf_fsdp_plugin.cli.exit_watch import LIMIT_VARIABLE, exit_limit
-from hf_fsdp_plugin.cli.failure_summary import exit_code as exit_code_of_ranks
-from hf_fsdp_plugin.cli.failure_summary import first_failure, format_failures, needs_places, places_of, summarize
 from hf_fsdp_plugin.cli.launch_flags import LaunchArguments, UsageError, add_help, parse_launch_arguments
-from hf_fsdp_plugin.cli.rank_env import rank_env, settings_env
-from hf_fsdp_plugin.cli.ranks import Ranks
-from hf_fsdp_plugin.cli.rendezvous import Rendezvous, describe, endpoint, meet_locally, meet_machines
+from hf_fsdp_plugin.cli.machines import meet_machines
+from hf_fsdp_plugin.cli.pulse import LIMIT_VARIABLE as MACHINE_VARIABLE
+from hf_fsdp_plugin.cli.pulse import silence_limit
+from hf_fsdp_plugin.cli.rank_env import settings_env
+from hf_fsdp_plugin.cli.rendezvous import describe, endpoint, meet_locally
 from hf_fsdp_plugin.cli.script_path import check_script
 from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems
 from hf_fsdp_plugin.cli.world import World, resolve_world
@@ -37,6 +36,7 @@ EXAMPLES = (
     "hf-fsdp launch --num_processes 4 --cpu --dry_run --model ./llama -m package.train",
 )
 DEFAULT_GRACE = 30.0
+_NUMBERS = (("grace", r"\d+(\.\d+)?"), ("num_cpu_threads_per_process", r"\d+"), ("max_restarts", r"\d{1,6}"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,17 +79,16 @@ def _launch(arguments: LaunchArguments) -> int:
     world = resolve_world(spec, find_accelerators())
     _print_notices(arguments, *world.problems)
     _note_missing_config(arguments, sources)
+    restarts = first_restarts(_max_restarts(arguments))
     if world.num_machines > 1:
         _print_notices(arguments, f"waiting for {world.num_machines} machines at {endpoint(spec.launch)}")
-        rendezvous = meet_machines(spec.launch, world, rdzv_conf=arguments.options.get("rdzv_conf", ""))
+        rdzv_conf = arguments.options.get("rdzv_conf", "")
+        rendezvous = meet_machines(spec.launch, world, rdzv_conf=rdzv_conf, restarts=restarts)
     else:
         rendezvous, problems = meet_locally(spec.launch)
         _print_notices(arguments, *problems)
-    try:
-        _print_notices(arguments, describe(world, spec.launch, rendezvous=rendezvous))
-        return _run_ranks(arguments, spec, world, rendezvous, handover)
-    finally:
-        rendezvous.close()
+    _print_notices(arguments, describe(world, spec.launch, rendezvous=rendezvous))
+    return run_attempts(_job(arguments, spec, world, handover), rendezvous, restarts)
 
 
 def _note_missing_config(arguments: LaunchArguments, sources: Sources) -> None:
@@ -98,42 +97,23 @@ def _note_missing_config(arguments: LaunchArguments, sources: Sources) -> None:
         _print_notices(arguments, Problem(code="FSDP-N713", message=message))
 
 
-def _run_ranks(
-    arguments: LaunchArguments, spec: FsdpSpec, world: World, rendezvous: Rendezvous, handover: LaunchHandover
-) -> int:
+def _max_restarts(arguments: LaunchArguments) -> int:
+    return int(arguments.options.get("max_restarts", 0))
+
+
+def _job(arguments: LaunchArguments, spec: FsdpSpec, world: World, handover: LaunchHandover) -> Job:
     options = arguments.options
-    log_dir = Path(options["log_dir"]) if "log_dir" in options else None
-    show_all = options.get("show_ranks") == "all" or options.get("tee", "0") != "0"
-    base = {**os.environ, **settings_env(spec, world, arguments), **handover.to_env()}
-    with tempfile.TemporaryDirectory(prefix="hf_fsdp_") as scratch:
-        ranks = Ranks(
-            show_all=show_all,
-            log_dir=log_dir,
-            scratch=Path(scratch),
-            notice=lambda notice: _print_notices(arguments, notice),
-        )
-        try:
-            for local_rank in range(world.num_local):
-                env = {**base, **rank_env(world, rendezvous, local_rank, role=options.get("role", "default"))}
-                rank = rendezvous.first_rank + local_rank
-                ranks.start(rank, _command(arguments), env)
-            result = ranks.watch(grace=float(options.get("grace", DEFAULT_GRACE)), peers=rendezvous.peers)
-        finally:
-            ranks.close()
-        first = first_failure(result.exits)
-        if first is not None:
-            rendezvous.peers.announce(f"rank {first.rank}: {summarize(first)}")
-            if needs_places(result):
-                elsewhere, notes = rendezvous.peers.share_places(places_of(result.exits))
-                result = replace(result, elsewhere=tuple(elsewhere), notes=tuple(notes))
-        rendezvous.peers.leave()
-    live = [rank.rank for rank in result.exits] if show_all else [rendezvous.first_rank]
-    sys.stdout.flush()
-    if text := format_failures(result, debug=spec.launch.debug, shown_live=live):
-        print(text, file=sys.stderr)
-        if log_dir is not None and first is not None:
-            print(f"hf-fsdp: all output is in {log_dir}/rank_*.log", file=sys.stderr)
-    return exit_code_of_ranks(result)
+    return Job(
+        launch=spec.launch,
+        world=world,
+        command=_command(arguments),
+        env={**os.environ, **settings_env(spec, world, arguments), **handover.to_env()},
+        role=options.get("role", "default"),
+        grace=float(options.get("grace", DEFAULT_GRACE)),
+        show_all=options.get("show_ranks") == "all" or options.get("tee", "0") != "0",
+        log_dir=Path(options["log_dir"]) if "log_dir" in options else None,
+        notice=lambda notice: _print_notices(arguments, notice),
+    )
 
 
 def _check_usage(arguments: LaunchArguments) -> None:
@@ -143,19 +123,18 @@ def _check_usage(arguments: LaunchArguments) -> None:
     check_script(arguments)
     if options.get("show_ranks", "main") not in ("main", "all"):
         raise UsageError(f"--show_ranks is {options['show_ranks']!r}; expected main or all.")
-    if options.get("max_restarts", "0") != "0":
-        raise UsageError("--max_restarts is not supported. Resume a failed run from its last checkpoint.")
     for name in ("json", "model"):
         if name in options and "dry_run" not in options:
             raise UsageError(f"--{name} needs --dry_run.")
     _check_writable(options)
-    for name, pattern in (("grace", r"\d+(\.\d+)?"), ("num_cpu_threads_per_process", r"\d+")):
+    for name, pattern in _NUMBERS:
         if name in options and not re.fullmatch(pattern, options[name]):
             raise UsageError(f"--{name} is {options[name]!r}; expected a number.")
-    try:
-        exit_limit()
-    except ValueError:
-        raise UsageError(f"{LIMIT_VARIABLE} is {os.environ[LIMIT_VARIABLE]!r}; expected seconds.") from None
+    for name, read in ((LIMIT_VARIABLE, exit_limit), (MACHINE_VARIABLE, silence_limit)):
+        try:
+            read()
+        except ValueError:
+            raise UsageError(f"{name} is {os.environ[name]!r}; expected seconds.") from None
 
 
 def _check_writable(options: Mapping[str, str]) -> None:

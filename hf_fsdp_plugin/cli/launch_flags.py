@@ -64,7 +64,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag(name="rdzv_conf", kind="launcher", help="options of the rendezvous of several machines, such as timeout=600"),
     Flag(name="role", kind="launcher", help="role name of the ranks, as in torchrun"),
     Flag(name="tee", kind="launcher", help="0 (default); any other value means --show_ranks all (also -t)"),
-    Flag(name="max_restarts", kind="launcher", help="only 0 is supported; resume a failed run from a checkpoint"),
+    Flag(name="max_restarts", kind="launcher", help="restarts after failures, from the newest checkpoint (default: 0)"),
     Flag(name="quiet", kind="launcher", help="print errors only, no notices (also -q)"),
     Flag(name="monitor_interval", kind="ignored"),
     Flag(name="use_parallelism_config", kind="ignored"),

@@ -9,6 +9,7 @@ from hf_fsdp_plugin.cli.rendezvous import Rendezvous
 from hf_fsdp_plugin.cli.run_script import LAUNCHER_VARIABLE
 from hf_fsdp_plugin.cli.world import World, num_threads
 from hf_fsdp_plugin.devices import get_device
+from hf_fsdp_plugin.observe.restarts import RESTART_VARIABLE, Restarts
 from hf_fsdp_plugin.spec.model import FsdpSpec
 
 
@@ -40,6 +41,16 @@ def settings_env(spec: FsdpSpec, world: World, arguments: LaunchArguments) -> di
     return env
 
 
+def restart_env(restarts: Restarts) -> dict[str, str]:
+    """Return the variables that are the same for all ranks of an attempt: those of torchrun, and the plugin's own."""
+    return {
+        RESTART_VARIABLE: str(restarts.count),
+        "TORCHELASTIC_RUN_ID": restarts.run_id,
+        "TORCHELASTIC_RESTART_COUNT": str(restarts.count),
+        "TORCHELASTIC_MAX_RESTARTS": str(restarts.max_restarts),
+    }
+
+
 def rank_env(world: World, rendezvous: Rendezvous, local_rank: int, *, role: str) -> dict[str, str]:
     """Return the variables that torchrun sets, so that scripts written for torchrun run unchanged."""
     rank = rendezvous.first_rank + local_rank
@@ -55,8 +66,5 @@ def rank_env(world: World, rendezvous: Rendezvous, local_rank: int, *, role: str
         "ROLE_NAME": role,
         "MASTER_ADDR": rendezvous.address,
         "MASTER_PORT": str(rendezvous.port),
-        "TORCHELASTIC_RUN_ID": "hf_fsdp",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": str(rendezvous.hosted),
     }

@@ -47,6 +47,11 @@ class RankFiles:
         return self.stem.with_suffix(".steps")
 
     @property
+    def restarts(self) -> Path:
+        """JSON: the failed attempts of the run (``observe.restarts``). The launcher writes it for all its ranks."""
+        return self.stem.with_name("restarts.json")
+
+    @property
     def saving(self) -> Path:
         """Exists while a checkpoint is written in the background."""
         return self.stem.with_suffix(".saving")

@@ -30,8 +30,16 @@ class RankOutput:
     """
 
     def __init__(
-        self, *, show_all: bool, show_first: bool = True, log_dir: Path | None, notice: Callable[[object], None]
+        self,
+        *,
+        show_all: bool,
+        show_first: bool = True,
+        log_dir: Path | None,
+        append_logs: bool = False,
+        notice: Callable[[object], None],
     ) -> None:
+        """``append_logs`` keeps what the log files contain: the output of earlier attempts."""
+        self._append_logs = append_logs
         self._show_all = show_all
         self._show_first = show_first
         self._log_dir = log_dir
@@ -50,7 +58,9 @@ class RankOutput:
     def forward(self, rank: int, process: subprocess.Popen[bytes], *, is_first: bool) -> deque[str]:
         """Start to read the pipes of a rank. Returns the last lines of its stderr, which grow while it runs."""
         tail: deque[str] = deque(maxlen=4 * NUM_TAIL_LINES)
-        log = _Log(self._log_dir / f"rank_{rank}.log", self._notice) if self._log_dir is not None else None
+        log = None
+        if self._log_dir is not None:
+            log = _Log(self._log_dir / f"rank_{rank}.log", self._notice, append=self._append_logs)
         is_shown = self._show_all or (is_first and self._show_first)
         prefix = f"[rank {rank}] " if self._show_all else ""
         for pipe, stream, lines in ((process.stdout, sys.stdout, None), (process.stderr, sys.stderr, tail)):
@@ -97,12 +107,12 @@ class RankOutput:
 class _Log:
     """A log file. After a failed write, a warning is printed and nothing more is written."""
 
-    def __init__(self, path: Path, notice: Callable[[object], None]) -> None:
+    def __init__(self, path: Path, notice: Callable[[object], None], *, append: bool) -> None:
         self._path, self._notice = path, notice
         self._file: IO[bytes] | None = None
         self._lock = threading.Lock()
         try:
-            self._file = path.open("wb", buffering=0)
+            self._file = path.open("ab" if append else "wb", buffering=0)
         except OSError as error:
             self._stop(error)
 

@@ -1,9 +1,9 @@
 """Starts, watches and stops the ranks of one machine as processes. No rank outlives the launcher.
 
-This replaces torch's elastic agent, which restarts ranks with a changing world size and reports little more than the
-exit code of a failed rank. Training that resumes from checkpoints does not need restarts. Here each rank has its own
-session, so that it receives a signal once, and the launcher can report which rank failed first and why. The processes
-that a rank has started end with the run, also if the launcher is killed (see ``leftovers``).
+This replaces torch's elastic agent, which reports little more than the exit code of a failed rank (see also
+``attempts``). Here each rank has its own session, so that it receives a signal once, and the launcher can report which
+rank failed first and why. The processes that a rank has started end with the attempt, also if the launcher is killed
+(see ``leftovers``).
 """
 
 from __future__ import annotations
@@ -166,6 +166,7 @@ class Ranks:
 
     Args:
         show_first: whether the output of the first rank is shown, if that of all ranks is not.
+        append_logs: whether the log files contain the output of earlier attempts, which is kept.
         scratch: temporary folder for the files of this run.
         notice: prints a message for the user.
     """
@@ -176,10 +177,13 @@ class Ranks:
         show_all: bool,
         show_first: bool = True,
         log_dir: Path | None,
+        append_logs: bool = False,
         scratch: Path,
         notice: Callable[[object], None],
     ) -> None:
-        self._output = RankOutput(show_all=show_all, show_first=show_first, log_dir=log_dir, notice=notice)
+        self._output = RankOutput(
+            show_all=show_all, show_first=show_first, log_dir=log_dir, append_logs=append_logs, notice=notice
+        )
         self._scratch = scratch
         self._notice = notice
         self._noticed: set[str] = set()

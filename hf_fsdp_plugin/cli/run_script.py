@@ -30,6 +30,7 @@ from hf_fsdp_plugin.cli.rank_files import FILES_VARIABLE, RankFiles, write_atomi
 from hf_fsdp_plugin.integrations.preflight.run import preflight
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.step_count import step_count
+from hf_fsdp_plugin.observe.restarts import Restarts
 from hf_fsdp_plugin.problems import SpecError
 
 LAUNCHER_VARIABLE = "HF_FSDP_LAUNCHER_PID"
@@ -46,6 +47,8 @@ def main() -> None:
     if files is not None:
         record_stacks(files.stacks)
         session.in_flight_file = files.saving
+        with contextlib.suppress(OSError):
+            session.restarts = Restarts.from_json(json.loads(files.restarts.read_text()))
         with contextlib.suppress(OSError):
             step_count.open(files.steps)
     module = sys.argv[1] == "-m"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from hf_fsdp_plugin.integrations.accelerate.private import (
     prepared_optimizers,
 )
 from hf_fsdp_plugin.integrations.saving import manager
+from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.step_count import step_count
 from hf_fsdp_plugin.integrations.transformers.private import is_trainer, train_batch_size
 from hf_fsdp_plugin.observe.build import build_report_of_trained
 from hf_fsdp_plugin.observe.live_run import common_value
@@ -57,13 +60,14 @@ def report_accelerator(
     kinds = {kind for model in prepared_models(accelerator) for kind in manager.saved_kinds(model)}
     if saved is not None:
         kinds.add(saved)
-    return build_report_of_trained(
+    report = build_report_of_trained(
         [*prepared_models(accelerator), *getattr(plugin, "evaluated_models", ())],
         prepared_optimizers(accelerator),
         batch=batch or _loader_batch(accelerator),
         state_dict=common_value(sorted(kinds)) or _next_state_dict(accelerator),
         saved_asynchronously=saved_asynchronously,
     )
+    return replace(report, restarts=session.restarts, steps_before=step_count.before)
 
 
 def _next_state_dict(accelerator: Any) -> str | None:

@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
+from hf_fsdp_plugin.observe.restarts import Restarts
 from hf_fsdp_plugin.sources.accelerate_launch import locate_config
 from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.spec.load import assess
@@ -29,6 +30,8 @@ class Session:
         report: path of the report; ``None`` for the output folder of the script.
         report_table: whether to print the tables of the report instead of a summary.
         ambient: the spec of the sources; ``None`` if they do not enable FSDP.
+        restarts: the failed attempts of the run, from the launcher.
+        num_trainings: number of calls of the Trainer's ``train`` so far.
         in_flight_file: path of a file that exists while a checkpoint is written in the background, for the launcher.
         early_group: the process group that ``install`` has started, before the script could give it a time-out.
     """
@@ -40,6 +43,8 @@ class Session:
         self._timeout: ContextVar[timedelta | None] = ContextVar("hf_fsdp_timeout", default=None)
         self.ambient: FsdpSpec | None = None
         self.in_flight_file: Path | None = None
+        self.restarts = Restarts()
+        self.num_trainings = 0
         self.early_group: Any = None
         self.close()
 

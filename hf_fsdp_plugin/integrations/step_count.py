@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:  # the launcher reads the file without torch
     import torch
 
-_FORMAT: Final = "<QQ"
+_FORMAT: Final = "<QQQ"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,13 @@ class Counts:
     Attributes:
         steps: optimizer steps.
         forwards: forwards of sharded models that have begun, also without gradients; 0 if they are compiled.
+        before: optimizer steps of the run that earlier processes had counted when they saved the checkpoint from which
+            this process has resumed after a restart.
     """
 
     steps: int
     forwards: int
+    before: int = 0
 
 
 class StepCount:
@@ -32,20 +35,34 @@ class StepCount:
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
-        self._num_steps = self._num_forwards = 0
+        self._num_steps = self._num_forwards = self._before = 0
 
     def open(self, path: Path) -> None:
         """Count from now on. The page survives a crash of the process, because the file backs it."""
         with path.open("w+b") as file:
-            file.write(struct.pack(_FORMAT, 0, 0))
+            file.write(struct.pack(_FORMAT, 0, 0, 0))
             file.flush()
             self._memory = mmap.mmap(file.fileno(), struct.calcsize(_FORMAT))
-        self._num_steps = self._num_forwards = 0
+        self._num_steps = self._num_forwards = self._before = 0
 
     def close(self) -> None:
         if self._memory is not None:
             self._memory.close()
         self._memory = None
+
+    @property
+    def total(self) -> int:
+        """Optimizer steps of the run, without those that were trained again."""
+        return self._before + self._num_steps
+
+    @property
+    def before(self) -> int:
+        return self._before
+
+    def resume_at(self, total: int) -> None:
+        """Count on from the optimizer steps of the run that a checkpoint contains."""
+        self._before = total - self._num_steps
+        self._write()
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the steps of an optimizer. Takes less than a microsecond per step."""
@@ -70,7 +87,7 @@ class StepCount:
 
     def _write(self) -> None:
         if self._memory is not None:
-            struct.pack_into(_FORMAT, self._memory, 0, self._num_steps, self._num_forwards)
+            struct.pack_into(_FORMAT, self._memory, 0, self._num_steps, self._num_forwards, self._before)
 
 
 step_count = StepCount()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from hf_fsdp_plugin.observe.memory import MemoryObservation
+from hf_fsdp_plugin.observe.restarts import Restarts
 from hf_fsdp_plugin.observe.settings import SettingObservation
 from hf_fsdp_plugin.observe.tables import (
     difference_lines,
@@ -74,6 +75,8 @@ class Report:
         problems: the plan's warnings and notes, then the problems of the live model.
         batch: the input of one step; ``None`` if unknown.
         other_models: the reports of the run's other models, such as a second trained one or a reference model.
+        restarts: the failed attempts of the run.
+        steps_before: optimizer steps of the run that the checkpoint contained from which the last attempt has resumed.
     """
 
     backend: str
@@ -90,6 +93,8 @@ class Report:
     batch: BatchShape | None
     versions: dict[str, str]
     other_models: tuple[Report, ...] = ()
+    restarts: Restarts = field(default_factory=Restarts)
+    steps_before: int = 0
 
     @property
     def differing(self) -> tuple[SettingObservation, ...]:
@@ -129,6 +134,7 @@ class Report:
             "versions": self.versions,
             "problems": [problem.to_json() for problem in self.problems],
             "other_models": [other._model_json() for other in self.other_models],
+            "restarts": self.restarts.to_report(self.steps_before),
         }
 
     def _model_json(self) -> dict[str, Any]:
@@ -187,6 +193,7 @@ class Report:
             f"replicate {self.mesh['replicate']} × shard {self.mesh['shard']}",
             memory_line([row.memory for row in self.ranks], self.memory),
             status_line(self.settings),
+            *([restarts] if (restarts := self.restarts.summary(self.steps_before)) else []),
             *difference_lines(self.settings, self.problems),
         ]
         for other in self.other_models:
@@ -221,4 +228,6 @@ class Report:
                 f"effective batch size {self.effective_batch_size} = {self.batch.per_device} per device × "
                 f"{self.batch.accumulation} accumulated × {self.num_data_ranks} data-parallel ranks{tokens}"
             )
+        if restarts := self.restarts.summary(self.steps_before):
+            lines.append(restarts)
         return "\n".join(lines)

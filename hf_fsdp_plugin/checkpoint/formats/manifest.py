@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class Manifest:
         ties: names that share one tensor, a tuple for each such tensor.
         files: all files of the checkpoint except the manifest.
         batch: batch sizes, gradient accumulation and number of samples seen, to resume at the same sample.
+        run: the run of a launcher that wrote the checkpoint: ``id``, ``steps`` and ``training``; empty without one.
     """
 
     kind: str
@@ -60,6 +61,7 @@ class Manifest:
     ties: tuple[tuple[str, ...], ...]
     files: tuple[FileRecord, ...]
     batch: dict[str, Any]
+    run: dict[str, Any] = field(default_factory=dict)
 
 
 def to_text(m: Manifest) -> str:
@@ -92,7 +94,9 @@ def _with_block_file(m: Manifest) -> tuple[str, list[bytes]]:
 
 
 def _text(m: Manifest, contents: Mapping[str, Any]) -> str:
-    tree = _plain({field.name: getattr(m, field.name) for field in fields(m) if field.name != "files"})
+    tree = _plain({each.name: getattr(m, each.name) for each in fields(m) if each.name != "files"})
+    if not m.run:
+        del tree["run"]
     tree |= {"format": FORMAT, "hash": HASH, **contents, "manifest_hash": ""}
     first = ("format", "version", "hash")
     last = ("parameters", "files", "manifest_hash")

@@ -113,6 +113,7 @@ class _Reader:
             ties=tuple(self.names(tie, "ties") for tie in self.field(tree, "ties", list)),
             files=self.files(self.field(tree, "files", list)),
             batch=self.field(tree, "batch", dict),
+            run=self.field(tree, "run", dict) if "run" in tree else {},
         )
 
     def report(self, place: str, value: Any, expected: str) -> None:

@@ -17,7 +17,13 @@ from hf_fsdp_plugin.version import __version__
 
 
 def manifest_of(
-    model: nn.Module, kind: StateDictKind, *, step: int | None, asynchronous: bool = False, batch: dict[str, Any]
+    model: nn.Module,
+    kind: StateDictKind,
+    *,
+    step: int | None,
+    asynchronous: bool = False,
+    batch: dict[str, Any],
+    run: dict[str, Any] | None = None,
 ) -> Manifest:
     """Return the manifest for ``model``, which must have a plan. ``files`` is empty. No communication."""
     plan = plan_of(model)
@@ -41,4 +47,5 @@ def manifest_of(
         ties=shards.ties,
         files=(),
         batch=batch,
+        run=run or {},
     )

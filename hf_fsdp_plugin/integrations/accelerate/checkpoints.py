@@ -20,6 +20,7 @@ from hf_fsdp_plugin.checkpoint import manifest_of, numbered_checkpoints, remove_
 from hf_fsdp_plugin.checkpoint.names import ACCELERATE_PREFIX, ACCELERATE_RUN, custom_state_file
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, has_planned_state, if_sharded
 from hf_fsdp_plugin.integrations.accelerate.private import parse_size, prepared_models
+from hf_fsdp_plugin.integrations.restarts import count_from, run_fact
 from hf_fsdp_plugin.integrations.resuming import find_checkpoint, warn_differences
 from hf_fsdp_plugin.integrations.saving import manager, remove_stale_weights
 from hf_fsdp_plugin.plan.names import unwrapped
@@ -61,6 +62,7 @@ def save_state(
         step=accelerator.step or None,
         asynchronous=asynchronous,
         batch={"world_size": dist.get_world_size()},
+        run=run_fact(),
     )
     manager.finish(save, manifest, after=lambda: _rotate(run, project.total_limit) if run is not None else None)
     return final
@@ -106,6 +108,7 @@ def load_state(original: Callable[..., Any], accelerator: Any, input_dir: Any = 
     )
     if path is not None:
         warn_differences(path, {})
+        count_from(path)
     token = _pickles_allowed.set(allow_pickles)
     try:
         return original(str(path) if path is not None else None, *args, **kwargs)

@@ -25,6 +25,7 @@ from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, if_
 from hf_fsdp_plugin.integrations.gathered import gathered
 from hf_fsdp_plugin.integrations.messages import print_once
 from hf_fsdp_plugin.integrations.peft.saving import adapter_state, as_unsharded
+from hf_fsdp_plugin.integrations.restarts import checkpoint_after_restart, run_fact
 from hf_fsdp_plugin.integrations.resuming import find_checkpoint, warn_differences
 from hf_fsdp_plugin.integrations.saving import manager, remove_stale_weights
 from hf_fsdp_plugin.integrations.transformers import private
@@ -51,7 +52,9 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
             original(model, trial)
         _rename_best(trainer, staged=save.folder, final=final)
     kind, step = plugin.state_dict_kind, trainer.state.global_step
-    manifest = manifest_of(trainer.model, kind, step=step, asynchronous=asynchronous, batch=_batch(trainer))
+    manifest = manifest_of(
+        trainer.model, kind, step=step, asynchronous=asynchronous, batch=_batch(trainer), run=run_fact()
+    )
     manager.finish(save, manifest, after=lambda: _rotate(trainer, run, final))
 
 
@@ -194,11 +197,16 @@ def finalize_training(original: Callable[..., Any], trainer: Any, *args: Any, **
 def checkpoint_to_resume(trainer: Any, resume: Any) -> Any:
     """Return the checkpoint that ``resume_from_checkpoint=resume`` selects; for ``True``, the newest complete one.
 
+    After a restart, this is the newest complete checkpoint that the run has written, whatever the script selects.
     Return ``True`` if there is no checkpoint at all, so that the Trainer raises its own error. Collective.
 
     Raises:
         CheckpointError: the selected checkpoint is incomplete, or all checkpoints are.
     """
+    if (own := checkpoint_after_restart(Path(trainer.args.output_dir), TRAINER_PREFIX)) is not None:
+        return str(own)
+    if not resume:
+        return resume
     selected = None if resume is True else Path(resume)
     fix = "Pass a complete checkpoint, or resume_from_checkpoint=True for the newest one."
     verify = trainer.accelerator.state.fsdp_plugin.spec.checkpoint.verify

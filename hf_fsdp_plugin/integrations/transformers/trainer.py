@@ -138,10 +138,11 @@ def evaluation_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kw
 
 @if_planned
 def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Resume from a complete checkpoint only, and write the report at the end."""
+    """Resume from a complete checkpoint only, also after a restart of the run, and write the report at the end."""
     private.show_loading(trainer.model)
+    session.num_trainings += 1
     resume = args[0] if args else kwargs.get("resume_from_checkpoint")
-    if resume:
+    if resume or session.restarts.count:
         found = checkpoint_to_resume(trainer, resume)
         args, kwargs = (found, *args[1:]), {k: v for k, v in kwargs.items() if k != "resume_from_checkpoint"}
     with private.loading_sharded_models(trainer):

@@ -40,7 +40,7 @@ def launch(hf_fsdp: Callable) -> Callable[..., tuple[int, str, str]]:
         (["--num_procs", "2", "train.py"], UNKNOWN),
         (["--fsdp_offload_param", "true", "train.py"], "Did you mean --fsdp_offload_params?"),
         (["--use_deepspeed", "train.py"], "--use_deepspeed is not supported: this launcher runs FSDP only"),
-        (["--max_restarts", "3", "train.py"], "--max_restarts"),
+        (["--max_restarts", "some", "train.py"], "--max_restarts is 'some'; expected a number"),
         (["--show-ranks", "some", "train.py"], "--show_ranks is 'some'; expected main or all"),
         (["--grace", "soon", "train.py"], "--grace is 'soon'; expected a number"),
         (["missing.py"], "missing.py: no such script"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,9 @@ import pytest
 
 from hf_fsdp_plugin import FsdpSpec, Origin, SpecError
 from hf_fsdp_plugin.cli.accelerators import Accelerators
-from hf_fsdp_plugin.cli.rendezvous import check_worlds_agree, meet_locally, meet_machines
+from hf_fsdp_plugin.cli.machines import meet_machines
+from hf_fsdp_plugin.cli.meeting import Joined, Meeting, differing_worlds
+from hf_fsdp_plugin.cli.rendezvous import meet_locally
 from hf_fsdp_plugin.cli.world import World, resolve_world
 from hf_fsdp_plugin.spec.model import LaunchSection, MeshSection
 
@@ -115,23 +116,24 @@ def test_port_of_another_launch_is_in_use_before_rank_0_listens() -> None:
     third.close()
 
 
+def joined(ranks: int, max_restarts: int = 0) -> Joined:
+    return Joined(ranks=ranks, device="cpu", max_restarts=max_restarts, launcher="", restarts={})
+
+
 def test_different_worlds_are_an_error() -> None:
-    store: dict[str, str] = {"world/1": json.dumps({"ranks": 2, "device": "cpu"})}
-
-    class Store:
-        get, set = store.__getitem__, staticmethod(store.__setitem__)
-
-    check_worlds_agree(Store, 0, world(2))
-    with pytest.raises(SpecError, match=r"machine 1 starts 2 ranks on cpu, but machine 0 starts 1 rank") as caught:
-        check_worlds_agree(Store, 0, world(1))
-    assert caught.value.problems[0].code == "FSDP-E708"
+    assert differing_worlds([joined(2), joined(2)]) is None
+    problem = differing_worlds([joined(1), joined(2)])
+    assert problem is not None and problem.code == "FSDP-E708"
+    assert problem.message.startswith("machine 1 starts 2 ranks on cpu, but machine 0 starts 1 rank")
+    problem = differing_worlds([joined(2), joined(2, 3)])
+    assert problem is not None and problem.message == "machine 1 has --max_restarts 3, but machine 0 0."
 
 
 def test_rendezvous_failure_has_a_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
         raise ConnectionError("no route to host\nmore lines")
 
-    monkeypatch.setattr("hf_fsdp_plugin.cli.rendezvous._meet", fail)
+    monkeypatch.setattr(Meeting, "meet", fail)
     with pytest.raises(SpecError, match=r"did not meet at 127.0.0.1:29500: no route to host Check") as caught:
         meet_machines(spec(**TWO_MACHINES).launch, world())
     assert caught.value.problems[0].code == "FSDP-E707"

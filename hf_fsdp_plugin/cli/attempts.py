@@ -1,0 +1,134 @@
+"""The attempts of a run: starts the ranks of this machine, and starts them again after a failure (``--max_restarts``).
+
+Torch's elastic agent is not used for it. It restarts after any failure, also after one that comes again at once; under
+the ``static`` rendezvous its ranks meet again in the store of the attempt before, with the keys of the ranks that were
+killed; under ``c10d`` ranks may get other numbers than their checkpoints have. It knows the exit code of a rank, but
+not the steps that are lost, and a rank's children survive it. The variables that it sets for a rank are set here too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hf_fsdp_plugin.cli.failure_summary import (
+    exit_code,
+    first_failure,
+    format_failures,
+    needs_places,
+    places_of,
+    summarize,
+)
+from hf_fsdp_plugin.cli.rank_env import rank_env, restart_env
+from hf_fsdp_plugin.cli.rank_files import RankFiles, write_atomically
+from hf_fsdp_plugin.cli.ranks import Ranks, RunResult
+from hf_fsdp_plugin.cli.rendezvous import Rendezvous
+from hf_fsdp_plugin.cli.verdicts import assess_attempt
+from hf_fsdp_plugin.cli.world import World
+from hf_fsdp_plugin.observe.restarts import Restarts
+from hf_fsdp_plugin.spec.model import LaunchSection
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What all attempts have in common.
+
+    Attributes:
+        command: the command of a rank.
+        env: the environment of a rank, without the variables of its attempt and of its number.
+        role: role name of the ranks, as in torchrun.
+        grace: seconds that ranks have to exit after a signal to the launcher.
+        notice: prints a message for the user.
+    """
+
+    launch: LaunchSection
+    world: World
+    command: Sequence[str]
+    env: Mapping[str, str]
+    role: str
+    grace: float
+    show_all: bool
+    log_dir: Path | None
+    notice: Callable[[object], None]
+
+
+def first_restarts(max_restarts: int) -> Restarts:
+    """Return the state of a run that has not started yet."""
+    return Restarts(run_id=uuid.uuid4().hex, max_restarts=max_restarts)
+
+
+def run_attempts(job: Job, rendezvous: Rendezvous, restarts: Restarts) -> int:
+    """Run the ranks until they succeed, or until no restart is left or helps. Returns the exit code of the launcher.
+
+    Closes `rendezvous`, and leaves the other machines.
+
+    Raises:
+        RendezvousError: a machine did not come back for a restart.
+    """
+    while True:
+        restarts = rendezvous.restarts or restarts
+        began = time.monotonic()
+        try:
+            result = _run_ranks(job, rendezvous, restarts)
+            code = exit_code(result)
+            _print_failures(job, rendezvous, result)
+            if not code or not restarts.max_restarts:
+                rendezvous.peers.leave()
+                return code
+            seconds = time.monotonic() - began
+            verdict = assess_attempt(result, restarts, machine=rendezvous.machine, seconds=seconds)
+            decision = rendezvous.peers.decide(verdict, restarts)
+            restarts = decision.restarts
+            if decision.problem is not None:
+                print(f"hf-fsdp: {decision.problem}", file=sys.stderr, flush=True)
+                rendezvous.peers.leave()
+                return code
+        finally:
+            rendezvous.close()
+        last = restarts.failures[-1]
+        after = f" after step {last.steps} of the run" if last.steps is not None else ""
+        job.notice(f"restart {restarts.count} of {restarts.max_restarts}: {last.failure}{after}")
+        rendezvous = rendezvous.peers.meet_again(job.launch, restarts)
+
+
+def _run_ranks(job: Job, rendezvous: Rendezvous, restarts: Restarts) -> RunResult:
+    with tempfile.TemporaryDirectory(prefix="hf_fsdp_") as scratch:
+        ranks = Ranks(
+            show_all=job.show_all,
+            log_dir=job.log_dir,
+            append_logs=restarts.count > 0,
+            scratch=Path(scratch),
+            notice=job.notice,
+        )
+        write_atomically(RankFiles(Path(scratch) / "rank").restarts, json.dumps(restarts.to_json()))
+        base = {**job.env, **restart_env(restarts)}
+        try:
+            for local_rank in range(job.world.num_local):
+                env = {**base, **rank_env(job.world, rendezvous, local_rank, role=job.role)}
+                ranks.start(rendezvous.first_rank + local_rank, job.command, env)
+            result = ranks.watch(grace=job.grace, peers=rendezvous.peers)
+        finally:
+            ranks.close()
+        first = first_failure(result.exits)
+        if first is not None:
+            rendezvous.peers.announce(f"rank {first.rank}: {summarize(first)}")
+            if needs_places(result):
+                elsewhere, notes = rendezvous.peers.share_places(places_of(result.exits))
+                result = replace(result, elsewhere=tuple(elsewhere), notes=tuple(notes))
+    return result
+
+
+def _print_failures(job: Job, rendezvous: Rendezvous, result: RunResult) -> None:
+    live = [rank.rank for rank in result.exits] if job.show_all else [rendezvous.first_rank]
+    sys.stdout.flush()
+    if text := format_failures(result, debug=job.launch.debug, shown_live=live):
+        print(text, file=sys.stderr, flush=True)
+        if job.log_dir is not None and first_failure(result.exits) is not None:
+            print(f"hf-fsdp: all output is in {job.log_dir}{os.sep}rank_*.log", file=sys.stderr)
