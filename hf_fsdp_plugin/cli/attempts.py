@@ -95,6 +95,8 @@ def run_attempts(job: Job, rendezvous: Rendezvous, restarts: Restarts) -> int:
         last = restarts.failures[-1]
         after = f" after step {last.steps} of the run" if last.steps is not None else ""
         job.notice(f"restart {restarts.count} of {restarts.max_restarts}: {last.failure}{after}")
+        if job.world.num_machines > 1:
+            job.notice(f"waiting for {job.world.num_machines} machines")
         rendezvous = rendezvous.peers.meet_again(job.launch, restarts)
 
 

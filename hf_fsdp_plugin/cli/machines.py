@@ -78,7 +78,7 @@ def _meet(
 
 
 class Machines(Peers):
-    """The launchers of all machines during one attempt, seen from this one."""
+    """The launchers of all machines during one attempt, as one of them sees them."""
 
     def __init__(self, meeting: Meeting, launch: LaunchSection, world: World, store: LauncherStore) -> None:
         self._meeting, self._launch, self._world, self._store = meeting, launch, world, store
@@ -174,7 +174,7 @@ class Machines(Peers):
         return decision
 
     def meet_again(self, launch: LaunchSection, restarts: Restarts) -> Rendezvous:
-        self._pulse.close()
+        self.close()
         return _meet(self._meeting, launch, self._world, restarts, self._store, lost=self._lost)
 
     def leave(self) -> None:
@@ -191,4 +191,8 @@ class Machines(Peers):
                     break
                 time.sleep(POLL_SECONDS)
             store.ask(self._meeting.close)
-        pulse.close()
+        self.close()
+
+    def close(self) -> None:
+        """End the thread that shows the others that this launcher lives."""
+        self._pulse.close()

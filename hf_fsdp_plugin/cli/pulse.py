@@ -48,10 +48,13 @@ class Pulse:
         self._closed = threading.Event()
         self.announced = ""
         self.broken = False
-        threading.Thread(target=self._run, name="hf_fsdp_pulse", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="hf_fsdp_pulse", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
+        """Stop beating. Does not wait for a request that the network delays."""
         self._closed.set()
+        self._thread.join(_BEAT_SECONDS)
 
     def is_alone(self) -> bool:
         """Return whether the store is gone or has been silent for too long."""

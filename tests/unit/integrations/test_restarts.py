@@ -1,0 +1,80 @@
+"""Which checkpoint a restarted run resumes from. The manifests are real, the other files are left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.integrations import restarts as subject
+from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.step_count import step_count
+from hf_fsdp_plugin.observe.restarts import FailedAttempt, Restarts
+
+
+@pytest.fixture
+def restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was restarted once, in its first call of ``train``."""
+    run = Restarts(run_id="mine", max_restarts=3, failures=(FailedAttempt(failure="rank 0: exit code 1"),))
+    monkeypatch.setattr(session, "restarts", run)
+    monkeypatch.setattr(session, "num_trainings", 1)
+
+
+def save(folder: Path, run: dict[str, Any], created: str = "2030-01-01T00:00:00+00:00") -> Path:
+    from hf_fsdp_plugin.checkpoint import Manifest, write_manifest
+
+    folder.mkdir(parents=True)
+    facts: dict[str, Any] = {"kind": "full", "backend": "fsdp2", "world_size": 1, "mesh": {}, "strategy": "full_shard"}
+    facts |= {"step": 1, "asynchronous": False, "versions": {}, "settings": {}, "parameters": {}, "ties": ()}
+    write_manifest(folder, Manifest(**facts, created=created, files=(), batch={}, run=run))
+    return folder
+
+
+def mine(steps: Any, training: int = 1) -> dict[str, Any]:
+    return {"id": "mine", "steps": steps, "training": training}
+
+
+@pytest.mark.usefixtures("restarted")
+def test_checkpoints_of_other_runs_are_not_resumed(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-900", {})
+    save(tmp_path / "checkpoint-800", {"id": "other", "steps": 800, "training": 1})
+    assert subject.checkpoint_after_restart(tmp_path, "checkpoint-") is None
+    save(tmp_path / "checkpoint-40", mine(40))
+    newest = save(tmp_path / "checkpoint-60", mine(60))
+    save(tmp_path / "checkpoint-70", mine(70, training=2))
+    assert subject.checkpoint_after_restart(tmp_path, "checkpoint-") == newest
+    assert step_count.total == 60
+    step_count.resume_at(0)
+
+
+def test_first_start_takes_the_choice_of_the_script(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-40", mine(40))
+    assert subject.checkpoint_after_restart(tmp_path, "checkpoint-") is None
+
+
+@pytest.mark.usefixtures("restarted")
+def test_incomplete_checkpoint_is_skipped(tmp_path: Path) -> None:
+    whole = save(tmp_path / "checkpoint-40", mine(40))
+    damaged = save(tmp_path / "checkpoint-60", mine(60))
+    (damaged / "fsdp_manifest.json").write_text("{")
+    save(tmp_path / "checkpoint-50", mine("50"))  # a hostile manifest
+    assert subject.checkpoint_after_restart(tmp_path, "checkpoint-") == whole
+    step_count.resume_at(0)
+
+
+@pytest.mark.usefixtures("restarted")
+def test_newest_checkpoint_is_the_last_saved_one(tmp_path: Path) -> None:
+    assert hfp.newest_checkpoint(tmp_path / "none") is None
+    own = save(tmp_path / "epoch_1", mine(10), "2030-01-01T00:00:01+00:00")
+    other = save(tmp_path / "step_5", {}, "2030-01-01T00:00:02+00:00")
+    assert hfp.newest_checkpoint(tmp_path) == other
+    assert hfp.newest_checkpoint(tmp_path, this_run=True) == own
+
+
+def test_newest_checkpoint_needs_the_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(hfp.SpecError) as caught:
+        hfp.newest_checkpoint(tmp_path)
+    assert caught.value.problems[0].code == "FSDP-E718"
