@@ -1,0 +1,148 @@
+"""Runs that are killed and restarted train as an uninterrupted one: on one machine, and on two."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from json_schema import assert_valid
+from launching import Done, finish, free_port, is_gone, launch, start, wait_for, write
+from matrices import slow
+
+LOOP = r"""
+    import os, signal, sys
+    import torch
+    from accelerate import Accelerator
+    import hf_fsdp_plugin as hfp
+
+    torch.manual_seed(0)
+    accelerator = Accelerator()
+    rank, attempt = accelerator.process_index, int(os.environ["HF_FSDP_RESTART_COUNT"])
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    step = 0
+    checkpoint = hfp.newest_checkpoint("out", this_run=True)
+    if checkpoint is not None:
+        accelerator.load_state(checkpoint)
+        step = int(checkpoint.name.removeprefix("step_"))
+    while step < 8:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        loss = model(torch.randn(4, 8, generator=generator)).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        with open(f"losses_{rank}", "a") as file:
+            file.write(f"{step} {loss.item()!r}\n")
+        if sys.argv[1:] == [f"{rank} {step} {attempt}"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if sys.argv[1:] == ["fail"] and step == 5:
+            raise RuntimeError("the sample of step 5 is damaged")
+        if step % 3 == 0:
+            accelerator.save_state(f"out/step_{step}")
+        if len(sys.argv) == 1 and os.environ["GROUP_WORLD_SIZE"] == "2" and attempt == 0 and step == 4:
+            open(f"ready_{rank}", "w").write(str(os.getpid()))
+            __import__("time").sleep(120)
+    accelerator.end_training()
+"""
+
+
+def losses(folder: Path, rank: int = 0) -> dict[int, float]:
+    """The loss of each step; a step that was trained again has the same loss each time."""
+    found: dict[int, float] = {}
+    for line in (folder / f"losses_{rank}").read_text().splitlines():
+        step, loss = line.split()
+        assert found.setdefault(int(step), float(loss)) == float(loss), step
+    return found
+
+
+def report(folder: Path) -> dict:
+    tree = json.loads((folder / "fsdp_report.json").read_text())
+    assert_valid("report", tree)
+    return tree["restarts"]
+
+
+@pytest.mark.parametrize("version", [slow(1), 2])
+def test_killed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, version: int) -> None:
+    runs = {}
+    for name, words in {"whole": (), "killed": ("--max_restarts", "2")}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        script = write(folder, LOOP)
+        (folder / "fsdp.yaml").write_text(f"distributed_type: FSDP\nfsdp_config:\n  fsdp_version: {version}\n")
+        runs[name] = launch(folder, "--cpu", *words, script.name, *(["1 5 0"] if words else []))
+        assert runs[name].returncode == 0, runs[name].stderr
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert "restart 1 of 2: rank 1: killed by SIGKILL after step 5 of the run" in runs["killed"].stderr
+    found = report(tmp_path / "killed")
+    assert (found["count"], found["lost_steps"]) == (1, 2)
+    assert report(tmp_path / "whole")["failures"] == []
+
+
+@pytest.mark.slow
+def test_failure_at_the_same_step_ends_the_run(tmp_path: Path) -> None:
+    write(tmp_path, LOOP)
+    done = launch(tmp_path, "--cpu", "--max_restarts", "5", "train.py", "fail")
+    assert done.returncode == 1
+    assert done.stderr.count("restart 1 of 5") >= 1 and "restart 2 of 5" not in done.stderr
+    assert "[FSDP-E714]" in done.stderr and "two attempts have failed in the same way after step 5" in done.stderr
+    assert list(losses(tmp_path)) == [1, 2, 3, 4, 5]
+
+
+def test_import_error_and_signal_are_not_restarted(tmp_path: Path) -> None:
+    write(tmp_path, "import no_such_package", name="broken.py")
+    done = launch(tmp_path, "--cpu", "--num_processes", "1", "--max_restarts", "5", "broken.py")
+    assert done.returncode == 1 and "restart 1 of" not in done.stderr
+    assert "[FSDP-E714]" in done.stderr and "ModuleNotFoundError" in done.stderr
+    text = "import os, time\nopen('ready', 'w').write(str(os.getpid()))\ntime.sleep(60)"
+    write(tmp_path, text)
+    process = start(tmp_path, "--cpu", "--num_processes", "1", "--max_restarts", "5", "train.py")
+    rank = int(wait_for(tmp_path / "ready"))
+    process.send_signal(signal.SIGTERM)
+    done = finish(process)
+    assert done.returncode == 143 and "restart 1 of" not in done.stderr
+    assert "[FSDP-E714]" in done.stderr and is_gone(rank)
+
+
+def two_machines(folder: Path, port: int, machine: int) -> list[str]:
+    flags = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]
+    return [*flags, "--machine_rank", str(machine), "--num_processes", "2", "--cpu", "--max_restarts", "2", "train.py"]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.slow
+def test_lost_machine_comes_back(tmp_path: Path, lost: int) -> None:
+    write(tmp_path, LOOP)
+    port = free_port()
+    machines = [start(tmp_path, *two_machines(tmp_path, port, machine)) for machine in (0, 1)]
+    pids = [int(wait_for(tmp_path / f"ready_{rank}")) for rank in (0, 1)]
+    os.kill(machines[lost].pid, signal.SIGKILL)
+    began = time.monotonic()
+    assert all(is_gone(pid, seconds=60) for pid in pids), "the ranks of the other machine are stopped"
+    assert time.monotonic() - began < 60
+    machines[lost].communicate()
+    machines[lost] = start(tmp_path, *two_machines(tmp_path, port, lost))
+    done: list[Done] = [finish(machine) for machine in machines]
+    assert [each.returncode for each in done] == [0, 0], done
+    assert f"restart 1 of 2: machine {lost} was lost" in done[1 - lost].stderr
+    assert list(losses(tmp_path)) == list(range(1, 9))
+    assert report(tmp_path)["lost_steps"] == 1
+
+
+@pytest.mark.slow
+def test_machine_that_never_comes_back_ends_the_run(tmp_path: Path) -> None:
+    write(tmp_path, LOOP)
+    port = free_port()
+    conf = ("--rdzv_conf", "timeout=8")
+    machines = [start(tmp_path, *conf, *two_machines(tmp_path, port, machine)) for machine in (0, 1)]
+    wait_for(tmp_path / "ready_1")
+    os.kill(machines[1].pid, signal.SIGKILL)
+    machines[1].communicate()
+    done = finish(machines[0])
+    assert done.returncode == 1
+    assert "[FSDP-E717]" in done.stderr and "machine 1 did not join the others in 8 s" in done.stderr
