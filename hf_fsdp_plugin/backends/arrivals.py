@@ -106,13 +106,38 @@ def wait_for_all_ranks(
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     limit = arrival_limit(limit)
-    missing = Round(_store(), call, given_up=given_up).join(limit)
+    arrivals.begin(call)
+    try:
+        missing = Round(_store(), call, given_up=given_up).join(limit)
+    finally:
+        arrivals.end()
     if missing:
         message = (
             f"{call} is a collective call: every rank must make it, because each rank has only a part of the weights. "
             f"{_describe(missing)}. The call waits for up to {limit:g} seconds ({LIMIT_VARIABLE})."
         )
         raise SpecError([Problem(code="FSDP-E670", message=message, fix=fix or "Make the call on all ranks.")])
+
+
+class Arrivals:
+    """Reports to a listener for which call this rank waits."""
+
+    def __init__(self) -> None:
+        self._listener: Callable[[str | None], None] = lambda call: None
+
+    def listen(self, listener: Callable[[str | None], None]) -> None:
+        """Call ``listener`` with the name of each call before this rank waits for the others, then with ``None``."""
+        self._listener = listener
+
+    def begin(self, call: str) -> None:
+        self._listener(call)
+
+    def end(self) -> None:
+        self._listener(None)
+
+
+arrivals = Arrivals()
+"""The waits of this process."""
 
 
 class FirstCalls:

@@ -9,6 +9,8 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from hf_fsdp_plugin.cli.exit_codes import HANG
+from hf_fsdp_plugin.cli.hang_watch import Hang
 from hf_fsdp_plugin.cli.places import Frame, RanksAt, is_library, merged, relative
 from hf_fsdp_plugin.cli.ranks import RankExit, RunResult
 from hf_fsdp_plugin.problems import Problem
@@ -22,6 +24,8 @@ _CONNECTION_LOST = re.compile(
 )
 """Matches messages of exceptions that a rank raises when a peer has exited."""
 
+_HANG = ": hang: "
+"""Part of what the launcher of another machine announces when it ends its ranks because of a hang."""
 _WAITED = "[FSDP-E670]"
 """Part of the message of a rank that has waited for others in a collective call."""
 _HALTED = "did not run, because its process was stopped by SIGSTOP or a debugger"
@@ -38,6 +42,8 @@ _HINTS = {
 
 def exit_code(result: RunResult) -> int:
     """Return the launcher's exit code: the code of the first failed rank, or 128 plus the number of its signal."""
+    if result.hang is not None or _HANG in (result.remote_failure or ""):
+        return HANG
     first = first_failure(result.exits)
     if first is None:
         return 1 if result.remote_failure else 0
@@ -83,6 +89,8 @@ def format_failures(result: RunResult, *, debug: bool = False, shown_live: Itera
         debug: include the full tracebacks of all ranks.
         shown_live: ranks whose stderr went to the terminal, so that its last lines are not repeated.
     """
+    if result.hang is not None:
+        return ""  # it was printed before the ranks were ended
     first = first_failure(result.exits)
     if result.signal_number and first is not None:
         name = _signal_name(result.signal_number)
@@ -105,7 +113,7 @@ def format_failures(result: RunResult, *, debug: bool = False, shown_live: Itera
     if first.code < 0 and not first.stopped and (hint := _HINTS.get(_signal_name(-first.code))):
         lines.append(f"  {hint}")
     if failure is None:
-        lines += _format_frames([_described(frame) for frame in first.stack])
+        lines += format_stack(first.stack)
     if _may_disagree(first) and len(places := _format_places(result)) > 1:
         message = f"the ranks were in different places: {'; '.join(places)}."
         fix = (
@@ -120,10 +128,15 @@ def format_failures(result: RunResult, *, debug: bool = False, shown_live: Itera
     return "\n".join(lines)
 
 
+def summarize_hang(hang: Hang) -> str:
+    """Return one line for the launchers of other machines."""
+    return f"{_HANG.removeprefix(': ')}{hang.problem.message}"
+
+
 def needs_places(result: RunResult) -> bool:
     """Return whether the summary, here or on the machine that failed first, contains where the ranks were."""
     first = first_failure(result.exits)
-    if first is None or result.signal_number:
+    if first is None or result.signal_number or result.hang is not None:
         return False
     return bool(result.remote_failure) or _may_disagree(first) or has_waited(first)
 
@@ -187,6 +200,11 @@ def _first_line(failure: Mapping[str, Any]) -> str:
 def _described(frame: Frame) -> dict[str, Any]:
     code = linecache.getline(frame.file, frame.line).strip()
     return {"file": frame.file, "line": frame.line, "name": frame.name, "code": code, "library": is_library(frame.file)}
+
+
+def format_stack(stack: Sequence[Frame]) -> list[str]:
+    """Format a stack, outermost frame first: the frames of user code and the last frames."""
+    return _format_frames([_described(frame) for frame in stack])
 
 
 def _format_frames(frames: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -14,6 +14,8 @@ from hf_fsdp_plugin.cli.attempts import Job, first_restarts, run_attempts
 from hf_fsdp_plugin.cli.dry_run import show_run
 from hf_fsdp_plugin.cli.exit_codes import USAGE, exit_code
 from hf_fsdp_plugin.cli.exit_watch import LIMIT_VARIABLE, exit_limit
+from hf_fsdp_plugin.cli.hang_watch import LIMIT_VARIABLE as HANG_VARIABLE
+from hf_fsdp_plugin.cli.hang_watch import hang_limit
 from hf_fsdp_plugin.cli.launch_flags import LaunchArguments, UsageError, add_help, parse_launch_arguments
 from hf_fsdp_plugin.cli.machines import meet_machines
 from hf_fsdp_plugin.cli.pulse import LIMIT_VARIABLE as MACHINE_VARIABLE
@@ -103,16 +105,24 @@ def _max_restarts(arguments: LaunchArguments) -> int:
 
 def _job(arguments: LaunchArguments, spec: FsdpSpec, world: World, handover: LaunchHandover) -> Job:
     options = arguments.options
+    limit, is_strict = hang_limit(options.get("hang_timeout"))
     return Job(
         launch=spec.launch,
         world=world,
         command=_command(arguments),
-        env={**os.environ, **settings_env(spec, world, arguments), **handover.to_env()},
+        env={
+            **os.environ,
+            **settings_env(spec, world, arguments),
+            HANG_VARIABLE: f"{limit:g}",
+            **handover.to_env(),
+        },
         role=options.get("role", "default"),
         grace=float(options.get("grace", DEFAULT_GRACE)),
         show_all=options.get("show_ranks") == "all" or options.get("tee", "0") != "0",
         log_dir=Path(options["log_dir"]) if "log_dir" in options else None,
         notice=lambda notice: _print_notices(arguments, notice),
+        hang_limit=limit,
+        hang_limit_is_strict=is_strict,
     )
 
 
@@ -130,6 +140,10 @@ def _check_usage(arguments: LaunchArguments) -> None:
     for name, pattern in _NUMBERS:
         if name in options and not re.fullmatch(pattern, options[name]):
             raise UsageError(f"--{name} is {options[name]!r}; expected a number.")
+    try:
+        hang_limit(options.get("hang_timeout"))
+    except ValueError as error:
+        raise UsageError(f"{error}") from None
     for name, read in ((LIMIT_VARIABLE, exit_limit), (MACHINE_VARIABLE, silence_limit)):
         try:
             read()

@@ -60,6 +60,11 @@ FLAGS: tuple[Flag, ...] = (
     Flag(name="show_ranks", kind="launcher", help="main (default): rank 0's output; all: every rank's, with its rank"),
     Flag(name="log_dir", kind="launcher", help="also write each rank's output to DIR/rank_N.log"),
     Flag(name="grace", kind="launcher", help="seconds until ranks are killed after SIGINT or SIGTERM (default: 30)"),
+    Flag(
+        name="hang_timeout",
+        kind="launcher",
+        help="seconds that a rank may wait in a collective (default: 120, longer for busy ranks; 0: off)",
+    ),
     Flag(name="num_cpu_threads_per_process", kind="launcher", help="OMP_NUM_THREADS of a rank"),
     Flag(name="rdzv_conf", kind="launcher", help="options of the rendezvous of several machines, such as timeout=600"),
     Flag(name="role", kind="launcher", help="role name of the ranks, as in torchrun"),
@@ -249,7 +254,8 @@ def _find_flag(written: str, own: Collection[str] | None = None) -> Flag:
 
 
 _METAVARS = {
-    "set": "NAME=VALUE", "report": "PATH", "show_ranks": "main|all", "grace": "SECONDS", "role": "NAME", "tee": "N",
+    "set": "NAME=VALUE", "report": "PATH", "show_ranks": "main|all", "grace": "SECONDS", "hang_timeout": "SECONDS",
+    "role": "NAME", "tee": "N",
     "num_cpu_threads_per_process": "N", "rdzv_conf": "KEY=VALUE,…", "max_restarts": "N", "fsdp": "WORDS",
     "fsdp_config": "JSON|PATH", "num_processes": "N", "num_machines": "N", "machine_rank": "N",
     "main_process_ip": "ADDRESS", "mixed_precision": "KIND", "log_dir": "DIR", "model": "DIR|ID",

@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from hf_fsdp_plugin.observe.hang.calls import CallFiles
+
 FILES_VARIABLE = "HF_FSDP_RANK_FILES"
 """Environment variable with the path of a rank's files, without their suffix."""
 
@@ -50,6 +52,11 @@ class RankFiles:
     def restarts(self) -> Path:
         """JSON: the failed attempts of the run (``observe.restarts``). The launcher writes it for all its ranks."""
         return self.stem.with_name("restarts.json")
+
+    @property
+    def calls(self) -> CallFiles:
+        """The rank's collectives (see ``observe.hang``)."""
+        return CallFiles(self.stem.with_suffix(".calls"), self.stem.with_suffix(".names"))
 
     @property
     def saving(self) -> Path:

@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_fsdp_plugin.cli.hang_watch import Hang, HangWatch
 from hf_fsdp_plugin.cli.leftovers import RUN_VARIABLE, Guard, Leftover, end_processes, run_name
 from hf_fsdp_plugin.cli.places import STACK_SIGNAL, Frame, Place, RanksAt, find_place, read_stack
+from hf_fsdp_plugin.cli.processes import is_halted
 from hf_fsdp_plugin.cli.rank_files import FILES_VARIABLE, RankFiles
 from hf_fsdp_plugin.cli.rank_output import RankOutput, last_lines
 from hf_fsdp_plugin.cli.rendezvous import Peers
@@ -87,6 +89,7 @@ class RunResult:
         remote_failure: the failure of a rank on another machine, if any.
         elsewhere: where the ranks of other machines were.
         notes: what is not known of other machines.
+        hang: why the run was ended, if ranks of this machine waited for too long.
     """
 
     exits: tuple[RankExit, ...]
@@ -94,6 +97,7 @@ class RunResult:
     remote_failure: str | None = None
     elsewhere: tuple[RanksAt, ...] = ()
     notes: tuple[str, ...] = ()
+    hang: Hang | None = None
 
 
 @dataclass(kw_only=True)
@@ -106,6 +110,10 @@ class _Rank:
     stopped: bool = False
     halted: bool = False
     term_sent: float | None = None
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
     def poll(self) -> int | None:
         code = self.process.poll()
@@ -128,7 +136,7 @@ class _Rank:
 
     def request_stacks(self) -> None:
         """Make the rank record its stacks. Does nothing if it cannot yet, or has recorded where it failed."""
-        self.halted = _is_halted(self.process.pid)
+        self.halted = is_halted(self.process.pid)
         if STACK_SIGNAL is not None and self.files.stacks.exists() and not self.files.failure.exists():
             self.send(STACK_SIGNAL)
 
@@ -211,12 +219,22 @@ class Ranks:
         self._ranks.append(started)
         started.tail = self._output.forward(rank, process, is_first=is_first)
 
-    def watch(self, *, grace: float, peers: Peers) -> RunResult:
+    def watch(
+        self,
+        *,
+        grace: float,
+        peers: Peers,
+        hangs: HangWatch | None = None,
+        report_hang: Callable[[Hang], None] = lambda hang: None,
+    ) -> RunResult:
         """Wait for the ranks and forward signals. If a rank fails, here or on another machine, stop all.
 
         Args:
             grace: seconds ranks have to exit after SIGINT or SIGTERM.
+            hangs: finds ranks that wait for others for too long.
+            report_hang: called before the ranks are ended because of a hang.
         """
+        hang: Hang | None = None
         remote_failure: str | None = None
         failed_at: float | None = None
         with self._forwarded_signals(grace):
@@ -227,6 +245,9 @@ class Ranks:
                     if remote_failure or any(rank.has_failed for rank in self._ranks):
                         failed_at = now
                         self._request_stacks()
+                    elif hangs is not None and (hang := hangs.poll(self._ranks)) is not None:
+                        failed_at = now - _SETTLE_SECONDS
+                        report_hang(hang)
                 if failed_at is not None:
                     self._stop_after_failure(now - failed_at)
                 if now > self._kill_at:
@@ -245,7 +266,7 @@ class Ranks:
         self._output.finish()
         self._print_notices()
         exits = tuple(rank.result() for rank in self._ranks)
-        return RunResult(exits=exits, signal_number=self._signal, remote_failure=remote_failure)
+        return RunResult(exits=exits, signal_number=self._signal, remote_failure=remote_failure, hang=hang)
 
     def close(self) -> None:
         """Kill every process of the run that is still running."""
@@ -322,15 +343,6 @@ class Ranks:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-
-
-def _is_halted(pid: int) -> bool:
-    """Return whether a process is stopped, by SIGSTOP or a debugger. Linux only."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
 
 def _print_stopping(number: int, num_ranks: int, grace: float) -> None:

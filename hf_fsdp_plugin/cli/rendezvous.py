@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from hf_fsdp_plugin.cli.inquiries import Inquiries
 from hf_fsdp_plugin.cli.places import RanksAt
 from hf_fsdp_plugin.cli.restarts import Decision, Verdict, decide
 from hf_fsdp_plugin.cli.world import World
@@ -35,6 +36,11 @@ class Peers:
 
     def announce(self, text: str) -> None:
         """Announce to the other machines that a rank failed here."""
+
+    @property
+    def inquiries(self) -> Inquiries:
+        """How the launchers ask each other what their ranks do."""
+        return Inquiries()
 
     def share_places(self, places: Sequence[RanksAt]) -> tuple[list[RanksAt], list[str]]:
         """Share where the ranks of this machine were when the run failed.

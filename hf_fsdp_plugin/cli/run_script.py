@@ -25,8 +25,10 @@ from typing import Any
 
 import hf_fsdp_plugin
 from hf_fsdp_plugin.cli.exit_watch import exit_limit, watch_exit
+from hf_fsdp_plugin.cli.hang_watch import LIMIT_VARIABLE
 from hf_fsdp_plugin.cli.places import is_library, record_stacks
 from hf_fsdp_plugin.cli.rank_files import FILES_VARIABLE, RankFiles, write_atomically
+from hf_fsdp_plugin.integrations.call_record import record_calls
 from hf_fsdp_plugin.integrations.preflight.run import preflight
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.step_count import step_count
@@ -51,6 +53,8 @@ def main() -> None:
             session.restarts = Restarts.from_json(json.loads(files.restarts.read_text()))
         with contextlib.suppress(OSError):
             step_count.open(files.steps)
+        if float(os.environ.get(LIMIT_VARIABLE) or 0):
+            record_calls(files.calls)
     module = sys.argv[1] == "-m"
     script, *args = sys.argv[2 if module else 1 :]
     try:

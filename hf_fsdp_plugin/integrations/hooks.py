@@ -11,10 +11,14 @@ is the first of ``args``. A replacement that finds no FSDP settings of this pack
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final, Literal
 
-Group = Literal["accelerate", "saving", "transformers", "loading", "trl", "preflight"]
+from hf_fsdp_plugin.integrations.hang_hooks import HANG_HOOKS
+from hf_fsdp_plugin.integrations.hook import Hook
+
+__all__ = ["GROUPS", "HOOKS", "Group", "Hook"]
+
+Group = Literal["accelerate", "saving", "transformers", "loading", "trl", "preflight", "hangs"]
 GROUPS: Final[dict[Group, str]] = {
     "accelerate": "Installed by `install()`, `accelerator()` and `FsdpTrainer`.",
     "saving": "Installed together with the group `accelerate`. They replace nothing for models that are not sharded.",
@@ -23,37 +27,9 @@ GROUPS: Final[dict[Group, str]] = {
     "loading": "Installed by `install()`, and when a spec enables FSDP.",
     "trl": "Installed together with the hooks of Accelerate. TRL is optional.",
     "preflight": "Installed in the ranks of `hf-fsdp check --run` only.",
+    "hangs": "Installed in the ranks of `hf-fsdp launch` only, unless `--hang_timeout 0` is set. They call the "
+    "original and record the call (see [hangs.md](hangs.md)).",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Hook:
-    """One function or method of another library that is replaced.
-
-    Attributes:
-        target: ``module:function`` or ``module:Class.method``.
-        replacement: ``module:function``, relative to ``hf_fsdp_plugin.integrations``; imported at the first call.
-        reason: why the original is not sufficient.
-        until: the change in the other library, or in this package, after which the row can be deleted.
-    """
-
-    target: str
-    replacement: str
-    reason: str
-    until: str
-
-    @property
-    def module(self) -> str:
-        return self.target.partition(":")[0]
-
-    @property
-    def class_name(self) -> str:
-        """Name of the class; empty for a module-level function."""
-        return self.target.partition(":")[2].rpartition(".")[0]
-
-    @property
-    def name(self) -> str:
-        return self.target.partition(":")[2].rpartition(".")[2]
 
 
 _ACCELERATOR = "accelerate.accelerator:Accelerator"
@@ -316,4 +292,5 @@ HOOKS: Final[dict[Group, tuple[Hook, ...]]] = {
     "loading": _LOADING_HOOKS,
     "trl": _TRL_HOOKS,
     "preflight": _PREFLIGHT_HOOKS,
+    "hangs": HANG_HOOKS,
 }

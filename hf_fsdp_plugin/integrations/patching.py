@@ -57,6 +57,8 @@ class InstalledHooks:
 
 def _replace(hook: Hook, owner: Any) -> Callable[[], None]:
     """Replace the target of ``hook``, in its module or class. Returns a function that restores the original."""
+    if hook.direct:
+        return _replace_directly(hook, owner)
     if hook.name == "__new__" and hook.name not in vars(owner):
         define_new(owner)
     original = vars(owner)[hook.name]
@@ -87,6 +89,20 @@ def _replace(hook: Hook, owner: Any) -> Callable[[], None]:
         for each in [owner, *_importers(hook, attribute)]:
             if vars(each)[hook.name] is attribute:
                 setattr(each, hook.name, original)
+
+    return restore
+
+
+def _replace_directly(hook: Hook, owner: Any) -> Callable[[], None]:
+    original = vars(owner).get(hook.name)
+    if original is None:
+        return lambda: None
+    replacing = functools.wraps(original)(_replacement(hook)(original))
+    setattr(owner, hook.name, replacing)
+
+    def restore() -> None:
+        if vars(owner)[hook.name] is replacing:
+            setattr(owner, hook.name, original)
 
     return restore
 

@@ -1,4 +1,4 @@
-"""Time-outs of process groups that exist (``torch/distributed/distributed_c10d.py``)."""
+"""Process groups that exist, and their time-outs (``torch/distributed/distributed_c10d.py``)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group, _set_pg_timeout
 
 
 def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta | None:
@@ -20,3 +21,14 @@ def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta | None:
 def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
     """Set the time-out of a process group, by default of all ranks. Collectives that have started keep theirs."""
     _set_pg_timeout(timeout, group)
+
+
+def resolve_group(group: Any) -> dist.ProcessGroup | None:
+    """Return the process group of a functional collective, which accepts several forms; ``None`` for lists of ranks."""
+    if isinstance(group, DeviceMesh):
+        return group.get_group()
+    if isinstance(group, tuple):
+        return group[0].get_group(group[1]) if isinstance(group[0], DeviceMesh) else None
+    if isinstance(group, str):
+        return _resolve_process_group(group)  # type: ignore[arg-type]
+    return group if isinstance(group, dist.ProcessGroup) else None

@@ -28,6 +28,7 @@ from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.batches import check_even_batches
 from hf_fsdp_plugin.integrations.accelerate.plugin import planned_plugin
+from hf_fsdp_plugin.integrations.call_record import name_units
 from hf_fsdp_plugin.integrations.messages import print_warnings
 from hf_fsdp_plugin.integrations.peft.checks import check_adapters
 from hf_fsdp_plugin.integrations.run_report import track
@@ -168,6 +169,7 @@ def _shard_on_all_ranks(
     _compile_units(accelerator, plan, model)
     sharded = shard(plan, model, accelerator.device, optimizers)
     step_count.watch_forwards(sharded)
+    name_units(sharded)
     if compiler is not None:
         # torch.compile breaks graphs at a module's FSDP hooks, so the sharded module is compiled again.
         compile_call(sharded, compiler)

@@ -13,6 +13,7 @@ from hf_fsdp_plugin.backends.shard import shard
 from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator
 from hf_fsdp_plugin.integrations.accelerate.prepare import agree_on_plan
 from hf_fsdp_plugin.integrations.accelerate.private import mark_model_prepared
+from hf_fsdp_plugin.integrations.call_record import name_units
 from hf_fsdp_plugin.integrations.environment import loading_ram_efficiently
 from hf_fsdp_plugin.integrations.step_count import step_count
 from hf_fsdp_plugin.plan.load_model import model_class_of
@@ -56,6 +57,7 @@ def from_pretrained(
     plan = agree_on_plan(plan, model, state.device)
     sharded = shard(plan, model, state.device)
     step_count.watch_forwards(sharded)
+    name_units(sharded)
     mark_model_prepared(sharded)
     return sharded
 

@@ -1,0 +1,177 @@
+"""Replacements of torch's collectives that record each call (see :mod:`hf_fsdp_plugin.observe.hang.record`).
+
+Each function takes the original and returns what replaces it, because calls of a step must not become slower.
+Hooks are installed in the middle of torch's import, so torch is imported in functions only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from hf_fsdp_plugin.observe.hang.calls import POINT_TO_POINT
+from hf_fsdp_plugin.observe.hang.record import record
+from hf_fsdp_plugin.torch_private.unit_names import unit_name
+
+Function = Callable[..., Any]
+
+_OPERATIONS: Final = {
+    "all_gather_single": ("all-gather", 1),
+    "_allgather_base": ("all-gather", 1),
+    "reduce_scatter_single": ("reduce-scatter", 1),
+    "_reduce_scatter_base": ("reduce-scatter", 1),
+    "allreduce": ("all-reduce", 0),
+    "broadcast": ("broadcast", 0),
+    "reduce": ("reduce", 0),
+    "allgather": ("all-gather (list)", 1),
+    "reduce_scatter": ("reduce-scatter (list)", 0),
+    "gather": ("gather", 1),
+    "scatter": ("scatter", 0),
+    "alltoall": ("all-to-all", 1),
+    "alltoall_base": ("all-to-all", 1),
+    "all_to_all_single": ("all-to-all", 1),
+    "barrier": ("barrier", None),
+    "monitored_barrier": ("monitored barrier", None),
+    "allreduce_coalesced": ("all-reduce (coalesced)", 0),
+    "all_gather_single_coalesced": ("all-gather (coalesced)", 1),
+    "allgather_into_tensor_coalesced": ("all-gather (coalesced)", 1),
+    "reduce_scatter_single_coalesced": ("reduce-scatter (coalesced)", 1),
+    "reduce_scatter_tensor_coalesced": ("reduce-scatter (coalesced)", 1),
+}
+"""Method of a process group -> the operation in messages, and the position of this rank's tensors."""
+_FUNCTIONAL: Final = {
+    "all_gather_single": ("all-gather", 1),
+    "reduce_scatter_single": ("reduce-scatter", 2),
+    "all_reduce": ("all-reduce", 1),
+    "broadcast": ("broadcast", 1),
+    "all_to_all_single": ("all-to-all", 2),
+    "all_reduce_coalesced": ("all-reduce (coalesced)", 1),
+}
+"""Functional collective -> the operation in messages, and the position of the group after the tensor."""
+
+
+def collective(original: Function) -> Function:
+    """Record a method of ``ProcessGroup`` that starts a collective."""
+    operation, position = _OPERATIONS[original.__name__]
+    blocks = original.__name__ == "monitored_barrier"
+
+    def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+        if not record.is_open:
+            return original(group, *args, **kwargs)
+        tensors = args[position] if position is not None and len(args) > position else None
+        number = record.begin(group, operation, tensors)
+        if blocks:
+            return _waiting(number, original, group, *args, **kwargs)
+        work = original(group, *args, **kwargs)
+        record.started(work, number)
+        return work
+
+    return call
+
+
+def message(original: Function) -> Function:
+    """Record a method of ``ProcessGroup`` that starts a send or a receive."""
+    name = original.__name__
+
+    def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+        if not record.is_open:
+            return original(group, *args, **kwargs)
+        peer = f" {'to' if name == 'send' else 'from'} rank {_peer(group, args)}" if name != "recv_anysource" else ""
+        number = record.begin_named(POINT_TO_POINT, f"{name.partition('_')[0]}{peer}")
+        work = original(group, *args, **kwargs)
+        record.started(work, number)
+        return work
+
+    return call
+
+
+def _peer(group: Any, args: tuple[Any, ...]) -> int:
+    import torch.distributed
+
+    rank: int = torch.distributed.get_global_rank(group, args[1])
+    return rank
+
+
+def wait(original: Function) -> Function:
+    """Record that this rank waits for a ``Work``."""
+
+    def call(work: Any, *args: Any, **kwargs: Any) -> Any:
+        if not record.is_open:
+            return original(work, *args, **kwargs)
+        record.waits(record.position_of(work))
+        try:
+            return original(work, *args, **kwargs)
+        finally:
+            record.waited()
+
+    return call
+
+
+def functional(original: Function) -> Function:
+    """Record a functional collective, which ``DTensor`` calls."""
+    operation, position = _FUNCTIONAL[original.__name__]
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        if not torch.compiler.is_compiling() and record.is_open:
+            from hf_fsdp_plugin.torch_private.process_groups import resolve_group
+
+            group = resolve_group(args[position] if len(args) > position else kwargs.get("group"))
+            if group is not None:
+                record.begin(group, operation, self)
+        return original(self, *args, **kwargs)
+
+    return call
+
+
+def wait_tensor(original: Function) -> Function:
+    """Record that this rank waits for a functional collective."""
+
+    def call(tensor: Any) -> Any:
+        import torch
+
+        if torch.compiler.is_compiling() or not record.is_open:
+            return original(tensor)
+        return _waiting(record.last, original, tensor)
+
+    return call
+
+
+def unit_method(original: Function) -> Function:
+    """Record for which FSDP2 unit the collectives of a method are called."""
+
+    def call(unit: Any, *args: Any, **kwargs: Any) -> Any:
+        if not record.is_open:
+            return original(unit, *args, **kwargs)
+        return _of_unit(unit, original, unit, *args, **kwargs)
+
+    return call
+
+
+def unit_function(original: Function) -> Function:
+    """Record for which FSDP1 unit, the second argument, the collectives of a function are called."""
+
+    def call(state: Any, unit: Any) -> Any:
+        if not record.is_open:
+            return original(state, unit)
+        return _of_unit(unit, original, state, unit)
+
+    return call
+
+
+def _of_unit(unit: Any, original: Function, *args: Any, **kwargs: Any) -> Any:
+    before = record.unit
+    record.unit = unit_name(unit)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        record.unit = before
+
+
+def _waiting(number: int, original: Function, *args: Any, **kwargs: Any) -> Any:
+    record.waits(number)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        record.waited()

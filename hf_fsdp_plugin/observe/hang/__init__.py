@@ -1,0 +1,1 @@
+"""Hang diagnosis: each rank records its collectives for its launcher; a pure function compares them."""

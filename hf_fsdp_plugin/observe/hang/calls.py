@@ -1,0 +1,313 @@
+"""What is known of the collectives of one rank, and how its launcher reads it from the files of :mod:`record`.
+
+The file ``calls`` is mapped into the memory of the rank: a header and a ring of the newest collectives, all words of 64
+bits in the byte order of the machine. The file ``names`` has one JSON value per line; the ring refers to the lines.
+
+::
+
+    header   FORMAT, slots in the ring, recorded calls, 1 + number of the call that is waited for (0: none), since when
+    call     number in its group, elements, line of the group << 48 | operation << 32 | dtype << 16 | unit, begin
+
+Times are those of the monotonic clock in nanoseconds, which all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+FORMAT: Final = 1
+WORD: Final = 8
+HEADER_WORDS: Final = 8
+CALL_WORDS: Final = 4
+NUM_SLOTS: Final = 512
+"""Calls in the ring: those of several steps of a model with some dozens of units."""
+SLOTS_AT, COUNT_AT, WAITING_AT, SINCE_AT = 1, 2, 3, 4
+"""Positions in the header."""
+ARRIVALS: Final = "arrivals"
+"""The group of the plugin's own calls, before which it waits for all ranks (``backends.arrivals``)."""
+POINT_TO_POINT: Final = "point to point"
+"""The group of sends and receives, which have no common order."""
+_NO_TENSORS: Final = "all-gather (list)", "gather", "scatter", "all-to-all"
+"""Operations in which ranks may have tensors of different sizes."""
+_DTYPES: Final = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+class Call(NamedTuple):
+    """One collective call of one rank.
+
+    Attributes:
+        operation: such as ``all-gather``.
+        num_elements: elements of the tensor that this rank passes; 0 without one.
+        dtype: torch's name of its dtype; empty without a tensor.
+        unit: the FSDP unit for which torch calls it, such as ``model.layers.3``; empty for other calls.
+    """
+
+    operation: str
+    num_elements: int = 0
+    dtype: str = ""
+    unit: str = ""
+
+    def __str__(self) -> str:
+        of_unit = f" of {self.unit}" if self.unit else ""
+        dtype = _DTYPES.get(self.dtype, self.dtype)
+        return f"{self.operation}{of_unit}" + (f" ({self.num_elements:,} × {dtype})" if dtype else "")
+
+    @property
+    def compared(self) -> tuple[Any, ...]:
+        """What all ranks of the group must have in common."""
+        if self.operation in _NO_TENSORS:
+            return (self.operation, self.unit)
+        return tuple(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A collective in which a rank waits.
+
+    Attributes:
+        group: its process group.
+        number: its number among the collectives of the group, from 1.
+        seconds: for how long.
+    """
+
+    group: str
+    number: int
+    call: Call
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCalls:
+    """The newest collectives of one rank in one process group.
+
+    Attributes:
+        ranks: the ranks of the group, as :func:`pack_ranks` writes them; empty if they are unknown.
+        last: number of the newest collective; 0 before the first.
+        calls: the newest ones without gaps, the last at the end.
+        enqueues: whether collectives are enqueued on an accelerator, and the thread does not wait in them.
+    """
+
+    ranks: str
+    last: int = 0
+    calls: tuple[Call, ...] = ()
+    enqueues: bool = False
+
+    def call(self, number: int) -> Call | None:
+        """Return a collective by its number; ``None`` if it was not made, or is too old."""
+        position = number - self.last + len(self.calls) - 1
+        return self.calls[position] if 0 <= position < len(self.calls) else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankCalls:
+    """What is known of one rank.
+
+    Attributes:
+        groups: its process groups, by name.
+        wait: the collective in which its main thread waits; ``None`` if it does not. Collectives of accelerators are
+            only enqueued, so that a rank waits in none.
+        idle: seconds since it began its newest collective; infinite before the first.
+        state: ``running``, ``halted`` (by SIGSTOP or a debugger), ``ended`` (its script), ``exited`` (its process),
+            or ``unreachable`` (its launcher does not answer).
+        detail: more about the state, such as ``exit code 0``.
+        place: where it is, as text (see ``cli.places``); empty if that is unknown.
+        call: the library function that it is in, such as ``generate``; empty outside of known ones.
+        cpu: share of one core that its processes have used lately; ``None`` if that was not measured.
+        moved: whether its Python stack has changed meanwhile.
+        timeout: the shortest time-out of its process groups in seconds; 0 if that is unknown.
+    """
+
+    rank: int
+    groups: Mapping[str, GroupCalls] = field(default_factory=dict)
+    wait: Wait | None = None
+    idle: float = float("inf")
+    state: str = "running"
+    detail: str = ""
+    place: str = ""
+    call: str = ""
+    cpu: float | None = None
+    moved: bool = False
+    timeout: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a value for JSON. :func:`from_json` reads it."""
+        groups = {
+            name: [g.ranks, g.last, [list(call) for call in g.calls], g.enqueues] for name, g in self.groups.items()
+        }
+        wait = self.wait and [self.wait.group, self.wait.number, list(self.wait.call), round(self.wait.seconds, 3)]
+        rest = {
+            name: getattr(self, name)
+            for name in ("rank", "state", "detail", "place", "call", "cpu", "moved", "timeout")
+        }
+        return {**rest, "idle": min(self.idle, 1e9), "wait": wait, "groups": groups}
+
+
+def from_json(content: Mapping[str, Any]) -> RankCalls:
+    """Return what :meth:`RankCalls.to_json` has written."""
+    rest = {name: value for name, value in content.items() if name not in ("groups", "wait")}
+    wait = content["wait"]
+    groups = {
+        name: GroupCalls(ranks, last, tuple(Call(*call) for call in calls), enqueues)
+        for name, (ranks, last, calls, enqueues) in content["groups"].items()
+    }
+    return RankCalls(groups=groups, wait=wait and Wait(wait[0], wait[1], Call(*wait[2]), wait[3]), **rest)
+
+
+def pack_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as text: ``0-7`` for a range, ``0-28:4`` for every fourth, ``0,1,5`` for others."""
+    if len(ranks) > 2:
+        step = ranks[1] - ranks[0]
+        if step > 0 and list(ranks) == list(range(ranks[0], ranks[-1] + 1, step)):
+            return f"{ranks[0]}-{ranks[-1]}" + (f":{step}" if step != 1 else "")
+    return ",".join(map(str, ranks))
+
+
+def unpack_ranks(text: str) -> list[int]:
+    """Return the ranks that :func:`pack_ranks` has written."""
+    if "-" not in text:
+        return [int(rank) for rank in text.split(",") if rank]
+    first, _, rest = text.partition("-")
+    last, _, step = rest.partition(":")
+    return list(range(int(first), int(last) + 1, int(step or 1)))
+
+
+class CallFiles(NamedTuple):
+    """The two files of one rank."""
+
+    calls: Path
+    names: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Glance:
+    """The header of a record.
+
+    Attributes:
+        count: recorded calls.
+        waiting: seconds for which the rank waits in a collective; 0 if it does not.
+    """
+
+    count: int
+    waiting: float
+
+
+def glance(path: Path) -> Glance | None:
+    """Return the header of a record; ``None`` if there is none yet. Reads a few bytes."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            words = struct.unpack(f"{HEADER_WORDS}Q", file.read(HEADER_WORDS * WORD))
+    except (OSError, struct.error):
+        return None
+    if words[0] != FORMAT:
+        return None
+    return Glance(words[COUNT_AT], _seconds_since(words[SINCE_AT]) if words[WAITING_AT] else 0.0)
+
+
+def read_calls(rank: int, files: CallFiles) -> RankCalls:
+    """Return what a rank has recorded; without groups if it has recorded nothing. Never raises for a torn record."""
+    try:
+        content = files.calls.read_bytes()
+        words = struct.unpack(f"{len(content) // WORD}Q", content[: len(content) // WORD * WORD])
+        names = list(_names(files.names))
+    except OSError:
+        return RankCalls(rank=rank)
+    if len(words) < HEADER_WORDS or words[0] != FORMAT:
+        return RankCalls(rank=rank)
+    entries = list(_entries(words, names))
+    return RankCalls(
+        rank=rank,
+        groups=_by_group(entries),
+        wait=_wait(words, names),
+        idle=_seconds_since(entries[-1].begun) if entries else float("inf"),
+        timeout=_shortest_timeout(names),
+    )
+
+
+def read_timeout(files: CallFiles) -> float:
+    """Return the shortest time-out of the process groups of a rank in seconds; 0 if it is unknown."""
+    try:
+        return _shortest_timeout(_names(files.names))
+    except OSError:
+        return 0.0
+
+
+def _shortest_timeout(names: Iterable[Any]) -> float:
+    return min((name["timeout"] for name in names if isinstance(name, dict) and name.get("timeout")), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    group: dict[str, Any]
+    number: int
+    call: Call
+    begun: int
+
+
+def _entries(words: Sequence[int], names: Sequence[Any]) -> Iterator[_Entry]:
+    """Yield the recorded calls, the oldest first."""
+    count, slots = words[COUNT_AT], words[SLOTS_AT]
+    for position in range(max(0, count - slots), count):
+        if (entry := _entry(words, names, position)) is not None:
+            yield entry
+
+
+def _entry(words: Sequence[int], names: Sequence[Any], position: int) -> _Entry | None:
+    start = HEADER_WORDS + position % words[SLOTS_AT] * CALL_WORDS
+    if start + CALL_WORDS > len(words):
+        return None
+    number, num_elements, packed, begun = words[start : start + CALL_WORDS]
+    lines = [packed >> 48, packed >> 32 & 0xFFFF, packed >> 16 & 0xFFFF, packed & 0xFFFF]
+    if max(lines) >= len(names) or not isinstance(names[lines[0]], dict):
+        return None  # the rank is writing it
+    group, operation, dtype, unit = (names[line] for line in lines)
+    return _Entry(group, number, Call(str(operation), num_elements, str(dtype), str(unit)), begun)
+
+
+def _by_group(entries: Iterable[_Entry]) -> dict[str, GroupCalls]:
+    """Return the calls of each group, without those before a gap."""
+    found: dict[str, list[_Entry]] = {}
+    for entry in entries:
+        calls = found.setdefault(_group_name(entry.group), [])
+        if calls and entry.number != calls[-1].number + 1:
+            calls.clear()
+        calls.append(entry)
+    return {
+        name: GroupCalls(
+            calls[-1].group["ranks"],
+            calls[-1].number,
+            tuple(entry.call for entry in calls),
+            bool(calls[-1].group.get("enqueues")),
+        )
+        for name, calls in found.items()
+    }
+
+
+def _group_name(group: Mapping[str, Any]) -> str:
+    """Return a name that differs from that of every other set of ranks."""
+    return f"{group['group']} of ranks {group['ranks']}" if group["ranks"] else str(group["group"])
+
+
+def _wait(words: Sequence[int], names: Sequence[Any]) -> Wait | None:
+    if not words[WAITING_AT]:
+        return None
+    entry = _entry(words, names, words[WAITING_AT] - 1)
+    return entry if entry is None else Wait(_group_name(entry.group), entry.number, entry.call, _seconds_since(words[SINCE_AT]))
+
+
+def _names(path: Path) -> Iterator[Any]:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        if line.endswith("\n"):  # the last line may be incomplete
+            try:
+                yield json.loads(line)
+            except ValueError:
+                yield ""
+
+
+def _seconds_since(nanoseconds: int) -> float:
+    return max(0.0, (time.monotonic_ns() - nanoseconds) / 1e9)
