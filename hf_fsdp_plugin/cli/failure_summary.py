@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import os
 import re
 import signal
 import socket
@@ -13,6 +14,7 @@ from hf_fsdp_plugin.cli.exit_codes import HANG
 from hf_fsdp_plugin.cli.hang_watch import Hang
 from hf_fsdp_plugin.cli.places import Frame, RanksAt, is_library, merged, relative
 from hf_fsdp_plugin.cli.ranks import RankExit, RunResult
+from hf_fsdp_plugin.observe.hang.describe import SILENT_EXIT, describe_comparison, last_call
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import plural, truncate_lines
 
@@ -29,6 +31,8 @@ _HANG = ": hang: "
 _WAITED = "[FSDP-E670]"
 """Part of the message of a rank that has waited for others in a collective call."""
 _HALTED = "did not run, because its process was stopped by SIGSTOP or a debugger"
+_RECORDING = os.path.join("integrations", "call_hooks.py")
+"""The file whose functions are called around each collective."""
 _MAX_PLACES = 8
 _NUM_LAST_FRAMES = 2
 _MAX_LINE = 240
@@ -110,12 +114,16 @@ def format_failures(result: RunResult, *, debug: bool = False, shown_live: Itera
         rest = [f"  {line}" for line in str(failure["message"]).splitlines() if line != _first_line(failure)]
         lines += truncate_lines(rest, _MAX_LINES)
         lines += failure["traceback"].rstrip().splitlines() if debug else _format_frames(failure["frames"])
+    if first.code < 0 and not first.stopped and (call := last_call(first.calls)):
+        lines.append(f"  Its last collective was {call}.")
     if first.code < 0 and not first.stopped and (hint := _HINTS.get(_signal_name(-first.code))):
         lines.append(f"  {hint}")
     if failure is None:
         lines += format_stack(first.stack)
-    if _may_disagree(first) and len(places := _format_places(result)) > 1:
-        message = f"the ranks were in different places: {'; '.join(places)}."
+    gone = [rank for rank in result.exits if rank.left_silently]
+    if gone and _lost_connection(first):
+        lines.append(f"hf-fsdp: {_silent_exit(gone, result)}")
+    elif _may_disagree(first) and (message := _disagreement(result)):
         fix = (
             "If these places have different collectives, they do not match. Make every rank run the same collective "
             "calls in the same order: the same number of steps, and saves and evaluations on all ranks."
@@ -126,6 +134,27 @@ def format_failures(result: RunResult, *, debug: bool = False, shown_live: Itera
     lines += _format_others(first, result.exits, debug=debug)
     lines += [f"hf-fsdp: {note}" for note in result.notes]
     return "\n".join(lines)
+
+
+def _silent_exit(gone: Sequence[RankExit], result: RunResult) -> Problem:
+    """Return the problem of ranks that have exited without an error, so that others lost the connection to them."""
+    numbers = [rank.rank for rank in gone]
+    steps = f" after {plural(gone[0].counts.steps, 'optimizer step')}" if gone[0].counts is not None else ""
+    text = describe_comparison(rank.calls for rank in result.exits if rank.calls is not None)
+    message = f"{_ranks(numbers)} exited with code 0 before the end of the script{steps}. "
+    if text:
+        message += f"{text[0].upper()}{text[1:]}"
+    return Problem(code="FSDP-E734", message=message.strip(), fix=SILENT_EXIT)
+
+
+def _disagreement(result: RunResult) -> str:
+    """Return sentences on the places of the ranks and on their collectives, as far as these differ."""
+    places = _format_places(result)
+    compared = describe_comparison(rank.calls for rank in result.exits if rank.calls is not None)
+    sentences = [f"the ranks were in different places: {'; '.join(places)}."] if len(places) > 1 else []
+    if compared:
+        sentences.append(f"{compared[0].upper()}{compared[1:]}" if sentences else compared)
+    return " ".join(sentences)
 
 
 def summarize_hang(hang: Hang) -> str:
@@ -211,6 +240,7 @@ def _format_frames(frames: Sequence[Mapping[str, Any]]) -> list[str]:
     """Format the frames of user code and the last frames. Earlier library frames are only counted."""
     lines: list[str] = []
     num_skipped = 0
+    frames = [frame for frame in frames if not frame["file"].endswith(_RECORDING)]
     for position, frame in enumerate(frames):
         if frame["library"] and position < len(frames) - _NUM_LAST_FRAMES:
             num_skipped += 1

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 from hf_fsdp_plugin.cli.inquiries import Inquiries
 from hf_fsdp_plugin.cli.places import Frame, find_place, read_stack
-from hf_fsdp_plugin.cli.processes import cpu_seconds, is_halted
+from hf_fsdp_plugin.cli.processes import Use, is_halted, processor_use
 from hf_fsdp_plugin.cli.rank_files import RankFiles
 from hf_fsdp_plugin.integrations.step_count import read_counts
 from hf_fsdp_plugin.observe.hang.calls import Glance, RankCalls, glance, read_calls, read_timeout
@@ -69,7 +69,7 @@ class _Sample:
     """Processor time and stacks of the ranks of this machine at one time."""
 
     time: float
-    cpu: Mapping[int, float]
+    use: Mapping[int, Use]
     stacks: Mapping[int, Sequence[Frame]]
 
 
@@ -170,6 +170,7 @@ class HangWatch:
                 self._noticed.add(key)
                 self._notice(describe_busy(diagnosis, known, ends_after))
             self._sample = self._take_sample(ranks)
+            self._next_diagnosis = time.monotonic() + limit / 2  # measures the processor time for that long
             return None
         return Hang(problem=describe(diagnosis, known), diagnosis=diagnosis, ranks=known, stacks=stacks)
 
@@ -202,7 +203,8 @@ class HangWatch:
             state, detail = _state(rank)
             stack = after.stacks[rank.rank]
             place = find_place(stack, read_counts(rank.files.steps))
-            used = after.cpu.get(rank.pid, 0.0) - before.cpu.get(rank.pid, 0.0)
+            old, new = before.use.get(rank.pid, Use()), after.use.get(rank.pid, Use())
+            has_moved = bool(stack) and list(stack) != list(before.stacks.get(rank.rank, stack))
             found.append(
                 replace(
                     read_calls(rank.rank, rank.files.calls),
@@ -210,19 +212,19 @@ class HangWatch:
                     detail=detail,
                     place=str(place or ""),
                     call=place.call if place is not None else "",
-                    cpu=max(0.0, used / seconds) if state == "running" else None,
-                    moved=bool(stack) and list(stack) != list(before.stacks.get(rank.rank, stack)),
+                    cpu=max(0.0, new.seconds - old.seconds) / seconds if state == "running" else None,
+                    moved=has_moved or (old.runs and new.runs),
                 )
             )
         return found, dict(after.stacks)
 
     def _take_sample(self, ranks: Sequence[WatchedRank]) -> _Sample:
+        now, use = time.monotonic(), processor_use([rank.pid for rank in ranks])  # before the ranks handle a signal
         for rank in ranks:
             if rank.poll() is None:
                 rank.request_stacks()
         time.sleep(_STACK_SECONDS)
-        stacks = {rank.rank: tuple(read_stack(rank.files.stacks)) for rank in ranks}
-        return _Sample(time.monotonic(), cpu_seconds([rank.pid for rank in ranks]), stacks)
+        return _Sample(now, use, {rank.rank: tuple(read_stack(rank.files.stacks)) for rank in ranks})
 
 
 def _state(rank: WatchedRank) -> tuple[str, str]:

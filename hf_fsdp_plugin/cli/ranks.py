@@ -28,6 +28,7 @@ from hf_fsdp_plugin.cli.rank_files import FILES_VARIABLE, RankFiles
 from hf_fsdp_plugin.cli.rank_output import RankOutput, last_lines
 from hf_fsdp_plugin.cli.rendezvous import Peers
 from hf_fsdp_plugin.integrations.step_count import Counts, read_counts
+from hf_fsdp_plugin.observe.hang.calls import RankCalls, read_calls
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import plural
 
@@ -60,6 +61,7 @@ class RankExit:
         counts: its optimizer steps and forwards; ``None`` if they were not counted.
         ended: whether its script had ended without an error.
         halted: whether SIGSTOP or a debugger had stopped its process when it was asked for its stack.
+        calls: its collectives; ``None`` if they are unknown.
     """
 
     rank: int
@@ -73,6 +75,12 @@ class RankExit:
     counts: Counts | None = None
     ended: bool = False
     halted: bool = False
+    calls: RankCalls | None = None
+
+    @property
+    def left_silently(self) -> bool:
+        """Whether it exited before the end of its script, without an error and without the launcher."""
+        return self.code == 0 and self.failure is None and not self.ended and not self.stopped
 
     @property
     def place(self) -> Place | None:
@@ -161,6 +169,7 @@ class _Rank:
             counts=read_counts(self.files.steps),
             ended=self.files.ended.exists(),
             halted=self.halted,
+            calls=read_calls(self.rank, self.files.calls),
         )
 
     def _stack(self, failure: Mapping[str, Any] | None) -> Sequence[Frame]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +77,10 @@ ENDED = r"rank {rank} had ended the script and was in the report at the end of t
 SHORT = {"HF_FSDP_ARRIVAL_TIMEOUT": "3"}
 
 
-def error_of(folder: Path, script: str, what: str, *, quiet: bool = True) -> str:
+def error_of(folder: Path, script: str, what: str, *, quiet: bool = True, flags: Sequence[str] = ()) -> str:
     """Run a script in which ranks disagree, and return what the launcher says."""
     write(folder, script)
-    done = launch(folder, "--num_processes", "2", *["--quiet"] * quiet, "train.py", what, env=SHORT)
+    done = launch(folder, "--num_processes", "2", *["--quiet"] * quiet, *flags, "train.py", what, env=SHORT)
     assert done.returncode not in (0, 2), done.stderr
     return done.stderr
 
@@ -189,8 +190,9 @@ OTHER_IN_STEP = r"rank 0 was in (forward|backward)( \(\w+\))? at train.py:18 `.*
 @slow
 @pytest.mark.parametrize("what", ["sleep", "halt", "forward"])
 def test_rank_that_does_not_come_is_named_at_the_time_out(tmp_path: Path, what: str) -> None:
+    """Without the diagnosis of hangs (see test_hangs.py), which is earlier than the time-out."""
     write(tmp_path, WAITS)
-    units = ("--fsdp_auto_wrap_policy", "SIZE_BASED_WRAP", "--fsdp_min_num_params", "50")
+    units = ("--fsdp_auto_wrap_policy", "SIZE_BASED_WRAP", "--fsdp_min_num_params", "50", "--hang_timeout", "0")
     done = launch(tmp_path, "--num_processes", "2", "--quiet", *units, "train.py", what, "10")
     assert done.returncode not in (0, 2), done.stderr
     assert "FSDP-E743" in done.stderr and re.search(OTHER_IN_STEP, done.stderr), done.stderr
@@ -204,7 +206,7 @@ def test_rank_that_does_not_come_is_named_at_the_time_out(tmp_path: Path, what: 
 
 @slow
 def test_time_out_of_training_arguments_ends_the_wait(tmp_path: Path) -> None:
-    error = error_of(tmp_path, TRAINER, "sleep")
+    error = error_of(tmp_path, TRAINER, "sleep", flags=("--hang_timeout", "0"))
     assert "FSDP-E743" in error
     assert re.search(r"rank 0 was in (forward|backward)( \(\w+\))? at train.py:24 .* after 2 optimizer steps", error), (
         error

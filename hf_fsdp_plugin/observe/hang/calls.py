@@ -110,6 +110,7 @@ class RankCalls:
 
     Attributes:
         groups: its process groups, by name.
+        last_group: the group of its newest collective; empty before the first.
         wait: the collective in which its main thread waits; ``None`` if it does not. Collectives of accelerators are
             only enqueued, so that a rank waits in none.
         idle: seconds since it began its newest collective; infinite before the first.
@@ -119,12 +120,13 @@ class RankCalls:
         place: where it is, as text (see ``cli.places``); empty if that is unknown.
         call: the library function that it is in, such as ``generate``; empty outside of known ones.
         cpu: share of one core that its processes have used lately; ``None`` if that was not measured.
-        moved: whether its Python stack has changed meanwhile.
+        moved: whether its Python stack has changed meanwhile, or it could have run if a processor had been free.
         timeout: the shortest time-out of its process groups in seconds; 0 if that is unknown.
     """
 
     rank: int
     groups: Mapping[str, GroupCalls] = field(default_factory=dict)
+    last_group: str = ""
     wait: Wait | None = None
     idle: float = float("inf")
     state: str = "running"
@@ -143,7 +145,7 @@ class RankCalls:
         wait = self.wait and [self.wait.group, self.wait.number, list(self.wait.call), round(self.wait.seconds, 3)]
         rest = {
             name: getattr(self, name)
-            for name in ("rank", "state", "detail", "place", "call", "cpu", "moved", "timeout")
+            for name in ("rank", "last_group", "state", "detail", "place", "call", "cpu", "moved", "timeout")
         }
         return {**rest, "idle": min(self.idle, 1e9), "wait": wait, "groups": groups}
 
@@ -223,6 +225,7 @@ def read_calls(rank: int, files: CallFiles) -> RankCalls:
     return RankCalls(
         rank=rank,
         groups=_by_group(entries),
+        last_group=_group_name(entries[-1].group) if entries else "",
         wait=_wait(words, names),
         idle=_seconds_since(entries[-1].begun) if entries else float("inf"),
         timeout=_shortest_timeout(names),
@@ -297,7 +300,9 @@ def _wait(words: Sequence[int], names: Sequence[Any]) -> Wait | None:
     if not words[WAITING_AT]:
         return None
     entry = _entry(words, names, words[WAITING_AT] - 1)
-    return entry if entry is None else Wait(_group_name(entry.group), entry.number, entry.call, _seconds_since(words[SINCE_AT]))
+    if entry is None:
+        return None
+    return Wait(_group_name(entry.group), entry.number, entry.call, _seconds_since(words[SINCE_AT]))
 
 
 def _names(path: Path) -> Iterator[Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from hf_fsdp_plugin.observe.hang.calls import ARRIVALS, RankCalls
-from hf_fsdp_plugin.observe.hang.diagnose import Diagnosis, Difference, Waiting
+from hf_fsdp_plugin.observe.hang.diagnose import Diagnosis, Difference, Waiting, compare
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names, plural
 
@@ -15,10 +15,11 @@ _SAME_CALLS: Final = (
     "as an expert without tokens or a batch without images, call it with an empty or made-up input. Make saves, "
     "evaluations, generations and gradient clipping on all ranks."
 )
+SILENT_EXIT: Final = "Look for os._exit, or for a library that ends the process."
 _RAISE: Final = "If the rank needs this time, set a longer --hang_timeout."
 _FIXES: Final[Mapping[str, str]] = {
     "halted": "Let the process continue (kill -CONT), or debug with --hang_timeout 0.",
-    "exited": "Look for os._exit, or for a library that ends the process.",
+    "exited": SILENT_EXIT,
     "ended": "Make every rank run the same number of steps, and make the same calls on all ranks.",
     "unreachable": "Check whether this machine runs and is reachable.",
 }
@@ -63,6 +64,25 @@ def describe_standstill(known: Iterable[RankCalls], seconds: float) -> Problem:
     )
 
 
+def last_call(rank: RankCalls | None) -> str:
+    """Return the last collective of a rank, with its number and group; empty if there is none."""
+    group = rank.last_group if rank is not None else ""
+    if rank is None or not group:
+        return ""
+    found = rank.groups[group]
+    return f"{found.calls[-1]}, number {found.last} of process group {group}"
+
+
+def describe_comparison(ranks: Iterable[RankCalls]) -> str:
+    """Return sentences on the collectives of ranks after a failure of the communication; empty if they are equal."""
+    found = compare(ranks)
+    if isinstance(found, Difference):
+        return describe_difference(found)
+    if found is None:
+        return ""
+    return f"only {_ranks(found.ranks)} had begun {found.call}, number {found.number} of process group {found.group}."
+
+
 def describe_difference(difference: Difference) -> str:
     """Return sentences on the first collective in which ranks differ."""
     calls = "; ".join(f"{_ranks(ranks)}: {call}" for call, ranks in difference.calls[:_MAX_CALLS])
@@ -77,7 +97,7 @@ def describe_difference(difference: Difference) -> str:
 
 def _late(diagnosis: Diagnosis, known: Mapping[int, RankCalls]) -> str:
     waiting = diagnosis.waiting
-    late = "; ".join(f"{_ranks([rank])} {_where(known[rank])}" for rank in diagnosis.ranks[:_MAX_RANKS])
+    late = "; ".join(f"{_ranks([rank])} {_where(known[rank], waiting.group)}" for rank in diagnosis.ranks[:_MAX_RANKS])
     more = len(diagnosis.ranks) - _MAX_RANKS
     rest = f"; and {plural(more, 'more rank')}" if more > 0 else ""
     return f"{_ranks(diagnosis.ranks)} {_are(diagnosis.ranks)} late: {_waits(waiting)}. Meanwhile {late}{rest}."
@@ -90,11 +110,11 @@ def _waits(waiting: Waiting) -> str:
     return f"{_ranks(waiting.ranks)} {have} waited for {waiting.seconds:,.0f} s in {waiting.call}{number}"
 
 
-def _where(rank: RankCalls) -> str:
+def _where(rank: RankCalls, group: str = "") -> str:
     if rank.state == "halted":
-        return "did not run, because its process was stopped by SIGSTOP or a debugger" + _at(rank)
+        return f"did not run, because its process was stopped by SIGSTOP or a debugger{_after(rank, group)}"
     if rank.state == "exited":
-        return f"had exited before the end of its script ({rank.detail})"
+        return f"had exited before the end of its script ({rank.detail}){_after(rank, group)}"
     if rank.state == "ended":
         return "had ended the script"
     if rank.state == "unreachable":
@@ -103,8 +123,10 @@ def _where(rank: RankCalls) -> str:
     return place if rank.cpu is None else f"{place}, and its processes used {rank.cpu:.0%} of a core"
 
 
-def _at(rank: RankCalls) -> str:
-    return f" {rank.place}" if rank.place else ""
+def _after(rank: RankCalls, group: str) -> str:
+    """Return the last collective of a rank whose stack is unknown."""
+    calls = rank.groups[group].calls if group in rank.groups else ()
+    return f"{f' {rank.place}' if rank.place else ''}, after {calls[-1]}" if calls else ""
 
 
 def _fix(ranks: Sequence[int], known: Mapping[int, RankCalls]) -> str:

@@ -23,7 +23,7 @@ from hf_fsdp_plugin.observe.hang.calls import (
 )
 
 Kind = Literal["late", "different", "circle", "stuck"]
-_BUSY_SHARE: Final = 0.05
+_BUSY_SHARE: Final = 0.03
 """Share of one core from which on a late rank is busy. Threads of idle processes use less than 1%."""
 _MAX_SKIPPED: Final = 64
 """Calls that are searched for the one with which a rank goes on after it has skipped some."""
@@ -112,8 +112,7 @@ def diagnose(ranks: Iterable[RankCalls], *, limit: float) -> Diagnosis | None:
         return None
     waiting = _grouped(waits)
     longest = waiting[0]
-    found = (find_difference(name, known, members[name]) for name in (longest.group, *members))
-    difference = next((each for each in found if each is not None), None)
+    difference = _first_difference(known, members, longest.group)
     late = _late(longest, known, members)
     causes, circle = _follow(late, waits, known, members)
     facts: dict[str, Any] = {"waiting": longest, "others": tuple(waiting[1:]), "difference": difference}
@@ -131,40 +130,70 @@ def diagnose(ranks: Iterable[RankCalls], *, limit: float) -> Diagnosis | None:
     return Diagnosis(kind="stuck", ranks=(), **facts)
 
 
+def compare(ranks: Iterable[RankCalls]) -> Difference | Waiting | None:
+    """Return in what the records of ranks differ after a failure of the communication.
+
+    Returns:
+        The first difference; or else the first collective that some ranks had begun and others had not; or ``None``.
+    """
+    known = {rank.rank: rank for rank in ranks}
+    members = _members(known)
+    if (difference := _first_difference(known, members)) is not None:
+        return difference
+    for name, group_ranks in members.items():
+        lasts = {rank: _last(known[rank], name) for rank in group_ranks}
+        ahead = tuple(rank for rank, last in lasts.items() if last > min(lasts.values()))
+        if ahead and name != POINT_TO_POINT:
+            number = min(lasts.values()) + 1
+            call = known[ahead[0]].groups[name].call(number)
+            if call is not None:
+                return Waiting(name, number, call, ahead, 0.0)
+    return None
+
+
+def _first_difference(
+    known: Mapping[int, RankCalls], members: Mapping[str, Sequence[int]], first: str = ""
+) -> Difference | None:
+    """Return a difference in a group, that of the group ``first`` before others."""
+    names = [first, *members] if first else list(members)
+    found = (find_difference(name, known, members.get(name, ())) for name in names)
+    return next((each for each in found if each is not None), None)
+
+
 def find_difference(name: str, known: Mapping[int, RankCalls], members: Sequence[int]) -> Difference | None:
     """Return the first recorded collective of a group in which its ranks differ; ``None`` without one."""
     if name == POINT_TO_POINT:
         return None
-    calls = {rank: known[rank].groups[name] for rank in members if name in known[rank].groups}
-    if len(calls) < 2:
-        return None
-    first = max(group.last - len(group.calls) + 1 for group in calls.values())
-    last = min(group.last for group in calls.values())
-    for number in range(first, last + 1):
-        found: dict[tuple[Any, ...], list[int]] = {}
-        for rank, group in calls.items():
+    # Most ranks have made the same calls, so that one of each kind is compared.
+    kinds: dict[GroupCalls, list[int]] = {}
+    for rank in members:
+        if name in known[rank].groups:
+            kinds.setdefault(known[rank].groups[name], []).append(rank)
+    first = max((group.last - len(group.calls) + 1 for group in kinds), default=0)
+    last = min((group.last for group in kinds), default=-1)
+    for number in range(first, last + 1 if len(kinds) > 1 else first):
+        found: dict[tuple[Any, ...], list[GroupCalls]] = {}
+        for group in kinds:
             if (call := group.call(number)) is not None:
-                found.setdefault(call.compared, []).append(rank)
+                found.setdefault(call.compared, []).append(group)
         if len(found) > 1:
-            classes = sorted(found.values(), key=lambda ranks: (-len(ranks), ranks[0]))
-            firsts = [calls[ranks[0]] for ranks in classes]
-            shown = tuple(
-                (call, tuple(ranks))
-                for group, ranks in zip(firsts, classes, strict=True)
-                if (call := group.call(number)) is not None
-            )
-            return Difference(name, number, shown, _skipped(number, firsts, classes))
+            classes = [
+                (groups[0], sorted(rank for group in groups for rank in kinds[group])) for groups in found.values()
+            ]
+            classes.sort(key=lambda each: (-len(each[1]), each[1][0]))
+            shown = tuple((call, tuple(ranks)) for group, ranks in classes if (call := group.call(number)) is not None)
+            return Difference(name, number, shown, _skipped(number, classes))
     return None
 
 
 def _skipped(
-    number: int, firsts: Sequence[GroupCalls], classes: Sequence[Sequence[int]]
+    number: int, classes: Sequence[tuple[GroupCalls, Sequence[int]]]
 ) -> tuple[tuple[int, ...], tuple[Call, ...]]:
     """Return which of two classes of ranks has left out calls that the other made, and these calls."""
     if len(classes) != 2:
         return (), ()
     found = []
-    for most, few, ranks in ((firsts[0], firsts[1], classes[1]), (firsts[1], firsts[0], classes[0])):
+    for (most, _), (few, ranks) in (classes, classes[::-1]):
         if num := _num_skipped(most, few, number):
             calls = tuple(call for offset in range(num) if (call := most.call(number + offset)) is not None)
             found.append((tuple(ranks), calls))

@@ -12,6 +12,7 @@ from hf_fsdp_plugin.cli.places import Frame, RanksAt
 from hf_fsdp_plugin.cli.ranks import RankExit, RunResult
 from hf_fsdp_plugin.cli.run_script import __file__ as LIBRARY_FILE
 from hf_fsdp_plugin.integrations.step_count import Counts
+from hf_fsdp_plugin.observe.hang.calls import Call, GroupCalls, RankCalls
 
 SAVE = (Frame("/work/train.py", 30, "main"), Frame(LIBRARY_FILE, 9, "save_state"))
 BACKWARD = (Frame("/work/train.py", 20, "main"), Frame(LIBRARY_FILE, 9, "backward"))
@@ -106,3 +107,32 @@ def test_places_explain_a_call_that_ranks_did_not_make(code: str, named: bool) -
         rank(0, failure=failure), rank(1, -signal.SIGTERM, stopped=True, stack=BACKWARD, counts=Counts(1, 0))
     )
     assert ("rank 1 was in backward at /work/train.py:20 after 1 optimizer step" in text) is named
+
+
+def calls_of(number: int, *units: str) -> RankCalls:
+    calls = tuple(Call("all-gather", 8, "float32", unit) for unit in units)
+    group = "0 of ranks 0,1"
+    return RankCalls(rank=number, groups={group: GroupCalls("0,1", len(calls), calls)}, last_group=group)
+
+
+def test_first_different_collective_is_named() -> None:
+    lost = rank(1, failure=LOST, stack=SAVE, calls=calls_of(1, "layers.0", "layers.2"))
+    text = summary(rank(0, ABORTED, stack=SAVE, calls=calls_of(0, "layers.0", "layers.1", "layers.2")), lost)
+    assert "FSDP-E743" in text and "different places" not in text
+    assert "Number 2 of process group 0 of ranks 0,1 was on rank 0: all-gather of layers.1 (8 × fp32)" in text
+    assert "Rank 1 left out all-gather of layers.1" in text
+
+
+def test_killed_rank_is_named_with_its_last_collective() -> None:
+    text = summary(rank(0, -signal.SIGKILL, calls=calls_of(0, "layers.0")), rank(1, failure=LOST))
+    assert "Its last collective was all-gather of layers.0 (8 × fp32), number 1 of process group" in text
+
+
+def test_rank_that_left_silently_is_named() -> None:
+    lost = rank(0, failure=LOST, stack=BACKWARD, calls=calls_of(0, "layers.0", "layers.1"))
+    gone = rank(1, 0, counts=Counts(3, 3), calls=calls_of(1, "layers.0"))
+    text = summary(lost, gone)
+    assert "rank 1 exited with code 0 before the end of the script after 3 optimizer steps." in text
+    assert "Only rank 0 had begun all-gather of layers.1" in text and "FSDP-E734" in text and "FSDP-E743" not in text
+    assert "FSDP-E734" not in summary(lost, rank(1, 0, ended=True))
+    assert "FSDP-E734" not in summary(lost, rank(1, 0, stopped=True))

@@ -43,6 +43,7 @@ def launch(hf_fsdp: Callable) -> Callable[..., tuple[int, str, str]]:
         (["--max_restarts", "some", "train.py"], "--max_restarts is 'some'; expected a number"),
         (["--show-ranks", "some", "train.py"], "--show_ranks is 'some'; expected main or all"),
         (["--grace", "soon", "train.py"], "--grace is 'soon'; expected a number"),
+        (["--hang_timeout", "soon", "train.py"], "--hang_timeout is 'soon'; expected seconds"),
         (["missing.py"], "missing.py: no such script"),
         (["-m", "no_such_module_anywhere"], "no module named no_such_module_anywhere"),
         (["."], "without a __main__.py"),

@@ -1,0 +1,75 @@
+"""Hangs of every kind, provoked on real ranks by scripts/bench/hangs.py: the launcher names rank, unit and place."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import launch, write
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
+
+from hangs import EXPECTED, provoke, train_healthily  # type: ignore[import-not-found]
+
+from hf_fsdp_plugin.cli.exit_codes import HANG
+
+QUICK = {("sleep", 1, "loop"), ("skip", 2, "loop")}
+CASES = [(kind, version, way) for kind in EXPECTED for version in (1, 2) for way in ("loop", "trainer")]
+
+
+def slow_unless_quick(case: tuple[str, int, str]) -> Any:
+    return pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("kind", "version", "way"), [slow_unless_quick(case) for case in CASES])
+def test_hang_is_named(kind: str, version: int, way: str) -> None:
+    outcome = provoke(kind, version, way)
+    assert outcome.named, outcome.output
+    assert outcome.exit_code == HANG or outcome.code in ("FSDP-E743", "FSDP-E734", "FSDP-E670"), outcome.output
+    assert "fsdp_hang_" in outcome.output or outcome.exit_code != HANG
+
+
+@pytest.mark.slow
+def test_slow_training_raises_no_alarm() -> None:
+    found = train_healthily(2.0, 2)
+    assert (found["exit_code"], found["alarms"]) == (0, 0)
+
+
+EXCHANGES = """
+    import os, time, torch, torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+    distribute_tensor(torch.ones(4), mesh, [Shard(0)]).full_tensor()
+    what = __import__("sys").argv[1]
+    if rank == 1:
+        open("ready", "w").close()
+        time.sleep(600)
+    elif what == "dtensor":
+        distribute_tensor(torch.ones(4), mesh, [Shard(0)]).sum().full_tensor()
+    elif what == "receive":
+        dist.recv(torch.ones(2), 1)
+    elif what == "objects":
+        dist.all_gather_object([None, None], {"a": 1})
+    elif what == "monitored":
+        dist.monitored_barrier()
+"""
+NAMED = {
+    "dtensor": "rank 0 has waited for",
+    "receive": "in recv from rank 1",
+    "objects": "in all-gather (list)",
+    "monitored": "in monitored barrier",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", NAMED)
+def test_collectives_of_the_script_are_seen(tmp_path: Path, what: str) -> None:
+    write(tmp_path, EXCHANGES)
+    done = launch(tmp_path, "--num_processes", "2", "--hang_timeout", "3", "train.py", what)
+    assert done.returncode == HANG, done.stderr
+    assert "rank 1 is late" in done.stderr and NAMED[what] in done.stderr and "time.sleep(600)" in done.stderr

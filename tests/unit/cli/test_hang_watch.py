@@ -1,0 +1,266 @@
+"""The launcher's watch over records of made-up ranks, its questions to other machines, its messages and its dump."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from hf_fsdp_plugin.cli import inquiries
+from hf_fsdp_plugin.cli.exit_codes import HANG
+from hf_fsdp_plugin.cli.failure_summary import exit_code, format_failures, summarize_hang
+from hf_fsdp_plugin.cli.hang_report import format_hang, write_hang
+from hf_fsdp_plugin.cli.hang_watch import DEFAULT_LIMIT, LIMIT_VARIABLE, Hang, HangWatch, hang_limit
+from hf_fsdp_plugin.cli.inquiries import Inquiries, StoreInquiries
+from hf_fsdp_plugin.cli.processes import is_halted, processor_use
+from hf_fsdp_plugin.cli.rank_files import RankFiles
+from hf_fsdp_plugin.cli.ranks import RunResult
+from hf_fsdp_plugin.observe.hang.calls import RankCalls
+from hf_fsdp_plugin.observe.hang.record import CallRecord
+
+LIMIT = 0.4
+SLEEPS = "import time; time.sleep(60)"
+WORKS = "while True: pass"
+ENDS = "pass"
+
+
+class Group:
+    """A process group of two ranks, whose time-out is known."""
+
+    group_name = "0"
+
+
+@dataclass
+class Rank:
+    """A process that records nothing, and the record that stands for it."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    files: RankFiles
+    record: CallRecord
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def poll(self) -> int | None:
+        return self.process.poll()
+
+    def request_stacks(self) -> None:
+        pass
+
+
+Make = Callable[..., list[Rank]]
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr("torch.distributed.get_backend", lambda group: "gloo")
+    monkeypatch.setattr("hf_fsdp_plugin.torch_private.process_groups.timeout_of", lambda group: None)
+    made: list[Rank] = []
+
+    def make(late: str = SLEEPS) -> list[Rank]:
+        for number, program in enumerate((SLEEPS, late)):
+            process = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
+            made.append(Rank(number, process, RankFiles(tmp_path / f"rank_{number}"), CallRecord()))
+        deadline = time.monotonic() + 20
+        while late == WORKS and not processor_use([process.pid])[process.pid].seconds and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for rank in made:
+            rank.record.open(rank.files.calls)
+            rank.record.begin(Group(), "barrier", None)  # type: ignore[arg-type]
+        made[0].record.waits(made[0].record.begin(Group(), "all-reduce", None))  # type: ignore[arg-type]
+        return made
+
+    yield make
+    for rank in made:
+        rank.process.kill()
+        rank.process.wait()
+        rank.record.close()
+
+
+def watch_for(ranks: list[Rank], seconds: float, **options: object) -> tuple[Hang | None, list[str]]:
+    notices: list[str] = []
+    watch = HangWatch(
+        **{  # type: ignore[arg-type]
+            "limit": LIMIT,
+            "is_strict": True,
+            "inquiries": Inquiries(),
+            "num_local": 2,
+            "world_size": 2,
+            "notice": lambda notice: notices.append(str(notice)),
+            **options,
+        }
+    )
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if (hang := watch.poll(ranks)) is not None:
+            return hang, notices
+        time.sleep(0.02)
+    return None, notices
+
+
+def test_late_rank_is_reported_after_the_limit(ranks: Make, tmp_path: Path) -> None:
+    both = ranks()
+    assert watch_for(both, LIMIT / 2)[0] is None
+    hang, _ = watch_for(both, 20.0)
+    assert hang is not None and hang.problem.code == "FSDP-E728" and hang.diagnosis.ranks == (1,)
+    path = write_hang(hang, tmp_path, limit=LIMIT)
+    assert path is not None and path.parent == tmp_path
+    dump = json.loads(path.read_text())
+    assert dump["ranks"] == [1] and dump["waiting"][0]["operation"] == "all-reduce" and dump["code"] == "FSDP-E728"
+    assert [rank["rank"] for rank in dump["calls_of_ranks"]] == [0, 1]
+    assert str(path) in format_hang(hang, path)
+    result = RunResult(exits=(), hang=hang)
+    assert exit_code(result) == HANG and format_failures(result) == ""
+    assert exit_code(RunResult(exits=(), remote_failure=f"machine 1: {summarize_hang(hang)}")) == HANG
+
+
+def test_wait_that_ends_is_not_reported(ranks: Make) -> None:
+    both = ranks()
+    timer = threading.Timer(LIMIT * 0.7, both[0].record._words.__setitem__, (3, 0))
+    timer.start()
+    hang, notices = watch_for(both, LIMIT * 3)
+    timer.join()
+    assert hang is None and notices == []
+
+
+def test_busy_rank_is_only_named_without_a_flag(ranks: Make) -> None:
+    hang, notices = watch_for(ranks(WORKS), 5.0, is_strict=False, limit=2.0)  # long enough on a busy machine
+    assert hang is None and len(notices) == 1 and "FSDP-W732" in notices[0] and "rank 1" in notices[0]
+
+
+def test_busy_rank_is_a_hang_with_a_flag(ranks: Make) -> None:
+    hang, _ = watch_for(ranks(WORKS), 20.0)
+    assert hang is not None and hang.diagnosis.ranks == (1,) and hang.diagnosis.is_busy
+
+
+def test_sleeping_rank_is_a_hang_without_a_flag(ranks: Make) -> None:
+    hang, _ = watch_for(ranks(), 20.0, is_strict=False)
+    assert hang is not None and not hang.diagnosis.is_busy
+
+
+@pytest.mark.parametrize(("late", "number"), [(SLEEPS, signal.SIGSTOP), (ENDS, None)])
+def test_state_of_the_process_is_named(ranks: Make, late: str, number: int | None) -> None:
+    both = ranks(late)
+    if number is not None:
+        os.kill(both[1].pid, number)
+    hang, _ = watch_for(both, 20.0, is_strict=False)
+    assert hang is not None and hang.diagnosis.ranks == (1,)
+    assert ("SIGSTOP" if number is not None else "exit code 0") in hang.problem.message
+
+
+def test_short_time_out_shortens_the_limit(ranks: Make) -> None:
+    both = ranks()
+    both[0].record._append({"group": "1", "ranks": "0,1", "timeout": 1.0})
+    hang, _ = watch_for(both, 20.0, limit=1000.0)
+    assert hang is not None
+
+
+@pytest.mark.slow
+def test_standstill_is_noticed_once(ranks: Make) -> None:
+    both = ranks()
+    both[0].record.waited()
+    hang, notices = watch_for(both, LIMIT * 14)
+    assert hang is None and len(notices) == 1 and "FSDP-W733" in notices[0]
+
+
+def test_machines_answer_each_other_and_name_silent_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inquiries, "_LIMIT", 2.0)
+    store = dist.HashStore()
+    machines = [StoreInquiries(store, machine, 3) for machine in range(3)]
+    found: list[tuple[list[RankCalls], list[int]]] = []
+    thread = threading.Thread(target=lambda: found.append(machines[0].ask([RankCalls(rank=0)])))
+    thread.start()
+    deadline = time.monotonic() + 5
+    while not machines[1].is_asked() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    machines[1].answer([RankCalls(rank=1, place="here")])
+    assert not machines[1].is_asked()
+    thread.join()
+    assert found == [([RankCalls(rank=1, place="here", idle=1e9)], [2])]
+
+
+def test_machines_that_ask_at_once_answer_each_other() -> None:
+    store = dist.HashStore()
+    found: dict[int, tuple[list[RankCalls], list[int]]] = {}
+
+    def ask(machine: int) -> None:
+        found[machine] = StoreInquiries(store, machine, 2).ask([RankCalls(rank=machine)])
+
+    threads = [threading.Thread(target=ask, args=(machine,)) for machine in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {machine: [rank.rank for rank in ranks] for machine, (ranks, _) in found.items()} == {0: [1], 1: [0]}
+    assert all(silent == [] for _, silent in found.values())
+
+
+def test_silent_machine_is_late(ranks: Make) -> None:
+    class Silent(Inquiries):
+        def ask(self, ranks: object) -> tuple[list[RankCalls], list[int]]:
+            return [], [1]
+
+    both = ranks()
+    both[1].record.begin(Group(), "all-reduce", None)  # type: ignore[arg-type]
+    for rank in both:
+        rank.files.calls.names.write_text(rank.files.calls.names.read_text().replace("0,1", "0-3"))
+    hang, _ = watch_for(both, 20.0, inquiries=Silent(), world_size=4)
+    assert hang is not None and hang.diagnosis.ranks == (2, 3)
+    assert "machine 1, whose launcher does not answer" in hang.problem.message
+
+
+@pytest.mark.parametrize(
+    ("flag", "variable", "expected"),
+    [
+        (None, "", (DEFAULT_LIMIT, False)),
+        ("30", "60", (30.0, True)),
+        (None, "60.5", (60.5, True)),
+        ("0", "", (0.0, True)),
+    ],
+)
+def test_limit_is_read_from_flag_then_environment(
+    monkeypatch: pytest.MonkeyPatch, flag: str | None, variable: str, expected: tuple[float, bool]
+) -> None:
+    monkeypatch.setenv(LIMIT_VARIABLE, variable)
+    assert hang_limit(flag) == expected
+
+
+@pytest.mark.parametrize("value", ["soon", "-1", "inf", "nan"])
+def test_wrong_limit_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    with pytest.raises(ValueError, match="--hang_timeout"):
+        hang_limit(value)
+    monkeypatch.setenv(LIMIT_VARIABLE, value)
+    with pytest.raises(ValueError, match=LIMIT_VARIABLE):
+        hang_limit(None)
+
+
+def test_state_and_time_of_processes_are_read(ranks: Make) -> None:
+    both = ranks(WORKS)
+    assert not is_halted(both[0].pid)
+    os.kill(both[0].pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 10
+    while not is_halted(both[0].pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert is_halted(both[0].pid)
+    before = processor_use([rank.pid for rank in both])
+    while (
+        processor_use([both[1].pid])[both[1].pid].seconds < before[both[1].pid].seconds + 0.05
+        and time.monotonic() < deadline
+    ):
+        time.sleep(0.05)
+    after = processor_use([rank.pid for rank in both])
+    assert after[both[0].pid] == before[both[0].pid] and not after[both[0].pid].runs
+    assert after[both[1].pid].seconds > before[both[1].pid].seconds and after[both[1].pid].runs
