@@ -25,7 +25,10 @@ from hf_fsdp_plugin.cli.failure_summary import (
     needs_places,
     places_of,
     summarize,
+    summarize_hang,
 )
+from hf_fsdp_plugin.cli.hang_report import format_hang, write_hang
+from hf_fsdp_plugin.cli.hang_watch import Hang, HangWatch
 from hf_fsdp_plugin.cli.rank_env import rank_env, restart_env
 from hf_fsdp_plugin.cli.rank_files import RankFiles, write_atomically
 from hf_fsdp_plugin.cli.ranks import Ranks, RunResult
@@ -46,6 +49,8 @@ class Job:
         role: role name of the ranks, as in torchrun.
         grace: seconds that ranks have to exit after a signal to the launcher.
         notice: prints a message for the user.
+        hang_limit: seconds that a rank may wait in a collective; 0 for any time.
+        hang_limit_is_strict: whether that includes waits for busy ranks.
     """
 
     launch: LaunchSection
@@ -57,6 +62,8 @@ class Job:
     show_all: bool
     log_dir: Path | None
     notice: Callable[[object], None]
+    hang_limit: float = 0.0
+    hang_limit_is_strict: bool = False
 
 
 def first_restarts(max_restarts: int) -> Restarts:
@@ -115,7 +122,12 @@ def _run_ranks(job: Job, rendezvous: Rendezvous, restarts: Restarts) -> RunResul
             for local_rank in range(job.world.num_local):
                 env = {**base, **rank_env(job.world, rendezvous, local_rank, role=job.role)}
                 ranks.start(rendezvous.first_rank + local_rank, job.command, env)
-            result = ranks.watch(grace=job.grace, peers=rendezvous.peers)
+            result = ranks.watch(
+                grace=job.grace,
+                peers=rendezvous.peers,
+                hangs=_hang_watch(job, rendezvous) if job.hang_limit else None,
+                report_hang=lambda hang: _report_hang(job, rendezvous, hang),
+            )
         finally:
             ranks.close()
         first = first_failure(result.exits)
@@ -125,6 +137,23 @@ def _run_ranks(job: Job, rendezvous: Rendezvous, restarts: Restarts) -> RunResul
                 elsewhere, notes = rendezvous.peers.share_places(places_of(result.exits))
                 result = replace(result, elsewhere=tuple(elsewhere), notes=tuple(notes))
     return result
+
+
+def _hang_watch(job: Job, rendezvous: Rendezvous) -> HangWatch:
+    return HangWatch(
+        limit=job.hang_limit,
+        is_strict=job.hang_limit_is_strict,
+        inquiries=rendezvous.peers.inquiries,
+        num_local=job.world.num_local,
+        world_size=job.world.size,
+        notice=job.notice,
+    )
+
+
+def _report_hang(job: Job, rendezvous: Rendezvous, hang: Hang) -> None:
+    rendezvous.peers.announce(summarize_hang(hang))
+    text = format_hang(hang, write_hang(hang, job.log_dir, limit=job.hang_limit))
+    print(text, file=sys.stderr, flush=True)
 
 
 def _print_failures(job: Job, rendezvous: Rendezvous, result: RunResult) -> None:

@@ -121,7 +121,7 @@ def format_failures(result: RunResult, *, debug: bool = False, shown_live: Itera
     if failure is None:
         lines += format_stack(first.stack)
     gone = [rank for rank in result.exits if rank.left_silently]
-    if gone and _lost_connection(first):
+    if gone and has_lost_connection(first):
         lines.append(f"hf-fsdp: {_silent_exit(gone, result)}")
     elif _may_disagree(first) and (message := _disagreement(result)):
         fix = (

@@ -6,15 +6,18 @@ Each question has a number. Each machine writes one answer per question, and onl
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import time
 import zlib
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Final
 
+from hf_fsdp_plugin.cli.launcher_store import POLL_SECONDS, LauncherStore, StoreLost
 from hf_fsdp_plugin.observe.hang.calls import RankCalls, from_json
 
-_PAUSE: Final = 0.5
+ASKED: Final = "hang/asked"
+"""Key of the number of questions."""
 _LIMIT: Final = 10.0
 """Seconds that a machine has to answer, in which it reads its ranks' stacks."""
 
@@ -39,53 +42,56 @@ class Inquiries:
 
 
 class StoreInquiries(Inquiries):
-    """The questions of several machines that share a store."""
+    """The questions of several machines that share a store.
 
-    def __init__(self, store: Any, machine: int, num_machines: int) -> None:
-        self._store, self._machine, self._num_machines = store, machine, num_machines
+    Args:
+        num_asked: returns how many questions there were, without waiting for the store.
+    """
+
+    def __init__(self, store: LauncherStore, num_machines: int, num_asked: Callable[[], int]) -> None:
+        self._store, self._num_machines, self._num_asked = store, num_machines, num_asked
         self._last = 0
-        self._next_check = 0.0
 
     def is_asked(self) -> bool:
-        if time.monotonic() < self._next_check:
-            return False
-        self._next_check = time.monotonic() + _PAUSE
-        try:
-            return int(self._store.add("hang/asked", 0)) > self._last
-        except Exception:  # see StorePeers.failure
-            return False
+        return self._num_asked() > self._last
 
     def answer(self, ranks: Sequence[RankCalls]) -> None:
-        try:
-            newest = int(self._store.add("hang/asked", 0))
-            text = _pack(ranks)
-            for number in range(self._last + 1, newest + 1):
-                self._store.set(f"hang/{number}/{self._machine}", text)
-            self._last = newest
-        except Exception:  # the machine that asks reports this one as silent
-            return
+        with contextlib.suppress(StoreLost):  # the machine that asks reports this one as silent
+            self._store.ask(lambda: self._answer(ranks))
 
     def ask(self, ranks: Sequence[RankCalls]) -> tuple[list[RankCalls], list[int]]:
-        silent = [machine for machine in range(self._num_machines) if machine != self._machine]
         found: list[RankCalls] = []
-        try:
-            number = int(self._store.add("hang/asked", 1))
-            deadline = time.monotonic() + _LIMIT
-            while silent and time.monotonic() < deadline:
-                self.answer(ranks)
-                for machine in list(silent):
-                    if self._store.check([f"hang/{number}/{machine}"]):
-                        found += _unpack(self._store.get(f"hang/{number}/{machine}"))
-                        silent.remove(machine)
-                time.sleep(0.1)
-        except Exception:  # the launcher that hosts the store has exited
-            return found, silent
-        return found, silent
+        silent = [machine for machine in range(self._num_machines) if machine != self._store.machine]
+        with contextlib.suppress(StoreLost):
+            self._store.ask(lambda: self._collect(ranks, found, silent), 2 * _LIMIT)
+        return list(found), list(silent)
+
+    def _answer(self, ranks: Sequence[RankCalls]) -> None:
+        newest = self._store.count(self._store.key(ASKED))
+        if newest > self._last:
+            text = _pack(ranks)
+            for number in range(self._last + 1, newest + 1):
+                self._store.set(self._store.own(f"hang/{number}"), text)
+            self._last = newest
+
+    def _collect(self, ranks: Sequence[RankCalls], found: list[RankCalls], silent: list[int]) -> None:
+        """Move the machines that answer from ``silent`` to ``found``."""
+        store = self._store
+        number = store.count(store.key(ASKED), 1)
+        deadline = time.monotonic() + _LIMIT
+        while silent and time.monotonic() < deadline:
+            self._answer(ranks)  # to other machines that ask at the same time
+            for machine in list(silent):
+                key = store.key(f"hang/{number}/{machine}")
+                if store.has(key):
+                    found += _unpack(store.get(key))
+                    silent.remove(machine)
+            time.sleep(POLL_SECONDS)
 
 
 def _pack(ranks: Sequence[RankCalls]) -> str:
     return base64.b64encode(zlib.compress(json.dumps([rank.to_json() for rank in ranks]).encode())).decode()
 
 
-def _unpack(text: bytes) -> list[RankCalls]:
+def _unpack(text: str) -> list[RankCalls]:
     return [from_json(content) for content in json.loads(zlib.decompress(base64.b64decode(text)))]

@@ -53,6 +53,10 @@ class LauncherStore:
         value: bytes = self.store.get(key)
         return value.decode()
 
+    def count(self, key: str, more: int = 0) -> int:
+        """Add to a counter, and return its value."""
+        return int(self.store.add(key, more))
+
     def wait_for(self, key: str, deadline: float) -> str:
         """Return the value of a key when it is there. Raises ``TimeoutError`` after `deadline`."""
         while not self.has(key):

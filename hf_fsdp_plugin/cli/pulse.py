@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from hf_fsdp_plugin.cli.inquiries import ASKED
 from hf_fsdp_plugin.cli.launcher_store import LauncherStore, beat_key
 
 LIMIT_VARIABLE = "HF_FSDP_MACHINE_TIMEOUT"
@@ -35,6 +36,7 @@ class Pulse:
     Attributes:
         announced: the failure of a rank that a machine has announced; empty without one.
         broken: whether the store is gone.
+        num_asked: how often a machine has asked what the ranks of the others do (see ``inquiries``).
     """
 
     def __init__(self, store: LauncherStore, watched: Sequence[int]) -> None:
@@ -48,6 +50,7 @@ class Pulse:
         self._closed = threading.Event()
         self.announced = ""
         self.broken = False
+        self.num_asked = 0
         self._thread = threading.Thread(target=self._run, name="hf_fsdp_pulse", daemon=True)
         self._thread.start()
 
@@ -83,6 +86,7 @@ class Pulse:
         failed = self._store.key("failed")
         if not self.announced and self._store.has(failed):
             self.announced = self._store.get(failed)
+        self.num_asked = self._store.count(self._store.key(ASKED))
         machines = [machine for machine in self._seen if machine not in self._left]
         keys = [beat_key(machine) for machine in machines]
         if not keys or not self._store.has(*keys):  # at the beginning

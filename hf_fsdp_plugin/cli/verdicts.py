@@ -5,9 +5,18 @@ from __future__ import annotations
 import builtins
 import signal
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Final
 
-from hf_fsdp_plugin.cli.failure_summary import first_failure, has_lost_connection, has_waited, only_stopped, summarize
+from hf_fsdp_plugin.cli.failure_summary import (
+    first_failure,
+    has_lost_connection,
+    has_waited,
+    only_stopped,
+    summarize,
+    summarize_hang,
+)
+from hf_fsdp_plugin.cli.hang_watch import Hang
 from hf_fsdp_plugin.cli.ranks import RankExit, RunResult
 from hf_fsdp_plugin.cli.restarts import Verdict
 from hf_fsdp_plugin.observe.restarts import FailedAttempt, Restarts
@@ -23,8 +32,12 @@ _MAX_TEXT: Final = 200
 
 def assess_attempt(result: RunResult, restarts: Restarts, *, machine: int, seconds: float) -> Verdict:
     """Return the verdict of this machine. The attempt must have failed, here or on another machine."""
-    first = first_failure(result.exits)
     began, steps = _progress(result.exits)
+    if result.hang is not None:
+        text = summarize_hang(result.hang)[:_MAX_TEXT]
+        attempt = FailedAttempt(failure=text, machine=machine, began=began, steps=steps, seconds=seconds)
+        return _of_hang(result.hang, attempt)
+    first = first_failure(result.exits)
     text = f"rank {first.rank}: {summarize(first)}" if first is not None else str(result.remote_failure)
     is_cause = first is not None and not only_stopped(first) and not has_lost_connection(first)
     attempt = FailedAttempt(
@@ -45,6 +58,13 @@ def assess_attempt(result: RunResult, restarts: Restarts, *, machine: int, secon
         final=final,
         order=(not is_cause, first is None, first.time if first is not None else 0.0),
     )
+
+
+def _of_hang(hang: Hang, attempt: FailedAttempt) -> Verdict:
+    """Return the verdict for a hang. The same code in the same unit after the same step comes from the program."""
+    waiting = hang.diagnosis.waiting
+    same_as = f"{hang.problem.code} in {waiting.call.operation} of {waiting.call.unit}"
+    return Verdict(attempt=replace(attempt, same_as=same_as))
 
 
 def _comes_again(first: RankExit) -> str:

@@ -22,6 +22,7 @@ from hf_fsdp_plugin.cli.failure_summary import exit_code, format_failures, summa
 from hf_fsdp_plugin.cli.hang_report import format_hang, write_hang
 from hf_fsdp_plugin.cli.hang_watch import DEFAULT_LIMIT, LIMIT_VARIABLE, Hang, HangWatch, hang_limit
 from hf_fsdp_plugin.cli.inquiries import Inquiries, StoreInquiries
+from hf_fsdp_plugin.cli.launcher_store import LauncherStore
 from hf_fsdp_plugin.cli.processes import is_halted, processor_use
 from hf_fsdp_plugin.cli.rank_files import RankFiles
 from hf_fsdp_plugin.cli.ranks import RunResult
@@ -176,10 +177,15 @@ def test_standstill_is_noticed_once(ranks: Make) -> None:
     assert hang is None and len(notices) == 1 and "FSDP-W733" in notices[0]
 
 
+def inquiries_of(store: dist.Store, machine: int, num_machines: int) -> StoreInquiries:
+    shared = LauncherStore(store, machine)
+    return StoreInquiries(shared, num_machines, lambda: shared.count(shared.key(inquiries.ASKED)))
+
+
 def test_machines_answer_each_other_and_name_silent_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inquiries, "_LIMIT", 2.0)
     store = dist.HashStore()
-    machines = [StoreInquiries(store, machine, 3) for machine in range(3)]
+    machines = [inquiries_of(store, machine, 3) for machine in range(3)]
     found: list[tuple[list[RankCalls], list[int]]] = []
     thread = threading.Thread(target=lambda: found.append(machines[0].ask([RankCalls(rank=0)])))
     thread.start()
@@ -197,7 +203,7 @@ def test_machines_that_ask_at_once_answer_each_other() -> None:
     found: dict[int, tuple[list[RankCalls], list[int]]] = {}
 
     def ask(machine: int) -> None:
-        found[machine] = StoreInquiries(store, machine, 2).ask([RankCalls(rank=machine)])
+        found[machine] = inquiries_of(store, machine, 2).ask([RankCalls(rank=machine)])
 
     threads = [threading.Thread(target=ask, args=(machine,)) for machine in (0, 1)]
     for thread in threads:
