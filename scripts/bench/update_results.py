@@ -143,6 +143,58 @@ def survival(result: Result) -> list[str]:
     ]
 
 
+def restarts(result: Result) -> list[str]:
+    lines = [
+        "| version | kills | during imports, training, a save | exit code | steps trained again | equal bit for bit | "
+        "largest relative difference |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for run in result["runs"]:
+        moments = [
+            sum(kill["moment"] == moment for kill in run["kills"]) for moment in ("imports", "training", "saving")
+        ]
+        lines.append(
+            f"| FSDP{run['version']} | {len(run['kills'])} | {', '.join(map(str, moments))} | {run['exit_code']} | "
+            f"{run['lost_steps']} | {run['bitwise_equal']} of {run['losses']} losses | "
+            f"{run['largest_relative_difference']:.1g} |"
+        )
+    what = f"{result['steps']} steps, a checkpoint every {result['steps_between_saves']}"
+    return [
+        *lines,
+        "",
+        f"{result['model']}; {what}; an unmodified Trainer script, `--max_restarts {len(run['kills'])}`.",
+    ]
+
+
+def two_hosts(result: Result) -> list[str]:
+    lines = [
+        "| strategy | version | sent by a host in a step | predicted | ratio | step |",
+        "|---|---|---|---|---|---|",
+        *(
+            f"| {row['strategy']} | FSDP{row['version']} | {row['sent_bytes'] / 1e6:.2f} MB | "
+            f"{row['predicted_bytes'] / 1e6:.2f} MB | {row['measured_over_predicted']:.3f} | {row['step_seconds']} s |"
+            for row in result["bytes"]
+        ),
+        "",
+        "| host 1 is lost by | ranks of host 0 ended after | next step after its return | lost steps | same losses |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {'SIGKILL to its launcher' if row['how'] == 'kill' else 'its link'} | "
+            f"{row['seconds_until_the_others_ended']} s | {row['seconds_until_the_first_step_after_return']} s | "
+            f"{row['lost_steps']} | {'yes' if row['losses_equal'] else 'no'} |"
+            for row in result["losses"]
+        ),
+    ]
+    factors = result["bytes"][0]["factors"] if result["bytes"] else {}
+    measured = ", ".join(f"{name} {value:.2f}" for name, value in factors.items())
+    return [
+        *lines,
+        "",
+        f"{result['model']}; link {result['rate']}, delay {result['delay']}. Bytes over the link for a "
+        f"byte of the tensor (world: four ranks; pair: one rank on each host), measured: {measured}.",
+    ]
+
+
 def gpu_check(result: Result) -> list[str]:
     """One row per strategy or check and version, one column per precision; problems are listed below the table."""
     lines = ["| case | fp32 | bf16 | fp16 |", "|---|---|---|---|"]
@@ -393,7 +445,7 @@ def throughput(result: Result) -> list[str]:
 _ALL = (
     step_overhead, checkpoint_save, merge, verified_reads, resume_parity, survival, gpu_check, ecosystem,
     generated_values, command_start, start, load, resume, computed_weights, readers, many_ranks,
-    large_world, memory_error, step_time, published_runs, unexpressed, throughput,
+    large_world, memory_error, step_time, published_runs, unexpressed, throughput, restarts, two_hosts,
 )  # fmt: skip
 TABLES: dict[str, Callable[[Result], list[str]]] = {table.__name__: table for table in _ALL}
 

@@ -75,7 +75,8 @@ def test_killed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, versi
         folder.mkdir()
         script = write(folder, LOOP)
         (folder / "fsdp.yaml").write_text(f"distributed_type: FSDP\nfsdp_config:\n  fsdp_version: {version}\n")
-        runs[name] = launch(folder, "--cpu", *words, script.name, *(["1 5 0"] if words else []))
+        process = start(folder, "--cpu", *words, script.name, *(["1 5 0"] if words else []))
+        runs[name] = finish(process, timeout=300)
         assert runs[name].returncode == 0, runs[name].stderr
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
     assert "restart 1 of 2: rank 1: killed by SIGKILL after step 5 of the run" in runs["killed"].stderr
@@ -87,7 +88,7 @@ def test_killed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, versi
 @pytest.mark.slow
 def test_failure_at_the_same_step_ends_the_run(tmp_path: Path) -> None:
     write(tmp_path, LOOP)
-    done = launch(tmp_path, "--cpu", "--max_restarts", "5", "train.py", "fail")
+    done = finish(start(tmp_path, "--cpu", "--max_restarts", "5", "train.py", "fail"), timeout=300)
     assert done.returncode == 1
     assert done.stderr.count("restart 1 of 5") >= 1 and "restart 2 of 5" not in done.stderr
     assert "[FSDP-E714]" in done.stderr and "two attempts have failed in the same way after step 5" in done.stderr
@@ -120,14 +121,14 @@ def test_lost_machine_comes_back(tmp_path: Path, lost: int) -> None:
     write(tmp_path, LOOP)
     port = free_port()
     machines = [start(tmp_path, *two_machines(tmp_path, port, machine)) for machine in (0, 1)]
-    pids = [int(wait_for(tmp_path / f"ready_{rank}")) for rank in (0, 1)]
+    pids = [int(wait_for(tmp_path / f"ready_{rank}", seconds=200)) for rank in (0, 1)]
     os.kill(machines[lost].pid, signal.SIGKILL)
     began = time.monotonic()
     assert all(is_gone(pid, seconds=60) for pid in pids), "the ranks of the other machine are stopped"
     assert time.monotonic() - began < 60
     machines[lost].communicate()
     machines[lost] = start(tmp_path, *two_machines(tmp_path, port, lost))
-    done: list[Done] = [finish(machine) for machine in machines]
+    done: list[Done] = [finish(machine, timeout=300) for machine in machines]
     assert [each.returncode for each in done] == [0, 0], done
     assert f"restart 1 of 2: machine {lost} was lost" in done[1 - lost].stderr
     assert list(losses(tmp_path)) == list(range(1, 9))
@@ -140,9 +141,9 @@ def test_machine_that_never_comes_back_ends_the_run(tmp_path: Path) -> None:
     port = free_port()
     conf = ("--rdzv_conf", "timeout=8")
     machines = [start(tmp_path, *conf, *two_machines(tmp_path, port, machine)) for machine in (0, 1)]
-    wait_for(tmp_path / "ready_1")
+    wait_for(tmp_path / "ready_1", seconds=200)
     os.kill(machines[1].pid, signal.SIGKILL)
     machines[1].communicate()
-    done = finish(machines[0])
+    done = finish(machines[0], timeout=200)
     assert done.returncode == 1
     assert "[FSDP-E717]" in done.stderr and "machine 1 did not join the others in 8 s" in done.stderr
