@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests the plugin on the GPUs of this machine: every strategy under both FSDP versions in fp32, bf16 and fp16, offload,
 # ignored modules, the gradient scaler, pinned asynchronous saves, gathering, clipping, reports, process groups, compile,
-# generate, activation offload, loading and the launcher. One rank on one GPU; with two or more GPUs also two ranks on two
+# generate, activation offload, loading, the launcher and its restarts. One rank on one GPU; with two or more GPUs also two ranks on two
 # GPUs. Prints a table and writes docs/results/gpu_check.json.
 #
 #   bash scripts/gpu_check.sh                   all cases

@@ -186,6 +186,15 @@ A run ends with a short report. `--report_table` prints all units and settings i
 
 {_RUN_END}
 
+`--max_restarts N` starts the ranks again after a failure, from the newest complete checkpoint of the run, and stops at an error
+that would come again ([clusters](clusters.md#restarts)):
+
+```text
+hf-fsdp: rank 1 failed (pid 9708 on node1): killed by SIGKILL
+hf-fsdp: restart 1 of 3: rank 1: killed by SIGKILL after step 5 of the run
+hf-fsdp: restart 1 of 3: resuming from out/checkpoint-4, the newest complete checkpoint of this run.
+```
+
 Flags of other launchers are recognized:
 
 {flag}

@@ -1,6 +1,7 @@
 """Fine-tune a causal language model in an Accelerate loop: prepare, accumulate, clip, evaluate, save, resume.
 
 accelerate launch --config_file configs/fsdp2_full_shard.yaml scripts/train_loop.py --max_steps 20
+hf-fsdp launch --max_restarts 3 --config_file configs/fsdp2_full_shard.yaml scripts/train_loop.py --save_every 5
 python scripts/train_loop.py --max_steps 2 --num_layers 2 --cpu              (one process, no FSDP)
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from pathlib import Path
 
 import torch
@@ -78,6 +80,11 @@ def main() -> None:
     model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
         model, optimizer, train_loader, eval_loader, scheduler
     )
+
+    if int(os.environ.get("HF_FSDP_RESTART_COUNT", "0")):  # hf-fsdp launch --max_restarts has started the run again
+        import hf_fsdp_plugin as hfp
+
+        args.resume = hfp.newest_checkpoint(args.output_dir, this_run=True) or args.resume
 
     step = 0
     if args.resume is not None:

@@ -14,4 +14,5 @@ for tool in unshare nsenter ip tc mount; do
   command -v "$tool" > /dev/null || { echo "two_hosts.sh: $tool is not installed (util-linux, iproute2)" >&2; exit 2; }
 done
 unshare -rnm true 2> /dev/null || { echo "two_hosts.sh: namespaces are not allowed here" >&2; exit 3; }
+export HF_FSDP_TWO_HOSTS=1
 exec unshare -rnm --propagation private "$python" "$here/bench/two_hosts.py" "$@"

@@ -1,11 +1,25 @@
-"""The script that the check ``launcher`` of gpu_check.py starts: a Trainer that saves and reports."""
+"""The script that the checks ``launcher`` and ``restart`` of gpu_check.py start: a Trainer that saves and reports."""
 
+import os
+import signal
 import sys
+from typing import Any
 
 from common import make_dataset, make_llama
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
-output_dir, precision = sys.argv[1:]
+output_dir, precision, *kill = sys.argv[1:]
+
+
+class Kill(TrainerCallback):
+    """Kills the last rank of the first attempt after step 4, if the script is asked to."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+        if kill and is_last and state.global_step == 4 and os.environ["HF_FSDP_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 arguments = TrainingArguments(
     output_dir,
     max_steps=6,
@@ -21,4 +35,5 @@ model = make_llama(
     vocab_size=1024, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2,
 )  # fmt: skip
-Trainer(model, arguments, train_dataset=make_dataset(vocab_size=1024, length=32)).train()
+dataset = make_dataset(vocab_size=1024, length=32)
+Trainer(model, arguments, train_dataset=dataset, callbacks=[Kill()]).train()

@@ -484,8 +484,28 @@ def launcher(case: Case) -> Case:
     return found
 
 
-def launch(case: Case, folder: Path) -> Case:
-    """Run a Trainer on the ranks of a case, and return its exit code, output and a part of its report."""
+@check
+def restart(case: Case) -> Case:
+    """Kill a rank of a launched Trainer. The launcher frees the devices and resumes from the last checkpoint."""
+    import torch.distributed as dist
+
+    done: list[Any] = [None]
+    if dist.get_rank() == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            done = [launch(case, Path(folder), "--max_restarts", "1")]
+    dist.broadcast_object_list(done)
+    result = done[0]
+    expect(result["code"] == 0, f"exit code {result['code']}: {result['text']}")
+    restarts = result["restarts"]
+    expect((restarts["count"], restarts["lost_steps"]) == (1, 1), f"restarts: {restarts}")
+    return {"restarts": restarts["count"], "lost_steps": restarts["lost_steps"]}
+
+
+def launch(case: Case, folder: Path, *flags: str) -> Case:
+    """Run a Trainer on the ranks of a case, and return its exit code, output and a part of its report.
+
+    With flags of the launcher, a rank is killed in the first attempt.
+    """
     (folder / "config.json").write_text(json.dumps(config(case)))
     inherited = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
     environ = {name: value for name, value in os.environ.items() if name not in inherited}
@@ -493,7 +513,8 @@ def launch(case: Case, folder: Path) -> Case:
     paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
     command = [
         sys.executable, "-m", "hf_fsdp_plugin.cli.main", "launch", "--config_file", str(folder / "config.json"),
-        str(Path(__file__).parent / "gpu_check_trainer.py"), str(folder / "out"), case["precision"],
+        *flags, str(Path(__file__).parent / "gpu_check_trainer.py"), str(folder / "out"), case["precision"],
+        *["kill"] * bool(flags),
     ]  # fmt: skip
     done = subprocess.run(
         command, env={**environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=200, check=False
@@ -501,7 +522,8 @@ def launch(case: Case, folder: Path) -> Case:
     report = folder / "out" / "fsdp_report.json"
     found = json.loads(report.read_text()) if report.exists() else {}
     kept = {key: found.get(key) for key in ("world_size", "device", "backend")}
-    return {"code": done.returncode, "text": (done.stdout + done.stderr)[-600:], "report": kept}
+    text, restarts = (done.stdout + done.stderr)[-600:], found.get("restarts")
+    return {"code": done.returncode, "text": text, "report": kept, "restarts": restarts}
 
 
 def run_check(case: Case) -> Case:

@@ -19,6 +19,7 @@ import os
 import signal
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from update_results import write_result
 
 NUM_STEPS, LOSE_AT = 12, 7
 LIMIT_S = 600.0
+INSIDE = "HF_FSDP_TWO_HOSTS"
 FACTORS = {"all_gather": 1.0, "reduce_scatter": 2.0, "all_reduce": 2.0}
 """What a rank of gloo sends, in units of (n-1)/n of the whole tensor."""
 CONFIG = """\
@@ -176,6 +178,8 @@ def main() -> int:
     parser.add_argument("--versions", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--only", choices=["bytes", "losses", "hold"], help="a part; hold: keep the hosts until killed")
     args = parser.parse_args()
+    if INSIDE not in os.environ:  # the namespaces are made first
+        return subprocess.run(["bash", str(ROOT / "scripts" / "two_hosts.sh"), *sys.argv[1:]], check=False).returncode
     hosts = Hosts(args.rate, args.delay)
     print(f"hosts {' and '.join(ADDRESSES)}, {args.rate}, delay {hosts.delay or 'none'}", flush=True)
     if args.only == "hold":

@@ -14,8 +14,8 @@ from matrices import slow
 from ranks import RankError, Ranks
 
 SLOW = (
-    "training", "launcher", "compiled", "ignored_modules", "scaler", "activation_offload", "generation", "loading",
-    "pinned_saves",
+    "training", "launcher", "restart", "compiled", "ignored_modules", "scaler", "activation_offload", "generation",
+    "loading", "pinned_saves",
 )  # fmt: skip
 """Checks that take seconds."""
 
