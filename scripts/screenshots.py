@@ -186,8 +186,8 @@ A run ends with a short report. `--report_table` prints all units and settings i
 
 {_RUN_END}
 
-`--max_restarts N` starts the ranks again after a failure, from the newest complete checkpoint of the run, and stops at an error
-that would come again ([clusters](clusters.md#restarts)):
+`--max_restarts N` starts the ranks again after a failure, from the newest complete checkpoint of the run, and stops at
+an error that would come again ([clusters](clusters.md#restarts)):
 
 ```text
 hf-fsdp: rank 1 failed (pid 9708 on node1): killed by SIGKILL
