@@ -20,14 +20,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from common import RESULTS, ROOT, make_parser
+from common import ROOT, make_parser
 from update_results import write_result
 
 SCRIPT = Path(__file__).with_name("hang_ranks.py")
 LIMIT = 4.0
 MARGIN = 10.0
 """Seconds from the limit to the message: the launcher polls, collects stacks, and shares the machine with the ranks."""
-_UNIT = r"of (model\.layers\.\d|the root unit)"
+_UNIT = r"(of (model\.|lm_head|the root unit)|all-gather \(list\))"
+"""Part of a collective: its FSDP unit. The Trainer also gathers the number of tokens, which needs no unit."""
 _LATE = rf"rank 1 is late: rank 0 has waited .* {_UNIT}.*FSDP-E728"
 _REDUCED = r"all-reduce \(3 × fp32\).*all-reduce \(4 × fp32\).*FSDP-E7(29|43)"
 EXPECTED = {
@@ -158,7 +159,12 @@ def main() -> int:
         runs = [train_healthily(arguments.healthy, version) for version in arguments.versions]
         for run in runs:
             print(run)
-        write_result("hangs_healthy", RESULTS / "hangs_healthy.json", {"runs": runs})
+        path = arguments.out.with_name("hangs_healthy.json")
+        write_result(
+            "hangs_healthy",
+            path,
+            {"command": f"python scripts/bench/hangs.py --healthy {arguments.healthy:g}", "runs": runs},
+        )
         return any(run["alarms"] or run["exit_code"] for run in runs)
     outcomes = []
     for version in arguments.versions:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, ROOT, describe_machine
+from hang_tables import hang_overhead, hangs, hangs_healthy
 from memory_table import memory_error
 
 BLOCK = re.compile(r"(<!-- results:begin (?P<name>[\w-]+) -->\n).*?(<!-- results:end (?P=name) -->)", re.DOTALL)
@@ -446,6 +447,7 @@ _ALL = (
     step_overhead, checkpoint_save, merge, verified_reads, resume_parity, survival, gpu_check, ecosystem,
     generated_values, command_start, start, load, resume, computed_weights, readers, many_ranks,
     large_world, memory_error, step_time, published_runs, unexpressed, throughput, restarts, two_hosts,
+    hangs, hangs_healthy, hang_overhead,
 )  # fmt: skip
 TABLES: dict[str, Callable[[Result], list[str]]] = {table.__name__: table for table in _ALL}
 
