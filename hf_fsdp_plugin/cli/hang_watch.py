@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
@@ -16,7 +16,7 @@ from hf_fsdp_plugin.cli.places import Frame, find_place, read_stack
 from hf_fsdp_plugin.cli.processes import Use, is_halted, processor_use
 from hf_fsdp_plugin.cli.rank_files import RankFiles
 from hf_fsdp_plugin.integrations.step_count import read_counts
-from hf_fsdp_plugin.observe.hang.calls import Glance, RankCalls, glance, read_calls, read_timeout
+from hf_fsdp_plugin.observe.hang.calls import Glance, RankCalls, glance, read_calls
 from hf_fsdp_plugin.observe.hang.describe import describe, describe_busy, describe_standstill
 from hf_fsdp_plugin.observe.hang.diagnose import Diagnosis, diagnose
 from hf_fsdp_plugin.problems import Problem
@@ -124,7 +124,7 @@ class HangWatch:
         self._next_poll = now + self._pause
         glances = {rank.rank: found for rank in ranks if (found := glance(rank.files.calls.calls)) is not None}
         longest = self._longest_wait(glances, now)
-        limit = self._effective_limit(ranks) if longest >= min(1.0, self._limit / 2) else self._limit
+        limit = self._effective_limit(ranks, glances) if longest >= min(1.0, self._limit / 2) else self._limit
         if longest < limit / 2:
             self._sample = None
             return None
@@ -147,13 +147,11 @@ class HangWatch:
             return waiting
         return min(now - self._progress[number].since for number in has_begun)
 
-    def _effective_limit(self, ranks: Sequence[WatchedRank]) -> float:
-        timeout = self._timeout(ranks)
+    def _effective_limit(self, ranks: Sequence[WatchedRank], glances: Mapping[int, Glance]) -> float:
+        """Return the limit for the rank that waits the longest. Groups have different time-outs."""
+        longest = max(ranks, key=lambda rank: glances[rank.rank].waiting if rank.rank in glances else 0.0)
+        timeout = _timeout(read_calls(longest.rank, longest.files.calls))
         return min(self._limit, _TIMEOUT_SHARE * timeout) if timeout else self._limit
-
-    def _timeout(self, ranks: Sequence[WatchedRank]) -> float:
-        found = [read_timeout(rank.files.calls) for rank in ranks]
-        return min((timeout for timeout in found if timeout), default=0.0)
 
     def _diagnose(self, ranks: Sequence[WatchedRank], limit: float, longest: float) -> Hang | None:
         own, stacks = self._read(ranks)
@@ -163,7 +161,7 @@ class HangWatch:
         if diagnosis is None:
             self._note_standstill(own, limit, longest)
             return None
-        ends_after = self._busy_limit(known)
+        ends_after = _busy_limit(known[rank] for rank in diagnosis.waiting.ranks)
         if diagnosis.is_busy and not self._is_strict and diagnosis.waiting.seconds < ends_after:
             key = (diagnosis.ranks, diagnosis.waiting.group, diagnosis.waiting.number)
             if key not in self._noticed:
@@ -173,10 +171,6 @@ class HangWatch:
             self._next_diagnosis = time.monotonic() + limit / 2  # measures the processor time for that long
             return None
         return Hang(problem=describe(diagnosis, known), diagnosis=diagnosis, ranks=known, stacks=stacks)
-
-    def _busy_limit(self, known: Mapping[int, RankCalls]) -> float:
-        timeouts = [rank.timeout for rank in known.values() if rank.timeout]
-        return _BUSY_TIMEOUT_SHARE * min(timeouts) if timeouts else float("inf")
 
     def _note_standstill(self, own: Sequence[RankCalls], limit: float, longest: float) -> None:
         if longest >= _STANDSTILL_LIMITS * limit and not self._has_stood_still:
@@ -225,6 +219,17 @@ class HangWatch:
                 rank.request_stacks()
         time.sleep(_STACK_SECONDS)
         return _Sample(now, use, {rank.rank: tuple(read_stack(rank.files.stacks)) for rank in ranks})
+
+
+def _timeout(rank: RankCalls) -> float:
+    """Return the time-out of the group in which a rank waits, or else of its newest collective; 0 if it is unknown."""
+    group = rank.wait.group if rank.wait is not None else rank.last_group
+    return rank.groups[group].timeout if group in rank.groups else 0.0
+
+
+def _busy_limit(waiting: Iterable[RankCalls]) -> float:
+    timeouts = [timeout for rank in waiting if (timeout := _timeout(rank))]
+    return _BUSY_TIMEOUT_SHARE * min(timeouts) if timeouts else float("inf")
 
 
 def _state(rank: WatchedRank) -> tuple[str, str]:

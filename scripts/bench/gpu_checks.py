@@ -468,6 +468,38 @@ def ranks_per_machine(case: Case) -> Case:
 
 
 @check
+def collectives(case: Case) -> Case:
+    """Record the collectives of steps for the diagnosis of hangs: they are equal on all ranks, and have units."""
+    import torch.distributed as dist
+
+    from hf_fsdp_plugin.integrations.call_record import record_calls
+    from hf_fsdp_plugin.observe.hang.calls import CallFiles, from_json, read_calls
+    from hf_fsdp_plugin.observe.hang.diagnose import compare
+    from hf_fsdp_plugin.observe.hang.record import record
+
+    with tempfile.TemporaryDirectory() as folder:
+        files = CallFiles(Path(folder) / "calls", Path(folder) / "names")
+        record_calls(files)
+        try:
+            Run(case).train(2)
+            dist.barrier()
+            own = read_calls(dist.get_rank(), files)
+        finally:
+            record.close()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own.to_json())
+    ranks = [from_json(content) for content in everyone]
+    expect(compare(ranks) is None, f"the records differ: {compare(ranks)}")
+    units = {call.unit for group in own.groups.values() for call in group.calls if call.unit}
+    if case["ranks"] > 1 and case["strategy"] == "full_shard":
+        expect(any("layers.3" in unit for unit in units), f"units: {sorted(units)}")
+    enqueues = {group.enqueues for name, group in own.groups.items() if " of ranks " in name}
+    expect(enqueues == {case["device"] != "cpu" and case["backend"] != "gloo"}, f"enqueues: {enqueues}")
+    expect(own.wait is None, f"a rank waits: {own.wait}")
+    return {"units": sorted(units), "groups": {name: group.last for name, group in own.groups.items()}}
+
+
+@check
 def launcher(case: Case) -> Case:
     """Start a Trainer with ``hf-fsdp launch``. It runs in processes of its own; only rank 0 starts it."""
     import torch.distributed as dist

@@ -31,7 +31,7 @@ def gpu_check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def cpu_cases() -> list[Any]:
     """Each check with two CPU ranks: under FSDP1, under FSDP2 if it is quick."""
     names = (
-        "state_dict", "clipping", "reports", "process_groups", "ranks_per_machine", *SLOW,
+        "state_dict", "clipping", "reports", "process_groups", "ranks_per_machine", "collectives", *SLOW,
     )  # fmt: skip
     found: list[Any] = []
     for number, name in enumerate(names):

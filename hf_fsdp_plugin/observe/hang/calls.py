@@ -91,12 +91,14 @@ class GroupCalls:
         last: number of the newest collective; 0 before the first.
         calls: the newest ones without gaps, the last at the end.
         enqueues: whether collectives are enqueued on an accelerator, and the thread does not wait in them.
+        timeout: time-out of the group in seconds; 0 if it is unknown.
     """
 
     ranks: str
     last: int = 0
     calls: tuple[Call, ...] = ()
     enqueues: bool = False
+    timeout: float = 0.0
 
     def call(self, number: int) -> Call | None:
         """Return a collective by its number; ``None`` if it was not made, or is too old."""
@@ -121,7 +123,6 @@ class RankCalls:
         call: the library function that it is in, such as ``generate``; empty outside of known ones.
         cpu: share of one core that its processes have used lately; ``None`` if that was not measured.
         moved: whether its Python stack has changed meanwhile, or it could have run if a processor had been free.
-        timeout: the shortest time-out of its process groups in seconds; 0 if that is unknown.
     """
 
     rank: int
@@ -135,17 +136,17 @@ class RankCalls:
     call: str = ""
     cpu: float | None = None
     moved: bool = False
-    timeout: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Return a value for JSON. :func:`from_json` reads it."""
         groups = {
-            name: [g.ranks, g.last, [list(call) for call in g.calls], g.enqueues] for name, g in self.groups.items()
+            name: [g.ranks, g.last, [list(call) for call in g.calls], g.enqueues, g.timeout]
+            for name, g in self.groups.items()
         }
         wait = self.wait and [self.wait.group, self.wait.number, list(self.wait.call), round(self.wait.seconds, 3)]
         rest = {
             name: getattr(self, name)
-            for name in ("rank", "last_group", "state", "detail", "place", "call", "cpu", "moved", "timeout")
+            for name in ("rank", "last_group", "state", "detail", "place", "call", "cpu", "moved")
         }
         return {**rest, "idle": min(self.idle, 1e9), "wait": wait, "groups": groups}
 
@@ -155,8 +156,8 @@ def from_json(content: Mapping[str, Any]) -> RankCalls:
     rest = {name: value for name, value in content.items() if name not in ("groups", "wait")}
     wait = content["wait"]
     groups = {
-        name: GroupCalls(ranks, last, tuple(Call(*call) for call in calls), enqueues)
-        for name, (ranks, last, calls, enqueues) in content["groups"].items()
+        name: GroupCalls(ranks, last, tuple(Call(*call) for call in calls), enqueues, timeout)
+        for name, (ranks, last, calls, enqueues, timeout) in content["groups"].items()
     }
     return RankCalls(groups=groups, wait=wait and Wait(wait[0], wait[1], Call(*wait[2]), wait[3]), **rest)
 
@@ -228,20 +229,7 @@ def read_calls(rank: int, files: CallFiles) -> RankCalls:
         last_group=_group_name(entries[-1].group) if entries else "",
         wait=_wait(words, names),
         idle=_seconds_since(entries[-1].begun) if entries else float("inf"),
-        timeout=_shortest_timeout(names),
     )
-
-
-def read_timeout(files: CallFiles) -> float:
-    """Return the shortest time-out of the process groups of a rank in seconds; 0 if it is unknown."""
-    try:
-        return _shortest_timeout(_names(files.names))
-    except OSError:
-        return 0.0
-
-
-def _shortest_timeout(names: Iterable[Any]) -> float:
-    return min((name["timeout"] for name in names if isinstance(name, dict) and name.get("timeout")), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +274,7 @@ def _by_group(entries: Iterable[_Entry]) -> dict[str, GroupCalls]:
             calls[-1].number,
             tuple(entry.call for entry in calls),
             bool(calls[-1].group.get("enqueues")),
+            float(calls[-1].group.get("timeout", 0)),
         )
         for name, calls in found.items()
     }

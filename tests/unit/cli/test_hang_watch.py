@@ -11,12 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from hf_fsdp_plugin.cli import inquiries
+from hf_fsdp_plugin.cli import hang_watch, inquiries
 from hf_fsdp_plugin.cli.exit_codes import HANG
 from hf_fsdp_plugin.cli.failure_summary import exit_code, format_failures, summarize_hang
 from hf_fsdp_plugin.cli.hang_report import format_hang, write_hang
@@ -26,7 +27,7 @@ from hf_fsdp_plugin.cli.launcher_store import LauncherStore
 from hf_fsdp_plugin.cli.processes import is_halted, processor_use
 from hf_fsdp_plugin.cli.rank_files import RankFiles
 from hf_fsdp_plugin.cli.ranks import RunResult
-from hf_fsdp_plugin.observe.hang.calls import RankCalls
+from hf_fsdp_plugin.observe.hang.calls import RankCalls, read_calls
 from hf_fsdp_plugin.observe.hang.record import CallRecord
 
 LIMIT = 0.4
@@ -162,11 +163,17 @@ def test_state_of_the_process_is_named(ranks: Make, late: str, number: int | Non
     assert ("SIGSTOP" if number is not None else "exit code 0") in hang.problem.message
 
 
-def test_short_time_out_shortens_the_limit(ranks: Make) -> None:
+def test_time_out_of_the_group_shortens_the_limit(ranks: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter((timedelta(seconds=2), timedelta(seconds=2), timedelta(seconds=1)))
+    monkeypatch.setattr("hf_fsdp_plugin.torch_private.process_groups.timeout_of", lambda group: next(seconds))
     both = ranks()
-    both[0].record._append({"group": "1", "ranks": "0,1", "timeout": 1.0})
     hang, _ = watch_for(both, 20.0, limit=1000.0)
     assert hang is not None
+    assert 1.0 <= hang.diagnosis.waiting.seconds < 15
+    other = Group()
+    other.group_name = "1"
+    both[0].record.begin(other, "barrier", None)  # type: ignore[arg-type]
+    assert hang_watch._timeout(read_calls(0, both[0].files.calls)) == 2.0, "another group has a shorter time-out"
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from hf_fsdp_plugin.observe.hang.calls import (
     glance,
     pack_ranks,
     read_calls,
-    read_timeout,
     unpack_ranks,
 )
 from hf_fsdp_plugin.observe.hang.record import CallRecord
@@ -44,7 +44,7 @@ def files(tmp_path: Path) -> CallFiles:
 def record(files: CallFiles, monkeypatch: pytest.MonkeyPatch) -> Iterator[CallRecord]:
     monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda group: [0, 1])
     monkeypatch.setattr("torch.distributed.get_backend", lambda group: "gloo")
-    monkeypatch.setattr("hf_fsdp_plugin.torch_private.process_groups.timeout_of", lambda group: None)
+    monkeypatch.setattr("hf_fsdp_plugin.torch_private.process_groups.timeout_of", lambda group: timedelta(seconds=90))
     record = CallRecord()
     record.open(files)
     yield record
@@ -70,7 +70,7 @@ def test_calls_are_read_with_their_unit_and_size(record: CallRecord, files: Call
         Call("barrier"),
         Call("broadcast"),
     )
-    assert (calls.last, calls.ranks, calls.enqueues) == (5, "0,1", False)
+    assert (calls.last, calls.ranks, calls.enqueues, calls.timeout) == (5, "0,1", False, 90.0)
     assert from_json(json.loads(json.dumps(found.to_json()))).groups == found.groups
 
 
@@ -120,7 +120,7 @@ def test_arrivals_are_recorded_as_a_group(record: CallRecord, files: CallFiles) 
 
 def test_closed_record_ignores_arrivals(files: CallFiles) -> None:
     CallRecord().on_arrival("Accelerator.save_state")
-    assert glance(files.calls) is None and read_calls(0, files).groups == {} and read_timeout(files) == 0.0
+    assert glance(files.calls) is None and read_calls(0, files).groups == {}
 
 
 def test_unknown_tensors_do_not_stop_a_collective(record: CallRecord, files: CallFiles) -> None:
