@@ -38,7 +38,8 @@ EXPECTED = {
     "stop": rf"{_LATE.replace('.*FSDP', '.*SIGSTOP.*FSDP')}",
     "leave": rf"rank 1 exited with code 0 .* {_UNIT}.*FSDP-E734|rank 1 is late.*had exited.*FSDP-E728",
     "skip": r"[Rr]ank 1 left out all-gather.* of model\.layers\.2.*FSDP-E7(29|43)",
-    "steps": rf"{_UNIT}(?s:.*)rank 1 .*(ended|report)|rank 1 .*(ended|report).* {_UNIT}",
+    "steps": rf"rank 1 was in all_gather .*all-gather.*FSDP-E7|{_UNIT}(?s:.*)rank 1 .*(ended|report)|"
+    rf"rank 1 .*(ended|report).* {_UNIT}",
     "save": rf"rank 0 .*save.* {_UNIT}.*FSDP-E7|{_UNIT}.*FSDP-E7(?s:.*)rank 0 was in sav",
     "evaluate": rf"{_UNIT}.*FSDP-E7|evaluation.*{_UNIT}.*FSDP-E7",
     "generate": rf"{_UNIT}.*FSDP-E7(?s:.*)rank 0 was in generate|generate.*{_UNIT}.*FSDP-E7",

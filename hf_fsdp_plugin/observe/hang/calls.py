@@ -33,8 +33,10 @@ ARRIVALS: Final = "arrivals"
 """The group of the plugin's own calls, before which it waits for all ranks (``backends.arrivals``)."""
 POINT_TO_POINT: Final = "point to point"
 """The group of sends and receives, which have no common order."""
-_NO_TENSORS: Final = "all-gather (list)", "gather", "scatter", "all-to-all"
+_UNEVEN: Final = "all-gather (list)", "gather", "scatter"
 """Operations in which ranks may have tensors of different sizes."""
+_ANY_TENSORS: Final = "all-to-all"
+"""The operation in which ranks may also have no tensor."""
 _DTYPES: Final = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -61,8 +63,10 @@ class Call(NamedTuple):
     @property
     def compared(self) -> tuple[Any, ...]:
         """What all ranks of the group must have in common."""
-        if self.operation in _NO_TENSORS:
+        if self.operation == _ANY_TENSORS:
             return (self.operation, self.unit)
+        if self.operation in _UNEVEN:
+            return (self.operation, self.dtype, self.unit)
         return tuple(self)
 
 

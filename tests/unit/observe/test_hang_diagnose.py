@@ -122,6 +122,16 @@ def test_sizes_of_uneven_operations_are_not_compared() -> None:
     assert describe(found, {}).code == "FSDP-E731"
 
 
+def test_dtypes_of_uneven_operations_are_compared() -> None:
+    """A Trainer with fewer steps gathers its loss, while the other rank gathers the number of tokens of a batch."""
+    dtypes = ["int64", "float32"]
+    calls = [(*STEP, Call("all-gather (list)", 1, dtype)) for dtype in dtypes]
+    text = describe_comparison(rank_calls(rank, calls[rank], group="0 of ranks 0,1") for rank in range(2))
+    assert "rank 0: all-gather (list) (1 × int64); rank 1: all-gather (list) (1 × fp32)" in text
+    empty = [(*STEP, Call("all-to-all", size, dtype)) for size, dtype in ((4, "float32"), (0, ""))]
+    assert compare(rank_calls(rank, empty[rank], group="0 of ranks 0,1") for rank in range(2)) is None
+
+
 def test_cause_is_followed_through_groups() -> None:
     """Hybrid shard: ranks 2 and 3 wait for rank 1 in their shard group; rank 0 waits for rank 2 across replicas."""
     shard = {0: "1 of ranks 0,1", 1: "1 of ranks 0,1", 2: "2 of ranks 2,3", 3: "2 of ranks 2,3"}
