@@ -10,7 +10,7 @@ from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import fit_table, format_bytes, plural, truncate_lines, wrap_words
 
 if TYPE_CHECKING:
-    from hf_fsdp_plugin.estimate.planner import Advice, AdviceRow
+    from hf_fsdp_plugin.estimate.planner_rows import Advice, AdviceRow
     from hf_fsdp_plugin.spec.model import FsdpSpec
 
 _ROWS: Final = 10
@@ -92,19 +92,27 @@ def _fsdp_keys(settings: Mapping[str, Any], spec: FsdpSpec) -> Iterator[tuple[st
         yield "fsdp_reshard_after_forward", strategy.reshards_after_forward
     else:
         yield "fsdp_sharding_strategy", strategy.name.upper()
-    if spec.wrap.policy == "size":
-        yield "fsdp_auto_wrap_policy", "SIZE_BASED_WRAP"
-        yield "fsdp_min_num_params", spec.wrap.min_num_params
-    else:
-        yield "fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"
-        if spec.wrap.classes:
-            yield "fsdp_transformer_layer_cls_to_wrap", ",".join(spec.wrap.classes)
+    yield from _wrap_keys(settings, spec)
     checkpointing = settings["activation.checkpointing"]
     yield "fsdp_activation_checkpointing", {"none": False, "full": True}.get(checkpointing, checkpointing)
     if settings["activation.offload"]:
         yield "fsdp_activation_checkpointing_offload", True
     yield "fsdp_offload_params", settings["offload.params"]
     yield "fsdp_state_dict_type", "SHARDED_STATE_DICT"
+
+
+def _wrap_keys(settings: Mapping[str, Any], spec: FsdpSpec) -> Iterator[tuple[str, Any]]:
+    """Yield the keys of the row's units, else those of the config."""
+    policy = settings.get("wrap.policy", spec.wrap.policy)
+    if policy == "none" and "wrap.policy" in settings:
+        yield "fsdp_auto_wrap_policy", "NO_WRAP"
+    elif policy == "size":
+        yield "fsdp_auto_wrap_policy", "SIZE_BASED_WRAP"
+        yield "fsdp_min_num_params", settings.get("wrap.min_num_params", spec.wrap.min_num_params)
+    else:
+        yield "fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"
+        if classes := settings.get("wrap.classes", spec.wrap.classes):
+            yield "fsdp_transformer_layer_cls_to_wrap", ",".join(classes)
 
 
 def _precision(spec: FsdpSpec) -> str:
@@ -155,6 +163,7 @@ def _settings(row: AdviceRow) -> str:
     parts += [f"{choice.checkpointing} checkpointing"] if choice.checkpointing != "none" else ["no checkpointing"]
     parts += ["offload of activations"] if choice.offload_activations else []
     parts += ["offload of parameters"] if choice.offload_params else []
+    parts += [choice.units.label] if choice.units.label else []
     parts += ["sync each batch"] if choice.sync_each_batch else []
     return ", ".join(parts)
 

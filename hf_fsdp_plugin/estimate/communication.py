@@ -115,18 +115,22 @@ def _gathered_for_recompute(plan: FsdpPlan, model: nn.Module) -> list[bool]:
     This happens to units inside a checkpointed module, except the one in which the recomputation stops: torch stops it
     as soon as the last tensor for the backward is computed.
     """
-    if plan.activation.checkpointing == "none":
-        return [False] * len(plan.units)
-    if plan.activation.native:
-        checkpointed = {name for name, module in model.named_modules() if _NATIVE_LAYER in class_names(module)}
-    else:
-        checkpointed = {name for unit in plan.units if unit.from_policy for name in unit.modules}
+    checkpointed = checkpointed_modules(plan, model)
     last = {_last_parameter(name, model.get_submodule(name)) for name in checkpointed}
     return [
         any(path in checkpointed for name in unit.modules if name for path in ancestors(parent_of(name)))
         and last.isdisjoint(unit.parameters)
         for unit in plan.units
     ]
+
+
+def checkpointed_modules(plan: FsdpPlan, model: nn.Module) -> set[str]:
+    """Return the names of the modules whose forward is recomputed in backward."""
+    if plan.activation.checkpointing == "none":
+        return set()
+    if plan.activation.native:
+        return {name for name, module in model.named_modules() if _NATIVE_LAYER in class_names(module)}
+    return {name for unit in plan.units if unit.from_policy for name in unit.modules}
 
 
 def _last_parameter(path: str, layer: nn.Module) -> str:

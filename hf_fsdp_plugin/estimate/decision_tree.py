@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from hf_fsdp_plugin.text import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from hf_fsdp_plugin.estimate.planner import Advice, AdviceRow
+    from hf_fsdp_plugin.estimate.planner_rows import Advice, AdviceRow
 
 _TREE: Final = (
     (3 * 10**9, "no_shard", False),

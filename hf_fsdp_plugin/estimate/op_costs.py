@@ -16,9 +16,13 @@ from torch.utils.module_tracker import ModuleTracker
 
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.estimate.machines import OpKind
+from hf_fsdp_plugin.estimate.memory.batch import meta_batch
+from hf_fsdp_plugin.estimate.memory.layers import EqualLayers, equal_layers
+from hf_fsdp_plugin.estimate.memory.passing import filled, hidden_of, template_of
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.torch_private.functions import tree_leaves
 from hf_fsdp_plugin.torch_private.tracing import READ_VALUE, TorchDispatchMode, flops_of, is_view, operator_name
 
 _FUNCTIONS = frozenset(
@@ -60,22 +64,39 @@ def unit_costs(plan: FsdpPlan, model: nn.Module, workload: Workload) -> dict[str
         model: the model that was planned, on any device. It is not changed.
 
     Raises:
-        SpecError: the model has no loss from tokens, or its code depends on values (FSDP-E832).
+        SpecError: no batch can be made for the model, or its code depends on values (FSDP-E832).
     """
     meta = _meta_copy(model, torch_dtype(plan.precision.param))
     names = {name: unit.name for unit in plan.units for name in unit.modules}
-    recorder = _Recorder(names, type(meta).__name__)
-    copies = _run_equal_layers_once(meta, names)
+    groups = equal_layers(meta)
+    recorder = _Recorder(names | {g.representative: g.representative for g in groups}, type(meta).__name__)
+    _run_equal_layers_once(meta, groups)
     _count_experts(meta, recorder)
     try:
         with recorder.tracker, recorder, _FusedAttention(recorder):
-            _loss(meta, workload).backward()
+            output = meta(**meta_batch(model, micro_batch=workload.micro_batch, seq_len=workload.seq_len))
+            cast(torch.Tensor, output["loss"] if isinstance(output, dict) else output[0]).backward()
     except Exception as error:
         raise SpecError([_not_counted(model, error)]) from error
-    costs = recorder.costs
-    for name, original in copies.items():
-        costs[names[name]] = costs[names[original]]
-    return {unit.name: costs[unit.name] for unit in plan.units} | {"": costs[""]}
+    _copy_costs(recorder.costs, groups, names)
+    return {unit.name: recorder.costs[unit.name] for unit in plan.units} | {"": recorder.costs[""]}
+
+
+def _copy_costs(costs: defaultdict[str, UnitCosts], groups: list[EqualLayers], names: Mapping[str, str]) -> None:
+    """Give each layer that did not run the costs of its representative: its units, or the unit that contains it."""
+    for group in groups:
+        layer = group.representative
+        for name in [name for name in names if name.startswith(f"{layer}.")]:
+            for copied in group.copies:
+                costs[names[copied + name.removeprefix(layer)]] = costs[names[name]]
+        if layer in names:
+            costs.update(dict.fromkeys(group.copies, costs[layer]))
+            continue
+        around = costs[names[next((path for path in _outer_paths(layer) if path in names), "")]]
+        own = costs.pop(layer, UnitCosts(Counter(), Counter()))
+        for _ in range(1 + len(group.copies)):
+            around.forward.update(own.forward)
+            around.backward.update(own.backward)
 
 
 def fused(costs: Mapping[OpCost, int]) -> Counter[OpCost]:
@@ -95,14 +116,8 @@ def _not_counted(model: nn.Module, error: Exception) -> Problem:
     return Problem(
         code="FSDP-E832",
         message=f"cannot count the operations of {type(model).__name__}, which failed without data: {reason}",
-        fix="Predict the time of a Transformers model with input_ids and labels, or omit --machine.",
+        fix="Predict the time of a Transformers model with labels, or omit --machine.",
     )
-
-
-def _loss(model: nn.Module, workload: Workload) -> torch.Tensor:
-    tokens = torch.zeros(workload.micro_batch, workload.seq_len, dtype=torch.int64, device="meta")
-    output = model(input_ids=tokens, labels=tokens)
-    return cast(torch.Tensor, output.loss if hasattr(output, "loss") else output)
 
 
 def _meta_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
@@ -116,38 +131,27 @@ def _meta_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     return copy.deepcopy(model, memo).train()
 
 
-def _run_equal_layers_once(model: nn.Module, names: Mapping[str, str]) -> dict[str, str]:
-    """Let equal units after the first return their input. Return name of each such unit -> name of the first."""
-    first: dict[Any, str] = {}
-    copies: dict[str, str] = {}
-    inner = {outer for name in names for outer in _outer_paths(name)}
-    for name in names:
-        module = model.get_submodule(name)
-        if not name or name in inner:
-            continue
-        shapes = tuple((key, tuple(p.shape), p.requires_grad) for key, p in module.named_parameters())
-        kind = (type(module), shapes)
-        if kind in first and name.rpartition(".")[2].isdecimal():
-            copies[name] = first[kind]
-        first.setdefault(kind, name)
-    for name, original in copies.items():
-        module, shape = model.get_submodule(name), _OutputShape(model.get_submodule(original))
-        module.forward = shape.imitate
-    return copies
+def _run_equal_layers_once(model: nn.Module, groups: list[EqualLayers]) -> None:
+    """Let the layers that are equal to a representative return their input in the form of its output."""
+    for group in groups:
+        output = _Output(model.get_submodule(group.representative))
+        for name in group.copies:
+            model.get_submodule(name).forward = output.imitate
 
 
-class _OutputShape:
-    """Returns, for an equal layer, its input in the form of the first layer's output."""
+class _Output:
+    """The form of a layer's output, which equal layers return."""
 
     def __init__(self, layer: nn.Module) -> None:
-        self.is_tuple = False
+        self._template: Any = None
         layer.register_forward_hook(self._read)
 
     def _read(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.is_tuple = isinstance(output, tuple)
+        self._template = template_of(output)
 
-    def imitate(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return (hidden,) if self.is_tuple else hidden
+    def imitate(self, *args: Any, **kwargs: Any) -> Any:
+        others = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        return filled(self._template, hidden_of(args, kwargs), others)
 
 
 def _outer_paths(name: str) -> Iterator[str]:

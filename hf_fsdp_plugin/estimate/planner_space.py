@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from hf_fsdp_plugin.estimate.planner_units import GIVEN, Units
 from hf_fsdp_plugin.spec.model import Checkpointing, Version
 from hf_fsdp_plugin.strategies import STRATEGIES
 
@@ -29,6 +30,7 @@ class Choice:
     Attributes:
         offload_activations: whether what is saved for backward is moved to CPU memory.
         sync_each_batch: whether gradients are reduced after every micro-batch.
+        units: the units, if they are others than those of the config or the model.
     """
 
     sharding: Sharding
@@ -38,6 +40,7 @@ class Choice:
     micro_batch: int
     accumulation: int
     sync_each_batch: bool
+    units: Units = GIVEN
 
     def settings(self, version: Version) -> dict[str, Any]:
         """Return the FSDP settings by canonical name, as the spec has them."""
@@ -51,6 +54,7 @@ class Choice:
             "activation.checkpointing": self.checkpointing,
             "activation.offload": self.offload_activations,
             "offload.params": self.offload_params,
+            **dict(self.units.settings),
         }
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from hf_fsdp_plugin.estimate.machines import Machine
+from hf_fsdp_plugin.estimate.planner_units import Units
 from hf_fsdp_plugin.estimate.results import TimeEstimate
 from hf_fsdp_plugin.estimate.time import TimeModel
 from hf_fsdp_plugin.estimate.workload import Workload
@@ -23,10 +24,11 @@ class Times:
 
     model: nn.Module
     machine: Machine
-    _models: dict[Workload, TimeModel] = field(default_factory=dict)
+    _models: dict[tuple[Workload, Units], TimeModel] = field(default_factory=dict)
 
-    def estimate(self, plan: FsdpPlan, workload: Workload) -> TimeEstimate:
-        """Return the time of an optimizer step."""
-        if workload not in self._models:
-            self._models[workload] = TimeModel(plan, self.model, workload)
-        return self._models[workload].estimate(self.machine, plan)
+    def estimate(self, plan: FsdpPlan, workload: Workload, units: Units) -> TimeEstimate:
+        """Return the time of an optimizer step. Plans with equal ``units`` have the same units."""
+        key = (workload, units)
+        if key not in self._models:
+            self._models[key] = TimeModel(plan, self.model, workload)
+        return self._models[key].estimate(self.machine, plan)

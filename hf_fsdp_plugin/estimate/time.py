@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Final
@@ -11,7 +11,12 @@ from typing import Final
 from torch import nn
 
 from hf_fsdp_plugin.backends.load import master_dtype
-from hf_fsdp_plugin.estimate.communication import UnitSchedule, estimate_communication, unit_schedules
+from hf_fsdp_plugin.estimate.communication import (
+    UnitSchedule,
+    checkpointed_modules,
+    estimate_communication,
+    unit_schedules,
+)
 from hf_fsdp_plugin.estimate.machines import Machine
 from hf_fsdp_plugin.estimate.op_costs import OpCost, UnitCosts, fused, unit_costs
 from hf_fsdp_plugin.estimate.results import Collective, TimeEstimate
@@ -19,7 +24,9 @@ from hf_fsdp_plugin.estimate.schedule import Timeline, UnitTimes, exposed, simul
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.mesh import resolve_mesh
 from hf_fsdp_plugin.plan.model import FsdpPlan, MeshPlan
+from hf_fsdp_plugin.plan.modules import ancestors, is_inside
 from hf_fsdp_plugin.plan.problem_collector import ProblemCollector
+from hf_fsdp_plugin.plan.units import UnitPlan
 from hf_fsdp_plugin.problems import has_errors
 from hf_fsdp_plugin.strategies import STRATEGIES
 
@@ -152,7 +159,7 @@ class TimeModel:
             name=unit.name or "the root",
             forward=forward + hooks + (copies if schedule.forward_gathers else 0.0),
             backward=backward + hooks + copies * gathers + (copy_in if schedule.reductions else 0.0)
-            + (recomputed if unit.from_policy else 0.0),
+            + (recomputed if unit.name in prepared.recomputed else 0.0),
             gather_forward=gather if schedule.forward_gathers else 0.0,
             gather_backward=gather * gathers,
             reduce=prepared.seconds(machine, unit.name, "reduce_scatter"),
@@ -189,11 +196,19 @@ class _Prepared:
         parameters = [model.get_parameter(name) for unit in plan.units for name in unit.parameters]
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         self.num_tensors = len(trained)
+        checkpointed = checkpointed_modules(plan, model)
+        self.recomputed = {unit.name for unit in plan.units if _is_recomputed(unit, checkpointed)}
         self.local_bytes = sum(ceil(p.numel() / plan.mesh.shard) * master_dtype(plan, p).itemsize for p in trained)
 
     def seconds(self, machine: Machine, unit: str, kind: str) -> float:
         call = self._by_unit.get((unit, kind))
         return collective_seconds(call, self.plan, machine) if call is not None else 0.0
+
+
+def _is_recomputed(unit: UnitPlan, checkpointed: Collection[str]) -> bool:
+    """Whether a unit is a checkpointed module, is inside one, or contains some."""
+    inside = any(path in checkpointed for name in unit.modules for path in ancestors(name))
+    return inside or any(is_inside(path, name) for path in checkpointed for name in unit.modules if name)
 
 
 def _in_order(units: list[UnitTimes], schedules: Sequence[UnitSchedule]) -> list[UnitTimes]:

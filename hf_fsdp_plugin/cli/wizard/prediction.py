@@ -13,7 +13,7 @@ from hf_fsdp_plugin.spec.load import load_spec
 from hf_fsdp_plugin.strategies import STRATEGIES
 
 if TYPE_CHECKING:
-    from hf_fsdp_plugin.estimate.planner import Advice, AdviceRow
+    from hf_fsdp_plugin.estimate.planner_rows import Advice, AdviceRow
     from hf_fsdp_plugin.estimate.results import MemoryEstimate
     from hf_fsdp_plugin.estimate.workload import Workload
     from hf_fsdp_plugin.plan.model import FsdpPlan

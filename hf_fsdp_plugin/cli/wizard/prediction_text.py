@@ -12,7 +12,7 @@ from hf_fsdp_plugin.text import fit_table, format_bytes, format_table, wrap_word
 
 if TYPE_CHECKING:
     from hf_fsdp_plugin.cli.wizard.prediction import Row
-    from hf_fsdp_plugin.estimate.planner import Advice, AdviceRow
+    from hf_fsdp_plugin.estimate.planner_rows import Advice, AdviceRow
     from hf_fsdp_plugin.estimate.results import MemoryEstimate
 
 MAX_ROWS: Final = 8
@@ -100,7 +100,9 @@ def _conclusion(advice: Advice, best: AdviceRow | None, state: State) -> str:
 def _strategy(row: AdviceRow) -> str:
     sharding = row.choice.sharding
     mesh = f" {sharding.replicate}×{sharding.shard}" if STRATEGIES[sharding.strategy].hybrid else ""
-    return f"{sharding.strategy}{mesh}{', offload' if row.choice.offload_params else ''}"
+    offload = ", offload" if row.choice.offload_params else ""
+    units = f", {row.choice.units.label}" if row.choice.units.label else ""
+    return f"{sharding.strategy}{mesh}{offload}{units}"
 
 
 def _checkpointing(row: AdviceRow) -> str:

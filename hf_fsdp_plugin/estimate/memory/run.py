@@ -17,6 +17,7 @@ from hf_fsdp_plugin.estimate.memory.profile import StepProfile, expand
 from hf_fsdp_plugin.estimate.memory.recorder import Recorder
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.modules import is_inside
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
 
@@ -42,7 +43,7 @@ def profile_step(plan: FsdpPlan, model: nn.Module, workload: Workload) -> StepPr
 
 
 def _profile(plan: FsdpPlan, model: nn.Module, batch: dict[str, torch.Tensor]) -> StepProfile:
-    groups = equal_layers(model)
+    groups = [group for group in equal_layers(model) if _has_own_units(plan, group.representative)]
     skipped = {name: group for group in groups for name in group.copies}
     with ExitStack() as stack:
         stack.enter_context(_training_mode(model))
@@ -60,6 +61,12 @@ def _profile(plan: FsdpPlan, model: nn.Module, batch: dict[str, torch.Tensor]) -
         stages=expand(recorder.stages, recorder.representatives, recorder.unit_names),
         input_bytes=sum(tensor.untyped_storage().nbytes() for tensor in batch.values()),
     )
+
+
+def _has_own_units(plan: FsdpPlan, layer: str) -> bool:
+    """Whether no unit around a layer contains parameters of it. Its stages can be copied only then."""
+    around = [unit for unit in plan.units if not any(name and is_inside(name, layer) for name in unit.modules)]
+    return not any(is_inside(name, layer) for unit in around for name in unit.parameters)
 
 
 def _cannot_run(model: nn.Module, error: Exception) -> Problem:

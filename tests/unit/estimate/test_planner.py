@@ -8,6 +8,7 @@ import torch
 import transformers as hf
 
 from hf_fsdp_plugin.estimate.decision_tree import compare_with_tree, tree_choice
+from hf_fsdp_plugin.estimate.machine_file import machine_named
 from hf_fsdp_plugin.estimate.memory import estimate_memory
 from hf_fsdp_plugin.estimate.planner import advise
 from hf_fsdp_plugin.estimate.planner_evaluator import Evaluator, Subject
@@ -82,6 +83,8 @@ def test_rows_that_fit_are_within_the_headroom():
 
 def test_offload_is_tried_only_if_nothing_else_fits():
     smallest = min(row.peak_bytes for row in advice().rows)
+    units = [row.peak_bytes for row in advice(memory=smallest - 1, headroom=1.0).rows if not row.choice.offload_params]
+    smallest = min(smallest, *units)
     found = advice(memory=smallest - 1, headroom=1.0)
     assert {row.choice.offload_params for row in found.fitting} == {True}
     assert all(row.memory.host_bytes for row in found.fitting)
@@ -96,6 +99,55 @@ def test_nothing_fits_names_a_change_that_does():
     assert found.best is None
     assert any(text.startswith("Sequences of 256 tokens") for text in found.remedies)
     assert "does not fit either" in compare_with_tree(found, 10**9)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_smaller_units_fit_where_layers_do_not(version):
+    config = hf.MixtralConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2,
+        vocab_size=256, num_local_experts=8,
+    )  # fmt: skip
+    with torch.device("meta"):
+        mixtral = hf.MixtralForCausalLM(config)
+    options = {"seq_len": 16, "global_batch": 64, "gpus_per_machine": 64, "num_machines": 1, "version": version}
+    found = advise(mixtral, gpu_memory=1 << 33, **options)
+    assert not any(row.choice.units.label for row in found.rows)  # everything fits with layers
+    smallest = min(row.peak_bytes for row in found.rows)
+    found = advise(mixtral, gpu_memory=smallest - 1, headroom=1.0, **options)
+    fitting = {row.choice.units.label for row in found.fitting if not row.choice.offload_params}
+    assert "units of MixtralSparseMoeBlock" in fitting and "" not in fitting
+    assert all(row.reason for row in found.rows[1:])
+    row = next(row for row in found.fitting if row.choice.units.label == "units of MixtralSparseMoeBlock")
+    assert row.settings["wrap.classes"] == ("MixtralDecoderLayer", "MixtralSparseMoeBlock")
+
+
+def units_of(subject):
+    return {units.label: dict(units.settings) for units in Evaluator(subject, None).units}
+
+
+def subject_of(family, version, **wrap):
+    return Subject(
+        model=model(family), seq_len=64, version=version, precision="bf16", wrap=wrap, optimizer="adamw",
+        update_loop=None, clip_norm=True, attention="sdpa", num_machines=1, gpus_per_machine=4,
+    )  # fmt: skip
+
+
+def test_other_units_are_those_that_differ():
+    parts = "units of LlamaAttention, LlamaMLP"
+    assert set(units_of(subject_of("llama", 2))) == {parts, "one unit"}
+    assert set(units_of(subject_of("llama", 1))) == {parts, "units of Embedding", "one unit"}
+    assert "units of GPT2Attention, GPT2MLP" in units_of(subject_of("gpt2", 1))
+    assert "units of Embedding" not in units_of(subject_of("gpt2", 1))  # the input embedding is tied to the head
+    by_size = subject_of("llama", 2, **{"wrap.policy": "size", "wrap.min_num_params": 600_000})
+    assert {"wrap.policy": "size", "wrap.min_num_params": 150_000} in units_of(by_size).values()
+
+
+def test_slow_networks_are_compared_with_larger_units():
+    found = advice(machine=machine_named("a100-80gb:ethernet-25"), num_machines=2, global_batch=32)
+    labels = {row.choice.units.label for row in found.rows}
+    assert "one unit" in labels and found.best is not None
+    rows = {(row.choice, row.tokens_per_second) for row in found.fitting}
+    assert len(rows) == len(found.fitting)
 
 
 def test_global_batch_must_be_divisible():

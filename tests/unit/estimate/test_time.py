@@ -96,7 +96,7 @@ def test_step_is_between_computation_and_the_sum(rows, prefetch, micro_batches):
 
 
 def test_products_are_counted_exactly():
-    model = llama()
+    model = llama(num_hidden_layers=6)
     costs = unit_costs(planned(model), model, STEP)
     tokens = STEP.tokens
     per_token = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96)
@@ -105,8 +105,34 @@ def test_products_are_counted_exactly():
     assert sum(c.flops * n for c, n in layer.forward.items() if c.kind == "matmul") == per_token * tokens
     assert sum(c.flops * n for c, n in layer.backward.items() if c.kind == "matmul") == 2 * per_token * tokens
     assert sum(c.flops * n for c, n in layer.forward.items() if c.kind == "attention") == attention
-    assert layer == costs["model.layers.0"]
+    assert layer == costs["model.layers.1"]
     assert sum(c.flops * n for c, n in costs["model.norm + lm_head"].forward.items()) == 2 * 64 * 128 * tokens
+
+
+@pytest.mark.parametrize("layers", [4, 9])
+def test_units_of_other_sizes_have_the_same_operations(layers):
+    model = llama(num_hidden_layers=layers)
+
+    def total(**wrap):
+        costs = unit_costs(planned(model, **wrap), model, STEP)
+        return {
+            kind: sum(c.flops * n for each in costs.values() for c, n in getattr(each, kind).items())
+            for kind in ("forward", "backward")
+        }
+
+    nested = {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer,LlamaMLP"}
+    assert total() == total(fsdp_auto_wrap_policy="NO_WRAP") == total(**nested)
+    costs = unit_costs(planned(model, **nested), model, STEP)
+    assert costs["model.layers.2.mlp"] == costs["model.layers.1.mlp"] and costs["model.layers.2.mlp"].forward
+
+
+def test_checkpointed_units_inside_layers_run_again():
+    model = llama(num_hidden_layers=6)
+    seconds = [
+        estimate_time(planned(model, fsdp_activation_checkpointing=True, **wrap), model, STEP, H100).compute_seconds
+        for wrap in ({}, {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer,LlamaMLP"})
+    ]
+    assert seconds[1] >= seconds[0]
 
 
 def test_experts_are_counted_by_routed_tokens():

@@ -1,0 +1,124 @@
+"""What the planner returns: rows of settings with what they need, their order, and the reason of each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from hf_fsdp_plugin.estimate.planner_space import Choice
+from hf_fsdp_plugin.estimate.results import MEMORY_KINDS, MemoryEstimate, MemoryKind, TimeEstimate
+from hf_fsdp_plugin.text import format_bytes
+
+_NAMES: Final[Mapping[MemoryKind, str]] = {
+    "params": "parameters", "grads": "gradients", "optimizer": "optimizer state", "activations": "activations",
+    "gathered": "gathered units and buffers", "other": "other memory",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdviceRow:
+    """One combination of settings and what it needs.
+
+    Attributes:
+        settings: FSDP settings by canonical name.
+        fits: whether the peak is within the device's memory without headroom.
+        time: ``None`` without a machine, and for rows that do not fit.
+        communicated: bytes of all collectives of a rank per optimizer step.
+        reason: why the row is not the best one, in one line; empty for the best one.
+    """
+
+    choice: Choice
+    settings: Mapping[str, Any]
+    fits: bool
+    memory: MemoryEstimate
+    time: TimeEstimate | None
+    communicated: int
+    reason: str
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.memory.peak.bytes
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.time.tokens_per_second if self.time is not None else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advice:
+    """The planner's answer.
+
+    Attributes:
+        rows: those that fit, the fastest first, then one for each combination that does not fit.
+        limit: bytes of a device without headroom.
+        remedies: what would fit, one sentence each, if nothing does.
+    """
+
+    rows: tuple[AdviceRow, ...]
+    gpu_memory: int
+    limit: int
+    remedies: tuple[str, ...] = ()
+
+    @property
+    def fitting(self) -> tuple[AdviceRow, ...]:
+        return tuple(row for row in self.rows if row.fits)
+
+    @property
+    def rejected(self) -> tuple[AdviceRow, ...]:
+        return tuple(row for row in self.rows if not row.fits)
+
+    @property
+    def best(self) -> AdviceRow | None:
+        """The fastest row that fits; ``None`` if nothing fits."""
+        return self.rows[0] if self.rows and self.rows[0].fits else None
+
+
+def rejection(memory: MemoryEstimate, limit: int) -> str:
+    """Return why an estimate does not fit, in one line."""
+    peak = memory.peak
+    kind = max(MEMORY_KINDS, key=lambda kind: peak.bytes_by_kind[kind])
+    size = format_bytes(peak.bytes_by_kind[kind], binary=True)
+    needed, available = format_bytes(peak.bytes, binary=True), format_bytes(limit, binary=True)
+    return f"needs {needed} of {available}, {size} of it {_NAMES[kind]}, in the {peak.where}"
+
+
+def row_cost(row: AdviceRow) -> tuple[float, ...]:
+    """Return the order of rows that fit: by predicted speed, else by what is known to cost time."""
+    choice = row.choice
+    slower = ("none", "selective", "full").index(choice.checkpointing)
+    known = (
+        choice.offload_params,
+        choice.offload_activations,
+        slower,
+        row.communicated,
+        choice.accumulation,
+        bool(choice.units.label),
+    )
+    return (-(row.tokens_per_second or 0.0), *known)
+
+
+def with_reasons(fitting: list[AdviceRow]) -> Iterator[AdviceRow]:
+    for number, row in enumerate(fitting):
+        best = fitting[0]
+        if number == 0:
+            yield row
+        elif row.tokens_per_second and best.tokens_per_second:
+            slower = 1 - row.tokens_per_second / best.tokens_per_second
+            yield replace(row, reason=f"{slower:.0%} slower" if slower >= 0.005 else "as fast")
+        else:
+            yield replace(row, reason=_difference(row, best))
+
+
+def _difference(row: AdviceRow, best: AdviceRow) -> str:
+    """Return why a row is ranked below the best one without predicted times."""
+    if row.choice.offload_params and not best.choice.offload_params:
+        return "copies parameters between CPU and device"
+    if row.choice.checkpointing != best.choice.checkpointing:
+        return "recomputes activations"
+    if row.choice.offload_activations and not best.choice.offload_activations:
+        return "copies activations between CPU and device"
+    more = row.communicated - best.communicated
+    if more > 0:
+        return f"communicates {format_bytes(more, binary=True)} more per step"
+    return f"{row.choice.accumulation} smaller micro-batches per step"
