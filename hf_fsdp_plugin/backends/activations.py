@@ -81,7 +81,12 @@ def apply_activation_checkpointing(plan: FsdpPlan, model: nn.Module) -> None:
             if activation.offload:
                 wrapped = ActivationOffload(wrapped, device_type=plan.device_type)
             replace_module(model, module, wrapped)
-    config: Any = getattr(model, "config", None)
-    if getattr(config, "use_cache", False):
+    for config in configs_with_cache(model):
         # The recompute would append to the key-value cache again, and shapes would not match.
         config.use_cache = False
+
+
+def configs_with_cache(model: nn.Module) -> list[Any]:
+    """Return the configs of a model and of its parts that ask for a key-value cache. T5's decoder has its own."""
+    found = {id(config): config for config in (getattr(module, "config", None) for module in model.modules())}
+    return [config for config in found.values() if getattr(config, "use_cache", False)]

@@ -20,14 +20,13 @@ from hf_fsdp_plugin.cli.plan_output import Prediction, plan_json, plan_text
 from hf_fsdp_plugin.cli.plan_pictures import FLAGS as PICTURE_FLAGS
 from hf_fsdp_plugin.cli.plan_pictures import add_picture_arguments, check_targets, write_pictures
 from hf_fsdp_plugin.cli.plan_subject import Planned, read_subject
-from hf_fsdp_plugin.cli.plan_time import FLAGS, add_time_arguments, calibrate_verb, scaling_of
+from hf_fsdp_plugin.cli.plan_time import FLAGS, add_time_arguments, calibrate_verb, scaling_of, time_model
 from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems
 from hf_fsdp_plugin.cli.zero_table import scheme_table_verb, zero_table_verb
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 
 if TYPE_CHECKING:
-    from hf_fsdp_plugin.estimate.results import TimeEstimate
-    from hf_fsdp_plugin.estimate.time import ScalingRow
+    from hf_fsdp_plugin.estimate.time import TimeModel
 
 HELP = "Predict memory, communication and time of a training step, for a model, a config and a number of ranks."
 EXAMPLES = (
@@ -104,9 +103,10 @@ def run(args: argparse.Namespace) -> int:
         return _advise(args, planned, problems, shown)
     if args.zero_table:
         return scheme_table_verb(args, planned)
+    times = time_model(planned, problems)
     try:
-        prediction = _predict(args, planned)
-        written = _write_pictures(args, planned, prediction)
+        prediction = _predict(args, planned, times)
+        written = _write_pictures(args, planned, prediction, times)
     except SpecError as error:
         return _fail(args, [*problems, *error.problems], shown)
     if args.json:
@@ -152,11 +152,12 @@ def _advise(args: argparse.Namespace, planned: Planned, problems: list[Problem],
     if args.json:
         print_json(advice_json(advice, spec, plan.world_size, tree))
     else:
+        print_problems(advice.problems)
         print(advice_text(advice, spec, plan.world_size, tree))
     return OK if advice.best is not None else PROBLEMS
 
 
-def _predict(args: argparse.Namespace, planned: Planned) -> Prediction:
+def _predict(args: argparse.Namespace, planned: Planned, times: TimeModel | None) -> Prediction:
     from hf_fsdp_plugin.estimate.communication import estimate_communication
     from hf_fsdp_plugin.estimate.memory import estimate_memory
     from hf_fsdp_plugin.estimate.trace import trace_memory
@@ -164,10 +165,12 @@ def _predict(args: argparse.Namespace, planned: Planned) -> Prediction:
     method = trace_memory if args.trace else estimate_memory
     memory = method(planned.plan, planned.model, planned.workload)
     communication = estimate_communication(planned.plan, planned.model, planned.workload)
-    times = _predict_time(args, planned)
+    machine = planned.machine
+    timed = (times, machine) if times is not None and machine is not None else None
     return Prediction(
-        time=times[0],
-        scaling=times[1],
+        time=timed[0].estimate(timed[1]) if timed is not None else None,
+        scaling=tuple(scaling_of(*timed)) if timed is not None and args.scaling else (),
+        machine=machine.label if machine is not None else None,
         plan=planned.plan,
         workload=planned.workload,
         memory=memory,
@@ -176,30 +179,21 @@ def _predict(args: argparse.Namespace, planned: Planned) -> Prediction:
     )
 
 
-def _predict_time(args: argparse.Namespace, planned: Planned) -> tuple[TimeEstimate | None, tuple[ScalingRow, ...]]:
-    """Return the time on ``--machine``, and with ``--scaling`` that on more ranks."""
-    machine = planned.machine
-    if machine is None:
-        return None, ()
-    from hf_fsdp_plugin.estimate.time import TimeModel
-
-    model = TimeModel(planned.plan, planned.model, planned.workload)
-    return model.estimate(machine), tuple(scaling_of(model, machine)) if args.scaling else ()
-
-
-def _write_pictures(args: argparse.Namespace, planned: Planned, prediction: Prediction) -> list[str]:
+def _write_pictures(
+    args: argparse.Namespace, planned: Planned, prediction: Prediction, times: TimeModel | None
+) -> list[str]:
     """Write the files of ``--html`` and ``--png``, and return their names."""
     if args.html is None and args.png is None:
         return []
     from hf_fsdp_plugin.estimate.pictures.data import RANKS_PER_MACHINE, picture_data
-    from hf_fsdp_plugin.estimate.time import TimeModel
 
-    plan, model, workload = planned.plan, planned.model, planned.workload
+    plan, model, workload, machine = planned.plan, planned.model, planned.workload, planned.machine
     spans, scaling, ranks_per_machine = [], list(prediction.scaling), RANKS_PER_MACHINE
-    if planned.machine is not None:
-        times = TimeModel(plan, model, workload)
-        spans, ranks_per_machine = times.timeline(planned.machine).spans, planned.machine.ranks_per_machine
-        scaling = scaling or scaling_of(times, planned.machine)
+    if machine is not None:
+        ranks_per_machine = machine.ranks_per_machine
+    if machine is not None and times is not None:
+        spans = times.timeline(machine).spans
+        scaling = scaling or scaling_of(times, machine)
     data = picture_data(
         plan, model, workload, prediction.memory, planned.gpu_memory, prediction.time, spans, scaling, ranks_per_machine
     )

@@ -43,7 +43,8 @@ class Prediction:
 
     Attributes:
         gpu_memory: bytes of one device; ``None`` if unknown.
-        time: ``None`` if no machine is given.
+        machine: the machine that was named.
+        time: ``None`` if no machine is given, or if the operations of the model cannot be counted.
         scaling: the time on other numbers of ranks.
     """
 
@@ -52,6 +53,7 @@ class Prediction:
     memory: MemoryEstimate
     communication: CommunicationEstimate
     gpu_memory: int | None
+    machine: str | None = None
     time: TimeEstimate | None = None
     scaling: tuple[ScalingRow, ...] = ()
 
@@ -101,7 +103,7 @@ def plan_text(prediction: Prediction) -> str:
         "",
         _communication_table(prediction.communication),
         "",
-        *time_text(prediction.time, list(prediction.scaling), prediction.plan.world_size),
+        *time_text(prediction.time, list(prediction.scaling), prediction.plan.world_size, prediction.machine),
         *(["", "assumptions"] if memory.assumptions else []),
         *(line for text in memory.assumptions for line in wrap_words(f"  {text}", width, "  ")),
     ]

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli.exit_codes import OK
 from hf_fsdp_plugin.cli.output import print_json
+from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_table, plural
 
 if TYPE_CHECKING:
+    from hf_fsdp_plugin.cli.plan_subject import Planned
     from hf_fsdp_plugin.estimate.results import TimeEstimate
     from hf_fsdp_plugin.estimate.time import ScalingRow, TimeModel
 
@@ -77,8 +79,25 @@ def time_json(estimate: TimeEstimate | None, rows: list[ScalingRow]) -> dict[str
     }
 
 
-def time_text(estimate: TimeEstimate | None, rows: list[ScalingRow], world_size: int) -> list[str]:
+def time_model(planned: Planned, problems: list[Problem]) -> TimeModel | None:
+    """Return the counted operations; ``None`` without a machine, or if they cannot be counted, which is a warning."""
+    if planned.machine is None:
+        return None
+    from hf_fsdp_plugin.estimate.time import TimeModel, no_time
+
+    try:
+        return TimeModel(planned.plan, planned.model, planned.workload)
+    except SpecError as error:
+        problems.append(no_time(error))
+        return None
+
+
+def time_text(
+    estimate: TimeEstimate | None, rows: list[ScalingRow], world_size: int, machine: str | None = None
+) -> list[str]:
     """Return the lines of the text."""
+    if estimate is None and machine is not None:
+        return [f"time: unknown on {machine}, because the operations of the model cannot be counted."]
     if estimate is None:
         return ["time: unknown. Set --machine, such as h100-sxm, or measure this one with --calibrate."]
     mfu = f"{estimate.mfu:.1%}" if estimate.mfu is not None else "unknown"

@@ -18,6 +18,7 @@ from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.estimate.machines import OpKind
 from hf_fsdp_plugin.estimate.memory.batch import meta_batch
 from hf_fsdp_plugin.estimate.memory.layers import EqualLayers, equal_layers
+from hf_fsdp_plugin.estimate.memory.passing import cast as cast_floats
 from hf_fsdp_plugin.estimate.memory.passing import filled, hidden_of, template_of
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.model import FsdpPlan
@@ -74,7 +75,8 @@ def unit_costs(plan: FsdpPlan, model: nn.Module, workload: Workload) -> dict[str
     _count_experts(meta, recorder)
     try:
         with recorder.tracker, recorder, _FusedAttention(recorder):
-            output = meta(**meta_batch(model, micro_batch=workload.micro_batch, seq_len=workload.seq_len))
+            batch = meta_batch(model, micro_batch=workload.micro_batch, seq_len=workload.seq_len)
+            output = meta(**cast_floats(torch_dtype(plan.precision.param), batch))
             cast(torch.Tensor, output["loss"] if isinstance(output, dict) else output[0]).backward()
     except Exception as error:
         raise SpecError([_not_counted(model, error)]) from error

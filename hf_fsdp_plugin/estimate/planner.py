@@ -82,6 +82,7 @@ def advise(
         gpu_memory=gpu_memory,
         limit=limit,
         remedies=() if fitting else remedies(subject, global_batch, limit),
+        problems=tuple(evaluator.problems),
     )
 
 

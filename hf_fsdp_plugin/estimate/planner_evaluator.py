@@ -18,10 +18,11 @@ from hf_fsdp_plugin.estimate.planner_space import Choice, Sharding
 from hf_fsdp_plugin.estimate.planner_time import Times
 from hf_fsdp_plugin.estimate.planner_units import GIVEN, Units, other_units
 from hf_fsdp_plugin.estimate.results import CommunicationEstimate, MemoryEstimate, TimeEstimate
+from hf_fsdp_plugin.estimate.time import no_time
 from hf_fsdp_plugin.estimate.workload import Attention, Optimizer, UpdateLoop, Workload
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.plan.resolve import resolve
-from hf_fsdp_plugin.problems import SpecError
+from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spec.load import load_spec
 from hf_fsdp_plugin.spec.model import DtypeName, Version
 
@@ -65,10 +66,16 @@ class Subject:
 
 @dataclass(slots=True)
 class Evaluator:
-    """Computes memory and time of choices for one subject."""
+    """Computes memory and time of choices for one subject.
+
+    Attributes:
+        times: ``None`` without a machine, and after operations could not be counted.
+        problems: warnings about times.
+    """
 
     subject: Subject
     times: Times | None
+    problems: list[Problem] = field(default_factory=list)
     _plans: dict[_Key, FsdpPlan] = field(default_factory=dict)
     _sizes: dict[_Key, Sequence[UnitSizes]] = field(default_factory=dict)
     _units: tuple[Units, ...] | None = None
@@ -145,10 +152,15 @@ class Evaluator:
         return follow_step(plan, self.sizes(choice), self._ignored, workload, self._profiles[key])
 
     def time(self, choice: Choice) -> TimeEstimate | None:
-        """Return the time of a step; ``None`` without a machine."""
+        """Return the time of a step; ``None`` without a machine, or if operations cannot be counted (a warning)."""
         if self.times is None:
             return None
-        return self.times.estimate(self.plan(choice), self.subject.workload(choice), choice.units)
+        try:
+            return self.times.estimate(self.plan(choice), self.subject.workload(choice), choice.units)
+        except SpecError as error:
+            self.problems.append(no_time(error))
+            self.times = None
+            return None
 
     def communicated(self, choice: Choice) -> int:
         """Return the bytes of all collectives of a rank per optimizer step."""

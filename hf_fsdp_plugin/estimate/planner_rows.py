@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from hf_fsdp_plugin.estimate.planner_space import Choice
 from hf_fsdp_plugin.estimate.results import MEMORY_KINDS, MemoryEstimate, MemoryKind, TimeEstimate
+from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_bytes
 
 _NAMES: Final[Mapping[MemoryKind, str]] = {
@@ -53,12 +54,14 @@ class Advice:
         rows: those that fit, the fastest first, then one for each combination that does not fit.
         limit: bytes of a device without headroom.
         remedies: what would fit, one sentence each, if nothing does.
+        problems: warnings, such as that no times can be predicted.
     """
 
     rows: tuple[AdviceRow, ...]
     gpu_memory: int
     limit: int
     remedies: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
 
     @property
     def fitting(self) -> tuple[AdviceRow, ...]:

@@ -27,7 +27,7 @@ from hf_fsdp_plugin.plan.model import FsdpPlan, MeshPlan
 from hf_fsdp_plugin.plan.modules import ancestors, is_inside
 from hf_fsdp_plugin.plan.problem_collector import ProblemCollector
 from hf_fsdp_plugin.plan.units import UnitPlan
-from hf_fsdp_plugin.problems import has_errors
+from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
 from hf_fsdp_plugin.strategies import STRATEGIES
 
 UPDATE_PASSES: Final = {"adamw": (7, 21), "sgd": (5, 7), "adafactor": (9, 20), "adamw_8bit": (4, 4), "muon": (40, 40)}
@@ -218,6 +218,15 @@ def _in_order(units: list[UnitTimes], schedules: Sequence[UnitSchedule]) -> list
         return units
     first = replace(last, forward=0.0, backward=0.0)
     return [first, *others, UnitTimes(name=last.name, forward=last.forward, backward=last.backward)]
+
+
+def no_time(error: SpecError) -> Problem:
+    """Return the warning that memory and communication are predicted without times."""
+    return Problem(
+        code="FSDP-W836",
+        message=f"no time is predicted: {error.problems[0].message}",
+        fix="Memory and communication are predicted. Omit --machine if no time is needed.",
+    )
 
 
 def plan_for_world(plan: FsdpPlan, world_size: int, ranks_per_machine: int) -> FsdpPlan | None:

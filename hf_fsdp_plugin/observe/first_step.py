@@ -46,6 +46,8 @@ class FirstStep:
         optimized_ids: ``id`` of the parameters that the optimizers had when they were prepared.
         shard_hashes: hashes of the trained shards before the first optimizer step with a learning rate above 0, by
             name of the unit.
+        later_hashes: the same after that step, and after later ones that are examined. The weights at the end of a run
+            may be those of an old checkpoint, such as the best one.
     """
 
     output_dtype: torch.dtype | None = None
@@ -59,6 +61,7 @@ class FirstStep:
     accumulation: Runs = field(default_factory=Runs)
     optimized_ids: set[int] = field(default_factory=set)
     shard_hashes: dict[str, list[torch.Tensor]] | None = None
+    later_hashes: list[dict[str, list[torch.Tensor]]] = field(default_factory=list)
     _num_forwards: int = 0
     observed: WeakSet[torch.optim.Optimizer] = field(default_factory=WeakSet)
 
@@ -89,6 +92,11 @@ class FirstStep:
         if self.shard_hashes is None and _updates(optimizer):
             self.shard_hashes = hash_shards(units)
 
+    def after_step(self, model: nn.Module) -> None:
+        """Record the state of the units after an optimizer step."""
+        if self.shard_hashes is not None and not self.num_steps & (self.num_steps - 1):
+            self.later_hashes.append(hash_shards(observe_units(model)))
+
 
 def record_first_step(model: nn.Module, *optimizers: Any) -> FirstStep:
     """Record the facts of the next training forwards and optimizer steps, and return the record of this model.
@@ -107,6 +115,7 @@ def record_first_step(model: nn.Module, *optimizers: Any) -> FirstStep:
             first_step.optimized_ids |= {id(p) for group in inner.param_groups for p in group["params"]}
             # A hook must not remove itself here: the optimizer iterates over its hooks without a copy.
             inner.register_step_pre_hook(lambda optimizer, *_: first_step.before_step(model, optimizer))
+            inner.register_step_post_hook(lambda *_: first_step.after_step(model))
     return first_step
 
 
@@ -150,13 +159,19 @@ def recorded_first_step(model: nn.Module) -> FirstStep:
 
 
 def shards_changed(first_step: FirstStep, units: Iterable[UnitObservation]) -> bool | None:
-    """Return whether any trained shard of this rank has changed since the first step; ``None`` if this is unknown."""
+    """Return whether any trained shard of this rank has changed since the first step; ``None`` if this is unknown.
+
+    The weights after the steps that are examined count, and those at the end of the run.
+    """
     if not first_step.shard_hashes or not any(first_step.shard_hashes.values()):
         return None
-    now = hash_shards(units)
     before = first_step.shard_hashes
+    return any(_any_differs(before, later) for later in (*first_step.later_hashes, hash_shards(units)))
+
+
+def _any_differs(before: Mapping[str, list[torch.Tensor]], later: Mapping[str, list[torch.Tensor]]) -> bool:
     return any(
-        name not in now or len(now[name]) != len(hashes) or any(map(_differ, hashes, now[name]))
+        name not in later or len(later[name]) != len(hashes) or any(map(_differ, hashes, later[name]))
         for name, hashes in before.items()
     )
 

@@ -67,6 +67,18 @@ def train(output_dir: str, **arguments: Any) -> dict[str, Any]:
     return {"losses": losses(trainer), "report": json.loads((Path(output_dir) / "fsdp_report.json").read_text())}
 
 
+def report_of_restored_first_step(output_dir: str, **arguments: Any) -> dict[str, Any]:
+    """Train, and restore the checkpoint of the first step, whose learning rate is 0, as the best one."""
+    trainer = make_trainer(
+        output_dir, max_steps=3, warmup_steps=1, save_strategy="steps", save_steps=1, eval_strategy="steps",
+        eval_steps=1, load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=True,
+        **arguments,
+    )  # fmt: skip
+    trainer.train()
+    best = str(trainer.state.best_model_checkpoint)
+    return {"best": best, "report": json.loads((Path(output_dir) / "fsdp_report.json").read_text())}
+
+
 def printed_about_weight_decay(output_dir: str, **arguments: Any) -> str:
     """Train one step, and return what was printed."""
     with contextlib.redirect_stderr(io.StringIO()) as printed:

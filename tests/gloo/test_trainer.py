@@ -51,6 +51,14 @@ def test_resumed_training_equals_uninterrupted(
     assert all((whole[name] == resumed[name]).all() for name in whole)
 
 
+@both_versions
+def test_restored_best_weights_are_not_no_training(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
+    arguments = settings(version, state_dict_type="SHARDED_STATE_DICT")
+    run = two_ranks.run(cases.report_of_restored_first_step, str(tmp_path), **arguments)[0]
+    assert run["best"].endswith("checkpoint-1")
+    assert "FSDP-E510" not in [problem["code"] for problem in run["report"]["problems"]]
+
+
 def test_evaluation_before_training_keeps_losses(two_ranks: Ranks, tmp_path: Path) -> None:
     plain = two_ranks.run(cases.train, str(tmp_path), **settings(2))[0]
     runs = [two_ranks.run(cases.evaluate_around_training, str(tmp_path), **settings(version))[0] for version in (1, 2)]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_fsdp_plugin.backends.activations import configs_with_cache
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.estimate.memory.attention import attention_as_on
 from hf_fsdp_plugin.estimate.memory.batch import meta_batch
@@ -42,7 +43,7 @@ def profile_step(plan: FsdpPlan, model: nn.Module, workload: Workload) -> StepPr
         raise SpecError([_cannot_run(model, error)]) from error
 
 
-def _profile(plan: FsdpPlan, model: nn.Module, batch: dict[str, torch.Tensor]) -> StepProfile:
+def _profile(plan: FsdpPlan, model: nn.Module, batch: dict[str, Any]) -> StepProfile:
     groups = [group for group in equal_layers(model) if _has_own_units(plan, group.representative)]
     skipped = {name: group for group in groups for name in group.copies}
     with ExitStack() as stack:
@@ -59,7 +60,7 @@ def _profile(plan: FsdpPlan, model: nn.Module, batch: dict[str, torch.Tensor]) -
         recorder.finish()
     return StepProfile(
         stages=expand(recorder.stages, recorder.representatives, recorder.unit_names),
-        input_bytes=sum(tensor.untyped_storage().nbytes() for tensor in batch.values()),
+        input_bytes=sum(x.untyped_storage().nbytes() for x in batch.values() if isinstance(x, torch.Tensor)),
     )
 
 
@@ -105,17 +106,17 @@ def _attention_of(model: nn.Module, workload: Workload) -> Iterator[None]:
 @contextmanager
 def _training_mode(model: nn.Module) -> Iterator[None]:
     config: Any = getattr(model, "config", None)
-    training, cache = model.training, getattr(config, "use_cache", None)
+    training, cached = model.training, configs_with_cache(model)
     problem_type = getattr(config, "problem_type", None)  # classifiers set it in their first forward
     model.train()
-    if cache is not None:
-        config.use_cache = False
+    for each in cached:
+        each.use_cache = False
     try:
         yield
     finally:
         model.train(training)
-        if cache is not None:
-            config.use_cache = cache
+        for each in cached:
+            each.use_cache = True
         if hasattr(config, "problem_type"):
             config.problem_type = problem_type
 

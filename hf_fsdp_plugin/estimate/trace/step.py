@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_fsdp_plugin.backends.activations import configs_with_cache
 from hf_fsdp_plugin.backends.clipping import clip_grad_norm
 from hf_fsdp_plugin.backends.optimizer_mode import decide
 from hf_fsdp_plugin.backends.optimizer_step import set_step_mode
@@ -49,7 +50,7 @@ class Step:
         set_attention: Any = getattr(model, "set_attn_implementation", None)
         if set_attention is not None:
             set_attention("eager" if workload.attention == "eager" else "sdpa")
-        if (config := getattr(model, "config", None)) is not None:
+        for config in configs_with_cache(model):
             config.use_cache = False
         self.optimizers = make_optimizers(model, workload, device_type)
         self.model = shard(plan, model, torch.device("cpu"), self.optimizers)
@@ -90,13 +91,13 @@ class Step:
 
     def _forward_backward(self, micro_batches: int) -> None:
         with self._places.phase("forward"):
-            different = {id(tensor): tensor for tensor in self._batch.values()}
+            different = {id(value): value for value in self._batch.values() if isinstance(value, torch.Tensor)}
             inputs = {key: torch.empty(tensor.shape, dtype=tensor.dtype) for key, tensor in different.items()}
-            loss = self._loss({name: inputs[id(tensor)] for name, tensor in self._batch.items()})
+            loss = self._loss({name: inputs.get(id(value), value) for name, value in self._batch.items()})
         (loss / micro_batches).backward()
         self._recorder.label((parameter.grad for parameter in self.model.parameters()), "grads")
 
-    def _loss(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _loss(self, inputs: dict[str, Any]) -> torch.Tensor:
         dtype = torch_dtype(self._plan.precision.param)
         casts = self._workload.autocast and dtype in (torch.bfloat16, torch.float16)
         with torch.autocast("cpu", dtype) if casts else nullcontext():

@@ -27,8 +27,6 @@ SAVED_STEP: Final = 1
 """The step after which a checkpoint is written, from which the second run continues."""
 LAST_STEP: Final = 2
 _NUM_EVALUATED: Final = 8
-_UNCHANGED: Final = "FSDP-E510"
-"""No weight has changed since the first step."""
 
 
 class PreflightEnd(SystemExit):
@@ -191,10 +189,8 @@ def _note_report(trainer: Any) -> None:
     report_run(trainer.accelerator)
     file = preflight.folder / REPORT_FILE
     if preflight.rank == 0 and file.is_file():
-        # The best checkpoint may have the weights of the first step.
-        is_loaded = trainer.args.load_best_model_at_end
         for problem in json.loads(file.read_text())["problems"]:
-            if problem["severity"] != "note" and not (is_loaded and problem["code"] == _UNCHANGED):
+            if problem["severity"] != "note":
                 fields = {name: problem[name] for name in ("code", "message", "fix", "setting")}
                 preflight.recorder.note(Problem(**fields))
 

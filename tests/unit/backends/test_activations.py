@@ -1,6 +1,7 @@
 """Activation checkpointing wraps the units of the wrap policy and keeps results."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,5 +53,7 @@ def test_key_value_cache_is_disabled(plan_for: Callable[..., FsdpPlan]):
     model = two_layers()
     model.config = torch.nn.Module()
     model.config.use_cache = True
+    model[0].config = SimpleNamespace(use_cache=True)  # such as T5's decoder, which has a copy
+    inner = model[0].config
     apply_activation_checkpointing(plan_for(model, fsdp_activation_checkpointing=True), model)
-    assert model.config.use_cache is False
+    assert model.config.use_cache is False and inner.use_cache is False

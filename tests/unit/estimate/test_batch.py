@@ -7,20 +7,59 @@ import transformers as hf
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.estimate.memory import estimate_memory
 from hf_fsdp_plugin.estimate.memory.batch import meta_batch
+from hf_fsdp_plugin.estimate.op_costs import unit_costs
+from hf_fsdp_plugin.estimate.trace import trace_memory
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.problems import SpecError
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
+SPEECH = {"d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "encoder_layers": 6, "decoder_layers": 6}
+TOWER = {**SIZES, "num_hidden_layers": 6}
+
+
+def made(family):
+    tokens = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 2}
+    with torch.device("meta"):
+        if family == "t5":
+            sizes = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_heads": 4, "vocab_size": 64}
+            return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, num_layers=6, decoder_start_token_id=0))
+        if family == "whisper":
+            heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+            positions = {"max_source_positions": 20, "max_target_positions": 16, "vocab_size": 64}
+            return hf.WhisperForConditionalGeneration(hf.WhisperConfig(**SPEECH, **heads, **positions, **tokens))
+        text = {**TOWER, "vocab_size": 64, "max_position_embeddings": 16, "eos_token_id": 2}
+        images = {**TOWER, "image_size": 16, "patch_size": 4}
+        return hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=images, projection_dim=16))
+
+
 def test_models_with_other_inputs_are_refused():
     with torch.device("meta"):
-        whisper = hf.WhisperForConditionalGeneration(hf.WhisperConfig(encoder_layers=1, decoder_layers=1))
+        waves = hf.Wav2Vec2ForCTC(hf.Wav2Vec2Config(**SIZES))
         headless = hf.BertModel(hf.BertConfig(**SIZES))
-    for model in (whisper, headless):
+    for model in (waves, headless):
         with pytest.raises(SpecError) as caught:
             meta_batch(model, micro_batch=2, seq_len=8)
         assert [problem.code for problem in caught.value.problems] == ["FSDP-E811"]
+
+
+def test_speech_and_images_have_the_longest_inputs():
+    speech = meta_batch(made("whisper"), micro_batch=2, seq_len=128)
+    assert speech["input_features"].shape == (2, 80, 40) and speech["labels"].shape == (2, 16)
+    both = meta_batch(made("clip"), micro_batch=2, seq_len=8)
+    assert both["input_ids"].shape == (2, 8) and both["pixel_values"].shape == (2, 3, 16, 16) and both["return_loss"]
+
+
+@pytest.mark.parametrize("family", ["t5", "whisper", "clip"])
+def test_two_stacks_with_checkpointing_are_as_traced(family):
+    model = made(family)
+    spec = hfp.load_spec(fsdp="full_shard auto_wrap", fsdp_config={"activation_checkpointing": True})
+    plan = hfp.resolve(spec, model, world_size=2)
+    workload = Workload(micro_batch=2, seq_len=16)
+    closed, traced = estimate_memory(plan, model, workload).peak, trace_memory(plan, model, workload).peak
+    assert closed.bytes == pytest.approx(traced.bytes, rel=0.02)
+    assert set(unit_costs(plan, model, workload)) == {unit.name for unit in plan.units} | {""}
 
 
 def test_labels_have_the_shape_of_the_task():

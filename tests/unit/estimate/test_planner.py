@@ -13,6 +13,7 @@ from hf_fsdp_plugin.estimate.memory import estimate_memory
 from hf_fsdp_plugin.estimate.planner import advise
 from hf_fsdp_plugin.estimate.planner_evaluator import Evaluator, Subject
 from hf_fsdp_plugin.estimate.planner_space import micro_batches, shardings
+from hf_fsdp_plugin.estimate.planner_time import Times
 from hf_fsdp_plugin.problems import SpecError
 
 MIB = 1 << 20
@@ -148,6 +149,18 @@ def test_slow_networks_are_compared_with_larger_units():
     assert "one unit" in labels and found.best is not None
     rows = {(row.choice, row.tokens_per_second) for row in found.fitting}
     assert len(rows) == len(found.fitting)
+
+
+def test_rows_have_no_times_if_operations_are_not_counted():
+    known, choice = model("gpt2"), advice("gpt2").rows[0].choice
+    evaluator = Evaluator(subject_of("gpt2", 2), Times(known, machine_named("h100-sxm")))
+    handle = known.register_forward_pre_hook(lambda *_: torch.nonzero(torch.zeros(1, device="meta")))
+    try:
+        assert evaluator.time(choice) is None and evaluator.time(choice) is None
+    finally:
+        handle.remove()
+    assert [problem.code for problem in evaluator.problems] == ["FSDP-W836"]
+    assert evaluator.memory(choice).peak.bytes > 0
 
 
 def test_global_batch_must_be_divisible():
