@@ -8,21 +8,29 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-Family = Literal["llama", "gpt2", "bert", "mixtral"]
+Family = Literal["llama", "gpt2", "bert", "mixtral", "t5", "whisper", "clip"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """A model, its settings and a workload. ``heads`` divides ``hidden``; ``experts`` is of Mixtral only."""
+    """A model, its settings and a workload. ``heads`` divides ``hidden``; ``experts`` is of Mixtral only.
+
+    ``lora`` is the rank of adapters on all linear layers. Whisper's sounds and CLIP's images have fixed sizes.
+    """
 
     family: Family = "llama"
     version: Literal[1, 2] = 2
     strategy: str = "full_shard"
     ranks: int = 2
     checkpointing: bool = False
+    selective: bool = False
+    offload_activations: bool = False
+    offload_params: bool = False
+    lora: int = 0
+    wrap: Literal["layers", "parts", "none"] = "layers"
     precision: Literal["no", "bf16"] = "no"
     loop: Literal["for_loop", "foreach", "fused"] = "for_loop"
-    optimizer: Literal["adamw", "sgd", "adafactor", "muon"] = "adamw"
+    optimizer: Literal["adamw", "sgd", "adafactor", "muon", "adamw_8bit"] = "adamw"
     batch: int = 2
     seq: int = 256
     accumulation: int = 1
@@ -68,6 +76,17 @@ def parse_point(text: str) -> Point:
     return Point(**values)
 
 
+_CLASSES = {
+    "llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel", "bert": "BertForMaskedLM", "mixtral": "MixtralForCausalLM",
+    "t5": "T5ForConditionalGeneration", "whisper": "WhisperForConditionalGeneration", "clip": "CLIPModel",
+}  # fmt: skip
+_PARTS = {
+    "llama": "LlamaDecoderLayer,LlamaMLP", "gpt2": "GPT2Block,GPT2MLP", "bert": "BertLayer,BertIntermediate,BertOutput",
+    "mixtral": "MixtralDecoderLayer,MixtralSparseMoeBlock", "t5": "T5Block,T5LayerFF",
+}  # fmt: skip
+"""Layers and the largest modules inside them, as units."""
+
+
 def make_config(point: Point) -> Any:
     """Return the config of the point's model."""
     import transformers
@@ -76,6 +95,8 @@ def make_config(point: Point) -> Any:
     if point.family == "gpt2":
         sizes |= {"n_layer": point.layers, "n_embd": point.hidden, "n_inner": point.inter, "n_head": point.heads}
         return transformers.GPT2Config(**sizes, n_positions=max(1024, point.seq), bos_token_id=0, eos_token_id=0)
+    if point.family in ("t5", "whisper", "clip"):
+        return _config_of_two_stacks(point)
     sizes |= {
         "num_hidden_layers": point.layers, "hidden_size": point.hidden, "intermediate_size": point.inter,
         "num_attention_heads": point.heads, "max_position_embeddings": max(512, point.seq),
@@ -88,16 +109,59 @@ def make_config(point: Point) -> Any:
     return transformers.LlamaConfig(**sizes)
 
 
+def _config_of_two_stacks(point: Point) -> Any:
+    import transformers
+
+    if point.family == "t5":
+        sizes = {"d_model": point.hidden, "d_ff": point.inter, "d_kv": point.hidden // point.heads}
+        return transformers.T5Config(
+            **sizes, num_layers=point.layers, num_heads=point.heads, vocab_size=point.vocab, decoder_start_token_id=0
+        )
+    if point.family == "whisper":
+        sides = {
+            f"{side}_{name}": value
+            for side in ("encoder", "decoder")
+            for name, value in (("layers", point.layers), ("ffn_dim", point.inter), ("attention_heads", point.heads))
+        }
+        tokens = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 2}
+        return transformers.WhisperConfig(**sides, **tokens, d_model=point.hidden, vocab_size=point.vocab)
+    tower = {
+        "hidden_size": point.hidden, "intermediate_size": point.inter, "num_hidden_layers": point.layers,
+        "num_attention_heads": point.heads,
+    }  # fmt: skip
+    text = {**tower, "vocab_size": point.vocab, "max_position_embeddings": 77, "eos_token_id": 2}
+    return transformers.CLIPConfig(text_config=text, vision_config=tower)
+
+
 def make_model(point: Point) -> Any:
     """Return the point's model, on torch's default device."""
     import torch
     import transformers
 
-    classes = {"llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel", "bert": "BertForMaskedLM"}
     torch.manual_seed(0)
     config = make_config(point)
     config._attn_implementation = point.attention
-    return getattr(transformers, classes.get(point.family, "MixtralForCausalLM"))(config)
+    model = getattr(transformers, _CLASSES[point.family])(config)
+    if point.lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=point.lora, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return model
+
+
+def make_batch(shapes: dict[str, Any], vocab: int, generator: Any) -> dict[str, Any]:
+    """Return random values for tensors on the meta device. Inputs that are one tensor, such as labels, stay one."""
+    import torch
+
+    made: dict[int, Any] = {}
+    for value in shapes.values():
+        if not isinstance(value, torch.Tensor):
+            made[id(value)] = value
+        elif id(value) not in made and value.is_floating_point():
+            made[id(value)] = torch.randn(value.shape, generator=generator)
+        elif id(value) not in made:
+            made[id(value)] = torch.randint(0, vocab, value.shape, generator=generator)
+    return {name: made[id(value)] for name, value in shapes.items()}
 
 
 def make_spec(point: Point) -> Any:
@@ -106,13 +170,18 @@ def make_spec(point: Point) -> Any:
     fsdp = {
         "fsdp_version": point.version,
         "fsdp_sharding_strategy": point.strategy.upper(),
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_activation_checkpointing": point.checkpointing,
+        "fsdp_auto_wrap_policy": "NO_WRAP" if point.wrap == "none" else "TRANSFORMER_BASED_WRAP",
+        "fsdp_activation_checkpointing": "selective" if point.selective else point.checkpointing,
+        "fsdp_offload_params": point.offload_params,
         "fsdp_backward_prefetch": {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": "NO_PREFETCH"}[
             point.prefetch
         ],
         "fsdp_forward_prefetch": point.forward_prefetch,
     }
+    if point.wrap == "parts":
+        fsdp["fsdp_transformer_layer_cls_to_wrap"] = _PARTS[point.family]
+    if point.offload_activations:
+        fsdp["fsdp_activation_checkpointing_offload"] = True
     if point.version == 1:
         fsdp["fsdp_use_orig_params"] = point.use_orig
     if point.strategy.startswith("hybrid"):
@@ -143,6 +212,7 @@ def measure(rank: int, report: Callable[..., None], point: Point, steps: int) ->
     from allocator import AllocatorCounter
 
     import hf_fsdp_plugin as hfp
+    from hf_fsdp_plugin.estimate.memory.batch import meta_batch
     from hf_fsdp_plugin.estimate.trace.optimizers import make_optimizers
 
     counter = AllocatorCounter()
@@ -151,6 +221,7 @@ def measure(rank: int, report: Callable[..., None], point: Point, steps: int) ->
     if point.sync:
         accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
     model = make_model(point)
+    shapes = meta_batch(model, micro_batch=point.batch, seq_len=point.seq)
     optimizers = make_optimizers(model, make_workload(point), "cpu")
     model, *optimizers = accelerator.prepare(model.train(), *optimizers)
     generator = torch.Generator().manual_seed(1 + rank)
@@ -159,8 +230,8 @@ def measure(rank: int, report: Callable[..., None], point: Point, steps: int) ->
         counter.reset_peak()
         for _ in range(point.accumulation):
             with accelerator.accumulate(model):
-                ids = torch.randint(0, point.vocab, (point.batch, point.seq), generator=generator)
-                accelerator.backward(model(input_ids=ids, labels=ids).loss)
+                batch = make_batch(shapes, point.vocab, generator)
+                accelerator.backward(model(**batch).loss)
                 if accelerator.sync_gradients and point.clip:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 for optimizer in optimizers:
@@ -216,5 +287,17 @@ POINTS = (
     replace(_BERT, optimizer="adafactor", ranks=4, batch=4),
     replace(_MIXTRAL, optimizer="adafactor", checkpointing=True, batch=1, seq=64),
     replace(_LLAMA, version=1, use_orig=False, prefetch="none", forward_prefetch=True, optimizer="sgd"),
+    replace(_LLAMA, lora=16),
+    replace(_LLAMA, lora=16, version=1, precision="bf16", checkpointing=True),
+    replace(_LLAMA, optimizer="adamw_8bit"),
+    replace(_LLAMA, selective=True, batch=4),
+    replace(_LLAMA, checkpointing=True, offload_activations=True, batch=4),
+    replace(_LLAMA, offload_params=True),
+    replace(_MIXTRAL, wrap="parts", precision="bf16"),
+    replace(_GPT2, wrap="none"),
+    Point(family="t5", checkpointing=True),
+    Point(family="t5", version=1, precision="bf16"),
+    Point(family="whisper", checkpointing=True, seq=64),
+    Point(family="clip", seq=64, batch=8),
 )
 """The points of the table."""

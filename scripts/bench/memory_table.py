@@ -17,8 +17,8 @@ def memory_error(result: dict[str, Any]) -> list[str]:
     lines += ["", f"| point | measured | {' | '.join(METHODS[name] for name in methods)} | peak at |"]
     lines.append("|---|---|" + "---|" * len(methods) + "---|")
     for row in result["points"]:
-        errors = " | ".join(f"{row['error'][name]:+.3%}" for name in methods)
+        errors = " | ".join(f"{row['error'][name]:+.3%}" if name in row["error"] else "–" for name in methods)
         point = row["point"].replace(",", ", ")
-        at = row["predicted"]["traced"]["at"]
+        at = next(row["predicted"][name]["at"] for name in methods if name in row["predicted"])
         lines.append(f"| {point} | {row['measured_bytes'] / 1e6:.1f} MB | {errors} | {at} |")
     return lines

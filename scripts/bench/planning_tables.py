@@ -16,3 +16,20 @@ def planner_time(result: dict[str, Any]) -> list[str]:
         lines.append(f"| {' | '.join(map(str, cells))} |")
     note = f"Sequences of {result['seq_len']:,} tokens, 80 GB per GPU; times: with the figures of "
     return [*lines, "", f"{note}{result['machine_of_times']}."]
+
+
+def closed_against_trace(result: dict[str, Any]) -> list[str]:
+    """Return the summary, and the settings with the largest differences."""
+    worst = sorted((row for row in result["rows"] if "error" in row), key=lambda row: -abs(row["error"]))[:10]
+    lines = ["| setting with the largest differences | device | closed form / traced - 1 |", "|---|---|---|"]
+    lines += [f"| {row['point'].replace(',', ', ')} | {row['device']} | {row['error']:+.2%} |" for row in worst]
+    refused = ", ".join(f"{code} {result['refused'].count(code)}" for code in sorted(set(result["refused"])))
+    summary = f"{result['compared']} random settings: median {result['median']:.2%}, largest {result['worst']:+.2%}."
+    return [*lines, "", summary, *([f"Refused by one of the methods: {refused}."] if refused else [])]
+
+
+def preflight_time(result: dict[str, Any]) -> list[str]:
+    lines = ["| model | time | CPU time of the command and its ranks |", "|---|---|---|"]
+    lines += [f"| {row['model']} | {row['seconds']:.0f} s | {row['cpu_seconds']:.0f} s |" for row in result["rows"]]
+    seconds = result["first_question_seconds"]
+    return [*lines, *(["", f"First question of `hf-fsdp config`: after {seconds:.2f} s."] if seconds else [])]

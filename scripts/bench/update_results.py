@@ -22,7 +22,7 @@ from typing import Any
 from common import RESULTS, ROOT, describe_machine
 from hang_tables import hang_overhead, hangs, hangs_healthy
 from memory_table import memory_error
-from planning_tables import planner_time
+from planning_tables import closed_against_trace, planner_time, preflight_time
 
 BLOCK = re.compile(r"(<!-- results:begin (?P<name>[\w-]+) -->\n).*?(<!-- results:end (?P=name) -->)", re.DOTALL)
 HEAD = ("date", "machine", "versions", "load_average_of_15_minutes", "command", "device")
@@ -449,7 +449,7 @@ _ALL = (
     generated_values, command_start, start, load, resume, computed_weights, readers, many_ranks,
     large_world, memory_error, step_time, published_runs, unexpressed, throughput, restarts, two_hosts,
     hangs, hangs_healthy, hang_overhead,
-    planner_time,
+    planner_time, closed_against_trace, preflight_time,
 )  # fmt: skip
 TABLES: dict[str, Callable[[Result], list[str]]] = {table.__name__: table for table in _ALL}
 

@@ -18,6 +18,8 @@ LONG = (
     f"family=gpt2,version=2,strategy=shard_grad_op,loop=foreach,{SMALL}",
     f"family=mixtral,version=1,strategy=no_shard,precision=bf16,loop=fused,{SMALL}",
     f"family=llama,version=1,strategy=hybrid_shard,ranks=4,accumulation=2,{SMALL}",
+    f"family=t5,version=2,checkpointing=1,{SMALL}",
+    f"family=llama,version=1,lora=8,wrap=parts,{SMALL}",
 )
 
 pytestmark = pytest.mark.skipif(
