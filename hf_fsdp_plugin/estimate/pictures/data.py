@@ -9,13 +9,13 @@ from typing import Final
 from torch import nn
 
 from hf_fsdp_plugin.estimate.memory import estimate_memory
+from hf_fsdp_plugin.estimate.pictures.unit_tree import UnitNode, unit_tree
 from hf_fsdp_plugin.estimate.results import MemoryEstimate, MemoryKind, TimeEstimate
 from hf_fsdp_plugin.estimate.schedule import Span
 from hf_fsdp_plugin.estimate.time import ScalingRow
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.plan.resolve import resolve
-from hf_fsdp_plugin.plan.units import UnitPlan
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_count, plural
@@ -51,20 +51,6 @@ class StrategyMemory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UnitRow:
-    """Consecutive units of one class and size."""
-
-    name: str
-    class_name: str
-    num_units: int
-    num_params: int
-
-    @property
-    def total(self) -> int:
-        return self.num_units * self.num_params
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PictureData:
     """Everything that a picture shows.
 
@@ -78,7 +64,7 @@ class PictureData:
     strategies: tuple[StrategyMemory, ...]
     memory: MemoryEstimate
     gpu_memory: int | None
-    units: tuple[UnitRow, ...]
+    units: UnitNode
     time: TimeEstimate | None = None
     spans: tuple[Span, ...] = ()
     scaling: tuple[ScalingRow, ...] = ()
@@ -108,7 +94,7 @@ def picture_data(
     )
     return PictureData(
         title=title, subtitle=subtitle, strategies=_strategies(plan, model, workload, memory, ranks_per_machine),
-        memory=memory, gpu_memory=gpu_memory, units=tuple(_unit_rows(plan.units)), time=time, spans=tuple(spans),
+        memory=memory, gpu_memory=gpu_memory, units=unit_tree(plan.units), time=time, spans=tuple(spans),
         scaling=tuple(scaling),
     )  # fmt: skip
 
@@ -141,17 +127,3 @@ def _with_strategy(plan: FsdpPlan, model: nn.Module, name: str, shard: int | Non
         return resolve(changed, model, world_size=plan.world_size, device_type=plan.device_type)
     except SpecError:
         return None  # for example offload without sharding under FSDP1
-
-
-def _unit_rows(units: Sequence[UnitPlan]) -> list[UnitRow]:
-    """Return the units in the order of the plan, with equal neighbors in one row."""
-    rows: list[UnitRow] = []
-    first = ""
-    for unit in units:
-        name = unit.name or "(root)"
-        if rows and (rows[-1].class_name, rows[-1].num_params) == (unit.class_name, unit.num_params):
-            rows[-1] = replace(rows[-1], name=f"{first} to {name}", num_units=rows[-1].num_units + 1)
-            continue
-        first = name
-        rows.append(UnitRow(name=name, class_name=unit.class_name, num_units=1, num_params=unit.num_params))
-    return rows

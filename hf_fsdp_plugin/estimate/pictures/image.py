@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from io import BytesIO
 from typing import Any
 
@@ -58,11 +59,13 @@ def _strategies(axis: Any, data: PictureData) -> None:
 
 
 def _units(axis: Any, data: PictureData) -> None:
-    rows = sorted(data.units, key=lambda row: -row.total)[:12]
+    root = replace(data.units, children=(), name="(root)")
+    rows = sorted((root, *data.units.children), key=lambda row: -row.total)[:12]
     names = [shorten(row.name, 44) for row in rows]
     axis.barh(names, [row.total for row in rows], color=COLORS["params"])
     for index, row in enumerate(rows):
-        text = f" {format_count(row.num_params)}" + (f" × {row.num_units}" if row.num_units > 1 else "")
+        each = format_count(row.total // row.num_units)
+        text = f" {each}" + (f" × {row.num_units}" if row.num_units > 1 else "")
         axis.text(row.total, index, text, va="center", fontsize=8)
     axis.invert_yaxis()
     axis.margins(x=0.25)

@@ -7,6 +7,7 @@ from html import escape
 
 from hf_fsdp_plugin.estimate.pictures.charts import memory_areas, scaling_lines, stream_lanes
 from hf_fsdp_plugin.estimate.pictures.data import COLORS, KIND_NAMES, PictureData, StrategyMemory
+from hf_fsdp_plugin.estimate.pictures.unit_tree import UnitNode
 from hf_fsdp_plugin.estimate.results import MEMORY_KINDS
 from hf_fsdp_plugin.text import format_bytes, format_count, plural
 
@@ -33,6 +34,8 @@ svg { display: block; width: 100%; height: 12rem; } svg.lanes { height: 7rem; }
 table { border-collapse: collapse; width: 100%; font-size: .92rem; }
 td, th { padding: .25rem .5rem; border-bottom: 1px solid var(--line); text-align: left; white-space: nowrap; }
 td.n, th.n { text-align: right; }
+.tree, .tree ul { list-style: none; margin: 0; padding: 0; }
+.tree ul { padding-left: clamp(.6rem, 2vw, 1.4rem); border-left: 1px solid var(--line); }
 .scroll { overflow-x: auto; }
 """
 
@@ -124,17 +127,32 @@ def _streams(data: PictureData) -> Iterator[str]:
 
 
 def _units(data: PictureData) -> Iterator[str]:
-    largest = max((row.total for row in data.units), default=1) or 1
     yield '<section id="units"><h2>Units and their parameters</h2>'
-    for row in data.units:
-        count = f" × {row.num_units}" if row.num_units > 1 else ""
-        size = f"{format_count(row.num_params)}{count}"
-        width = 100 * row.total / largest
-        fill = f'<i style="width:{width:.3f}%;background:{COLORS["params"]}"></i>'
-        bar = f'<div class="bar" style="height:.6rem">{fill}</div>'
-        label = f"<p><span><strong>{escape(row.name)}</strong> {escape(row.class_name)}</span><span>{size}</span></p>"
-        yield f'<div class="row">{label}{bar}</div>'
-    yield f'<p class="dim">{plural(sum(row.num_units for row in data.units), "unit")}.</p></section>'
+    yield '<p class="dim">A unit contains the units below it. The bars are parts of the whole model.</p>'
+    yield f'<ul class="tree">{_unit(data.units, data.units.total or 1, 1)}</ul>'
+    yield f'<p class="dim">{plural(_num_units(data.units), "unit")}.</p></section>'
+
+
+def _unit(node: UnitNode, whole: int, times: int) -> str:
+    """Return a node and those inside it.
+
+    Args:
+        whole: parameters of the model.
+        times: how often the unit around the node is in the model.
+    """
+    count = f" × {node.num_units}" if node.num_units > 1 else ""
+    own = times * node.num_units * node.num_params
+    size = f"{format_count(node.num_params)}{count}"
+    fill = f'<i style="width:{100 * own / whole:.3f}%;background:{COLORS["params"]}"></i>'
+    name = escape(node.name or "(root)")
+    label = f"<p><span><strong>{name}</strong> {escape(node.class_name)}</span><span>{size}</span></p>"
+    inner = "".join(_unit(child, whole, times * node.num_units) for child in node.children)
+    inner = f"<ul>{inner}</ul>" if inner else ""
+    return f'<li class="row">{label}<div class="bar" style="height:.6rem">{fill}</div>{inner}</li>'
+
+
+def _num_units(node: UnitNode) -> int:
+    return node.num_units * (1 + sum(map(_num_units, node.children)))
 
 
 def _scaling(data: PictureData) -> Iterator[str]:

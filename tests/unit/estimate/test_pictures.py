@@ -17,6 +17,7 @@ from hf_fsdp_plugin.estimate.memory import estimate_memory
 from hf_fsdp_plugin.estimate.pictures.data import PictureData, picture_data
 from hf_fsdp_plugin.estimate.pictures.image import image
 from hf_fsdp_plugin.estimate.pictures.page import page
+from hf_fsdp_plugin.estimate.pictures.unit_tree import unit_tree
 from hf_fsdp_plugin.estimate.time import TimeModel
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.resolve import resolve
@@ -116,9 +117,25 @@ def test_hybrid_strategies_are_shown_for_several_machines(planned):
     assert names == {"full_shard", "shard_grad_op", "no_shard", "hybrid_shard 2×4", "hybrid_shard_zero2 2×4"}
 
 
-def test_units_in_a_row_add_up(data):
-    assert sum(row.num_units for row in data.units) == 9
-    assert {row.num_units for row in data.units} == {1, 6}
+def test_units_in_the_tree_add_up(data, planned):
+    assert data.units.total == planned[0].num_params
+    nodes = list(data.units.nodes())
+    assert [(node.name, node.num_units) for node in nodes] == [
+        ("", 1), ("model.embed_tokens", 1), ("model.layers.0 to model.layers.5", 6), ("model.norm + lm_head", 1),
+    ]  # fmt: skip
+
+
+def test_nested_units_are_below_the_unit_around_them(planned):
+    _, model, _, _ = planned
+    classes = {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer,LlamaMLP"}
+    config = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, **classes}}
+    config["fsdp_config"]["fsdp_auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
+    plan = resolve(load_spec(config, environ={}), model, world_size=8, device_type="cuda")
+    tree = unit_tree(plan.units)
+    assert tree.total == plan.num_params
+    (layers,) = (node for node in tree.children if node.class_name == "LlamaDecoderLayer")
+    assert layers.num_units == 6
+    assert [(child.name, child.num_units, child.num_params) for child in layers.children] == [("mlp", 1, 3 * 64 * 96)]
 
 
 def test_names_in_the_page_are_escaped(data):
