@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Placement
 
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.torch_private import fsdp1
@@ -19,6 +20,8 @@ from hf_fsdp_plugin.torch_private.functions import scale_tensors, tensor_norms
 # The same constant as in torch's clip_grads_with_norm_.
 _EPSILON = 1e-6
 
+_Shards = tuple[tuple[dist.ProcessGroup, ...], torch.device | None]
+"""Process groups over which a parameter is sharded, and the device on which it is computed."""
 
 _PARAMETER_OF_OTHER_MODEL = Problem(
     code="FSDP-E611",
@@ -87,19 +90,23 @@ def _groups(models: Sequence[nn.Module], parameters: Iterable[nn.Parameter]) -> 
     it must take part in the reduction.
     """
     flat = _flat_shards(models)
+    known: dict[tuple[DeviceMesh, tuple[Placement, ...]], _Shards] = {}  # a model has few layouts of its parameters
     groups: dict[object, _Group] = {}
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(parameter, DTensor):
-            mesh, placements = parameter.device_mesh, parameter.placements
-            over = tuple(mesh.get_group(axis) for axis, place in enumerate(placements) if place.is_shard())
-            device: torch.device | None = torch.device(mesh.device_type)
+            layout = parameter.device_mesh, parameter.placements
+            if layout not in known:
+                known[layout] = _shards_of(*layout)
+            over, device = known[layout]
             gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         else:
             over, device = flat.get(id(parameter), ((), None))
             if device is None and fsdp1.is_flattened(parameter):
                 raise SpecError([_PARAMETER_OF_OTHER_MODEL])
-        group = groups.setdefault(over, _Group(process_groups=over, device=device))
+        if over not in groups:
+            groups[over] = _Group(process_groups=over, device=device)
+        group = groups[over]
         if parameter.dtype is torch.float64:
             group.dtype = torch.float64
         if gradient is not None and gradient.numel():  # an empty tensor has no largest magnitude
@@ -107,11 +114,19 @@ def _groups(models: Sequence[nn.Module], parameters: Iterable[nn.Parameter]) -> 
     return list(groups.values())
 
 
-def _flat_shards(models: Sequence[nn.Module]) -> dict[int, tuple[tuple[dist.ProcessGroup, ...], torch.device | None]]:
+def _shards_of(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> _Shards:
+    """Return the process groups over which a DTensor is sharded, and its device."""
+    over = tuple(mesh.get_group(axis) for axis, place in enumerate(placements) if place.is_shard())
+    return over, torch.device(mesh.device_type)
+
+
+def _flat_shards(models: Sequence[nn.Module]) -> dict[int, _Shards]:
     """Return ``id`` of each FSDP1 parameter -> shard group, if it is sharded, and device on which it is computed."""
-    found: dict[int, tuple[tuple[dist.ProcessGroup, ...], torch.device | None]] = {}
+    found: dict[int, _Shards] = {}
     for model in models:
-        for unit in FullyShardedDataParallel.fsdp_modules(model):
+        if isinstance(model, FSDPModule):
+            continue  # it has no FSDP1 units, and a search in each step takes time
+        for unit in (module for module in model.modules() if isinstance(module, FullyShardedDataParallel)):
             flat, group = fsdp1.flat_parameter(unit), fsdp1.shard_group(unit)
             if flat is not None:
                 over = (group,) if group is not None else ()

@@ -10,7 +10,7 @@ hooks for backward.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -69,7 +69,8 @@ def free_before_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     evaluation between backward and step. The next forward would use this copy instead of the updated shards.
     """
     if isinstance(model, (FullyShardedDataParallel, FSDPModule)):
-        optimizer.register_step_pre_hook(lambda *_: free_gathered(model))
+        units = _units_of(model)  # found once: a search in each step takes milliseconds
+        optimizer.register_step_pre_hook(lambda *_: _free(units))
 
 
 def free_after_forward(model: nn.Module) -> None:
@@ -83,11 +84,19 @@ def free_after_forward(model: nn.Module) -> None:
 
 def free_gathered(model: nn.Module) -> None:
     """Free the parameters of a sharded model that are gathered."""
-    for module in model.modules():
-        if isinstance(module, FullyShardedDataParallel):
-            fsdp1.free_gathered(module)
-        elif isinstance(module, FSDPModule):
-            module.reshard()
+    _free(_units_of(model))
+
+
+def _units_of(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, (FullyShardedDataParallel, FSDPModule))]
+
+
+def _free(units: Iterable[nn.Module]) -> None:
+    for unit in units:
+        if isinstance(unit, FullyShardedDataParallel):
+            fsdp1.free_gathered(unit)
+        elif isinstance(unit, FSDPModule):
+            unit.reshard()
 
 
 class SubmoduleCalls:

@@ -90,13 +90,14 @@ class _Subject:
     model: nn.Module
     model_name: str
     device: str
+    gpu_ids: str
     found: Accelerators
     threads: int
 
     def bench(self, progress: Any) -> Bench:
         return Bench(
             model=self.model_name, device=self.device, spec=self.spec, sources=self.sources, request=self.request,
-            threads=self.threads, progress=progress,
+            threads=self.threads, gpu_ids=self.gpu_ids, progress=progress,
         )  # fmt: skip
 
     def cases(self) -> Iterable[Case]:
@@ -148,7 +149,7 @@ def _read(args: argparse.Namespace, problems: list[Problem]) -> _Subject | None:
     if request is None or model is None or has_errors(problems):
         return None
     found = find_accelerators()
-    device = _check_worlds(request, assessment.spec, found, problems)
+    device, gpu_ids = _check_worlds(request, assessment.spec, found, problems)
     length, too_long = sequence_length(request.workload, model)  # type: ignore[arg-type]
     problems += [too_long] if too_long is not None and length else []
     problems += not_compared(request)
@@ -157,21 +158,23 @@ def _read(args: argparse.Namespace, problems: list[Problem]) -> _Subject | None:
     folder = Path(args.model).expanduser()
     threads = 1 if device == "cpu" else max(1, num_cores() // max(s.world_size for s in request.settings))
     return _Subject(
-        request=request, spec=assessment.spec, sources=sources, model=model, device=device, found=found,
+        request=request, spec=assessment.spec, sources=sources, model=model, device=device, gpu_ids=gpu_ids,
+        found=found,
         model_name=str(folder.absolute()) if folder.exists() else args.model,
         threads=int(os.environ.get("OMP_NUM_THREADS") or threads),
     )  # fmt: skip
 
 
-def _check_worlds(request: Request, spec: FsdpSpec, found: Accelerators, problems: list[Problem]) -> str:
-    """Return the device type. Reports worlds that this machine cannot run, and those with more ranks than cores."""
-    device = "cpu"
+def _check_worlds(request: Request, spec: FsdpSpec, found: Accelerators, problems: list[Problem]) -> tuple[str, str]:
+    """Return the device type and ``gpu_ids``. Reports worlds that this machine cannot run or has no cores for."""
+    device, gpu_ids = "cpu", ""
     sizes = sorted({setting.world_size for setting in request.settings})
     for size in sizes:
         launch = replace(spec.launch, num_processes=size, num_machines=1, machine_rank=0)
         mesh = replace(spec.mesh, shard="auto", replicate="auto")
         try:
-            device = resolve_world(replace(spec, launch=launch, mesh=mesh), found).device
+            world = resolve_world(replace(spec, launch=launch, mesh=mesh), found)
+            device, gpu_ids = world.device, world.gpu_ids
         except SpecError as error:
             problems += error.problems
     crowded = [size for size in sizes if size > num_cores()]
@@ -179,7 +182,7 @@ def _check_worlds(request: Request, spec: FsdpSpec, found: Accelerators, problem
         message = f"{' and '.join(map(str, crowded))} ranks share {num_cores()} cores: "
         message += "their throughput and efficiency show the machine's limit, not the scaling of the model."
         problems.append(Problem(code="FSDP-N783", message=message))
-    return device
+    return device, gpu_ids
 
 
 def _existing(args: argparse.Namespace) -> list[Problem]:

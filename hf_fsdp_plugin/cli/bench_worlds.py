@@ -37,6 +37,7 @@ class Bench:
 
     Attributes:
         model: an id, or the absolute path of a folder.
+        gpu_ids: as in ``World``.
         spec, sources: the settings that all cases share.
         threads: of a CPU rank, the same in all worlds.
         progress: prints what runs now.
@@ -44,6 +45,7 @@ class Bench:
 
     model: str
     device: str
+    gpu_ids: str
     spec: FsdpSpec
     sources: Sources
     request: Request
@@ -71,7 +73,7 @@ class Bench:
 
     def _run_world(self, world_size: int, tasks: Sequence[Task], results: Results) -> int:
         """Run tasks until their end, or until one has failed, whose cases are then marked."""
-        world = World(device=self.device, num_machines=1, machine_rank=0, num_local=world_size)
+        world = World(device=self.device, num_machines=1, machine_rank=0, num_local=world_size, gpu_ids=self.gpu_ids)
         with tempfile.TemporaryDirectory(prefix="hf_fsdp_bench_", ignore_cleanup_errors=True) as scratch:
             folder = Path(scratch)
             Job(model=self.model, device=self.device, workload=self.request.workload, tasks=tuple(tasks)).write(folder)

@@ -558,6 +558,43 @@ def launch(case: Case, folder: Path, *flags: str) -> Case:
     return {"code": done.returncode, "text": text, "report": kept, "restarts": restarts}
 
 
+@check
+def bench(case: Case) -> Case:
+    """Measure DDP and a sharded case with ``hf-fsdp bench``, in processes of its own: times and peak memory."""
+    import torch.distributed as dist
+
+    done: list[Any] = [None]
+    if dist.get_rank() == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            done = [run_bench(case, Path(folder))]
+    dist.broadcast_object_list(done)
+    code, tree, text = done[0]
+    expect(code == 0 and tree["ok"], f"exit code {code}: {text}")
+    source = device_of(case).peak_source if case["device"] != "cpu" else "resident memory"
+    for row in tree["cases"]:
+        expect(row["step_seconds"] > 0 and row["peak_bytes"] and row["peak_source"] == source, f"{row}")
+    ddp, sharded = tree["cases"]
+    expect(abs(sharded["loss"] / ddp["loss"] - 1) < 1e-2, f"losses {ddp['loss']} and {sharded['loss']}")
+    names = ("case", "step_seconds", "peak_bytes", "predicted_bytes", "mfu")
+    return {"cases": [{name: row[name] for name in names} for row in tree["cases"]]}
+
+
+def run_bench(case: Case, folder: Path) -> tuple[int, Case, str]:
+    """Run ``hf-fsdp bench`` on the ranks of a case, and return its exit code, its result and its last messages."""
+    model = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES}
+    (folder / "config.json").write_text(json.dumps(model))
+    command = [
+        sys.executable, "-m", "hf_fsdp_plugin.cli.main", "bench", "--json", "--model", str(folder), "--rounds", "1",
+        "--world-sizes", str(case["ranks"]), "--strategies", "ddp,full_shard", "--versions", str(case["version"]),
+        "--seq-len", "64", "--steps", "3", *(["--cpu"] if case["device"] == "cpu" else []),
+    ]  # fmt: skip
+    set_by_launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC", "ACCELERATE")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(set_by_launchers)}
+    environ["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=False)
+    return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr[-600:]
+
+
 def run_check(case: Case) -> Case:
     """Run the check of a case on this rank, and return its measurements."""
     return CHECKS[case["check"]](copy.deepcopy(case))

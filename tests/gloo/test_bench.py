@@ -68,17 +68,13 @@ def test_systems_train_the_same_way(folder, precision):
 
 @pytest.mark.slow
 def test_hybrid_and_prefetch_of_the_product_run(folder):
-    words = (
-        "--world-sizes 2,4 --strategies hybrid_shard,full_shard --versions 1,2 --prefetch pre,none,forward --rounds 1"
-    )
-    done = finish(start(folder, f"{words} --vs stock,raw --blocks 1 --html out.html"), timeout=500)
+    words = "--world-sizes 4,2 --strategies hybrid_shard --versions 1,2 --prefetch pre,forward --rounds 1 --blocks 1"
+    done = finish(start(folder, f"{words} --vs stock,raw --html out.html"), timeout=500)
     assert done.returncode == 0, done.stderr
     tree = result(folder)
-    statuses = {(row["world_size"], row["strategy"]): row["status"] for row in tree["cases"]}
-    assert statuses == {
-        (2, "hybrid_shard"): "impossible", (2, "full_shard"): "measured", (4, "hybrid_shard"): "measured",
-        (4, "full_shard"): "measured",
-    }  # fmt: skip
+    statuses = {(row["world_size"], row["status"]) for row in tree["cases"]}
+    assert statuses == {(2, "impossible"), (4, "measured")}
+    assert len(tree["comparisons"]) == 7  # stock Accelerate has no forward prefetch under FSDP2
     assert max(row["relative_loss_difference"] for row in tree["comparisons"]) < 1e-6
     assert "policy  speed  peak memory" in done.stdout and (folder / "out.html").exists()
 

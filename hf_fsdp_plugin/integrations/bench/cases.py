@@ -145,6 +145,9 @@ def inexpressible(setting: Setting, system: System) -> str:
     """Return why a system cannot run a setting; empty if it can."""
     if setting.strategy == DDP:
         return "DDP is run by stock Accelerate itself" if system != "plugin" else ""
+    hybrid = setting.strategy in STRATEGIES and STRATEGIES[setting.strategy].hybrid
+    if system == "stock" and hybrid:
+        return "Accelerate passes FSDP1 no mesh, and refuses one for FSDP2 on CPU ranks"
     if setting.version == 1:
         return ""
     if system == "raw" and setting.prefetch == "post":
