@@ -78,6 +78,13 @@ def set_fsdp(state: Any) -> None:
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
 
+def set_device(state: Any, device: Any) -> None:
+    """Set the device of ``PartialState`` too, which each new ``AcceleratorState`` copies."""
+    from accelerate.state import PartialState
+
+    state.device = PartialState._shared_state["device"] = device
+
+
 def parse_size(size: int | str) -> int:
     """Return the number of bytes of a size such as ``"10GB"``, as ``Accelerator.save_model`` parses it."""
     from huggingface_hub.serialization._base import parse_size_to_int

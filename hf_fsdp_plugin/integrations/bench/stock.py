@@ -10,7 +10,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
-from hf_fsdp_plugin.integrations.accelerate.private import set_fsdp
+from hf_fsdp_plugin.integrations.accelerate.private import set_device, set_fsdp
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.strategies import STRATEGIES
 
@@ -46,7 +46,7 @@ def stock_accelerator(plan: FsdpPlan, device: torch.device) -> Accelerator:
     if device.type == "cpu":
         set_fsdp(accelerator.state)
         accelerator.state.fsdp_plugin = plugin
-        accelerator.state.device = torch.device("cpu")  # FSDP1 refuses Accelerate's cpu:0
+        set_device(accelerator.state, torch.device("cpu"))  # FSDP1 refuses Accelerate's cpu:0
     return accelerator
 
 
