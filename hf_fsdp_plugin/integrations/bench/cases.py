@@ -147,7 +147,8 @@ def inexpressible(setting: Setting, system: System) -> str:
         return "DDP is run by stock Accelerate itself" if system != "plugin" else ""
     hybrid = setting.strategy in STRATEGIES and STRATEGIES[setting.strategy].hybrid
     if system == "stock" and hybrid:
-        return "Accelerate passes FSDP1 no mesh, and refuses one for FSDP2 on CPU ranks"
+        # Its parallelism_config makes a mesh for FSDP2 on accelerators, but is refused on CPU ranks.
+        return "Accelerate passes no mesh to FSDP1, and has no hybrid strategy under FSDP2"
     if setting.version == 1:
         return ""
     if system == "raw" and setting.prefetch == "post":

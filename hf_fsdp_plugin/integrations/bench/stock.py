@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from accelerate import Accelerator, ParallelismConfig
+from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
@@ -35,14 +35,8 @@ def stock_accelerator(plan: FsdpPlan, device: torch.device) -> Accelerator:
         cpu_ram_efficient_loading=False,
         **(_fsdp1(plan) if plan.version == 1 else _fsdp2(plan)),
     )
-    arguments: dict[str, Any] = {}
-    is_hybrid = STRATEGIES[plan.strategy].hybrid
-    if plan.version == 2 and is_hybrid:
-        sizes = {"dp_replicate_size": plan.mesh.replicate, "dp_shard_size": plan.mesh.shard}
-        arguments["parallelism_config"] = ParallelismConfig(**sizes)
-    if plan.precision.param in ("bf16", "fp16"):
-        arguments["mixed_precision"] = plan.precision.param
-    accelerator = Accelerator(cpu=device.type == "cpu", fsdp_plugin=plugin, **arguments)
+    precision = plan.precision.param if plan.precision.param in ("bf16", "fp16") else None
+    accelerator = Accelerator(cpu=device.type == "cpu", fsdp_plugin=plugin, mixed_precision=precision)
     if device.type == "cpu":
         set_fsdp(accelerator.state)
         accelerator.state.fsdp_plugin = plugin
