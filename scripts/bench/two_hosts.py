@@ -177,6 +177,7 @@ def main() -> int:
     parser.add_argument("--delay", default="1ms", help="of the link, in each direction, if the kernel has netem")
     parser.add_argument("--versions", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--only", choices=["bytes", "losses", "hold"], help="a part; hold: keep the hosts until killed")
+    parser.add_argument("--how", choices=["kill", "link"], nargs="+", default=["kill", "link"], help="losses")
     args = parser.parse_args()
     if INSIDE not in os.environ:  # the namespaces are made first
         return subprocess.run(["bash", str(ROOT / "scripts" / "two_hosts.sh"), *sys.argv[1:]], check=False).returncode
@@ -192,7 +193,7 @@ def main() -> int:
         folder.mkdir()
         Run(hosts, "whole", ["train", str(folder), str(NUM_STEPS)], strategy="full_shard", version=2).finish()
         expected = {step: loss for step, loss, _ in read_losses(folder)}
-        lost = [lose(hosts, how, expected) for how in ("kill", "link")]
+        lost = [lose(hosts, how, expected) for how in args.how]
     hosts.close()
     result = {
         "command": f"scripts/two_hosts.sh --rate {args.rate} --delay {args.delay}",

@@ -139,11 +139,11 @@ def test_lost_machine_comes_back(tmp_path: Path, lost: int) -> None:
 def test_machine_that_never_comes_back_ends_the_run(tmp_path: Path) -> None:
     write(tmp_path, LOOP)
     port = free_port()
-    conf = ("--rdzv_conf", "timeout=8")
+    conf = ("--rdzv_conf", "timeout=60")
     machines = [start(tmp_path, *conf, *two_machines(tmp_path, port, machine)) for machine in (0, 1)]
     wait_for(tmp_path / "ready_1", seconds=200)
     os.kill(machines[1].pid, signal.SIGKILL)
     machines[1].communicate()
     done = finish(machines[0], timeout=200)
     assert done.returncode == 1
-    assert "[FSDP-E717]" in done.stderr and "machine 1 did not join the others in 8 s" in done.stderr
+    assert "[FSDP-E717]" in done.stderr and "machine 1 did not join the others in 60 s" in done.stderr
