@@ -33,7 +33,10 @@ _MAX_TEXT: Final = 200
 def assess_attempt(result: RunResult, restarts: Restarts, *, machine: int, seconds: float) -> Verdict:
     """Return the verdict of this machine. The attempt must have failed, here or on another machine."""
     began, steps = _progress(result.exits)
-    if result.hang is not None:
+    final = ""
+    if result.signal_number:
+        final = f"the launcher of machine {machine} received {signal.Signals(result.signal_number).name}."
+    if result.hang is not None and not final:
         text = summarize_hang(result.hang)[:_MAX_TEXT]
         attempt = FailedAttempt(failure=text, machine=machine, began=began, steps=steps, seconds=seconds)
         return _of_hang(result.hang, attempt)
@@ -48,10 +51,7 @@ def assess_attempt(result: RunResult, restarts: Restarts, *, machine: int, secon
         seconds=seconds,
         same_as=_identity(first) if first is not None and is_cause else "",
     )
-    final = ""
-    if result.signal_number:
-        final = f"the launcher of machine {machine} received {signal.Signals(result.signal_number).name}."
-    elif first is not None and is_cause and not steps and not any(each.steps for each in restarts.failures):
+    if not final and first is not None and is_cause and not steps and not any(each.steps for each in restarts.failures):
         final = _comes_again(first)
     return Verdict(
         attempt=attempt,

@@ -8,6 +8,10 @@ import torch.distributed as dist
 from cases_trainer import make_trainer
 from transformers import TrainerCallback
 
+from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.step_count import step_count
+from hf_fsdp_plugin.observe.restarts import FailedAttempt, Restarts
+
 NUM_STEPS = 14
 """Steps of the whole run. It is interrupted at several steps; ten steps are compared after the last interruption."""
 SAMPLES_PER_STEP = 12
@@ -37,3 +41,14 @@ def train(output_dir: str, *, until: int, resume: bool = False, **arguments: Any
     trainer.train(resume_from_checkpoint=resume)
     losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
     return {"losses": losses, "step": trainer.state.global_step}
+
+
+def train_in_run(output_dir: str, run_id: str, num_restarts: int, **arguments: Any) -> dict[str, Any]:
+    """Train as in a run of the launcher that has been restarted."""
+    failures = tuple(FailedAttempt(failure="rank 1: killed by SIGKILL", began=0, steps=6) for _ in range(num_restarts))
+    session.restarts, session.num_trainings = Restarts(run_id=run_id, max_restarts=3, failures=failures), 0
+    try:
+        return train(output_dir, **arguments)
+    finally:
+        session.restarts, session.num_trainings = Restarts(), 0
+        step_count.resume_at(0)
