@@ -16,7 +16,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -131,7 +132,8 @@ class Meeting:
             try:
                 if self._handler is None:
                     self._handler = self._new_handler()
-                return self._handler.next_rendezvous()
+                with _without_shared_store() if again else nullcontext():
+                    return self._handler.next_rendezvous()
             except Exception:
                 self._handler = None
                 if not again or time.monotonic() > deadline:
@@ -225,6 +227,25 @@ class Meeting:
             store.leave()
             raise RendezvousError([decision.problem])
         return decision
+
+
+@contextmanager
+def _without_shared_store() -> Iterator[None]:
+    """Make torch's c10d rendezvous announce the address of rank 0 in each round.
+
+    Otherwise it does so in the first round of a launcher only, and a launcher that joins later waits for it in vain.
+    The ranks of a later attempt do not use the store behind this address.
+    """
+    name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _already_here(machine: int) -> Problem:

@@ -41,8 +41,10 @@ def assess_attempt(result: RunResult, restarts: Restarts, *, machine: int, secon
         attempt = FailedAttempt(failure=text, machine=machine, began=began, steps=steps, seconds=seconds)
         return _of_hang(result.hang, attempt)
     first = first_failure(result.exits)
-    text = f"rank {first.rank}: {summarize(first)}" if first is not None else str(result.remote_failure)
     is_cause = first is not None and not only_stopped(first) and not has_lost_connection(first)
+    text = f"rank {first.rank}: {summarize(first)}" if first is not None else ""
+    if result.remote_failure and not is_cause:
+        text = result.remote_failure
     attempt = FailedAttempt(
         failure=text[:_MAX_TEXT],
         machine=machine,

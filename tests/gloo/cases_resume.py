@@ -22,6 +22,10 @@ class StopAt(TrainerCallback):
 
     def __init__(self, step: int) -> None:
         self.step = step
+        self.start = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.start = state.global_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         control.should_training_stop = state.global_step >= self.step
@@ -29,9 +33,10 @@ class StopAt(TrainerCallback):
 
 def train(output_dir: str, *, until: int, resume: bool = False, **arguments: Any) -> dict[str, Any]:
     """Train to step ``until`` of a schedule for ``NUM_STEPS``, and save there. All worlds read the same samples."""
+    stop = StopAt(until)
     trainer = make_trainer(
         output_dir,
-        callbacks=[StopAt(until)],
+        callbacks=[stop],
         per_device_train_batch_size=SAMPLES_PER_STEP // dist.get_world_size(),
         save_strategy="steps",
         save_steps=until,
@@ -40,7 +45,7 @@ def train(output_dir: str, *, until: int, resume: bool = False, **arguments: Any
     )
     trainer.train(resume_from_checkpoint=resume)
     losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
-    return {"losses": losses, "step": trainer.state.global_step}
+    return {"losses": losses, "step": trainer.state.global_step, "start": stop.start}
 
 
 def train_in_run(output_dir: str, run_id: str, num_restarts: int, **arguments: Any) -> dict[str, Any]:

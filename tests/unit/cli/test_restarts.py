@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -97,6 +98,9 @@ def test_cause_is_found_among_machines() -> None:
     theirs = assess_attempt(RunResult(exits=(rank(-signal.SIGKILL),)), RUN, machine=1, seconds=1.0)
     attempt = decide([mine, theirs], RUN).restarts.failures[0]
     assert (attempt.failure, attempt.machine, attempt.steps) == ("rank 1: killed by SIGKILL", 1, 4)
+    silent = RunResult(exits=(rank(-signal.SIGTERM),), remote_failure="machine 1 has not answered for 15 s")
+    silent = replace(silent, exits=(replace(silent.exits[0], stopped=True),))
+    assert assess_attempt(silent, RUN, machine=0, seconds=1.0).attempt.failure == silent.remote_failure
     assert decide([mine, lost_machine(1)], RUN).restarts.failures[0].failure == "machine 1 was lost"
 
 
