@@ -90,7 +90,7 @@ def phase_of(run: Path, step: int) -> str:
         return "renamed"
     if (folder / "fsdp_manifest.json").exists():
         return "manifest written"
-    num_parts = len(list((root / "parts").glob("rank*.json")))
+    num_parts = len(list((root / "parts").glob("rank*.record")))
     if num_parts:
         return "all parts finished" if num_parts == WORLD_SIZE else "one part finished"
     try:
