@@ -30,6 +30,7 @@ from hf_fsdp_plugin.cli.places import is_library, record_stacks
 from hf_fsdp_plugin.cli.rank_files import FILES_VARIABLE, RankFiles, write_atomically
 from hf_fsdp_plugin.integrations.call_record import record_calls
 from hf_fsdp_plugin.integrations.preflight.run import preflight
+from hf_fsdp_plugin.integrations.profiling.in_rank import profiled_run
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.step_count import step_count
 from hf_fsdp_plugin.observe.restarts import Restarts
@@ -60,7 +61,8 @@ def main() -> None:
     try:
         hf_fsdp_plugin.install()
         preflight.begin_in_rank()
-        run(script, args, module=module)
+        with profiled_run():
+            run(script, args, module=module)
     except BaseException as error:
         preflight.end(error if is_failure(error) else None)
         if is_failure(error):

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from hf_fsdp_plugin.estimate.intervals import measure, subtract, union
+
 Stream = Literal["compute", "communication", "all_reduce"]
 
 
@@ -138,28 +140,6 @@ def _reduce(timeline: Timeline, unit: UnitTimes, after: float, *, overlaps: bool
 
 def exposed(timeline: Timeline) -> float:
     """Return the seconds of communication during which nothing is computed."""
-    compute = sorted((s.start, s.end) for s in timeline.spans if s.stream == "compute")
-    communication = _union([(s.start, s.end) for s in timeline.spans if s.stream != "compute"])
-    total = sum(end - start for start, end in communication)
-    covered = position = 0.0
-    at = 0
-    for start, end in communication:
-        while at < len(compute) and compute[at][1] <= start:
-            at += 1
-        index = at
-        position = start
-        while index < len(compute) and compute[index][0] < end:
-            low, high = max(position, compute[index][0]), min(end, compute[index][1])
-            covered += max(0.0, high - low)
-            index += 1
-    return max(0.0, total - covered)
-
-
-def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    merged: list[tuple[float, float]] = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
+    compute = union((span.start, span.end) for span in timeline.spans if span.stream == "compute")
+    communication = union((span.start, span.end) for span in timeline.spans if span.stream != "compute")
+    return measure(subtract(communication, compute))

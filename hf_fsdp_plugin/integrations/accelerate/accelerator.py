@@ -29,6 +29,7 @@ from hf_fsdp_plugin.integrations.environment import set_loading_variables, set_v
 from hf_fsdp_plugin.integrations.gathered import gathered, state_at
 from hf_fsdp_plugin.integrations.messages import print_once, print_warnings
 from hf_fsdp_plugin.integrations.patching import install_hooks
+from hf_fsdp_plugin.integrations.profiling.marking import marked
 from hf_fsdp_plugin.integrations.run_report import report_run
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.state_dicts import FIX, has_shards
@@ -134,6 +135,7 @@ def get_state_dict(original: Callable[..., Any], accelerator: Any, model: Any, *
 
 
 @if_planned
+@marked("clipping")
 def clip_grad_norm_(
     original: Callable[..., Any], accelerator: Any, parameters: Any, max_norm: Any, norm_type: Any = 2
 ) -> torch.Tensor:

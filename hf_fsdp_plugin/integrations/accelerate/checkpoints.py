@@ -20,6 +20,7 @@ from hf_fsdp_plugin.checkpoint import manifest_of, numbered_checkpoints, remove_
 from hf_fsdp_plugin.checkpoint.names import ACCELERATE_PREFIX, ACCELERATE_RUN, custom_state_file
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, has_planned_state, if_sharded
 from hf_fsdp_plugin.integrations.accelerate.private import parse_size, prepared_models
+from hf_fsdp_plugin.integrations.profiling.marking import marked
 from hf_fsdp_plugin.integrations.restarts import count_from, run_fact
 from hf_fsdp_plugin.integrations.resuming import find_checkpoint, warn_differences
 from hf_fsdp_plugin.integrations.saving import manager, remove_stale_weights
@@ -29,6 +30,7 @@ _FIX = "Call it on all ranks, outside of `if accelerator.is_main_process:`."
 
 
 @if_sharded
+@marked("checkpoint")
 def save_state(
     original: Callable[..., Any], accelerator: Any, output_dir: Any = None, *args: Any, **kwargs: Any
 ) -> Path:

@@ -31,6 +31,7 @@ from hf_fsdp_plugin.integrations.accelerate.plugin import planned_plugin
 from hf_fsdp_plugin.integrations.call_record import name_units
 from hf_fsdp_plugin.integrations.messages import print_warnings
 from hf_fsdp_plugin.integrations.peft.checks import check_adapters
+from hf_fsdp_plugin.integrations.profiling.run import profiling
 from hf_fsdp_plugin.integrations.run_report import track
 from hf_fsdp_plugin.integrations.saving import prepare_buffers_after_first_step
 from hf_fsdp_plugin.integrations.step_count import step_count
@@ -170,6 +171,7 @@ def _shard_on_all_ranks(
     sharded = shard(plan, model, accelerator.device, optimizers)
     step_count.watch_forwards(sharded)
     name_units(sharded)
+    profiling.watch(sharded)
     if compiler is not None:
         # torch.compile breaks graphs at a module's FSDP hooks, so the sharded module is compiled again.
         compile_call(sharded, compiler)

@@ -25,6 +25,7 @@ from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, if_
 from hf_fsdp_plugin.integrations.gathered import gathered
 from hf_fsdp_plugin.integrations.messages import print_once
 from hf_fsdp_plugin.integrations.peft.saving import adapter_state, as_unsharded
+from hf_fsdp_plugin.integrations.profiling.marking import marked
 from hf_fsdp_plugin.integrations.restarts import checkpoint_after_restart, run_fact
 from hf_fsdp_plugin.integrations.resuming import find_checkpoint, warn_differences
 from hf_fsdp_plugin.integrations.saving import manager, remove_stale_weights
@@ -35,6 +36,7 @@ from hf_fsdp_plugin.plan.names import unwrapped
 
 
 @if_sharded
+@marked("checkpoint")
 def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, trial: Any = None) -> None:
     """Make the Trainer write to a staging folder, which is renamed when the checkpoint is complete. Collective."""
     plugin: PlannedFsdpPlugin = trainer.accelerator.state.fsdp_plugin

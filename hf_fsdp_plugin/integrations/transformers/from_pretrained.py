@@ -15,6 +15,7 @@ from hf_fsdp_plugin.integrations.accelerate.prepare import agree_on_plan
 from hf_fsdp_plugin.integrations.accelerate.private import mark_model_prepared
 from hf_fsdp_plugin.integrations.call_record import name_units
 from hf_fsdp_plugin.integrations.environment import loading_ram_efficiently
+from hf_fsdp_plugin.integrations.profiling.run import profiling
 from hf_fsdp_plugin.integrations.step_count import step_count
 from hf_fsdp_plugin.plan.load_model import model_class_of
 from hf_fsdp_plugin.plan.model import FsdpPlan
@@ -58,6 +59,7 @@ def from_pretrained(
     sharded = shard(plan, model, state.device)
     step_count.watch_forwards(sharded)
     name_units(sharded)
+    profiling.watch(sharded)
     mark_model_prepared(sharded)
     return sharded
 

@@ -1,0 +1,104 @@
+"""What ``hf-fsdp profile`` passes to its ranks, and the files that they write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+OPTIONS_VARIABLE: Final = "HF_FSDP_PROFILE"
+"""Environment variable with :class:`ProfileOptions` as JSON."""
+MAX_TRACES: Final = 8
+"""Ranks that keep their trace by default."""
+MAX_TRACE_BYTES: Final = 512 * 2**20
+"""Size of a trace, before compression, above which it is not kept."""
+RANKS_FOLDER: Final = "ranks"
+TRACES_FOLDER: Final = "traces"
+PARTIAL: Final = ".part"
+"""Suffix of a file that is being written."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileOptions:
+    """Which steps are profiled, and what is kept.
+
+    Attributes:
+        folder: absolute path of the folder for the result.
+        wait: optimizer steps before the profiler starts. The first one initializes FSDP.
+        warmup: steps with the profiler that are not analyzed.
+        active: steps that are analyzed.
+        after: steps without the profiler after them, with which its overhead is measured.
+        memory: whether one further step records the memory by kind.
+        traces: number of ranks that keep their Chrome trace.
+        stops: whether the script ends after these steps.
+    """
+
+    folder: str
+    wait: int = 1
+    warmup: int = 2
+    active: int = 4
+    after: int = 3
+    memory: bool = True
+    traces: int = MAX_TRACES
+    stops: bool = True
+
+    @property
+    def first_traced(self) -> int:
+        """Number of steps after which the profiler starts."""
+        return self.wait
+
+    @property
+    def last_traced(self) -> int:
+        """Number of steps after which it stops."""
+        return self.wait + self.warmup + self.active
+
+    @property
+    def before_after(self) -> int:
+        """Number of steps after which the profiler is not used any more. It pauses for one step before the memory."""
+        return self.last_traced + 2 * int(self.memory)
+
+    @property
+    def last(self) -> int:
+        return self.before_after + self.after
+
+    def to_env(self) -> dict[str, str]:
+        return {OPTIONS_VARIABLE: json.dumps(asdict(self))}
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> ProfileOptions | None:
+        """Return the options in `environ`; ``None`` if this process is not a rank of ``hf-fsdp profile``."""
+        text = environ.get(OPTIONS_VARIABLE)
+        return cls(**json.loads(text)) if text else None
+
+    def rank_file(self, rank: int) -> Path:
+        return Path(self.folder) / RANKS_FOLDER / f"rank_{rank}.json"
+
+    def trace_file(self, rank: int) -> Path:
+        return Path(self.folder) / TRACES_FOLDER / f"rank_{rank}.json.gz"
+
+
+def rank_files(folder: Path) -> list[Path]:
+    """Return the files of all ranks that have written theirs, in rank order."""
+    return sorted((folder / RANKS_FOLDER).glob("rank_*.json"), key=lambda path: int(path.stem.partition("_")[2]))
+
+
+def write_file(path: Path, content: Any) -> None:
+    """Write text, or copy from a function that gets the binary file, so that the file is complete or absent.
+
+    Raises:
+        OSError: it cannot be written. Nothing is left behind.
+    """
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            if callable(content):
+                content(file)
+            else:
+                file.write(content.encode())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,173 @@
+"""Writes the profile of this rank: its trace is analyzed here, so that the launcher reads a small file per rank."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_fsdp_plugin.backends.shard import plan_of
+from hf_fsdp_plugin.devices import available_device
+from hf_fsdp_plugin.estimate.results import Moment
+from hf_fsdp_plugin.integrations.profiling.options import MAX_TRACE_BYTES, ProfileOptions, write_file
+from hf_fsdp_plugin.integrations.profiling.predicted import predict
+from hf_fsdp_plugin.observe.profile.names import canonical_units, rank_range
+from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, profile_of
+from hf_fsdp_plugin.observe.profile.trace import read_trace
+from hf_fsdp_plugin.observe.units import UnitObservation, observe_units
+from hf_fsdp_plugin.problems import Problem, SpecError
+
+
+@dataclass(kw_only=True)
+class Recorded:
+    """What a rank has recorded of its steps.
+
+    Attributes:
+        profiled, unprofiled: wall-clock seconds of steps with and without the profiler.
+        forwards: training forwards of the model so far.
+        batch: shape of the first tensor with two dims in the last training forward: samples and tokens.
+        num_waits: waits for collectives in one step, about.
+    """
+
+    num_steps: int = 0
+    model: nn.Module | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    scratch: tempfile.TemporaryDirectory[str] | None = None
+    profiled: list[float] = field(default_factory=list)
+    unprofiled: list[float] = field(default_factory=list)
+    forwards: int = 0
+    forwards_per_step: int = 1
+    batch: tuple[int, ...] = ()
+    memory: Sequence[Moment] = ()
+    num_waits: int = 100
+
+    @property
+    def trace(self) -> Path | None:
+        """The Chrome trace in the temporary folder; ``None`` if nothing was traced."""
+        return Path(self.scratch.name) / "trace.json" if self.scratch is not None else None
+
+    def export(self, profiler: Any) -> None:
+        """Write the trace of a stopped profiler to a temporary folder."""
+        self.scratch = tempfile.TemporaryDirectory(prefix="hf_fsdp_profile_")
+        profiler.export_chrome_trace(str(self.trace))
+
+    def close(self) -> None:
+        if self.scratch is not None:
+            self.scratch.cleanup()
+            self.scratch = None
+
+    def add_step(self, number: int, seconds: float, options: ProfileOptions) -> None:
+        """Add a step, of which the first and those in which traces are processed are not representative.
+
+        Args:
+            number: of the step that has ended, from 1.
+        """
+        self.forwards_per_step, self.forwards = max(1, self.forwards), 0
+        if options.first_traced + options.warmup < number <= options.last_traced:
+            self.profiled.append(seconds)
+        elif 1 < number <= options.first_traced or number > options.before_after + 1:
+            self.unprofiled.append(seconds)
+
+    def add_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.forwards += 1
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        self.batch = next((tuple(tensor.shape) for tensor in tensors if tensor.dim() >= 2), self.batch)
+
+
+def write_result(recorded: Recorded, options: ProfileOptions) -> None:
+    """Write the files of this rank.
+
+    Raises:
+        SpecError: a file cannot be written (FSDP-E772). Nothing incomplete is left behind.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    content: dict[str, Any] = {"rank": rank, "world_size": world_size, "num_steps": recorded.num_steps, "profile": None}
+    try:
+        if recorded.trace is not None:
+            profile, kept = _analyze(recorded, recorded.trace, options, rank, world_size)
+            content |= {"profile": profile.to_json() if profile is not None else None, "trace": kept}
+        write_file(options.rank_file(rank), json.dumps(content))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        message = f"the profile cannot be written to {options.folder}: {reason}."
+        fix = "Free space, or write to another folder: --output DIR."
+        raise SpecError([Problem(code="FSDP-E772", message=message, fix=fix, rank=rank)]) from error
+    finally:
+        recorded.close()
+
+
+def _analyze(
+    recorded: Recorded, path: Path, options: ProfileOptions, rank: int, world_size: int
+) -> tuple[RankProfile | None, str | None]:
+    """Return the profile, and the path of the trace if it is kept."""
+    kept, trace = None, read_trace(path)
+    if rank < options.traces and path.stat().st_size <= MAX_TRACE_BYTES:
+        target = options.trace_file(rank)
+        write_file(target, lambda file: _compress(path, file))
+        kept = str(target.relative_to(options.folder))
+    profile = profile_of(
+        trace, rank=rank, world_size=world_size, host=socket.gethostname(), device=_device_type(recorded.model),
+        skip=options.warmup, most=options.active,
+    )  # fmt: skip
+    if profile is None:
+        return None, kept
+    units = observe_units(recorded.model) if recorded.model is not None else ()
+    profile = replace(
+        profile, profiled=tuple(recorded.profiled), unprofiled=tuple(recorded.unprofiled),
+        memory=tuple(recorded.memory), facts=_facts(recorded, units, rank),
+    )  # fmt: skip
+    return canonical_units(profile, [unit.name for unit in units]), kept
+
+
+def _compress(source: Path, target: Any) -> None:
+    with source.open("rb") as file, gzip.GzipFile(fileobj=target, mode="wb", compresslevel=3, mtime=0) as compressed:
+        shutil.copyfileobj(file, compressed, 2**20)
+
+
+def _device_type(model: nn.Module | None) -> str:
+    plan = plan_of(model) if model is not None else None
+    return plan.device_type if plan is not None else "cpu"
+
+
+def _facts(recorded: Recorded, units: Sequence[UnitObservation], rank: int) -> dict[str, Any]:
+    """Return what the trace does not contain: settings and sizes of units and, on rank 0, the prediction."""
+    device = available_device()
+    facts: dict[str, Any] = {
+        "peak_bytes": device.peak_memory(), "peak_source": device.peak_source, "batch": list(recorded.batch),
+        "forwards_per_step": recorded.forwards_per_step, "cpu_count": os.cpu_count() or 1,
+        "threads": torch.get_num_threads(), "local_world_size": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        "groups": {unit.name: rank_range(unit.live.shard_ranks) for unit in units},
+    }  # fmt: skip
+    if rank or recorded.model is None:
+        return facts
+    facts["units"] = {
+        unit.name: {
+            "class": unit.class_name, "num_params": unit.num_params, "reshards": unit.reshard_after_forward,
+            "checkpointed": unit.checkpointed, "is_root": unit.live.is_root, "reduce_dtype": unit.reduce_dtype,
+            "param_dtype": unit.param_dtype,
+        }
+        for unit in units
+    }  # fmt: skip
+    plan = plan_of(recorded.model)
+    if plan is not None:
+        facts["plan"] = {
+            "backend": plan.backend, "strategy": plan.strategy, "model": plan.model_class,
+            "num_params": plan.num_params, "shard": plan.mesh.shard, "replicate": plan.mesh.replicate,
+            "prefetch.forward": plan.prefetch.forward, "prefetch.backward": plan.prefetch.backward,
+            "prefetch.limit_all_gathers": plan.prefetch.limit_all_gathers,
+            "activation.checkpointing": plan.activation.checkpointing,
+        }  # fmt: skip
+        facts |= predict(plan, recorded.model, recorded.optimizer, recorded.batch, recorded.forwards_per_step)
+    return facts

@@ -1,0 +1,162 @@
+"""The profile of this process: starts and stops torch's profiler by the optimizer's steps."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.profiler import ProfilerActivity, supported_activities
+from torch.profiler import profile as torch_profile
+
+from hf_fsdp_plugin.devices import available_device
+from hf_fsdp_plugin.integrations.patching import install_hooks
+from hf_fsdp_plugin.integrations.profiling.marking import marks
+from hf_fsdp_plugin.integrations.profiling.memory_step import MemoryStep
+from hf_fsdp_plugin.integrations.profiling.options import ProfileOptions
+from hf_fsdp_plugin.integrations.profiling.result import Recorded, write_result
+from hf_fsdp_plugin.integrations.run_report import stop_reporting
+from hf_fsdp_plugin.observe.profile.marks import BOUNDARY
+from hf_fsdp_plugin.problems import Problem, SpecError
+
+
+class ProfileEnd(SystemExit):
+    """Ends the script after the profiled steps."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+class Profiling:
+    """Profiles the steps of one run. Without ``begin``, every function returns at once.
+
+    A step ends when the first optimizer that makes a step has made its next one.
+    """
+
+    def __init__(self) -> None:
+        self.active = False
+        self._hook: Any = None
+
+    def begin(self, options: ProfileOptions) -> None:
+        """Profile from now on."""
+        self._options = options
+        self._recorded = Recorded()
+        self._profiler: Any = None
+        self._memory: MemoryStep | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._num_steps = 0
+        self._step_began: float | None = None
+        self.active = True
+        install_hooks("profile")
+        marks.on_forward = self._see_forward
+        self._hook = register_optimizer_step_post_hook(self._after_step)
+
+    def watch(self, model: nn.Module) -> None:
+        """Mark the forwards of a sharded model. Call it after the model is sharded."""
+        if self.active:
+            marks.watch(model)
+            if self._recorded.model is None:
+                self._recorded.model = model
+
+    def end(self, *, failed: bool = False) -> None:
+        """Write the result of the steps that were made, if it is not written yet; nothing after a failure."""
+        if not self.active:
+            return
+        self._stop_tracing()
+        if self._memory is not None:
+            self._memory.stop()
+        self._close()
+        if failed:
+            self._recorded.close()
+        else:
+            self._write()
+
+    def after_collective(self) -> None:
+        """Sample the memory, in the step that records it."""
+        if self.active and self._memory is not None:
+            self._memory.sample()
+
+    def _see_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._num_steps == 0 and self._options.wait == 0 and self._profiler is None:
+            self._start_tracing()
+        self._recorded.add_forward(args, kwargs)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._optimizer is None:
+            self._optimizer = optimizer
+        if not self.active or optimizer is not self._optimizer:
+            return
+        options, now = self._options, time.perf_counter()
+        self._num_steps += 1
+        self._recorded.num_steps = self._num_steps
+        self._recorded.optimizer = optimizer
+        if self._step_began is not None:
+            self._recorded.add_step(self._num_steps, now - self._step_began, options)
+        marks.instant(BOUNDARY)
+        if self._num_steps == options.last_traced:
+            self._stop_tracing()
+        elif options.memory and self._num_steps == options.last_traced + 1:
+            # Not in the step that stops the other profiler: torch's mark around this step is still open, and would
+            # write into the events of the wrong profiler when it ends.
+            self._memory = MemoryStep(self._recorded.model, optimizer, self._recorded.num_waits)
+            self._memory.start()
+        elif self._memory is not None:
+            self._recorded.memory, self._memory = self._memory.stop(), None
+        elif self._num_steps == options.first_traced:
+            self._start_tracing()
+        if self._num_steps == options.last:
+            self._close()
+            self._write()
+            if options.stops:
+                stop_reporting()  # the run is not complete
+                raise ProfileEnd
+        self._step_began = time.perf_counter()
+
+    def _start_tracing(self) -> None:
+        activities = {ProfilerActivity.CPU}
+        if available_device().is_initialized() and available_device().type != "cpu":
+            activities = set(supported_activities())
+        self._profiler = torch_profile(activities=activities, record_shapes=True)
+        with _only_profiler():
+            self._profiler.start()
+        marks.enabled = True
+        marks.instant(BOUNDARY)
+
+    def _stop_tracing(self) -> None:
+        if marks.enabled and self._profiler is not None:
+            marks.enabled = False
+            profiler, self._profiler = self._profiler, None
+            profiler.stop()
+            # A later profiler invalidates the events of this one.
+            self._recorded.export(profiler)
+
+    def _close(self) -> None:
+        self.active = False
+        marks.unwatch()
+        marks.on_forward = None
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _write(self) -> None:
+        recorded, self._recorded = self._recorded, Recorded()
+        write_result(recorded, self._options)
+
+
+@contextlib.contextmanager
+def _only_profiler() -> Iterator[None]:
+    """Turn torch's error about a second profiler in a process into a problem."""
+    try:
+        yield
+    except (RuntimeError, AssertionError) as error:
+        message = f"torch's profiler does not start: {error}"
+        fix = "Remove the script's own profiler for this run: a process can have one at a time."
+        raise SpecError([Problem(code="FSDP-E776", message=message, fix=fix)]) from error
+
+
+profiling = Profiling()
+"""The profile of this process."""
