@@ -35,6 +35,11 @@ def format_count(count: int) -> str:
     return str(count)
 
 
+def format_seconds(seconds: float) -> str:
+    """Format a duration: ``12.3 ms``, or ``4.56 s`` from one second."""
+    return f"{seconds * 1000:,.1f} ms" if abs(seconds) < 1 else f"{seconds:,.2f} s"
+
+
 def format_names(names: Collection[object], limit: int = 4) -> str:
     """Join the first `limit` names: ``a, b, c, d and 3 more``."""
     shown = [str(name) for name in names][:limit]

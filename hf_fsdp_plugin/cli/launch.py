@@ -115,6 +115,7 @@ def _job(arguments: LaunchArguments, spec: FsdpSpec, world: World, handover: Lau
             **settings_env(spec, world, arguments),
             HANG_VARIABLE: f"{limit:g}",
             **handover.to_env(),
+            **arguments.env,
         },
         role=options.get("role", "default"),
         grace=float(options.get("grace", DEFAULT_GRACE)),

@@ -133,6 +133,7 @@ class LaunchArguments:
         command_line: the setting flags for ``load_spec``: each as written, joined with its value by ``=``.
         script: path, or a module name if ``module`` is in `options`; empty if none was given.
         script_args: the arguments after SCRIPT, unchanged.
+        env: further environment variables of the ranks, from another verb.
     """
 
     options: dict[str, str] = field(default_factory=dict)
@@ -140,6 +141,7 @@ class LaunchArguments:
     command_line: tuple[str, ...] = ()
     script: str = ""
     script_args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 def parse_launch_arguments(argv: Sequence[str]) -> LaunchArguments:
@@ -176,6 +178,11 @@ def parse_launch_arguments(argv: Sequence[str]) -> LaunchArguments:
         script=rest[0] if rest else "",
         script_args=tuple(rest[1:]),
     )
+
+
+def takes_value(written: str) -> bool:
+    """Return whether a flag of launch takes a value. Raises ``UsageError`` for an unknown flag."""
+    return _find_flag(written).takes_value
 
 
 def split_setting_flags(argv: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str]]:

@@ -12,6 +12,7 @@ VERBS: Final[Mapping[str, str]] = MappingProxyType(
         "schema": "print a JSON Schema of the YAML config, for editors",
         "config": "ask for model, machines and settings, predict, and write a config",
         "launch": "check a config, then run a script on every rank with it",
+        "profile": "run a script for a few steps, and show where the time of a step goes",
         "plan": "predict memory, communication and time of a training step",
         "bench": "measure throughput, memory and scaling over ranks, strategies and settings",
         "inspect": "describe a checkpoint, or all checkpoints of a run, from metadata alone",

@@ -9,6 +9,7 @@ from typing import Final
 from hf_fsdp_plugin.estimate.pictures.data import COLORS
 from hf_fsdp_plugin.estimate.results import MEMORY_KINDS, Moment
 from hf_fsdp_plugin.estimate.schedule import Span
+from hf_fsdp_plugin.text import format_bytes
 
 _WIDTH, _HEIGHT = 1000.0, 200.0
 _LANES: Final = {"compute": (0, COLORS["optimizer"]), "communication": (1, COLORS["params"])}
@@ -16,10 +17,17 @@ _ALL_REDUCE: Final = (2, COLORS["grads"])
 _MOST_SPANS: Final = 1500
 
 
-def memory_areas(moments: Sequence[Moment]) -> str:
-    """Return stacked areas of the kinds of memory over the moments of a step."""
+def memory_areas(moments: Sequence[Moment], *, over_time: bool = False) -> str:
+    """Return stacked areas of the kinds of memory over the moments of a step.
+
+    Args:
+        moments: at least two.
+        over_time: place the moments by their seconds, instead of at equal distances.
+    """
     top = max(moment.bytes for moment in moments) or 1
-    xs = [_WIDTH * index / (len(moments) - 1) for index in range(len(moments))]
+    places = [(moment.seconds or 0.0) if over_time else index for index, moment in enumerate(moments)]
+    length = (places[-1] - places[0]) or 1
+    xs = [_WIDTH * (place - places[0]) / length for place in places]
     base = [0.0] * len(moments)
     paths = []
     for kind in MEMORY_KINDS:
@@ -28,10 +36,12 @@ def memory_areas(moments: Sequence[Moment]) -> str:
         paths.append(f'<path fill="{COLORS[kind]}" d="M{" L".join(outline)} Z"/>')
         base = upper
     step = _WIDTH / len(moments)
+    lefts = xs if over_time else [index * step for index in range(len(moments))]
+    rights = [*lefts[1:], _WIDTH]
     titles = "".join(
-        f'<rect x="{index * step:.2f}" y="0" width="{step:.2f}" height="{_HEIGHT:.0f}" fill="transparent">'
-        f"<title>{escape(moment.where)}: {moment.bytes / 2**30:.2f} GiB</title></rect>"
-        for index, moment in enumerate(moments)
+        f'<rect x="{left:.2f}" y="0" width="{right - left:.2f}" height="{_HEIGHT:.0f}" fill="transparent">'
+        f"<title>{escape(moment.where)}: {format_bytes(moment.bytes, binary=True)}</title></rect>"
+        for left, right, moment in zip(lefts, rights, moments, strict=True)
     )
     return svg("".join(paths) + titles, "Memory during a step")
 

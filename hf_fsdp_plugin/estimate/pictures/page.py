@@ -7,37 +7,10 @@ from html import escape
 
 from hf_fsdp_plugin.estimate.pictures.charts import memory_areas, scaling_lines, stream_lanes
 from hf_fsdp_plugin.estimate.pictures.data import COLORS, KIND_NAMES, PictureData, StrategyMemory
+from hf_fsdp_plugin.estimate.pictures.document import html_document
 from hf_fsdp_plugin.estimate.pictures.unit_tree import UnitNode
 from hf_fsdp_plugin.estimate.results import MEMORY_KINDS
-from hf_fsdp_plugin.text import format_bytes, format_count, plural
-
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1a1a1a; --dim: #5c5c5c; --paper: #ffffff; --line: #d8d8d8; --mark: #c1121f; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #ececec; --dim: #a8a8a8; --paper: #16181b; --line: #3a3d42; --mark: #ff6b6b; }
-}
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 68rem; padding: 1rem; font: 16px/1.45 system-ui, sans-serif; color: var(--ink);
-  background: var(--paper); overflow-wrap: anywhere; }
-h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
-p { margin: .25rem 0; } .dim { color: var(--dim); font-size: .9rem; }
-.legend { display: flex; flex-wrap: wrap; gap: .25rem 1rem; margin: .5rem 0; font-size: .9rem; }
-.legend i { display: inline-block; width: .8rem; height: .8rem; margin-right: .35rem; border-radius: 2px; }
-.row { margin: .6rem 0; } .row > p { display: flex; justify-content: space-between; gap: 1rem; }
-.row > p > span:last-child { white-space: nowrap; }
-.bar { position: relative; display: flex; height: 1.6rem; }
-.bar, svg { background: color-mix(in srgb, var(--line) 35%, transparent); }
-.bar i { display: block; height: 100%; } .bar b { position: absolute; top: -.2rem; bottom: -.2rem; width: 2px;
-  background: var(--mark); }
-svg { display: block; width: 100%; height: 12rem; } svg.lanes { height: 7rem; }
-.axis { display: flex; justify-content: space-between; gap: 1rem; font-size: .85rem; color: var(--dim); }
-table { border-collapse: collapse; width: 100%; font-size: .92rem; }
-td, th { padding: .25rem .5rem; border-bottom: 1px solid var(--line); text-align: left; white-space: nowrap; }
-td.n, th.n { text-align: right; }
-.tree, .tree ul { list-style: none; margin: 0; padding: 0; }
-.tree ul { padding-left: clamp(.6rem, 2vw, 1.4rem); border-left: 1px solid var(--line); }
-.scroll { overflow-x: auto; }
-"""
+from hf_fsdp_plugin.text import format_bytes, format_count, format_seconds, plural
 
 
 def page(data: PictureData) -> str:
@@ -57,9 +30,7 @@ def page(data: PictureData) -> str:
 def document(title: str, parts: Iterable[str]) -> str:
     """Return a page with a title and the HTML of its parts."""
     body = "\n".join(parts)
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    head += f"<title>{escape(title)}</title><style>{_STYLE}</style>"
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{body}</body></html>\n'
+    return html_document(title, body)
 
 
 def _verdict(data: PictureData) -> str:
@@ -116,13 +87,13 @@ def _streams(data: PictureData) -> Iterator[str]:
     end = max(span.end for span in data.spans)
     yield '<section id="streams"><h2>Streams of a step</h2>'
     yield (
-        f"<p>{_seconds(data.time.step_seconds)} per step (expected: {_seconds(data.time.low_seconds)} to "
-        f"{_seconds(data.time.high_seconds)}), of which {_seconds(data.time.exposed_seconds)} are communication "
-        f"that is not overlapped. {data.time.tokens_per_second:,.0f} tokens/s.</p>"
+        f"<p>{format_seconds(data.time.step_seconds)} per step (expected: {format_seconds(data.time.low_seconds)} to "
+        f"{format_seconds(data.time.high_seconds)}), of which {format_seconds(data.time.exposed_seconds)} are "
+        f"communication that is not overlapped. {data.time.tokens_per_second:,.0f} tokens/s.</p>"
     )
     yield '<p class="dim">From top to bottom: computation, all-gathers and reduce-scatters, all-reduces.</p>'
     yield stream_lanes(data.spans)
-    yield f'<p class="axis"><span>0</span><span>{_seconds(end)}</span></p>'
+    yield f'<p class="axis"><span>0</span><span>{format_seconds(end)}</span></p>'
     yield f'<p class="dim">{escape(data.time.machine)}</p></section>'
 
 
@@ -168,7 +139,7 @@ def _scaling(data: PictureData) -> Iterator[str]:
     for row in data.scaling:
         each = row.estimate
         cells = (
-            f"{row.world_size:,}", _seconds(each.step_seconds), _seconds(each.exposed_seconds),
+            f"{row.world_size:,}", format_seconds(each.step_seconds), format_seconds(each.exposed_seconds),
             f"{each.tokens_per_second:,.0f}", f"{row.efficiency:.0%}",
         )  # fmt: skip
         numbers = "".join(f'<td class="n">{cell}</td>' for cell in cells[1:])
@@ -184,7 +155,3 @@ def _assumptions(data: PictureData) -> Iterator[str]:
 
 def _size(size: int) -> str:
     return format_bytes(size, binary=True)
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds * 1000:,.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"

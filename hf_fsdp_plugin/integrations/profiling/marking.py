@@ -14,6 +14,7 @@ from torch.profiler import record_function
 
 from hf_fsdp_plugin.observe.profile.marks import PREFIX, UNIT, Phase
 from hf_fsdp_plugin.observe.units import observe_units
+from hf_fsdp_plugin.plan.names import unwrapped
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,7 +52,8 @@ class Marks:
             for module in unit.live.modules:
                 self.names[id(module)] = unit.name
             if not unit.live.is_root and unit.num_params:
-                self._mark_forwards(unit.live.modules[0], lambda _, name=unit.name: f"{UNIT}{name}")
+                # A checkpointed module is called again inside its wrappers.
+                self._mark_forwards(unwrapped(unit.live.modules[0]), functools.partial(_name_of_unit, unit.name))
         self._mark_forwards(model, _phase_of_forward)
         self._handles.append(model.register_forward_pre_hook(self._see_input, prepend=True, with_kwargs=True))
 
@@ -87,7 +89,11 @@ class Marks:
     def _stack(self) -> list[tuple[int, AbstractContextManager[Any]]]:
         if not hasattr(self._open, "marks"):
             self._open.marks = []
-        return self._open.marks  # type: ignore[no-any-return]
+        return self._open.marks
+
+
+def _name_of_unit(name: str, _: nn.Module) -> str:
+    return f"{UNIT}{name}"
 
 
 def _trains(module: nn.Module) -> bool:

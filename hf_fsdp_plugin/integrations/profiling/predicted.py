@@ -94,11 +94,12 @@ def _other_peaks(plan: FsdpPlan, model: nn.Module, workload: Workload) -> dict[s
 def _meta_copy(model: nn.Module, config: Any) -> nn.Module:
     """Return the model without its wrappers and weights."""
     inner = unwrapped(model)
-    original = next(cls for cls in type(inner).__mro__ if not issubclass(cls, FSDPModule))
+    original: Any = next(cls for cls in type(inner).__mro__ if not issubclass(cls, FSDPModule))
     dtype, before = next(inner.parameters()).dtype, torch.get_default_dtype()
     torch.set_default_dtype(dtype if dtype.is_floating_point else before)
     try:
         with torch.device("meta"):
-            return original(config).train()
+            copy: nn.Module = original(config)
+            return copy.train()
     finally:
         torch.set_default_dtype(before)

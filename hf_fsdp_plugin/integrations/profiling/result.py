@@ -141,10 +141,20 @@ def _device_type(model: nn.Module | None) -> str:
     return plan.device_type if plan is not None else "cpu"
 
 
+def _device_bytes() -> int:
+    """Return the memory of this rank's device; on the CPU, its part of the memory of the host."""
+    device = available_device()
+    if device.type == "cpu" or not device.is_initialized():
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return whole // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return int(torch.get_device_module(device.type).get_device_properties(device.current_index()).total_memory)
+
+
 def _facts(recorded: Recorded, units: Sequence[UnitObservation], rank: int) -> dict[str, Any]:
     """Return what the trace does not contain: settings and sizes of units and, on rank 0, the prediction."""
     device = available_device()
     facts: dict[str, Any] = {
+        "device_bytes": _device_bytes(),
         "peak_bytes": device.peak_memory(), "peak_source": device.peak_source, "batch": list(recorded.batch),
         "forwards_per_step": recorded.forwards_per_step, "cpu_count": os.cpu_count() or 1,
         "threads": torch.get_num_threads(), "local_world_size": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),

@@ -11,7 +11,7 @@ from typing import Any
 from hf_fsdp_plugin.estimate.intervals import clip, measure
 from hf_fsdp_plugin.estimate.results import CollectiveKind, Moment
 from hf_fsdp_plugin.observe.profile.calls import Activity, Call, read_activity
-from hf_fsdp_plugin.observe.profile.marks import UNIT, Phase
+from hf_fsdp_plugin.observe.profile.marks import RATE_LIMITER, UNIT, Phase
 from hf_fsdp_plugin.observe.profile.phases import DeviceClock, Segment, on_device, read_boundaries, read_steps
 from hf_fsdp_plugin.observe.profile.trace import Trace
 
@@ -68,7 +68,7 @@ class StepCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitSeconds:
-    """Seconds of computation of one unit in one step, collectives not included."""
+    """Seconds of one unit in one step, without its collectives: kernels of a device, or time of the CPU thread."""
 
     forward: float = 0.0
     recomputed: float = 0.0
@@ -83,6 +83,7 @@ class RankProfile:
         steps: phases of each profiled step, in the order of the step, in seconds since ``began``.
         times: seconds of each phase, averaged over the steps.
         units: computation of each unit, averaged over the steps.
+        rate_limited: seconds of a step in which FSDP1 waits before an all-gather (``limit_all_gathers``).
         profiled, unprofiled: wall-clock seconds of steps with and without the profiler.
         memory: moments of one step, ``Moment.seconds`` since the step began.
         facts: what is needed beside the trace; see ``integrations.profiling``.
@@ -97,6 +98,7 @@ class RankProfile:
     times: Mapping[Phase, Times]
     calls: Sequence[StepCall]
     units: Mapping[str, UnitSeconds] = field(default_factory=dict)
+    rate_limited: float = 0.0
     profiled: Sequence[float] = ()
     unprofiled: Sequence[float] = ()
     memory: Sequence[Moment] = ()
@@ -122,7 +124,7 @@ class RankProfile:
             "steps": [[[s.phase, round(s.start, _DIGITS), round(s.end, _DIGITS)] for s in step] for step in self.steps],
             "times": {phase: asdict(times) for phase, times in self.times.items()},
             "unit_names": names, "calls": rows,
-            "units": {name: asdict(unit) for name, unit in self.units.items()},
+            "units": {name: asdict(unit) for name, unit in self.units.items()}, "rate_limited": self.rate_limited,
             "profiled": list(self.profiled), "unprofiled": list(self.unprofiled),
             "memory": [[moment.where, moment.seconds, dict(moment.bytes_by_kind)] for moment in self.memory],
             "facts": dict(self.facts),
@@ -143,9 +145,10 @@ class RankProfile:
             rank=tree["rank"], world_size=tree["world_size"], host=tree["host"], device=tree["device"],
             began=tree["began"], steps=[[Segment(*row) for row in step] for step in tree["steps"]],
             times={phase: Times(**times) for phase, times in tree["times"].items()}, calls=calls,
-            units={name: UnitSeconds(**unit) for name, unit in tree["units"].items()}, profiled=tree["profiled"],
-            unprofiled=tree["unprofiled"],
-            memory=[Moment(where=row[0], seconds=row[1], bytes_by_kind=row[2]) for row in tree["memory"]],
+            units={name: UnitSeconds(**unit) for name, unit in tree["units"].items()},
+            rate_limited=tree["rate_limited"], profiled=tuple(tree["profiled"]),
+            unprofiled=tuple(tree["unprofiled"]),
+            memory=tuple(Moment(where=row[0], seconds=row[1], bytes_by_kind=row[2]) for row in tree["memory"]),
             facts=tree["facts"],
         )  # fmt: skip
 
@@ -176,6 +179,11 @@ def profile_of(
         steps=[[Segment(s.phase, s.start - began, s.end - began) for s in step] for step in device_steps],
         times={phase: each.scaled(1 / len(steps)) for phase, each in times.items()},
         calls=list(_calls_in(activity.calls, steps, began)), units=_unit_seconds(trace, steps, activity, clock),
+        rate_limited=sum(
+            mark.end - mark.start
+            for mark in trace.marks
+            if mark.name == RATE_LIMITER and boundaries[0] <= mark.start < boundaries[-1]
+        ) / len(steps),
     )  # fmt: skip
 
 
@@ -221,7 +229,11 @@ def _unit_seconds(
         at = bisect_right(starts, mark.start) - 1
         if not mark.name.startswith(UNIT) or at < 0 or mark.start >= segments[at].end:
             continue
-        seconds = measure(clip(activity.compute, clock.at(mark.start), clock.at(mark.end))) / len(steps)
+        start, end = clock.at(mark.start), clock.at(mark.end)
+        if trace.kernels:
+            seconds = measure(clip(activity.compute, start, end)) / len(steps)
+        else:
+            seconds = (end - start - measure(clip(activity.exposed, start, end))) / len(steps)
         name, unit = mark.name.removeprefix(UNIT), found.get(mark.name.removeprefix(UNIT), UnitSeconds())
         if segments[at].phase == "backward":
             found[name] = replace(unit, recomputed=unit.recomputed + seconds)

@@ -185,7 +185,7 @@ class _Reader:
 def _kernel(
     kind: str, name: str, start: float, end: float, stream: int, launched: float, args: Mapping[str, Any]
 ) -> Kernel:
-    collective = None
+    collective: CollectiveKind | None = None
     if kind == "kernel" and name.startswith(("nccl", "rccl")):
         collective = next((found for part, found in NCCL_KINDS if part in name), "broadcast")
     elements = max(int(args.get("In msg nelems", 0)), int(args.get("Out msg nelems", 0)))

@@ -1,0 +1,212 @@
+"""``hf-fsdp profile``: runs a script for a few steps on every rank, and shows where the time of a step goes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from hf_fsdp_plugin.cli import launch
+from hf_fsdp_plugin.cli.exit_codes import PROBLEMS, USAGE
+from hf_fsdp_plugin.cli.launch_flags import UsageError
+from hf_fsdp_plugin.cli.output import print_json
+from hf_fsdp_plugin.cli.profile_arguments import ProfileArguments, help_lines, parse_profile_arguments
+from hf_fsdp_plugin.cli.terminal import print_problems
+from hf_fsdp_plugin.integrations.profiling.options import (
+    PARTIAL,
+    RANKS_FOLDER,
+    TRACES_FOLDER,
+    ProfileOptions,
+    rank_files,
+    write_file,
+)
+from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.text import plural
+
+if TYPE_CHECKING:
+    from hf_fsdp_plugin.observe.profile.run_profile import RunProfile
+
+HELP = (
+    "Run a script for a few steps on every rank, and show where the time of a step goes: computation, communication, "
+    "units, slow ranks, and which settings would change it."
+)
+EXAMPLES = (
+    "hf-fsdp profile --config_file fsdp.yaml train.py --per_device_train_batch_size 4",
+    "hf-fsdp profile --config_file fsdp.yaml --active 8 --output profiles/first --json train.py",
+)
+PAGE: Final = "profile.html"
+RESULT: Final = "profile.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the help only. :func:`parse_argv` parses, because the arguments after SCRIPT belong to the script."""
+    parser.usage = "hf-fsdp profile [FLAGS] SCRIPT [ARGS ...]"
+    parser.epilog = "\n".join(["flags, also all of `hf-fsdp launch`:", *help_lines()])
+
+
+def parse_argv(argv: Sequence[str]) -> ProfileArguments:
+    """Parse the arguments after ``profile``. Raises ``SystemExit`` for wrong usage."""
+    try:
+        return parse_profile_arguments(argv, os.environ)
+    except UsageError as error:
+        print(f"hf-fsdp profile: {error}", file=sys.stderr)
+        raise SystemExit(USAGE) from None
+
+
+def run(args: ProfileArguments) -> int:
+    """Run the script and print its profile. Returns 1 if there is none, or the exit code of the script."""
+    if not args.launch.script:
+        print("hf-fsdp profile: no script. Usage: hf-fsdp profile [FLAGS] SCRIPT [ARGS ...]", file=sys.stderr)
+        return USAGE
+    folder = args.folder
+    try:
+        _prepare(folder, force=args.force)
+        with _stdout_to_stderr() if args.json else contextlib.nullcontext():
+            code = launch.run(args.launch)
+        profile, problems = _read(args.options, code)
+        files = _write(profile, folder, problems)
+    except SpecError as error:
+        return _fail(args, error.problems, PROBLEMS)
+    finally:
+        _remove_partial(folder)
+    if profile is None:
+        return _fail(args, problems, code or PROBLEMS)
+    from hf_fsdp_plugin.cli.profile_output import profile_json, profile_text
+    from hf_fsdp_plugin.observe.profile.suggestions import suggest
+
+    suggestions = suggest(profile)
+    if args.json:
+        print_json(profile_json(profile, suggestions, files, problems))
+    else:
+        print_problems(problems)
+        print(f"\n{profile_text(profile, suggestions)}\n\nwritten: {folder / PAGE}, {folder / RESULT}", end="")
+        print(f", and {plural(len(files['traces']), 'trace')} for chrome://tracing or ui.perfetto.dev")
+    return code
+
+
+def _prepare(folder: Path, *, force: bool) -> None:
+    """Create the folder for the result, and delete an earlier result.
+
+    Raises:
+        SpecError: it cannot be written, or has a result and ``--force`` is not given (FSDP-E772, FSDP-E774).
+    """
+    earlier = [folder / name for name in (RANKS_FOLDER, TRACES_FOLDER, RESULT, PAGE) if (folder / name).exists()]
+    if earlier and not force:
+        message = f"{folder} contains an earlier profile."
+        fix = "Pass --force to replace it, or --output with another folder."
+        raise SpecError([Problem(code="FSDP-E774", message=message, fix=fix)])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove(earlier)
+        probe = folder / f"probe{PARTIAL}"
+        probe.write_bytes(b" " * 4096)
+        probe.unlink()
+    except OSError as error:
+        raise SpecError([_not_writable(folder, error)]) from error
+
+
+def _not_writable(folder: Path, error: OSError) -> Problem:
+    message = f"the profile cannot be written to {folder}: {error.strerror or error}."
+    return Problem(code="FSDP-E772", message=message, fix="Free space, or write to another folder: --output DIR.")
+
+
+def _remove(paths: Sequence[Path]) -> None:
+    for path in paths:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _remove_partial(folder: Path) -> None:
+    """Delete files that a rank could not complete, for example because it was killed."""
+    with contextlib.suppress(OSError):
+        _remove(list(folder.rglob(f"*{PARTIAL}")))
+
+
+def _read(options: ProfileOptions, code: int) -> tuple[RunProfile | None, list[Problem]]:
+    """Return the profile of all ranks. Without the files of all ranks there is none, and nothing is kept."""
+    from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile
+    from hf_fsdp_plugin.observe.profile.run_profile import merge_ranks
+
+    folder, problems = Path(options.folder), list[Problem]()
+    steps, world_size, paths = 0, 0, []
+    for path in rank_files(folder):
+        head = json.loads(path.read_text())
+        steps, world_size = max(steps, head["num_steps"]), head["world_size"]
+        paths += [path] if head["profile"] is not None else []
+    is_complete = bool(paths) and (not code or len(paths) == world_size)
+    if not is_complete:
+        _remove([folder / RANKS_FOLDER, folder / TRACES_FOLDER])
+        return None, [_no_profile(options, steps, code)]
+    if len(paths) < world_size:
+        message = f"the profile contains {plural(len(paths), 'rank')} of {world_size:,}."
+        fix = "Write to a folder that all machines share: --output DIR."
+        problems.append(Problem(code="FSDP-W777", message=message, fix=fix))
+    if steps < options.last_traced:
+        message = (
+            f"the script made {plural(steps, 'optimizer step')}, fewer than the {options.last_traced} of the profile."
+        )
+        fix = "Let the script make more steps, or pass --wait, --warmup and --active with smaller numbers."
+        problems.append(Problem(code="FSDP-W771", message=message, fix=fix))
+    return merge_ranks(RankProfile.from_json(json.loads(path.read_text())["profile"]) for path in paths), problems
+
+
+def _no_profile(options: ProfileOptions, steps: int, code: int) -> Problem:
+    if code > 128:
+        message = "the run was interrupted before the profile was complete. Nothing was written."
+        return Problem(code="FSDP-E775", message=message, fix="Run it again, or profile fewer steps: --active 1.")
+    if code:
+        message = f"the script failed with exit code {code} before the profile was complete. Nothing was written."
+        return Problem(code="FSDP-E773", message=message, fix="Correct the failure above, then profile again.")
+    message = f"nothing to profile: the script made {plural(steps, 'optimizer step')}, and the profile needs "
+    message += f"{options.wait + 1} or more."
+    fix = "Profile a script that trains, and let it make more steps; --wait 0 profiles from the first one."
+    return Problem(code="FSDP-E770", message=message, fix=fix)
+
+
+def _write(profile: RunProfile | None, folder: Path, problems: list[Problem]) -> dict[str, Any]:
+    """Write the page and the JSON, and return the paths of all files."""
+    if profile is None:
+        return {}
+    from hf_fsdp_plugin.cli.profile_output import profile_json
+    from hf_fsdp_plugin.observe.profile.page import page
+    from hf_fsdp_plugin.observe.profile.suggestions import suggest
+    from hf_fsdp_plugin.version import SCHEMA_VERSION
+
+    traces = sorted(str(path) for path in (folder / TRACES_FOLDER).glob("*.json.gz"))
+    files = {"folder": str(folder), "page": str(folder / PAGE), "result": str(folder / RESULT), "traces": traces}
+    suggestions = suggest(profile)
+    tree = {"schema_version": SCHEMA_VERSION, **profile_json(profile, suggestions, files, problems)}
+    try:
+        write_file(folder / RESULT, json.dumps(tree, indent=1))
+        write_file(folder / PAGE, page(profile, suggestions))
+    except OSError as error:
+        _remove([folder / RESULT, folder / PAGE])
+        raise SpecError([_not_writable(folder, error)]) from error
+    return files
+
+
+def _fail(args: ProfileArguments, problems: Sequence[Problem], code: int) -> int:
+    if args.json:
+        print_json({"ok": False, "problems": [problem.to_json() for problem in problems]})
+    else:
+        print_problems(problems)
+    return code
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Send the output of the script to stderr, because stdout contains one JSON object."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(saved, 1)
+        os.close(saved)
