@@ -13,6 +13,7 @@ from hf_fsdp_plugin.version import __version__ as __version__
 _EXPORTS = {
     "integrations.accelerate.accelerator": ("accelerator",),
     "integrations.install": ("install", "uninstall"),
+    "integrations.profiling.callback": ("ProfilerCallback",),
     "integrations.report": ("report",),
     "integrations.restarts": ("newest_checkpoint",),
     "integrations.transformers.from_pretrained": ("from_pretrained",),
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator as accelerator
     from hf_fsdp_plugin.integrations.install import install as install
     from hf_fsdp_plugin.integrations.install import uninstall as uninstall
+    from hf_fsdp_plugin.integrations.profiling.callback import ProfilerCallback as ProfilerCallback
     from hf_fsdp_plugin.integrations.report import report as report
     from hf_fsdp_plugin.integrations.restarts import newest_checkpoint as newest_checkpoint
     from hf_fsdp_plugin.integrations.transformers.from_pretrained import from_pretrained as from_pretrained

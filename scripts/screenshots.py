@@ -19,6 +19,7 @@ from pathlib import Path
 
 from hf_fsdp_plugin.cli import exit_codes
 from hf_fsdp_plugin.cli.main import main
+from hf_fsdp_plugin.cli.profile_arguments import FLAG_ROWS
 from hf_fsdp_plugin.cli.verbs import VERBS
 from hf_fsdp_plugin.plan.load_model import meta_model
 
@@ -101,6 +102,7 @@ def _document(shot: Callable[..., str], run: str) -> str:
     explain = shot("hf-fsdp explain w711")
     schema = shot("hf-fsdp schema", lines=8)
     usage = shot("hf-fsdp help")
+    profile_flags = "\n".join(f"| `{flag}` | {text} |" for flag, text in FLAG_ROWS)
     return f"""\
 # Command line
 
@@ -227,6 +229,17 @@ hf-fsdp bench --model llama --strategies full_shard --versions 1,2 --vs stock,ra
 - `-o OUT` is written after each case; `--resume` continues it. `--html` and `--png` write plots. `--force` replaces
   files, and runs cases that are predicted not to fit.
 - `--limit SECONDS` ends a case without progress; `--machine NAME` sets the peak for the MFU.
+
+## profile
+
+`hf-fsdp profile [FLAGS] SCRIPT [ARGS ...]` runs a script on every rank, as `launch` does, profiles a few steps, ends
+the script, and prints where the time goes; [profiling.md](profiling.md) describes the result.
+
+| flag | meaning |
+|---|---|
+{profile_flags}
+
+The flags of `launch` are accepted too.
 
 ## inspect, verify, merge, export
 

@@ -101,9 +101,14 @@ def _number(name: str, value: str, least: int) -> int:
     return int(value)
 
 
+FLAG_ROWS: Final = (
+    ("--output DIR", f"folder for the result (default: {DEFAULT_FOLDER})"),
+    *((f"--{name} N", text) for name, (_, _, text) in NUMBERS.items()),
+    *((f"--{name}", text) for name, text in SWITCHES.items()),
+)
+"""Flag with its value, and its help."""
+
+
 def help_lines() -> list[str]:
     """Return the table of flags for the help."""
-    rows = [("--output DIR", f"folder for the result (default: {DEFAULT_FOLDER})")]
-    rows += [(f"--{name} N", text) for name, (_, _, text) in NUMBERS.items()]
-    rows += [(f"--{name}", text) for name, text in SWITCHES.items()]
-    return [f"  {flag}".ljust(18) + text for flag, text in rows]
+    return [f"  {flag}".ljust(18) + text for flag, text in FLAG_ROWS]

@@ -50,7 +50,7 @@ def share(times: Times) -> float:
 
 
 def _phases(run: RunProfile) -> str:
-    rows = [("phase", "time", "computation", "communication", "share", "exposed", "idle")]
+    rows: list[tuple[str, ...]] = [("phase", "time", "computation", "communication", "share", "exposed", "idle")]
     for name, times in [*((PHASE_NAMES[phase], each) for phase, each in run.times.items()), ("total", run.total)]:
         seconds = (times.compute, times.communication)
         rows.append(
@@ -74,7 +74,8 @@ def _overhead(run: RunProfile) -> str:
 
 def _units(units: Sequence[UnitProfile]) -> str:
     slowest = sorted(units, key=lambda unit: -unit.communication.exposed)[:_MOST_UNITS]
-    rows = [("slowest units", "order", "forward gather", "backward gather", "reduction", "exposed", "forward", "bytes")]
+    head = ("slowest units", "order", "forward gather", "backward gather", "reduction", "exposed", "forward", "bytes")
+    rows: list[tuple[str, ...]] = [head]
     for unit in slowest:
         sums = (unit.gather_forward, unit.gather_backward, unit.reduce)
         rows.append(

@@ -9,6 +9,7 @@ from typing import Final
 from hf_fsdp_plugin.estimate.pictures.charts import memory_areas
 from hf_fsdp_plugin.estimate.pictures.data import COLORS, KIND_NAMES
 from hf_fsdp_plugin.estimate.pictures.document import html_document
+from hf_fsdp_plugin.estimate.results import MemoryKind
 from hf_fsdp_plugin.observe.profile.comparison import compare
 from hf_fsdp_plugin.observe.profile.marks import PHASE_NAMES, Phase
 from hf_fsdp_plugin.observe.profile.page_parts import SCRIPT, STYLE
@@ -177,7 +178,7 @@ def _ranks(run: RunProfile) -> Iterator[str]:
 def _memory(run: RunProfile) -> Iterator[str]:
     if len(run.memory) < 2:
         return
-    kinds = ("params", "grads", "optimizer", "activations", "gathered")
+    kinds: tuple[MemoryKind, ...] = ("params", "grads", "optimizer", "activations", "gathered")
     items = (f'<span><i style="background:{COLORS[kind]}"></i>{KIND_NAMES[kind]}</span>' for kind in kinds)
     peak = max(run.memory, key=lambda moment: moment.bytes)
     yield f'<section id="memory"><h2>Memory during a step</h2><div class="legend">{"".join(items)}</div>'

@@ -45,7 +45,8 @@ class Suggestion:
         return asdict(self)
 
     def __str__(self) -> str:
-        text = f"{self.setting}: {self.value} would save about {format_seconds(self.seconds)} of {format_seconds(self.of_seconds)}: "
+        gain, whole = format_seconds(self.seconds), format_seconds(self.of_seconds)
+        text = f"{self.setting}: {self.value} would save about {gain} of {whole}: "
         memory = f" Predicted peak: {format_bytes(self.memory_bytes, binary=True)}." if self.memory_bytes else ""
         return text + self.reason + memory
 

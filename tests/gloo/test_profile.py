@@ -1,0 +1,133 @@
+"""``hf-fsdp profile`` on real gloo ranks: totals against the wall clock, units, bytes, and a slow rank."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from json_schema import assert_valid
+from launching import environment, finish, write
+
+PROFILE = [sys.executable, "-m", "hf_fsdp_plugin.cli.main", "profile", "--config_file", "fsdp.yaml", "--json"]
+SCRIPT = """
+    import os, time, torch
+    from accelerate import Accelerator
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=256,
+    )
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    ends = []
+    for step in range(STEPS):
+        for _ in range(2):
+            with accelerator.accumulate(model):
+                if os.environ["RANK"] == "1" and SLOW:
+                    time.sleep(SLOW)
+                tokens = torch.randint(256, (2, 16))
+                accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                ends.append((time.perf_counter(), accelerator.sync_gradients))
+                optimizer.zero_grad()
+                times = [t for t, is_step in ends if is_step]
+                open(f"ends_{os.environ['RANK']}", "w").write(" ".join(map(str, times)))
+    print("the end")
+"""
+
+
+def start(folder: Path, version: int, *flags: str, steps: int = 12, slow: float = 0.0) -> subprocess.Popen[str]:
+    write(folder, f"STEPS, SLOW = {steps}, {slow}\n" + SCRIPT.replace("\n    ", "\n"))
+    text = (folder / "fsdp.yaml").read_text()
+    (folder / "fsdp.yaml").write_text(re.sub("fsdp_version: .", f"fsdp_version: {version}", text))
+    return subprocess.Popen(
+        [*PROFILE, *flags, "--cpu", "train.py"], cwd=folder, env=environment(folder), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def profiled(request, tmp_path_factory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp(f"profile_{request.param}")
+    done = finish(start(folder, request.param, "--active", "2", "--to_end", slow=0.1), timeout=300)
+    assert done.returncode == 0, done.stderr
+    tree = json.loads(done.stdout)
+    assert_valid("profile", tree)
+    assert "the end" in done.stderr and tree["problems"] == []
+    return folder, tree
+
+
+def test_phases_add_up_to_the_wall_clock(profiled):
+    """The script has measured its steps; wait is 1, warm-up 2, active 2."""
+    folder, tree = profiled
+    walls = []
+    for rank in (0, 1):
+        ends = [float(time) for time in (folder / f"ends_{rank}").read_text().split()]
+        walls.append((ends[4] - ends[2]) / 2)
+    total = tree["total"]["seconds"]
+    assert total == pytest.approx(sum(walls) / 2, rel=0.03)
+    assert sum(phase["seconds"] for phase in tree["phases"].values()) == pytest.approx(total)
+    assert tree["overhead"]["profiled_seconds"] == pytest.approx(total, rel=0.03)
+    assert tree["overhead"]["unprofiled_seconds"] > 0
+
+
+def test_collectives_equal_the_prediction(profiled):
+    _, tree = profiled
+    rows = {row["name"]: row for row in tree["predicted"]}
+    for name in ("collectives", "all-gather bytes", "reduce-scatter bytes", "peak memory"):
+        assert rows[name]["ratio"] == pytest.approx(1, abs=0.15 if name == "peak memory" else 0), rows[name]
+
+
+def test_units_have_their_collectives(profiled):
+    _, tree = profiled
+    units = {unit["name"]: unit for unit in tree["units"]}
+    for index in range(3):
+        unit = units[f"model.layers.{index}"]
+        assert unit["gather_forward"]["calls"] == 2 and unit["reduce"]["calls"] == 1
+        assert unit["forward_seconds"] > 0 and unit["recomputed_seconds"] == 0
+        assert 0 < unit["gather_forward"]["transfer"] <= unit["gather_forward"]["exposed"]
+
+
+def test_rank_that_sleeps_is_the_straggler(profiled):
+    _, tree = profiled
+    late = {rank["rank"]: rank["late_seconds"] for rank in tree["ranks"]}
+    assert late[1] > 0.15 and late[1] > 2 * late[0]
+
+
+def test_page_and_traces_are_written(profiled):
+    folder, tree = profiled
+    assert [Path(path).name for path in tree["files"]["traces"]] == ["rank_0.json.gz", "rank_1.json.gz"]
+    page = (folder / "fsdp_profile/profile.html").read_text()
+    assert "model.layers.2" in page and "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert len(tree["memory"]["moments"]) > 5
+    assert not list(folder.rglob("*.part"))
+
+
+def test_script_of_two_steps_is_profiled_and_ends(tmp_path):
+    done = finish(start(tmp_path, 2, steps=2), timeout=300)
+    assert done.returncode == 0, done.stderr
+    tree = json.loads(done.stdout)
+    assert (tree["num_steps"], [problem["code"] for problem in tree["problems"]]) == (1, ["FSDP-W771"])
+
+
+@pytest.mark.slow
+def test_interrupt_in_the_middle_leaves_nothing(tmp_path):
+    process = start(tmp_path, 2, "--active", "500", steps=1000, slow=0.05)
+    while not (tmp_path / "ends_0").exists() or len((tmp_path / "ends_0").read_text().split()) < 5:
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    done = finish(process, timeout=120)
+    assert done.returncode == 130
+    assert [problem["code"] for problem in json.loads(done.stdout)["problems"]] == ["FSDP-E775"]
+    assert list((tmp_path / "fsdp_profile").iterdir()) == []

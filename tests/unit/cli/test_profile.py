@@ -1,0 +1,142 @@
+"""``hf-fsdp profile``: its flags, its folder, and what it reports without a profile. Ranks run in tests/gloo."""
+
+import errno
+import json
+
+import pytest
+from json_schema import assert_valid
+
+from hf_fsdp_plugin.cli import launch, profile
+from hf_fsdp_plugin.cli.launch_flags import UsageError
+from hf_fsdp_plugin.cli.profile_arguments import parse_profile_arguments
+from hf_fsdp_plugin.integrations.profiling import options as options_module
+from hf_fsdp_plugin.integrations.profiling.options import ProfileOptions, rank_files, write_file
+from hf_fsdp_plugin.observe.profile.phases import Segment
+from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, Times
+
+
+def parse(*words: str):
+    return parse_profile_arguments(words, {})
+
+
+def test_own_flags_and_those_of_launch_precede_the_script():
+    args = parse("--config_file", "a.yaml", "--active", "2", "--no-memory", "--cpu", "train.py", "--active", "9")
+    assert (args.options.active, args.options.memory, args.options.stops) == (2, False, True)
+    assert args.launch.script == "train.py" and args.launch.script_args == ("--active", "9")
+    assert args.launch.options == {"config_file": "a.yaml"} and args.launch.command_line == ("--cpu",)
+    assert ProfileOptions.from_env(args.launch.env) == args.options
+
+
+def test_module_and_equals_signs_are_parsed():
+    args = parse("--wait=0", "--to_end", "-m", "package.train", "--json")
+    assert (args.options.wait, args.options.stops, args.json) == (0, False, False)
+    assert args.launch.script == "package.train" and args.launch.script_args == ("--json",)
+
+
+@pytest.mark.parametrize(
+    "words", [("--active", "0"), ("--wait", "x"), ("--wait",), ("--json=1",), ("--actve", "2", "t.py"), ("--dry_run",)]
+)
+def test_wrong_flags_are_refused(words):
+    with pytest.raises(UsageError):
+        parse(*words)
+
+
+def test_steps_of_the_schedule_do_not_overlap():
+    options = ProfileOptions(folder="f", wait=1, warmup=2, active=4, after=3)
+    assert (options.first_traced, options.last_traced, options.before_after, options.last) == (1, 7, 9, 12)
+    assert ProfileOptions(folder="f", memory=False).last == 10
+
+
+@pytest.fixture
+def in_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    return tmp_path / "fsdp_profile"
+
+
+def rank_file(folder, rank: int, *, steps: int = 12, profiled: bool = True) -> None:
+    made = RankProfile(
+        rank=rank, world_size=2, host="a", device="cpu", began=5.0, steps=[[Segment("forward", 0.0, 1.0)]],
+        times={"forward": Times(seconds=1.0, compute=0.6)}, calls=[], profiled=(1.0,), unprofiled=(0.9,),
+    )  # fmt: skip
+    tree = {"rank": rank, "world_size": 2, "num_steps": steps, "profile": made.to_json() if profiled else None}
+    write_file(ProfileOptions(folder=str(folder)).rank_file(rank), json.dumps(tree))
+
+
+def run(monkeypatch, capsys, code: int, *flags: str, ranks=lambda: None):
+    """Run the verb with `ranks` in the place of the launcher, which returns `code`."""
+    monkeypatch.setattr(launch, "run", lambda arguments: ranks() or code)
+    found = profile.run(parse("--json", *flags, "train.py"))
+    tree = json.loads(capsys.readouterr().out)
+    assert_valid("profile", tree)
+    return found, [problem["code"] for problem in tree["problems"]]
+
+
+def test_complete_profile_has_page_json_and_no_problem(in_folder, monkeypatch, capsys):
+    ranks = lambda: [rank_file(in_folder, rank) for rank in (0, 1)] and None  # noqa: E731
+    assert run(monkeypatch, capsys, 0, ranks=ranks) == (0, [])
+    assert "<svg" in (in_folder / "profile.html").read_text()
+    assert_valid("profile", json.loads((in_folder / "profile.json").read_text()))
+    assert run(monkeypatch, capsys, 0, ranks=ranks) == (1, ["FSDP-E774"])
+    assert run(monkeypatch, capsys, 0, "--force", ranks=ranks) == (0, [])
+
+
+@pytest.mark.parametrize("code, problem", [(0, "FSDP-E770"), (1, "FSDP-E773"), (130, "FSDP-E775")])
+def test_run_without_a_profile_leaves_nothing(in_folder, monkeypatch, capsys, code, problem):
+    ranks = lambda: rank_file(in_folder, 0, steps=1, profiled=False)  # noqa: E731
+    assert run(monkeypatch, capsys, code, ranks=ranks) == (code or 1, [problem])
+    assert list(in_folder.iterdir()) == []
+
+
+def test_interrupted_rank_leaves_no_file_of_another(in_folder, monkeypatch, capsys):
+    def ranks() -> None:
+        rank_file(in_folder, 0)
+        (in_folder / "ranks/rank_1.json.part").write_text("{")
+
+    assert run(monkeypatch, capsys, 130, ranks=ranks) == (130, ["FSDP-E775"])
+    assert list(in_folder.iterdir()) == []
+
+
+def test_fewer_steps_and_missing_ranks_are_warned_of(in_folder, monkeypatch, capsys):
+    assert run(monkeypatch, capsys, 0, ranks=lambda: rank_file(in_folder, 0, steps=4)) == (
+        0,
+        ["FSDP-W777", "FSDP-W771"],
+    )
+
+
+def test_folder_that_cannot_be_written_is_refused_first(in_folder, monkeypatch, capsys):
+    in_folder.write_text("a file")
+    started = []
+    assert run(monkeypatch, capsys, 0, ranks=lambda: started.append(1)) == (1, ["FSDP-E772"])
+    assert not started
+
+
+def test_full_disk_leaves_no_page(in_folder, monkeypatch, capsys):
+    def full(path, content):
+        if path.suffix == ".html":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_file(path, content)
+
+    monkeypatch.setattr(profile, "write_file", full)
+    ranks = lambda: [rank_file(in_folder, rank) for rank in (0, 1)] and None  # noqa: E731
+    assert run(monkeypatch, capsys, 0, ranks=ranks) == (1, ["FSDP-E772"])
+    assert not (in_folder / "profile.json").exists()
+
+
+def test_file_is_complete_or_absent(tmp_path):
+    def failing(file):
+        file.write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_file(tmp_path / "a/b.json", "{}")
+    with pytest.raises(OSError):
+        write_file(tmp_path / "a/b.json", failing)
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b.json"]
+    assert (tmp_path / "a/b.json").read_text() == "{}"
+
+
+def test_files_of_ranks_are_in_rank_order(tmp_path):
+    for rank in (10, 2):
+        write_file(ProfileOptions(folder=str(tmp_path)).rank_file(rank), "{}")
+    assert [path.stem for path in rank_files(tmp_path)] == ["rank_2", "rank_10"]
+    assert options_module.MAX_TRACES == 8

@@ -1,0 +1,77 @@
+"""The profile of one process without FSDP: by the optimizer's steps, without ranks."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from hf_fsdp_plugin.integrations.patching import remove_hooks
+from hf_fsdp_plugin.integrations.profiling.marking import marks
+from hf_fsdp_plugin.integrations.profiling.options import ProfileOptions
+from hf_fsdp_plugin.integrations.profiling.run import ProfileEnd, Profiling
+from hf_fsdp_plugin.problems import SpecError
+
+
+@pytest.fixture
+def profiling():
+    made = Profiling()
+    yield made
+    made.end(failed=True)
+    remove_hooks()
+    assert not marks.enabled
+
+
+def train(num_steps: int) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(num_steps):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def options(tmp_path, **more) -> ProfileOptions:
+    return ProfileOptions(folder=str(tmp_path), memory=False, **more)
+
+
+def test_script_ends_after_the_last_step(profiling, tmp_path):
+    profiling.begin(options(tmp_path, warmup=1, active=2, after=2))
+    with pytest.raises(ProfileEnd):
+        train(100)
+    tree = json.loads((tmp_path / "ranks/rank_0.json").read_text())
+    assert tree["num_steps"] == 6 and len(tree["profile"]["steps"]) == 2
+    assert {"backward", "optimizer"} <= set(tree["profile"]["times"])
+    assert len(tree["profile"]["profiled"]) == 2 and len(tree["profile"]["unprofiled"]) == 1
+    assert (tmp_path / tree["trace"]).exists()
+
+
+def test_script_that_ends_early_is_profiled_by_its_steps(profiling, tmp_path):
+    profiling.begin(options(tmp_path))
+    train(3)
+    profiling.end()
+    tree = json.loads((tmp_path / "ranks/rank_0.json").read_text())
+    assert tree["num_steps"] == 3 and len(tree["profile"]["steps"]) == 1
+
+
+def test_script_without_steps_has_no_profile(profiling, tmp_path):
+    profiling.begin(options(tmp_path))
+    profiling.end()
+    assert json.loads((tmp_path / "ranks/rank_0.json").read_text())["profile"] is None
+
+
+def test_profiler_of_the_script_is_a_problem(profiling, tmp_path):
+    profiling.begin(options(tmp_path))
+    with torch.profiler.profile(), pytest.raises(SpecError) as raised:
+        train(2)
+    assert [problem.code for problem in raised.value.problems] == ["FSDP-E776"]
+
+
+def test_folder_that_cannot_be_written_is_a_problem(profiling, tmp_path):
+    (tmp_path / "ranks").write_text("a file")
+    profiling.begin(options(tmp_path))
+    train(3)
+    with pytest.raises(SpecError) as raised:
+        profiling.end()
+    assert [problem.code for problem in raised.value.problems] == ["FSDP-E772"]
+    assert not list(tmp_path.rglob("*.part"))

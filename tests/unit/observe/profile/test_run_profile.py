@@ -1,0 +1,136 @@
+"""Several ranks together, and the suggestions, computed from made-up ranks with known answers."""
+
+from dataclasses import replace
+
+import pytest
+
+from hf_fsdp_plugin.observe.profile.phases import Segment
+from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, StepCall, Times, UnitSeconds
+from hf_fsdp_plugin.observe.profile.run_profile import merge_ranks
+from hf_fsdp_plugin.observe.profile.suggestions import suggest
+
+PLAN = {
+    "backend": "fsdp2", "strategy": "full_shard", "model": "M", "prefetch.forward": False, "prefetch.backward": "pre",
+    "prefetch.limit_all_gathers": True, "activation.checkpointing": "none",
+}  # fmt: skip
+
+
+def call(unit: str, kind: str, phase: str, issued: float, end: float, *, size: int = 8_000_000) -> StepCall:
+    return StepCall(
+        step=0, phase=phase, kind=kind, unit=unit, issued=issued, arrived=issued, start=issued, end=end,
+        exposed=end - issued, bytes=size,
+    )  # fmt: skip
+
+
+def rank_profile(rank: int, calls: list[StepCall], *, device: str = "cuda", host: str = "a", **more) -> RankProfile:
+    facts = {
+        "groups": {"a": "0:1:2", "b": "0:1:2"}, "plan": PLAN, "forwards_per_step": 1, "batch": [2, 16],
+        "units": {name: {"num_params": 10, "is_root": False, "reduce_dtype": "bf16"} for name in ("a", "b")},
+        **more.pop("facts", {}),
+    }  # fmt: skip
+    times = {"forward": Times(seconds=0.5, compute=0.3), "backward": Times(seconds=0.5, compute=0.3)}
+    return RankProfile(
+        rank=rank, world_size=2, host=host, device=device, began=1000.0, steps=[[Segment("forward", 0.0, 1.0)]],
+        times=more.pop("times", times), calls=calls, units=more.pop("units", {}), facts=facts, profiled=(1.0,),
+        unprofiled=(0.9,), **more,
+    )  # fmt: skip
+
+
+def test_late_rank_is_named_with_the_time_the_others_wait():
+    early = rank_profile(0, [call("a", "all_gather", "forward", 0.10, 0.32)])
+    late = rank_profile(1, [call("a", "all_gather", "forward", 0.30, 0.32)])
+    run = merge_ranks([early, late])
+    assert [(rank.rank, rank.late, rank.last) for rank in run.ranks] == [
+        (0, pytest.approx(0), 0.0),
+        (1, pytest.approx(0.2), 1.0),
+    ]
+    unit = run.units[0]
+    assert unit.gather_forward.exposed == pytest.approx(0.12)
+    assert unit.gather_forward.transfer == pytest.approx(0.02)  # without the waiting for rank 1
+
+
+def test_clock_of_another_host_does_not_make_a_rank_late():
+    one = rank_profile(0, [call("a", "all_gather", "forward", 0.1, 0.2)])
+    other = rank_profile(1, [call("a", "all_gather", "forward", 0.1, 0.2)], host="b")
+    run = merge_ranks([one, replace(other, began=1005.0)])
+    assert max(rank.late for rank in run.ranks) == pytest.approx(0, abs=1e-6)
+
+
+def test_overhead_is_the_difference_of_the_wall_clock_steps():
+    run = merge_ranks([rank_profile(0, []), rank_profile(1, [])])
+    assert (run.profiled_seconds, run.unprofiled_seconds) == (1.0, 0.9)
+    assert run.overhead_seconds == pytest.approx(0.1)
+    assert merge_ranks([replace(rank_profile(0, []), unprofiled=())]).overhead_seconds is None
+
+
+def both(calls: list[StepCall], **more) -> dict[str, float]:
+    run = merge_ranks([rank_profile(0, calls, **more), rank_profile(1, calls, **more)])
+    return {each.setting: each.seconds for each in suggest(run)}
+
+
+def test_forward_prefetch_hides_at_most_the_preceding_unit():
+    calls = [call("a", "all_gather", "forward", 0.0, 0.1), call("b", "all_gather", "forward", 0.2, 0.3)]
+    units = {"a": UnitSeconds(forward=0.04), "b": UnitSeconds(forward=0.5)}
+    assert both(calls, units=units)["prefetch.forward"] == pytest.approx(0.04)
+    assert "prefetch.forward" not in both(calls, units=units, device="cpu")  # gloo blocks the thread
+    enabled = {"plan": PLAN | {"prefetch.forward": True}}
+    assert "prefetch.forward" not in both(calls, units=units, facts=enabled)
+
+
+def test_backward_prefetch_is_suggested_if_it_is_off():
+    calls = [call("b", "all_gather", "backward", 0.5, 0.6), call("a", "all_gather", "backward", 0.7, 0.8)]
+    facts = {"plan": PLAN | {"prefetch.backward": "none", "strategy": "shard_grad_op"}}
+    assert both(calls, facts=facts)["prefetch.backward"] == pytest.approx(0.1)
+    assert "prefetch.backward" not in both(calls)
+
+
+def test_gathers_in_backward_can_be_saved_if_memory_allows():
+    calls = [call("a", "all_gather", "backward", 0.5, 0.6)]
+    peak = "sharding.strategy=shard_grad_op"
+    assert both(calls)["sharding.strategy"] == pytest.approx(0.1)
+    assert "sharding.strategy" in both(calls, facts={"peaks": {peak: 80}, "device_bytes": 100})
+    assert "sharding.strategy" not in both(calls, facts={"peaks": {peak: 95}, "device_bytes": 100})
+
+
+def test_reduction_of_each_micro_batch_is_found_by_its_calls():
+    once = [call("a", "reduce_scatter", "backward", 0.5, 0.6)]
+    each = [*once, call("a", "reduce_scatter", "backward", 0.7, 0.8)]
+    facts = {"forwards_per_step": 2}
+    assert both(each, facts=facts)["training.sync_each_batch"] == pytest.approx(0.1)
+    assert "training.sync_each_batch" not in both(once, facts=facts)
+
+
+def test_larger_micro_batch_halves_the_gathers():
+    calls = [call("a", "all_gather", "forward", at, at + 0.1) for at in (0.0, 0.4)]
+    assert both(calls, facts={"forwards_per_step": 2})["training.per_device_train_batch_size"] == pytest.approx(0.1)
+    assert "training.per_device_train_batch_size" not in both(calls)
+
+
+def test_recomputation_and_data_loading_have_their_seconds():
+    times = {"data": Times(seconds=0.2), "backward": Times(seconds=0.5), "forward": Times(seconds=0.3)}
+    found = both([], times=times, units={"a": UnitSeconds(recomputed=0.15)})
+    assert found == {"training.dataloader_num_workers": 0.2, "activation.checkpointing": pytest.approx(0.15)}
+
+
+def test_latency_of_small_units_is_promised_for_larger_ones():
+    # 1 ms + 0.1 ms for each million bytes
+    sizes = {f"u{index}": 1_000_000 * (1 + index % 2) for index in range(10)}
+    calls = [
+        call(name, "all_gather", "forward", 0.05 * index, 0.05 * index + 0.001 + size * 1e-10, size=size)
+        for index, (name, size) in enumerate(sizes.items())
+    ]
+    facts = {
+        "groups": dict.fromkeys(sizes, "0:1:2"),
+        "units": {name: {"num_params": 100, "is_root": False} for name in sizes},
+    }
+    times = {"forward": Times(seconds=0.5)}
+    assert both(calls, facts=facts, times=times)["wrap.min_num_params"] == pytest.approx(0.001 * 10 * 0.75)
+
+
+def test_gain_below_a_hundredth_of_a_step_is_not_suggested():
+    assert both([call("a", "all_gather", "backward", 0.5, 0.505)]) == {}
+
+
+def test_no_ranks_have_no_profile():
+    with pytest.raises(ValueError, match="no rank"):
+        merge_ranks([])
