@@ -70,3 +70,8 @@ def uses_torch_checkpoint(wrapper: CheckpointWrapper) -> bool:
     """Return whether the wrapper still calls torch's ``checkpoint``."""
     function = getattr(wrapper.checkpoint_fn, "func", None)
     return function is torch.utils.checkpoint.checkpoint and "forward" not in vars(wrapper)
+
+
+def profiler_is_running() -> bool:
+    """Whether this thread has a profiler of torch. A second one takes its events, and crashes when it is exported."""
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[no-untyped-call,attr-defined]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from hf_fsdp_plugin.integrations.profiling.result import Recorded, write_result
 from hf_fsdp_plugin.integrations.run_report import stop_reporting
 from hf_fsdp_plugin.observe.profile.marks import BOUNDARY
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.torch_private.functions import profiler_is_running
 
 
 class ProfileEnd(SystemExit):
@@ -99,7 +98,7 @@ class Profiling:
         marks.instant(BOUNDARY)
         if self._num_steps == options.last_traced:
             self._stop_tracing()
-        elif options.memory and self._num_steps == options.last_traced + 1:
+        elif options.memory and self._num_steps == options.last_traced + 1 and not profiler_is_running():
             # Not in the step that stops the other profiler: torch's mark around this step is still open, and would
             # write into the events of the wrong profiler when it ends.
             self._memory = MemoryStep(self._recorded.model, optimizer, self._recorded.num_waits)
@@ -120,9 +119,9 @@ class Profiling:
         activities = {ProfilerActivity.CPU}
         if available_device().is_initialized() and available_device().type != "cpu":
             activities = set(supported_activities())
+        _check_only_profiler()
         self._profiler = torch_profile(activities=activities, record_shapes=True)
-        with _only_profiler():
-            self._profiler.start()
+        self._profiler.start()
         marks.enabled = True
         marks.instant(BOUNDARY)
 
@@ -147,15 +146,11 @@ class Profiling:
         write_result(recorded, self._options)
 
 
-@contextlib.contextmanager
-def _only_profiler() -> Iterator[None]:
-    """Turn torch's error about a second profiler in a process into a problem."""
-    try:
-        yield
-    except (RuntimeError, AssertionError) as error:
-        message = f"torch's profiler does not start: {error}"
-        fix = "Remove the script's own profiler for this run: a process can have one at a time."
-        raise SpecError([Problem(code="FSDP-E776", message=message, fix=fix)]) from error
+def _check_only_profiler() -> None:
+    if profiler_is_running():
+        message = "the script runs torch's profiler itself, and a process can have one at a time."
+        fix = "Remove the script's own profiler for this run."
+        raise SpecError([Problem(code="FSDP-E776", message=message, fix=fix)])
 
 
 profiling = Profiling()
