@@ -15,6 +15,7 @@ from typing import Final, Literal
 
 from hf_fsdp_plugin.integrations.hang_hooks import HANG_HOOKS
 from hf_fsdp_plugin.integrations.hook import Hook
+from hf_fsdp_plugin.integrations.profile_hooks import PROFILE_HOOKS
 
 __all__ = ["GROUPS", "HOOKS", "Group", "Hook"]
 
@@ -45,7 +46,6 @@ _WHOLE_TENSORS = "The library refuses shards."
 _DAMAGED = "Errors of damaged or missing files name neither file nor tensor, or occur after weights were read."
 _NAMES_FILES = "Transformers checks the files of a model first, and its errors name file and tensor."
 _PREFLIGHT = "`hf-fsdp check --run` is removed from this package."
-_PROFILE = "`hf-fsdp profile` is removed from this package."
 _STAGE = "A preflight records the stage."
 _TRAINER_STAGED = "The Trainer writes checkpoints to a staging folder and renames them."
 
@@ -285,19 +285,6 @@ _PREFLIGHT_HOOKS = (
          reason=_STAGE, until=_PREFLIGHT),
     Hook(f"{_TRAINER}._load_best_model", "preflight.training:load_best_model", reason=_STAGE, until=_PREFLIGHT),
 )
-
-_PROFILE_HOOKS = (
-    Hook("torch.autograd:backward", "profiling.replacements:backward",
-         reason="The trace does not contain where a backward pass begins and ends.", until=_PROFILE),
-    Hook("torch.distributed.distributed_c10d:Work.wait", "profiling.replacements:wait",
-         reason="The trace does not contain that a thread waits for a collective of gloo.", until=_PROFILE),
-    Hook("torch.distributed.fsdp._runtime_utils:_unshard", "profiling.replacements:unshard",
-         reason="FSDP1 does not name the units that it gathers in a trace, as FSDP2 does.", until=_PROFILE),
-    Hook("torch.distributed.fsdp._runtime_utils:_reduce_grad", "profiling.replacements:reduce_grad",
-         reason="FSDP1 does not name the units whose gradients it reduces in a trace.", until=_PROFILE),
-    Hook("torch.distributed.fsdp._runtime_utils:_reduce_grad_no_shard", "profiling.replacements:reduce_grad",
-         reason="FSDP1 does not name the units whose gradients it reduces in a trace.", until=_PROFILE),
-)
 # fmt: on
 
 HOOKS: Final[dict[Group, tuple[Hook, ...]]] = {
@@ -308,5 +295,5 @@ HOOKS: Final[dict[Group, tuple[Hook, ...]]] = {
     "trl": _TRL_HOOKS,
     "preflight": _PREFLIGHT_HOOKS,
     "hangs": HANG_HOOKS,
-    "profile": _PROFILE_HOOKS,
+    "profile": PROFILE_HOOKS,
 }

@@ -21,14 +21,14 @@ class InstalledHooks:
 
     def __init__(self) -> None:
         self._imports = ImportCallbacks()
-        self._requested: set[str] = set()
+        self._requested: set[tuple[str, str]] = set()
         self._subclasses: set[tuple[type, str]] = set()
         self._restorers: list[Callable[[], None]] = []
 
     def install(self, *groups: Group) -> None:
         for hook in (hook for group in groups for hook in HOOKS[group]):
-            if hook.target not in self._requested:
-                self._requested.add(hook.target)
+            if (hook.target, hook.replacement) not in self._requested:
+                self._requested.add((hook.target, hook.replacement))
                 self._imports.add(hook.module, functools.partial(self._replace, hook))
 
     def install_in_subclass(self, target: str, subclass: type) -> None:
