@@ -74,4 +74,4 @@ def uses_torch_checkpoint(wrapper: CheckpointWrapper) -> bool:
 
 def profiler_is_running() -> bool:
     """Whether this thread has a profiler of torch. A second one takes its events, and crashes when it is exported."""
-    return bool(torch.autograd._profiler_enabled())  # type: ignore[no-untyped-call,attr-defined]
+    return bool(torch.autograd._profiler_enabled())
