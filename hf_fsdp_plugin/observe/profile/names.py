@@ -19,10 +19,14 @@ def canonical_units(profile: RankProfile, units: Iterable[str]) -> RankProfile:
         parts = [canonical_name(part) for part in written.split(", ")]
         return known.get(frozenset(parts), " + ".join(parts))
 
+    def place(where: str) -> str:
+        phase, joined, unit = where.partition(" of ")
+        return f"{phase} of {name_of(unit)}" if joined and unit != "the root" else where
+
     return replace(
         profile,
         calls=[replace(call, unit=name_of(call.unit)) for call in profile.calls],
-        memory=profile.memory,
+        memory=tuple(replace(moment, where=place(moment.where)) for moment in profile.memory),
     )
 
 

@@ -24,14 +24,14 @@ PHASE_COLORS: Final[dict[Phase, str]] = {
     "clipping": COLORS["activations"],
     "optimizer": COLORS["optimizer"],
     "data": COLORS["grads"],
-    "checkpoint": "#d55e00",
-    "evaluation": "#f0e442",
+    "checkpoint": "#a6761d",
+    "evaluation": "#b8d4a8",
     "other": COLORS["other"],
 }
 _CALL_COLORS: Final = {
-    "all_gather": COLORS["params"],
-    "reduce_scatter": COLORS["grads"],
-    "all_reduce": COLORS["activations"],
+    "all_gather": "#d55e00",
+    "reduce_scatter": "#f0e442",
+    "all_reduce": "#7f3c8d",
     "broadcast": COLORS["other"],
 }
 _MOST_SPANS: Final = 2000
