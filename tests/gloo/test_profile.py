@@ -53,7 +53,8 @@ SCRIPT = """
 def start(folder: Path, version: int, *flags: str, steps: int = 12, slow: float = 0.0) -> subprocess.Popen[str]:
     write(folder, f"STEPS, SLOW = {steps}, {slow}\n" + SCRIPT.replace("\n    ", "\n"))
     text = (folder / "fsdp.yaml").read_text()
-    (folder / "fsdp.yaml").write_text(re.sub("fsdp_version: .", f"fsdp_version: {version}", text))
+    text = re.sub("fsdp_version: .", f"fsdp_version: {version}", text)
+    (folder / "fsdp.yaml").write_text(f"{text}  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n")
     return subprocess.Popen(
         [*PROFILE, *flags, "--cpu", "train.py"], cwd=folder, env=environment(folder), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
