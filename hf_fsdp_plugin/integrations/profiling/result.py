@@ -128,7 +128,9 @@ def _analyze(
         profile, profiled=tuple(recorded.profiled), unprofiled=tuple(recorded.unprofiled),
         memory=tuple(recorded.memory), facts=_facts(recorded, units, rank),
     )  # fmt: skip
-    return canonical_units(profile, [unit.name for unit in units]), kept
+    is_list = profile.device == "cpu"
+    parts = {unit.name: unit.live.shard_size for unit in units if is_list and unit.live.version == 1}
+    return canonical_units(profile, [unit.name for unit in units], parts), kept
 
 
 def _compress(source: Path, target: Any) -> None:

@@ -48,6 +48,11 @@ def test_names_of_units_are_those_of_the_model(run):
     assert [moment.where for moment in run.memory] == ["forward of norm + head", "optimizer"]
 
 
+def test_list_of_gathered_shards_counts_as_the_whole_unit():
+    made = canonical_units(rank(0), ["norm + head"], {"norm + head": 4})
+    assert [call.bytes for call in made.calls] == [4000, 1000]
+
+
 def test_page_has_all_sections_and_escapes_names(run):
     text = page(run, suggest(run))
     for section in ("phases", "suggestions", "timeline", "units", "ranks", "memory"):
