@@ -546,37 +546,13 @@ def launch(case: Case, folder: Path, *flags: str) -> Case:
     return {"code": done.returncode, "text": text, "report": kept, "restarts": restarts}
 
 
-<<<<<<< HEAD
 @check
 def bench(case: Case) -> Case:
     """Measure DDP and a sharded case with ``hf-fsdp bench``, in processes of its own: times and peak memory."""
-=======
-def run_verb(
-    case: Case, folder: Path, verb: str, flags: Sequence[str], more: Sequence[str] = ()
-) -> subprocess.CompletedProcess[str]:
-    """Run the Trainer's script with a verb that starts ranks."""
-    (folder / "config.json").write_text(json.dumps(config(case)))
-    inherited = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
-    environ = {name: value for name, value in os.environ.items() if name not in inherited}
-    environ = {name: value for name, value in environ.items() if not name.startswith(("TORCHELASTIC", "ACCELERATE"))}
-    paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
-    command = [
-        sys.executable, "-m", "hf_fsdp_plugin.cli.main", verb, "--config_file", str(folder / "config.json"), *flags,
-        str(Path(__file__).parent / "gpu_check_trainer.py"), str(folder / "out"), case["precision"], *more,
-    ]  # fmt: skip
-    environ["PYTHONPATH"] = paths
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=False)
-
-
-@check
-def profiler(case: Case) -> Case:
-    """Profile a launched Trainer: the phases add up to the step, and the kernels of collectives are recognized."""
->>>>>>> 6ee5df7 (A check of the profiler on GPUs)
     import torch.distributed as dist
 
     done: list[Any] = [None]
     if dist.get_rank() == 0:
-<<<<<<< HEAD
         with tempfile.TemporaryDirectory() as folder:
             done = [run_bench(case, Path(folder))]
     dist.broadcast_object_list(done)
@@ -605,7 +581,32 @@ def run_bench(case: Case, folder: Path) -> tuple[int, Case, str]:
     environ["PYTHONPATH"] = str(ROOT)
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=False)
     return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr[-600:]
-=======
+
+
+def run_verb(
+    case: Case, folder: Path, verb: str, flags: Sequence[str], more: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run the Trainer's script with a verb that starts ranks."""
+    (folder / "config.json").write_text(json.dumps(config(case)))
+    inherited = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+    environ = {name: value for name, value in os.environ.items() if name not in inherited}
+    environ = {name: value for name, value in environ.items() if not name.startswith(("TORCHELASTIC", "ACCELERATE"))}
+    paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    command = [
+        sys.executable, "-m", "hf_fsdp_plugin.cli.main", verb, "--config_file", str(folder / "config.json"), *flags,
+        str(Path(__file__).parent / "gpu_check_trainer.py"), str(folder / "out"), case["precision"], *more,
+    ]  # fmt: skip
+    environ["PYTHONPATH"] = paths
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=False)
+
+
+@check
+def profiler(case: Case) -> Case:
+    """Profile a launched Trainer: the phases add up to the step, and the kernels of collectives are recognized."""
+    import torch.distributed as dist
+
+    done: list[Any] = [None]
+    if dist.get_rank() == 0:
         with tempfile.TemporaryDirectory() as name:
             flags = ["--json", "--output", f"{name}/profile", "--warmup", "1", "--active", "2", "--after", "1"]
             run = run_verb(case, Path(name), "profile", [*flags, "--no_memory"])
@@ -623,7 +624,6 @@ def run_bench(case: Case, folder: Path) -> tuple[int, Case, str]:
     calls = {kind: sums["calls"] for kind, sums in found["collectives"].items()}
     expect(case["ranks"] == 1 or {"all_gather", "reduce_scatter"} <= set(calls), f"collectives: {calls}")
     return {"step_seconds": wall, "exposed_seconds": total["exposed_seconds"], "calls": calls}
->>>>>>> 6ee5df7 (A check of the profiler on GPUs)
 
 
 def run_check(case: Case) -> Case:
