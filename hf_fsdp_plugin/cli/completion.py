@@ -15,6 +15,7 @@ from typing import Final
 
 from hf_fsdp_plugin.cli import launch_flags
 from hf_fsdp_plugin.cli.parser import make_parser
+from hf_fsdp_plugin.cli.profile_arguments import FLAG_ROWS
 from hf_fsdp_plugin.cli.verbs import VERBS
 from hf_fsdp_plugin.vocabulary import BY_KEY, PREFIXES, ROWS, Row
 
@@ -80,11 +81,15 @@ def verbs() -> list[Verb]:
                 flags[option] = Flag(name=option, takes_value=takes_value, values=choices, help=_first(action.help))
             if not action.option_strings:
                 words = words or choices
-        if name in ("launch", "check"):
-            flags = {flag.name: flag for flag in _launch_flags(everything=name == "launch")} | flags
+        has_script = name in ("launch", "profile")
+        if has_script or name == "check":
+            flags = {flag.name: flag for flag in _launch_flags(everything=has_script)} | flags
+        if name == "profile":
+            rows = ((written.partition(" "), text) for written, text in FLAG_ROWS)
+            flags |= {flag: Flag(name=flag, takes_value=bool(value), help=text) for (flag, _, value), text in rows}
         if name == "help":
             words = tuple(VERBS)
-        found.append(Verb(name=name, help=about, flags=tuple(flags.values()), words=words, has_script=name == "launch"))
+        found.append(Verb(name=name, help=about, flags=tuple(flags.values()), words=words, has_script=has_script))
     return found
 
 
