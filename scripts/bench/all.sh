@@ -23,6 +23,7 @@ declare -A MINUTES=([survival]=120 [memory_error]=90 [ecosystem]=240 [throughput
 # name -> arguments of --quick; a program with a flag --quick needs no row
 declare -A QUICK=(
   [checkpoint_save]="--rounds 1 --full-rounds 1 --layers 2 --hidden 128 --vocabulary 1000"
+  [closed_against_trace]="--settings 2"
   [command_start]="--rounds 3"
   [computed_weights]="--rounds 1"
   [hang_overhead]="--pairs 2 --layers 2 --hidden 64 --length 32"
@@ -32,6 +33,8 @@ declare -A QUICK=(
   [many_ranks]="--worlds 4"
   [memory_error]="--only family=llama,version=1,strategy=full_shard"
   [merge]="--pairs 1"
+  [planner_time]=""
+  [preflight_time]="--only llama"
   [published_runs]=""
   [readers]="--rounds 1"
   [resume]="--rounds 1"

@@ -35,7 +35,8 @@ _SUBJECT: Final = (
     "|losses_compared|schema_version|range|seed|layers|hidden|seq_len|batch|weights_bytes|model_bytes|largest_bytes"
     "|shard_bytes|bound_bytes|loaded_bytes|held_bytes|checkpoint_bytes|measured_bytes|checkpoint_files|checksum|sum"
     "|published|predicted|low|high|data_reads|predicted_bytes|flops|peak_flops|num_cases|num_values|steps_between_saves"
-    "|load_average_of_15_minutes|limit|full_disks|seconds_without|hand_step_seconds"
+    "|load_average_of_15_minutes|limit|full_disks|seconds_without|hand_step_seconds|rows|fit|rows_with_other_units|seeds"
+    "|last_steps|trials|attempts"
 )
 """Last keys of figures that describe what is measured, or what others need."""
 DIRECTIONS: Final = (
@@ -65,6 +66,8 @@ DIRECTIONS: Final = (
     Direction(r"seconds|/fastest$|/updated$|/from_pretrained$|/(wall|cpu_of_a_rank|cpu_of_rank_0)$", "smaller", 0.02),
     Direction(r"bytes|_mb(/|$)|/Rss|opened_files$|metadata_reads$|read_over_held$", "smaller"),
     _last("loss", "smaller"),
+    Direction(r"overhead|(^|_|/)lost(_|$)|difference|false_alarms|missed", "smaller", 0.001),
+    Direction(r"(^|/)(num_\w+|\w*count\w*)$", "not compared"),
 )
 
 
