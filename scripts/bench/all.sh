@@ -43,6 +43,7 @@ declare -A QUICK=(
   [step_overhead]="--pairs 2 --layers 2 --hidden 64 --length 32"
   [step_time]="--ranks 2 --rounds 1 --only bert"
   [restarts]="--kills 1 --versions 2"
+  [suggestions]="--cases data --rounds 1"
   [two_hosts]="--only bytes --versions 2"
   [survival]="--trials 4 --no-disk-full"
   [verified_reads]="--pairs 1 --layers 2 --hidden 128"

@@ -97,8 +97,7 @@ def main() -> int:
         for case in args.cases.split(","):
             rows[case] = _measure(CASES[case], folder / case, folder / "fsdp.yaml", args)
             _show(case, rows[case])
-    if args.cases == ",".join(CASES):
-        write_result("suggestions", args.out, {"cases": rows, "rounds": args.rounds, "ranks": 2})
+    write_result("suggestions", args.out, {"cases": rows, "rounds": args.rounds, "ranks": 2})
     return 0 if all(row["promised_seconds"] is not None for row in rows.values()) else 1
 
 

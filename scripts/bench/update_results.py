@@ -23,6 +23,7 @@ from common import RESULTS, ROOT, describe_machine
 from hang_tables import hang_overhead, hangs, hangs_healthy
 from memory_table import memory_error
 from planning_tables import closed_against_trace, planner_time, preflight_time
+from profile_tables import suggestions
 
 BLOCK = re.compile(r"(<!-- results:begin (?P<name>[\w-]+) -->\n).*?(<!-- results:end (?P=name) -->)", re.DOTALL)
 HEAD = ("date", "machine", "versions", "load_average_of_15_minutes", "command", "device")
@@ -448,7 +449,7 @@ _ALL = (
     step_overhead, checkpoint_save, merge, verified_reads, resume_parity, survival, gpu_check, ecosystem,
     generated_values, command_start, start, load, resume, computed_weights, readers, many_ranks,
     large_world, memory_error, step_time, published_runs, unexpressed, throughput, restarts, two_hosts,
-    hangs, hangs_healthy, hang_overhead,
+    hangs, hangs_healthy, hang_overhead, suggestions,
     planner_time, closed_against_trace, preflight_time,
 )  # fmt: skip
 TABLES: dict[str, Callable[[Result], list[str]]] = {table.__name__: table for table in _ALL}
