@@ -110,11 +110,23 @@ def reset_accelerate() -> None:
     GradientState._reset_state()
 
 
+def forget_end_of_script() -> None:
+    """Remove the announcement that the script of this rank has ended, because the rank runs another case."""
+    import torch.distributed as dist
+
+    from hf_fsdp_plugin.backends.arrivals import _LEFT, _store
+
+    if dist.is_initialized():
+        for key in (f"{_LEFT}/rank{dist.get_rank()}", _LEFT):
+            _store().delete_key(key)
+
+
 def reset_process() -> None:
     """Undo what the plugin, Accelerate and Transformers leave in a process by design."""
     import hf_fsdp_plugin as hfp
 
     hfp.uninstall()
     reset_accelerate()
+    forget_end_of_script()
     for variable in _LIBRARY_VARIABLES:
         os.environ.pop(variable, None)

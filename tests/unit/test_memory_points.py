@@ -19,7 +19,7 @@ def test_text_of_a_point_is_parsed_to_the_same_point(point: Point) -> None:
 def test_points_cover_what_the_table_promises() -> None:
     assert len(set(POINTS)) == len(POINTS) >= 24
     seen = {name: {getattr(point, name) for point in POINTS} for name in ("family", "version", "strategy", "loop")}
-    assert seen["family"] == {"llama", "gpt2", "bert", "mixtral"}
+    assert seen["family"] == {"llama", "gpt2", "bert", "mixtral", "t5", "whisper", "clip"}
     assert seen["version"] == {1, 2}
     assert seen["strategy"] == {"full_shard", "shard_grad_op", "no_shard", "hybrid_shard"}
     assert seen["loop"] == {"for_loop", "foreach", "fused"}

@@ -91,7 +91,7 @@ def describe_difference(difference: Difference) -> str:
     ranks, skipped = difference.skipped
     if ranks:
         more = f" and {plural(len(skipped) - 1, 'more call')}" if len(skipped) > 1 else ""
-        text += f" {_ranks(ranks).capitalize()} left out {skipped[0]}{more}, which the others called."
+        text += f" {_ranks(ranks).capitalize()} left out {skipped[0]}{more}."
     return text
 
 

@@ -21,12 +21,11 @@ from hf_fsdp_plugin.observe.hang.calls import (
     Wait,
     unpack_ranks,
 )
+from hf_fsdp_plugin.observe.hang.skipped import find_skipped
 
 Kind = Literal["late", "different", "circle", "stuck"]
 _BUSY_SHARE: Final = 0.03
 """Share of one core from which on a late rank is busy. Threads of idle processes use less than 1%."""
-_MAX_SKIPPED: Final = 64
-"""Calls that are searched for the one with which a rank goes on after it has skipped some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,43 +181,8 @@ def find_difference(name: str, known: Mapping[int, RankCalls], members: Sequence
             ]
             classes.sort(key=lambda each: (-len(each[1]), each[1][0]))
             shown = tuple((call, tuple(ranks)) for group, ranks in classes if (call := group.call(number)) is not None)
-            return Difference(name, number, shown, _skipped(number, classes))
+            return Difference(name, number, shown, find_skipped(number, classes))
     return None
-
-
-def _skipped(
-    number: int, classes: Sequence[tuple[GroupCalls, Sequence[int]]]
-) -> tuple[tuple[int, ...], tuple[Call, ...]]:
-    """Return which of two classes of ranks has left out calls that the other made, and these calls."""
-    if len(classes) != 2:
-        return (), ()
-    found = []
-    for (most, _), (few, ranks) in (classes, classes[::-1]):
-        if num := _num_skipped(most, few, number):
-            calls = tuple(call for offset in range(num) if (call := most.call(number + offset)) is not None)
-            found.append((tuple(ranks), calls))
-    # If both left calls out, the orders differ. The shorter gap is the likelier one; in a tie nobody is named.
-    found.sort(key=lambda each: len(each[1]))
-    if not found or (len(found) == 2 and len(found[0][1]) == len(found[1][1])):
-        return (), ()
-    return found[0]
-
-
-def _num_skipped(other: GroupCalls, own: GroupCalls, number: int) -> int:
-    """Return how many calls of ``other`` were skipped, so that the next ones equal those of ``own``; 0 if none fit."""
-    num_own = own.last - number + 1
-    for num in range(1, _MAX_SKIPPED):
-        overlap = min(num_own, other.last - (number + num) + 1, _MAX_SKIPPED)
-        if overlap < 1:
-            return 0
-        if all(
-            (a := other.call(number + num + offset)) is not None
-            and (b := own.call(number + offset)) is not None
-            and a.compared == b.compared
-            for offset in range(overlap)
-        ):
-            return num
-    return 0
 
 
 def _members(known: Mapping[int, RankCalls]) -> dict[str, list[int]]:

@@ -132,7 +132,7 @@ def test_checkpointed_units_inside_layers_run_again():
         estimate_time(planned(model, fsdp_activation_checkpointing=True, **wrap), model, STEP, H100).compute_seconds
         for wrap in ({}, {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer,LlamaMLP"})
     ]
-    assert seconds[1] >= seconds[0]
+    assert seconds[1] >= seconds[0] * (1 - 1e-9)
 
 
 def test_experts_are_counted_by_routed_tokens():

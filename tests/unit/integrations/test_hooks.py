@@ -19,8 +19,10 @@ from hf_fsdp_plugin.integrations.patching import install_hooks, override_hooked_
 
 ROWS = [hook for hooks in HOOKS.values() for hook in hooks if importlib.util.find_spec(hook.module.partition(".")[0])]
 """The rows whose library is installed."""
-BY_LAUNCHER = (*HOOKS["preflight"], *HOOKS["hangs"])
+BY_LAUNCHER = (*HOOKS["preflight"], *HOOKS["hangs"], *HOOKS["profile"])
 """The rows that ``install()`` does not install."""
+NATIVE = {"torch.distributed.distributed_c10d:Work.wait"}
+"""Targets without a signature, because they are written in C++."""
 
 
 def current(hook: Hook) -> Any:
@@ -54,7 +56,9 @@ def test_hook_targets_and_replacements_exist(hook: Hook, stock: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(
-    "hook", [row for row in ROWS if row.name != "__new__" and not row.direct], ids=lambda hook: hook.target
+    "hook",
+    [row for row in ROWS if row.name != "__new__" and not row.direct and row.target not in NATIVE],
+    ids=lambda hook: hook.target,
 )
 def test_replacements_accept_the_keywords_of_the_target(hook: Hook, stock: dict[str, Any]) -> None:
     """A call with keyword arguments must reach the parameter of the same name."""
@@ -73,8 +77,9 @@ def positional(function: Any) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
 
 
-def test_targets_are_unique() -> None:
-    assert len({hook.target for hook in ROWS}) == len(ROWS)
+def test_a_group_has_one_row_per_target() -> None:
+    for hooks in HOOKS.values():
+        assert len({hook.target for hook in hooks}) == len(hooks)
     assert HOOKS.keys() == GROUPS.keys()
 
 
@@ -109,8 +114,11 @@ def test_installing_twice_wraps_once(stock: dict[str, Any]) -> None:
     first = {hook.target: current(hook) for hook in ROWS}
     install_hooks(*GROUPS)
     assert {hook.target: current(hook) for hook in ROWS} == first
-    for target, replacing in first.items():
-        assert function_of(function_of(replacing).__wrapped__) is function_of(stock[target])
+    for target, attribute in first.items():
+        function = function_of(attribute)
+        for _ in [hook for hook in ROWS if hook.target == target]:
+            function = function_of(function.__wrapped__)
+        assert function is function_of(stock[target])
 
 
 def test_modules_imported_later_are_hooked_and_restored() -> None:

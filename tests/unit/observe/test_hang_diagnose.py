@@ -10,7 +10,7 @@ import pytest
 
 from hf_fsdp_plugin.observe.hang.calls import ARRIVALS, POINT_TO_POINT, Call, GroupCalls, RankCalls, Wait
 from hf_fsdp_plugin.observe.hang.describe import describe, describe_busy, describe_comparison, describe_standstill
-from hf_fsdp_plugin.observe.hang.diagnose import compare, diagnose
+from hf_fsdp_plugin.observe.hang.diagnose import Difference, compare, diagnose
 
 GROUP = "0 of ranks 0-3"
 LIMIT = 4.0
@@ -95,6 +95,16 @@ def test_skipping_rank_of_two_is_found(skips: int) -> None:
     found = diagnose(known, limit=LIMIT)
     assert found is not None and found.difference is not None
     assert found.ranks == (skips,) and found.difference.skipped[1] == (gather(2), gather(3))
+
+
+@pytest.mark.parametrize("skips", [0, 1])
+def test_earlier_steps_show_who_skipped_before_a_failure(skips: int) -> None:
+    """gloo ends the ranks at the first difference if the sizes differ, so that no later call can be compared."""
+    past = (*STEP, *STEP[:2])
+    calls = {1 - skips: (*past, STEP[2]), skips: (*past, STEP[4])}
+    found = compare([rank_calls(rank, calls[rank]) for rank in (0, 1)])
+    assert isinstance(found, Difference)
+    assert found.ranks == (skips,) and found.skipped[1] == (gather(2), gather(3))
 
 
 @pytest.mark.parametrize(

@@ -172,8 +172,8 @@ def test_all_wrong_types_are_reported(tmp_path, tree):
     assert found == {"mesh.shard", "parameters.w", "files[0]", *wrong} - {"mesh", "parameters", "files"}
 
 
-@pytest.mark.parametrize("key", [field for field in saved.manifest().__dataclass_fields__ if field != "step"])
-def test_every_field_except_step_is_required(tmp_path, tree, key):
+@pytest.mark.parametrize("key", [key for key in saved.manifest().__dataclass_fields__ if key not in ("step", "run")])
+def test_every_field_but_step_and_run_is_required(tmp_path, tree, key):
     del tree[key]
     write(tmp_path, tree)
     with pytest.raises(CheckpointError, match=f"{key} is null.*FSDP-E463"):
