@@ -111,13 +111,14 @@ def _unit(node: UnitNode, whole: int, times: int) -> str:
         whole: parameters of the model.
         times: how often the unit around the node is in the model.
     """
-    count = f" × {node.num_units}" if node.num_units > 1 else ""
-    own = times * node.num_units * node.num_params
+    num_units = times * node.num_units
+    count = f" × {num_units}" if num_units > 1 else ""
+    own = num_units * node.num_params
     size = f"{format_count(node.num_params)}{count}"
     fill = f'<i style="width:{100 * own / whole:.3f}%;background:{COLORS["params"]}"></i>'
     name = escape(node.name or "(root)")
     label = f"<p><span><strong>{name}</strong> {escape(node.class_name)}</span><span>{size}</span></p>"
-    inner = "".join(_unit(child, whole, times * node.num_units) for child in node.children)
+    inner = "".join(_unit(child, whole, num_units) for child in node.children)
     inner = f"<ul>{inner}</ul>" if inner else ""
     return f'<li class="row">{label}<div class="bar" style="height:.6rem">{fill}</div>{inner}</li>'
 
