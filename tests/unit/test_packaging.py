@@ -12,8 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 _DISTRIBUTIONS = {"yaml": "pyyaml"}
 _OPTIONAL_IN = {
-    "estimate/pictures/image.py": "matplotlib",
-    "estimate/pictures/lines.py": "matplotlib",
+    "estimate/pictures/figure.py": "matplotlib",
     "estimate/trace/optimizers.py": "bitsandbytes",
 }
 """File outside of the integrations -> the optional library that it imports inside functions."""

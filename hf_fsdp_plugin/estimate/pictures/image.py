@@ -7,8 +7,8 @@ from io import BytesIO
 from typing import Any
 
 from hf_fsdp_plugin.estimate.pictures.data import COLORS, KIND_NAMES, PictureData
+from hf_fsdp_plugin.estimate.pictures.figure import new_figure
 from hf_fsdp_plugin.estimate.results import MEMORY_KINDS
-from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_count, shorten
 
 _GIB = 2**30
@@ -20,15 +20,8 @@ def image(data: PictureData) -> bytes:
     Raises:
         SpecError: matplotlib is not installed (FSDP-E834).
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        message = "--png needs matplotlib, which is not installed."
-        fix = 'Install it (pip install "hf_fsdp_plugin[plots]"), or use --html.'
-        raise SpecError([Problem(code="FSDP-E834", message=message, fix=fix)]) from error
     has_time = bool(data.spans)
-    figure = Figure(figsize=(13, 13 if has_time else 9), layout="constrained")
-    figure.suptitle(f"{data.title}\n{data.subtitle}", fontsize=12)
+    figure = new_figure(f"{data.title}\n{data.subtitle}", 13, 13 if has_time else 9)
     axes = figure.subplots(3 if has_time else 2, 2, squeeze=False)
     _strategies(axes[0][0], data)
     _units(axes[0][1], data)

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from hf_fsdp_plugin.estimate.pictures.charts import svg
 from hf_fsdp_plugin.estimate.pictures.data import COLORS
-from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.estimate.pictures.figure import new_figure
 
 _WIDTH, _HEIGHT, _MARGIN = 1000.0, 200.0, 12.0
 _PALETTE: Final = tuple(COLORS.values())
@@ -97,14 +97,7 @@ def charts_image(title: str, charts: Sequence[Chart]) -> bytes:
     Raises:
         SpecError: matplotlib is not installed (FSDP-E834).
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        message = "--png needs matplotlib, which is not installed."
-        fix = 'Install it (pip install "hf_fsdp_plugin[plots]"), or use --html.'
-        raise SpecError([Problem(code="FSDP-E834", message=message, fix=fix)]) from error
-    figure = Figure(figsize=(6.5 * len(charts), 5), layout="constrained")
-    figure.suptitle(title, fontsize=12)
+    figure = new_figure(title, 6.5 * len(charts), 5)
     for axis, chart in zip(figure.subplots(1, len(charts), squeeze=False)[0], charts, strict=True):
         _draw(axis, chart)
     content = BytesIO()

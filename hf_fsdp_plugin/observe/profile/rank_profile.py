@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from hf_fsdp_plugin.estimate.intervals import clip, measure
-from hf_fsdp_plugin.estimate.results import CollectiveKind, Moment
+from hf_fsdp_plugin.estimate.results import Moment
 from hf_fsdp_plugin.observe.profile.calls import Activity, Call, read_activity
 from hf_fsdp_plugin.observe.profile.marks import RATE_LIMITER, UNIT, Phase
 from hf_fsdp_plugin.observe.profile.phases import DeviceClock, Segment, on_device, read_boundaries, read_steps
@@ -47,23 +47,11 @@ class Times:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepCall:
+class StepCall(Call):
     """One collective of a profiled step, in seconds since the first profiled step began on this rank."""
 
     step: int
     phase: Phase
-    kind: CollectiveKind
-    unit: str | None
-    issued: float
-    arrived: float
-    start: float
-    end: float
-    exposed: float
-    bytes: int = 0
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.start
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
