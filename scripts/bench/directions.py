@@ -46,6 +46,8 @@ DIRECTIONS: Final = (
     Direction(r"(^|/)comparisons/.*/(ratio|cpu_ratio)$", "larger", 0.01),
     Direction(r"^targets/|memory_of_stock|peak_of_stock|peak_at_4_gb_of_1_gb/ours", "smaller"),
     Direction(r"^ratios/|(^|/)ratio(_median)?$|_ratio$|^ratios_of_rounds$", "smaller", 0.01),
+    # Exit codes, and moments of kills.
+    Direction(r"^runs/.*(/exit_code|/restarts|/losses|/bitwise_equal)$|^runs/[^/]+/kills", "not compared"),
     Direction(r"^cases/[^/]+/(promised_seconds|measured_seconds|gains|step_seconds|ratio)", "not compared"),
     # What the result describes, and other programs.
     _last(_SUBJECT, "not compared"),
