@@ -152,5 +152,5 @@ def _one_of(known: Collection[str]) -> Parse:
 
 
 def words_of(argv: Sequence[str]) -> list[str]:
-    """Return the command line with ``-o`` as a long flag, which is how flags of several verbs are told apart."""
+    """Return the command line with ``-o`` as a long flag, because only long flags are searched for a verb's own."""
     return [f"--output{word[2:]}" if word == "-o" or word.startswith("-o=") else word for word in argv]

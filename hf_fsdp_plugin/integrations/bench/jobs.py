@@ -1,4 +1,4 @@
-"""What the ranks of a benchmark are told to measure, and the files in which they report it. Imports no torch."""
+"""The cases that the ranks of a benchmark measure, and the files of their results. Imports no torch."""
 
 from __future__ import annotations
 
