@@ -155,7 +155,10 @@ class HangWatch:
 
     def _diagnose(self, ranks: Sequence[WatchedRank], limit: float, longest: float) -> Hang | None:
         own, stacks = self._read(ranks)
-        others, silent = self._inquiries.ask(own)
+        answers = self._inquiries.ask(own)
+        if answers is None:
+            return None
+        others, silent = answers
         known = {rank.rank: rank for rank in (*own, *others, *self._unreachable(silent))}
         diagnosis = diagnose(known.values(), limit=limit)
         if diagnosis is None:

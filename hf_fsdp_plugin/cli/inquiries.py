@@ -32,8 +32,10 @@ class Inquiries:
     def answer(self, ranks: Sequence[RankCalls]) -> None:
         """Answer with the ranks of this machine."""
 
-    def ask(self, ranks: Sequence[RankCalls]) -> tuple[list[RankCalls], list[int]]:
+    def ask(self, ranks: Sequence[RankCalls]) -> tuple[list[RankCalls], list[int]] | None:
         """Return the ranks of the other machines, and the machines that did not answer.
+
+        Returns ``None`` if a machine announces a failure meanwhile: it reports the cause, and does not answer any more.
 
         Args:
             ranks: the ranks of this machine, in case another one asks at the same time.
@@ -59,11 +61,12 @@ class StoreInquiries(Inquiries):
         with contextlib.suppress(StoreLost):  # the machine that asks reports this one as silent
             self._store.ask(lambda: self._answer(ranks))
 
-    def ask(self, ranks: Sequence[RankCalls]) -> tuple[list[RankCalls], list[int]]:
+    def ask(self, ranks: Sequence[RankCalls]) -> tuple[list[RankCalls], list[int]] | None:
         found: list[RankCalls] = []
         silent = [machine for machine in range(self._num_machines) if machine != self._store.machine]
         with contextlib.suppress(StoreLost):
-            self._store.ask(lambda: self._collect(ranks, found, silent), 2 * _LIMIT)
+            if not self._store.ask(lambda: self._collect(ranks, found, silent), 2 * _LIMIT):
+                return None
         return list(found), list(silent)
 
     def _answer(self, ranks: Sequence[RankCalls]) -> None:
@@ -74,12 +77,14 @@ class StoreInquiries(Inquiries):
                 self._store.set(self._store.own(f"hang/{number}"), text)
             self._last = newest
 
-    def _collect(self, ranks: Sequence[RankCalls], found: list[RankCalls], silent: list[int]) -> None:
-        """Move the machines that answer from ``silent`` to ``found``."""
+    def _collect(self, ranks: Sequence[RankCalls], found: list[RankCalls], silent: list[int]) -> bool:
+        """Move the machines that answer from ``silent`` to ``found``. Returns whether no failure was announced."""
         store = self._store
         number = store.count(store.key(ASKED), 1)
         deadline = time.monotonic() + _LIMIT
         while silent and time.monotonic() < deadline:
+            if store.has_failure():
+                return False
             self._answer(ranks)  # to other machines that ask at the same time
             for machine in list(silent):
                 key = store.key(f"hang/{number}/{machine}")
@@ -87,6 +92,7 @@ class StoreInquiries(Inquiries):
                     found += _unpack(store.get(key))
                     silent.remove(machine)
             time.sleep(POLL_SECONDS)
+        return True
 
 
 def _pack(ranks: Sequence[RankCalls]) -> str:

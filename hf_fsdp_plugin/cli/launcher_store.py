@@ -70,6 +70,10 @@ class LauncherStore:
         first: bytes = self.store.compare_set(self.key("failed"), "", f"machine {self.machine}: {text}")
         return first.decode()
 
+    def has_failure(self) -> bool:
+        """Return whether a machine has announced a failure."""
+        return self.has(self.key("failed"))
+
     def put_verdict(self, verdict: Verdict) -> None:
         self.set(self.own("verdict"), verdict.to_text())
 

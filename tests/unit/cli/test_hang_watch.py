@@ -207,18 +207,33 @@ def test_machines_answer_each_other_and_name_silent_ones(monkeypatch: pytest.Mon
 
 def test_machines_that_ask_at_once_answer_each_other() -> None:
     store = dist.HashStore()
-    found: dict[int, tuple[list[RankCalls], list[int]]] = {}
+    found: dict[int, tuple[list[RankCalls], list[int]] | None] = {}
 
     def ask(machine: int) -> None:
-        found[machine] = inquiries_of(store, machine, 2).ask([RankCalls(rank=machine)])
+        own = [RankCalls(rank=machine)]
+        mine = inquiries_of(store, machine, 2)
+        found[machine] = mine.ask(own)
+        deadline = time.monotonic() + 10
+        while len(found) < 2 and time.monotonic() < deadline:  # the launcher polls: the other may have asked later
+            if mine.is_asked():
+                mine.answer(own)
+            time.sleep(0.01)
 
     threads = [threading.Thread(target=ask, args=(machine,)) for machine in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert {machine: [rank.rank for rank in ranks] for machine, (ranks, _) in found.items()} == {0: [1], 1: [0]}
-    assert all(silent == [] for _, silent in found.values())
+    assert found == {0: ([RankCalls(rank=1, idle=1e9)], []), 1: ([RankCalls(rank=0, idle=1e9)], [])}
+
+
+def test_machine_that_has_reported_is_not_silent(ranks: Make) -> None:
+    store = dist.HashStore()
+    LauncherStore(store, 1).announce("rank 3 hangs")
+    both = ranks()
+    both[1].record.begin(Group(), "all-reduce", None)  # type: ignore[arg-type]
+    hang, _ = watch_for(both, LIMIT * 3, inquiries=inquiries_of(store, 0, 2), world_size=4)
+    assert hang is None
 
 
 def test_silent_machine_is_late(ranks: Make) -> None:
