@@ -5,7 +5,7 @@ order is reversed from pair to pair. The processor time of the record of one col
 also measured alone, and multiplied by the number of collectives in a step, because a share below a percent disappears
 in the noise of a machine with other load.
 
-    python scripts/bench/hang_overhead.py              (two minutes on 2 cores; writes docs/results/hang_overhead.json)
+    python scripts/bench/hang_overhead.py              (six minutes on 2 cores; writes docs/results/hang_overhead.json)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NUM_CALLS = 20_000
 
 def parse_args() -> argparse.Namespace:
     parser = make_parser(__doc__, "hang_overhead")
-    parser.add_argument("--pairs", type=int, default=20, help="pairs of blocks")
+    parser.add_argument("--pairs", type=int, default=40, help="pairs of blocks")
     parser.add_argument("--block", type=int, default=2, help="steps in a block")
     parser.add_argument("--warmup", type=int, default=3, help="steps before measuring")
     parser.add_argument("--layers", type=int, default=8)
