@@ -28,6 +28,13 @@ SWITCHES: Final[Mapping[str, str]] = {
 }
 _KINETO: Final = {"KINETO_LOG_LEVEL": "6", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Kineto prints a line for each start and end, torch a warning for each freed block that is older than the profile."""
+_MALLOC: Final = {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1048576:glibc.malloc.hugetlb=1"}
+"""Tensors of 1 MiB or more get memory of their own, in huge pages where the system has them.
+
+The profiler allocates small blocks between the tensors. Before glibc 2.38, the heap does not reuse the gap between two
+blocks for an aligned tensor of the same size, so it would grow by all tensors of a step, and a step on CPU ranks would
+take twice as long.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,9 +68,9 @@ def parse_profile_arguments(argv: Sequence[str], environ: Mapping[str, str]) -> 
     launch = parse_launch_arguments(rest)
     if "dry_run" in launch.options:
         raise UsageError("--dry_run is a flag of hf-fsdp launch. A profile needs a run.")
-    quiet = {name: value for name, value in _KINETO.items() if name not in environ}
+    variables = {name: value for name, value in (_KINETO | _MALLOC).items() if name not in environ}
     return ProfileArguments(
-        launch=replace(launch, env={**quiet, **options.to_env()}),
+        launch=replace(launch, env={**variables, **options.to_env()}),
         options=options,
         json="json" in own,
         force="force" in own,

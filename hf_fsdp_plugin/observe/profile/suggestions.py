@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import mean
 from typing import Any, Final
 
@@ -55,12 +55,17 @@ def suggest(run: RunProfile) -> list[Suggestion]:
     """Return the suggestions, the largest gain first.
 
     A promise counts the time that remains if all ranks arrive together (``CallSums.transfer``): a collective that is
-    left out does not remove the waiting for a slow rank. Prefetching is suggested only where collectives and
-    computation run at the same time: gloo's collectives block the thread that trains.
+    left out does not remove the waiting for a slow rank. It is a part of the step without the profiler, which lengthens
+    all that it measures. Prefetching is suggested only where collectives and computation run at the same time: gloo's
+    collectives block the thread that trains.
     """
     least = max(_LEAST_SECONDS, _LEAST_SHARE * run.total.seconds)
     found = [each for rule in _RULES for each in rule(run) if each.seconds >= least]
-    return sorted(found, key=lambda each: -each.seconds)
+    share = 1.0
+    if run.unprofiled_seconds and run.profiled_seconds:
+        share = min(1.0, run.unprofiled_seconds / run.profiled_seconds)
+    scaled = [replace(each, seconds=share * each.seconds, of_seconds=share * each.of_seconds) for each in found]
+    return sorted(scaled, key=lambda each: -each.seconds)
 
 
 def _sync(run: RunProfile) -> Iterator[Suggestion]:

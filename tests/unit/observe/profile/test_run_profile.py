@@ -31,8 +31,8 @@ def rank_profile(rank: int, calls: list[StepCall], *, device: str = "cuda", host
     times = {"forward": Times(seconds=0.5, compute=0.3), "backward": Times(seconds=0.5, compute=0.3)}
     return RankProfile(
         rank=rank, world_size=2, host=host, device=device, began=1000.0, steps=[[Segment("forward", 0.0, 1.0)]],
-        times=more.pop("times", times), calls=calls, units=more.pop("units", {}), facts=facts, profiled=(1.0,),
-        unprofiled=(0.9,), **more,
+        times=more.pop("times", times), calls=calls, units=more.pop("units", {}), facts=facts,
+        profiled=more.pop("profiled", (1.0,)), unprofiled=more.pop("unprofiled", (0.9,)), **more,
     )  # fmt: skip
 
 
@@ -64,6 +64,7 @@ def test_overhead_is_the_difference_of_the_wall_clock_steps():
 
 
 def both(calls: list[StepCall], **more) -> dict[str, float]:
+    more = {"unprofiled": (1.0,), **more}
     run = merge_ranks([rank_profile(0, calls, **more), rank_profile(1, calls, **more)])
     return {each.setting: each.seconds for each in suggest(run)}
 
@@ -104,6 +105,16 @@ def test_larger_micro_batch_halves_the_gathers():
     calls = [call("a", "all_gather", "forward", at, at + 0.1) for at in (0.0, 0.4)]
     assert both(calls, facts={"forwards_per_step": 2})["training.per_device_train_batch_size"] == pytest.approx(0.1)
     assert "training.per_device_train_batch_size" not in both(calls)
+
+
+def test_promise_is_a_part_of_the_step_without_the_profiler():
+    data = {"times": {"data": Times(seconds=0.4)}}
+    assert both([], profiled=(2.0,), unprofiled=(1.0,), **data) == {
+        "training.dataloader_num_workers": pytest.approx(0.2)
+    }
+    assert both([], profiled=(1.0,), unprofiled=(1.1,), **data) == {
+        "training.dataloader_num_workers": pytest.approx(0.4)
+    }
 
 
 def test_recomputation_and_data_loading_have_their_seconds():
