@@ -18,13 +18,15 @@ PROFILE = [sys.executable, "-m", "hf_fsdp_plugin.cli.main", "profile", "--config
 SCRIPT = """
     import os, time, torch
     from accelerate import Accelerator
+    from accelerate.utils import GradientAccumulationPlugin
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4,
         vocab_size=256,
     )
-    accelerator = Accelerator(gradient_accumulation_steps=2)
+    accumulation = GradientAccumulationPlugin(num_steps=2, sync_each_batch=SYNC)
+    accelerator = Accelerator(gradient_accumulation_plugin=accumulation)
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     ends = []
@@ -50,8 +52,10 @@ SCRIPT = """
 """
 
 
-def start(folder: Path, version: int, *flags: str, steps: int = 12, slow: float = 0.0) -> subprocess.Popen[str]:
-    write(folder, f"STEPS, SLOW = {steps}, {slow}\n" + SCRIPT.replace("\n    ", "\n"))
+def start(
+    folder: Path, version: int, *flags: str, steps: int = 12, slow: float = 0.0, sync: bool = False
+) -> subprocess.Popen[str]:
+    write(folder, f"STEPS, SLOW, SYNC = {steps}, {slow}, {sync}\n" + SCRIPT.replace("\n    ", "\n"))
     text = (folder / "fsdp.yaml").read_text()
     text = re.sub("fsdp_version: .", f"fsdp_version: {version}", text)
     (folder / "fsdp.yaml").write_text(f"{text}  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n")
@@ -63,8 +67,9 @@ def start(folder: Path, version: int, *flags: str, steps: int = 12, slow: float 
 
 @pytest.fixture(scope="module", params=[1, 2])
 def profiled(request, tmp_path_factory) -> tuple[Path, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp(f"profile_{request.param}")
-    done = finish(start(folder, request.param, "--active", "2", "--to_end", steps=10, slow=0.4), timeout=300)
+    """A profile of FSDP1 without and of FSDP2 with a reduction of the gradients after each micro-batch."""
+    folder, sync = tmp_path_factory.mktemp(f"profile_{request.param}"), request.param == 2
+    done = finish(start(folder, request.param, "--active", "2", "--to_end", steps=10, slow=0.4, sync=sync), timeout=300)
     assert done.returncode == 0, done.stderr
     tree = json.loads(done.stdout)
     assert_valid("profile", tree)
@@ -94,11 +99,12 @@ def test_collectives_equal_the_prediction(profiled):
 
 
 def test_units_have_their_collectives(profiled):
-    _, tree = profiled
+    folder, tree = profiled
+    num_reductions = 2 if "profile_2" in folder.name else 1
     units = {unit["name"]: unit for unit in tree["units"]}
     for index in range(3):
         unit = units[f"model.layers.{index}"]
-        assert unit["gather_forward"]["calls"] == 2 and unit["reduce"]["calls"] == 1
+        assert unit["gather_forward"]["calls"] == 2 and unit["reduce"]["calls"] == num_reductions
         assert unit["forward_seconds"] > 0 and unit["recomputed_seconds"] == 0
         assert 0 < unit["gather_forward"]["transfer"] <= unit["gather_forward"]["exposed"]
 

@@ -32,7 +32,13 @@ _STRATEGIES: Final = ("full_shard", "shard_grad_op")
 
 
 def predict(
-    plan: FsdpPlan, model: nn.Module, optimizer: Any, batch: Sequence[int], forwards_per_step: int
+    plan: FsdpPlan,
+    model: nn.Module,
+    optimizer: Any,
+    batch: Sequence[int],
+    *,
+    forwards_per_step: int,
+    reductions_per_step: float,
 ) -> dict[str, Any]:
     """Return ``predicted``, and the peaks of memory with other settings; or ``not_predicted`` with the reason."""
     config = getattr(unwrapped(model), "config", None)
@@ -46,6 +52,7 @@ def predict(
             micro_batch=batch[0],
             seq_len=batch[1],
             accumulation=forwards_per_step,
+            sync_each_batch=forwards_per_step > 1 and reductions_per_step > 1.5,
             optimizer=kind,
             attention=getattr(config, "_attn_implementation", "sdpa"),
         )

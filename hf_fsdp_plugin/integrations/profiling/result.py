@@ -126,7 +126,7 @@ def _analyze(
     units = observe_units(recorded.model) if recorded.model is not None else ()
     profile = replace(
         profile, profiled=tuple(recorded.profiled), unprofiled=tuple(recorded.unprofiled),
-        memory=tuple(recorded.memory), facts=_facts(recorded, units, rank),
+        memory=tuple(recorded.memory), facts=_facts(recorded, units, rank, profile.reductions_per_step),
     )  # fmt: skip
     is_list = profile.device == "cpu"
     parts = {unit.name: unit.live.shard_size for unit in units if is_list and unit.live.version == 1}
@@ -152,7 +152,9 @@ def _device_bytes() -> int:
     return int(torch.get_device_module(device.type).get_device_properties(device.current_index()).total_memory)
 
 
-def _facts(recorded: Recorded, units: Sequence[UnitObservation], rank: int) -> dict[str, Any]:
+def _facts(
+    recorded: Recorded, units: Sequence[UnitObservation], rank: int, reductions_per_step: float
+) -> dict[str, Any]:
     """Return what the trace does not contain: settings and sizes of units and, on rank 0, the prediction."""
     device = available_device()
     facts: dict[str, Any] = {
@@ -181,5 +183,8 @@ def _facts(recorded: Recorded, units: Sequence[UnitObservation], rank: int) -> d
             "prefetch.limit_all_gathers": plan.prefetch.limit_all_gathers,
             "activation.checkpointing": plan.activation.checkpointing,
         }  # fmt: skip
-        facts |= predict(plan, recorded.model, recorded.optimizer, recorded.batch, recorded.forwards_per_step)
+        facts |= predict(
+            plan, recorded.model, recorded.optimizer, recorded.batch,
+            forwards_per_step=recorded.forwards_per_step, reductions_per_step=reductions_per_step,
+        )  # fmt: skip
     return facts

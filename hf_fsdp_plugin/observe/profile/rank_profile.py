@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -95,6 +96,13 @@ class RankProfile:
     @property
     def total(self) -> Times:
         return sum(self.times.values(), Times())
+
+    @property
+    def reductions_per_step(self) -> float:
+        """How often the gradients of a unit are reduced in a step: more than once if each micro-batch reduces them."""
+        kinds = ("reduce_scatter", "all_reduce")
+        counts = Counter((call.unit, call.kind) for call in self.calls if call.unit is not None and call.kind in kinds)
+        return max(counts.values(), default=0) / max(1, len(self.steps))
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of the file: calls as rows of numbers, and units by their index."""
