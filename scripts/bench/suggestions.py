@@ -71,9 +71,9 @@ CASES = {
         flags=(("--set", "activation.checkpointing=full"), ("--set", "activation.checkpointing=none")),
     ),
     "data": Case(
-        what="the data loader waits 20 ms for each sample",
+        what="the data loader waits 50 ms for each sample",
         setting="training.dataloader_num_workers",
-        arguments=(("--seconds_per_sample", "0.02"), ("--seconds_per_sample", "0.02", "--workers", "2")),
+        arguments=(("--seconds_per_sample", "0.05"), ("--seconds_per_sample", "0.05", "--workers", "2")),
     ),
     "batch": Case(
         what="4 micro-batches of 1 sample",
