@@ -29,10 +29,11 @@ def plan_of(
     spec: FsdpSpec, model: nn.Module, *, world_size: int, device_type: str
 ) -> tuple[FsdpPlan | None, tuple[Problem, ...]]:
     """Return the plan and its problems; no plan if a problem is an error."""
+    from hf_fsdp_plugin.estimate.padding import with_padding_warning
     from hf_fsdp_plugin.plan.resolve import resolve
 
     try:
-        plan = resolve(spec, model, world_size=world_size, device_type=device_type)
+        plan = with_padding_warning(resolve(spec, model, world_size=world_size, device_type=device_type), model)
     except SpecError as error:
         return None, error.problems
     return plan, plan.problems

@@ -295,6 +295,8 @@ POINTS = (
     replace(_LLAMA, offload_params=True),
     replace(_MIXTRAL, wrap="parts", precision="bf16"),
     replace(_GPT2, wrap="none"),
+    replace(_MIXTRAL, ranks=4, experts=3, seq=64),
+    replace(_MIXTRAL, ranks=4, experts=2, seq=64, precision="bf16"),
     Point(family="t5", checkpointing=True),
     Point(family="t5", version=1, precision="bf16"),
     Point(family="whisper", checkpointing=True, seq=64),

@@ -62,6 +62,11 @@ def test_setting_changes_estimate_as_it_does_a_step(two_ranks: Ranks, settings: 
     check(two_ranks, "llama", parallel_config("full_shard", version, 2, **settings), accumulation=2)
 
 
+@pytest.mark.parametrize("version", [slow(1), 2])
+def test_padding_of_few_experts_is_estimated(four_ranks: Ranks, version: int) -> None:
+    check(four_ranks, "experts", {**parallel_config("full_shard", version, 4), **BF16})
+
+
 @pytest.mark.parametrize(("model", "version"), alternating(["half", "embeddings", "lora", "bert", "llama-bf16"]))
 def test_frozen_parameters_are_estimated(two_ranks: Ranks, model: str, version: int) -> None:
     check(two_ranks, model, parallel_config("full_shard", version, 2))

@@ -59,6 +59,18 @@ def tiny_bert() -> nn.Module:
     return BertForMaskedLM(config)
 
 
+def tiny_mixtral(experts: int = 3) -> nn.Module:
+    """A mixture of stacked experts: the first dimension of their weights is their number."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=experts, num_experts_per_tok=2, use_cache=False,
+    )  # fmt: skip
+    return MixtralForCausalLM(config)
+
+
 class SimpleModel(nn.Module):
     """The model of a well-known FSDP tutorial: it has no config and declares no layer classes."""
 
@@ -80,6 +92,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama-bf16": lambda: tiny_llama().to(torch.bfloat16),
     "lora": lora_llama,
     "bert": tiny_bert,
+    "experts": tiny_mixtral,
     "simple": SimpleModel,
 }
 

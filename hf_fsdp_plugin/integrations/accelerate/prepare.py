@@ -25,6 +25,7 @@ from hf_fsdp_plugin.backends.shard import plan_of, rebind, remember_optimizers, 
 from hf_fsdp_plugin.backends.shared_weights import exchange
 from hf_fsdp_plugin.backends.submodule_calls import free_after_forward, free_before_step
 from hf_fsdp_plugin.devices import get_device
+from hf_fsdp_plugin.estimate.padding import with_padding_warning
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.batches import check_even_batches
 from hf_fsdp_plugin.integrations.accelerate.plugin import planned_plugin
@@ -188,6 +189,7 @@ def agree_on_plan(plan: FsdpPlan, model: nn.Module, device: torch.device) -> Fsd
     same_on_all_ranks("the plan", json.dumps(plan.to_json(), sort_keys=True))
     if (problem := check_same_weights(plan, model, device)) is not None:
         plan = replace(plan, problems=(*plan.problems, problem))
+    plan = with_padding_warning(plan, model)
     print_warnings(plan.problems)
     return plan
 
