@@ -15,7 +15,8 @@ Family = Literal["llama", "gpt2", "bert", "mixtral", "t5", "whisper", "clip"]
 class Point:
     """A model, its settings and a workload. ``heads`` divides ``hidden``; ``experts`` is of Mixtral only.
 
-    ``lora`` is the rank of adapters on all linear layers. Whisper's sounds and CLIP's images have fixed sizes.
+    ``lora`` is the rank of adapters on all linear layers; with ``qlora`` their weights are bitsandbytes' NF4 with
+    nested scales, and the others have the dtype of the precision. Whisper's sounds and CLIP's images have fixed sizes.
     """
 
     family: Family = "llama"
@@ -27,6 +28,7 @@ class Point:
     offload_activations: bool = False
     offload_params: bool = False
     lora: int = 0
+    qlora: bool = False
     wrap: Literal["layers", "parts", "none"] = "layers"
     precision: Literal["no", "bf16"] = "no"
     loop: Literal["for_loop", "foreach", "fused"] = "for_loop"
@@ -142,11 +144,38 @@ def make_model(point: Point) -> Any:
     config = make_config(point)
     config._attn_implementation = point.attention
     model = getattr(transformers, _CLASSES[point.family])(config)
-    if point.lora:
-        from peft import LoraConfig, get_peft_model
+    if point.qlora:
+        return _with_packed_weights(model, point)
+    return _with_adapters(model, point) if point.lora else model
 
-        model = get_peft_model(model, LoraConfig(r=point.lora, target_modules="all-linear", task_type="CAUSAL_LM"))
-    return model
+
+def _with_adapters(model: Any, point: Point) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=point.lora, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+def _with_packed_weights(model: Any, point: Point) -> Any:
+    """Return the model as bitsandbytes loads it, or on the meta device as ``hf-fsdp plan --qlora`` predicts it."""
+    import torch
+
+    from hf_fsdp_plugin.integrations.peft.planned_adapters import with_lora
+
+    dtype = torch.bfloat16 if point.precision == "bf16" else torch.float32
+    model.to(dtype)
+    if model.device.type == "meta":
+        return with_lora(model, rank=point.lora, quantized=True)
+    from transformers import BitsAndBytesConfig
+
+    packing = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_quant_storage=dtype,
+        bnb_4bit_compute_dtype=dtype,
+    )  # fmt: skip
+    loaded = type(model).from_pretrained(
+        None, config=model.config, state_dict=model.state_dict(), quantization_config=packing, dtype=dtype,
+        attn_implementation=point.attention,
+    )  # fmt: skip
+    return _with_adapters(loaded, point)
 
 
 def make_batch(shapes: dict[str, Any], vocab: int, generator: Any) -> dict[str, Any]:
