@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from hf_fsdp_plugin.estimate.sizes import parse_size
 
@@ -216,3 +217,30 @@ def test_pictures_are_written_and_not_overwritten(plan, tmp_path):
 def test_picture_in_a_missing_folder_is_a_problem(plan):
     result = plan("--model llama --config fsdp.yaml --seq-len 128 --html nowhere/plan.html --json")
     assert codes_of(result) == {"FSDP-E835"}
+
+
+def test_operations_that_are_not_counted_are_a_warning(plan, monkeypatch):
+    from hf_fsdp_plugin.plan import load_model
+
+    make, calls = load_model.meta_model, []
+
+    def read_a_value(module, args):
+        """Fail in the first forward pass, which counts the operations, as code that depends on values does."""
+        calls.append(module)
+        if len(calls) == 1:
+            torch.nonzero(torch.zeros(1, device="meta"))
+
+    def make_with_hook(name):
+        model = make(name)
+        model.register_forward_pre_hook(read_a_value)
+        return model
+
+    monkeypatch.setattr(load_model, "meta_model", make_with_hook)
+    code, out, err = plan("--model llama fsdp.yaml --seq-len 128 --machine h100-sxm --gpu-memory 80GB")
+    assert code == 0 and "FSDP-W836" in err
+    assert "time: unknown on" in out and "all-gather" in out and out.startswith("It fits")
+    calls.clear()
+    found = json.loads(plan("--model llama fsdp.yaml --seq-len 128 --machine h100-sxm --scaling --json")[1])
+    assert "FSDP-W836" in {problem["code"] for problem in found["problems"]}
+    assert (found["ok"], found["step_seconds"], found["time"], found["scaling"]) == (True, None, None, [])
+    assert found["per_rank"]["peak_bytes"] > 0
