@@ -21,7 +21,19 @@ LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512, "intermediate_size": 1024,
     "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 8, "vocab_size": 4000,
 }  # fmt: skip
-ALWAYS = ("start", "clone", "prepare", "step", "clip", "update", "evaluate", "save", "resume", "export")
+ALWAYS = (
+    "start",
+    "clone",
+    "prepare",
+    "step",
+    "clip",
+    "update",
+    "evaluate",
+    "save",
+    "resume",
+    "export",
+    "after training",
+)
 SCRIPT = """
     import os
     import torch
@@ -39,7 +51,12 @@ SCRIPT = """
 
     def train(model, trainer=Trainer, **more):
         args = more.pop("args", None) or arguments()
-        trainer(model=model, args=args, train_dataset=Data(), eval_dataset=Data(), **more).train()
+        own = trainer(model=model, args=args, train_dataset=Data(), eval_dataset=Data(), **more)
+        own.train()
+        own.save_model("saved")
+        if own.is_world_process_zero() and args.push_to_hub:
+            own.create_model_card()
+        own.push_to_hub()
         open("AFTER", "w").close()
 
     model = AutoModelForCausalLM.from_pretrained("model")
@@ -140,6 +157,22 @@ OWN_LOOP = """
                 optimizer.step()
                 optimizer.zero_grad()
 """
+PREDICT = """
+    def main():
+        own = Trainer(model=model, args=arguments(push_to_hub=True), train_dataset=Data(), eval_dataset=Data())
+        empty = Empty()
+        result = own.train()
+        own.log_metrics("train", result.metrics)
+        own.save_state()
+        if own.args.do_predict or not own.args.do_predict:
+            found = own.predict(empty, metric_key_prefix="test")
+        torch.save(found, "found.pt")
+
+    class Empty(Data):
+        def __getitem__(self, index):
+            raise LookupError("no such sample")
+    main()
+"""
 BEST_METRIC = 'train(model, args=arguments(load_best_model_at_end=True, metric_for_best_model="f1", save_steps=50))'
 ONLY_MODEL = "train(model, args=arguments(save_only_model=True))"
 NO_SAVES = 'train(model, args=arguments(save_strategy="no", eval_strategy="no"))'
@@ -208,6 +241,9 @@ def test_failing_metric_is_found_and_later_stages_run(folder: Path) -> None:
     (problem,) = (problem for problem in tree["problems"] if problem["severity"] == "error")
     assert problem["code"] == "FSDP-E750"
     assert "ZeroDivisionError" in problem["message"] and "train.py" in problem["message"]
+    (untested,) = (p["message"] for p in tree["problems"] if "after its training" in p["message"])
+    assert "the push of own.push_to_hub in train.py" in untested and "open in train.py" in untested
+    assert "save_model" not in untested and "create_model_card" not in untested
 
 
 @pytest.mark.slow
@@ -217,6 +253,7 @@ def test_failing_metric_is_found_and_later_stages_run(folder: Path) -> None:
         pytest.param(OPTIMIZER, "save", "FSDP-E411", id="optimizer"),
         pytest.param(SCHEDULER, "resume", "FSDP-E753", id="scheduler"),
         pytest.param(CALLBACK, "resume", "FSDP-E753", id="callback"),
+        pytest.param(PREDICT, "after training", "FSDP-E750", id="predict"),
         pytest.param(BEST_METRIC, "evaluate", "FSDP-E750", id="best-metric"),
         pytest.param(EXTRA_HEAD, "export", "FSDP-E754", id="extra-head"),
         pytest.param(CONSTRUCTOR, "start", "FSDP-E752", id="constructor"),
@@ -353,3 +390,23 @@ def test_preflight_of_each_family_ends_in_a_minute(folder: Path, architecture: s
     assert tree["ok"], tree["problems"]
     # CPU time of launcher and ranks, because other processes may take the cores.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60
+
+
+@pytest.mark.slow
+def test_model_with_a_vision_tower_trains_on_images(folder: Path) -> None:
+    import transformers as hf
+
+    vision = {
+        "model_type": "clip_vision_model", "image_size": 56, "patch_size": 14, "hidden_size": 512,
+        "num_attention_heads": 8, "intermediate_size": 1024, "num_hidden_layers": 4,
+    }  # fmt: skip
+    config = hf.LlavaConfig(
+        text_config=LLAMA,
+        vision_config=vision,
+        architectures=["LlavaForConditionalGeneration"],
+        image_token_index=3999,
+    )
+    config.save_pretrained(folder / "vlm")
+    tree = check(folder, "fsdp.yaml", "--model", "vlm")
+    assert tree["ok"], tree["problems"]
+    assert not any("images" in problem["message"] for problem in tree["problems"])

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 
+from hf_fsdp_plugin.integrations.preflight.arguments import not_tested
 from hf_fsdp_plugin.integrations.preflight.made_data import MadeData, collate
 from hf_fsdp_plugin.integrations.preflight.run import preflight
 from hf_fsdp_plugin.integrations.preflight.stages import Options
@@ -36,18 +37,24 @@ def main() -> None:
     kwargs = {"gguf_file": options.model} if options.model.endswith(".gguf") else {}
     model = model_class.from_pretrained(options.model, config=config, **kwargs)
     try:
-        data, evaluated = MadeData(model, _NUM_SAMPLES), MadeData(model, _NUM_EVALUATED)
+        data = MadeData(model, _NUM_SAMPLES, images=True)
+        evaluated = MadeData(model, _NUM_EVALUATED, images=True)
     except ValueError as error:
         fix = "Pass your training script instead of --model."
         raise SpecError([Problem(code="FSDP-E752", message=str(error), fix=fix)]) from error
-    Trainer(
+    if data.no_images:
+        not_tested(f"images, because there are no made ones for {type(model).__name__}: {data.no_images}")
+    trainer = Trainer(
         model=model,
         args=arguments,
         train_dataset=data,
         eval_dataset=evaluated,
         data_collator=collate,
         compute_metrics=_metrics(arguments),
-    ).train()
+    )
+    trainer.train()
+    trainer.save_model()
+    trainer.evaluate()
 
 
 def _metrics(arguments: Any) -> Any:

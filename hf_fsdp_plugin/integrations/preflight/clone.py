@@ -142,7 +142,7 @@ def _why_it_does_not_run(model_class: Any, config: Any) -> str:
     try:
         with torch.random.fork_rng(devices=[]), default_dtype(config), torch.no_grad():
             model = model_class(config)
-            data = MadeData(model, 2)
+            data = MadeData(model, 2, images=True)
             model(**collate([data[0], data[1]]))
     except ValueError as error:
         return "" if "no made data" in str(error) else str(error)

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, default_collate
 
+from hf_fsdp_plugin.integrations.preflight.made_images import MadeImages, reads_images
 from hf_fsdp_plugin.integrations.preflight.sizes import config_parts
 
 NUM_TOKENS: Final = 16
 """Tokens per sample of a preflight."""
+_PATCHES: Final = ("pixel_values", "image_grid_thw")
 _NUM_SOUND_SAMPLES: Final = 4000
 _CLASS_TASKS: Final = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
 
@@ -24,19 +26,37 @@ class MadeData(Dataset[dict[str, torch.Tensor]]):
     Args:
         length: number of samples. They are made when they are read.
         num_tokens: tokens of a sample; a model with fewer positions gets fewer.
+        images: whether the samples of a model that reads text with images have an image, if the model runs with it. The
+            model must not be sharded.
+
+    Attributes:
+        no_images: why the samples of such a model have no image; empty if they have.
 
     Raises:
         ValueError: there is no made data for the model's inputs.
     """
 
-    def __init__(self, model: nn.Module, length: int, *, num_tokens: int = NUM_TOKENS) -> None:
+    def __init__(self, model: nn.Module, length: int, *, num_tokens: int = NUM_TOKENS, images: bool = False) -> None:
         self._config: Any = model.config
         self._name = type(model).__name__
         self._inputs = set(inspect.signature(model.forward).parameters)
         self._main = str(getattr(model, "main_input_name", "input_ids"))
         self._length, self._num_tokens = length, num_tokens
         self._downsampling = getattr(self._config, "inputs_to_logits_ratio", 1)
+        self._images: MadeImages | None = None
+        self.no_images = ""
         _ = self[0]
+        if images and reads_images(model):
+            self._add_images(model)
+
+    def _add_images(self, model: nn.Module) -> None:
+        """Add images if the model computes a loss with them."""
+        try:
+            self._images = MadeImages(model)
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                model(**collate([self[0]]))
+        except Exception as error:  # whatever the code of the model raises
+            self._images, self.no_images = None, str(error) or type(error).__name__
 
     def __len__(self) -> int:
         return self._length
@@ -46,7 +66,8 @@ class MadeData(Dataset[dict[str, torch.Tensor]]):
             raise IndexError(index)
         generator = torch.Generator().manual_seed(index)
         sample = self._input(generator)
-        return {**sample, **self._labels(generator)}
+        sample |= self._labels(generator)
+        return sample if self._images is None else self._images.add_to(sample, generator)
 
     def _input(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
         if "input_ids" in self._inputs:
@@ -118,9 +139,11 @@ class MadeData(Dataset[dict[str, torch.Tensor]]):
 
 
 def collate(samples: list[Mapping[str, torch.Tensor]]) -> dict[str, Any]:
-    """Return a batch. A contrastive model returns a loss only if it is asked to."""
-    batch: dict[str, Any] = default_collate(samples)
-    if "pixel_values" in batch and "input_ids" in batch:
+    """Return a batch. The patches of all images are one tensor. Contrastive models return a loss only if asked to."""
+    joined = {name for name in _PATCHES if "image_grid_thw" in samples[0]}
+    batch: dict[str, Any] = default_collate([{k: v for k, v in each.items() if k not in joined} for each in samples])
+    batch |= {name: torch.cat([each[name] for each in samples]) for name in joined}
+    if "pixel_values" in batch and "input_ids" in batch and "labels" not in batch:
         batch["return_loss"] = True
     return batch
 

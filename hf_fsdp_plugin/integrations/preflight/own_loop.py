@@ -9,6 +9,7 @@ import torch
 
 from hf_fsdp_plugin.backends.agreement import broadcast_object
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
+from hf_fsdp_plugin.integrations.preflight.after_training import skipped_calls
 from hf_fsdp_plugin.integrations.preflight.comparison import Trained, check_export, differing
 from hf_fsdp_plugin.integrations.preflight.run import preflight
 from hf_fsdp_plugin.integrations.preflight.training import LAST_STEP, PreflightEnd
@@ -49,6 +50,7 @@ def _further_stages(accelerator: Any) -> None:
     trained = Trained(_Prepared(accelerator, model))
     for stage in ("clip", "evaluate", "load best"):
         recorder.skip(stage, "the script has its own loop")
+    skipped_calls("the script has its own loop")
 
     def save() -> None:
         trained.capture(LAST_STEP)

@@ -29,6 +29,7 @@ STAGES: Final[Mapping[str, str]] = {
     "load best": "load_best_model_at_end",
     "resume": "a fresh model and optimizer continue from the checkpoint",
     "export": "merge of the checkpoint, and from_pretrained",
+    "after training": "methods of the Trainer that the script calls after its training",
 }
 _STAGES_OF_RANK_0: Final = ("clone",)
 Result = Literal["passed", "failed", "stood still", "not tested"]

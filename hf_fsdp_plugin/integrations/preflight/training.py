@@ -11,6 +11,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX
+from hf_fsdp_plugin.integrations.preflight.after_training import AfterTraining, run_calls
 from hf_fsdp_plugin.integrations.preflight.arguments import note_change
 from hf_fsdp_plugin.integrations.preflight.clone import MAX_PARAMS, num_params_of
 from hf_fsdp_plugin.integrations.preflight.comparison import Trained, check_export, compare_runs
@@ -30,7 +31,10 @@ _NUM_EVALUATED: Final = 8
 
 
 class PreflightEnd(SystemExit):
-    """Ends the script after its training, because what follows may write to the folders of the user."""
+    """Ends the script after its training, because what follows may write to the folders of the user.
+
+    Calls of the Trainer that follow are made by :mod:`.after_training`.
+    """
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -94,6 +98,7 @@ class _FirstRun:
         self.trainer, self.recorder = trainer, preflight.recorder
         self.trained = Trained(trainer)
         self.fresh: Any = None
+        self.after = AfterTraining(trainer, _NUM_EVALUATED * preflight.world_size)
 
     def run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> NoReturn:
         trainer, recorder = self.trainer, self.recorder
@@ -156,6 +161,8 @@ class _FirstRun:
         elif is_prepared and _text(args.save_strategy) == "no":
             recorder.skip("resume", "save_strategy is no")
             self._try("export", self._export_model)
+        if {"prepare", "update"} <= recorder.done:
+            run_calls(self.after, self._try)
 
     def _export_model(self) -> None:
         folder = preflight.folder / "exported"
