@@ -19,11 +19,11 @@ from hf_fsdp_plugin.cli.output import print_json
 from hf_fsdp_plugin.cli.profile_arguments import ProfileArguments, help_lines, parse_profile_arguments
 from hf_fsdp_plugin.cli.terminal import print_problems
 from hf_fsdp_plugin.integrations.profiling.options import (
+    PAGE,
     PARTIAL,
     RANKS_FOLDER,
     TRACES_FOLDER,
     ProfileOptions,
-    rank_files,
     write_file,
 )
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -40,7 +40,6 @@ EXAMPLES = (
     "hf-fsdp profile --config_file fsdp.yaml train.py --per_device_train_batch_size 4",
     "hf-fsdp profile --config_file fsdp.yaml --active 8 --output profiles/first --json train.py",
 )
-PAGE: Final = "profile.html"
 RESULT: Final = "profile.json"
 
 
@@ -129,43 +128,25 @@ def _remove_partial(folder: Path) -> None:
 
 def _read(options: ProfileOptions, code: int) -> tuple[RunProfile | None, list[Problem]]:
     """Return the profile of all ranks. Without the files of all ranks there is none, and nothing is kept."""
-    from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile
-    from hf_fsdp_plugin.observe.profile.run_profile import merge_ranks
+    from hf_fsdp_plugin.integrations.profiling.reading import read_ranks
 
-    folder, problems = Path(options.folder), list[Problem]()
-    steps, world_size, paths = 0, 0, []
-    for path in rank_files(folder):
-        head = json.loads(path.read_text())
-        steps, world_size = max(steps, head["num_steps"]), head["world_size"]
-        paths += [path] if head["profile"] is not None else []
-    is_complete = bool(paths) and (not code or len(paths) == world_size)
-    if not is_complete:
+    folder = Path(options.folder)
+    results = read_ranks(folder)
+    if not results.paths or (code and not results.is_complete):
         _remove([folder / RANKS_FOLDER, folder / TRACES_FOLDER])
-        return None, [_no_profile(options, steps, code)]
-    if len(paths) < world_size:
-        message = f"the profile contains {plural(len(paths), 'rank')} of {world_size:,}."
-        fix = "Write to a folder that all machines share: --output DIR."
-        problems.append(Problem(code="FSDP-W777", message=message, fix=fix))
-    if steps < options.last_traced:
-        message = (
-            f"the script made {plural(steps, 'optimizer step')}, fewer than the {options.last_traced} of the profile."
-        )
-        fix = "Let the script make more steps, or pass --wait, --warmup and --active with smaller numbers."
-        problems.append(Problem(code="FSDP-W771", message=message, fix=fix))
-    return merge_ranks(RankProfile.from_json(json.loads(path.read_text())["profile"]) for path in paths), problems
+        return None, [_failure(code) or results.nothing(options)]
+    return results.merge(options)
 
 
-def _no_profile(options: ProfileOptions, steps: int, code: int) -> Problem:
+def _failure(code: int) -> Problem | None:
+    """Return the problem of a script that did not succeed."""
     if code > 128:
         message = "the run was interrupted before the profile was complete. Nothing was written."
         return Problem(code="FSDP-E775", message=message, fix="Run it again, or profile fewer steps: --active 1.")
     if code:
         message = f"the script failed with exit code {code} before the profile was complete. Nothing was written."
         return Problem(code="FSDP-E773", message=message, fix="Correct the failure above, then profile again.")
-    message = f"nothing to profile: the script made {plural(steps, 'optimizer step')}, and the profile needs "
-    message += f"{options.wait + 1} or more."
-    fix = "Profile a script that trains, and let it make more steps; --wait 0 profiles from the first one."
-    return Problem(code="FSDP-E770", message=message, fix=fix)
+    return None
 
 
 def _write(profile: RunProfile | None, folder: Path, problems: list[Problem]) -> dict[str, Any]:

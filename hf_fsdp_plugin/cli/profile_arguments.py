@@ -63,7 +63,7 @@ def parse_profile_arguments(argv: Sequence[str], environ: Mapping[str, str]) -> 
         folder=str(Path(own.get("output", DEFAULT_FOLDER)).expanduser().absolute()),
         memory="no_memory" not in own,
         stops="to_end" not in own,
-        **numbers,
+        **numbers,  # type: ignore[arg-type]
     )
     launch = parse_launch_arguments(rest)
     if "dry_run" in launch.options:

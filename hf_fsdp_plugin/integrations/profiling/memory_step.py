@@ -53,10 +53,18 @@ class MemoryStep:
             marks.instant(SAMPLE)
             self._samples.append(sample)
 
-    def stop(self) -> Sequence[Moment]:
-        """Return the memory of the step. The last boundary is marked already, unless the step is incomplete."""
+    def discard(self) -> None:
+        """Stop without a result."""
         marks.enabled = False
         self._profiler.stop()
+
+    def stop(self) -> Sequence[Moment]:
+        """Return the memory of the step, the last boundary of which is marked.
+
+        Raises:
+            OSError, ValueError: the trace cannot be written to the folder of temporary files.
+        """
+        self.discard()
         with tempfile.TemporaryDirectory(prefix="hf_fsdp_profile_") as scratch:
             path = Path(scratch) / "memory.json"
             self._profiler.export_chrome_trace(str(path))

@@ -16,6 +16,7 @@ MAX_TRACE_BYTES: Final = 512 * 2**20
 """Size of a trace, before compression, above which it is not kept."""
 RANKS_FOLDER: Final = "ranks"
 TRACES_FOLDER: Final = "traces"
+PAGE: Final = "profile.html"
 PARTIAL: Final = ".part"
 """Suffix of a file that is being written."""
 
@@ -33,6 +34,7 @@ class ProfileOptions:
         memory: whether one further step records the memory by kind.
         traces: number of ranks that keep their Chrome trace.
         stops: whether the script ends after these steps.
+        raises: whether a failure of the profile ends the script. Otherwise the training continues without it.
     """
 
     folder: str
@@ -43,6 +45,7 @@ class ProfileOptions:
     memory: bool = True
     traces: int = MAX_TRACES
     stops: bool = True
+    raises: bool = True
 
     @property
     def first_traced(self) -> int:

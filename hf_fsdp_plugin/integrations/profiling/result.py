@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from hf_fsdp_plugin.integrations.profiling.options import MAX_TRACE_BYTES, Profi
 from hf_fsdp_plugin.integrations.profiling.predicted import predict
 from hf_fsdp_plugin.observe.profile.names import canonical_units, rank_range
 from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, profile_of
-from hf_fsdp_plugin.observe.profile.trace import read_trace
+from hf_fsdp_plugin.observe.profile.trace import Trace, read_trace
 from hf_fsdp_plugin.observe.units import UnitObservation, observe_units
 from hf_fsdp_plugin.problems import Problem, SpecError
 
@@ -58,9 +59,10 @@ class Recorded:
         return Path(self.scratch.name) / "trace.json" if self.scratch is not None else None
 
     def export(self, profiler: Any) -> None:
-        """Write the trace of a stopped profiler to a temporary folder."""
-        self.scratch = tempfile.TemporaryDirectory(prefix="hf_fsdp_profile_")
-        profiler.export_chrome_trace(str(self.trace))
+        """Write the trace of a stopped profiler to a temporary folder. Raises ``SpecError`` (FSDP-E772)."""
+        with temporary_files():
+            self.scratch = tempfile.TemporaryDirectory(prefix="hf_fsdp_profile_")
+            profiler.export_chrome_trace(str(self.trace))
 
     def close(self) -> None:
         if self.scratch is not None:
@@ -85,44 +87,76 @@ class Recorded:
         self.batch = next((tuple(tensor.shape) for tensor in tensors if tensor.dim() >= 2), self.batch)
 
 
+@contextlib.contextmanager
+def temporary_files() -> Iterator[None]:
+    """Raise a ``SpecError`` (FSDP-E772) for a trace that cannot be written to, or read from, the temporary folder."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        # torch ignores errors when it writes a trace, so that a full disk shows as incomplete JSON.
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "the disk may be full"
+        message = f"a trace in {os.environ.get('TMPDIR') or '/tmp'} is incomplete or cannot be written: {reason}."
+        fix = "Free space there, or set TMPDIR to another folder."
+        raise SpecError([Problem(code="FSDP-E772", message=message, fix=fix, rank=_rank())]) from error
+
+
 def write_result(recorded: Recorded, options: ProfileOptions) -> None:
     """Write the files of this rank.
 
     Raises:
         SpecError: a file cannot be written (FSDP-E772). Nothing incomplete is left behind.
     """
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    rank = _rank()
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     content: dict[str, Any] = {"rank": rank, "world_size": world_size, "num_steps": recorded.num_steps, "profile": None}
     try:
         if recorded.trace is not None:
-            profile, kept = _analyze(recorded, recorded.trace, options, rank, world_size)
+            with temporary_files():
+                trace = read_trace(recorded.trace)
+            profile = _analyze(recorded, trace, options, rank, world_size)
+            kept = _keep_trace(recorded.trace, options, rank)
             content |= {"profile": profile.to_json() if profile is not None else None, "trace": kept}
         write_file(options.rank_file(rank), json.dumps(content))
     except (OSError, ValueError) as error:
+        remove_files(options, rank)
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         message = f"the profile cannot be written to {options.folder}: {reason}."
-        fix = "Free space, or write to another folder: --output DIR."
+        fix = "Free space, or write to another folder: --output DIR, or output_dir of ProfilerCallback."
         raise SpecError([Problem(code="FSDP-E772", message=message, fix=fix, rank=rank)]) from error
     finally:
         recorded.close()
 
 
+def remove_files(options: ProfileOptions, rank: int) -> None:
+    """Delete the files of a rank, of this profile or of an earlier one."""
+    for path in (options.rank_file(rank), options.trace_file(rank)):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def _keep_trace(path: Path, options: ProfileOptions, rank: int) -> str | None:
+    """Compress the trace into the folder, and return its path in it; ``None`` if it is not kept."""
+    if rank >= options.traces or path.stat().st_size > MAX_TRACE_BYTES:
+        return None
+    target = options.trace_file(rank)
+    write_file(target, lambda file: _compress(path, file))
+    return str(target.relative_to(options.folder))
+
+
 def _analyze(
-    recorded: Recorded, path: Path, options: ProfileOptions, rank: int, world_size: int
-) -> tuple[RankProfile | None, str | None]:
-    """Return the profile, and the path of the trace if it is kept."""
-    kept, trace = None, read_trace(path)
-    if rank < options.traces and path.stat().st_size <= MAX_TRACE_BYTES:
-        target = options.trace_file(rank)
-        write_file(target, lambda file: _compress(path, file))
-        kept = str(target.relative_to(options.folder))
+    recorded: Recorded, trace: Trace, options: ProfileOptions, rank: int, world_size: int
+) -> RankProfile | None:
+    """Return the profile; ``None`` without a complete step."""
     profile = profile_of(
         trace, rank=rank, world_size=world_size, host=socket.gethostname(), device=_device_type(recorded.model),
         skip=options.warmup, most=options.active,
     )  # fmt: skip
     if profile is None:
-        return None, kept
+        return None
     units = observe_units(recorded.model) if recorded.model is not None else ()
     profile = replace(
         profile, profiled=tuple(recorded.profiled), unprofiled=tuple(recorded.unprofiled),
@@ -130,7 +164,7 @@ def _analyze(
     )  # fmt: skip
     is_list = profile.device == "cpu"
     parts = {unit.name: unit.live.shard_size for unit in units if is_list and unit.live.version == 1}
-    return canonical_units(profile, [unit.name for unit in units], parts), kept
+    return canonical_units(profile, [unit.name for unit in units], parts)
 
 
 def _compress(source: Path, target: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from hf_fsdp_plugin.integrations.patching import install_hooks
 from hf_fsdp_plugin.integrations.profiling.marking import marks
 from hf_fsdp_plugin.integrations.profiling.memory_step import MemoryStep
 from hf_fsdp_plugin.integrations.profiling.options import ProfileOptions
-from hf_fsdp_plugin.integrations.profiling.result import Recorded, write_result
+from hf_fsdp_plugin.integrations.profiling.result import Recorded, temporary_files, write_result
 from hf_fsdp_plugin.integrations.run_report import stop_reporting
 from hf_fsdp_plugin.observe.profile.marks import BOUNDARY
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -34,15 +36,24 @@ class Profiling:
     """Profiles the steps of one run. Without ``begin``, every function returns at once.
 
     A step ends when the first optimizer that makes a step has made its next one.
+
+    Attributes:
+        active: whether steps are still profiled or measured.
+        options: those of the newest profile.
+        failure: why the newest profile was given up; ``None`` if it was not, or if failures are raised.
     """
 
     def __init__(self) -> None:
         self.active = False
+        self.options = ProfileOptions(folder="")
+        self.failure: SpecError | None = None
         self._hook: Any = None
 
     def begin(self, options: ProfileOptions) -> None:
-        """Profile from now on."""
-        self._options = options
+        """Profile from now on. An earlier profile that did not end, because its training has failed, is discarded."""
+        self.end(failed=True)
+        self.options = options
+        self.failure = None
         self._recorded = Recorded()
         self._profiler: Any = None
         self._memory: MemoryStep | None = None
@@ -62,16 +73,23 @@ class Profiling:
                 self._recorded.model = model
 
     def end(self, *, failed: bool = False) -> None:
-        """Write the result of the steps that were made, if it is not written yet; nothing after a failure."""
+        """Write the result of the steps that were made, if it is not written yet; nothing after a failure.
+
+        Raises:
+            SpecError: the result cannot be written (FSDP-E772). Nothing incomplete is left behind.
+        """
         if not self.active:
             return
-        self._stop_tracing()
-        if self._memory is not None:
-            self._memory.stop()
-        self._close()
-        if failed:
-            self._recorded.close()
-        else:
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.discard()
+        try:
+            self._stop_tracing(discard=failed)
+        finally:
+            self._close()
+            if failed:
+                self._recorded.close()
+        if not failed:
             self._write()
 
     def after_collective(self) -> None:
@@ -80,8 +98,9 @@ class Profiling:
             self._memory.sample()
 
     def _see_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._num_steps == 0 and self._options.wait == 0 and self._profiler is None:
-            self._start_tracing()
+        if self._num_steps == 0 and self.options.wait == 0 and self._profiler is None:
+            with self._failures():
+                self._start_tracing()
         self._recorded.add_forward(args, kwargs)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -89,7 +108,11 @@ class Profiling:
             self._optimizer = optimizer
         if not self.active or optimizer is not self._optimizer:
             return
-        options, now = self._options, time.perf_counter()
+        with self._failures():
+            self._end_step(optimizer, time.perf_counter())
+
+    def _end_step(self, optimizer: torch.optim.Optimizer, now: float) -> None:
+        options = self.options
         self._num_steps += 1
         self._recorded.num_steps = self._num_steps
         self._recorded.optimizer = optimizer
@@ -104,7 +127,9 @@ class Profiling:
             self._memory = MemoryStep(self._recorded.model, optimizer, self._recorded.num_waits)
             self._memory.start()
         elif self._memory is not None:
-            self._recorded.memory, self._memory = self._memory.stop(), None
+            memory, self._memory = self._memory, None
+            with temporary_files():
+                self._recorded.memory = memory.stop()
         elif self._num_steps == options.first_traced:
             self._start_tracing()
         if self._num_steps == options.last:
@@ -114,6 +139,17 @@ class Profiling:
                 stop_reporting()  # the run is not complete
                 raise ProfileEnd
         self._step_began = time.perf_counter()
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Give the profile up if it fails in this context, and raise only if the options demand it."""
+        try:
+            yield
+        except SpecError as error:
+            self.end(failed=True)
+            if self.options.raises:
+                raise
+            self.failure = error
 
     def _start_tracing(self) -> None:
         activities = {ProfilerActivity.CPU}
@@ -125,13 +161,13 @@ class Profiling:
         marks.enabled = True
         marks.instant(BOUNDARY)
 
-    def _stop_tracing(self) -> None:
+    def _stop_tracing(self, *, discard: bool = False) -> None:
         if marks.enabled and self._profiler is not None:
             marks.enabled = False
             profiler, self._profiler = self._profiler, None
             profiler.stop()
-            # A later profiler invalidates the events of this one.
-            self._recorded.export(profiler)
+            if not discard:  # a later profiler invalidates the events of this one
+                self._recorded.export(profiler)
 
     def _close(self) -> None:
         self.active = False
@@ -143,7 +179,7 @@ class Profiling:
 
     def _write(self) -> None:
         recorded, self._recorded = self._recorded, Recorded()
-        write_result(recorded, self._options)
+        write_result(recorded, self.options)
 
 
 def _check_only_profiler() -> None:

@@ -1,0 +1,110 @@
+"""Cases that ranks run: Trainers with ``ProfilerCallback``."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from cases_trainer import losses, make_trainer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from transformers.trainer_callback import TrainerCallback
+
+import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.integrations.profiling.marking import marks
+from hf_fsdp_plugin.integrations.profiling.options import rank_files
+from hf_fsdp_plugin.integrations.profiling.reading import read_ranks
+from hf_fsdp_plugin.integrations.profiling.run import profiling
+
+SHORT: dict[str, Any] = {"wait": 1, "warmup": 1, "active": 1, "after": 1}
+"""Step 3 is analyzed, step 5 records the memory, and step 6 is the last one that is measured."""
+
+
+def profile(folder: str, *, num_bytes: int | None = None, short: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+    """Train with a callback, and return its files, what was printed, and the times at which steps have ended.
+
+    Args:
+        num_bytes: largest size of a file that this process can write meanwhile, as on a full disk.
+        short: steps of the profile.
+    """
+    ends: list[float] = []
+    # Called before the hook of the profiler, which is registered later.
+    handle = register_optimizer_step_post_hook(lambda *_: ends.append(time.perf_counter()))
+    callback = hfp.ProfilerCallback(f"{folder}/profile", **short)
+    resume = arguments.pop("resume_from_checkpoint", None)
+    trainer = make_trainer(f"{folder}/out", callbacks=[callback], **arguments)
+    with contextlib.redirect_stderr(io.StringIO()) as printed, _full_disk(num_bytes):
+        trainer.train(resume_from_checkpoint=resume)
+    handle.remove()
+    torch.distributed.barrier()
+    return {"printed": printed.getvalue(), "ends": ends, "losses": losses(trainer), **_files(Path(folder) / "profile")}
+
+
+@contextlib.contextmanager
+def _full_disk(num_bytes: int | None) -> Any:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if num_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def _files(folder: Path) -> dict[str, Any]:
+    results = read_ranks(folder)
+    run = results.merge(hfp.ProfilerCallback()._options)[0] if results.paths else None
+    return {
+        "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()),
+        "num_steps": results.num_steps,
+        "seconds": run.total.seconds if run is not None else None,
+        "phases": sorted(run.times) if run is not None else [],
+        "units": {unit.name: (unit.gather_forward.calls, unit.reduce.calls) for unit in run.units} if run else {},
+        "memory": len(run.memory) if run is not None else 0,
+        "facts": dict(run.facts) if run is not None else {},
+    }
+
+
+def profile_parts(folder: str, **arguments: Any) -> dict[str, Any]:
+    """Train and save with a profile, resume with one, and train fewer steps than a profile needs."""
+    arguments["max_steps"] = 10
+    whole = profile(folder, short=SHORT, **arguments, save_strategy="steps", save_steps=5)
+    resumed = profile(folder, short=SHORT, **arguments, resume_from_checkpoint=f"{folder}/out/checkpoint-5")
+    fewer = profile(folder, short=SHORT, **{**arguments, "max_steps": 2})
+    none = profile(folder, short=SHORT, **{**arguments, "max_steps": 1})
+    return {"whole": whole, "resumed": resumed, "fewer": fewer, "none": none}
+
+
+def profile_with_failures(folder: str, **arguments: Any) -> dict[str, Any]:
+    """Profile on a full disk, into a folder that rank 1 cannot write, and after a training that has failed."""
+    arguments["max_steps"] = 6
+    rank = torch.distributed.get_rank()
+    plain = make_trainer(f"{folder}/plain", **arguments)
+    plain.train()
+    full = profile(f"{folder}/full", num_bytes=200_000, short=SHORT, **arguments)
+    blocked = Path(folder) / "blocked" / "profile" / "ranks" / "rank_1.json.part"
+    blocked.mkdir(parents=True, exist_ok=True)
+    torch.distributed.barrier()
+    one = profile(f"{folder}/blocked", short=SHORT, **arguments)
+    with contextlib.suppress(ZeroDivisionError):
+        failing = make_trainer(
+            f"{folder}/out", callbacks=[hfp.ProfilerCallback(f"{folder}/again"), _Fail()], **arguments
+        )
+        failing.train()
+    was_active = profiling.active
+    after = profile(f"{folder}/after", short=SHORT, **arguments)
+    return {
+        "plain": losses(plain), "full": full, "one": one, "was_active": was_active, "after": after, "rank": rank,
+        "failed": [str(path) for path in rank_files(Path(folder) / "again")],
+        "is_over": not (profiling.active or marks.enabled),
+    }  # fmt: skip
+
+
+class _Fail(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            raise ZeroDivisionError
