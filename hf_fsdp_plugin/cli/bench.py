@@ -152,6 +152,7 @@ def _read(args: argparse.Namespace, problems: list[Problem]) -> _Subject | None:
     device, gpu_ids = _check_worlds(request, assessment.spec, found, problems)
     length, too_long = sequence_length(request.workload, model)  # type: ignore[arg-type]
     problems += [too_long] if too_long is not None and length else []
+    request = replace(request, device=device)
     problems += not_compared(request)
     if has_errors(problems):
         return None

@@ -8,7 +8,16 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from hf_fsdp_plugin.integrations.bench.cases import PREFETCHES, SYSTEMS, TITLES, Case, Setting, inexpressible, product
+from hf_fsdp_plugin.integrations.bench.cases import (
+    PREFETCHES,
+    SYSTEMS,
+    TITLES,
+    Case,
+    Setting,
+    System,
+    inexpressible,
+    product,
+)
 from hf_fsdp_plugin.integrations.bench.jobs import Workload
 from hf_fsdp_plugin.problems import Origin, Problem
 
@@ -28,17 +37,23 @@ OWN_FLAGS: Final = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What is to be measured."""
+    """What is to be measured.
+
+    Attributes:
+        others: the systems of ``--vs``.
+        device: the type on which the ranks run; empty until it is known.
+    """
 
     settings: tuple[Setting, ...]
-    others: tuple[str, ...]
+    others: tuple[System, ...]
     workload: Workload
     limit: float
+    device: str = ""
 
     def cases(self, setting: Setting) -> list[Case]:
         """Return the case of this package, and those of the other systems that can run the setting."""
-        others = [Case(setting=setting, system=name) for name in self.others if not inexpressible(setting, name)]  # type: ignore[arg-type]
-        return [Case(setting=setting), *others]
+        others = [name for name in self.others if not inexpressible(setting, name, self.device)]
+        return [Case(setting=setting), *(Case(setting=setting, system=name) for name in others)]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +116,7 @@ def not_compared(request: Request) -> list[Problem]:
     reasons: dict[tuple[str, str], list[str]] = {}
     for setting in request.settings:
         for name in request.others:
-            if reason := inexpressible(setting, name):  # type: ignore[arg-type]
+            if reason := inexpressible(setting, name, request.device):
                 labels = reasons.setdefault((name, reason), [])
                 labels += [setting.label] if setting.label not in labels else []
     return [

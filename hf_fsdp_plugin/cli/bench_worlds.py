@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -80,7 +81,7 @@ class Bench:
             follower = _Follower(folder, results, self.request.limit, self.progress, tasks)
             result = self._run_ranks(world, folder, follower)
             follower.read()
-            if not result.signal_number and not follower.has_failed:
+            if not result.signal_number:
                 follower.fail_after(result)
             return result.signal_number
 
@@ -102,7 +103,11 @@ class Bench:
 
 
 class _Follower(Peers):
-    """Takes the events of the ranks over into the results, and stops the ranks if there are none for too long."""
+    """Takes the events of the ranks over into the results, and stops the ranks if there are none for too long.
+
+    Attributes:
+        failed: the cases that have failed.
+    """
 
     def __init__(
         self, folder: Path, results: Results, limit: float, progress: Callable[[str], None], tasks: Sequence[Task]
@@ -111,13 +116,13 @@ class _Follower(Peers):
         self._tasks = tasks
         self._changed = time.monotonic()
         self._measured: set[tuple[str, int]] = set()
-        self.has_failed = False
+        self.failed: list[str] = []
 
     def failure(self) -> str | None:
         self.read()
         if time.monotonic() - self._changed <= self._limit:
             return None
-        if not self.has_failed:
+        if not self.failed:
             self._fail([case.name for case in self._running], f"no progress for {self._limit:g} s (--limit)")
         return "no progress"
 
@@ -129,7 +134,7 @@ class _Follower(Peers):
             elif event["event"] == "measured":
                 self._measured.add((event["case"], event["round"]))
                 self._results.add(event)
-            elif event["event"] == "failed" and not self.has_failed:
+            elif event["event"] == "failed" and not self.failed:
                 self._fail(event["cases"], f"rank {event['rank']}: {event['error']}")
 
     @property
@@ -140,16 +145,22 @@ class _Follower(Peers):
         )
 
     def fail_after(self, result: RunResult) -> None:
-        """Mark the running cases if a rank has exited without an event, for example killed by the system."""
-        first = first_failure(result.exits)
-        if first is None:
+        """Mark the running cases if a rank has exited without an event, for example killed by the system.
+
+        Other ranks, which lose the connection to it, often write their event before its exit is seen.
+        """
+        # Communication libraries abort a process that has lost a connection.
+        killed = [rank for rank in result.exits if rank.code < 0 and rank.code != -signal.SIGABRT and not rank.stopped]
+        first = min(killed, key=lambda rank: rank.time) if killed else first_failure(result.exits)
+        if first is None or (self.failed and not killed):
             return
         tail = f" {' '.join(first.tail[-3:])}" if first.tail else ""
-        names = [case.name for case in self._running] or [case.name for task in self._tasks for case in task.cases]
+        names = self.failed or [case.name for case in self._running]
+        names = names or [case.name for task in self._tasks for case in task.cases]
         self._fail(names, f"rank {first.rank}: {summarize(first)}.{tail}")
 
     def _fail(self, names: Sequence[str], reason: str) -> None:
-        self.has_failed = True
+        self.failed = list(names)
         for name in names:
             self._results.end(name, "failed", reason[:_MAX_ERROR])
         self._results.write()

@@ -141,8 +141,8 @@ def product(
                     yield Setting(world_size=world_size, strategy=strategy, version=version, prefetch=prefetch)
 
 
-def inexpressible(setting: Setting, system: System) -> str:
-    """Return why a system cannot run a setting; empty if it can."""
+def inexpressible(setting: Setting, system: System, device: str) -> str:
+    """Return why a system cannot run a setting on a type of device; empty if it can."""
     if setting.strategy == DDP:
         return "DDP is run by stock Accelerate itself" if system != "plugin" else ""
     hybrid = setting.strategy in STRATEGIES and STRATEGIES[setting.strategy].hybrid
@@ -155,6 +155,8 @@ def inexpressible(setting: Setting, system: System) -> str:
         return "FSDP2 has no argument for the backward prefetch `post`"
     if system == "stock" and setting.prefetch != "pre":
         return "Accelerate has no prefetch setting under FSDP2"
+    if system == "stock" and setting.strategy == OFFLOAD and device == "cpu":
+        return "Accelerate pins the memory of FSDP2's offload, which needs an accelerator"
     if system == "stock" and setting.strategy == "no_shard":
         return "Accelerate has no no_shard under FSDP2"
     return ""
