@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from hf_fsdp_plugin.cli.restarts import Decision, Verdict
+from hf_fsdp_plugin.cli.store_threads import PREFIX
 
 POLL_SECONDS = 0.1
 _REQUEST_SECONDS = 10.0
@@ -124,7 +125,7 @@ def in_thread(function: Callable[[], _T], seconds: float = float("inf")) -> _T:
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=call, daemon=True)
+    thread = threading.Thread(target=call, name=f"{PREFIX}request", daemon=True)
     thread.start()
     deadline = time.monotonic() + seconds
     while thread.is_alive() and time.monotonic() < deadline:

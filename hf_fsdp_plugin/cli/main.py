@@ -18,6 +18,7 @@ import hf_fsdp_plugin
 from hf_fsdp_plugin.cli.exit_codes import INTERRUPTED, OK, PROBLEMS, USAGE
 from hf_fsdp_plugin.cli.help import usage
 from hf_fsdp_plugin.cli.parser import PROG, make_parser
+from hf_fsdp_plugin.cli.store_threads import exit_beside_store_threads
 from hf_fsdp_plugin.cli.verbs import VERBS
 
 _HELP_FLAGS = ("-h", "--help")
@@ -35,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[0] not in VERBS:
         print(f"{PROG}: unknown verb '{argv[0]}'. The verbs are {', '.join(VERBS)}.", file=sys.stderr)
         return USAGE
-    return _run(argv[0], argv[1:])
+    code = _run(argv[0], argv[1:])
+    exit_beside_store_threads(code)
+    return code
 
 
 def parse_arguments(verb: str, module: ModuleType, argv: Sequence[str]) -> Any:

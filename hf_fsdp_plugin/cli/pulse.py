@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from hf_fsdp_plugin.cli.inquiries import ASKED
 from hf_fsdp_plugin.cli.launcher_store import LauncherStore, beat_key
+from hf_fsdp_plugin.cli.store_threads import PREFIX
 
 LIMIT_VARIABLE = "HF_FSDP_MACHINE_TIMEOUT"
 """Environment variable with the seconds after which a silent machine counts as lost."""
@@ -51,7 +52,7 @@ class Pulse:
         self.announced = ""
         self.broken = False
         self.num_asked = 0
-        self._thread = threading.Thread(target=self._run, name="hf_fsdp_pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{PREFIX}pulse", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
