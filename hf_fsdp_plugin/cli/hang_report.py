@@ -90,6 +90,8 @@ def _content(hang: Hang, limit: float) -> dict[str, Any]:
                 "ranks": list(difference.skipped[0]),
                 "calls": [{"call": str(call), "unit": call.unit} for call in difference.skipped[1]],
             },
+            "unusual_ranks": list(difference.unusual),
+            "ranks_with_more_forwards": list(difference.more_forwards[0]),
         },
         "calls_of_ranks": [rank.to_json() for _, rank in sorted(hang.ranks.items())],
         "stacks": {str(rank): _frames(stack) for rank, stack in hang.stacks.items()},

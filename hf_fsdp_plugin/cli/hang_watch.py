@@ -199,7 +199,8 @@ class HangWatch:
         for rank in ranks:
             state, detail = _state(rank)
             stack = after.stacks[rank.rank]
-            place = find_place(stack, read_counts(rank.files.steps))
+            counts = read_counts(rank.files.steps)
+            place = find_place(stack, counts)
             old, new = before.use.get(rank.pid, Use()), after.use.get(rank.pid, Use())
             has_moved = bool(stack) and list(stack) != list(before.stacks.get(rank.rank, stack))
             found.append(
@@ -211,6 +212,8 @@ class HangWatch:
                     call=place.call if place is not None else "",
                     cpu=max(0.0, new.seconds - old.seconds) / seconds if state == "running" else None,
                     moved=has_moved or (old.runs and new.runs),
+                    steps=counts.steps if counts is not None else None,
+                    forwards=counts.forwards if counts is not None else None,
                 )
             )
         return found, dict(after.stacks)

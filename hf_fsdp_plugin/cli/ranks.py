@@ -16,7 +16,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +157,9 @@ class _Rank:
             failure: Mapping[str, Any] | None = json.loads(self.files.failure.read_text())
         except (OSError, ValueError):
             failure = None
+        counts, calls = read_counts(self.files.steps), read_calls(self.rank, self.files.calls)
+        if counts is not None:
+            calls = replace(calls, steps=counts.steps, forwards=counts.forwards)
         return RankExit(
             rank=self.rank,
             pid=self.process.pid,
@@ -166,10 +169,10 @@ class _Rank:
             failure=failure,
             tail=tuple(last_lines(self.tail)),
             stack=tuple(self._stack(failure)),
-            counts=read_counts(self.files.steps),
+            counts=counts,
             ended=self.files.ended.exists(),
             halted=self.halted,
-            calls=read_calls(self.rank, self.files.calls),
+            calls=calls,
         )
 
     def _stack(self, failure: Mapping[str, Any] | None) -> Sequence[Frame]:

@@ -127,6 +127,7 @@ class RankCalls:
         call: the library function that it is in, such as ``generate``; empty outside of known ones.
         cpu: share of one core that its processes have used lately; ``None`` if that was not measured.
         moved: whether its Python stack has changed meanwhile, or it could have run if a processor had been free.
+        steps, forwards: optimizer steps, and forwards of sharded models that it has begun; ``None`` if not counted.
     """
 
     rank: int
@@ -140,6 +141,8 @@ class RankCalls:
     call: str = ""
     cpu: float | None = None
     moved: bool = False
+    steps: int | None = None
+    forwards: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return a value for JSON. :func:`from_json` reads it."""
@@ -150,7 +153,7 @@ class RankCalls:
         wait = self.wait and [self.wait.group, self.wait.number, list(self.wait.call), round(self.wait.seconds, 3)]
         rest = {
             name: getattr(self, name)
-            for name in ("rank", "last_group", "state", "detail", "place", "call", "cpu", "moved")
+            for name in ("rank", "last_group", "state", "detail", "place", "call", "cpu", "moved", "steps", "forwards")
         }
         return {**rest, "idle": min(self.idle, 1e9), "wait": wait, "groups": groups}
 

@@ -88,11 +88,28 @@ def describe_difference(difference: Difference) -> str:
     calls = "; ".join(f"{_ranks(ranks)}: {call}" for call, ranks in difference.calls[:_MAX_CALLS])
     where = "the plugin's calls" if difference.group == ARRIVALS else f"process group {difference.group}"
     text = f"ranks made different collective calls. Number {difference.number} of {where} was on {calls}."
+    return f"{text}{_reason(difference)}"
+
+
+def _reason(difference: Difference) -> str:
+    """Return a sentence on the ranks that are the reason, after a space; empty if they are unknown."""
     ranks, skipped = difference.skipped
     if ranks:
         more = f" and {plural(len(skipped) - 1, 'more call')}" if len(skipped) > 1 else ""
-        text += f" {_ranks(ranks).capitalize()} left out {skipped[0]}{more}."
-    return text
+        return f" {_ranks(ranks).capitalize()} left out {skipped[0]}{more}."
+    ranks, most, few = difference.more_forwards
+    if ranks:
+        own, others = (most, few) if ranks == difference.ranks else (few, most)
+        return (
+            f" {_ranks(difference.ranks).capitalize()} had called the model {_times(own)}, the others {_times(others)}."
+        )
+    if difference.unusual == difference.ranks:
+        return f" In earlier steps, the call before was not followed by that of {_ranks(difference.unusual)}."
+    return ""
+
+
+def _times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count:,} times")
 
 
 def _late(diagnosis: Diagnosis, known: Mapping[int, RankCalls]) -> str:

@@ -21,7 +21,7 @@ from hf_fsdp_plugin.observe.hang.calls import (
     Wait,
     unpack_ranks,
 )
-from hf_fsdp_plugin.observe.hang.skipped import find_skipped
+from hf_fsdp_plugin.observe.hang.skipped import find_skipped, find_unusual
 
 Kind = Literal["late", "different", "circle", "stuck"]
 _BUSY_SHARE: Final = 0.03
@@ -55,19 +55,29 @@ class Difference:
         number: the number of the collective in the group.
         calls: what ranks called, the call of most ranks first.
         skipped: the ranks that have left calls out, which are the reason, and these calls; empty if that is unknown.
+        unusual: the ranks whose call did not follow the one before in earlier steps, if that of all others did.
+        more_forwards: the ranks that have called the model more often than all others after the same number of
+            optimizer steps, and how often these and the others have.
     """
 
     group: str
     number: int
     calls: tuple[tuple[Call, tuple[int, ...]], ...]
     skipped: tuple[tuple[int, ...], tuple[Call, ...]] = ((), ())
+    unusual: tuple[int, ...] = ()
+    more_forwards: tuple[tuple[int, ...], int, int] = ((), 0, 0)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that differ from most others; those that skipped calls if that is known; all in a tie."""
+        """The ranks that skipped calls, if that is known, or else differ from most others.
+
+        In a tie: those that have called the model more often, or have made an unusual call; or all.
+        """
         if self.skipped[0]:
             return self.skipped[0]
         is_tie = len(self.calls[0][1]) == len(self.calls[1][1])
+        if is_tie and (known := self.more_forwards[0] or self.unusual):
+            return known
         return tuple(sorted(rank for _, ranks in self.calls[0 if is_tie else 1 :] for rank in ranks))
 
 
@@ -181,8 +191,19 @@ def find_difference(name: str, known: Mapping[int, RankCalls], members: Sequence
             ]
             classes.sort(key=lambda each: (-len(each[1]), each[1][0]))
             shown = tuple((call, tuple(ranks)) for group, ranks in classes if (call := group.call(number)) is not None)
-            return Difference(name, number, shown, find_skipped(number, classes))
+            forwards = _more_forwards([known[rank] for _, ranks in classes for rank in ranks])
+            skipped = find_skipped(number, classes, by_history=not forwards[0])
+            return Difference(name, number, shown, skipped, find_unusual(number, classes), forwards)
     return None
+
+
+def _more_forwards(ranks: Sequence[RankCalls]) -> tuple[tuple[int, ...], int, int]:
+    """Return the ranks that have called the model more often than the others, which a rank that evaluates alone has."""
+    counts = {rank.forwards for rank in ranks}
+    if len({rank.steps for rank in ranks}) > 1 or None in counts or len(counts) != 2:
+        return (), 0, 0
+    few, most = sorted(count for count in counts if count is not None)
+    return tuple(sorted(rank.rank for rank in ranks if rank.forwards == most)), most, few
 
 
 def _members(known: Mapping[int, RankCalls]) -> dict[str, list[int]]:

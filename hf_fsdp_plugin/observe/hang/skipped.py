@@ -1,4 +1,4 @@
-"""Finds the ranks that have left collectives out, from the calls of two classes of ranks that differ."""
+"""Finds the ranks that have left collectives out, or made others, from the calls of classes of ranks that differ."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ _MAX_SKIPPED: Final = 64
 
 
 def find_skipped(
-    number: int, classes: Sequence[tuple[GroupCalls, Sequence[int]]]
+    number: int, classes: Sequence[tuple[GroupCalls, Sequence[int]]], *, by_history: bool = True
 ) -> tuple[tuple[int, ...], tuple[Call, ...]]:
     """Return which of two classes of ranks has left out calls that the other made, and these calls.
 
     Args:
         number: number of the first collective in which the classes differ.
         classes: the calls and the ranks of each class.
+        by_history: whether earlier steps decide if the calls after the difference do not.
 
     Returns:
         The ranks and the calls; both empty if that is unknown.
@@ -34,8 +35,25 @@ def find_skipped(
     # If both left calls out, the orders differ. The shorter gap is the likelier one; in a tie nobody is named.
     found.sort(key=lambda each: len(each[1]))
     if not found or (len(found) == 2 and len(found[0][1]) == len(found[1][1])):
-        return _skipped_by_history(number, classes)
+        return _skipped_by_history(number, classes) if by_history else ((), ())
     return found[0]
+
+
+def find_unusual(number: int, classes: Sequence[tuple[GroupCalls, Sequence[int]]]) -> tuple[int, ...]:
+    """Return the ranks whose call did not follow the call before in earlier steps, if that of one class did.
+
+    Args:
+        number, classes: see :func:`find_skipped`.
+    """
+    group = classes[0][0]
+    past = [call.compared for each in range(group.last - len(group.calls) + 1, number) if (call := group.call(each))]
+    follows = set(pairwise(past))
+    usual = [past and (past[-1], call.compared) in follows for each, _ in classes if (call := each.call(number))]
+    if usual.count(True) != 1 or len(usual) != len(classes):
+        return ()
+    return tuple(
+        sorted(rank for is_usual, (_, ranks) in zip(usual, classes, strict=True) if not is_usual for rank in ranks)
+    )
 
 
 def _skipped_by_history(

@@ -107,6 +107,49 @@ def test_earlier_steps_show_who_skipped_before_a_failure(skips: int) -> None:
     assert found.ranks == (skips,) and found.skipped[1] == (gather(2), gather(3))
 
 
+def two_ranks(calls: Sequence[Call], other: Sequence[Call], *forwards: int | None) -> list[RankCalls]:
+    """Two ranks that wait in their last calls."""
+    found = [rank_calls(rank, each, waits=5.0, group="0 of ranks 0,1") for rank, each in enumerate((calls, other))]
+    return [replace(rank, steps=2, forwards=count) for rank, count in zip(found, forwards or (None, None), strict=True)]
+
+
+@pytest.mark.parametrize("past", [STEP * 3, ()], ids=["later", "first step"])
+def test_rank_of_two_that_calls_the_model_alone_is_named(past: tuple[Call, ...]) -> None:
+    """Its forward is mixed with that of the other rank, which then calls backward where it calls forward again."""
+    known = two_ranks((*past, *STEP[:6], STEP[0]), (*past, *STEP[:7]), 6, 5)
+    found = diagnose(known, limit=LIMIT)
+    assert found is not None and (found.kind, found.ranks) == ("different", (0,))
+    text = describe(found, {rank.rank: rank for rank in known}).message
+    assert "Rank 0 had called the model 6 times, the others 5 times." in text and "left out" not in text
+
+
+def test_rank_that_does_not_call_the_model_with_the_others_is_named() -> None:
+    alone = replace(rank_calls(2, STEP[:7], waits=5.0), steps=0, forwards=1)
+    calls = (*STEP[:6], STEP[0])
+    known = [replace(rank_calls(rank, calls, waits=5.0), steps=0, forwards=2) for rank in (0, 1, 3)] + [alone]
+    found = diagnose(known, limit=LIMIT)
+    assert found is not None and found.ranks == (2,)
+    assert "Rank 2 had called the model once, the others twice." in describe(found, {r.rank: r for r in known}).message
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("call", [Call("barrier"), Call("all-gather", 1, "float32")])
+def test_rank_of_two_with_an_unusual_call_is_named(odd: int, call: Call) -> None:
+    calls = [(*STEP * 2, *STEP[:3])] * 2
+    calls[odd] = (*STEP * 2, *STEP[:2], call)
+    known = two_ranks(*calls)
+    found = diagnose(known, limit=LIMIT)
+    assert found is not None and found.ranks == (odd,)
+    text = describe(found, {rank.rank: rank for rank in known}).message
+    assert f"In earlier steps, the call before was not followed by that of rank {odd}." in text
+
+
+def test_two_ranks_are_named_if_nothing_shows_which_differs() -> None:
+    known = two_ranks(STEP[:7], (*STEP[:6], STEP[0]))
+    found = diagnose(known, limit=LIMIT)
+    assert found is not None and found.ranks == (0, 1)
+
+
 @pytest.mark.parametrize(
     "other",
     [
