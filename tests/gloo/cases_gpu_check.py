@@ -15,6 +15,7 @@ def run(case: dict[str, Any]) -> Any:
 
     sys.path.insert(0, str(BENCH))
     try:
+        import gpu_checks_launched  # noqa: F401  (adds its checks)
         from gpu_checks import run_check
 
         return run_check(case)

@@ -15,7 +15,7 @@ from ranks import RankError, Ranks
 
 SLOW = (
     "training", "launcher", "restart", "compiled", "ignored_modules", "scaler", "activation_offload", "generation",
-    "loading", "pinned_saves", "bench", "profiler", "prediction",
+    "loading", "pinned_saves", "bench", "profiler", "prediction", "hangs",
 )  # fmt: skip
 """Checks that take seconds."""
 

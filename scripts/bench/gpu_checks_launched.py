@@ -1,0 +1,156 @@
+"""The checks of gpu_check.py that start ranks of their own: with ``hf-fsdp launch``, ``bench`` and ``profile``.
+
+Only rank 0 of the case starts them. Importing this module adds them to ``gpu_checks.CHECKS``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import ROOT
+from gpu_checks import SIZES, Case, check, config, device_of, expect
+
+_HANG_LIMIT = 8.0
+"""Seconds: longer than the first steps of the small model, for which NCCL starts and kernels are compiled."""
+
+
+@check
+def launcher(case: Case) -> Case:
+    """Start a Trainer with ``hf-fsdp launch``. It runs in processes of its own; only rank 0 starts it."""
+    result = on_rank_0(lambda folder: launch(case, folder))
+    expect(result["code"] == 0, f"exit code {result['code']}: {result['text']}")
+    found = result["report"]
+    expect((found["world_size"], found["device"]) == (case["ranks"], case["device"]), f"report: {found}")
+    return found
+
+
+@check
+def restart(case: Case) -> Case:
+    """Kill a rank of a launched Trainer. The launcher frees the devices and resumes from the last checkpoint."""
+    result = on_rank_0(lambda folder: launch(case, folder, "kill", "--max_restarts", "1"))
+    expect(result["code"] == 0, f"exit code {result['code']}: {result['text']}")
+    restarts = result["restarts"]
+    expect((restarts["count"], restarts["lost_steps"]) == (1, 1), f"restarts: {restarts}")
+    return {"restarts": restarts["count"], "lost_steps": restarts["lost_steps"]}
+
+
+@check
+def hangs(case: Case) -> Case:
+    """Let a rank sleep in a launched Trainer: the launcher names it, its place and the unit, and frees the devices."""
+    done = on_rank_0(lambda folder: launch(case, folder, "hang", "--hang_timeout", f"{_HANG_LIMIT:g}"))
+    if case["ranks"] == 1:  # nobody waits for it
+        expect(done["code"] == 0, f"exit code {done['code']}: {done['text']}")
+        return {"code": 0}
+    last = case["ranks"] - 1
+    expect(done["code"] == 75, f"exit code {done['code']}: {done['text']}")
+    found = re.search(rf"rank {last} is late: .* waited for (\d+) s in (.*?\))", done["text"])
+    expect(found is not None and "time.sleep" in done["text"] and "FSDP-E728" in done["text"], done["text"])
+    assert found is not None
+    return {"waited_s": int(found[1]), "collective": found[2]}
+
+
+def on_rank_0(run: Callable[[Path], Any]) -> Any:
+    """Call a function with a new folder on rank 0, and return its result on all ranks."""
+    import torch.distributed as dist
+
+    done: list[Any] = [None]
+    if dist.get_rank() == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            done = [run(Path(folder))]
+    dist.broadcast_object_list(done)
+    return done[0]
+
+
+def launch(case: Case, folder: Path, fault: str = "", *flags: str) -> Case:
+    """Run a Trainer on the ranks of a case, and return its exit code, output and a part of its report.
+
+    Args:
+        fault: ``kill`` or ``hang``: what happens to the last rank in the first attempt; empty for nothing.
+        flags: of the launcher.
+    """
+    done = run_verb(case, folder, "launch", flags, [fault] * bool(fault))
+    report = folder / "out" / "fsdp_report.json"
+    found = json.loads(report.read_text()) if report.exists() else {}
+    kept = {key: found.get(key) for key in ("world_size", "device", "backend")}
+    text, restarts = (done.stdout + done.stderr)[-4000:], found.get("restarts")
+    return {"code": done.returncode, "text": text, "report": kept, "restarts": restarts}
+
+
+@check
+def bench(case: Case) -> Case:
+    """Measure DDP and a sharded case with ``hf-fsdp bench``, in processes of its own: times and peak memory."""
+    code, tree, text = on_rank_0(lambda folder: run_bench(case, folder))
+    expect(code == 0 and tree["ok"], f"exit code {code}: {text}")
+    source = device_of(case).peak_source if case["device"] != "cpu" else "resident memory"
+    for row in tree["cases"]:
+        expect(row["step_seconds"] > 0 and row["peak_bytes"] and row["peak_source"] == source, f"{row}")
+    ddp, sharded = tree["cases"]
+    expect(abs(sharded["loss"] / ddp["loss"] - 1) < 1e-2, f"losses {ddp['loss']} and {sharded['loss']}")
+    names = ("case", "step_seconds", "peak_bytes", "predicted_bytes", "mfu")
+    return {"cases": [{name: row[name] for name in names} for row in tree["cases"]]}
+
+
+def run_bench(case: Case, folder: Path) -> tuple[int, Case, str]:
+    """Run ``hf-fsdp bench`` on the ranks of a case, and return its exit code, its result and its last messages."""
+    model = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES}
+    (folder / "config.json").write_text(json.dumps(model))
+    command = [
+        sys.executable, "-m", "hf_fsdp_plugin.cli.main", "bench", "--json", "--model", str(folder), "--rounds", "1",
+        "--world-sizes", str(case["ranks"]), "--strategies", "ddp,full_shard", "--versions", str(case["version"]),
+        "--seq-len", "64", "--steps", "3", *(["--cpu"] if case["device"] == "cpu" else []),
+    ]  # fmt: skip
+    set_by_launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC", "ACCELERATE")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(set_by_launchers)}
+    environ["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=False)
+    return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr[-600:]
+
+
+def run_profile(case: Case, folder: Path) -> Case:
+    """Run ``hf-fsdp profile`` on the ranks of a case, and return its result, or its last messages after a failure."""
+    flags = ["--json", "--output", f"{folder}/profile", "--warmup", "1", "--active", "2", "--after", "1"]
+    done = run_verb(case, folder, "profile", [*flags, "--no_memory"])
+    tree: Case = json.loads(done.stdout) if done.returncode == 0 else {"failed": (done.stdout + done.stderr)[-600:]}
+    return tree
+
+
+def run_verb(
+    case: Case, folder: Path, verb: str, flags: Sequence[str], more: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run the Trainer's script with a verb that starts ranks."""
+    (folder / "config.json").write_text(json.dumps(config(case)))
+    inherited = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+    environ = {name: value for name, value in os.environ.items() if name not in inherited}
+    environ = {name: value for name, value in environ.items() if not name.startswith(("TORCHELASTIC", "ACCELERATE"))}
+    paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    command = [
+        sys.executable, "-m", "hf_fsdp_plugin.cli.main", verb, "--config_file", str(folder / "config.json"), *flags,
+        str(Path(__file__).parent / "gpu_check_trainer.py"), str(folder / "out"), case["precision"], *more,
+    ]  # fmt: skip
+    environ["PYTHONPATH"] = paths
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=False)
+
+
+@check
+def profiler(case: Case) -> Case:
+    """Profile a launched Trainer: the phases add up to the step, and the kernels of collectives are recognized."""
+    found = on_rank_0(lambda folder: run_profile(case, folder))
+    expect("failed" not in found, f"profile: {found.get('failed')}")
+    wall, total = found["overhead"]["profiled_seconds"], found["total"]
+    # A device may be a step behind the CPU, whose clock measures the step.
+    expect(
+        abs(total["seconds"] / wall - 1) < (0.03 if case["device"] == "cpu" else 0.1),
+        f"phases: {total['seconds']} s of {wall} s",
+    )
+    expect(total["compute_seconds"] > 0, f"computation: {total}")
+    calls = {kind: sums["calls"] for kind, sums in found["collectives"].items()}
+    expect(case["ranks"] == 1 or {"all_gather", "reduce_scatter"} <= set(calls), f"collectives: {calls}")
+    return {"step_seconds": wall, "exposed_seconds": total["exposed_seconds"], "calls": calls}
