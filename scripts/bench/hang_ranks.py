@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import gather as gather_tensors
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 RANK = int(os.environ["RANK"])
@@ -51,9 +53,47 @@ class Samples(torch.utils.data.Dataset[Any]):
         return {"input_ids": tokens, "labels": tokens}
 
 
+class Collate:
+    """Makes batches; the worker of rank 1 does not end one of them."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.num_batches = kind, 0
+
+    @property
+    def num_workers(self) -> int:
+        return int(self.kind == "collate")
+
+    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        self.num_batches += 1
+        if RANK == 1 and self.kind == "collate" and self.num_batches == FAULT_STEP + 2:
+            note()
+            while True:
+                pass
+        return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
 def sleep() -> None:
     if RANK == 1:
         time.sleep(PAUSE)
+
+
+def lock() -> None:
+    """Wait for a lock that this thread itself holds."""
+    if RANK == 1:
+        held = threading.Lock()
+        held.acquire()
+        held.acquire()
+
+
+def barrier() -> None:
+    if RANK == 0:
+        dist.barrier()
+
+
+def gather() -> None:
+    """Gather a metric once more on one rank, as in a branch that depends on the data."""
+    if RANK == 1:
+        gather_tensors(torch.ones(5))
 
 
 def stop() -> None:
@@ -76,6 +116,9 @@ def reduce_dtypes() -> None:
 
 FAULTS: dict[str, Callable[[], None]] = {
     "sleep": sleep,
+    "lock": lock,
+    "barrier": barrier,
+    "gather": gather,
     "stop": stop,
     "leave": leave,
     "shapes": reduce_shapes,
@@ -96,16 +139,24 @@ def set_layers(model: Any, kind: str, step: int) -> None:
 def train_loop(kind: str) -> None:
     accelerator = Accelerator()
     model: Any = LlamaForCausalLM(LlamaConfig(**SIZES, use_cache=False))
-    loader = torch.utils.data.DataLoader(Samples(kind), batch_size=1)
+    collate = Collate(kind)
+    loader = torch.utils.data.DataLoader(Samples(kind), 1, num_workers=collate.num_workers, collate_fn=collate)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     batches = iter(loader)
+    if kind == "warm" and RANK == 0:
+        note()
+        model(**next(batches))
     for step in range(NUM_STEPS - 2 * (kind == "steps" and RANK == 1)):
         batch = next(batches)
         set_layers(model, kind, step)
         if step == FAULT_STEP and kind in FAULTS:
             note()
             FAULTS[kind]()
-        accelerator.backward(model(**batch).loss)
+        loss = model(**batch).loss
+        if kind == "nan" and step == FAULT_STEP and RANK == 1:
+            note()
+            break  # as if its loss were not finite
+        accelerator.backward(loss)
         if step == FAULT_STEP and RANK == 0:
             alone(kind, accelerator, model, batch)
         optimizer.step()
@@ -133,11 +184,17 @@ class Faults(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
         set_layers(model, self.kind, state.global_step)
+        if self.kind == "warm" and state.global_step == 0 and RANK == 0:
+            note()
+            model(**{name: tensor[None] for name, tensor in Samples("none")[0].items()})
         if state.global_step == FAULT_STEP and self.kind in FAULTS:
             note()
             FAULTS[self.kind]()
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        if self.kind == "nan" and state.global_step == FAULT_STEP and RANK == 1:
+            note()
+            control.should_training_stop = True
         if state.global_step != FAULT_STEP or RANK != 0:
             return
         note()
@@ -153,17 +210,22 @@ class Faults(TrainerCallback):
 def train_with_trainer(kind: str) -> None:
     num_steps = NUM_STEPS - 2 * (kind == "steps" and RANK == 1)
     clipping = {"max_grad_norm": 0.0} if kind == "clip" else {}
+    data, collate = Samples(kind), Collate(kind)
     arguments = TrainingArguments(
-        "out", max_steps=num_steps, per_device_train_batch_size=1, save_strategy="no", report_to=[], **clipping
-    )
+        "out", max_steps=num_steps, per_device_train_batch_size=1, save_strategy="no", report_to=[],
+        dataloader_num_workers=collate.num_workers, **clipping,
+    )  # fmt: skip
     faults = Faults(kind)
-    data = Samples(kind)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, use_cache=False))
     evaluated = torch.utils.data.Subset(data, range(2))
-    trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=evaluated, callbacks=[faults])
+    trainer = Trainer(
+        model, arguments, data_collator=collate, train_dataset=data, eval_dataset=evaluated, callbacks=[faults]
+    )
     faults.trainer = trainer
     trainer.train()
     note()
+    if kind == "predict" and RANK == 0:
+        trainer.predict(evaluated)
 
 
 def train_slowly(seconds: float) -> None:

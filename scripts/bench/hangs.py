@@ -45,9 +45,19 @@ EXPECTED = {
     "generate": rf"{_UNIT}.*FSDP-E7(?s:.*)rank 0 was in generate|generate.*{_UNIT}.*FSDP-E7",
     "clip": rf"clip_grad_norm_.*{_UNIT}.*FSDP-E7|{_UNIT}.*FSDP-E7(?s:.*)rank 0 was in clip_grad_norm_",
     "shapes": _REDUCED,
+    "lock": rf"{_LATE}(?s:.*)held\.acquire",
+    "collate": rf"{_LATE}(?s:.*)(__next__|the data loader)",
+    "barrier": r"rank 0 .*barrier.*FSDP-E7|rank 0: barrier.*FSDP-E7",
+    "gather": r"rank 1: all-gather[^;]*\(5 × fp32\).*(by that of rank 1|[Rr]ank 1 ).*FSDP-E7",
+    "nan": rf"rank 1 was in all_gather .*all-gather.*FSDP-E7|{_UNIT}(?s:.*)rank 1 .*(ended|report)|"
+    rf"rank 1 .*(ended|report).* {_UNIT}",
+    "warm": rf"{_UNIT}.*Rank 0 had called the model twice, the others once.*FSDP-E7",
+    "predict": rf"rank 1 .*(ended|report).*{_UNIT}|{_UNIT}(?s:.*)rank 1 .*(ended|report)|predict.*FSDP-E670",
     "dtypes": r"all-reduce \(4 × (fp32|float64)\).*all-reduce \(4 × (fp32|float64)\).*FSDP-E7(29|43)",
 }
 """Kind -> what the output must contain: the rank, the unit or the collective, and the code of the problem."""
+WAYS = {"predict": ("trainer",)}
+"""Ways of the kinds that do not exist in both."""
 CONFIG = """\
 compute_environment: LOCAL_MACHINE
 distributed_type: FSDP
@@ -171,6 +181,8 @@ def main() -> int:
     for version in arguments.versions:
         for way in arguments.ways:
             for kind in arguments.kinds:
+                if way not in WAYS.get(kind, (way,)):
+                    continue
                 outcome = provoke(kind, version, way)
                 outcomes.append(outcome)
                 verdict = "named" if outcome.passed else "FAILED"

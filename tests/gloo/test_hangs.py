@@ -11,12 +11,12 @@ from launching import launch, write
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
 
-from hangs import EXPECTED, provoke, train_healthily  # type: ignore[import-not-found]
+from hangs import EXPECTED, WAYS, provoke, train_healthily  # type: ignore[import-not-found]
 
 from hf_fsdp_plugin.cli.exit_codes import HANG
 
 QUICK = {("sleep", 1, "loop"), ("skip", 2, "loop")}
-CASES = [(kind, version, way) for kind in EXPECTED for version in (1, 2) for way in ("loop", "trainer")]
+CASES = [(kind, version, way) for kind in EXPECTED for version in (1, 2) for way in WAYS.get(kind, ("loop", "trainer"))]
 
 
 def slow_unless_quick(case: tuple[str, int, str]) -> Any:
