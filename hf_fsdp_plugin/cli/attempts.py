@@ -31,8 +31,9 @@ from hf_fsdp_plugin.cli.hang_report import format_hang, write_hang
 from hf_fsdp_plugin.cli.hang_watch import Hang, HangWatch
 from hf_fsdp_plugin.cli.rank_env import rank_env, restart_env
 from hf_fsdp_plugin.cli.rank_files import RankFiles, write_atomically
-from hf_fsdp_plugin.cli.ranks import Ranks, RunResult
+from hf_fsdp_plugin.cli.ranks import Ranks
 from hf_fsdp_plugin.cli.rendezvous import Rendezvous
+from hf_fsdp_plugin.cli.run_result import RunResult
 from hf_fsdp_plugin.cli.verdicts import assess_attempt
 from hf_fsdp_plugin.cli.world import World
 from hf_fsdp_plugin.observe.restarts import Restarts

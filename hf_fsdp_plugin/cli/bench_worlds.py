@@ -16,8 +16,9 @@ from hf_fsdp_plugin.cli.bench_arguments import Request
 from hf_fsdp_plugin.cli.failure_summary import first_failure, summarize
 from hf_fsdp_plugin.cli.launch_flags import LaunchArguments
 from hf_fsdp_plugin.cli.rank_env import rank_env, settings_env
-from hf_fsdp_plugin.cli.ranks import Ranks, RunResult
+from hf_fsdp_plugin.cli.ranks import Ranks
 from hf_fsdp_plugin.cli.rendezvous import Peers, meet_locally
+from hf_fsdp_plugin.cli.run_result import RunResult
 from hf_fsdp_plugin.cli.world import World
 from hf_fsdp_plugin.integrations.bench.cases import Case, Setting
 from hf_fsdp_plugin.integrations.bench.jobs import Events, Job, Task

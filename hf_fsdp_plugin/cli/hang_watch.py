@@ -16,7 +16,8 @@ from hf_fsdp_plugin.cli.places import Frame, find_place, read_stack
 from hf_fsdp_plugin.cli.processes import Use, is_halted, processor_use
 from hf_fsdp_plugin.cli.rank_files import RankFiles
 from hf_fsdp_plugin.integrations.step_count import read_counts
-from hf_fsdp_plugin.observe.hang.calls import Glance, RankCalls, glance, read_calls
+from hf_fsdp_plugin.observe.hang.call_files import Glance, glance, read_calls
+from hf_fsdp_plugin.observe.hang.calls import RankCalls
 from hf_fsdp_plugin.observe.hang.describe import describe, describe_busy, describe_standstill
 from hf_fsdp_plugin.observe.hang.diagnose import Diagnosis, diagnose
 from hf_fsdp_plugin.problems import Problem

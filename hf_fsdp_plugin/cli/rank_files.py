@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_fsdp_plugin.observe.hang.calls import CallFiles
+from hf_fsdp_plugin.observe.hang.call_files import CallFiles
 
 FILES_VARIABLE = "HF_FSDP_RANK_FILES"
 """Environment variable with the path of a rank's files, without their suffix."""

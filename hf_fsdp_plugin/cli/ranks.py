@@ -9,26 +9,22 @@ rank failed first and why. The processes that a rank has started end with the at
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.cli.hang_watch import Hang, HangWatch
 from hf_fsdp_plugin.cli.leftovers import RUN_VARIABLE, Guard, Leftover, end_processes, run_name
-from hf_fsdp_plugin.cli.places import STACK_SIGNAL, Frame, Place, RanksAt, find_place, read_stack
-from hf_fsdp_plugin.cli.processes import is_halted
 from hf_fsdp_plugin.cli.rank_files import FILES_VARIABLE, RankFiles
-from hf_fsdp_plugin.cli.rank_output import RankOutput, last_lines
+from hf_fsdp_plugin.cli.rank_output import RankOutput
+from hf_fsdp_plugin.cli.rank_process import TERM_SECONDS, RankProcess
 from hf_fsdp_plugin.cli.rendezvous import Peers
-from hf_fsdp_plugin.integrations.step_count import Counts, read_counts
-from hf_fsdp_plugin.observe.hang.calls import RankCalls, read_calls
+from hf_fsdp_plugin.cli.run_result import RunResult
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import plural
 
@@ -39,146 +35,8 @@ _SETTLE_SECONDS = 2.0
 """Seconds from the first failure to SIGTERM. Ranks that wait for the failed rank often fail in this time."""
 _TEARDOWN_SECONDS = 10.0
 """Seconds that a rank has to exit after its exception."""
-_TERM_SECONDS = 5.0
-"""Seconds from SIGTERM to SIGKILL after a rank has failed."""
-_SAVE_SECONDS = 25.0
-"""The same while the rank writes a checkpoint in the background, for which its handler of SIGTERM waits 20 seconds."""
 _FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _STOPPING = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankExit:
-    """How a rank exited.
-
-    Attributes:
-        code: exit code, or minus the number of the signal.
-        stopped: whether the launcher stopped it.
-        time: time of its exception or, if it recorded none, of its exit, in seconds since the epoch.
-        failure: what the rank recorded (see ``run_script``); None if it recorded nothing.
-        tail: last lines of its stderr; empty if stderr went to the terminal.
-        stack: its stack at the failure, outermost frame first; empty if that is unknown.
-        counts: its optimizer steps and forwards; ``None`` if they were not counted.
-        ended: whether its script had ended without an error.
-        halted: whether SIGSTOP or a debugger had stopped its process when it was asked for its stack.
-        calls: its collectives; ``None`` if they are unknown.
-    """
-
-    rank: int
-    pid: int
-    code: int
-    stopped: bool
-    time: float
-    failure: Mapping[str, Any] | None
-    tail: tuple[str, ...]
-    stack: tuple[Frame, ...] = ()
-    counts: Counts | None = None
-    ended: bool = False
-    halted: bool = False
-    calls: RankCalls | None = None
-
-    @property
-    def left_silently(self) -> bool:
-        """Whether it exited before the end of its script, without an error and without the launcher."""
-        return self.code == 0 and self.failure is None and not self.ended and not self.stopped
-
-    @property
-    def place(self) -> Place | None:
-        """Where it was at the failure; ``None`` if that is unknown."""
-        return find_place(self.stack, self.counts)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunResult:
-    """How the ranks of this machine exited.
-
-    Attributes:
-        signal_number: the signal that stopped the launcher, or 0.
-        remote_failure: the failure of a rank on another machine, if any.
-        elsewhere: where the ranks of other machines were.
-        notes: what is not known of other machines.
-        hang: why the run was ended, if ranks of this machine waited for too long.
-    """
-
-    exits: tuple[RankExit, ...]
-    signal_number: int = 0
-    remote_failure: str | None = None
-    elsewhere: tuple[RanksAt, ...] = ()
-    notes: tuple[str, ...] = ()
-    hang: Hang | None = None
-
-
-@dataclass(kw_only=True)
-class _Rank:
-    rank: int
-    process: subprocess.Popen[bytes]
-    files: RankFiles
-    tail: deque[str]
-    exit_time: float | None = None
-    stopped: bool = False
-    halted: bool = False
-    term_sent: float | None = None
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def poll(self) -> int | None:
-        code = self.process.poll()
-        if code is not None and self.exit_time is None:
-            self.exit_time = time.time()
-        return code
-
-    @property
-    def has_failed(self) -> bool:
-        return (self.poll() or 0) != 0 or self.files.failure.exists()
-
-    @property
-    def seconds_after_term(self) -> float:
-        return _SAVE_SECONDS if self.files.saving.exists() else _TERM_SECONDS
-
-    def send(self, number: int) -> None:
-        """Send a signal to the rank only. The rank is responsible for its children."""
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(number)
-
-    def request_stacks(self) -> None:
-        """Make the rank record its stacks. Does nothing if it cannot yet, or has recorded where it failed."""
-        self.halted = is_halted(self.process.pid)
-        if STACK_SIGNAL is not None and self.files.stacks.exists() and not self.files.failure.exists():
-            self.send(STACK_SIGNAL)
-
-    def kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-
-    def result(self) -> RankExit:
-        try:
-            failure: Mapping[str, Any] | None = json.loads(self.files.failure.read_text())
-        except (OSError, ValueError):
-            failure = None
-        counts, calls = read_counts(self.files.steps), read_calls(self.rank, self.files.calls)
-        if counts is not None:
-            calls = replace(calls, steps=counts.steps, forwards=counts.forwards)
-        return RankExit(
-            rank=self.rank,
-            pid=self.process.pid,
-            code=self.process.returncode,
-            stopped=self.stopped,
-            time=failure["time"] if failure is not None else self.exit_time or time.time(),
-            failure=failure,
-            tail=tuple(last_lines(self.tail)),
-            stack=tuple(self._stack(failure)),
-            counts=counts,
-            ended=self.files.ended.exists(),
-            halted=self.halted,
-            calls=calls,
-        )
-
-    def _stack(self, failure: Mapping[str, Any] | None) -> Sequence[Frame]:
-        if failure is not None:
-            return [Frame(frame["file"], frame["line"], frame["name"]) for frame in failure["frames"]]
-        return read_stack(self.files.stacks) if self.process.returncode != 0 else ()
 
 
 class Ranks:
@@ -207,7 +65,7 @@ class Ranks:
         self._scratch = scratch
         self._notice = notice
         self._noticed: set[str] = set()
-        self._ranks: list[_Rank] = []
+        self._ranks: list[RankProcess] = []
         self._signal = 0
         self._kill_at = float("inf")
         self._run = run_name()
@@ -227,7 +85,7 @@ class Ranks:
             start_new_session=True,
         )
         # Appended before anything else can fail, so that close() ends the rank.
-        started = _Rank(rank=rank, process=process, files=files, tail=deque())
+        started = RankProcess(rank=rank, process=process, files=files, tail=deque())
         self._ranks.append(started)
         started.tail = self._output.forward(rank, process, is_first=is_first)
 
@@ -305,11 +163,11 @@ class Ranks:
     def _stop_after_broken_pipe(self) -> None:
         """Stop the run as SIGPIPE stops other programs, because nobody reads its output any more."""
         self._signal = signal.SIGPIPE
-        self._kill_at = time.monotonic() + _TERM_SECONDS
+        self._kill_at = time.monotonic() + TERM_SECONDS
         for rank in self._running():
             rank.send(signal.SIGTERM)
 
-    def _running(self) -> list[_Rank]:
+    def _running(self) -> list[RankProcess]:
         return [rank for rank in self._ranks if rank.poll() is None]
 
     def _request_stacks(self) -> None:

@@ -17,8 +17,8 @@ from hf_fsdp_plugin.cli.failure_summary import (
     summarize_hang,
 )
 from hf_fsdp_plugin.cli.hang_watch import Hang
-from hf_fsdp_plugin.cli.ranks import RankExit, RunResult
 from hf_fsdp_plugin.cli.restarts import Verdict
+from hf_fsdp_plugin.cli.run_result import RankExit, RunResult
 from hf_fsdp_plugin.observe.restarts import FailedAttempt, Restarts
 
 PROGRAM_ERRORS: Final = (ImportError, SyntaxError, NameError, AttributeError, TypeError)

@@ -112,7 +112,8 @@ def unmanaged_parameters(model: nn.Module, units: Iterable[UnitObservation]) -> 
 def gradient_bytes(model: nn.Module, units: Sequence[UnitObservation]) -> int:
     """Return the bytes of the gradients that exist on this rank now; 0 after ``zero_grad``."""
     tensors = [gradient for unit in units for gradient in unit.live.gradients]
-    tensors += [p.grad for p in unmanaged_parameters(model, units) if p.grad is not None]
+    # Between two collectives, parameters of FSDP1 can be views of gathered ones, which have no gradient.
+    tensors += [p.grad for p in unmanaged_parameters(model, units) if p.is_leaf and p.grad is not None]
     return storage_bytes(tensors)
 
 

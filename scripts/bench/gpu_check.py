@@ -4,8 +4,8 @@ Each case runs in separate processes, because a CUDA error would affect later ca
 run, and two ranks share the GPU as an experiment. With two or more GPUs, cases of two ranks run too, on one GPU each.
 ``--cpu`` runs the same checks on CPU ranks with gloo, to test this program: there is nothing to pin, and no fp16.
 
-A case passes, fails, or is refused by the plugin with a ``SpecError``. The checks are in gpu_checks.py, those that start
-ranks of their own in gpu_checks_launched.py.
+A case passes, fails, or is refused by the plugin with a ``SpecError``. The checks are in gpu_checks.py, and in
+gpu_checks_launched.py those that start ranks of their own.
 """
 
 from __future__ import annotations

@@ -472,7 +472,8 @@ def collectives(case: Case) -> Case:
     import torch.distributed as dist
 
     from hf_fsdp_plugin.integrations.call_record import record_calls
-    from hf_fsdp_plugin.observe.hang.calls import CallFiles, from_json, read_calls
+    from hf_fsdp_plugin.observe.hang.call_files import CallFiles, read_calls
+    from hf_fsdp_plugin.observe.hang.calls import from_json
     from hf_fsdp_plugin.observe.hang.diagnose import compare
     from hf_fsdp_plugin.observe.hang.record import record
 

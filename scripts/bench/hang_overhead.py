@@ -73,7 +73,7 @@ def measure(args: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from hf_fsdp_plugin.integrations.call_record import record_calls
-    from hf_fsdp_plugin.observe.hang.calls import CallFiles, glance
+    from hf_fsdp_plugin.observe.hang.call_files import CallFiles, glance
     from hf_fsdp_plugin.observe.hang.record import record
 
     torch.set_num_threads(1)

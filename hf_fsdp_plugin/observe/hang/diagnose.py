@@ -13,14 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from hf_fsdp_plugin.observe.hang.calls import (
-    POINT_TO_POINT,
-    Call,
-    GroupCalls,
-    RankCalls,
-    Wait,
-    unpack_ranks,
-)
+from hf_fsdp_plugin.observe.hang.calls import POINT_TO_POINT, Call, GroupCalls, RankCalls, Wait, unpack_ranks
 from hf_fsdp_plugin.observe.hang.skipped import find_skipped, find_unusual
 
 Kind = Literal["late", "different", "circle", "stuck"]

@@ -14,8 +14,7 @@ from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
-from hf_fsdp_plugin.observe.hang.calls import (
-    ARRIVALS,
+from hf_fsdp_plugin.observe.hang.call_files import (
     CALL_WORDS,
     COUNT_AT,
     FORMAT,
@@ -26,8 +25,8 @@ from hf_fsdp_plugin.observe.hang.calls import (
     WAITING_AT,
     WORD,
     CallFiles,
-    pack_ranks,
 )
+from hf_fsdp_plugin.observe.hang.calls import ARRIVALS, pack_ranks
 
 if TYPE_CHECKING:  # torch is imported with the first process group
     import torch

@@ -26,8 +26,9 @@ from hf_fsdp_plugin.cli.inquiries import Inquiries, StoreInquiries
 from hf_fsdp_plugin.cli.launcher_store import LauncherStore
 from hf_fsdp_plugin.cli.processes import is_halted, processor_use
 from hf_fsdp_plugin.cli.rank_files import RankFiles
-from hf_fsdp_plugin.cli.ranks import RunResult
-from hf_fsdp_plugin.observe.hang.calls import RankCalls, read_calls
+from hf_fsdp_plugin.cli.run_result import RunResult
+from hf_fsdp_plugin.observe.hang.call_files import read_calls
+from hf_fsdp_plugin.observe.hang.calls import RankCalls
 from hf_fsdp_plugin.observe.hang.record import CallRecord
 
 LIMIT = 0.4

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.cli.ranks import RankExit, RunResult
 from hf_fsdp_plugin.cli.restarts import Decision, Verdict, decide, lost_machine
+from hf_fsdp_plugin.cli.run_result import RankExit, RunResult
 from hf_fsdp_plugin.cli.verdicts import assess_attempt
 from hf_fsdp_plugin.integrations.step_count import Counts
 from hf_fsdp_plugin.observe.restarts import FailedAttempt, Restarts

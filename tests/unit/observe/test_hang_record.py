@@ -14,17 +14,8 @@ import pytest
 import torch
 
 from hf_fsdp_plugin.observe.hang import calls as layout
-from hf_fsdp_plugin.observe.hang.calls import (
-    NUM_SLOTS,
-    WORD,
-    Call,
-    CallFiles,
-    from_json,
-    glance,
-    pack_ranks,
-    read_calls,
-    unpack_ranks,
-)
+from hf_fsdp_plugin.observe.hang.call_files import NUM_SLOTS, WORD, CallFiles, glance, read_calls
+from hf_fsdp_plugin.observe.hang.calls import Call, from_json, pack_ranks, unpack_ranks
 from hf_fsdp_plugin.observe.hang.record import CallRecord
 
 
