@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,14 @@ def run_two_ranks(script: str, arguments: Sequence[str], environ: Mapping[str, s
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command = [*torchrun, script, *arguments]
     return subprocess.run(command, env={"OMP_NUM_THREADS": "1", **environ}, check=False).returncode
+
+
+def main_of_two_ranks(script: str, measure: Callable[[], None]) -> int:
+    """Measure on this rank, or start two ranks of the script with the arguments of this process."""
+    if "RANK" in os.environ:
+        measure()
+        return 0
+    return run_two_ranks(script, sys.argv[1:])
 
 
 def describe_machine() -> dict[str, Any]:

@@ -20,23 +20,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import make_parser, run_two_ranks
-from step_overhead import block, make_model, median_interval, plugin_loop
+from common import main_of_two_ranks
+from step_overhead import block, make_model, median_interval, parse_blocks, plugin_loop
 from update_results import write_result
 
 NUM_CALLS = 20_000
 
 
 def parse_args() -> argparse.Namespace:
-    parser = make_parser(__doc__, "hang_overhead")
-    parser.add_argument("--pairs", type=int, default=40, help="pairs of blocks")
-    parser.add_argument("--block", type=int, default=2, help="steps in a block")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before measuring")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--length", type=int, default=192)
-    parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step")
-    return parser.parse_args()
+    return parse_blocks(__doc__, "hang_overhead", pairs=40)
 
 
 def record_seconds(record: Any) -> float:
@@ -133,10 +125,7 @@ def write(args: argparse.Namespace, times: dict[bool, list[float]], calls_per_st
 
 def main() -> int:
     args = parse_args()
-    if "RANK" in os.environ:
-        measure(args)
-        return 0
-    return run_two_ranks(__file__, sys.argv[1:])
+    return main_of_two_ranks(__file__, lambda: measure(args))
 
 
 if __name__ == "__main__":

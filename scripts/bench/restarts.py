@@ -19,13 +19,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from common import ROOT, make_parser
 from update_results import write_result
+
+from hf_fsdp_plugin.text import format_table
 
 STEPS, SAVE_STEPS = 60, 5
 MOMENTS = ("imports", "training", "saving")
@@ -138,6 +140,20 @@ def measure(version: int, kills: int, seed: int, root: Path) -> dict[str, Any]:
     }
 
 
+def table(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return a row per FSDP version; the first row is the head."""
+    head = ["FSDP", "exit code", "kills", "restarts", "lost steps", "equal losses", "seconds", "without kills"]
+    rows = [
+        [
+            str(run["version"]), str(run["exit_code"]), str(len(run["kills"])), str(run["restarts"]),
+            str(run["lost_steps"]), f"{run['bitwise_equal']} of {run['losses']}", f"{run['seconds']['killed']:.0f}",
+            f"{run['seconds']['uninterrupted']:.0f}",
+        ]
+        for run in runs
+    ]  # fmt: skip
+    return [head, *rows]
+
+
 def main() -> int:
     args = parse_args()
     with tempfile.TemporaryDirectory(prefix="restarts_") as name:
@@ -150,7 +166,9 @@ def main() -> int:
         "runs": runs,
     }
     write_result("restarts", args.out, result)
-    print(json.dumps(runs, indent=1))
+    print(format_table(table(runs), right=range(1, 8)))
+    for run in runs:
+        print(f"FSDP{run['version']} failed:\n{run['log']}" if run["log"] else "", end="")
     return 0 if all(run["exit_code"] == 0 and run["largest_relative_difference"] <= 1e-6 for run in runs) else 1
 
 

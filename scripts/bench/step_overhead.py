@@ -13,12 +13,11 @@ import argparse
 import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from common import make_llama, make_parser, run_two_ranks
+from common import main_of_two_ranks, make_llama, make_parser
 from update_results import write_result
 
 CONFIG = {
@@ -37,10 +36,15 @@ Step = Callable[[], float]
 
 
 def parse_args() -> argparse.Namespace:
-    parser = make_parser(__doc__, "step_overhead")
-    parser.add_argument("--pairs", type=int, default=20, help="pairs of blocks")
+    return parse_blocks(__doc__, "step_overhead", pairs=20)
+
+
+def parse_blocks(description: str | None, name: str, *, pairs: int) -> argparse.Namespace:
+    """Return the arguments of a measurement that compares blocks of steps in turn."""
+    parser = make_parser(description, name)
+    parser.add_argument("--pairs", type=int, default=pairs, help="pairs of blocks")
     parser.add_argument("--block", type=int, default=2, help="steps in a block")
-    parser.add_argument("--warmup", type=int, default=3, help="steps of each loop before measuring")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before measuring")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--length", type=int, default=192)
@@ -195,10 +199,7 @@ def write(
 
 def main() -> int:
     args = parse_args()
-    if "RANK" in os.environ:
-        measure(args)
-        return 0
-    return run_two_ranks(__file__, sys.argv[1:])
+    return main_of_two_ranks(__file__, lambda: measure(args))
 
 
 if __name__ == "__main__":

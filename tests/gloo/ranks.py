@@ -114,11 +114,11 @@ def forget_end_of_script() -> None:
     """Remove the announcement that the script of this rank has ended, because the rank runs another case."""
     import torch.distributed as dist
 
-    from hf_fsdp_plugin.backends.arrivals import _LEFT, _store
+    from hf_fsdp_plugin.backends.arrival_rounds import LEFT, arrival_store
 
     if dist.is_initialized():
-        for key in (f"{_LEFT}/rank{dist.get_rank()}", _LEFT):
-            _store().delete_key(key)
+        for key in (f"{LEFT}/rank{dist.get_rank()}", LEFT):
+            arrival_store().delete_key(key)
 
 
 def reset_process() -> None:

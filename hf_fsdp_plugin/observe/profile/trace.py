@@ -24,40 +24,42 @@ _MEMORY: Final = "[memory]"
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """An interval of one thread, in seconds since the epoch."""
+class Span:
+    """An interval of one CPU thread, in seconds since the epoch."""
 
-    name: str
     start: float
     end: float
     thread: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Issue:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event(Span):
+    """An operation or an annotation."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work(Span):
+    """A collective that a thread of gloo executes.
+
+    Attributes:
+        item_bytes: bytes of an element; 0 if the trace has no dtype, as for lists of tensors.
+    """
+
+    item_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Issue(Work):
     """The operation with which a CPU thread starts a collective.
 
     Attributes:
         elements: of the larger side of the collective on this rank; 0 if the trace has no shapes.
-        item_bytes: bytes of an element; 0 if the trace has no dtype, as for lists of tensors.
     """
 
     kind: CollectiveKind
-    start: float
-    end: float
-    thread: int
     elements: int = 0
-    item_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A collective that a thread of gloo executes. ``item_bytes`` is 0 if the trace has no dtype."""
-
-    start: float
-    end: float
-    thread: int
-    item_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,21 +165,21 @@ class _Reader:
         for kind, name, start, seconds, thread, args in sorted(self.rows, key=lambda row: row[2]):
             begin, end = base + start / 1e6, base + (start + seconds) / 1e6
             if kind == "user_annotation" and name.startswith(WORK_PREFIX):
-                trace.works.append(Work(begin, end, thread, max(_item_sizes(args), default=0)))
+                trace.works.append(Work(begin, end, thread, item_bytes=max(_item_sizes(args), default=0)))
             elif kind == "user_annotation":
-                trace.marks.append(Event(name, begin, end, thread))
+                trace.marks.append(Event(begin, end, thread, name=name))
             elif kind != "cpu_op":
                 launched = self.launches.get(int(args.get("correlation", -1)), start)
                 trace.kernels.append(_kernel(kind, name, begin, end, thread, base + launched / 1e6, args))
             elif name in ISSUES:
-                sizes = [_elements(dims) for dims in args.get("Input Dims", ()) if dims]
-                largest = max(sizes, default=0)
+                largest = max((_elements(dims) for dims in args.get("Input Dims", ()) if dims), default=0)
                 items = max(_item_sizes(args), default=0)
-                trace.issues.append(Issue(ISSUES[name], begin, end, thread, largest, items))
+                issue = Issue(begin, end, thread, kind=ISSUES[name], elements=largest, item_bytes=items)
+                trace.issues.append(issue)
             elif name == "_c10d_functional::wait_tensor":
-                trace.waits.append(Event(name, begin, end, thread))
+                trace.waits.append(Event(begin, end, thread, name=name))
             elif "::" in name and not name.startswith(_NOT_COMPUTATION):
-                trace.ops.append(Event(name, begin, end, thread))
+                trace.ops.append(Event(begin, end, thread, name=name))
         trace.memory = [MemoryPoint(base + time / 1e6, size, place) for time, size, place in sorted(self.memory)]
         return trace
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hf_fsdp_plugin.backends import arrivals
-from hf_fsdp_plugin.backends.arrivals import Round, announce_end, arrival_limit, preparation_limit, wait_for_all_ranks
+from hf_fsdp_plugin.backends import arrival_rounds, arrivals
+from hf_fsdp_plugin.backends.arrival_rounds import Round
+from hf_fsdp_plugin.backends.arrivals import announce_end, arrival_limit, preparation_limit, wait_for_all_ranks
 from hf_fsdp_plugin.problems import SpecError
 
 LONG, SHORT = 30.0, 0.3
@@ -62,7 +63,7 @@ def test_other_call_of_a_rank_is_named(store: dist.Store) -> None:
 
 
 def test_another_call_ends_the_round_before_the_limit(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrivals, "_SETTLE", SHORT)
+    monkeypatch.setattr(arrival_rounds, "_SETTLE", SHORT)
     began = time.monotonic()
     results = together(
         lambda: join(store, 0, "save", of=3, limit=LONG), lambda: join(store, 1, "evaluate", of=3, limit=LONG)
@@ -73,7 +74,7 @@ def test_another_call_ends_the_round_before_the_limit(store: dist.Store, monkeyp
 
 
 def test_round_ends_when_a_rank_will_not_come(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrivals, "_SETTLE", SHORT)
+    monkeypatch.setattr(arrival_rounds, "_SETTLE", SHORT)
     began = time.monotonic()
     waiting = Round(store, "clip", 0, 2, given_up=lambda: bool(store.check(["stepped"])))
     missing, _ = together(lambda: waiting.join(LONG), lambda: store.set("stepped", "1"))
@@ -92,7 +93,7 @@ def test_only_the_first_call_waits(world: dist.Store, monkeypatch: pytest.Monkey
 
 
 def test_first_step_of_another_rank_ends_the_wait(world: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrivals, "_SETTLE", SHORT)
+    monkeypatch.setattr(arrival_rounds, "_SETTLE", SHORT)
     monkeypatch.setattr(arrivals, "first_step", arrivals.FirstStep())
     arrivals.FirstStep().announce()  # by another rank
     began = time.monotonic()
@@ -102,7 +103,7 @@ def test_first_step_of_another_rank_ends_the_wait(world: dist.Store, monkeypatch
 
 
 def test_rank_that_ended_its_script_ends_the_wait(world: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrivals, "_SETTLE", SHORT)
+    monkeypatch.setattr(arrival_rounds, "_SETTLE", SHORT)
     with monkeypatch.context() as patch:
         patch.setattr(dist, "get_rank", lambda: 2)
         announce_end()
@@ -145,7 +146,8 @@ def world(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     """This process as rank 1 of 3 ranks with this store."""
     for name, value in (("is_initialized", True), ("get_world_size", 3), ("get_rank", 1)):
         monkeypatch.setattr(dist, name, lambda value=value: value)
-    monkeypatch.setattr(arrivals, "default_store", lambda: store)
+    for module in (arrivals, arrival_rounds):
+        monkeypatch.setattr(module, "default_store", lambda: store)
     return store
 
 

@@ -123,7 +123,7 @@ def test_rank_of_two_that_calls_the_model_alone_is_named(past: tuple[Call, ...])
     assert "Rank 0 had called the model 6 times, the others 5 times." in text and "left out" not in text
 
 
-def test_rank_that_does_not_call_the_model_with_the_others_is_named() -> None:
+def test_rank_that_leaves_a_forward_out_is_named() -> None:
     alone = replace(rank_calls(2, STEP[:7], waits=5.0), steps=0, forwards=1)
     calls = (*STEP[:6], STEP[0])
     known = [replace(rank_calls(rank, calls, waits=5.0), steps=0, forwards=2) for rank in (0, 1, 3)] + [alone]

@@ -15,29 +15,32 @@ def cpu_trace() -> Trace:
     trace = Trace()
     for step in (0, 100):
         trace.marks += [
-            Event("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", step + 0, step + 10, MAIN),
-            Event("hf_fsdp::forward", step + 10, step + 40, MAIN),
-            Event(f"{GATHER}layers.0", step + 11, step + 20, MAIN),
-            Event(WAIT, step + 13, step + 19, MAIN),
-            Event(f"{UNIT}layers.0", step + 10, step + 40, MAIN),
-            Event("hf_fsdp::backward", step + 45, step + 80, MAIN),
-            Event(f"{UNIT}layers.0", step + 46, step + 56, MAIN),
-            Event(WAIT, step + 71, step + 79, MAIN),
-            Event("Optimizer.step#AdamW.step", step + 85, step + 100, MAIN),
-            Event(BOUNDARY, step + 100, step + 100, MAIN),
+            Event(step + 0, step + 10, MAIN, name="enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"),
+            Event(step + 10, step + 40, MAIN, name="hf_fsdp::forward"),
+            Event(step + 11, step + 20, MAIN, name=f"{GATHER}layers.0"),
+            Event(step + 13, step + 19, MAIN, name=WAIT),
+            Event(step + 10, step + 40, MAIN, name=f"{UNIT}layers.0"),
+            Event(step + 45, step + 80, MAIN, name="hf_fsdp::backward"),
+            Event(step + 46, step + 56, MAIN, name=f"{UNIT}layers.0"),
+            Event(step + 71, step + 79, MAIN, name=WAIT),
+            Event(step + 85, step + 100, MAIN, name="Optimizer.step#AdamW.step"),
+            Event(step + 100, step + 100, MAIN, name=BOUNDARY),
         ]
         trace.ops += [
-            Event("aten::addmm", step + 20, step + 38, MAIN),
-            Event("aten::mul", step + 46, step + 70, MAIN),
-            Event("aten::mul", step + 50, step + 60, MAIN),
-            Event("aten::_foreach_add_", step + 86, step + 96, MAIN),
+            Event(step + 20, step + 38, MAIN, name="aten::addmm"),
+            Event(step + 46, step + 70, MAIN, name="aten::mul"),
+            Event(step + 50, step + 60, MAIN, name="aten::mul"),
+            Event(step + 86, step + 96, MAIN, name="aten::_foreach_add_"),
         ]
         trace.issues += [
-            Issue("all_gather", step + 12, step + 13, MAIN, 1000, 0),
-            Issue("reduce_scatter", step + 70, step + 71, MAIN, 500, 4),
+            Issue(step + 12, step + 13, MAIN, kind="all_gather", elements=1000),
+            Issue(step + 70, step + 71, MAIN, kind="reduce_scatter", elements=500, item_bytes=4),
         ]
-        trace.works += [Work(step + 12.5, step + 18, GLOO, 2), Work(step + 72, step + 78, GLOO, 4)]
-    trace.marks.append(Event(BOUNDARY, 0, 0, MAIN))
+        trace.works += [
+            Work(step + 12.5, step + 18, GLOO, item_bytes=2),
+            Work(step + 72, step + 78, GLOO, item_bytes=4),
+        ]
+    trace.marks.append(Event(0, 0, MAIN, name=BOUNDARY))
     trace.marks.sort(key=lambda mark: mark.start)
     return trace
 
@@ -89,12 +92,12 @@ def device_trace() -> Trace:
     """One step of 100 s. The device runs behind the CPU, which has launched everything after 40 s."""
     return Trace(
         marks=[
-            Event(BOUNDARY, 0, 0, MAIN),
-            Event("hf_fsdp::forward", 0, 20, MAIN),
-            Event("FSDP::all_gather (layers.0)", 1, 3, MAIN),
-            Event("hf_fsdp::backward", 20, 35, MAIN),
-            Event("Optimizer.step#AdamW.step", 35, 40, MAIN),
-            Event(BOUNDARY, 40, 40, MAIN),
+            Event(0, 0, MAIN, name=BOUNDARY),
+            Event(0, 20, MAIN, name="hf_fsdp::forward"),
+            Event(1, 3, MAIN, name="FSDP::all_gather (layers.0)"),
+            Event(20, 35, MAIN, name="hf_fsdp::backward"),
+            Event(35, 40, MAIN, name="Optimizer.step#AdamW.step"),
+            Event(40, 40, MAIN, name=BOUNDARY),
         ],
         kernels=[
             Kernel("ncclDevKernel_AllGather_RING_LL", 2, 12, 20, 2, "all_gather", False, 64),
