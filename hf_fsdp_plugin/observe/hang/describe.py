@@ -98,7 +98,7 @@ def _reason(difference: Difference) -> str:
         more = f" and {plural(len(skipped) - 1, 'more call')}" if len(skipped) > 1 else ""
         return f" {_ranks(ranks).capitalize()} left out {skipped[0]}{more}."
     ranks, most, few = difference.more_forwards
-    if ranks:
+    if ranks and (ranks == difference.ranks or difference.unusual != difference.ranks):
         own, others = (most, few) if ranks == difference.ranks else (few, most)
         return (
             f" {_ranks(difference.ranks).capitalize()} had called the model {_times(own)}, the others {_times(others)}."

@@ -50,7 +50,7 @@ class Difference:
         skipped: the ranks that have left calls out, which are the reason, and these calls; empty if that is unknown.
         unusual: the ranks whose call did not follow the one before in earlier steps, if that of all others did.
         more_forwards: the ranks that have called the model more often than all others after the same number of
-            optimizer steps, and how often these and the others have.
+            optimizer steps, and how often these and the others have; for calls of units only.
     """
 
     group: str
@@ -64,12 +64,12 @@ class Difference:
     def ranks(self) -> tuple[int, ...]:
         """The ranks that skipped calls, if that is known, or else differ from most others.
 
-        In a tie: those that have called the model more often, or have made an unusual call; or all.
+        In a tie: those that have made an unusual call, or have called the model more often; or all.
         """
         if self.skipped[0]:
             return self.skipped[0]
         is_tie = len(self.calls[0][1]) == len(self.calls[1][1])
-        if is_tie and (known := self.more_forwards[0] or self.unusual):
+        if is_tie and (known := self.unusual or self.more_forwards[0]):
             return known
         return tuple(sorted(rank for _, ranks in self.calls[0 if is_tie else 1 :] for rank in ranks))
 
@@ -184,7 +184,9 @@ def find_difference(name: str, known: Mapping[int, RankCalls], members: Sequence
             ]
             classes.sort(key=lambda each: (-len(each[1]), each[1][0]))
             shown = tuple((call, tuple(ranks)) for group, ranks in classes if (call := group.call(number)) is not None)
-            forwards = _more_forwards([known[rank] for _, ranks in classes for rank in ranks])
+            # Without a unit, a rank may be ahead in the model because the others make a call outside of it.
+            in_model = all(call.unit for call, _ in shown)
+            forwards = _more_forwards([known[rank] for _, ranks in classes for rank in ranks] if in_model else ())
             skipped = find_skipped(number, classes, by_history=not forwards[0])
             return Difference(name, number, shown, skipped, find_unusual(number, classes), forwards)
     return None

@@ -137,15 +137,18 @@ def test_rank_that_leaves_a_forward_out_is_named() -> None:
 def test_rank_of_two_with_an_unusual_call_is_named(odd: int, call: Call) -> None:
     calls = [(*STEP * 2, *STEP[:3])] * 2
     calls[odd] = (*STEP * 2, *STEP[:2], call)
-    known = two_ranks(*calls)
+    forwards = [3, 3]
+    forwards[1 - odd] = 4  # the other rank has begun its next forward
+    known = two_ranks(*calls, *forwards)
     found = diagnose(known, limit=LIMIT)
     assert found is not None and found.ranks == (odd,)
     text = describe(found, {rank.rank: rank for rank in known}).message
     assert f"In earlier steps, the call before was not followed by that of rank {odd}." in text
 
 
-def test_two_ranks_are_named_if_nothing_shows_which_differs() -> None:
-    known = two_ranks(STEP[:7], (*STEP[:6], STEP[0]))
+@pytest.mark.parametrize(("call", "forwards"), [(STEP[0], (1, 1)), (Call("barrier"), (2, 1))])
+def test_both_are_named_if_nothing_decides(call: Call, forwards: tuple[int, int]) -> None:
+    known = two_ranks(STEP[:7], (*STEP[:6], call), *forwards)
     found = diagnose(known, limit=LIMIT)
     assert found is not None and found.ranks == (0, 1)
 
