@@ -46,7 +46,7 @@ EXPECTED = {
     "clip": rf"clip_grad_norm_.*{_UNIT}.*FSDP-E7|{_UNIT}.*FSDP-E7(?s:.*)rank 0 was in clip_grad_norm_",
     "shapes": _REDUCED,
     "lock": rf"{_LATE}(?s:.*)held\.acquire",
-    "collate": rf"{_LATE}(?s:.*)(__next__|the data loader)",
+    "collate": rf"rank 1 is late: .* {_UNIT}.*data loader.*FSDP-E728",
     "barrier": r"rank 0 .*barrier.*FSDP-E7|rank 0: barrier.*FSDP-E7",
     "gather": r"rank 1: all-gather[^;]*\(5 × fp32\).*(by that of rank 1|[Rr]ank 1 ).*FSDP-E7",
     "nan": rf"rank 1 was in all_gather .*all-gather.*FSDP-E7|{_UNIT}(?s:.*)rank 1 .*(ended|report)|"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -133,6 +134,47 @@ def test_lost_machine_comes_back(tmp_path: Path, lost: int) -> None:
     assert f"restart 1 of 2: machine {lost} was lost" in done[1 - lost].stderr
     assert list(losses(tmp_path)) == list(range(1, 9))
     assert report(tmp_path)["lost_steps"] == 1
+
+
+@pytest.mark.parametrize("restarts", ["0", "2"])
+@pytest.mark.slow
+def test_lost_host_of_a_c10d_rendezvous(tmp_path: Path, restarts: str) -> None:
+    """The launcher that is started first hosts the store. Under c10d, machines can get other numbers."""
+    write(tmp_path, LOOP)
+    port = free_port()
+    words = [["--rdzv_backend", "c10d", *two_machines(tmp_path, port, machine)] for machine in (0, 1)]
+    for each in words:
+        each[each.index("--max_restarts") + 1] = restarts
+    host = start(tmp_path, *words[0])
+    wait_for_port(port)
+    other = start(tmp_path, *words[1])
+    pids = [int(wait_for(tmp_path / f"ready_{rank}", seconds=200)) for rank in (0, 1)]
+    os.kill(host.pid, signal.SIGKILL)
+    began = time.monotonic()
+    host.communicate()
+    assert all(is_gone(pid, seconds=60) for pid in pids), "the ranks of the other machine are stopped"
+    assert time.monotonic() - began < 60
+    if restarts == "0":
+        done = finish(other, timeout=60)
+        assert done.returncode == 1
+        assert "the launcher that hosts the rendezvous has exited" in done.stderr
+        return
+    host = start(tmp_path, *words[0])
+    both = [finish(machine, timeout=300) for machine in (other, host)]
+    assert [each.returncode for each in both] == [0, 0], both
+    assert "restart 1 of 2: machine 0 was lost" in both[0].stderr
+    assert list(losses(tmp_path)) == list(range(1, 9))
+    assert report(tmp_path)["lost_steps"] == 1
+
+
+def wait_for_port(port: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.2)
+    raise AssertionError(f"nothing listens on port {port}")
 
 
 @pytest.mark.slow
