@@ -1,11 +1,11 @@
 """Kill a random rank at a random moment, ten times, and compare the losses with those of an uninterrupted run.
 
-``hf-fsdp launch --max_restarts`` starts two gloo ranks, which train a small Llama with an unmodified Trainer script
-that saves every few steps. In each attempt one rank is killed with SIGKILL: during the imports, at a random moment of
-the training, or while a checkpoint is written. The run must end with exit code 0, and every loss, also of steps that
-were trained again, must equal that of the run that is not killed.
+``hf-fsdp launch --max_restarts`` starts two gloo ranks, which train a small Llama with an unmodified Trainer script, or
+with a loop of Accelerate, that saves every few steps. In each attempt one rank is killed with SIGKILL: during the
+imports, at a random moment of the training, or while a checkpoint is written. The run must end with exit code 0, and
+every loss, also of steps that were trained again, must equal that of the run that is not killed.
 
-    python scripts/bench/restarts.py           (five minutes on 2 cores; writes docs/results/restarts.json)
+    python scripts/bench/restarts.py           (ten minutes on 2 cores; writes docs/results/restarts.json)
 """
 
 from __future__ import annotations
@@ -47,15 +47,17 @@ def parse_args() -> argparse.Namespace:
     parser = make_parser(__doc__, "restarts")
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--versions", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--ways", nargs="+", choices=("trainer", "loop"), default=["trainer", "loop"])
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 
-def start(folder: Path, version: int, max_restarts: int) -> subprocess.Popen[bytes]:
+def start(folder: Path, version: int, way: str, max_restarts: int) -> subprocess.Popen[bytes]:
     folder.mkdir()
     (folder / "fsdp.yaml").write_text(CONFIG.format(version=version))
     words = ["--config_file", str(folder / "fsdp.yaml"), "--max_restarts", str(max_restarts)]
-    script = [str(ROOT / "scripts" / "bench" / "restarts_script.py"), str(folder), str(STEPS), str(SAVE_STEPS)]
+    words += ["--report", str(folder / "fsdp_report.json")]
+    script = [str(ROOT / "scripts" / "bench" / "restarts_script.py"), str(folder), str(STEPS), str(SAVE_STEPS), way]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with (folder / "log").open("wb") as log:
         command = [sys.executable, "-m", "hf_fsdp_plugin.cli.main", "launch", *words, *script]
@@ -97,36 +99,42 @@ def kill_one(process: subprocess.Popen[bytes], folder: Path, attempt: int, sourc
     if moment == "training":
         time.sleep(source.random() * 0.1)
     elif moment == "saving":
-        until(process, folder, lambda: list((folder / "out").glob(".checkpoint-*.saving")))
+        until(process, folder, lambda: list((folder / "out").glob(".*.saving")))
         time.sleep(source.random() * 0.02)
     with suppress(ProcessLookupError):
         os.kill(int(pids[rank].read_text()), signal.SIGKILL)
     return {"rank": rank, "moment": moment, "step": max((step for step, *_ in read_losses(folder)), default=0)}
 
 
-def measure(version: int, kills: int, seed: int, root: Path) -> dict[str, Any]:
-    whole = root / f"whole{version}"
+def measure(version: int, way: str, kills: int, seed: int, root: Path) -> dict[str, Any]:
+    """Return the result of a run that is killed, compared with one that is not.
+
+    Args:
+        way: ``trainer`` or ``loop``.
+    """
+    whole = root / f"whole_{way}_{version}"
     began = time.monotonic()
-    start(whole, version, 0).wait(HANG_S)
+    start(whole, version, way, 0).wait(HANG_S)
     seconds = {"uninterrupted": round(time.monotonic() - began, 1)}
     expected = {step: loss for step, loss, *_ in read_losses(whole)}
     assert len(expected) == STEPS, (whole / "log").read_text()[-3000:]
-    folder, source = root / f"killed{version}", random.Random(f"{seed} {version}")
+    folder, source = root / f"killed_{way}_{version}", random.Random(f"{seed} {version}")
     began = time.monotonic()
-    process = start(folder, version, kills)
+    process = start(folder, version, way, kills)
     killed = []
     for attempt in range(kills):
         killed.append(kill_one(process, folder, attempt, source))
-        print(f"FSDP{version}: killed {killed[-1]}", flush=True)
+        print(f"FSDP{version}, {way}: killed {killed[-1]}", flush=True)
         if not until(process, folder, lambda attempt=attempt: (folder / f"pid_{attempt + 1}_0").exists()):
             break
     code = process.wait(HANG_S)
     seconds["killed"] = round(time.monotonic() - began, 1)
     found = read_losses(folder)
     differences = [abs(loss - expected[step]) / abs(expected[step]) for step, loss, *_ in found]
-    reported = json.loads((folder / "out" / "fsdp_report.json").read_text())["restarts"] if code == 0 else {}
+    reported = json.loads((folder / "fsdp_report.json").read_text())["restarts"] if code == 0 else {}
     return {
         "version": version,
+        "way": way,
         "exit_code": code,
         "kills": killed,
         "restarts": reported.get("count"),
@@ -141,11 +149,21 @@ def measure(version: int, kills: int, seed: int, root: Path) -> dict[str, Any]:
 
 
 def table(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return a row per FSDP version; the first row is the head."""
-    head = ["FSDP", "exit code", "kills", "restarts", "lost steps", "equal losses", "seconds", "without kills"]
+    """Return a row per run; the first row is the head. The last column has the seconds of the run without kills."""
+    head = [
+        "FSDP",
+        "script",
+        "exit code",
+        "kills",
+        "restarts",
+        "lost steps",
+        "equal losses",
+        "seconds",
+        "without kills",
+    ]
     rows = [
         [
-            str(run["version"]), str(run["exit_code"]), str(len(run["kills"])), str(run["restarts"]),
+            str(run["version"]), run["way"], str(run["exit_code"]), str(len(run["kills"])), str(run["restarts"]),
             str(run["lost_steps"]), f"{run['bitwise_equal']} of {run['losses']}", f"{run['seconds']['killed']:.0f}",
             f"{run['seconds']['uninterrupted']:.0f}",
         ]
@@ -157,7 +175,9 @@ def table(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
 def main() -> int:
     args = parse_args()
     with tempfile.TemporaryDirectory(prefix="restarts_") as name:
-        runs = [measure(version, args.kills, args.seed, Path(name)) for version in args.versions]
+        runs = [
+            measure(version, way, args.kills, args.seed, Path(name)) for way in args.ways for version in args.versions
+        ]
     result = {
         "command": f"python scripts/bench/restarts.py --kills {args.kills} --seed {args.seed}",
         "model": "Llama, 4 layers, hidden 128, fp32, AdamW, 2 gloo ranks",
@@ -166,9 +186,9 @@ def main() -> int:
         "runs": runs,
     }
     write_result("restarts", args.out, result)
-    print(format_table(table(runs), right=range(1, 8)))
+    print(format_table(table(runs), right=range(2, 9)))
     for run in runs:
-        print(f"FSDP{run['version']} failed:\n{run['log']}" if run["log"] else "", end="")
+        print(f"FSDP{run['version']}, {run['way']} failed:\n{run['log']}" if run["log"] else "", end="")
     return 0 if all(run["exit_code"] == 0 and run["largest_relative_difference"] <= 1e-6 for run in runs) else 1
 
 

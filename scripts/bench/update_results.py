@@ -148,24 +148,25 @@ def survival(result: Result) -> list[str]:
 
 def restarts(result: Result) -> list[str]:
     lines = [
-        "| version | kills | during imports, training, a save | exit code | steps trained again | equal bit for bit | "
-        "largest relative difference |",
-        "|---|---|---|---|---|---|---|",
+        "| version | script | kills | during imports, training, a save | exit code | steps trained again | "
+        "equal bit for bit | largest relative difference |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for run in result["runs"]:
         moments = [
             sum(kill["moment"] == moment for kill in run["kills"]) for moment in ("imports", "training", "saving")
         ]
         lines.append(
-            f"| FSDP{run['version']} | {len(run['kills'])} | {', '.join(map(str, moments))} | {run['exit_code']} | "
-            f"{run['lost_steps']} | {run['bitwise_equal']} of {run['losses']} losses | "
+            f"| FSDP{run['version']} | {run['way']} | {len(run['kills'])} | {', '.join(map(str, moments))} | "
+            f"{run['exit_code']} | {run['lost_steps']} | {run['bitwise_equal']} of {run['losses']} losses | "
             f"{run['largest_relative_difference']:.1g} |"
         )
     what = f"{result['steps']} steps, a checkpoint every {result['steps_between_saves']}"
     return [
         *lines,
         "",
-        f"{result['model']}; {what}; an unmodified Trainer script, `--max_restarts {len(run['kills'])}`.",
+        f"{result['model']}; {what}; an unmodified Trainer script, or a loop of Accelerate, "
+        f"`--max_restarts {len(run['kills'])}`.",
     ]
 
 

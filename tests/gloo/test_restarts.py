@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -13,6 +14,10 @@ import pytest
 from json_schema import assert_valid
 from launching import Done, finish, free_port, is_gone, launch, start, wait_for, write
 from matrices import slow
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
+
+from restarts import STEPS, measure  # type: ignore[import-not-found]
 
 LOOP = r"""
     import os, signal, sys
@@ -84,6 +89,16 @@ def test_killed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, versi
     found = report(tmp_path / "killed")
     assert (found["count"], found["lost_steps"]) == (1, 2)
     assert report(tmp_path / "whole")["failures"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [1, 2])
+def test_loop_killed_at_random_has_the_same_losses(tmp_path: Path, version: int) -> None:
+    found = measure(version, "loop", 3, 7, tmp_path)
+    assert (found["exit_code"], found["restarts"]) == (0, len(found["kills"])), found["log"]
+    assert found["bitwise_equal"] == found["losses"] >= found["steps"] == STEPS
+    # A rank can be killed between a step and its line in the log.
+    assert 0 <= found["lost_steps"] - (found["losses"] - STEPS) <= len(found["kills"])
 
 
 @pytest.mark.slow
