@@ -123,6 +123,7 @@ Flags may have hyphens or underscores. `hf-fsdp help VERB` and `hf-fsdp VERB --h
 | {exit_codes.OK} | fine: no errors; warnings and notes may be printed |
 | {exit_codes.PROBLEMS} | problems found: errors in a config, a damaged checkpoint, output that could not be written |
 | {exit_codes.USAGE} | wrong usage: an unknown flag, a missing argument, a path that does not exist |
+| {exit_codes.HANG} | `launch`: ranks waited in a collective for too long ([hangs.md](hangs.md)) |
 | {exit_codes.INTERRUPTED} | interrupted with Ctrl-C |
 
 `launch` returns the exit code of the script: that of the rank that failed first, or 128 plus the number of its signal.

@@ -183,7 +183,7 @@ def test_lost_host_of_a_c10d_rendezvous(tmp_path: Path, restarts: str) -> None:
 
 
 def wait_for_port(port: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while time.monotonic() < deadline:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
