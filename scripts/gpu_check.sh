@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Tests the plugin on the GPUs of this machine: every strategy under both FSDP versions in fp32, bf16 and fp16, offload,
 # ignored modules, the gradient scaler, pinned asynchronous saves, gathering, clipping, reports, process groups, compile,
-# generate, activation offload, loading, the launcher and its restarts. One rank on one GPU; with two or more GPUs also two ranks on two
-# GPUs. Prints a table and writes docs/results/gpu_check.json.
+# generate, activation offload, loading, the launcher with its restarts and its diagnosis of hangs, the benchmark and the
+# profiler. One rank on one GPU; with two or more GPUs also two ranks on two GPUs. Prints a table and writes docs/results/gpu_check.json.
 #
 #   bash scripts/gpu_check.sh                   all cases
 #   bash scripts/gpu_check.sh --only 'scaler'   cases whose name matches a regular expression (--list prints the names)
