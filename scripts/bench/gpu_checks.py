@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import os
 import shutil
 import subprocess
