@@ -81,7 +81,7 @@ class Bench:
             Job(model=self.model, device=self.device, workload=self.request.workload, tasks=tuple(tasks)).write(folder)
             follower = _Follower(folder, results, self.request.limit, self.progress, tasks)
             result = self._run_ranks(world, folder, follower)
-            follower.read()
+            follower.read(stopped=bool(result.signal_number))
             if not result.signal_number:
                 follower.fail_after(result)
             return result.signal_number
@@ -127,7 +127,8 @@ class _Follower(Peers):
             self._fail([case.name for case in self._running], f"no progress for {self._limit:g} s (--limit)")
         return "no progress"
 
-    def read(self) -> None:
+    def read(self, *, stopped: bool = False) -> None:
+        """Take new events over, without failures after a signal: ranks lose the connection to those that ended first."""
         for event in self._events.new():
             self._changed = time.monotonic()
             if event["event"] == "begin":
@@ -135,7 +136,7 @@ class _Follower(Peers):
             elif event["event"] == "measured":
                 self._measured.add((event["case"], event["round"]))
                 self._results.add(event)
-            elif event["event"] == "failed" and not self.failed:
+            elif event["event"] == "failed" and not self.failed and not stopped:
                 self._fail(event["cases"], f"rank {event['rank']}: {event['error']}")
 
     @property
