@@ -16,6 +16,7 @@ from hf_fsdp_plugin.estimate.memory.batch import meta_batch
 from hf_fsdp_plugin.estimate.memory.layers import EqualLayers, equal_layers
 from hf_fsdp_plugin.estimate.memory.profile import StepProfile, expand
 from hf_fsdp_plugin.estimate.memory.recorder import Recorder
+from hf_fsdp_plugin.estimate.memory.split_units import stored_dtypes_outside
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.plan.modules import is_inside
@@ -51,6 +52,7 @@ def _profile(plan: FsdpPlan, model: nn.Module, batch: dict[str, Any]) -> StepPro
         stack.enter_context(_compute_dtypes(plan, model, skipped))
         recorder = Recorder(plan, model, groups)
         stack.callback(recorder.remove)
+        stack.enter_context(stored_dtypes_outside(plan, model))
         stack.enter_context(attention_as_on(plan.device_type))
         stack.enter_context(recorder.tracker)
         recorder.mark("start", "")
@@ -128,6 +130,7 @@ def _compute_dtypes(plan: FsdpPlan, model: nn.Module, skipped: Mapping[str, Equa
     skipped_modules = {id(module) for name in skipped for module in model.get_submodule(name).modules()}
     replaced: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
     new: dict[int, nn.Parameter] = {}
+    in_trained_flat = _in_trained_flat(plan, model)
     for module in model.modules():
         if id(module) in skipped_modules:
             continue
@@ -138,7 +141,8 @@ def _compute_dtypes(plan: FsdpPlan, model: nn.Module, skipped: Mapping[str, Equa
             if id(parameter) not in new:
                 casts = dtype is not None and parameter.is_floating_point()
                 data = torch.empty_like(parameter, device="meta", dtype=dtype if casts else parameter.dtype)
-                new[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+                needs_grad = parameter.requires_grad or id(parameter) in in_trained_flat
+                new[id(parameter)] = nn.Parameter(data, requires_grad=needs_grad)
             replaced.append((registered, name, parameter))
             registered[name] = new[id(parameter)]
     try:
@@ -146,3 +150,14 @@ def _compute_dtypes(plan: FsdpPlan, model: nn.Module, skipped: Mapping[str, Equa
     finally:
         for registered, name, parameter in replaced:
             registered[name] = parameter
+
+
+def _in_trained_flat(plan: FsdpPlan, model: nn.Module) -> set[int]:
+    """Return the ids of parameters in units that FSDP1 trains, frozen ones too.
+
+    In a forward, all parameters of a unit are views of its flat parameter, which needs a gradient if one of them does
+    (``FlatParamHandle._use_unsharded_views``). So activations are saved for the gradients of frozen ones as well.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    units = ([parameters[name] for name in unit.parameters] for unit in plan.units if plan.backend == "fsdp1")
+    return {id(p) for own in units if any(p.requires_grad for p in own) for p in own if p.is_floating_point()}

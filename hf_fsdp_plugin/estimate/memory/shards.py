@@ -1,4 +1,9 @@
-"""Sizes of a unit's shards, gathered parameters and communication buffers under each FSDP version."""
+"""Sizes of a unit's shards, gathered parameters and communication buffers under each FSDP version.
+
+These are the bytes that a rank allocates. ``estimate/unit_sizes.py`` has the bytes that ranks exchange, by the same
+rules of padding, except that FSDP1 without sharding pads what it all-reduces for all ranks of its process group. In
+memory, where the shard group has one rank, these few elements are left out.
+"""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import transformers as hf
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.estimate.memory import estimate_memory
+from hf_fsdp_plugin.estimate.trace import trace_memory
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.integrations.peft.planned_adapters import with_lora
 from hf_fsdp_plugin.problems import SpecError
@@ -26,10 +27,12 @@ def adapted(*, quantized: bool) -> torch.nn.Module:
     return with_lora(model.to(torch.bfloat16), rank=RANK, quantized=quantized)
 
 
-def estimate(model: torch.nn.Module, version: int):
-    spec = hfp.load_spec(fsdp="full_shard auto_wrap", fsdp_config={"version": version, "mixed_precision": "bf16"})
-    plan = hfp.resolve(spec, model, world_size=2, device_type="cuda")
-    return estimate_memory(plan, model, Workload(micro_batch=2, seq_len=32))
+def estimate(model: torch.nn.Module, version: int, method=estimate_memory, **settings):
+    given = {"version": version, "mixed_precision": "bf16", **settings}
+    device = given.pop("device", "cuda")
+    spec = hfp.load_spec(fsdp="full_shard auto_wrap", fsdp_config=given)
+    plan = hfp.resolve(spec, model, world_size=2, device_type=device)
+    return method(plan, model, Workload(micro_batch=2, seq_len=32))
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -46,6 +49,25 @@ def test_packed_weights_take_half_a_byte_per_element():
     assert saved == LAYERS * LINEARS // 2 * 2 - LAYERS * LINEARS // 2 // 2
     scales = packed.peak.bytes_by_kind["other"] - plain.peak.bytes_by_kind["other"]
     assert LAYERS * LINEARS // 64 <= scales <= LAYERS * LINEARS // 60  # not sharded
+
+
+@pytest.mark.parametrize(
+    ("version", "quantized", "precision"),
+    [
+        (1, False, "no"),
+        (1, True, "bf16"),
+        pytest.param(1, False, "bf16", marks=pytest.mark.slow),
+        pytest.param(2, False, "bf16", marks=pytest.mark.slow),
+        pytest.param(2, True, "bf16", marks=pytest.mark.slow),
+    ],
+)
+def test_both_predictions_of_adapters_agree(version, quantized, precision):
+    # FSDP1 computes gradients of frozen parameters beside trained ones, or casts the inputs of adapters.
+    closed, traced = (
+        estimate(adapted(quantized=quantized), version, method, mixed_precision=precision, device="cpu").peak.bytes
+        for method in (estimate_memory, trace_memory)
+    )
+    assert abs(closed / traced - 1) < 0.01
 
 
 def test_missing_peft_is_a_problem(monkeypatch):
