@@ -128,7 +128,7 @@ class _Follower(Peers):
         return "no progress"
 
     def read(self, *, stopped: bool = False) -> None:
-        """Take new events over, without failures after a signal: ranks lose the connection to those that ended first."""
+        """Take new events over, without failures after a signal: ranks lose their connection to those that ended."""
         for event in self._events.new():
             self._changed = time.monotonic()
             if event["event"] == "begin":

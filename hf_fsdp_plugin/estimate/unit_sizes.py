@@ -1,8 +1,8 @@
 """Sizes of the buffers in which a unit's parameters are gathered and its gradients are reduced, with their padding.
 
 These are the bytes that ranks exchange, which the tests compare with counted collectives. ``memory/shards.py`` has what
-a rank allocates for the same units, with the shards of each parameter and their dtypes. The two differ for FSDP1 without
-sharding, which pads the flat parameter that it all-reduces for all ranks of its process group.
+a rank allocates for the same units, with the shards of each parameter and their dtypes. The two differ for FSDP1
+without sharding, which pads the flat parameter that it all-reduces for all ranks of its process group.
 """
 
 from __future__ import annotations
