@@ -136,7 +136,8 @@ def run_verb(
         str(Path(__file__).parent / "gpu_check_trainer.py"), str(folder / "out"), case["precision"], *more,
     ]  # fmt: skip
     environ["PYTHONPATH"] = paths
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=False)
+    # In the folder, where the launcher writes what it knows of a hang.
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=200, check=False)
 
 
 @check
