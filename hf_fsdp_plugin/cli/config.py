@@ -114,7 +114,8 @@ def _run(args: argparse.Namespace) -> int:
         state.cpu = bool(extra.get("launch.use_cpu", state.existing.launch.use_cpu))
         asker = make_asker(yes=args.yes)
         if not args.yes:
-            asker.show(f"This writes {target.shown}. Ctrl-C at any question writes nothing.")
+            where = "prints the file" if target.shown == "-" else f"writes {target.shown}"
+            asker.show(f"This {where}. Ctrl-C at any question writes nothing.")
         converse(state, asker, given, HOOKS)
     finally:
         search.close()

@@ -48,10 +48,12 @@ def load_model(model: str) -> tuple[nn.Module | None, tuple[Problem, ...]]:
     except SpecError as error:
         return None, error.problems
     except (ValueError, OSError) as error:
+        message = " ".join(str(error).split())
+        has_advice = any(f"{word} " in message for word in ("Give", "Correct", "Name"))
         problem = Problem(
             code="FSDP-E709",
-            message=" ".join(str(error).split()),
-            fix="Give a directory with a config.json, or the name of a model in the local cache.",
+            message=message,
+            fix="" if has_advice else "Give a directory with a config.json, or the name of a model in the local cache.",
             origin=Origin(source="--model", spelling="--model", text=model),
         )
         return None, (problem,)

@@ -89,6 +89,9 @@ def run(args: argparse.Namespace) -> int:
         return zero_table_verb(args)
     if args.calibrate:
         return _calibrate(args)
+    if args.params is not None and not args.zero_table:
+        print("hf-fsdp plan: --params is only for --zero-table; the size of --model is read.", file=sys.stderr)
+        return USAGE
     names = [name for name in (args.configs, args.config_option, args.config_file) if name is not None]
     if args.model is None or len(names) > 1:
         print("hf-fsdp plan: give --model, and at most one config.", file=sys.stderr)

@@ -36,12 +36,18 @@ def meta_model(path_or_id: str | Path) -> nn.Module:
     return model
 
 
+_SIZES = ("num_hidden_layers", "hidden_size")
+"""Sizes of a config that are at least 1 in every model. Classes of Transformers accept others, and fail later."""
+
+
 def _config(path_or_id: str | Path) -> Any:
     from transformers import AutoConfig
 
     path = Path(path_or_id)
     options: dict[str, Any] = {}
     source = str(path_or_id)
+    if not source.strip():
+        raise ValueError("the name of the model is empty. Give a folder with a config.json, or a hub id.")
     if path.is_file() and path.suffix == ".gguf":
         source, options["gguf_file"] = str(path.parent), path.name
     elif path.is_file() and path.name == "config.json":
@@ -53,7 +59,7 @@ def _config(path_or_id: str | Path) -> Any:
     elif not path.is_dir() and (path.is_absolute() or source.startswith((".", "~"))):
         raise ValueError(f"{path}: no such file or folder. Correct the path, or give a hub id.")
     try:
-        return AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
     except ImportError as error:  # the gguf package is optional
         raise ValueError(f"{path_or_id}: {error}") from error
     except Exception as error:  # each config class raises its own exception types
@@ -63,10 +69,16 @@ def _config(path_or_id: str | Path) -> Any:
             raise SpecError([_no_architecture(path_or_id)]) from error
         lines = str(error).strip().splitlines() or [type(error).__name__]
         reason = " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
-        raise ValueError(
-            f"{path_or_id}: cannot read a model config: {reason} "
-            "Give a folder with a config.json, or a hub id that is in the cache or can be downloaded."
-        ) from error
+        advice = "Give a folder with a config.json, or a hub id that is in the cache or can be downloaded."
+        if (Path(source) / "config.json").is_file():
+            advice = "Correct its config.json."
+        raise ValueError(f"{path_or_id}: cannot read a model config: {reason} {advice}") from error
+    for name in _SIZES:
+        size = getattr(config, name, None)
+        if isinstance(size, int) and size < 1:
+            message = f"{path_or_id}: the model cannot be built from its config: {name}={size} is less than 1."
+            raise ValueError(f"{message} Correct its config.json.")
+    return config
 
 
 def _check_custom_code(config: Any, path_or_id: str | Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Final
 
 import torch
@@ -36,7 +37,8 @@ def with_lora(model: nn.Module, *, rank: int, quantized: bool) -> nn.Module:
     if quantized:
         _pack_linears(model)
     config = LoraConfig(r=rank, target_modules="all-linear", task_type=_task_of(model))
-    with torch.device("meta"):
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT reads a deprecated attribute of Transformers
         adapted: nn.Module = get_peft_model(model, config)
     return adapted
 

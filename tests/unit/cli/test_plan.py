@@ -244,3 +244,26 @@ def test_operations_that_are_not_counted_are_a_warning(plan, monkeypatch):
     assert "FSDP-W836" in {problem["code"] for problem in found["problems"]}
     assert (found["ok"], found["step_seconds"], found["time"], found["scaling"]) == (True, None, None, [])
     assert found["per_rank"]["peak_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ('"num_hidden_layers": -2', "num_hidden_layers=-2 is less than 1"),
+        ('"hidden_size": 0', "hidden_size=0 is less than 1"),
+        ('"num_attention_heads": 7', "attention heads (7)"),
+        ('"hidden_size": ', "not a valid JSON"),
+    ],
+)
+def test_wrong_sizes_of_a_config_are_named_once(plan, tmp_path, changed, expected):
+    content = json.dumps(LLAMA)[:-1] + f", {changed}}}"
+    (tmp_path / "llama/config.json").write_text(content)
+    code, _, err = plan("--model llama --world-size 2")
+    assert code == 1 and expected in err and "FSDP-E709" in err
+    assert err.count("config.json") - err.count("llama/config.json") == 1  # one piece of advice
+
+
+def test_empty_model_and_unused_params_are_refused(plan, hf_fsdp):
+    assert "name of the model is empty" in hf_fsdp("plan", "--model", "", "--world-size", "2")[2]
+    code, _, err = plan("--model llama --world-size 2 --params 7B")
+    assert code == 2 and "--zero-table" in err
