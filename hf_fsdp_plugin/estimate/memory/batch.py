@@ -20,6 +20,7 @@ def meta_batch(model: nn.Module, *, micro_batch: int, seq_len: int) -> dict[str,
     Raises:
         SpecError: the model has other inputs (FSDP-E811).
     """
+    model = _without_adapters(model)
     name = type(model).__name__
     config: Any = getattr(model, "config", None)
     main = getattr(model, "main_input_name", "input_ids")
@@ -48,6 +49,12 @@ def meta_batch(model: nn.Module, *, micro_batch: int, seq_len: int) -> dict[str,
             batch["labels"] = torch.zeros(micro_batch, config.num_labels, device="meta")
         return batch
     return {**batch, "labels": tokens}
+
+
+def _without_adapters(model: nn.Module) -> nn.Module:
+    """Return the model inside a ``PeftModel``, whose own forward takes any arguments if it has no task type."""
+    inner = getattr(model, "get_base_model", None)
+    return inner() if callable(inner) else model
 
 
 def _images(config: Any, micro_batch: int) -> dict[str, torch.Tensor]:

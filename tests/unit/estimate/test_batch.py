@@ -1,8 +1,11 @@
 """Batches on the meta device for models of several kinds."""
 
+from typing import Any
+
 import pytest
 import torch
 import transformers as hf
+from peft import LoraConfig, get_peft_model
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.estimate.memory import estimate_memory
@@ -60,6 +63,22 @@ def test_two_stacks_with_checkpointing_are_as_traced(family):
     closed, traced = estimate_memory(plan, model, workload).peak, trace_memory(plan, model, workload).peak
     assert closed.bytes == pytest.approx(traced.bytes, rel=0.02)
     assert set(unit_costs(plan, model, workload)) == {unit.name for unit in plan.units} | {""}
+
+
+@pytest.mark.parametrize("family", ["t5", "llama"])
+def test_adapters_do_not_change_the_batch(family):
+    """PEFT's wrapper of a model without a task type takes any arguments."""
+    sizes = {"micro_batch": 2, "seq_len": 16}
+    with torch.device("meta"):
+        model = made("t5") if family == "t5" else hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, vocab_size=64))
+    plain = meta_batch(model, **sizes)
+    adapted: Any = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    assert {key: tensor.shape for key, tensor in meta_batch(adapted, **sizes).items()} == {
+        key: tensor.shape for key, tensor in plain.items()
+    }
+    plan = hfp.resolve(hfp.load_spec(overrides={"fsdp.version": 2}, environ={}), adapted, world_size=4)
+    workload = Workload(micro_batch=2, seq_len=16)
+    assert unit_costs(plan, adapted, workload) and estimate_memory(plan, adapted, workload).peak.bytes > 0
 
 
 def test_labels_have_the_shape_of_the_task():
