@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils.module_tracker import ModuleTracker
 
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.estimate.machines import OpKind
 from hf_fsdp_plugin.estimate.memory.batch import meta_batch
 from hf_fsdp_plugin.estimate.memory.layers import EqualLayers, equal_layers
 from hf_fsdp_plugin.estimate.memory.passing import cast as cast_floats
-from hf_fsdp_plugin.estimate.memory.passing import filled, hidden_of, template_of
+from hf_fsdp_plugin.estimate.memory.passing import filled, hidden_of, template_of, with_border
+from hf_fsdp_plugin.estimate.running_module import RunningModule
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -152,6 +152,8 @@ class _Output:
         self._template = template_of(output)
 
     def imitate(self, *args: Any, **kwargs: Any) -> Any:
+        # A new tensor for each layer: the tracker notices the backward of a layer by the gradient of its output.
+        args, kwargs = with_border((args, kwargs), lambda: None)
         others = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         return filled(self._template, hidden_of(args, kwargs), others)
 
@@ -167,7 +169,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, names: Mapping[str, str], root: str) -> None:
         super().__init__()
-        self.tracker = ModuleTracker()
+        self.tracker = RunningModule()
         self.costs: defaultdict[str, UnitCosts] = defaultdict(lambda: UnitCosts(Counter(), Counter()))
         self._names, self._prefix = names, f"{root}."
         self._units: dict[str, str] = {}
@@ -197,7 +199,7 @@ class _Recorder(TorchDispatchMode):
         (costs.backward if is_backward else costs.forward)[cost] += 1
 
     def _unit(self) -> str:
-        deepest = max(self.tracker.parents, key=len)
+        deepest = self.tracker.parents.innermost
         if deepest not in self._units:
             path = deepest.removeprefix(self._prefix) if deepest.startswith(self._prefix) else ""
             found = next((p for p in (path, *_outer_paths(path)) if p in self._names), "")

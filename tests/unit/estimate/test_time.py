@@ -6,8 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from hf_fsdp_plugin.estimate import op_costs
 from hf_fsdp_plugin.estimate.machine_file import (
     machine_named,
     machine_names,
@@ -124,6 +126,31 @@ def test_units_of_other_sizes_have_the_same_operations(layers):
     assert total() == total(fsdp_auto_wrap_policy="NO_WRAP") == total(**nested)
     costs = unit_costs(planned(model, **nested), model, STEP)
     assert costs["model.layers.2.mlp"] == costs["model.layers.1.mlp"] and costs["model.layers.2.mlp"].forward
+
+
+def flops_and_bytes(costs):
+    """Return unit -> FLOPs of products, FLOPs of attention and bytes, of forward and backward."""
+    return {
+        name: [
+            [sum(c.flops * n for c, n in phase.items() if c.kind == kind) for kind in ("matmul", "attention")]
+            + [sum(c.bytes * n for c, n in phase.items())]
+            for phase in (unit.forward, unit.backward)
+        ]
+        for name, unit in costs.items()
+    }
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["whole", "lora"])
+@pytest.mark.parametrize("classes", ["LlamaDecoderLayer", "LlamaDecoderLayer,LlamaAttention,LlamaMLP", "Embedding"])
+def test_layers_that_are_skipped_cost_as_if_they_ran(monkeypatch, classes, adapters):
+    """Attention gets its inputs by keyword, and frozen embeddings have no gradient: both confuse ``ModuleTracker``."""
+    model = llama(num_hidden_layers=13)
+    if adapters:
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1))
+    plan = planned(model, fsdp_transformer_layer_cls_to_wrap=classes)
+    found = flops_and_bytes(unit_costs(plan, model, STEP))
+    monkeypatch.setattr(op_costs, "equal_layers", lambda model: [])
+    assert found == flops_and_bytes(unit_costs(plan, model, STEP))
 
 
 def test_checkpointed_units_inside_layers_run_again():
