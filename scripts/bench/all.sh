@@ -19,7 +19,7 @@ export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=${OMP_NUM_T
 DEFAULT_MINUTES=45
 QUICK_MINUTES=10
 # name -> minutes, where the default does not suffice
-declare -A MINUTES=([survival]=120 [memory_error]=90 [ecosystem]=240 [throughput]=90 [checkpoint_save]=60 [large_world]=60)
+declare -A MINUTES=([survival]=120 [memory_error]=90 [ecosystem]=240 [throughput]=90 [checkpoint_save]=60 [large_world]=60 [hangs_healthy]=90)
 # name -> arguments of --quick; a program with a flag --quick needs no row
 declare -A QUICK=(
   [checkpoint_save]="--rounds 1 --full-rounds 1 --layers 2 --hidden 128 --vocabulary 1000"
@@ -28,13 +28,14 @@ declare -A QUICK=(
   [computed_weights]="--rounds 1"
   [hang_overhead]="--pairs 2 --layers 2 --hidden 64 --length 32"
   [hangs]="--kinds sleep skip --versions 2 --ways loop"
+  [hangs_healthy]="--healthy 0.2 --versions 2"
   [large_world]="--worlds 2 --fsdp1-worlds --local-worlds --layers 2"
   [load]="--rounds 1 --worlds 2"
   [many_ranks]="--worlds 4"
   [memory_error]="--only family=llama,version=1,strategy=full_shard"
   [merge]="--pairs 1"
   [planner_time]=""
-  [preflight_time]="--only llama"
+  [preflight_time]="--only BERT"
   [published_runs]=""
   [readers]="--rounds 1"
   [resume]="--rounds 1"
@@ -52,8 +53,11 @@ declare -A QUICK=(
 # name -> command of a benchmark that is not scripts/bench/NAME.py
 declare -A OTHERS=(
   [generated_values]="$python scripts/generated_values.py --cases 1000000 --seed 1"
+  [hangs_healthy]="$python scripts/bench/hangs.py --healthy 30"
   [ecosystem]="bash scripts/ecosystem.sh"
 )
+# name -> program of --quick that is not scripts/bench/NAME.py
+declare -A PROGRAMS=([generated_values]=scripts/generated_values.py [hangs_healthy]=scripts/bench/hangs.py)
 
 quick=0 list=0 only=()
 while [ $# -gt 0 ]; do
@@ -73,7 +77,7 @@ for file in scripts/bench/*.py; do
   name=$(basename "$file" .py)
   grep -q "make_parser(__doc__, \"$name\")" "$file" && names+=("$name")
 done
-names+=(generated_values ecosystem)
+names+=(generated_values hangs_healthy ecosystem)
 command -v nvidia-smi > /dev/null && { OTHERS[gpu_check]="bash scripts/gpu_check.sh"; names+=(gpu_check); }
 for name in "${only[@]}"; do
   printf '%s\n' "${names[@]}" | grep -qx "$name" || { echo "all.sh: there is no benchmark $name. --list prints the names." >&2; exit 2; }
@@ -86,8 +90,7 @@ command_of() {
   if [ $quick = 0 ]; then
     echo "${OTHERS[$name]:-$python $file}"
   elif [ -n "${QUICK[$name]+x}" ]; then
-    [ "$name" = generated_values ] && { echo "$python scripts/generated_values.py ${QUICK[$name]} --out $out/$name.json"; return; }
-    echo "$python $file ${QUICK[$name]} --out $out/$name.json"
+    echo "$python ${PROGRAMS[$name]:-$file} ${QUICK[$name]} --out $out/$name.json"
   elif [ -f "$file" ] && grep -q '"--quick"' "$file"; then
     echo "$python $file --quick --out $out/$name.json"
   fi

@@ -36,7 +36,7 @@ _SUBJECT: Final = (
     "|shard_bytes|bound_bytes|loaded_bytes|held_bytes|checkpoint_bytes|measured_bytes|checkpoint_files|checksum|sum"
     "|published|predicted|low|high|data_reads|predicted_bytes|flops|peak_flops|num_cases|num_values|steps_between_saves"
     "|load_average_of_15_minutes|limit|full_disks|seconds_without|hand_step_seconds|rows|fit|rows_with_other_units|seeds"
-    "|last_steps|trials|attempts"
+    "|last_steps|trials|attempts|calls_per_step|minutes|exit_code"
 )
 """Last keys of figures that describe what is measured, or what others need."""
 DIRECTIONS: Final = (
@@ -68,7 +68,8 @@ DIRECTIONS: Final = (
     Direction(r"step_seconds", "smaller", 0.002),
     Direction(r"seconds|/fastest$|/updated$|/from_pretrained$|/(wall|cpu_of_a_rank|cpu_of_rank_0)$", "smaller", 0.02),
     Direction(r"bytes|_mb(/|$)|/Rss|opened_files$|metadata_reads$|read_over_held$", "smaller"),
-    _last("loss", "smaller"),
+    _last("loss|alarms|notices", "smaller"),
+    _last("share", "smaller", 0.001),
     Direction(r"overhead|(^|_|/)lost(_|$)|difference|false_alarms|missed", "smaller", 0.001),
     Direction(r"(^|/)(num_\w+|\w*count\w*)$", "not compared"),
 )

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import main_of_two_ranks
+from common import main_of_two_ranks, make_parser
 from step_overhead import block, make_model, median_interval, parse_blocks, plugin_loop
 from update_results import write_result
 
@@ -28,7 +28,7 @@ NUM_CALLS = 20_000
 
 
 def parse_args() -> argparse.Namespace:
-    return parse_blocks(__doc__, "hang_overhead", pairs=40)
+    return parse_blocks(make_parser(__doc__, "hang_overhead"), pairs=40)
 
 
 def record_seconds(record: Any) -> float:

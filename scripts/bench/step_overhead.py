@@ -36,12 +36,11 @@ Step = Callable[[], float]
 
 
 def parse_args() -> argparse.Namespace:
-    return parse_blocks(__doc__, "step_overhead", pairs=20)
+    return parse_blocks(make_parser(__doc__, "step_overhead"), pairs=20)
 
 
-def parse_blocks(description: str | None, name: str, *, pairs: int) -> argparse.Namespace:
+def parse_blocks(parser: argparse.ArgumentParser, *, pairs: int) -> argparse.Namespace:
     """Return the arguments of a measurement that compares blocks of steps in turn."""
-    parser = make_parser(description, name)
     parser.add_argument("--pairs", type=int, default=pairs, help="pairs of blocks")
     parser.add_argument("--block", type=int, default=2, help="steps in a block")
     parser.add_argument("--warmup", type=int, default=3, help="steps before measuring")

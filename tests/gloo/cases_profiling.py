@@ -19,6 +19,7 @@ from hf_fsdp_plugin.integrations.profiling.marking import marks
 from hf_fsdp_plugin.integrations.profiling.options import rank_files
 from hf_fsdp_plugin.integrations.profiling.reading import read_ranks
 from hf_fsdp_plugin.integrations.profiling.run import profiling
+from hf_fsdp_plugin.torch_private.functions import default_store
 
 SHORT: dict[str, Any] = {"wait": 1, "warmup": 1, "active": 1, "after": 1}
 """Step 3 is analyzed, step 5 records the memory, and step 6 is the last one that is measured."""
@@ -28,7 +29,8 @@ def profile(folder: str, *, num_bytes: int | None = None, short: dict[str, Any],
     """Train with a callback, and return its files, what was printed, and the times at which steps have ended.
 
     Args:
-        num_bytes: largest size of a file that this process can write meanwhile, as on a full disk.
+        num_bytes: largest size of a file that this process can write meanwhile, as on a full disk. The file of the
+            process group's store may be larger: its size depends on the tests before.
         short: steps of the profile.
     """
     ends: list[float] = []
@@ -48,7 +50,10 @@ def profile(folder: str, *, num_bytes: int | None = None, short: dict[str, Any],
 def _full_disk(num_bytes: int | None) -> Any:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if num_bytes is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+        store: Any = default_store()
+        while isinstance(store, torch.distributed.PrefixStore):
+            store = store.underlying_store
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes + Path(store.path).stat().st_size, before[1]))
     try:
         yield
     finally:
