@@ -27,6 +27,12 @@ def test_own_flags_and_those_of_launch_precede_the_script():
     assert ProfileOptions.from_env(args.launch.env) == args.options
 
 
+def test_variables_of_the_user_are_kept():
+    assert "glibc.malloc.mmap_threshold" in parse("train.py").launch.env["GLIBC_TUNABLES"]
+    own = parse_profile_arguments(["train.py"], {"GLIBC_TUNABLES": "glibc.malloc.check=3", "KINETO_LOG_LEVEL": "0"})
+    assert not own.launch.env.keys() & {"GLIBC_TUNABLES", "KINETO_LOG_LEVEL"}
+
+
 def test_module_and_equals_signs_are_parsed():
     args = parse("--wait=0", "--to_end", "-m", "package.train", "--json")
     assert (args.options.wait, args.options.stops, args.json) == (0, False, False)
