@@ -70,8 +70,8 @@ def main() -> int:
     # These imports load torch and the libraries that are patched.
     import hf_fsdp_plugin
     from hf_fsdp_plugin.cli.run_script import is_failure, run
-    from hf_fsdp_plugin.integrations.messages import print_error
     from hf_fsdp_plugin.integrations.run_report import stop_reporting
+    from hf_fsdp_plugin.messages import print_error
 
     try:
         hf_fsdp_plugin.install(

@@ -202,9 +202,14 @@ def _units_in_order(plan: FsdpPlan, model: nn.Module) -> list[Any]:
 
 
 def _mixed_precision(plan: FsdpPlan, *, is_root: bool) -> MixedPrecisionPolicy:
-    """Return one unit's policy. Only the root casts its output: casts between layers cost memory and change results."""
+    """Return one unit's policy. Only the root casts its output: casts between layers cost memory and change results.
+
+    Gradients whose dtype of reduction is not set are reduced in the dtype of the computation, as FSDP1 does. torch 2.15
+    would reduce them in the dtype of the shards.
+    """
+    param = torch_dtype(plan.precision.param)
     return MixedPrecisionPolicy(
-        param_dtype=torch_dtype(plan.precision.param),
-        reduce_dtype=torch_dtype(plan.precision.reduce),
+        param_dtype=param,
+        reduce_dtype=torch_dtype(plan.precision.reduce) or param,
         output_dtype=torch_dtype(plan.precision.output) if is_root else None,
     )

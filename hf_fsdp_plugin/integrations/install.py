@@ -10,10 +10,10 @@ from typing import Any
 from hf_fsdp_plugin.backends.cluster import slurm_variables
 from hf_fsdp_plugin.devices import accelerator_type
 from hf_fsdp_plugin.integrations.environment import restore_variables, set_loading_variables, set_variables
-from hf_fsdp_plugin.integrations.messages import printer
 from hf_fsdp_plugin.integrations.patching import install_hooks, remove_hooks
 from hf_fsdp_plugin.integrations.run_report import start_reporting, stop_reporting
 from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.sources.handover import LaunchHandover, absolute
 from hf_fsdp_plugin.sources.model import Sources, config_of
 from hf_fsdp_plugin.spec.model import FsdpSpec

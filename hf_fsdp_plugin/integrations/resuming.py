@@ -17,7 +17,7 @@ from hf_fsdp_plugin.checkpoint import (
     recover_run,
     why_incomplete,
 )
-from hf_fsdp_plugin.integrations.messages import print_once
+from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 
 

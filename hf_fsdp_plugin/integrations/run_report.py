@@ -15,10 +15,10 @@ from hf_fsdp_plugin.backends.agreement import gather_objects
 from hf_fsdp_plugin.backends.arrivals import announce_end
 from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_optimizers
-from hf_fsdp_plugin.integrations.messages import print_once
 from hf_fsdp_plugin.integrations.report import report_accelerator
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.observe.first_step import record_first_step
 from hf_fsdp_plugin.observe.optimizer import optimizers_of
 from hf_fsdp_plugin.observe.report import BatchShape, Report

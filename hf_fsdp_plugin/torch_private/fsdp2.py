@@ -9,12 +9,57 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.tensor import DTensor
 
-from hf_fsdp_plugin.torch_private.live_unit import LiveUnit
+from hf_fsdp_plugin.contracts import contracts_of, guard, load
+from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or, read_facts
 from hf_fsdp_plugin.torch_private.modules import LOCAL_TENSOR_ATTRIBUTE
 
+_COMMON = "torch.distributed.fsdp._fully_shard._fsdp_common"
+_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState"
+_CONTEXT = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPStateContext"
+_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
+_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
+_INFO = "torch.distributed.fsdp._fully_shard._fsdp_param:ParamModuleInfo"
+_HOOKS = "the hook before a forward that keeps `requires_grad`"
+_CALLS = "a call of a module inside of a sharded model"
+_READ = "the table of the units"
+CONTRACTS = (
+    *contracts_of("torch.distributed.fsdp:FSDPModule", "refused", "sharding with FSDP2", "_get_fsdp_state"),
+    *contracts_of(_STATE, "refused", "sharding with FSDP2", "_modules", "_fsdp_param_groups|_fsdp_param_group"),
+    *contracts_of(_STATE, "refused", "the precision of a model that `from_pretrained` has sharded", "_mp_policy"),
+    *contracts_of(_GROUP, "refused", "the precision of a model that `from_pretrained` has sharded", "_init_mp_dtypes"),
+    *contracts_of(_GROUP, "refused", "sharding with FSDP2", "fsdp_params"),
+    *contracts_of(_PARAM, "refused", "the precision of a model that `from_pretrained` has sharded",
+                  "mp_policy|param_dtype"),
+    *contracts_of(_PARAM, "refused", "sharding a model while it is read",
+                  "_module_info", "padded_sharded_param_size", "reset_sharded_param"),
+    *contracts_of(_INFO, "refused", "sharding a model while it is read", "module", "param_name"),
+    *contracts_of(_STATE, "off", _HOOKS, "_state_ctx"),
+    *contracts_of(_CONTEXT, "off", _HOOKS, "all_states"),
+    *contracts_of(_PARAM, "off", _HOOKS, "sharded_state", "_unsharded_param"),
+    *contracts_of("torch.distributed.fsdp._fully_shard._fsdp_param:ShardedState", "off", _HOOKS, "UNSHARDED"),
+    *contracts_of(_PARAM, "refused", "saving and resuming under FSDP2", "sharded_param", "_sharded_param_data"),
+    *contracts_of(f"{_COMMON}:TrainingState", "off", _CALLS, "IDLE"),
+    *contracts_of(_STATE, "off", _CALLS, "_training_state", "_pre_forward", "_post_forward",
+                  "_register_pre_backward_hook", "_force_complete_incomplete_states|_modules_to_run_forward"),
+    *contracts_of(_CONTEXT, "off", _CALLS, "iter_forward_root"),
+    *contracts_of(_STATE, "unobservable", _READ, "_auto_reshard_after_forward", "_device", "_is_root",
+                  "_states_to_forward_prefetch", "_states_to_backward_prefetch"),
+    *contracts_of(_GROUP, "unobservable", _READ, "modules", "mesh_info", "post_forward_mesh_info", "reduce_grads",
+                  "all_reduce_grads", "offload_policy", "_reduce_dtype", "_partial_reduce_output"),
+    *contracts_of(_PARAM, "unobservable", _READ, "all_gather_outputs", "unsharded_accumulated_grad",
+                  "_sharded_post_forward_param_data", "param_dtype"),
+    *contracts_of(_COMMON, "unobservable", _READ, "FSDPMeshInfo", "DDPMeshInfo"),
+    *contracts_of(f"{_COMMON}:FSDPMeshInfo", "unobservable", _READ,
+                  "shard_mesh_size", "shard_mesh_rank", "shard_process_group"),
+    *contracts_of(f"{_COMMON}:DDPMeshInfo", "unobservable", _READ, "replicate_mesh_size"),
+)  # fmt: skip
+
+_UNSHARDED = load("torch.distributed.fsdp._fully_shard._fsdp_param:ShardedState.UNSHARDED", CONTRACTS)
+_IDLE = load(f"{_COMMON}:TrainingState.IDLE", CONTRACTS)
+_FSDP_MESH = load(f"{_COMMON}:FSDPMeshInfo", CONTRACTS)
+_DDP_MESH = load(f"{_COMMON}:DDPMeshInfo", CONTRACTS)
 _BACKWARD_PREFETCH_MARK = "_hf_fsdp_backward_prefetch"
 
 
@@ -32,7 +77,11 @@ def set_mixed_precision(state: Any, policy: MixedPrecisionPolicy) -> None:
     """Replace the policy of one ``fully_shard`` call. The units must not be gathered."""
     state._mp_policy = policy
     for group in _parameter_groups(state):
-        group.mp_policy = policy
+        if hasattr(group, "mp_policy"):
+            group.mp_policy = policy
+        else:  # torch 2.15: each parameter has a policy
+            for managed in group.fsdp_params:
+                managed.mp_policy = policy
         if state._is_root is not None:
             group._init_mp_dtypes()  # otherwise the first forward does this
 
@@ -67,11 +116,12 @@ def keep_requires_grad(root: FSDPModule) -> None:
     state = state_of(root)
     for group in (group for other in state._state_ctx.all_states for group in _parameter_groups(other)):
         for managed in group.fsdp_params:
-            if managed.sharded_state is ShardedState.UNSHARDED:
+            if managed.sharded_state is _UNSHARDED:
                 needs_gradient = managed._unsharded_param.requires_grad
                 if managed.sharded_param.requires_grad != needs_gradient:
                     managed.sharded_param.requires_grad_(needs_gradient)
-        has_dtype = getattr(group, "_orig_dtype", torch.float32) is not None  # the first forward sets it
+        # Before torch 2.15, which has no such attribute, it is None if no parameter was trained in the first forward.
+        has_dtype = getattr(group, "_orig_dtype", torch.float32) is not None
         if not has_dtype and any(managed.sharded_param.requires_grad for managed in group.fsdp_params):
             group._init_mp_dtypes()
 
@@ -86,7 +136,7 @@ def reshards_after_forward(state: Any, *, is_root: bool) -> bool:
 def is_idle(root: FSDPModule) -> bool:
     """Whether the root is neither in a forward nor in a backward."""
     state = state_of(root)
-    return state._training_state is TrainingState.IDLE and state._state_ctx.iter_forward_root is None
+    return state._training_state is _IDLE and state._state_ctx.iter_forward_root is None
 
 
 def before_forward(
@@ -115,110 +165,182 @@ def after_forward(root: FSDPModule, module: nn.Module, args: tuple[Any, ...], ou
 def start_backward_at(module: FSDPModule, tensors: list[torch.Tensor]) -> None:
     """Start the unit's backward at these tensors too. They require gradients, and the unit has left its forward."""
     state = state_of(module)
-    if state._training_state is TrainingState.IDLE:  # otherwise a checkpointed module is computed again in backward
+    if state._training_state is _IDLE:  # otherwise a checkpointed module is computed again in backward
         state._register_pre_backward_hook(tensors)
 
 
 def read_units(state: Any, *, is_root: bool) -> Iterator[LiveUnit]:
     """Return the units of one ``fully_shard`` call: one per mesh, or one empty unit if there are no parameters."""
-    modules = modules_of(state)
-    ahead = [other for other in state._states_to_backward_prefetch if other is not state]
-    backward = "pre"
-    if state._states_to_backward_prefetch and not ahead:
-        # A list that contains only the unit itself disables implicit prefetch; a marked hook replaces it.
-        hooks = (hook for module in modules for hook in module._forward_pre_hooks.values())
-        marks = (getattr(hook, _BACKWARD_PREFETCH_MARK, None) for hook in hooks)
-        backward = next((mark for mark in marks if mark is not None), "none")
-    auto = state._auto_reshard_after_forward
-    common: dict[str, Any] = {
-        "version": 2,
-        "is_root": is_root,
-        "device": state._device,
-        "output_dtype": state._mp_policy.output_dtype,
-        "backward_prefetch": backward,
-        "forward_prefetch": any(other is not state for other in state._states_to_forward_prefetch),
-        "prefetched": tuple(module for other in state._states_to_forward_prefetch for module in modules_of(other)),
-        "lazy": state._is_root is None,
-    }
+    of_state = read_facts(state, _STATE_FACTS, CONTRACTS)
     groups = _parameter_groups(state)
     if not groups:
-        yield LiveUnit(modules=modules, **common)
+        yield LiveUnit(version=2, is_root=is_root, **of_state)
     for group in groups:
-        reshards = group.post_forward_mesh_info is not None
-        yield LiveUnit(
-            modules=tuple(group.modules),
-            # If the root's flag is unset, the root keeps its parameters from the first forward on.
-            reshards=reshards and not (is_root and auto),
-            reshard_asked=None if auto else reshards,
-            **common,
-            **_parameter_group_facts(group),
-        )
+        # If the root's flag is unset, the root keeps its parameters from the first forward on.
+        reshard: Facts = {
+            "reshard_asked": lambda group: None if state._auto_reshard_after_forward else _reshards(group),
+            "reshards": lambda group: _reshards(group) and not (is_root and state._auto_reshard_after_forward),
+        }
+        of_group = read_facts(group, {**_GROUP_FACTS, **reshard}, CONTRACTS)
+        unknown = {**of_state["unknown"], **of_group["unknown"]}
+        yield LiveUnit(version=2, is_root=is_root, **{**of_state, **of_group, "unknown": unknown})
+
+
+def _reshards(group: Any) -> bool:
+    return group.post_forward_mesh_info is not None
 
 
 def _parameter_groups(state: Any) -> list[Any]:
     """Return the parameter groups: torch 2.13 has a list with one group per mesh, torch 2.11 one group or ``None``."""
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is not None:
-        return list(groups)
-    group = getattr(state, "_fsdp_param_group", None)
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    group = state._fsdp_param_group
     return [group] if group is not None else []
 
 
-def _parameter_group_facts(group: Any) -> dict[str, Any]:
-    mesh, policy, managed = group.mesh_info, group.mp_policy, list(group.fsdp_params)
-    parameters = [p.sharded_param for p in managed]
-    local = [p.to_local() for p in parameters]
+def _backward_prefetch(state: Any) -> str:
+    ahead = [other for other in state._states_to_backward_prefetch if other is not state]
+    if not state._states_to_backward_prefetch or ahead:
+        return "pre"
+    # A list that contains only the unit itself disables implicit prefetch; a marked hook replaces it.
+    hooks = (hook for module in modules_of(state) for hook in module._forward_pre_hooks.values())
+    marks = (getattr(hook, _BACKWARD_PREFETCH_MARK, None) for hook in hooks)
+    return next((mark for mark in marks if mark is not None), "none")
+
+
+def _parameters(group: Any) -> list[DTensor]:
+    return [item.sharded_param for item in group.fsdp_params]
+
+
+def _local(group: Any) -> list[torch.Tensor]:
+    return [parameter.to_local() for parameter in _parameters(group)]
+
+
+def _wholes(group: Any) -> list[nn.Parameter]:
+    """Return the gathered parameters, which exist from the first all-gather on."""
+    wholes = (attribute_or(item, "_unsharded_param", None) for item in group.fsdp_params)
+    return [whole for whole in wholes if whole is not None]
+
+
+def _master_dtypes(group: Any) -> tuple[torch.dtype, ...]:
+    parameters = _parameters(group)
     trainable = [p for p in parameters if p.requires_grad]
-    master = sorted({p.dtype for p in (trainable or parameters)}, key=str)
-    compute, reduce = _runtime_dtypes(group, master[0])
-    wholes = [whole for item in managed if (whole := getattr(item, "_unsharded_param", None)) is not None]
-    gathered = [tensor for item in managed for tensor in item.all_gather_outputs]
-    gathered += [getattr(item, "_sharded_post_forward_param_data", None) for item in managed]
-    gradients = [p.grad for p in [*parameters, *wholes]] + [item.unsharded_accumulated_grad for item in managed]
-    return {
-        "num_params": sum(p.numel() for p in parameters),
-        "num_local_params": sum(t.numel() for t in local),
-        "num_frozen": sum(p.numel() for p in parameters if not p.requires_grad),
-        "num_local_trainable": sum(t.numel() for t, p in zip(local, parameters, strict=True) if p.requires_grad),
-        "master_dtypes": tuple(master),
-        "compute_dtype": compute,
-        "reduce_dtype": reduce if trainable else None,
-        "casts": policy.param_dtype is not None,
-        "shard_size": getattr(mesh, "shard_mesh_size", 1),
-        "shard_rank": getattr(mesh, "shard_mesh_rank", 0),
-        "shard_ranks": _ranks_of(getattr(mesh, "shard_process_group", None)),
-        "replicate_size": getattr(mesh, "replicate_mesh_size", 1),
-        "hybrid": hasattr(mesh, "shard_mesh_size") and hasattr(mesh, "replicate_mesh_size"),
-        "reduces": bool(group.reduce_grads),
-        "all_reduces": bool(group.all_reduce_grads),
-        # A backward without synchronization leaves these; an optimizer step ignores them.
-        "unreduced": group._partial_reduce_output is not None
-        or any(item.unsharded_accumulated_grad is not None for item in managed)
-        or any(whole.grad is not None for whole in wholes),
-        "offloaded": isinstance(group.offload_policy, CPUOffloadPolicy),
-        "shards": tuple(item._sharded_param_data for item in managed),
-        "parts": tuple(local),
-        "gathered": tuple(tensor for tensor in gathered if tensor is not None),
-        "gradients": tuple(tensor for tensor in gradients if tensor is not None),
-        "places": tuple(
-            (item._module_info.module, item._module_info.param_name, item.sharded_param.requires_grad)
-            for item in managed
-        ),
-        "parameter_ids": frozenset(id(p) for p in [*parameters, *wholes]),
-        "copy_ids": frozenset(map(id, wholes)),
+    return tuple(sorted({p.dtype for p in (trainable or parameters)}, key=str))
+
+
+def _gathered(group: Any) -> tuple[torch.Tensor, ...]:
+    found = [tensor for item in group.fsdp_params for tensor in item.all_gather_outputs]
+    found += [attribute_or(item, "_sharded_post_forward_param_data", None) for item in group.fsdp_params]
+    return tuple(tensor for tensor in found if tensor is not None)
+
+
+def _gradients(group: Any) -> tuple[torch.Tensor, ...]:
+    found = {id(g): g for p in [*_parameters(group), *_wholes(group)] if (g := p.grad) is not None}
+    # From torch 2.15 on, it is the gradient of the gathered parameter.
+    found |= {id(g): g for item in group.fsdp_params if (g := item.unsharded_accumulated_grad) is not None}
+    return tuple(found.values())
+
+
+def _is_unreduced(group: Any) -> bool:
+    """Whether there are gradients of a backward without synchronization, which an optimizer step ignores."""
+    return (
+        group._partial_reduce_output is not None
+        or any(item.unsharded_accumulated_grad is not None for item in group.fsdp_params)
+        or any(whole.grad is not None for whole in _wholes(group))
+    )
+
+
+def _compute_dtypes(group: Any) -> list[torch.dtype]:
+    """Return the dtypes of the gathered parameters. The first forward derives them from the policy."""
+    found = {
+        (item.param_dtype if hasattr(item, "param_dtype") else _policy(group, item).param_dtype)
+        or item.sharded_param.dtype
+        for item in group.fsdp_params
     }
+    return sorted(found, key=str)
 
 
-def _runtime_dtypes(group: Any, master: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-    """Return the dtypes in which a group computes and reduces. The first forward derives them from the policy."""
-    policy = group.mp_policy
-    dtypes = {
-        getattr(item, "param_dtype", policy.param_dtype) or item.sharded_param.dtype for item in group.fsdp_params
-    }
-    compute = (policy.param_dtype or master) if len(dtypes) != 1 else dtypes.pop()
-    # Without a reduce dtype, foreach_reduce uses the dtype of the gradients, which is the compute dtype.
-    return compute, getattr(group, "_reduce_dtype", policy.reduce_dtype) or compute
+def _compute_dtype(group: Any) -> torch.dtype:
+    dtypes = _compute_dtypes(group)
+    return dtypes[0] if len(dtypes) == 1 else _policy(group).param_dtype or _master_dtypes(group)[0]
 
 
-def _ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(group)) if group is not None else ()
+def _reduce_dtype(group: Any) -> torch.dtype | None:
+    """Return the dtype in which gradients are reduced; ``None`` if no parameter is trained.
+
+    Without a reduce dtype in the policy, torch before 2.15 reduces in the dtype of the computation; from 2.15 on in
+    that of the shards.
+    """
+    if not any(parameter.requires_grad for parameter in _parameters(group)):
+        return None
+    asked = attribute_or(group, "_reduce_dtype", None) or _policy(group).reduce_dtype
+    return asked or (_compute_dtype(group) if hasattr(group, "mp_policy") else _master_dtypes(group)[0])
+
+
+def _policy(group: Any, item: Any = None) -> MixedPrecisionPolicy:
+    """Return the policy of a group; from torch 2.15 on, of one of its parameters, by default of the first."""
+    policy: MixedPrecisionPolicy = (
+        group.mp_policy if hasattr(group, "mp_policy") else (item or group.fsdp_params[0]).mp_policy
+    )
+    return policy
+
+
+def _sharded_mesh(group: Any) -> Any:
+    """Return the mesh of a group if it has a shard axis, else ``None``."""
+    return group.mesh_info if isinstance(group.mesh_info, _FSDP_MESH) else None
+
+
+def _replicated_mesh(group: Any) -> Any:
+    return group.mesh_info if isinstance(group.mesh_info, _DDP_MESH) else None
+
+
+def _shard_ranks(group: Any) -> tuple[int, ...]:
+    mesh = _sharded_mesh(group)
+    return tuple(dist.get_process_group_ranks(mesh.shard_process_group)) if mesh is not None else ()
+
+
+_STATE_FACTS: Facts = {
+    "modules": modules_of,
+    "device": lambda state: state._device,
+    "output_dtype": lambda state: state._mp_policy.output_dtype,
+    "backward_prefetch": _backward_prefetch,
+    "forward_prefetch": lambda state: any(other is not state for other in state._states_to_forward_prefetch),
+    "prefetched": lambda state: tuple(
+        module for other in state._states_to_forward_prefetch for module in modules_of(other)
+    ),
+    "lazy": lambda state: state._is_root is None,
+}
+_GROUP_FACTS: Facts = {
+    "modules": lambda group: tuple(group.modules),
+    "num_params": lambda group: sum(p.numel() for p in _parameters(group)),
+    "num_local_params": lambda group: sum(t.numel() for t in _local(group)),
+    "num_frozen": lambda group: sum(p.numel() for p in _parameters(group) if not p.requires_grad),
+    "num_local_trainable": lambda group: sum(
+        t.numel() for t, p in zip(_local(group), _parameters(group), strict=True) if p.requires_grad
+    ),
+    "master_dtypes": _master_dtypes,
+    "compute_dtype": _compute_dtype,
+    "reduce_dtype": _reduce_dtype,
+    "casts": lambda group: _policy(group).param_dtype is not None,
+    "shard_size": lambda group: mesh.shard_mesh_size if (mesh := _sharded_mesh(group)) is not None else 1,
+    "shard_rank": lambda group: mesh.shard_mesh_rank if (mesh := _sharded_mesh(group)) is not None else 0,
+    "shard_ranks": _shard_ranks,
+    "replicate_size": lambda group: mesh.replicate_mesh_size if (mesh := _replicated_mesh(group)) is not None else 1,
+    "hybrid": lambda group: _sharded_mesh(group) is not None and _replicated_mesh(group) is not None,
+    "reduces": lambda group: bool(group.reduce_grads),
+    "all_reduces": lambda group: bool(group.all_reduce_grads),
+    "unreduced": _is_unreduced,
+    "offloaded": lambda group: isinstance(group.offload_policy, CPUOffloadPolicy),
+    "shards": lambda group: tuple(item._sharded_param_data for item in group.fsdp_params),
+    "parts": lambda group: tuple(_local(group)),
+    "gathered": _gathered,
+    "gradients": _gradients,
+    "places": lambda group: tuple(
+        (item._module_info.module, item._module_info.param_name, item.sharded_param.requires_grad)
+        for item in group.fsdp_params
+    ),
+    "parameter_ids": lambda group: frozenset(id(p) for p in [*_parameters(group), *_wholes(group)]),
+    "copy_ids": lambda group: frozenset(map(id, _wholes(group))),
+}
+
+guard(globals(), CONTRACTS)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from hf_fsdp_plugin.contracts import Contract, ContractError, missing
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class LiveUnit:
     """One group of parameters that torch gathers and frees together.
+
+    Reading an attribute that the installed torch does not show raises :class:`ContractError`.
 
     Attributes:
         modules: the wrapped modules, in torch's order; FSDP1 has exactly one, the wrapper itself.
@@ -43,10 +48,11 @@ class LiveUnit:
         gradients: the gradients that are not ``None``.
         parameter_ids: ``id`` of every parameter object that can represent the unit in the module tree.
         copy_ids: ``id`` of the gathered parameters among them. An optimizer must not have these.
+        unknown: attribute that could not be read -> why.
     """
 
     version: Literal[1, 2]
-    modules: tuple[nn.Module, ...]
+    modules: tuple[nn.Module, ...] = ()
     is_root: bool
     device: torch.device | None = None
     num_params: int = 0
@@ -83,3 +89,55 @@ class LiveUnit:
     places: tuple[tuple[nn.Module, str, bool], ...] = ()
     parameter_ids: frozenset[int] = frozenset()
     copy_ids: frozenset[int] = frozenset()
+    unknown: Mapping[str, ContractError] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in self.unknown:
+            object.__delattr__(self, name)
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise the error of an attribute that could not be read."""
+        unknown = object.__getattribute__(self, "unknown")
+        raise unknown[name] if name in unknown else AttributeError(name)
+
+
+Facts = Mapping[str, Callable[[Any], Any]]
+"""Attribute of :class:`LiveUnit` -> the function that reads it off an object of torch."""
+
+
+def read_facts(source: Any, facts: Facts, rows: tuple[Contract, ...]) -> dict[str, Any]:
+    """Read each fact off an object of torch.
+
+    Args:
+        rows: the contracts of the file that defines the facts.
+
+    Returns:
+        Arguments of :class:`LiveUnit`; its ``unknown`` has the facts for which torch lacks an attribute.
+    """
+    found: dict[str, Any] = {}
+    unknown: dict[str, ContractError] = {}
+    for fact, read in facts.items():
+        try:
+            found[fact] = read(source)
+        except ContractError as error:
+            unknown[fact] = error
+        except AttributeError as error:
+            row = next((row for row in rows if error.name in (row.name, *row.instead)), None)
+            if row is None:
+                raise
+            unknown[fact] = missing(row)
+    return {**found, "unknown": unknown}
+
+
+def attribute_or(source: Any, name: str, default: Any) -> Any:
+    """Return an attribute that torch sets later than in the constructor, or ``default`` before that.
+
+    Raises:
+        AttributeError: the class does not declare such an attribute, so it has another name in the installed torch.
+    """
+    try:
+        return getattr(source, name)
+    except AttributeError:
+        if any(name in vars(cls).get("__annotations__", {}) for cls in type(source).__mro__):
+            return default
+        raise

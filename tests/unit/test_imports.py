@@ -14,7 +14,18 @@ import hf_fsdp_plugin
 
 PACKAGE = Path(hf_fsdp_plugin.__file__).parent
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "numpy"}
-TORCH_FREE = ("version", "problems", "text", "strategies", "spellings", "vocabulary", "sources", "spec")
+TORCH_FREE = (
+    "version",
+    "problems",
+    "messages",
+    "contracts",
+    "text",
+    "strategies",
+    "spellings",
+    "vocabulary",
+    "sources",
+    "spec",
+)
 OTHERS = (
     "progress",
     "devices",

@@ -27,12 +27,12 @@ from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prep
 from hf_fsdp_plugin.integrations.accelerate.scaler import replace_scaler
 from hf_fsdp_plugin.integrations.environment import set_loading_variables, set_variables
 from hf_fsdp_plugin.integrations.gathered import gathered, state_at
-from hf_fsdp_plugin.integrations.messages import print_once, print_warnings
 from hf_fsdp_plugin.integrations.patching import install_hooks
 from hf_fsdp_plugin.integrations.profiling.marking import marked
 from hf_fsdp_plugin.integrations.run_report import report_run
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.state_dicts import FIX, has_shards
+from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.plan.presharded import distributed_config_of
 from hf_fsdp_plugin.problems import Problem

@@ -9,8 +9,8 @@ from typing import Any
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, planned_plugin
 from hf_fsdp_plugin.integrations.accelerate.scaler import replace_scaler
-from hf_fsdp_plugin.integrations.messages import print_once, print_warnings
 from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.plan.presharded import distributed_config_of
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.distributed_config import OTHER_AXES

@@ -43,8 +43,8 @@ from hf_fsdp_plugin.devices import accelerator_type
 from hf_fsdp_plugin.integrations.accelerate.assignments import FIELDS, is_of_peft, refused, spec_with_assignments
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, shared_state
 from hf_fsdp_plugin.integrations.environment import set_loading_variables
-from hf_fsdp_plugin.integrations.messages import print_warnings
 from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.messages import print_warnings
 from hf_fsdp_plugin.plan.further import spec_of_further_model
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import Problem, SpecError

@@ -30,13 +30,13 @@ from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.batches import check_even_batches
 from hf_fsdp_plugin.integrations.accelerate.plugin import planned_plugin
 from hf_fsdp_plugin.integrations.call_record import name_units
-from hf_fsdp_plugin.integrations.messages import print_warnings
 from hf_fsdp_plugin.integrations.peft.checks import check_adapters
 from hf_fsdp_plugin.integrations.profiling.run import profiling
 from hf_fsdp_plugin.integrations.run_report import track
 from hf_fsdp_plugin.integrations.saving import prepare_buffers_after_first_step
 from hf_fsdp_plugin.integrations.step_count import step_count
 from hf_fsdp_plugin.integrations.torchao import private as torchao_private
+from hf_fsdp_plugin.messages import print_warnings
 from hf_fsdp_plugin.plan.further import spec_of_further_model
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.plan.names import unwrapped

@@ -19,8 +19,8 @@ from hf_fsdp_plugin.devices import DEVICES, accelerator_type, available_device
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin
 from hf_fsdp_plugin.integrations.environment import set_variables
-from hf_fsdp_plugin.integrations.messages import print_once, print_warnings
 from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.torch_private.process_groups import set_timeout

@@ -17,7 +17,7 @@ from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.integrations.bench.jobs import Events, Job
 from hf_fsdp_plugin.integrations.bench.measuring import Measuring
 from hf_fsdp_plugin.integrations.install import uninstall
-from hf_fsdp_plugin.integrations.messages import printer
+from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.sources.handover import LaunchHandover
 

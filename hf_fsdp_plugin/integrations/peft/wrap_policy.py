@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hf_fsdp_plugin.integrations.accelerate.plugin import planned_plugin
-from hf_fsdp_plugin.integrations.messages import print_once
+from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import Problem
 
 

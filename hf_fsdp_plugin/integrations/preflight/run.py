@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Literal
 
-from hf_fsdp_plugin.integrations.messages import printer
 from hf_fsdp_plugin.integrations.preflight.stages import (
     Options,
     Recorder,
@@ -19,6 +18,7 @@ from hf_fsdp_plugin.integrations.preflight.stages import (
     read_events,
     read_options,
 )
+from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import Problem, SpecError
 
 Phase = Literal["script", "first run", "after it", "second run"]

@@ -9,11 +9,11 @@ from typing import Any, Final
 from transformers.trainer_callback import TrainerCallback
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
-from hf_fsdp_plugin.integrations.messages import print_once
 from hf_fsdp_plugin.integrations.profiling.options import MAX_TRACES, PAGE, ProfileOptions, rank_files, write_file
 from hf_fsdp_plugin.integrations.profiling.reading import read_ranks
 from hf_fsdp_plugin.integrations.profiling.result import remove_files
 from hf_fsdp_plugin.integrations.profiling.run import profiling
+from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.observe.profile.page import page
 from hf_fsdp_plugin.observe.profile.suggestions import suggest
 from hf_fsdp_plugin.problems import SpecError

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hf_fsdp_plugin.integrations.environment import set_loading_variables
-from hf_fsdp_plugin.integrations.messages import print_warnings
 from hf_fsdp_plugin.integrations.patching import install_hooks
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.transformers.old_arguments import apply_old_arguments
+from hf_fsdp_plugin.messages import print_warnings
 from hf_fsdp_plugin.sources.training_arguments import OLD_KEYS
 
 _SWITCHES = ("bf16", "fp16", "gradient_checkpointing", "activation_checkpointing")

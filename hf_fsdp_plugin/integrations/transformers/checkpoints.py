@@ -23,7 +23,6 @@ from hf_fsdp_plugin.checkpoint.names import (
 from hf_fsdp_plugin.devices import available_device
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, if_planned, if_sharded
 from hf_fsdp_plugin.integrations.gathered import gathered
-from hf_fsdp_plugin.integrations.messages import print_once
 from hf_fsdp_plugin.integrations.peft.saving import adapter_state, as_unsharded
 from hf_fsdp_plugin.integrations.profiling.marking import marked
 from hf_fsdp_plugin.integrations.restarts import checkpoint_after_restart, run_fact
@@ -32,6 +31,7 @@ from hf_fsdp_plugin.integrations.saving import manager, remove_stale_weights
 from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.integrations.transformers.progress import without_progress_bar
 from hf_fsdp_plugin.integrations.transformers.save_pretrained import is_stored_differently
+from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.names import unwrapped
 
 

@@ -29,10 +29,10 @@ from hf_fsdp_plugin.backends.memory_maps import parameter_memory
 from hf_fsdp_plugin.backends.shared_weights import Publication, Received, exchange
 from hf_fsdp_plugin.checkpoint import ModelTensor
 from hf_fsdp_plugin.integrations.environment import has_fsdp_settings, loads_ram_efficiently
-from hf_fsdp_plugin.integrations.messages import print_once
 from hf_fsdp_plugin.integrations.transformers.model_files import check_loaded, check_model
 from hf_fsdp_plugin.integrations.transformers.private import dequantizes_gguf, loading_result
 from hf_fsdp_plugin.integrations.transformers.progress import without_progress_bar
+from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_bytes
 from hf_fsdp_plugin.torch_private.modules import buffers, parameters

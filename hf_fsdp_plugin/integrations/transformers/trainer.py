@@ -26,7 +26,6 @@ from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX
 from hf_fsdp_plugin.integrations.accelerate.adoption import is_left_to_transformers
 from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
-from hf_fsdp_plugin.integrations.messages import print_once, print_warnings
 from hf_fsdp_plugin.integrations.patching import install_hooks, override_hooked_methods
 from hf_fsdp_plugin.integrations.run_report import report_run
 from hf_fsdp_plugin.integrations.saving import manager
@@ -34,6 +33,7 @@ from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.integrations.transformers.arguments import fsdp_arguments
 from hf_fsdp_plugin.integrations.transformers.checkpoints import checkpoint_to_resume
+from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.observe.report import BatchShape
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.plan.presharded import distributed_config_of

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from hf_fsdp_plugin.integrations.accelerate.adoption import is_left_to_transformers
-from hf_fsdp_plugin.integrations.messages import printer
+from hf_fsdp_plugin.messages import printer
 
 
 @pytest.mark.parametrize("axis", ["tp_size", "pp_size", "ep_size"])
