@@ -8,7 +8,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hf_fsdp_plugin.supported import runs_command_line, unsupported_versions
 from hf_fsdp_plugin.version import __version__ as __version__
+
+if not runs_command_line() and (_messages := unsupported_versions()):
+    raise ImportError("\n".join(_messages))
 
 _EXPORTS = {
     "integrations.accelerate.accelerator": ("accelerator",),

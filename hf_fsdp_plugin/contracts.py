@@ -17,30 +17,23 @@ import importlib
 import inspect
 import linecache
 import traceback
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeVar
 
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.supported import SUPPORTED, installed_versions, release_of
 
 Without = Literal["off", "unobservable", "refused"]
-"""Without a contract, a feature is off with a warning, a value of the report is unobservable, or what needs the contract
-is refused with FSDP-E620."""
+"""Without a contract, a feature is off with a warning, a value of the report is unobservable, or its use is refused.
 
-SUPPORTED: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
-    {
-        "torch": ("2.11", "2.15"),
-        "transformers": ("5.17", "5.23"),
-        "accelerate": ("1.15", "1.15"),
-        "peft": ("0.21", "0.21"),
-        "trl": ("1.16", "1.16"),
-    }
-)
-"""Library -> the oldest supported and the newest tested version. ``setup.cfg`` requires the oldest ones."""
+The code of the warning is FSDP-W621, that of the error FSDP-E620.
+"""
+
+_DOCTOR: Final = "`hf-fsdp doctor` lists what does not hold."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,8 +97,8 @@ class ContractError(SpecError):
         remedy = f"Install {library}>={oldest},<{_next_minor(newest)}, or a newer hf_fsdp_plugin." if oldest else ""
         use = f", which {contract.use} needs" if contract is not None else ""
         self.contract = contract
-        message = f"{library} {installed_version(library) or ''} {detail}{use}."
-        super().__init__([Problem(code="FSDP-E620", message=message, fix=f"{remedy} `hf-fsdp doctor` lists all.")])
+        message = f"{library} {installed_versions().get(library, '')} {detail}{use}."
+        super().__init__([Problem(code="FSDP-E620", message=message, fix=f"{remedy} {_DOCTOR}".lstrip())])
 
     @property
     def reason(self) -> str:
@@ -118,52 +111,9 @@ def missing(contract: Contract) -> ContractError:
     return ContractError(contract, f"has no {contract.target.partition(':')[2]} in {contract.target.partition(':')[0]}")
 
 
-def installed_version(library: str) -> str | None:
-    """Return the version of an installed distribution; ``None`` if it is not installed."""
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return None
-
-
-def release_of(text: str) -> tuple[int, ...]:
-    """Return the release of a version as numbers: ``(2, 13, 0)`` for ``2.13.0+cpu`` and for ``2.13.0rc1``."""
-    numbers = []
-    for part in text.partition("+")[0].split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-        if digits != part:
-            break
-    return tuple(numbers)
-
-
-def _next_minor(text: str) -> str:
-    major, minor, *_ = release_of(text)
+def _next_minor(version: str) -> str:
+    major, minor, *_ = release_of(version)
     return f"{major}.{minor + 1}"
-
-
-def check_versions() -> list[Problem]:
-    """Return an error for each installed library below the supported range, and a warning for each above it.
-
-    Reads package metadata only. A library that is not installed is skipped.
-    """
-    problems = []
-    for library, (oldest, newest) in SUPPORTED.items():
-        found = installed_version(library)
-        if found is None:
-            continue
-        if release_of(found) < release_of(oldest):
-            message = f"{library} {found} is installed, but hf_fsdp_plugin needs {library} {oldest} or newer."
-            problems.append(
-                Problem(code="FSDP-E623", message=message, fix=f"Run: pip install --upgrade '{library}>={oldest}'")
-            )
-        elif release_of(found)[:2] > release_of(newest):
-            message = f"{library} {found} is newer than the newest tested version, {newest}."
-            fix = "`hf-fsdp doctor` shows which features are off with it."
-            problems.append(Problem(code="FSDP-W622", message=message, fix=fix))
-    return problems
 
 
 def load(target: str, rows: Sequence[Contract]) -> Any:
@@ -203,7 +153,7 @@ class Missing:
         return (type("MissingBase", (), {"__init__": refuse}),)
 
 
-def guard(namespace: dict[str, Any], rows: Sequence[Contract]) -> None:
+def guard(namespace: dict[str, Any], rows: Sequence[Contract], off: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Make the public functions of a module raise :class:`ContractError` for names and signatures that have changed.
 
     Call it at the end of a file that uses private names. An error that is not about a row is not changed.
@@ -211,13 +161,15 @@ def guard(namespace: dict[str, Any], rows: Sequence[Contract]) -> None:
     Args:
         namespace: ``globals()`` of the module.
         rows: the rows of the module.
+        off: name of a function -> what it returns instead of the error, after a warning.
     """
     by_name = {name: row for row in rows for name in (row.name, *row.instead)}
     file = namespace["__file__"]
     for name, function in list(namespace.items()):
         own = inspect.isfunction(function) and function.__module__ == namespace["__name__"]
         if own and not name.startswith("_"):
-            namespace[name] = _guarded(function, file, by_name)
+            guarded = _guarded(function, file, by_name)
+            namespace[name] = off_without(off[name])(guarded) if name in off else guarded
 
 
 def _guarded(function: Callable[..., Any], file: str, rows: Mapping[str, Contract]) -> Callable[..., Any]:
@@ -271,12 +223,8 @@ def _as_contract_error(error: Exception, file: str, rows: Mapping[str, Contract]
 Result = TypeVar("Result")
 
 
-def off_without(feature: str, default: Result) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Decorator of an optional feature: if a contract does not hold, warn once and return ``default``.
-
-    Args:
-        feature: what is off, as a noun phrase in the plural or an uncountable one: ``names of units in messages``.
-    """
+def off_without(default: Result) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """Decorator of an optional feature: if a contract does not hold, warn once and return ``default``."""
 
     def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
         @functools.wraps(function)
@@ -284,7 +232,7 @@ def off_without(feature: str, default: Result) -> Callable[[Callable[..., Result
             try:
                 return function(*args, **kwargs)
             except ContractError as error:
-                warn_off(feature, error)
+                warn_off(error)
                 return default
 
         return call
@@ -292,22 +240,6 @@ def off_without(feature: str, default: Result) -> Callable[[Callable[..., Result
     return decorate
 
 
-@contextmanager
-def off_if_missing(feature: str) -> Iterator[None]:
-    """Leave the block if a contract does not hold, and warn once."""
-    try:
-        yield
-    except ContractError as error:
-        warn_off(feature, error)
-
-
-def warn_off(feature: str, error: ContractError) -> None:
-    """Warn once that a feature is off."""
-    printer.print_once(off_warning(feature, error.reason))
-
-
-def off_warning(feature: str, reason: str) -> Problem:
-    """Return the warning that a feature is off."""
-    return Problem(
-        code="FSDP-W621", message=f"{feature}: off. {reason}", fix="`hf-fsdp doctor` lists what else is off."
-    )
+def warn_off(error: ContractError) -> None:
+    """Warn once that a feature is off, because a contract does not hold."""
+    printer.print_once(Problem(code="FSDP-W621", message=f"A feature is off. {error.reason}", fix=_DOCTOR))

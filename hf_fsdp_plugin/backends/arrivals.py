@@ -52,8 +52,8 @@ def arrival_limit(default: float = DEFAULT_LIMIT) -> float:
 
 def preparation_limit() -> float:
     """Return the limit in seconds for the first collective of a model. Never shorter than that of other calls."""
-    # init_process_group gives its time-out to the store. The type stubs lack the attribute.
-    seconds = default_store().timeout.total_seconds() if dist.is_initialized() else 0.0  # type: ignore[attr-defined]
+    # init_process_group gives its time-out to the store.
+    seconds = default_store().timeout.total_seconds() if dist.is_initialized() else 0.0
     return max(TRAINING_LIMIT, PREPARATION_SHARE * seconds)
 
 

@@ -20,8 +20,11 @@ from hf_fsdp_plugin.cli.help import usage
 from hf_fsdp_plugin.cli.parser import PROG, make_parser
 from hf_fsdp_plugin.cli.store_threads import exit_beside_store_threads
 from hf_fsdp_plugin.cli.verbs import VERBS
+from hf_fsdp_plugin.supported import unsupported_versions
 
 _HELP_FLAGS = ("-h", "--help")
+_ANY_VERSION = frozenset({"completion", "doctor", "explain", "help"})
+"""The verbs that run with unsupported versions of other libraries too."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[0] not in VERBS:
         print(f"{PROG}: unknown verb '{argv[0]}'. The verbs are {', '.join(VERBS)}.", file=sys.stderr)
         return USAGE
+    if argv[0] not in _ANY_VERSION and (messages := unsupported_versions()):
+        print("\n".join(messages), file=sys.stderr)
+        return PROBLEMS
     code = _run(argv[0], argv[1:])
     exit_beside_store_threads(code)
     return code

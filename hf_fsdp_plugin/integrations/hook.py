@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hf_fsdp_plugin.contracts import Contract, Without
+
 
 @dataclass(frozen=True, slots=True)
 class Hook:
@@ -15,8 +17,10 @@ class Hook:
         reason: why the original is not sufficient.
         until: the change in the other library, or in this package, after which the row can be deleted.
         direct: for functions that are called many times in a step: ``replacement(original)`` is called once, when the
-            hook is installed, and returns what replaces the target. A target that an older version of the library
-            lacks is skipped.
+            hook is installed, and returns what replaces the target.
+        without: what happens if the library has no such function: the replacement is off with a warning, or the import
+            of the library is refused, because settings would be lost or wrong files written.
+        optional: some supported versions of the library do not have the function, so its absence is not reported.
     """
 
     target: str
@@ -24,6 +28,12 @@ class Hook:
     reason: str
     until: str
     direct: bool = False
+    without: Without = "off"
+    optional: bool = False
+
+    @property
+    def contract(self) -> Contract:
+        return Contract(target=self.target, without=self.without, use=f"the replacement {self.replacement}")
 
     @property
     def module(self) -> str:

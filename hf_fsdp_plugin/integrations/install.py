@@ -14,9 +14,11 @@ from hf_fsdp_plugin.integrations.patching import install_hooks, remove_hooks
 from hf_fsdp_plugin.integrations.run_report import start_reporting, stop_reporting
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import printer
+from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources.handover import LaunchHandover, absolute
 from hf_fsdp_plugin.sources.model import Sources, config_of
 from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.supported import untested_versions
 
 
 def install(
@@ -58,6 +60,9 @@ def install(
     )
     spec = session.begin(sources, report=absolute(report) or report_before, report_table=report_table or table_before)
     printer.print_warnings(spec.problems, printed_by_launcher=handover is not None)
+    if newer := untested_versions():
+        message = f"newer than the tested versions: {', '.join(newer)}."
+        printer.print_once(Problem(code="FSDP-W622", message=message, fix="`hf-fsdp doctor` shows what changed."))
     install_hooks("accelerate", "saving", "transformers", "loading", "trl")
     # The session has read the environment by now, so variables that are set here are not settings of the user.
     set_variables(**slurm_variables(os.environ))

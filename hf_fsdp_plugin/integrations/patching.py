@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Final, TypeVar
 
+from hf_fsdp_plugin.contracts import missing, warn_off
 from hf_fsdp_plugin.integrations.hooks import HOOKS, Group, Hook
 from hf_fsdp_plugin.integrations.import_hooks import ImportCallbacks
 
@@ -43,7 +45,11 @@ class InstalledHooks:
             self._restorers.append(_replace(hook, subclass))
 
     def _replace(self, hook: Hook, module: ModuleType) -> None:
-        self._restorers.append(_replace(hook, getattr(module, hook.class_name) if hook.class_name else module))
+        owner = getattr(module, hook.class_name, None) if hook.class_name else module
+        if getattr(owner, hook.name, None) is None and hook.name != "__new__":
+            _report_missing(hook)
+        else:
+            self._restorers.append(_replace(hook, owner))
 
     def remove(self) -> None:
         """Restore every original."""
@@ -55,13 +61,23 @@ class InstalledHooks:
         self._subclasses.clear()
 
 
+def _report_missing(hook: Hook) -> None:
+    """Warn that a library has no such function, or refuse the library."""
+    if not hook.optional:
+        error = missing(hook.contract)
+        if hook.without == "refused":
+            raise error
+        warn_off(error)
+
+
 def _replace(hook: Hook, owner: Any) -> Callable[[], None]:
     """Replace the target of ``hook``, in its module or class. Returns a function that restores the original."""
     if hook.direct:
         return _replace_directly(hook, owner)
     if hook.name == "__new__" and hook.name not in vars(owner):
         define_new(owner)
-    original = vars(owner)[hook.name]
+    inherited = hook.name not in vars(owner)
+    original = inspect.getattr_static(owner, hook.name)
     is_static, is_class = isinstance(original, staticmethod), isinstance(original, classmethod)
     is_method = bool(hook.class_name) and not is_static
     is_overridable = is_method and hook in HOOKS["transformers"]
@@ -87,16 +103,16 @@ def _replace(hook: Hook, owner: Any) -> Callable[[], None]:
         nonlocal active
         active = False  # other code may have wrapped the replacement, which calls only the original from now on
         for each in [owner, *_importers(hook, attribute)]:
-            if vars(each)[hook.name] is attribute:
+            if vars(each).get(hook.name) is attribute and inherited:
+                delattr(each, hook.name)
+            elif vars(each).get(hook.name) is attribute:
                 setattr(each, hook.name, original)
 
     return restore
 
 
 def _replace_directly(hook: Hook, owner: Any) -> Callable[[], None]:
-    original = vars(owner).get(hook.name)
-    if original is None:
-        return lambda: None
+    original = getattr(owner, hook.name)
     replacing = functools.wraps(original)(_replacement(hook)(original))
     setattr(owner, hook.name, replacing)
 

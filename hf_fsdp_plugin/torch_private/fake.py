@@ -7,17 +7,36 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import _flat_param
-from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_fsdp_plugin.torch_private.tracing import storage_key
+from hf_fsdp_plugin.contracts import contracts_of, guard, load
+from hf_fsdp_plugin.torch_private.tracing import TorchDispatchMode, storage_key
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+
+_TRACE = "a prediction that traces the model (`plan --trace`)"
+CONTRACTS = (
+    *contracts_of("torch._subclasses.fake_tensor", "refused", _TRACE, "FakeTensorMode"),
+    *contracts_of("torch.testing._internal.distributed.fake_pg", "refused", _TRACE, "FakeStore"),
+    *contracts_of("torch.distributed.fsdp", "refused", _TRACE, "_flat_param"),
+    *contracts_of("torch.distributed.fsdp._flat_param", "refused", _TRACE, "_same_storage", "_data_ptr_allocated"),
+    *contracts_of("torch.distributed.fsdp._fully_shard", "refused", _TRACE, "_fsdp_param"),
+    *contracts_of("torch.distributed.fsdp._fully_shard._fsdp_param", "refused", _TRACE, "_chunk_with_empty"),
+    *contracts_of("torch:UntypedStorage", "refused", _TRACE, "resize_"),
+    *contracts_of("torch:autograd", "refused", _TRACE, "_get_sequence_nr"),
+    *contracts_of("torch:_C", "refused", _TRACE, "_current_autograd_node"),
+    *contracts_of("torch._C:_FunctionBase", "refused", _TRACE, "_sequence_nr"),
+    *contracts_of("torch.autograd.graph", "refused", "the prediction of memory", "_engine_run_backward"),
+)
+if not TYPE_CHECKING:
+    FakeTensorMode = load("torch._subclasses.fake_tensor:FakeTensorMode", CONTRACTS)
+_flat_param = load("torch.distributed.fsdp:_flat_param", CONTRACTS)
+_fsdp_param = load("torch.distributed.fsdp._fully_shard:_fsdp_param", CONTRACTS)
 
 __all__ = [
     "FakeTensorMode",
@@ -76,7 +95,7 @@ def _one_chunk() -> Iterator[None]:
                 return self._tensor.new_empty(0)
             return self._tensor.narrow(self._dim, start, length)
 
-    _fsdp_param._chunk_with_empty = Chunks  # type: ignore[assignment]
+    _fsdp_param._chunk_with_empty = Chunks
     try:
         yield
     finally:
@@ -136,3 +155,6 @@ def called_by_engine(depth: int) -> bool:
         depth: number of frames between the caller and that function's own.
     """
     return sys._getframe(depth + 1).f_code.co_name == "_engine_run_backward"
+
+
+guard(globals(), CONTRACTS)

@@ -11,21 +11,64 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FlatParameter
-from torch.distributed.fsdp._common_utils import TrainingState, _is_fsdp_flattened
-from torch.distributed.fsdp._flat_param import FlatParamHandle
-from torch.distributed.fsdp._runtime_utils import (
-    _post_forward,
-    _post_forward_reshard,
-    _pre_forward,
-    _pre_forward_unshard,
-    _register_pre_backward_hooks,
-    _reshard,
-    _root_pre_forward,
-)
-from torch.distributed.fsdp.fully_sharded_data_parallel import FLAT_PARAM, FullyShardedDataParallel
+from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 
+from hf_fsdp_plugin.contracts import Contract, contracts_of, guard, load
 from hf_fsdp_plugin.strategies import BY_TORCH_NAME, Strategy
-from hf_fsdp_plugin.torch_private.live_unit import LiveUnit
+from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or, read_facts
+
+_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
+_UNIT = f"{_FSDP1}:FullyShardedDataParallel"
+_COMMON = "torch.distributed.fsdp._common_utils"
+_RUNTIME = "torch.distributed.fsdp._runtime_utils"
+_FLAT = "torch.distributed.fsdp._flat_param"
+_SAVE = "saving, resuming and clipping under FSDP1"
+_READ = "the table of the units"
+_CALLS = "a call of a module inside of a sharded model"
+_EVALUATION = "saving after an evaluation under FSDP1"
+_ON_READ = "sharding a model while it is read"
+CONTRACTS = (
+    *contracts_of(_UNIT, "refused", _SAVE, "_handle", "sharding_strategy", "process_group"),
+    Contract(target="torch.distributed.fsdp._init_utils:_inter_node_pg", without="refused", use=_SAVE,
+             behavior="A hybrid unit has the group of its replicas as this attribute."),
+    *contracts_of(_FSDP1, "refused", _SAVE, "FLAT_PARAM"),
+    *contracts_of(f"{_FLAT}:FlatParamHandle", "refused", _SAVE, "flat_param", "uses_sharded_strategy"),
+    *contracts_of(f"{_FLAT}:FlatParameter", "refused", _SAVE, "_params", "_fqns", "_param_infos", "_shapes",
+                  "_shard_param_infos", "_shared_param_infos", "_shared_params", "_local_shard"),
+    *contracts_of(f"{_FLAT}:ParamInfo", "refused", _SAVE, "module", "param_name"),
+    *contracts_of(f"{_FLAT}:SharedParamInfo", "refused", _SAVE, "module", "param_name", "prim_module",
+                  "prim_param_name"),
+    *contracts_of(f"{_FLAT}:_ShardParamInfo", "refused", _SAVE, "in_shard", "offset_in_shard",
+                  "intra_param_start_idx", "intra_param_end_idx"),
+    *contracts_of(_COMMON, "refused", _SAVE, "_is_fsdp_flattened"),
+    *contracts_of(_RUNTIME, "refused", _EVALUATION, "_reshard"),
+    *contracts_of(f"{_FLAT}:FlatParamHandle", "refused", _EVALUATION, "needs_unshard", "_use_orig_params"),
+    *contracts_of(_UNIT, "refused", _EVALUATION, "training_state"),
+    *contracts_of(f"{_COMMON}:TrainingState", "refused", _EVALUATION, "IDLE", "SUMMON_FULL_PARAMS"),
+    *contracts_of(_FLAT, "refused", _ON_READ, "FlatParamHandle"),
+    *contracts_of(f"{_FLAT}:FlatParamHandle", "refused", _ON_READ, "flatten_tensors", "rank", "world_size"),
+    *contracts_of(_RUNTIME, "off", _CALLS, "_root_pre_forward", "_pre_forward", "_pre_forward_unshard",
+                  "_post_forward", "_post_forward_reshard", "_register_pre_backward_hooks"),
+    *contracts_of(_UNIT, "unobservable", _READ, "compute_device", "_sync_gradients", "cpu_offload",
+                  "backward_prefetch", "forward_prefetch", "limit_all_gathers", "_use_orig_params", "_is_root"),
+    *contracts_of(f"{_FLAT}:FlatParamHandle", "unobservable", _READ, "_orig_param_dtype", "_fwd_bwd_param_dtype",
+                  "_reduce_dtype", "_low_prec_param_dtype_specified"),
+    *contracts_of(f"{_FLAT}:FlatParameter", "unobservable", _READ, "_full_param_padded", "_full_prec_full_param_padded",
+                  "_mp_shard", "_saved_grad_shard", "_cpu_grad"),
+)  # fmt: skip
+
+_is_fsdp_flattened = load(f"{_COMMON}:_is_fsdp_flattened", CONTRACTS)
+_FLAT_PARAM = load(f"{_FSDP1}:FLAT_PARAM", CONTRACTS)
+_IDLE = load(f"{_COMMON}:TrainingState.IDLE", CONTRACTS)
+_SUMMONED = load(f"{_COMMON}:TrainingState.SUMMON_FULL_PARAMS", CONTRACTS)
+_FlatParamHandle = load(f"{_FLAT}:FlatParamHandle", CONTRACTS)
+_post_forward = load(f"{_RUNTIME}:_post_forward", CONTRACTS)
+_post_forward_reshard = load(f"{_RUNTIME}:_post_forward_reshard", CONTRACTS)
+_pre_forward = load(f"{_RUNTIME}:_pre_forward", CONTRACTS)
+_pre_forward_unshard = load(f"{_RUNTIME}:_pre_forward_unshard", CONTRACTS)
+_register_pre_backward_hooks = load(f"{_RUNTIME}:_register_pre_backward_hooks", CONTRACTS)
+_reshard = load(f"{_RUNTIME}:_reshard", CONTRACTS)
+_root_pre_forward = load(f"{_RUNTIME}:_root_pre_forward", CONTRACTS)
 
 Place = tuple[nn.Module, str]
 """A module, and the attribute name of a parameter that is registered in it."""
@@ -67,7 +110,7 @@ def flattening(into: FlattenedInto, dtype: torch.dtype, device: torch.device) ->
 
     torch concatenates the whole parameters, copies this rank's shard of the result, and reads no other elements.
     """
-    handle_class: Any = FlatParamHandle
+    handle_class: Any = _FlatParamHandle
     original = handle_class.flatten_tensors
 
     def flatten_tensors(handle: Any, tensors: list[torch.Tensor], aligned_numel: int) -> torch.Tensor:
@@ -135,7 +178,7 @@ def names_in(flat: Any, name: str) -> list[str]:
     """Return the names of all parameters in a flat parameter that ``named_parameters`` lists as ``name``, including
     tied names. They may contain names of wrappers.
     """
-    prefix = name.removesuffix(FLAT_PARAM)
+    prefix = name.removesuffix(_FLAT_PARAM)
     shared = [f"{path}.{attribute}" if path else attribute for attribute, _, path, *_ in flat._shared_param_infos]
     return [prefix + relative for relative in [*flat._fqns, *shared]]
 
@@ -165,7 +208,7 @@ def is_flattened(parameter: nn.Parameter) -> bool:
 
 def local_shard(flat: Any) -> torch.Tensor:
     """Return this rank's shard. Before the first forward, the flat parameter itself is the shard."""
-    shard = getattr(flat, "_local_shard", None)
+    shard = attribute_or(flat, "_local_shard", None)
     return flat.data if shard is None else shard
 
 
@@ -189,7 +232,7 @@ def free_gathered(unit: Any) -> None:
     differ from those of their optimizer state.
     """
     handle = unit._handle
-    if handle is None or not hasattr(handle.flat_param, "_local_shard"):  # before the first forward
+    if handle is None or attribute_or(handle.flat_param, "_local_shard", None) is None:  # before the first forward
         return
     gathered = handle.uses_sharded_strategy and not handle.needs_unshard()
     if gathered or handle.flat_param.data_ptr() != handle.flat_param._local_shard.data_ptr():
@@ -211,12 +254,12 @@ def register_parameters(unit: Any) -> None:
 
 def is_idle(unit: Any) -> bool:
     """Whether the unit is neither in a forward nor in a backward, and its parameters are not summoned."""
-    return bool(unit.training_state is TrainingState.IDLE)
+    return bool(unit.training_state is _IDLE)
 
 
 def is_summoned(unit: Any) -> bool:
     """Whether the unit is inside ``summon_full_params``."""
-    return bool(unit.training_state is TrainingState.SUMMON_FULL_PARAMS)
+    return bool(unit.training_state is _SUMMONED)
 
 
 def before_forward(
@@ -245,62 +288,92 @@ def original_dtype(unit: Any) -> torch.dtype | None:
 
 def read_unit(unit: Any, *, is_root: bool) -> LiveUnit:
     """Return the unit of one ``FullyShardedDataParallel`` module."""
-    strategy = strategy_of(unit)
-    group, replicas = unit.process_group, replicate_group(unit)
-    facts: dict[str, Any] = {
-        "version": 1,
-        "modules": (unit,),
-        "is_root": is_root,
-        "device": unit.compute_device,
-        "strategy": strategy.name,
-        "shard_size": group.size() if strategy.is_sharded else 1,
-        "shard_rank": group.rank() if strategy.is_sharded else 0,
-        "shard_ranks": tuple(dist.get_process_group_ranks(group)) if strategy.is_sharded else (),
-        "replicate_size": replicas.size() if replicas is not None else 1,
-        "hybrid": strategy.hybrid,
-        "reduces": bool(unit._sync_gradients),
-        "all_reduces": bool(unit._sync_gradients),
-        "reshard_asked": strategy.reshards_after_forward,
-        # _post_forward keeps the root's parameters under every strategy.
-        "reshards": strategy.reshards_after_forward and not is_root,
-        "offloaded": bool(unit.cpu_offload.offload_params),
-        "backward_prefetch": _BACKWARD_PREFETCH_NAMES.get(getattr(unit.backward_prefetch, "name", ""), "none"),
-        "forward_prefetch": bool(unit.forward_prefetch),
-        "limit_all_gathers": bool(unit.limit_all_gathers),
-        "use_orig": bool(unit._use_orig_params),
-        # _lazy_init sets _is_root in the first forward.
-        "lazy": unit._is_root is None,
-    }
+    # _post_forward keeps the root's parameters under every strategy.
+    own: Facts = {"reshards": lambda unit: strategy_of(unit).reshards_after_forward and not is_root}
+    of_unit = read_facts(unit, {**_UNIT_FACTS, **own}, CONTRACTS)
     if unit._handle is None:
-        return LiveUnit(**facts)
-    return LiveUnit(**facts, **_flat_parameter_facts(unit._handle))
+        return LiveUnit(version=1, is_root=is_root, **of_unit)
+    of_handle = read_facts(unit._handle, _HANDLE_FACTS, CONTRACTS)
+    unknown = {**of_unit["unknown"], **of_handle["unknown"]}
+    return LiveUnit(version=1, is_root=is_root, **{**of_unit, **of_handle, "unknown": unknown})
 
 
-def _flat_parameter_facts(handle: Any) -> dict[str, Any]:
+def _is_sharded(unit: Any) -> bool:
+    return strategy_of(unit).is_sharded
+
+
+def _gradients(handle: Any) -> tuple[torch.Tensor, ...]:
     flat = handle.flat_param
-    originals = members(flat)
-    gathered = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
-    gradients = [getattr(flat, name, None) for name in ("grad", "_saved_grad_shard", "_cpu_grad")]
-    gradients += [member.parameter.grad for member in originals if member.parameter is not None]
-    return {
-        "num_params": sum(member.shape.numel() for member in originals),
-        "num_local_params": sum(member.stop - member.start for member in originals),
-        "num_frozen": sum(member.shape.numel() for member in originals if not member.requires_grad),
-        "num_local_trainable": sum(member.stop - member.start for member in originals if member.requires_grad),
-        "master_dtypes": (handle._orig_param_dtype,),
-        "compute_dtype": handle._fwd_bwd_param_dtype,
-        "reduce_dtype": handle._reduce_dtype if any(member.requires_grad for member in originals) else None,
-        "casts": handle._low_prec_param_dtype_specified,
-        "shards": (local_shard(flat),),
-        "parts": tuple(
-            local_shard(flat)[member.offset : member.offset + member.stop - member.start] for member in originals
-        ),
-        "gathered": tuple(tensor for name in gathered if (tensor := getattr(flat, name, None)) is not None),
-        "gradients": tuple(tensor for tensor in gradients if tensor is not None),
-        # Under no_sync, the flat gradient is that of the gathered parameters.
-        "unreduced": flat.grad is not None
-        and handle.uses_sharded_strategy
-        and flat.grad.shape != local_shard(flat).shape,
-        "places": tuple((member.module, member.attribute, member.requires_grad) for member in originals),
-        "parameter_ids": frozenset(id(parameter) for parameter in parameter_objects(flat)),
-    }
+    found = [flat.grad, attribute_or(flat, "_saved_grad_shard", None), attribute_or(flat, "_cpu_grad", None)]
+    found += [member.parameter.grad for member in members(flat) if member.parameter is not None]
+    return tuple(tensor for tensor in found if tensor is not None)
+
+
+def _parts(handle: Any) -> tuple[torch.Tensor, ...]:
+    shard = local_shard(handle.flat_param)
+    return tuple(
+        shard[member.offset : member.offset + member.stop - member.start] for member in members(handle.flat_param)
+    )
+
+
+def _is_unreduced(handle: Any) -> bool:
+    """Whether the flat gradient is that of the gathered parameters, as after a backward under ``no_sync``."""
+    flat = handle.flat_param
+    return flat.grad is not None and handle.uses_sharded_strategy and flat.grad.shape != local_shard(flat).shape
+
+
+def _size(handle: Any, *, trainable: bool | None = None, local: bool = False) -> int:
+    """Return the number of elements of the whole unit, or of this rank's shard, without padding."""
+    return sum(
+        member.stop - member.start if local else member.shape.numel()
+        for member in members(handle.flat_param)
+        if trainable is None or member.requires_grad == trainable
+    )
+
+
+_UNIT_FACTS: Facts = {
+    "modules": lambda unit: (unit,),
+    "device": lambda unit: unit.compute_device,
+    "strategy": lambda unit: strategy_of(unit).name,
+    "shard_size": lambda unit: unit.process_group.size() if _is_sharded(unit) else 1,
+    "shard_rank": lambda unit: unit.process_group.rank() if _is_sharded(unit) else 0,
+    "shard_ranks": lambda unit: tuple(dist.get_process_group_ranks(unit.process_group)) if _is_sharded(unit) else (),
+    "replicate_size": lambda unit: group.size() if (group := replicate_group(unit)) is not None else 1,
+    "hybrid": lambda unit: strategy_of(unit).hybrid,
+    "reduces": lambda unit: bool(unit._sync_gradients),
+    "all_reduces": lambda unit: bool(unit._sync_gradients),
+    "reshard_asked": lambda unit: strategy_of(unit).reshards_after_forward,
+    "offloaded": lambda unit: bool(unit.cpu_offload.offload_params),
+    "backward_prefetch": lambda unit: _BACKWARD_PREFETCH_NAMES.get(getattr(unit.backward_prefetch, "name", ""), "none"),
+    "forward_prefetch": lambda unit: bool(unit.forward_prefetch),
+    "limit_all_gathers": lambda unit: bool(unit.limit_all_gathers),
+    "use_orig": lambda unit: bool(unit._use_orig_params),
+    # _lazy_init sets _is_root in the first forward.
+    "lazy": lambda unit: unit._is_root is None,
+}
+_GATHERED = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
+_HANDLE_FACTS: Facts = {
+    "num_params": _size,
+    "num_local_params": lambda handle: _size(handle, local=True),
+    "num_frozen": lambda handle: _size(handle, trainable=False),
+    "num_local_trainable": lambda handle: _size(handle, trainable=True, local=True),
+    "master_dtypes": lambda handle: (handle._orig_param_dtype,),
+    "compute_dtype": lambda handle: handle._fwd_bwd_param_dtype,
+    "reduce_dtype": lambda handle: (
+        handle._reduce_dtype if any(member.requires_grad for member in members(handle.flat_param)) else None
+    ),
+    "casts": lambda handle: handle._low_prec_param_dtype_specified,
+    "shards": lambda handle: (local_shard(handle.flat_param),),
+    "parts": _parts,
+    "gathered": lambda handle: tuple(
+        tensor for name in _GATHERED if (tensor := attribute_or(handle.flat_param, name, None)) is not None
+    ),
+    "gradients": _gradients,
+    "unreduced": _is_unreduced,
+    "places": lambda handle: tuple(
+        (member.module, member.attribute, member.requires_grad) for member in members(handle.flat_param)
+    ),
+    "parameter_ids": lambda handle: frozenset(id(parameter) for parameter in parameter_objects(handle.flat_param)),
+}
+
+guard(globals(), CONTRACTS)

@@ -2,47 +2,62 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    ActivationWrapper,
-    CheckpointWrapper,
-    checkpoint_wrapper,
-)
-from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
-from torch.distributed.distributed_c10d import _get_default_store as default_store
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = [
-    "ATTENTION_OPS",
-    "GROUPED_MM",
-    "ActivationWrapper",
-    "CheckpointWrapper",
-    "IncompatibleKeys",
-    "StorageInfo",
-    "checkpoint_wrapper",
-    "checkpointed_module",
-    "compute_local_shape_and_global_offset",
-    "default_store",
-    "in_backward",
-    "scale_tensors",
-    "tensor_norms",
-    "tree_leaves",
-    "tree_map_only",
-    "uses_torch_checkpoint",
-]
+from hf_fsdp_plugin.contracts import contracts_of, guard, load
 
-ATTENTION_OPS = (
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+if TYPE_CHECKING:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper as ActivationWrapper
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as CheckpointWrapper
+
+_CHECKPOINT = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+_FILES = "torch.distributed.checkpoint.filesystem"
+_STORE = "torch.distributed.distributed_c10d"
+_LAYOUT = "torch.distributed.tensor._utils"
+_TREE = "torch.utils._pytree"
+_ATTENTION = (
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_cudnn_attention",
 )
+CONTRACTS = (
+    *contracts_of(_CHECKPOINT, "refused", "activation checkpointing",
+                  "ActivationWrapper", "CheckpointWrapper", "checkpoint_wrapper"),
+    *contracts_of(f"{_CHECKPOINT}:ActivationWrapper", "refused", "activation checkpointing",
+                  "_checkpoint_wrapped_module"),
+    *contracts_of(f"{_CHECKPOINT}:CheckpointWrapper", "unobservable", "the report of activation checkpointing",
+                  "checkpoint_fn"),
+    *contracts_of("torch:ops.aten", "off", "selective activation checkpointing without recomputed attention",
+                  *(f"{name}.default" for name in (*_ATTENTION, "_grouped_mm"))),
+    *contracts_of(_FILES, "refused", "writing a checkpoint in the format of torch", "_StorageInfo"),
+    *contracts_of(_STORE, "refused", "the agreement of the ranks", "_get_default_store"),
+    *contracts_of(_LAYOUT, "refused", "saving shards", "compute_local_shape_and_global_offset"),
+    *contracts_of(_TREE, "refused", "the outputs of a model", "tree_leaves", "tree_map_only"),
+    *contracts_of("torch", "refused", "clipping the norm of gradients", "_foreach_mul_", "_foreach_norm"),
+    *contracts_of("torch:_C", "off", "the count of recomputed modules", "_current_graph_task_id"),
+    *contracts_of("torch:autograd", "off", "the warning of a second profiler", "_profiler_enabled"),
+)  # fmt: skip
+
+if not TYPE_CHECKING:
+    ActivationWrapper = load(f"{_CHECKPOINT}:ActivationWrapper", CONTRACTS)
+    CheckpointWrapper = load(f"{_CHECKPOINT}:CheckpointWrapper", CONTRACTS)
+checkpoint_wrapper = load(f"{_CHECKPOINT}:checkpoint_wrapper", CONTRACTS)
+StorageInfo = load(f"{_FILES}:_StorageInfo", CONTRACTS)
+default_store = load(f"{_STORE}:_get_default_store", CONTRACTS)
+compute_local_shape_and_global_offset = load(f"{_LAYOUT}:compute_local_shape_and_global_offset", CONTRACTS)
+tree_leaves = load(f"{_TREE}:tree_leaves", CONTRACTS)
+tree_map_only = load(f"{_TREE}:tree_map_only", CONTRACTS)
+_foreach_mul_ = load("torch:_foreach_mul_", CONTRACTS)
+_foreach_norm = load("torch:_foreach_norm", CONTRACTS)
+
+ATTENTION_OPS = tuple(load(f"torch:ops.aten.{name}.default", CONTRACTS) for name in _ATTENTION)
 """The operators that ``scaled_dot_product_attention`` calls."""
-GROUPED_MM = torch.ops.aten._grouped_mm.default
+GROUPED_MM = load("torch:ops.aten._grouped_mm.default", CONTRACTS)
 """The operator that ``torch.nn.functional.grouped_mm`` calls."""
 
 
@@ -53,12 +68,13 @@ def checkpointed_module(wrapper: ActivationWrapper) -> nn.Module:
 
 def scale_tensors(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply all tensors by ``factor`` in place, in one kernel launch if possible."""
-    torch._foreach_mul_(tensors, factor)
+    _foreach_mul_(tensors, factor)
 
 
 def tensor_norms(tensors: list[torch.Tensor], norm_type: float, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Return the norm of each tensor, computed in ``dtype``, which must not be narrower than that of a tensor."""
-    return torch._foreach_norm(tensors, norm_type, dtype=dtype)
+    norms: tuple[torch.Tensor, ...] = _foreach_norm(tensors, norm_type, dtype=dtype)
+    return norms
 
 
 def in_backward() -> bool:
@@ -75,3 +91,6 @@ def uses_torch_checkpoint(wrapper: CheckpointWrapper) -> bool:
 def profiler_is_running() -> bool:
     """Whether this thread has a profiler of torch. A second one takes its events, and crashes when it is exported."""
     return bool(torch.autograd._profiler_enabled())
+
+
+guard(globals(), CONTRACTS, off={"in_backward": False, "profiler_is_running": False})

@@ -9,6 +9,14 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_plugin.contracts import contracts_of, load
+
+CONTRACTS = (
+    *contracts_of("torch.amp.grad_scaler:GradScaler", "refused", "the gradient scaler of fp16", "_unscale_grads_"),
+    *contracts_of("torch", "refused", "the gradient scaler of fp16", "_amp_foreach_non_finite_check_and_unscale_"),
+)
+_check_and_unscale_ = load("torch:_amp_foreach_non_finite_check_and_unscale_", CONTRACTS)
+
 
 class ShardedGradScaler(GradScaler):
     """Unscales this rank's part of each gradient, and skips a step on all ranks if any rank has an infinite gradient.
@@ -33,7 +41,7 @@ class ShardedGradScaler(GradScaler):
         """
         for (device, _), gradients in _local_gradients(optimizer).items():
             on_device = torch.zeros_like(found_inf, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, on_device, inv_scale.to(device))
+            _check_and_unscale_(gradients, on_device, inv_scale.to(device))
             found_inf.copy_(torch.maximum(found_inf, on_device.to(found_inf.device)))
         # Ranks with empty shards have gradients on fewer devices, so there is one collective for all of them.
         dist.all_reduce(found_inf, dist.ReduceOp.MAX)

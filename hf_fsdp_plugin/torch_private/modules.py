@@ -7,10 +7,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
+from hf_fsdp_plugin.contracts import Contract, contracts_of, guard
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+_MODULE: Final = "torch.nn.modules.module:Module"
+_TREE: Final = "reading and changing the tree of modules"
+CONTRACTS = (
+    *contracts_of(_MODULE, "refused", _TREE, "_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"),
+    *contracts_of(_MODULE, "refused", "`torch.compile` of layers", "_call_impl", "_compiled_call_impl"),
+    *contracts_of(_MODULE, "refused", "saving a module of an adapter", "_forward_hooks", "_forward_pre_hooks"),
+    *contracts_of("torch.nn.utils.stateless", "refused", "saving a module of an adapter", "_reparametrize_module"),
+    *contracts_of("torch.distributed.fsdp:FullyShardedDataParallel", "refused", "the names of parameters",
+                  "_fsdp_wrapped_module"),
+    *contracts_of("torch.distributed.algorithms._checkpoint.checkpoint_wrapper:ActivationWrapper", "refused",
+                  "the names of parameters", "_checkpoint_wrapped_module"),
+    *contracts_of("torch._dynamo.eval_frame:OptimizedModule", "refused", "the names of parameters", "_orig_mod"),
+    *contracts_of("torch.distributed.tensor:DTensor", "refused", "writing and reading shards", "_local_tensor"),
+    Contract(target="torch._dynamo.variables.builder:_is_fsdp_managed_module", without="off",
+             use="`torch.compile` of a sharded model", behavior="Dynamo treats marked modules as managed by FSDP."),
+)  # fmt: skip
 _COMPILED: Final = "_orig_mod"
 CHECKPOINTED_ATTRIBUTE: Final = "_checkpoint_wrapped_module"
 LOCAL_TENSOR_ATTRIBUTE: Final = "_local_tensor"
@@ -101,3 +119,6 @@ def with_tensors(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterato
 
     with _reparametrize_module(module, tensors):
         yield
+
+
+guard(globals(), CONTRACTS)

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group, _set_pg_timeout
+
+from hf_fsdp_plugin.contracts import contracts_of, guard
+
+_C10D: Final = "torch.distributed.distributed_c10d"
+_TIMEOUTS: Final = "the time-out of process groups"
+CONTRACTS = (
+    *contracts_of(f"{_C10D}:ProcessGroup", "off", _TIMEOUTS, "_get_backend", "_device_types"),
+    *contracts_of(f"{_C10D}:ProcessGroupGloo", "off", _TIMEOUTS, "options"),
+    *contracts_of(f"{_C10D}:ProcessGroupGloo._Options", "off", _TIMEOUTS, "_timeout"),
+    *contracts_of(_C10D, "off", _TIMEOUTS, "set_timeout|_set_pg_timeout"),
+    *contracts_of(_C10D, "off", "the record of collectives", "_resolve_process_group"),
+)
 
 
 def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta | None:
@@ -20,7 +32,9 @@ def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta | None:
 
 def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
     """Set the time-out of a process group, by default of all ranks. Collectives that have started keep theirs."""
-    _set_pg_timeout(timeout, group)
+    # torch 2.14 and older have only the private function, which 2.15 deprecates.
+    public = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    public(timeout, group)
 
 
 def resolve_group(group: Any) -> dist.ProcessGroup | None:
@@ -30,5 +44,8 @@ def resolve_group(group: Any) -> dist.ProcessGroup | None:
     if isinstance(group, tuple):
         return group[0].get_group(group[1]) if isinstance(group[0], DeviceMesh) else None
     if isinstance(group, str):
-        return _resolve_process_group(group)  # type: ignore[arg-type]
+        return distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     return group if isinstance(group, dist.ProcessGroup) else None
+
+
+guard(globals(), CONTRACTS, off={"timeout_of": None, "set_timeout": None, "resolve_group": None})

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from hf_fsdp_plugin.contracts import contracts_of, guard, load
+
+if TYPE_CHECKING:
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+_PREDICTION = "the prediction of memory and time"
+CONTRACTS = (
+    *contracts_of("torch.utils._python_dispatch", "refused", _PREDICTION, "TorchDispatchMode"),
+    *contracts_of("torch:ops.aten", "refused", _PREDICTION, "_grouped_mm.default", "_local_scalar_dense.default",
+                  "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+                  "_scaled_dot_product_efficient_attention"),
+    *contracts_of("torch:UntypedStorage", "refused", _PREDICTION, "_cdata"),
+    *contracts_of("torch._ops:OpOverload", "refused", _PREDICTION, "_schema", "_overloadpacket"),
+)  # fmt: skip
 
 __all__ = [
     "GROUPED_PRODUCT",
@@ -21,12 +35,14 @@ __all__ = [
     "storage_key",
 ]
 
-GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
-READ_VALUE = torch.ops.aten._local_scalar_dense.default
+if not TYPE_CHECKING:
+    TorchDispatchMode = load("torch.utils._python_dispatch:TorchDispatchMode", CONTRACTS)
+GROUPED_PRODUCT = load("torch:ops.aten._grouped_mm.default", CONTRACTS)
+READ_VALUE = load("torch:ops.aten._local_scalar_dense.default", CONTRACTS)
 """The operator of ``Tensor.item()``."""
-cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
-efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
+cpu_attention = load("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu", CONTRACTS)
+flash_attention = load("torch:ops.aten._scaled_dot_product_flash_attention", CONTRACTS)
+efficient_attention = load("torch:ops.aten._scaled_dot_product_efficient_attention", CONTRACTS)
 
 
 def storage_key(of: torch.Tensor | torch.UntypedStorage) -> int:
@@ -50,3 +66,6 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Return the FLOPs of a dispatched operator; 0 if torch does not count it."""
     count = flop_registry.get(func._overloadpacket)
     return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
+
+
+guard(globals(), CONTRACTS)

@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from hf_fsdp_plugin.contracts import contracts_of, guard
+
 if TYPE_CHECKING:  # torch may be in the middle of its import when hooks import this module
     from torch import nn
 
 ROOT: Final = "the root unit"
 _NAME: Final = "_hf_fsdp_unit_name"
+_FULLY_SHARD: Final = "torch.distributed.fsdp._fully_shard"
+_MESSAGES: Final = "the names of units in messages about collectives"
+CONTRACTS = (
+    *contracts_of("torch.distributed.fsdp:FullyShardedDataParallel", "off", _MESSAGES, "_handle"),
+    *contracts_of("torch.distributed.fsdp._flat_param:FlatParamHandle", "off", _MESSAGES, "_fully_sharded_module"),
+    *contracts_of("torch.distributed.fsdp:FSDPModule", "off", _MESSAGES, "_get_fsdp_state"),
+    *contracts_of(f"{_FULLY_SHARD}._fsdp_state:FSDPState", "off", _MESSAGES, "_fsdp_param_groups|_fsdp_param_group"),
+    *contracts_of(f"{_FULLY_SHARD}._fsdp_param_group:FSDPParamGroup", "off", _MESSAGES, "_module_fqn"),
+)
 
 
 def set_unit_names(model: nn.Module, names: Mapping[str, str]) -> None:
@@ -41,3 +52,6 @@ def unit_name(unit: Any) -> str:
         name = name or ROOT
         setattr(unit, _NAME, name)
     return str(name)
+
+
+guard(globals(), CONTRACTS, off={"set_unit_names": None, "unit_name": ""})

@@ -16,6 +16,7 @@ PACKAGE = Path(hf_fsdp_plugin.__file__).parent
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "numpy"}
 TORCH_FREE = (
     "version",
+    "supported",
     "problems",
     "messages",
     "contracts",

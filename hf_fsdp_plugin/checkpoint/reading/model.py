@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -23,7 +24,13 @@ from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, persiste
 from hf_fsdp_plugin.checkpoint.visibility import check_visible
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import CheckpointError
-from hf_fsdp_plugin.torch_private.functions import IncompatibleKeys
+
+
+class IncompatibleKeys(NamedTuple):
+    """The result of ``load_state_dict``, as torch names it."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
 
 
 def load_model(

@@ -6,13 +6,31 @@ are listed in :mod:`hf_fsdp_plugin.integrations.hooks` instead.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch import nn
 
+from hf_fsdp_plugin.contracts import Contract, contracts_of, guard
+
+_ACCELERATOR = "accelerate.accelerator:Accelerator"
+_STATE = "accelerate.state"
+CONTRACTS = (
+    *contracts_of(_ACCELERATOR, "refused", "`prepare` and checkpoints", "_models", "_optimizers", "_schedulers",
+                  "_dataloaders", "_prepare_one"),
+    Contract(target="accelerate.accelerator:_is_accelerate_prepared", without="off", use="a second `prepare`",
+             behavior="`prepare` returns objects with this mark unchanged."),
+    *contracts_of(f"{_STATE}:PartialState", "refused", "FSDP on CPU ranks", "_shared_state", "_reset_state"),
+    *contracts_of(f"{_STATE}:AcceleratorState", "refused", "FSDP on CPU ranks", "_shared_state"),
+    *contracts_of(f"{_STATE}:GradientState", "refused", "a preflight", "_shared_state"),
+    *contracts_of("huggingface_hub.serialization._base", "off", "sizes of files such as `10GB` in `save_model`",
+                  "parse_size_to_int"),
+)  # fmt: skip
+
 
 def is_accelerator(obj: Any) -> bool:
-    return hasattr(obj, "_models") and hasattr(obj, "state")
+    module = sys.modules.get("accelerate")
+    return module is not None and isinstance(obj, module.Accelerator)
 
 
 def prepared_models(accelerator: Any) -> list[nn.Module]:
@@ -114,3 +132,6 @@ class SharedStates:
         from accelerate.state import AcceleratorState, GradientState, PartialState
 
         return PartialState._shared_state, AcceleratorState._shared_state, GradientState._shared_state
+
+
+guard(globals(), CONTRACTS)

@@ -9,6 +9,10 @@ from typing import Any
 
 import torch
 
+from hf_fsdp_plugin.contracts import contracts_of, guard
+
+CONTRACTS = contracts_of("torchao.optim.adam:_AdamBase", "refused", "state of torchao's optimizers", "_new_buffer")
+
 
 def can_create_state(optimizer: Any) -> bool:
     """Whether ``create_state`` works for the optimizer: it is an 8-bit, 4-bit or fp8 Adam of torchao."""
@@ -19,3 +23,6 @@ def create_state(optimizer: Any, parameter: torch.Tensor, key: str) -> torch.Ten
     """Return the state tensor ``key`` of a parameter as in the first step: zeros, quantized if the shard is large."""
     state: torch.Tensor = optimizer._new_buffer(parameter, key == "exp_avg")
     return state
+
+
+guard(globals(), CONTRACTS)

@@ -7,6 +7,7 @@ listed in :mod:`hf_fsdp_plugin.integrations.hooks` instead.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,11 +15,38 @@ from typing import Any
 
 import torch
 
+from hf_fsdp_plugin.contracts import Contract, contracts_of, guard
 from hf_fsdp_plugin.plan.names import unwrapped
+
+_TRAINER = "transformers.trainer:Trainer"
+_MODEL = "transformers.modeling_utils:PreTrainedModel"
+_CONVERSION = "transformers.core_model_loading"
+_FILES = "the folder of a saved model"
+_LOADED = "a model that `from_pretrained` has sharded"
+_READING = "sharding a model while it is read"
+CONTRACTS = (
+    *contracts_of(_TRAINER, "off", "the batch size in the report", "_train_batch_size"),
+    *contracts_of(_TRAINER, "refused", "checkpoints of the Trainer", "_get_output_dir", "_save", "_save_checkpoint"),
+    *contracts_of(_TRAINER, "refused", "resuming and the best model", "_load_from_checkpoint", "_load_best_model"),
+    *contracts_of(_TRAINER, "off", "a preflight", "_created_lr_scheduler"),
+    *contracts_of("transformers.trainer_callback", "off", "a preflight",
+                  "CallbackHandler", "TrainerControl", "TrainerState"),
+    *contracts_of(_MODEL, "refused", _FILES, "_keys_to_ignore_on_save", "all_tied_weights_keys"),
+    *contracts_of("transformers.integrations.peft:PeftAdapterMixin", "refused", _FILES, "_hf_peft_config_loaded"),
+    Contract(target="transformers.distributed.mixin:_is_distributed_loading_by_transformers", without="off", use=_LOADED,
+             behavior="`from_pretrained` marks a model that it has sharded."),
+    *contracts_of(_CONVERSION, "refused", _FILES, "revert_weight_conversion"),
+    *contracts_of(_CONVERSION, "refused", _READING, "WeightConverter", "WeightRenaming", "rename_source_key"),
+    *contracts_of("transformers.utils.loading_report", "refused", _READING, "LoadStateDictInfo"),
+    *contracts_of(_MODEL, "refused", _READING, "base_model_prefix"),
+    Contract(target="transformers.initialization:_is_hf_initialized", without="refused", use=_READING,
+             behavior="Weights with this mark are not initialized."),
+)  # fmt: skip
 
 
 def is_trainer(obj: Any) -> bool:
-    return hasattr(obj, "_train_batch_size")
+    module = sys.modules.get("transformers.trainer")
+    return module is not None and isinstance(obj, module.Trainer)
 
 
 def hide_loading(model: Any) -> None:
@@ -219,3 +247,6 @@ def _has_parameters(value: Any, own: set[int]) -> bool:
 def save_checkpoint(trainer: Any) -> None:
     """Write a checkpoint after the present step. Collective."""
     trainer._save_checkpoint(trainer.model, trial=None)
+
+
+guard(globals(), CONTRACTS)

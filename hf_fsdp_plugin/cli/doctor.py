@@ -1,0 +1,235 @@
+"""``hf-fsdp doctor``: versions, devices, and every contract with other libraries, probed on the installed versions."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, files, version
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final
+
+from hf_fsdp_plugin.cli.accelerators import AcceleratorSearch
+from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS
+from hf_fsdp_plugin.cli.output import print_json
+from hf_fsdp_plugin.problems import Problem, has_errors
+from hf_fsdp_plugin.supported import SUPPORTED, unsupported_versions, untested_versions
+from hf_fsdp_plugin.text import format_table, plural
+
+HELP = (
+    "Show the installed versions, the devices, and what this package relies on in other libraries, probed on the "
+    "installed versions. Paste the output into bug reports."
+)
+EXAMPLES = ("hf-fsdp doctor", "hf-fsdp doctor --json > doctor.json")
+
+_PACKAGES: Final = (
+    *("hf_fsdp_plugin", "torch", "transformers", "accelerate", "datasets", "numpy", "safetensors", "huggingface_hub"),
+    *("peft", "trl", "sentence-transformers", "bitsandbytes", "torchao", "torchvision", "torchaudio", "deepspeed"),
+)
+_PROBE: Final = (
+    "import sys; sys.argv[0] = 'hf-fsdp'; from hf_fsdp_plugin.integrations.contract_probe import main; main()"
+)
+_LIMIT: Final = 120.0
+"""Seconds after which the process that probes is ended."""
+_EFFECTS: Final = {"off": "a feature is off", "unobservable": "unobservable in the report", "refused": "refused"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Diagnosis:
+    """What the verb has found.
+
+    Attributes:
+        versions: package -> version; packages that are not installed are left out.
+        devices: kind, number, name and memory of the accelerators.
+        contracts: the rows of :func:`hf_fsdp_plugin.integrations.contract_probe.probe_contracts`, as JSON objects.
+    """
+
+    versions: Mapping[str, str]
+    devices: Mapping[str, Any]
+    contracts: Sequence[Mapping[str, Any]]
+    problems: Sequence[Problem]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the diagnosis. Returns 1 if a version is not supported, torch is broken, or a needed contract is missing."""
+    found = diagnose()
+    if args.json:
+        print_json(
+            {
+                "ok": not has_errors(found.problems),
+                "platform": _platform(),
+                "versions": found.versions,
+                "devices": found.devices,
+                "contracts": found.contracts,
+                "problems": [problem.to_json() for problem in found.problems],
+            }
+        )
+    else:
+        print(_text(found))
+    return PROBLEMS if has_errors(found.problems) else OK
+
+
+def diagnose() -> Diagnosis:
+    """Read the versions, and probe torch and the contracts in another process, which a broken torch may end."""
+    versions = {name: found for name in _PACKAGES if (found := _version(name)) is not None}
+    problems = [Problem(code="FSDP-E623", message=text.removesuffix(" [FSDP-E623]")) for text in unsupported_versions()]
+    if newer := untested_versions():
+        problems.append(Problem(code="FSDP-W622", message=f"newer than the tested versions: {', '.join(newer)}."))
+    problems += check_builds(versions, cuda_of_torch(), has_nvidia_driver())
+    search = AcceleratorSearch()
+    contracts, failure = _probe()
+    if failure:
+        problems.append(
+            Problem(
+                code="FSDP-E624",
+                message=f"torch cannot be imported: {failure}",
+                fix="Reinstall it: pip install --force-reinstall torch. Use one index for torch, torchvision and "
+                "torchaudio.",
+            )
+        )
+    problems += check_contracts(contracts)
+    accelerators = search.result()
+    devices = {name: getattr(accelerators, name) for name in accelerators.__slots__}
+    return Diagnosis(versions=versions, devices=devices, contracts=contracts, problems=problems)
+
+
+def check_contracts(contracts: Sequence[Mapping[str, Any]]) -> list[Problem]:
+    """Return an error, a warning or a note for each contract that does not hold."""
+    problems = []
+    for row in contracts:
+        target = row["target"].replace(":", ".")
+        if row["status"] == "missing":
+            code = "FSDP-E620" if row["without"] == "refused" else "FSDP-W621"
+            message = f"{target} does not exist. {_EFFECTS[row['without']].capitalize()}: {row['use']}."
+            problems.append(Problem(code=code, message=message))
+        elif row["status"] == "changed":
+            message = f"{target}, which is replaced, has another source than in the tested versions."
+            problems.append(Problem(code="FSDP-N626", message=message))
+    return problems
+
+
+def check_builds(versions: Mapping[str, str], cuda: str | None, driver: bool) -> list[Problem]:
+    """Return a warning for builds that do not fit together.
+
+    Args:
+        cuda: the CUDA version of which torch is a build; ``None`` for a CPU build.
+        driver: whether the machine has a driver of NVIDIA.
+    """
+    problems = []
+    fix = "Install torch, torchvision and torchaudio together, from one index."
+    own = _build(versions.get("torch", ""))
+    for name in ("torchvision", "torchaudio"):
+        other = _build(versions.get(name, ""))
+        if own and other and own != other:
+            message = f"torch is a build for {own} and {name} one for {other}, so operators of {name} may be missing."
+            problems.append(Problem(code="FSDP-W625", message=message, fix=fix))
+    if driver and "torch" in versions and cuda is None:
+        message = f"torch {versions['torch']} is a build for the CPU, but this machine has an NVIDIA driver."
+        problems.append(Problem(code="FSDP-W625", message=message, fix="Install a build of torch for CUDA."))
+    return problems
+
+
+def cuda_of_torch() -> str | None:
+    """Return the CUDA version of the installed build of torch, read from its file ``version.py``."""
+    try:
+        found = next((file for file in files("torch") or () if str(file) == "torch/version.py"), None)
+        text = found.read_text(encoding="utf-8") if found is not None else ""
+    except (PackageNotFoundError, OSError):
+        return None
+    match = re.search(r"^cuda\b.*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    return match[1] if match is not None else None
+
+
+def has_nvidia_driver() -> bool:
+    return Path("/proc/driver/nvidia/version").exists()
+
+
+def _build(text: str) -> str:
+    """Return ``cpu`` or ``cu124`` for a version with such a local part, else nothing."""
+    return text.partition("+")[2]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _probe() -> tuple[list[dict[str, Any]], str]:
+    """Return the probed contracts, or the last line of what a failed process has printed."""
+    command = [sys.executable, "-W", "ignore", "-c", _PROBE]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, env=_environment(), check=False)
+    except subprocess.TimeoutExpired:
+        return [], f"no answer within {_LIMIT:.0f} s"
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        return [], lines[-1] if lines else f"the process ended with {done.returncode}"
+    return json.loads(done.stdout.splitlines()[-1]), ""
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment without the variables of a launcher and without accelerators."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {name: value for name, value in os.environ.items() if name not in names} | {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def _platform() -> dict[str, str]:
+    return {"python": platform.python_version(), "system": platform.platform(), "machine": platform.machine()}
+
+
+def _text(found: Diagnosis) -> str:
+    supported = {name: f"supported: {oldest} to {newest}" for name, (oldest, newest) in SUPPORTED.items()}
+    versions = [("python", platform.python_version(), ""), ("system", platform.platform(), "")]
+    versions += [(name, number, supported.get(name, "")) for name, number in found.versions.items()]
+    blocks = [format_table(versions), "devices: " + _devices_text(found.devices)]
+    if found.contracts:
+        blocks.append(_contracts_text(found.contracts))
+    shown = [str(problem) if problem.severity != "error" else problem.text("error: ") for problem in found.problems]
+    missing = [row for row in found.contracts if row["status"] == "missing"]
+    verdict = "Everything that this package relies on is there." if found.contracts and not missing else ""
+    return "\n\n".join(block for block in [*blocks, "\n".join(shown) or verdict] if block)
+
+
+def _devices_text(devices: Mapping[str, Any]) -> str:
+    if not devices.get("count"):
+        return "no accelerator; ranks run on the CPU, with gloo"
+    memory = devices.get("memory_bytes")
+    size = f", {memory / 2**30:.1f} GiB each" if memory else ""
+    return f"{devices['count']} × {devices['kind']} {devices.get('name') or ''}{size}"
+
+
+def _contracts_text(contracts: Sequence[Mapping[str, Any]]) -> str:
+    """Return one line for each class or module and status, with the names."""
+    num_holding = sum(row["status"] in ("holds", "not installed") for row in contracts)
+    num_replaced = sum(row["replaced"] for row in contracts)
+    lines = [
+        f"contracts: {plural(len(contracts), 'name')} of other libraries, {num_replaced} of them replaced functions; "
+        f"{num_holding} as tested"
+    ]
+    rows = []
+    keyed = sorted(contracts, key=lambda row: (_owner(row["target"]), row["status"], row["without"]))
+    for (owner, status, without), group in groupby(
+        keyed, key=lambda row: (_owner(row["target"]), row["status"], row["without"])
+    ):
+        names = ", ".join(row["target"][len(owner) + 1 :] for row in group)
+        rows.append((status, f"else {_EFFECTS[without]}", f"{owner}: {names}"))
+    return "\n".join([*lines, format_table(rows)])
+
+
+def _owner(target: str) -> str:
+    module, _, path = target.partition(":")
+    parent = path.rpartition(".")[0]
+    return f"{module}:{parent}" if parent else module
