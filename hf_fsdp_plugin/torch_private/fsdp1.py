@@ -206,9 +206,14 @@ def is_flattened(parameter: nn.Parameter) -> bool:
     return _is_fsdp_flattened(parameter) or isinstance(parameter, FlatParameter)
 
 
+def _attribute(flat: Any, name: str) -> Any:
+    """Return an attribute of a flat parameter, which is a plain ``Parameter``; ``None`` before torch has set it."""
+    return attribute_or(flat, name, None, FlatParameter)
+
+
 def local_shard(flat: Any) -> torch.Tensor:
     """Return this rank's shard. Before the first forward, the flat parameter itself is the shard."""
-    shard = attribute_or(flat, "_local_shard", None)
+    shard = _attribute(flat, "_local_shard")
     return flat.data if shard is None else shard
 
 
@@ -232,7 +237,7 @@ def free_gathered(unit: Any) -> None:
     differ from those of their optimizer state.
     """
     handle = unit._handle
-    if handle is None or attribute_or(handle.flat_param, "_local_shard", None) is None:  # before the first forward
+    if handle is None or _attribute(handle.flat_param, "_local_shard") is None:  # before the first forward
         return
     gathered = handle.uses_sharded_strategy and not handle.needs_unshard()
     if gathered or handle.flat_param.data_ptr() != handle.flat_param._local_shard.data_ptr():
@@ -304,7 +309,7 @@ def _is_sharded(unit: Any) -> bool:
 
 def _gradients(handle: Any) -> tuple[torch.Tensor, ...]:
     flat = handle.flat_param
-    found = [flat.grad, attribute_or(flat, "_saved_grad_shard", None), attribute_or(flat, "_cpu_grad", None)]
+    found = [flat.grad, _attribute(flat, "_saved_grad_shard"), _attribute(flat, "_cpu_grad")]
     found += [member.parameter.grad for member in members(flat) if member.parameter is not None]
     return tuple(tensor for tensor in found if tensor is not None)
 
@@ -366,7 +371,7 @@ _HANDLE_FACTS: Facts = {
     "shards": lambda handle: (local_shard(handle.flat_param),),
     "parts": _parts,
     "gathered": lambda handle: tuple(
-        tensor for name in _GATHERED if (tensor := attribute_or(handle.flat_param, name, None)) is not None
+        tensor for name in _GATHERED if (tensor := _attribute(handle.flat_param, name)) is not None
     ),
     "gradients": _gradients,
     "unreduced": _is_unreduced,

@@ -129,8 +129,11 @@ def read_facts(source: Any, facts: Facts, rows: tuple[Contract, ...]) -> dict[st
     return {**found, "unknown": unknown}
 
 
-def attribute_or(source: Any, name: str, default: Any) -> Any:
+def attribute_or(source: Any, name: str, default: Any, declared_by: type | None = None) -> Any:
     """Return an attribute that torch sets later than in the constructor, or ``default`` before that.
+
+    Args:
+        declared_by: the class that declares it; by default that of ``source``.
 
     Raises:
         AttributeError: the class does not declare such an attribute, so it has another name in the installed torch.
@@ -138,6 +141,6 @@ def attribute_or(source: Any, name: str, default: Any) -> Any:
     try:
         return getattr(source, name)
     except AttributeError:
-        if any(name in vars(cls).get("__annotations__", {}) for cls in type(source).__mro__):
+        if any(name in vars(cls).get("__annotations__", {}) for cls in (declared_by or type(source)).__mro__):
             return default
         raise
