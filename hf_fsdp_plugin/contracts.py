@@ -242,4 +242,9 @@ def off_without(default: Result) -> Callable[[Callable[..., Result]], Callable[.
 
 def warn_off(error: ContractError) -> None:
     """Warn once that a feature is off, because a contract does not hold."""
-    printer.print_once(Problem(code="FSDP-W621", message=f"A feature is off. {error.reason}", fix=_DOCTOR))
+    printer.print_once(off_warning(error))
+
+
+def off_warning(error: ContractError) -> Problem:
+    """Return the warning that a feature is off, or a fact unknown, because a contract does not hold."""
+    return Problem(code="FSDP-W621", message=f"A feature is off. {error.reason}", fix=_DOCTOR)

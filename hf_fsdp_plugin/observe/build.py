@@ -15,6 +15,7 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.agreement import gather_equal_objects, gather_objects, on_all_ranks
 from hf_fsdp_plugin.backends.shard import plan_of
+from hf_fsdp_plugin.contracts import off_warning
 from hf_fsdp_plugin.observe.first_step import recorded_first_step, shards_changed
 from hf_fsdp_plugin.observe.live_run import LiveRun
 from hf_fsdp_plugin.observe.memory import observe_memory, unmanaged_parameters
@@ -61,7 +62,7 @@ def build_report(
     ranks = tuple(gather_objects(own))
     device_type = torch.device(own.device).type
     loads = plan.ram_efficient or plan.sync_module_states
-    replicated = any(unit.live.replicate_size > 1 for unit in units)
+    replicated = any(unit.live.known("replicate_size", 1) > 1 for unit in units)
     compared = compare_weights(model, units, first_step.first_bit_sum) if loads or replicated else None
     with on_all_ranks("comparing the live model with the plan"):
         structure = StructureComparison() if plan.pre_sharded else compare_structure(model, units, plan)
@@ -82,6 +83,7 @@ def build_report(
         )
         settings = observe_settings(run)
         problems = [
+            *_unobservable_facts(units),
             *check_structure(units, plan),
             *check_optimizers(model, units, inner, prepared_ids=first_step.optimized_ids),
             *check_training(first_step, structure, [row.weights_changed for row in ranks]),
@@ -171,6 +173,12 @@ def check_structure(units: Sequence[UnitObservation], plan: FsdpPlan) -> list[Pr
     ]
 
 
+def _unobservable_facts(units: Sequence[UnitObservation]) -> list[Problem]:
+    """Return a warning for each attribute of torch that does not exist, so that a fact of the units is unknown."""
+    errors = {error.reason: error for unit in units for error in unit.live.unknown.values()}
+    return [off_warning(error) for error in errors.values()]
+
+
 def _observe_rank(
     model: nn.Module, units: Sequence[UnitObservation], optimizers: Sequence[torch.optim.Optimizer]
 ) -> RankObservation:
@@ -216,16 +224,17 @@ def _merge_ranks(
 
 def _compute_device(model: nn.Module, units: Sequence[UnitObservation]) -> torch.device:
     """Return the device that the units compute on; offloaded shards are on another device."""
-    devices = [unit.live.device for unit in units if unit.live.device is not None]
+    devices = [device for unit in units if (device := unit.live.known("device")) is not None]
     devices += [parameter.device for parameter in model.parameters()]
     return devices[0] if devices else torch.device("cpu")
 
 
 def _mesh(units: Sequence[UnitObservation], world_size: int) -> dict[str, int]:
+    """Return the sizes of the mesh; 0 for one that the installed torch does not show."""
     unit = next((unit.live for unit in units if unit.num_params), None)
     if unit is None:
         return {"replicate": world_size, "shard": 1}
-    return {"replicate": unit.replicate_size, "shard": unit.shard_size}
+    return {"replicate": unit.known("replicate_size", 0), "shard": unit.known("shard_size", 0)}
 
 
 def _backend(model: nn.Module, units: Sequence[UnitObservation]) -> str:

@@ -17,6 +17,7 @@ from torch import nn
 from hf_fsdp_plugin.backends.bits import hash_bits, sum_bits
 from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE
 from hf_fsdp_plugin.backends.shard import plan_of
+from hf_fsdp_plugin.contracts import off_without
 from hf_fsdp_plugin.observe.memory import gradient_bytes
 from hf_fsdp_plugin.observe.optimizer import unwrapped_optimizer
 from hf_fsdp_plugin.observe.recomputation import Recomputation, checkpointed_modules
@@ -75,6 +76,7 @@ class FirstStep:
                 self.batch_sizes.add(value.shape[0])
                 break
 
+    @off_without(None)
     def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Record the gradients and the state of the units before an optimizer step."""
         self.num_steps += 1
@@ -92,6 +94,7 @@ class FirstStep:
         if self.shard_hashes is None and _updates(optimizer):
             self.shard_hashes = hash_shards(units)
 
+    @off_without(None)
     def after_step(self, model: nn.Module) -> None:
         """Record the state of the units after an optimizer step."""
         if self.shard_hashes is not None and not self.num_steps & (self.num_steps - 1):
@@ -126,6 +129,7 @@ def _observe_forward(model: nn.Module, first_step: FirstStep) -> None:
         device_type = plan.device_type
         first_step.recomputation = Recomputation(checkpointed_modules(model, plan))
 
+    @off_without(None)
     def before_first_forward(*_: Any) -> None:
         if not torch.compiler.is_compiling():
             first_step.first_bit_sum = sum_bits(part for unit in observe_units(model) for part in unit.live.parts)

@@ -77,7 +77,7 @@ def observe_memory(
     if grads_bytes == 0 and recorded_grads_bytes is not None:
         grads_bytes, grads_source = recorded_grads_bytes, "optimizer step"
     elif grads_bytes == 0:
-        grads_bytes = sum(unit.live.num_local_trainable * _master_itemsize(unit) for unit in units)
+        grads_bytes = sum(unit.live.known("num_local_trainable", 0) * _master_itemsize(unit) for unit in units)
         grads_bytes, grads_source = grads_bytes + sum(map(_dense_bytes, trained)), "trainable shards"
     device = available_device()
     if not device.is_initialized():
@@ -88,7 +88,7 @@ def observe_memory(
         grads_bytes=grads_bytes,
         optimizer_bytes=optimizer_bytes,
         gathered_bytes=storage_bytes(
-            [tensor for unit in units for tensor in unit.live.gathered],
+            [tensor for unit in units for tensor in unit.live.known("gathered", ())],
             excluding=[shard for unit in units for shard in unit.live.shards],
         ),
         buffers_bytes=storage_bytes(model.buffers()),
@@ -111,7 +111,7 @@ def unmanaged_parameters(model: nn.Module, units: Iterable[UnitObservation]) -> 
 
 def gradient_bytes(model: nn.Module, units: Sequence[UnitObservation]) -> int:
     """Return the bytes of the gradients that exist on this rank now; 0 after ``zero_grad``."""
-    tensors = [gradient for unit in units for gradient in unit.live.gradients]
+    tensors = [gradient for unit in units for gradient in unit.live.known("gradients", ())]
     # Between two collectives, parameters of FSDP1 can be views of gathered ones, which have no gradient.
     tensors += [p.grad for p in unmanaged_parameters(model, units) if p.is_leaf and p.grad is not None]
     return storage_bytes(tensors)
@@ -154,7 +154,7 @@ def _num_trainable(unit: UnitObservation) -> int:
 
 
 def _master_itemsize(unit: UnitObservation) -> int:
-    return max((dtype.itemsize for dtype in unit.live.master_dtypes), default=0)
+    return max((dtype.itemsize for dtype in unit.live.known("master_dtypes", ())), default=0)
 
 
 def _whole_optimizer_bytes(

@@ -56,7 +56,7 @@ def check_optimizers(
     """
     if not optimizers:
         return []
-    copies = frozenset[int]().union(*(unit.live.copy_ids for unit in units))
+    copies = frozenset[int]().union(*(unit.live.known("copy_ids", frozenset()) for unit in units))
     own = {id(parameter) for parameter in model.parameters()}.union(*(unit.live.parameter_ids for unit in units))
     held = {id(parameter) for optimizer in optimizers for parameter in _parameters(optimizer)}
     problems = [

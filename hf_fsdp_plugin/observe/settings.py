@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from hf_fsdp_plugin.contracts import ContractError
 from hf_fsdp_plugin.observe.live_run import LiveRun, ObservedValue, unobservable
 from hf_fsdp_plugin.observe.readers import READERS, read_setting
 from hf_fsdp_plugin.plan.model import FsdpPlan
@@ -86,10 +87,14 @@ def _observe_setting(name: str, run: LiveRun) -> SettingObservation:
     if not run.units and not name.startswith("launch."):
         found = ObservedValue(value="not sharded", reason="no module of the live model is an FSDP unit", matches=False)
     else:
-        found = read_setting(name, run)
+        try:
+            found = read_setting(name, run)
+        except ContractError as error:
+            found = unobservable(error.reason)
         if found.value is None and not found.unobservable:
             # For example, scalars are not sharded, so the units of a model of scalars have no parameters.
-            found = unobservable("no unit has parameters")
+            reasons = (error.reason for unit in run.units for error in unit.live.unknown.values())
+            found = unobservable(next(reasons, "no unit has parameters"))
     if plan.pre_sharded and not plan.spec.asked(name) and not found.unobservable:
         found = replace(found, reason=found.reason or "set by the script when it wrapped the model", matches=True)
     matches = found.matches if found.matches is not None else _json_value(found.value) == _json_value(expected)

@@ -31,7 +31,7 @@ class UnitObservation:
         reduce_dtype: dtype of gradient reduction; empty if no parameter is trained.
         master_dtype: dtype in which the shards are kept and updated.
         reshard_after_forward: whether gathered parameters are freed between forward and backward; never true for
-            the root.
+            the root. ``None``, like ``offloaded``, if the installed torch does not show it.
         live: the torch objects of the unit; not part of the report.
     """
 
@@ -43,8 +43,8 @@ class UnitObservation:
     param_dtype: str
     reduce_dtype: str
     master_dtype: str
-    reshard_after_forward: bool
-    offloaded: bool
+    reshard_after_forward: bool | None
+    offloaded: bool | None
     checkpointed: bool
     live: LiveUnit = field(repr=False, compare=False)
 
@@ -102,11 +102,11 @@ def _observe_unit(live: LiveUnit, names: dict[int, str], checkpointed: set[str])
         num_params=live.num_params,
         num_local_params=live.num_local_params,
         num_frozen=live.num_frozen,
-        param_dtype=dtype_name(live.compute_dtype),
-        reduce_dtype=dtype_name(live.reduce_dtype),
-        master_dtype="+".join(dtype_name(dtype) for dtype in live.master_dtypes),
-        reshard_after_forward=live.reshards,
-        offloaded=live.offloaded,
+        param_dtype=dtype_name(live.known("compute_dtype")),
+        reduce_dtype=dtype_name(live.known("reduce_dtype")),
+        master_dtype="+".join(dtype_name(dtype) for dtype in live.known("master_dtypes", ())),
+        reshard_after_forward=live.known("reshards"),
+        offloaded=live.known("offloaded"),
         checkpointed=all(name in checkpointed for name in module_names),
         live=live,
     )

@@ -106,7 +106,7 @@ def _changed(
     taken = [broadcast.shard_bit_sum for broadcast in broadcasts if broadcast.shard_bit_sum is not None]
     if not broadcasts or broadcasts[0].bit_sum is None or len(found) < len(bit_sums) or len(taken) < len(broadcasts):
         return None
-    replicas = max((unit.live.replicate_size for unit in units), default=1)
+    replicas = max((unit.live.known("replicate_size", 1) for unit in units), default=1)
     return (sum(found) - sum(taken) - replicas * broadcasts[0].bit_sum) % (1 << 64) != 0
 
 
@@ -114,7 +114,7 @@ def _checksums(model: nn.Module, units: Sequence[UnitObservation]) -> dict[str, 
     checksums = {}
     for unit in units:
         if unit.live.shards:
-            key = f"unit {unit.name or 'root'} shard {unit.live.shard_rank}"
+            key = f"unit {unit.name or 'root'} shard {unit.live.known('shard_rank', dist.get_rank())}"
             checksums[key] = _checksum(unit.live.shards)
     unmanaged = {id(parameter) for parameter in unmanaged_parameters(model, units)}
     for name, parameter in model.named_parameters():

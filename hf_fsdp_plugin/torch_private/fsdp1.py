@@ -15,7 +15,7 @@ from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataP
 
 from hf_fsdp_plugin.contracts import Contract, contracts_of, guard, load
 from hf_fsdp_plugin.strategies import BY_TORCH_NAME, Strategy
-from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or, read_facts
+from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or, merge_facts, read_facts
 
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _UNIT = f"{_FSDP1}:FullyShardedDataParallel"
@@ -299,8 +299,7 @@ def read_unit(unit: Any, *, is_root: bool) -> LiveUnit:
     if unit._handle is None:
         return LiveUnit(version=1, is_root=is_root, **of_unit)
     of_handle = read_facts(unit._handle, _HANDLE_FACTS, CONTRACTS)
-    unknown = {**of_unit["unknown"], **of_handle["unknown"]}
-    return LiveUnit(version=1, is_root=is_root, **{**of_unit, **of_handle, "unknown": unknown})
+    return LiveUnit(version=1, is_root=is_root, **merge_facts(of_unit, of_handle))
 
 
 def _is_sharded(unit: Any) -> bool:

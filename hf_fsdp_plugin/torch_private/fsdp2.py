@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.contracts import contracts_of, guard, load
-from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or, read_facts
+from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or, merge_facts, read_facts
 from hf_fsdp_plugin.torch_private.modules import LOCAL_TENSOR_ATTRIBUTE
 
 _COMMON = "torch.distributed.fsdp._fully_shard._fsdp_common"
@@ -182,8 +182,7 @@ def read_units(state: Any, *, is_root: bool) -> Iterator[LiveUnit]:
             "reshards": lambda group: _reshards(group) and not (is_root and state._auto_reshard_after_forward),
         }
         of_group = read_facts(group, {**_GROUP_FACTS, **reshard}, CONTRACTS)
-        unknown = {**of_state["unknown"], **of_group["unknown"]}
-        yield LiveUnit(version=2, is_root=is_root, **{**of_state, **of_group, "unknown": unknown})
+        yield LiveUnit(version=2, is_root=is_root, **merge_facts(of_state, of_group))
 
 
 def _reshards(group: Any) -> bool:
@@ -220,6 +219,13 @@ def _wholes(group: Any) -> list[nn.Parameter]:
     """Return the gathered parameters, which exist from the first all-gather on."""
     wholes = (attribute_or(item, "_unsharded_param", None) for item in group.fsdp_params)
     return [whole for whole in wholes if whole is not None]
+
+
+def _wholes_if_known(group: Any) -> list[nn.Parameter]:
+    try:
+        return _wholes(group)
+    except AttributeError:
+        return []
 
 
 def _master_dtypes(group: Any) -> tuple[torch.dtype, ...]:
@@ -339,7 +345,7 @@ _GROUP_FACTS: Facts = {
         (item._module_info.module, item._module_info.param_name, item.sharded_param.requires_grad)
         for item in group.fsdp_params
     ),
-    "parameter_ids": lambda group: frozenset(id(p) for p in [*_parameters(group), *_wholes(group)]),
+    "parameter_ids": lambda group: frozenset(id(p) for p in [*_parameters(group), *_wholes_if_known(group)]),
     "copy_ids": lambda group: frozenset(map(id, _wholes(group))),
 }
 

@@ -95,6 +95,10 @@ class LiveUnit:
         for name in self.unknown:
             object.__delattr__(self, name)
 
+    def known(self, name: str, default: Any = None) -> Any:
+        """Return an attribute, or ``default`` if it could not be read."""
+        return default if name in self.unknown else getattr(self, name)
+
     def __getattr__(self, name: str) -> Any:
         """Raise the error of an attribute that could not be read."""
         unknown = object.__getattribute__(self, "unknown")
@@ -126,6 +130,13 @@ def read_facts(source: Any, facts: Facts, rows: tuple[Contract, ...]) -> dict[st
             if row is None:
                 raise
             unknown[fact] = missing(row)
+    return {**found, "unknown": unknown}
+
+
+def merge_facts(*parts: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts of several objects. Later ones replace earlier ones, except those that could not be read."""
+    found = {name: value for part in parts for name, value in part.items() if name != "unknown"}
+    unknown = {name: error for part in parts for name, error in part["unknown"].items() if name not in found}
     return {**found, "unknown": unknown}
 
 

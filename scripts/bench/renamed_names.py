@@ -24,7 +24,7 @@ from typing import Any
 
 from common import describe_machine, make_parser
 
-SECONDS = 180.0
+SECONDS = 90.0
 """Limit for one name."""
 TRAINER = ("transformers", "peft", "trl", "safetensors", "accelerate")
 """Libraries whose names are also tried with the Trainer."""
@@ -100,6 +100,7 @@ def tiny_llama() -> Any:
 
 def train_with_accelerate(version: int, folder: str) -> None:
     import torch
+    import torch.distributed as dist
     from accelerate.state import AcceleratorState, GradientState
 
     import hf_fsdp_plugin as hfp
@@ -108,7 +109,10 @@ def train_with_accelerate(version: int, folder: str) -> None:
             "fsdp_activation_checkpointing": True, "fsdp_state_dict_type": "SHARDED_STATE_DICT"}  # fmt: skip
     config = {"distributed_type": "FSDP", "use_cpu": True, "mixed_precision": "bf16", "fsdp_config": fsdp}
 
-    def new_loop() -> tuple[Any, Any, Any]:
+    def new_loop(number: int) -> tuple[Any, Any, Any]:
+        if not dist.is_initialized():  # end_training has destroyed the process group
+            where = f"file://{folder}_rendezvous{number}"
+            dist.init_process_group("gloo", init_method=where, rank=int(os.environ["RANK"]), world_size=2)
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         accelerator = hfp.accelerator(hfp.load_spec(config, environ={}))
@@ -124,7 +128,7 @@ def train_with_accelerate(version: int, folder: str) -> None:
         optimizer.zero_grad()
         return float(loss.detach())
 
-    accelerator, model, optimizer = new_loop()
+    accelerator, model, optimizer = new_loop(0)
     step(accelerator, model, optimizer, 0)
     with torch.no_grad():
         model.eval()(input_ids=torch.zeros(1, 4, dtype=torch.long))
@@ -133,7 +137,7 @@ def train_with_accelerate(version: int, folder: str) -> None:
     expected = step(accelerator, model, optimizer, 1)
     accelerator.save_model(model, f"{folder}/model")
     accelerator.end_training()
-    accelerator, model, optimizer = new_loop()
+    accelerator, model, optimizer = new_loop(1)
     accelerator.load_state(folder)
     found = step(accelerator, model, optimizer, 1)
     assert abs(found - expected) < 1e-3, (found, expected)
@@ -188,6 +192,8 @@ def try_name(row: dict[str, Any], folder: Path) -> dict[str, Any]:
         outcome = "hangs"
     elif unhidden is not None:
         outcome = "not hidden"
+    elif "no report" in text or "Traceback" in text:
+        outcome = "fails"
     elif all(world.last("ran", rank) for rank in range(len(world.processes))) and not any(world.ended.values()):
         outcome = "a feature is off" if "FSDP-W621" in text else "runs"
     elif any(refused) and all(found is None or "FSDP-E620" in str(found) for found in refused):
