@@ -62,7 +62,7 @@ class Diagnosis:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the diagnosis. Returns 1 if a version is not supported, torch is broken, or a needed contract is missing."""
+    """Print the diagnosis. Returns 1 for an unsupported version, a broken torch, or a missing contract that is needed."""
     found = diagnose()
     if args.json:
         print_json(

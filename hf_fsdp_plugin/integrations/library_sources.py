@@ -122,9 +122,9 @@ def _with_bases(module: str, name: str) -> list[ast.ClassDef]:
 def _located_bases(module: str, name: str, depth: int = 4) -> list[tuple[str, ast.ClassDef]]:
     """Return a class and the base classes whose source is found, each with its module."""
     found = _resolve(module, name)
-    if found is None or not isinstance(found[1], ast.ClassDef) or depth == 0:
+    where, cls = found if found is not None else (module, None)
+    if not isinstance(cls, ast.ClassDef) or depth == 0:
         return []
-    where, cls = found
     bases = [base.id for base in cls.bases if isinstance(base, ast.Name)]
     return [(where, cls), *(pair for base in bases for pair in _located_bases(where, base, depth - 1))]
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.agreement import gather_equal_objects, gather_objects, on_all_ranks
 from hf_fsdp_plugin.backends.shard import plan_of
-from hf_fsdp_plugin.contracts import off_warning
+from hf_fsdp_plugin.contracts import off_warning, off_without
 from hf_fsdp_plugin.observe.first_step import recorded_first_step, shards_changed
 from hf_fsdp_plugin.observe.live_run import LiveRun
 from hf_fsdp_plugin.observe.memory import observe_memory, unmanaged_parameters
@@ -63,7 +63,8 @@ def build_report(
     device_type = torch.device(own.device).type
     loads = plan.ram_efficient or plan.sync_module_states
     replicated = any(unit.live.known("replicate_size", 1) > 1 for unit in units)
-    compared = compare_weights(model, units, first_step.first_bit_sum) if loads or replicated else None
+    compare = off_without(None)(compare_weights)
+    compared = compare(model, units, first_step.first_bit_sum) if loads or replicated else None
     with on_all_ranks("comparing the live model with the plan"):
         structure = StructureComparison() if plan.pre_sharded else compare_structure(model, units, plan)
         run = LiveRun(

@@ -114,7 +114,7 @@ def _checksums(model: nn.Module, units: Sequence[UnitObservation]) -> dict[str, 
     checksums = {}
     for unit in units:
         if unit.live.shards:
-            key = f"unit {unit.name or 'root'} shard {unit.live.known('shard_rank', dist.get_rank())}"
+            key = f"unit {unit.name or 'root'} shard {unit.live.shard_rank}"
             checksums[key] = _checksum(unit.live.shards)
     unmanaged = {id(parameter) for parameter in unmanaged_parameters(model, units)}
     for name, parameter in model.named_parameters():
