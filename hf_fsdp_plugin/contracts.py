@@ -21,7 +21,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, ParamSpec, TypeVar
 
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -205,7 +205,7 @@ def _as_contract_error(error: Exception, file: str, rows: Mapping[str, Contract]
     place = [
         (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if frame.f_code.co_name not in ("__getattr__", "__getattribute__")
+        if frame.f_code.co_name not in ("__get__", "__getattr__", "__getattribute__")
     ][-1]
     if place[0] != file:
         return error
@@ -220,15 +220,17 @@ def _as_contract_error(error: Exception, file: str, rows: Mapping[str, Contract]
     return missing(named) if isinstance(error, ImportError) else ContractError(named, f"has changed: {error}")
 
 
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+Default = TypeVar("Default")
 
 
-def off_without(default: Result) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+def off_without(default: Default) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result | Default]]:
     """Decorator of an optional feature: if a contract does not hold, warn once and return ``default``."""
 
-    def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
+    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result | Default]:
         @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Result:
+        def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result | Default:
             try:
                 return function(*args, **kwargs)
             except ContractError as error:

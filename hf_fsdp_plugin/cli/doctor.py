@@ -62,7 +62,7 @@ class Diagnosis:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the diagnosis. Returns 1 for an unsupported version, a broken torch, or a missing contract that is needed."""
+    """Print the diagnosis. Returns 1 if a version, torch or a needed contract does not hold."""
     found = diagnose()
     if args.json:
         print_json(

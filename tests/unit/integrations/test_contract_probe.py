@@ -1,0 +1,63 @@
+"""The table of contracts: complete, and true for the installed versions."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+import hf_fsdp_plugin
+from hf_fsdp_plugin.integrations.contract_probe import PRIVATE_FILES, hook_rows, probe_hook
+from hf_fsdp_plugin.integrations.library_sources import defines, source_hash
+
+PACKAGE = Path(hf_fsdp_plugin.__file__).parent
+PRIVATE = re.compile(r"_[a-zA-Z]\w*")
+
+
+def private_names(file: Path) -> set[str]:
+    """Return the private attributes of objects other than ``self`` that a file reads or writes."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and PRIVATE.fullmatch(node.attr) and ast.unparse(node.value) != "self"
+    }
+
+
+@pytest.mark.parametrize("module", PRIVATE_FILES)
+def test_every_private_name_has_a_row(module: str) -> None:
+    rows = importlib.import_module(f"hf_fsdp_plugin.{module}").CONTRACTS
+    # A part of a longer path, such as torch._C in torch._C._current_graph_task_id, needs no row of its own.
+    known = {part for row in rows for name in (row.target, *row.instead) for part in re.split(r"[.:|]", name)}
+    # `_orig_dtype` exists before torch 2.15 only, `_hf_fsdp…` are our own.
+    own = {"_orig_dtype", "_getframe"}
+    used = {name for name in private_names(PACKAGE / f"{module.replace('.', '/')}.py") if not name.startswith("_hf_")}
+    assert used - known - own == set()
+
+
+def test_replaced_functions_have_a_tested_source() -> None:
+    """After a test with new versions: ``python scripts/update_contracts.py``."""
+    statuses = {hook.target: probe_hook(hook) for hook in hook_rows()}
+    assert {target: status for target, status in statuses.items() if status in ("missing", "changed")} == {}
+
+
+def test_names_are_found_in_sources() -> None:
+    assert defines("accelerate.accelerator", "Accelerator._models")  # set in the constructor
+    assert defines("accelerate.utils.dataclasses", "FullyShardedDataParallelPlugin.__init__")  # generated
+    assert defines("transformers.trainer", "update_fsdp_plugin_peft")  # imported
+    assert not defines("accelerate.accelerator", "Accelerator._no_such_name")
+    assert not defines("accelerate.no_such_module", "name")
+
+
+def test_hash_ignores_comments_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashes = set()
+    for number, body in enumerate(("return a", "# why\n        return a", "return b")):
+        package = tmp_path / f"package{number}"
+        package.mkdir()
+        (package / "__init__.py").write_text(f"class C:\n    def f(self, a, b):\n        {body}\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        hashes.add(source_hash(f"package{number}", "C.f"))
+    assert len(hashes) == 2 and None not in hashes

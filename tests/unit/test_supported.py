@@ -1,0 +1,67 @@
+"""Supported versions of other libraries, found by the names of metadata folders."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_fsdp_plugin.contracts import SUPPORTED
+from hf_fsdp_plugin.supported import installed_versions, release_of, unsupported_versions, untested_versions
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the metadata of torch 2.9.1 and of a later Accelerate, before the installed libraries."""
+    for name in ("torch-2.9.1.dist-info", "accelerate-1.99.0.dist-info"):
+        (tmp_path / name).mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def run(code: str, folder: Path, *, argv0: str = "") -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}"}
+    code = f"import sys; sys.argv[0] = {argv0!r}; {code}"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, check=False)
+
+
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [("2.13.0+cpu", (2, 13, 0)), ("2.16.0rc1", (2, 16, 0)), ("2.16.0.dev20261101+cu132", (2, 16, 0)), ("git", ())],
+)
+def test_release_has_the_leading_numbers(version: str, release: tuple[int, ...]) -> None:
+    assert release_of(version) == release
+
+
+def test_old_and_new_versions_are_found(installed: Path) -> None:
+    assert installed_versions()["torch"] == "2.9.1"
+    [message] = unsupported_versions()
+    assert "torch 2.9.1" in message and "'torch>=2.11'" in message and "FSDP-E623" in message
+    assert untested_versions() == [f"accelerate 1.99.0 (tested up to {SUPPORTED['accelerate'][1]})"]
+
+
+def test_import_refuses_an_old_version(installed: Path) -> None:
+    done = run("import hf_fsdp_plugin", installed)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("ImportError: torch 2.9.1 is installed")
+
+
+def test_verbs_refuse_an_old_version_in_one_line(installed: Path) -> None:
+    main = "from hf_fsdp_plugin.cli.main import main; sys.exit(main(['{}']))"
+    done = run(main.format("check"), installed, argv0="/bin/hf-fsdp")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert run(main.format("explain"), installed, argv0="/bin/hf-fsdp").returncode == 0
+
+
+def test_setup_requires_the_oldest_supported_versions() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    required = setup["options"]["install_requires"] + setup["options.extras_require"]["test"]
+    for library, (oldest, _) in SUPPORTED.items():
+        assert f"{library}>={oldest}" in required.replace(" ", "")
