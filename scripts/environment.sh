@@ -2,6 +2,7 @@
 #
 #   VENV    folder of the environment (default: .venv in the repository)
 #   PYTHON  base interpreter (default: python3)
+#   HF_FSDP_NO_INSTALL  if set, VENV is used as it is
 #   TORCH   requirement for torch (default: torch==2.13.0; an open range may install gigabytes of CUDA packages on a
 #           machine without a GPU. On a GPU machine: TORCH="torch>=2.11", or the build for your CUDA version)
 
@@ -12,6 +13,10 @@ TORCH=${TORCH:-torch==2.13.0}
 # The argument is a list of extras of the package (default: test).
 make_environment() {
   local extras=${1:-test}
+  if [ -n "${HF_FSDP_NO_INSTALL:-}" ]; then
+    python=$VENV/bin/python
+    return
+  fi
   if [ ! -x "$VENV/bin/python" ]; then
     echo "creating $VENV"
     "${PYTHON:-python3}" -m venv "$VENV"

@@ -16,6 +16,7 @@ from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataP
 from hf_fsdp_plugin.contracts import Contract, contracts_of, guard, load
 from hf_fsdp_plugin.strategies import BY_TORCH_NAME, Strategy
 from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or, merge_facts, read_facts
+from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
 
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _UNIT = f"{_FSDP1}:FullyShardedDataParallel"
@@ -253,7 +254,7 @@ def register_parameters(unit: Any) -> None:
     handle = unit._handle
     if handle is None or handle.uses_sharded_strategy or not handle._use_orig_params or not is_idle(unit):
         return
-    if any(info.param_name not in info.module._parameters for info in handle.flat_param._param_infos):
+    if any(info.param_name not in own_parameters(info.module) for info in handle.flat_param._param_infos):
         _reshard(unit, handle, free_unsharded_flat_param=False)
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.contracts import contracts_of, guard, load
 from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or, merge_facts, read_facts
-from hf_fsdp_plugin.torch_private.modules import LOCAL_TENSOR_ATTRIBUTE
+from hf_fsdp_plugin.torch_private.modules import LOCAL_TENSOR_ATTRIBUTE, forward_pre_hooks
 
 _COMMON = "torch.distributed.fsdp._fully_shard._fsdp_common"
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState"
@@ -202,7 +202,7 @@ def _backward_prefetch(state: Any) -> str:
     if not state._states_to_backward_prefetch or ahead:
         return "pre"
     # A list that contains only the unit itself disables implicit prefetch; a marked hook replaces it.
-    hooks = (hook for module in modules_of(state) for hook in module._forward_pre_hooks.values())
+    hooks = (hook for module in modules_of(state) for hook in forward_pre_hooks(module))
     marks = (getattr(hook, _BACKWARD_PREFETCH_MARK, None) for hook in hooks)
     return next((mark for mark in marks if mark is not None), "none")
 

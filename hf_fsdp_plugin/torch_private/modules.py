@@ -57,6 +57,11 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
 
 
+def forward_pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return the hooks that run before the module's forward."""
+    return list(module._forward_pre_hooks.values())
+
+
 def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Replace ``old`` by ``new`` in every parent in ``model``."""
     for parent in list(model.modules()):
