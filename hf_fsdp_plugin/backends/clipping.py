@@ -130,7 +130,7 @@ def _flat_shards(models: Sequence[nn.Module]) -> dict[int, _Shards]:
             flat, group = fsdp1.flat_parameter(unit), fsdp1.shard_group(unit)
             if flat is not None:
                 over = (group,) if group is not None else ()
-                found.update((id(p), (over, unit.compute_device)) for p in fsdp1.parameter_objects(flat))
+                found.update((id(p), (over, fsdp1.compute_device(unit))) for p in fsdp1.parameter_objects(flat))
     return found
 
 

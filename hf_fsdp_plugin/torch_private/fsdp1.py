@@ -29,7 +29,7 @@ _CALLS = "a call of a module inside of a sharded model"
 _EVALUATION = "saving after an evaluation under FSDP1"
 _ON_READ = "sharding a model while it is read"
 CONTRACTS = (
-    *contracts_of(_UNIT, "refused", _SAVE, "_handle", "sharding_strategy", "process_group"),
+    *contracts_of(_UNIT, "refused", _SAVE, "_handle", "sharding_strategy", "process_group", "compute_device"),
     Contract(target="torch.distributed.fsdp._init_utils:_inter_node_pg", without="refused", use=_SAVE,
              behavior="A hybrid unit has the group of its replicas as this attribute."),
     *contracts_of(_FSDP1, "refused", _SAVE, "FLAT_PARAM"),
@@ -50,7 +50,7 @@ CONTRACTS = (
     *contracts_of(f"{_FLAT}:FlatParamHandle", "refused", _ON_READ, "flatten_tensors", "rank", "world_size"),
     *contracts_of(_RUNTIME, "off", _CALLS, "_root_pre_forward", "_pre_forward", "_pre_forward_unshard",
                   "_post_forward", "_post_forward_reshard", "_register_pre_backward_hooks"),
-    *contracts_of(_UNIT, "unobservable", _READ, "compute_device", "_sync_gradients", "cpu_offload",
+    *contracts_of(_UNIT, "unobservable", _READ, "_sync_gradients", "cpu_offload",
                   "backward_prefetch", "forward_prefetch", "limit_all_gathers", "_use_orig_params", "_is_root"),
     *contracts_of(f"{_FLAT}:FlatParamHandle", "unobservable", _READ, "_orig_param_dtype", "_fwd_bwd_param_dtype",
                   "_reduce_dtype", "_low_prec_param_dtype_specified"),
@@ -218,6 +218,12 @@ def local_shard(flat: Any) -> torch.Tensor:
     return flat.data if shard is None else shard
 
 
+def compute_device(unit: Any) -> torch.device:
+    """Return the device on which the unit is computed; offloaded shards are in CPU memory."""
+    device: torch.device = unit.compute_device
+    return device
+
+
 def shard_group(unit: Any) -> dist.ProcessGroup | None:
     """Return the group over which the unit's parameters are sharded; ``None`` if each rank has all of them."""
     return unit.process_group if strategy_of(unit).is_sharded else None
@@ -338,7 +344,7 @@ def _size(handle: Any, *, trainable: bool | None = None, local: bool = False) ->
 
 _UNIT_FACTS: Facts = {
     "modules": lambda unit: (unit,),
-    "device": lambda unit: unit.compute_device,
+    "device": compute_device,
     "strategy": lambda unit: strategy_of(unit).name,
     "shard_size": lambda unit: unit.process_group.size() if _is_sharded(unit) else 1,
     "shard_rank": lambda unit: unit.process_group.rank() if _is_sharded(unit) else 0,

@@ -5,7 +5,8 @@
     python scripts/bench/renamed_names.py --every 25          every 25th
 
 Two gloo ranks for each name, forked from a process that has imported the libraries but not this package. A run must
-end as without the change, perhaps with a warning that a feature is off, or be refused with the code FSDP-E620.
+end as without the change, perhaps with a warning that a feature is off, or be refused with the code FSDP-E620 if the row
+says so.
 Writes docs/results/renamed_names.json. Exit code 1 if a run ends in any other way.
 """
 
@@ -56,8 +57,12 @@ def run_story(rank: int, report: Any, row: dict[str, Any], folder: str) -> None:
         for name in [path, *(f"{path.rpartition('.')[0]}.{each}".lstrip(".") for each in row["instead"])]:
             try:
                 hide(module, name)
-            except (AttributeError, ImportError, TypeError) as error:
-                report("unhidden", f"{type(error).__name__}: {error}")
+            except TypeError as error:  # an immutable type of C
+                report("immutable", str(error))
+                return
+            except (AttributeError, ImportError) as error:
+                if name == path:
+                    report("unhidden", f"{type(error).__name__}: {error}")
     import hf_fsdp_plugin.problems
 
     try:
@@ -115,7 +120,7 @@ def train_with_accelerate(version: int, folder: str) -> None:
             dist.init_process_group("gloo", init_method=where, rank=int(os.environ["RANK"]), world_size=2)
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-        accelerator = hfp.accelerator(hfp.load_spec(config, environ={}))
+        accelerator = hfp.accelerator(hfp.load_spec(config, environ={}), project_dir=folder)
         model = tiny_llama()
         return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
 
@@ -190,14 +195,16 @@ def try_name(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     unhidden = world.last("unhidden")
     if not in_time:
         outcome = "hangs"
+    elif world.last("immutable") is not None:
+        outcome = "cannot be tried"
     elif unhidden is not None:
         outcome = "not hidden"
-    elif "no report" in text or "Traceback" in text:
+    elif "Traceback" in text or ("no report" in text and "no report: ContractError" not in text):
         outcome = "fails"
     elif all(world.last("ran", rank) for rank in range(len(world.processes))) and not any(world.ended.values()):
-        outcome = "a feature is off" if "FSDP-W621" in text else "runs"
+        outcome = "a feature is off" if "FSDP-W621" in text + _reports(folder) or "no report" in text else "runs"
     elif any(refused) and all(found is None or "FSDP-E620" in str(found) for found in refused):
-        outcome = "refused"
+        outcome = "refused" if row["without"] == "refused" else "fails"
     else:
         outcome = "fails"
     result = {"target": row["target"], "replaced": row["replaced"], "without": row["without"], "outcome": outcome}
@@ -206,6 +213,11 @@ def try_name(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     if outcome in ("fails", "hangs", "not hidden"):
         result["detail"] = str(unhidden or refused) + "\n" + text[-2500:]
     return {**result, "seconds": round(time.monotonic() - began, 1)}
+
+
+def _reports(folder: Path) -> str:
+    """Return the reports of the runs, whose problems name what is unobservable."""
+    return "".join(path.read_text(encoding="utf-8") for path in folder.rglob("fsdp_report.json"))
 
 
 def all_rows() -> list[dict[str, Any]]:
