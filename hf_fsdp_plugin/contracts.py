@@ -16,6 +16,7 @@ import functools
 import importlib
 import inspect
 import linecache
+import os
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -183,7 +184,9 @@ def _guarded(function: Callable[..., Any], file: str, rows: Mapping[str, Contrac
             try:
                 return (yield from function(*args, **kwargs))
             except (AttributeError, ImportError, TypeError) as error:
-                raise _as_contract_error(error, file, rows) from error
+                if (broken := _broken_contract(error, file, rows)) is None:
+                    raise
+                raise broken from error
 
         return generate
 
@@ -192,32 +195,31 @@ def _guarded(function: Callable[..., Any], file: str, rows: Mapping[str, Contrac
         try:
             return function(*args, **kwargs)
         except (AttributeError, ImportError, TypeError) as error:
-            raise _as_contract_error(error, file, rows) from error
+            if (broken := _broken_contract(error, file, rows)) is None:
+                raise
+            raise broken from error
 
     return call
 
 
-def _as_contract_error(error: Exception, file: str, rows: Mapping[str, Contract]) -> Exception:
-    """Return the error of the row that an exception is about, or else the exception.
-
-    Errors that a function of the library or of the user has raised are not changed.
-    """
-    place = [
+def _broken_contract(error: Exception, file: str, rows: Mapping[str, Contract]) -> ContractError | None:
+    """Return the error of the row that an exception is about; ``None`` if a function of a library or user raised it."""
+    place, line = [
         (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
         if frame.f_code.co_name not in ("__get__", "__getattr__", "__getattribute__")
     ][-1]
-    if place[0] != file:
-        return error
+    if os.path.dirname(place) != os.path.dirname(file):
+        return None
     if isinstance(error, AttributeError):
         row = rows.get(error.name or "")
-        return error if row is None else missing(row)
+        return None if row is None else missing(row)
     # The line that imports a name that does not exist, or that calls a function that has other parameters.
-    source = linecache.getline(*place)
-    named = next((row for name, row in rows.items() if name in source), None)
-    if named is None:
-        return error
-    return missing(named) if isinstance(error, ImportError) else ContractError(named, f"has changed: {error}")
+    source = linecache.getline(place, line)
+    row = next((row for name, row in rows.items() if name in source), None)
+    if row is None:
+        return None
+    return missing(row) if isinstance(error, ImportError) else ContractError(row, f"has changed: {error}")
 
 
 Arguments = ParamSpec("Arguments")

@@ -101,6 +101,7 @@ def _document(shot: Callable[..., str], run: str) -> str:
     exported = shot("hf-fsdp export run model")
     explain = shot("hf-fsdp explain w711")
     schema = shot("hf-fsdp schema", lines=8)
+    doctor = shot("hf-fsdp doctor", lines=24)
     usage = shot("hf-fsdp help")
     profile_flags = "\n".join(f"| `{flag}` | {text} |" for flag, text in FLAG_ROWS)
     return f"""\
@@ -263,6 +264,13 @@ A folder without a manifest has checksums for a part of its bytes only, or for n
 ## explain
 
 {explain}
+
+## doctor
+
+`hf-fsdp doctor` shows the versions, the devices, and what this package relies on in other libraries, each name
+probed on the installed versions ([contracts.md](contracts.md)). `--json` is meant for bug reports.
+
+{doctor}
 
 ## schema
 

@@ -4,9 +4,8 @@
     python scripts/bench/renamed_names.py --only _handle      targets that contain a text
     python scripts/bench/renamed_names.py --every 25          every 25th
 
-Two gloo ranks for each name, forked from a process that has imported the libraries but not this package. A run must
-end as without the change, perhaps with a warning that a feature is off, or be refused with the code FSDP-E620 if the row
-says so.
+Two gloo ranks for each name, forked from a process that has imported the libraries but not this package. A run ends as
+without the change, perhaps with a warning that a feature is off, or, if the row says so, is refused with FSDP-E620.
 Writes docs/results/renamed_names.json. Exit code 1 if a run ends in any other way.
 """
 

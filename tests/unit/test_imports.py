@@ -18,8 +18,6 @@ TORCH_FREE = (
     "version",
     "supported",
     "problems",
-    "messages",
-    "contracts",
     "text",
     "strategies",
     "spellings",
@@ -28,6 +26,8 @@ TORCH_FREE = (
     "spec",
 )
 OTHERS = (
+    "messages",
+    "contracts",
     "progress",
     "devices",
     "torch_private",

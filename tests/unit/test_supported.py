@@ -52,6 +52,12 @@ def test_import_refuses_an_old_version(installed: Path) -> None:
     assert done.stderr.splitlines()[-1].startswith("ImportError: torch 2.9.1 is installed")
 
 
+def test_install_warns_of_untested_versions(tmp_path: Path) -> None:
+    (tmp_path / "accelerate-1.99.0.dist-info").mkdir()
+    done = run("import hf_fsdp_plugin as hfp; hfp.install({})", tmp_path)
+    assert done.returncode == 0 and done.stderr.count("FSDP-W622") == 1 and "accelerate 1.99.0" in done.stderr
+
+
 def test_verbs_refuse_an_old_version_in_one_line(installed: Path) -> None:
     main = "from hf_fsdp_plugin.cli.main import main; sys.exit(main(['{}']))"
     done = run(main.format("check"), installed, argv0="/bin/hf-fsdp")
