@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from hf_fsdp_plugin.estimate.memory.ledger import Ledger
+from hf_fsdp_plugin.estimate.memory.profile import Stage
 from hf_fsdp_plugin.estimate.memory.shards import UnitSizes
 from hf_fsdp_plugin.plan.model import FsdpPlan
 
@@ -51,6 +52,10 @@ class Engine(ABC):
     @abstractmethod
     def end_forward(self) -> None:
         """Complete the forward of the root."""
+
+    def run(self, stage: Stage) -> None:
+        """Run the operators of a stage, after :class:`Engine` has acted at its start."""
+        self.ledger.run(stage.peak, stage.end)
 
     def end_backward(self) -> None:
         """Complete the backward of the root."""

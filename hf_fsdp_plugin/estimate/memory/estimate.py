@@ -93,7 +93,7 @@ def _follow(engine: Engine, profile: StepProfile) -> int:
     for stage in profile.stages:
         engine.ledger.at(places.at(stage))
         _act(engine, stage)
-        engine.ledger.run(stage.peak, stage.end)
+        engine.run(stage)
         host += stage.host_bytes
         most = max(most, host)
     engine.end_backward()

@@ -1,4 +1,7 @@
-"""Memory of FSDP2's units during a step: ``torch/distributed/fsdp/_fully_shard/`` of torch 2.13."""
+"""Memory of FSDP2's units during a step: ``torch/distributed/fsdp/_fully_shard/`` of torch 2.13 and 2.15.
+
+What the versions do differently follows :class:`hf_fsdp_plugin.torch_private.fsdp2_behavior.Fsdp2Behavior`.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,11 @@ from collections.abc import Sequence
 
 from hf_fsdp_plugin.estimate.memory.engine import Engine
 from hf_fsdp_plugin.estimate.memory.ledger import Ledger
+from hf_fsdp_plugin.estimate.memory.profile import Stage
 from hf_fsdp_plugin.estimate.memory.shards import UnitSizes
+from hf_fsdp_plugin.estimate.memory.tracker import Usage
 from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.torch_private.fsdp2_behavior import installed_behavior
 
 
 class Fsdp2Engine(Engine):
@@ -21,6 +27,11 @@ class Fsdp2Engine(Engine):
     def __init__(self, plan: FsdpPlan, sizes: Sequence[UnitSizes], ledger: Ledger) -> None:
         super().__init__(plan, sizes, ledger)
         self._is_sharded = plan.mesh.shard > 1
+        self._behavior = installed_behavior()
+        self._in_backward: list[str] = []
+        """Units whose backward has begun, the last one last."""
+        self._adds_in_place = False
+        """Whether autograd adds the gradients of this backward to those of earlier ones."""
         self._buffered: set[str] = set()
         """Units whose all-gather was started."""
         self._held = 0
@@ -47,10 +58,26 @@ class Fsdp2Engine(Engine):
             self.release(name)
 
     def end_forward(self) -> None:
+        self._adds_in_place = self._behavior.accumulates_in_place and bool(self.accumulated)
         self.ledger.free("gathered", self._held)
         self._held = 0
 
+    def run(self, stage: Stage) -> None:
+        """Run the operators of a stage.
+
+        Where autograd accumulates, it frees each gradient that it adds to one of earlier micro-batches, and keeps the
+        gradients of the first micro-batch in the dtype of the reduction.
+        """
+        if self._adds_in_place:
+            self.ledger.run(Usage(stage.most_activations), Usage(stage.end.activations))
+        elif self._behavior.accumulates_in_place and not self.syncs and self._in_backward:
+            kept = _in_reduce_dtype(self.sizes[self._in_backward[-1]], stage.peak.grads)
+            self.ledger.run(Usage(stage.peak.activations, kept), stage.end)
+        else:
+            super().run(stage)
+
     def pre_backward(self, name: str) -> None:
+        self._in_backward.append(name)
         if name not in self.gathered:
             self._start(name)
             self._copy_out(name, keep_buffer=False)
@@ -58,6 +85,11 @@ class Fsdp2Engine(Engine):
             self._start(target)
 
     def post_backward(self, name: str, grads: int) -> None:
+        if name in self._in_backward:
+            self._in_backward.remove(name)
+        if self._adds_in_place:
+            self._add_new_gradient(name)
+            grads = 0
         if self.plan.prefetch.backward == "post" and (target := self._neighbour(name, -1)) is not None:
             self._start(target)
         if not self.syncs:
@@ -66,7 +98,8 @@ class Fsdp2Engine(Engine):
             return
         whole = grads
         if name in self.accumulated:
-            self._add_to_accumulated(name, grads)
+            if not self._adds_in_place:
+                self._add_to_accumulated(name, grads)
             whole = self.accumulated.pop(name)
         self.release(name)
         if self._reduce_input:
@@ -118,7 +151,10 @@ class Fsdp2Engine(Engine):
         return self._in_tree_order[at] if 0 <= at < len(self._in_tree_order) else None
 
     def _accumulate(self, name: str, grads: int) -> None:
-        """Keep whole gradients in the dtype of the reduction (``to_accumulated_grad_if_needed``)."""
+        """Keep whole gradients in the dtype of the reduction.
+
+        ``to_accumulated_grad_if_needed`` casts them after the backward of the unit, autograd each one at once.
+        """
         if not grads:
             return
         if name in self.accumulated:
@@ -127,9 +163,19 @@ class Fsdp2Engine(Engine):
         sizes = self.sizes[name]
         kept = _in_reduce_dtype(sizes, grads)
         if kept != grads:
-            self.ledger.add("grads", kept)
-            self.ledger.free("grads", grads)
+            also_kept = sizes.last_grad if self._behavior.accumulates_in_place else grads
+            self.ledger.add("grads", kept - grads + also_kept)
+            self.ledger.free("grads", also_kept)
         self.accumulated[name] = kept
+
+    def _add_new_gradient(self, name: str) -> None:
+        """Add one new gradient in place: on the CPU, its copy in the dtype of the sum is needed besides."""
+        if self.plan.device_type == "cpu" and name in self.accumulated:
+            new = self.sizes[name].largest_grad
+            copy = _in_reduce_dtype(self.sizes[name], new)
+            if copy != new:
+                self.ledger.add("grads", new + copy)
+                self.ledger.free("grads", new + copy)
 
     def _add_to_accumulated(self, name: str, grads: int) -> None:
         """Add new gradients in place. On the CPU, an addition of two dtypes casts the new gradient first."""
@@ -141,9 +187,10 @@ class Fsdp2Engine(Engine):
         self.ledger.free("grads", grads)
 
     def _reduce(self, name: str, whole: int) -> None:
-        """Reduce-scatter and all-reduce (``foreach_reduce``, which keeps the last gradient until it returns)."""
+        """Reduce-scatter and all-reduce (``foreach_reduce``)."""
         sizes, ledger = self.sizes[name], self.ledger
-        last = whole * sizes.last_grad // sizes.whole_grads if self._is_sharded else 0
+        keeps_last = self._is_sharded and self._behavior.keeps_last_gradient
+        last = whole * sizes.last_grad // sizes.whole_grads if keeps_last else 0
         ledger.add("gathered", sizes.reduce_input)
         self._reduce_input = sizes.reduce_input
         ledger.free("grads", whole - last)

@@ -37,6 +37,8 @@ class Stage:
         end: usage at its end, relative to its start.
         freed_grads: bytes of whole gradients of the unit that are complete at a ``post_backward``.
         host_bytes: what activation offload moves to CPU memory, relative to the start.
+        most_activations: the most activations of the stage, relative to the start, with each gradient until it is
+            accumulated.
     """
 
     kind: StageKind
@@ -45,6 +47,7 @@ class Stage:
     end: Usage = _NOTHING
     freed_grads: int = 0
     host_bytes: int = 0
+    most_activations: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

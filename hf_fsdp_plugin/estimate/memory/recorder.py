@@ -66,7 +66,8 @@ class Recorder:
         live, peak, host = self.tracker.live, self.tracker.peak, self.tracker.host_bytes
         if self._open is not None:
             opened, of, grads, start, host_before = self._open
-            self.stages.append(Stage(opened, of, peak.minus(start), live.minus(start), grads, host - host_before))
+            most = self.tracker.most_activations - start.activations
+            self.stages.append(Stage(opened, of, peak.minus(start), live.minus(start), grads, host - host_before, most))
         if freed_grads:
             self._free_gradients(name)
         self._open = (kind, name, freed_grads, self.tracker.live, host)

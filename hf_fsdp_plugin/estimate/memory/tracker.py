@@ -41,12 +41,14 @@ class Tracker(TorchDispatchMode):
         live: bytes in use now.
         host_bytes: bytes that activation offload keeps in CPU memory now.
         peak: the usage with the largest total since :meth:`restart_peak`.
+        most_activations: the largest number of bytes of activations since then.
     """
 
     def __init__(self, ignored: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.live = Usage()
         self.peak = Usage()
+        self.most_activations = 0
         self.host_bytes = 0
         self._known: dict[int, Any] = {storage_key(tensor): None for tensor in ignored}
         self._grads: set[int] = set()
@@ -54,6 +56,7 @@ class Tracker(TorchDispatchMode):
 
     def restart_peak(self) -> None:
         self.peak = self.live
+        self.most_activations = self.live.activations
 
     def count_gradient(self, gradient: torch.Tensor) -> None:
         """Count a storage, which was allocated as an activation, as the gradient of a parameter."""
@@ -83,6 +86,8 @@ class Tracker(TorchDispatchMode):
     def update_peak(self) -> None:
         if self.live.total > self.peak.total:
             self.peak = self.live
+        if self.live.activations > self.most_activations:
+            self.most_activations = self.live.activations
 
     def _value(self, tensor: torch.Tensor) -> Any:
         """Return a value for ``item()``, which meta tensors do not have.
