@@ -12,7 +12,12 @@ from hf_fsdp_plugin.observe.units import checkpoints_natively
 from hf_fsdp_plugin.observe.weights import WeightComparison
 from hf_fsdp_plugin.plan.names import canonical_name, is_inside
 from hf_fsdp_plugin.text import format_bytes, format_names, plural
-from hf_fsdp_plugin.torch_private.functions import ActivationWrapper, CheckpointWrapper, uses_torch_checkpoint
+from hf_fsdp_plugin.torch_private.functions import (
+    ActivationWrapper,
+    CheckpointWrapper,
+    checkpoint_keywords,
+    uses_torch_checkpoint,
+)
 from hf_fsdp_plugin.torch_private.modules import calls_compiled
 
 
@@ -49,7 +54,7 @@ def read_checkpointing(run: LiveRun) -> ObservedValue:
         value = "full" if layers.value is True else layers.value
         reason = layers.reason or "Transformers' gradient checkpointing"
         return ObservedValue(value=value, reason=reason, matches=layers.matches)
-    keywords = [getattr(module.checkpoint_fn, "keywords", {}) for module in wrappers]
+    keywords = [checkpoint_keywords(module) for module in wrappers]
     kind = common_value("selective" if "context_fn" in names else "full" for names in keywords)
     if broken := [module for module in wrappers if not uses_torch_checkpoint(module)]:
         return ObservedValue(value=f"{kind} in {len(wrappers) - len(broken)} of {len(wrappers)} units", matches=False)

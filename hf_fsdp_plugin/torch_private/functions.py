@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.checkpoint
@@ -86,6 +86,12 @@ def uses_torch_checkpoint(wrapper: CheckpointWrapper) -> bool:
     """Return whether the wrapper still calls torch's ``checkpoint``."""
     function = getattr(wrapper.checkpoint_fn, "func", None)
     return function is torch.utils.checkpoint.checkpoint and "forward" not in vars(wrapper)
+
+
+def checkpoint_keywords(wrapper: CheckpointWrapper) -> dict[str, Any]:
+    """Return the keyword arguments that the wrapper passes to torch's ``checkpoint``."""
+    keywords: dict[str, Any] = getattr(wrapper.checkpoint_fn, "keywords", {})
+    return keywords
 
 
 def profiler_is_running() -> bool:

@@ -174,7 +174,7 @@ def loading_sharded_models(trainer: Any) -> Iterator[None]:
 
 def train_batch_size(trainer: Any) -> int:
     """Return the micro-batch size per device, which ``auto_find_batch_size`` may have reduced."""
-    return int(trainer._train_batch_size)
+    return int(getattr(trainer, "_train_batch_size", trainer.args.train_batch_size))
 
 
 def ignored_on_save(model: Any) -> tuple[str, ...]:
