@@ -123,6 +123,10 @@ _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _SHARD_SIZE = "Number of ranks that one copy of the model is sharded over, or auto."
 _REPLICATE_SIZE = "Number of sharded copies of the model, or auto."
 
+_FP32_MODULES = (
+    "Regular expression on the full names of modules that compute in fp32 in mixed precision, such as norms, routers "
+    "or embeddings. Needs FSDP2 and torch 2.15."
+)
 _FSDP_ROWS = (
     Row(name="fsdp.version", kind="choice", spellings=("version",), choices={"1": ("fsdp1",), "2": ("fsdp2",)},
         about="FSDP version: 1 is FullyShardedDataParallel, 2 is fully_shard."),
@@ -171,6 +175,9 @@ _FSDP_ROWS = (
     Row(name="precision.buffer", kind="choice", scope="precision", choices=DTYPES, prefixes=("torch",),
         spellings=("buffer_dtype", "buffer"),
         about="Dtype of buffers."),
+    Row(name="precision.fp32_modules", kind="pattern", spellings=("fp32_modules",), about=_FP32_MODULES),
+    Row(name="precision.fp32_modules", kind="pattern", scope="precision", spellings=("fp32_modules",),
+        about=_FP32_MODULES),
     Row(name="prefetch.backward", kind="choice", prefixes=("BackwardPrefetch",),
         spellings=("backward_prefetch", "backward_prefetch_policy"),
         choices={"pre": ("1", "backward_pre"), "post": ("2", "backward_post"),

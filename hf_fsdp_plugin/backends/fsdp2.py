@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.activations import apply_activation_checkpointing
+from hf_fsdp_plugin.backends.fp32_modules import fp32_ids
 from hf_fsdp_plugin.backends.load import WeightLoader, cast_buffers, finish_reading, read_in_background
 from hf_fsdp_plugin.backends.quantized import prepare_quantized
 from hf_fsdp_plugin.backends.shard_on_read import ShardsOnRead
@@ -60,7 +61,9 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             reshard_after_forward=unit.reshard_after_forward,
-            mp_policy=_mixed_precision(plan, is_root=unit.modules == ("",)),
+            mp_policy=_mixed_precision(
+                plan, is_root=unit.modules == ("",), fp32=fp32_ids(plan, model, unit.parameters)
+            ),
             **kwargs,
         )
         shards.attach(state_of(cast(FSDPModule, modules[0])))
@@ -86,9 +89,10 @@ def adopt_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
     cast_buffers(plan, model)
     _replace_by_masters(plan, model)
     states = {id(state): state for m in model.modules() if isinstance(m, FSDPModule) for state in [state_of(m)]}
+    fp32 = fp32_ids(plan, model)
     for state in states.values():
         own_shards(state)
-        set_mixed_precision(state, _mixed_precision(plan, is_root=model in modules_of(state)))
+        set_mixed_precision(state, _mixed_precision(plan, is_root=model in modules_of(state), fp32=fp32))
     _set_forward_prefetch(plan, model)
     _set_backward_prefetch(plan, model)
     _add_no_sync(model)
@@ -201,15 +205,22 @@ def _units_in_order(plan: FsdpPlan, model: nn.Module) -> list[Any]:
     return sorted((m for m in firsts if isinstance(m, FSDPModule)), key=lambda m: position[id(m)])
 
 
-def _mixed_precision(plan: FsdpPlan, *, is_root: bool) -> MixedPrecisionPolicy:
+def _mixed_precision(plan: FsdpPlan, *, is_root: bool, fp32: frozenset[int] = frozenset()) -> MixedPrecisionPolicy:
     """Return one unit's policy. Only the root casts its output: casts between layers cost memory and change results.
 
     Gradients whose dtype of reduction is not set are reduced in the dtype of the computation, as FSDP1 does. torch 2.15
     would reduce them in the dtype of the shards.
+
+    Args:
+        fp32: ids of the parameters that are gathered in fp32, which is the dtype of their shards.
     """
+    per_parameter: dict[str, Any] = {}
+    if fp32:
+        per_parameter["param_dtype_override_fn"] = lambda p: torch.float32 if id(p) in fp32 else None
     param = torch_dtype(plan.precision.param)
     return MixedPrecisionPolicy(
         param_dtype=param,
         reduce_dtype=torch_dtype(plan.precision.reduce) or param,
         output_dtype=torch_dtype(plan.precision.output) if is_root else None,
+        **per_parameter,
     )

@@ -10,6 +10,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from hf_fsdp_plugin.backends.fp32_modules import compute_in_fp32
 from hf_fsdp_plugin.backends.fsdp1 import apply_fsdp1
 from hf_fsdp_plugin.backends.fsdp2 import adopt_fsdp2, apply_fsdp2, reshard
 from hf_fsdp_plugin.backends.ignored import apply_autocast
@@ -64,6 +65,7 @@ def shard(
         detached = [] if plan.pre_sharded else detach_optimizers(optimizers, model)
     if not plan.pre_sharded:
         apply_autocast(plan, model)
+    compute_in_fp32(plan, model)
     if plan.sharded_at_load:
         sharded = adopt_fsdp2(plan, model, device)
     elif plan.pre_sharded:

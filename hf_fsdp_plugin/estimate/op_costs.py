@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from hf_fsdp_plugin.backends.fp32_modules import compute_in_fp32, fp32_ids
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.estimate.machines import OpKind
 from hf_fsdp_plugin.estimate.memory.batch import meta_batch
@@ -67,7 +68,7 @@ def unit_costs(plan: FsdpPlan, model: nn.Module, workload: Workload) -> dict[str
     Raises:
         SpecError: no batch can be made for the model, or its code depends on values (FSDP-E832).
     """
-    meta = _meta_copy(model, torch_dtype(plan.precision.param))
+    meta = _meta_copy(plan, model)
     names = {name: unit.name for unit in plan.units for name in unit.modules}
     groups = equal_layers(meta)
     recorder = _Recorder(names | {g.representative: g.representative for g in groups}, type(meta).__name__)
@@ -122,15 +123,22 @@ def _not_counted(model: nn.Module, error: Exception) -> Problem:
     )
 
 
-def _meta_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+def _meta_copy(plan: FsdpPlan, model: nn.Module) -> nn.Module:
+    """Return a copy on the meta device that computes in the plan's dtypes."""
+    dtype = torch_dtype(plan.precision.param)
     memo: dict[int, Any] = {}
+    fp32 = fp32_ids(plan, model)
     for parameter in model.parameters():
         kept = parameter.dtype if dtype is None or not parameter.is_floating_point() else dtype
+        if id(parameter) in fp32:
+            kept = torch.float32
         empty = torch.empty(parameter.shape, dtype=kept, device="meta")
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(model, memo).train()
+    copied = copy.deepcopy(model, memo).train()
+    compute_in_fp32(plan, copied)
+    return copied
 
 
 def _run_equal_layers_once(model: nn.Module, groups: list[EqualLayers]) -> None:

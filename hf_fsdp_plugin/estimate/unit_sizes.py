@@ -47,7 +47,10 @@ def unit_sizes(plan: FsdpPlan, unit: UnitPlan, model: nn.Module) -> UnitSizes:
         model: the model that was planned, on any device.
     """
     parameters = [model.get_parameter(name) for name in unit.parameters]
-    return _flat_sizes(plan, parameters) if plan.backend == "fsdp1" else _separate_sizes(plan, parameters)
+    if plan.backend == "fsdp1":
+        return _flat_sizes(plan, parameters)
+    fp32 = frozenset(plan.fp32_parameters)
+    return _separate_sizes(plan, parameters, [name in fp32 for name in unit.parameters])
 
 
 def padded_numel(shape: Sequence[int], shards: int) -> int:
@@ -74,13 +77,14 @@ def flat_numel(numels: Iterable[int], shards: int, *, aligned: int) -> int:
     return ceil(total / shards) * shards if aligned else total
 
 
-def _separate_sizes(plan: FsdpPlan, parameters: list[nn.Parameter]) -> UnitSizes:
+def _separate_sizes(plan: FsdpPlan, parameters: list[nn.Parameter], in_fp32: list[bool]) -> UnitSizes:
+    """Parameters of several dtypes are gathered as bytes, and their gradients reduced in one dtype."""
     shards = plan.mesh.shard
     gather = reduce = 0
-    for parameter in parameters:
+    for parameter, is_fp32 in zip(parameters, in_fp32, strict=True):
         numel = padded_numel(parameter.shape, shards)
         compute = _compute_dtype(plan, parameter)
-        gather += numel * compute.itemsize
+        gather += numel * (torch.float32 if is_fp32 else compute).itemsize
         if parameter.requires_grad:
             reduce += numel * (torch_dtype(plan.precision.reduce) or compute).itemsize
     return UnitSizes(gather_bytes=gather, reduce_bytes=reduce)

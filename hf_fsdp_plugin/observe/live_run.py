@@ -67,6 +67,13 @@ class LiveRun:
         return [unit for unit in self.units if unit.num_params]
 
     @property
+    def units_in_policy_dtype(self) -> list[UnitObservation]:
+        """The units that own parameters, without those whose parameters are all planned to be gathered in fp32."""
+        fp32 = set(self.plan.fp32_parameters)
+        planned = {unit.name for unit in self.plan.units if unit.parameters and fp32.issuperset(unit.parameters)}
+        return [unit for unit in self.units_with_params if unit.name not in planned] or self.units_with_params
+
+    @property
     def units_below_root(self) -> list[UnitObservation]:
         return [unit for unit in self.units_with_params if not unit.live.is_root]
 

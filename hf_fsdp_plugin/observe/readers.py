@@ -40,6 +40,7 @@ READERS: Final[Mapping[str, SettingReader]] = MappingProxyType(
         "offload.pin_memory": SettingReader(sharding.read_pin_memory),
         "precision.param": SettingReader(sharding.read_param_dtype, default_shown=True),
         "precision.reduce": SettingReader(sharding.read_reduce_dtype, default_shown=True),
+        "precision.fp32_modules": SettingReader(sharding.read_fp32_modules),
         "precision.output": SettingReader(sharding.read_output_dtype),
         "precision.buffer": SettingReader(sharding.read_buffer_dtype),
         "prefetch.backward": SettingReader(sharding.read_backward_prefetch, default_shown=True),

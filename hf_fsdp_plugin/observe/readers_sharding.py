@@ -168,13 +168,36 @@ def read_pin_memory(run: LiveRun) -> ObservedValue:
 
 
 def read_param_dtype(run: LiveRun) -> ObservedValue:
-    value = common_value(unit.param_dtype for unit in run.units_with_params)
+    value = common_value(unit.param_dtype for unit in run.units_in_policy_dtype)
     if value is not None and (reason := unplanned_cast(run)):
         return ObservedValue(value=value, reason=reason, matches=False)
     if run.plan.precision.param == "unchanged":
         casts = any(unit.live.casts for unit in run.units_with_params)
         return ObservedValue(value=value, reason="the dtype of the parameters, without a cast", matches=not casts)
     return ObservedValue(value=value)
+
+
+def read_fp32_modules(run: LiveRun) -> ObservedValue:
+    """Read which modules have parameters that are gathered in fp32 while the policy's dtype is another one."""
+    planned = set(run.plan.fp32_parameters)
+    found, others = [], []
+    names = {id(module): canonical_name(name) for name, module in run.model.named_modules()}
+    for unit in run.units_with_params:
+        for (module, key, _), dtype in zip(unit.live.places, unit.live.compute_dtypes, strict=False):
+            name = f"{names[id(module)]}.{key}".removeprefix(".")
+            is_fp32 = dtype_name(dtype) == "fp32"
+            if is_fp32:
+                found.append(name)
+            if is_fp32 != (name in planned) and dtype.is_floating_point:
+                others.append(name)
+    if not planned:
+        reason = "without mixed precision, no parameter is cast"
+        return ObservedValue(value=run.plan.spec.precision.fp32_modules, reason=reason, matches=True)
+    modules = list(dict.fromkeys(name.rpartition(".")[0] for name in found))
+    reason = f"{len(found)} parameters are gathered in fp32"
+    if others:
+        reason = f"{len(others)} parameters are not gathered in the planned dtype: {format_names(others, 3)}"
+    return ObservedValue(value=modules, reason=reason, matches=not others)
 
 
 def read_reduce_dtype(run: LiveRun) -> ObservedValue:

@@ -181,11 +181,11 @@ def read_mixed_precision(run: LiveRun) -> ObservedValue:
     if not run.units_with_params:
         return unobservable("no parameter belongs to a unit")
     if reason := unplanned_cast(run):
-        value = common_value(unit.param_dtype for unit in run.units_with_params)
+        value = common_value(unit.param_dtype for unit in run.units_in_policy_dtype)
         return ObservedValue(value=value, reason=reason, matches=False)
     if not any(unit.live.casts for unit in run.units_with_params):
         return ObservedValue(value="no")
-    value = common_value(unit.param_dtype for unit in run.units_with_params)
+    value = common_value(unit.param_dtype for unit in run.units_in_policy_dtype)
     return ObservedValue(value="no" if value == "fp32" else value)
 
 

@@ -27,6 +27,10 @@ def spec_of_further_model(spec: FsdpSpec, model: nn.Module, *, is_trained: bool)
     wrap = _fitting_ignored_modules(wrap, model)
     if wrap.ignored_modules != spec.wrap.ignored_modules:
         changed.add("wrap.ignored_modules")
+    precision = spec.precision
+    if not _fits(precision.fp32_modules, model):
+        precision = replace(precision, fp32_modules="")
+        changed.add("precision.fp32_modules")
     activation = spec.activation
     if not is_trained and activation != ActivationSection():
         activation = ActivationSection()
@@ -36,7 +40,7 @@ def spec_of_further_model(spec: FsdpSpec, model: nn.Module, *, is_trained: bool)
         setting = "wrap.min_num_params" if spec.wrap.policy == "size" else "wrap.classes"
         problems = (*problems, Problem(code="FSDP-W260", setting=setting, message=reason, origin=spec.origin(setting)))
     origins = {name: origin for name, origin in spec.origins.items() if name not in changed}
-    return replace(spec, wrap=wrap, activation=activation, origins=origins, problems=problems)
+    return replace(spec, wrap=wrap, precision=precision, activation=activation, origins=origins, problems=problems)
 
 
 def _fitting_wrap(wrap: WrapSection, model: nn.Module) -> tuple[WrapSection, str]:
@@ -65,11 +69,14 @@ def _fitting_wrap(wrap: WrapSection, model: nn.Module) -> tuple[WrapSection, str
 
 
 def _fitting_ignored_modules(wrap: WrapSection, model: nn.Module) -> WrapSection:
-    """Remove a pattern that matches no module. A pattern that is invalid is kept, because it is reported."""
+    """Remove a pattern that matches no module."""
+    return wrap if _fits(wrap.ignored_modules, model) else replace(wrap, ignored_modules="")
+
+
+def _fits(text: str, model: nn.Module) -> bool:
+    """Whether a pattern is empty or matches a module. One that is invalid is kept, because it is reported."""
     try:
-        pattern = re.compile(wrap.ignored_modules)
+        pattern = re.compile(text)
     except re.error:
-        return wrap
-    if not wrap.ignored_modules or any(pattern.fullmatch(name) for name, _ in model.named_modules()):
-        return wrap
-    return replace(wrap, ignored_modules="")
+        return True
+    return not text or any(pattern.fullmatch(name) for name, _ in model.named_modules())

@@ -52,6 +52,8 @@ class PrecisionPlan:
     output: PlannedDtype
     buffer: PlannedDtype
     master: Literal["fp32", "unchanged"]
+    fp32_modules: str = ""
+    """The pattern of the spec; :attr:`FsdpPlan.fp32_modules` are the modules."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +66,8 @@ class FsdpPlan:
         ignored_modules: names of modules whose parameters are not sharded.
         ignored_parameters: names of the parameters that are not sharded: the parameters of ignored modules, and
             scalars, which have no dimension to shard. Their gradients are averaged over all ranks.
+        fp32_modules: names of the modules that compute in fp32 while the others compute in ``precision.param``.
+        fp32_parameters: names of their parameters that are sharded.
         pre_sharded: whether the model was sharded before ``prepare``. Its units are kept.
         sharded_at_load: whether ``from_pretrained`` sharded the model, with a ``DistributedConfig``.
         spec: the requested settings.
@@ -80,6 +84,8 @@ class FsdpPlan:
     ties: tuple[tuple[str, ...], ...]
     ignored_modules: tuple[str, ...]
     ignored_parameters: tuple[str, ...]
+    fp32_modules: tuple[str, ...] = ()
+    fp32_parameters: tuple[str, ...] = ()
     pre_sharded: bool
     sharded_at_load: bool
     offload_params: bool
@@ -147,6 +153,7 @@ class FsdpPlan:
             ],
             "ties": [list(names) for names in self.ties],
             "ignored_modules": list(self.ignored_modules),
+            "fp32_modules": list(self.fp32_modules),
             "pre_sharded": self.pre_sharded,
             "sharded_at_load": self.sharded_at_load,
             "offload_params": self.offload_params,
@@ -184,5 +191,6 @@ class FsdpPlan:
             *names_text("tied parameters", [" = ".join(names) for names in self.ties]),
             *names_text(f"frozen parameters: {len(frozen)}", frozen),
             *names_text(f"ignored modules: {len(self.ignored_modules)}", self.ignored_modules),
+            *names_text(f"modules in fp32: {len(self.fp32_modules)}", self.fp32_modules),
         ]
         return "\n".join(lines)

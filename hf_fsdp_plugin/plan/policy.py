@@ -11,7 +11,7 @@ from torch import nn
 from hf_fsdp_plugin.plan.modules import ModuleTree, parent_of
 from hf_fsdp_plugin.plan.problem_collector import ProblemCollector
 from hf_fsdp_plugin.spec.model import FsdpSpec
-from hf_fsdp_plugin.spec.rules import check_ignored_modules, check_size_threshold
+from hf_fsdp_plugin.spec.rules import check_pattern, check_size_threshold
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private.modules import CHECKPOINTED_ATTRIBUTE
 
@@ -22,11 +22,15 @@ _NEVER_ENTERED = (nn.MultiheadAttention,)
 
 def ignored_modules(spec: FsdpSpec, model: nn.Module, problems: ProblemCollector) -> tuple[str, ...]:
     """Return the names of the modules whose full name matches the regular expression ``wrap.ignored_modules``."""
-    pattern = spec.wrap.ignored_modules
+    return matching_modules(spec, "wrap.ignored_modules", model, problems)
+
+
+def matching_modules(spec: FsdpSpec, setting: str, model: nn.Module, problems: ProblemCollector) -> tuple[str, ...]:
+    """Return the names of the modules whose full name matches the regular expression of a setting."""
+    pattern = spec.get(setting)
     if not pattern:
         return ()
-    setting = "wrap.ignored_modules"
-    if invalid := list(check_ignored_modules(spec)):
+    if invalid := list(check_pattern(spec, setting)):
         problems.problems.extend(invalid)
         return ()
     compiled = re.compile(pattern)
@@ -36,8 +40,9 @@ def ignored_modules(spec: FsdpSpec, model: nn.Module, problems: ProblemCollector
         problems.add(
             "FSDP-E211",
             setting,
-            f"{pattern!r} matches the empty name of the root, so all parameters would be ignored.",
-            "Write a pattern that matches only the modules to ignore.",
+            f"{pattern!r} matches the empty name of the root, so all parameters would be "
+            f"{'ignored' if setting == 'wrap.ignored_modules' else 'in fp32'}.",
+            "Write a pattern that matches only the modules that are meant.",
         )
         return ()
     if not matched:

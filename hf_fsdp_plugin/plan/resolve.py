@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from hf_fsdp_plugin.devices import unsupported_device
+from hf_fsdp_plugin.plan.fp32 import Fp32Parts, resolve_fp32_modules
 from hf_fsdp_plugin.plan.mesh import resolve_mesh
 from hf_fsdp_plugin.plan.model import Backend, FsdpPlan, PrecisionPlan
 from hf_fsdp_plugin.plan.modules import ModuleTree
@@ -54,6 +55,9 @@ def resolve(
     precision = resolve_precision(spec, model, device_type, collector)
     parts = _sharded_parts(spec, model, collector) or _planned_parts(spec, model, strategy, precision, collector)
     version: Version = 1 if parts.backend == "fsdp1" else 2
+    fp32 = Fp32Parts()
+    if parts.sharded_at_load or not parts.pre_sharded:
+        fp32 = resolve_fp32_modules(spec, model, precision, parts.backend, parts.ignored_parameters, collector)
     check_offload(spec, version, device_type, collector)
     check_activation(spec, model, parts.pre_sharded, collector)
     if (problem := unsupported_device(device_type)) is not None:
@@ -74,6 +78,8 @@ def resolve(
         ties=parts.ties,
         ignored_modules=parts.ignored_modules,
         ignored_parameters=parts.ignored_parameters,
+        fp32_modules=fp32.modules,
+        fp32_parameters=fp32.parameters,
         pre_sharded=parts.pre_sharded,
         sharded_at_load=parts.sharded_at_load,
         offload_params=spec.offload.params,
@@ -118,9 +124,10 @@ def _sharded_parts(spec: FsdpSpec, model: nn.Module, problems: ProblemCollector)
             f"Set fsdp_version: {version}, or pass the model unwrapped.",
         )
     wrap_settings = ("wrap.policy", "wrap.classes", "wrap.min_num_params", "wrap.ignored_modules")
-    unused = [name for name in wrap_settings if spec.asked(name)]
-    ignored = f" {', '.join(unused)} {'is' if len(unused) == 1 else 'are'} ignored." if unused else ""
     at_load = distributed_config_of(model) is not None
+    kept = wrap_settings if at_load else (*wrap_settings, "precision.fp32_modules")
+    unused = [name for name in kept if spec.asked(name)]
+    ignored = f" {', '.join(unused)} {'is' if len(unused) == 1 else 'are'} ignored." if unused else ""
     if at_load and not unused:
         message = f"from_pretrained has sharded {model_class_name(model)}: its units, mesh and offload are kept."
         problems.add("FSDP-N280", None, message)

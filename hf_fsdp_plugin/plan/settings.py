@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Literal
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ def resolve_precision(spec: FsdpSpec, model: nn.Module, device_type: str, proble
     With mixed precision, trainable parameters are stored in fp32, and cast for each all-gather.
     """
     requested: dict[str, DtypeName] = asdict(spec.precision)
+    requested.pop("fp32_modules")
     dtypes: dict[str, PlannedDtype] = {}
     for field, dtype in requested.items():
         dtypes[field] = "unchanged" if dtype == "auto" else dtype
@@ -32,7 +34,8 @@ def resolve_precision(spec: FsdpSpec, model: nn.Module, device_type: str, proble
     is_mixed = spec.precision.param in ("bf16", "fp16")
     if not is_mixed:
         _check_master_weights(model, problems)
-    return PrecisionPlan(**dtypes, master="fp32" if is_mixed else "unchanged")
+    master: Literal["fp32", "unchanged"] = "fp32" if is_mixed else "unchanged"
+    return PrecisionPlan(**dtypes, master=master, fp32_modules=spec.precision.fp32_modules)
 
 
 def _check_master_weights(model: nn.Module, problems: ProblemCollector) -> None:

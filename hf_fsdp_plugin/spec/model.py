@@ -59,12 +59,13 @@ class OffloadSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionSection:
-    """``auto`` keeps the dtype of the model: no cast."""
+    """``auto`` keeps the dtype of the model: no cast. ``fp32_modules`` is a pattern of names; empty selects none."""
 
     param: DtypeName = "auto"
     reduce: DtypeName = "fp32"
     output: DtypeName = "auto"
     buffer: DtypeName = "auto"
+    fp32_modules: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

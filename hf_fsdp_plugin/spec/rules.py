@@ -235,13 +235,20 @@ def check_class_names(spec: FsdpSpec) -> Iterator[Problem]:
         yield about(spec, "FSDP-E144", "wrap.classes", f"'{name[:80]}' {reason}.", fix)
 
 
-def check_ignored_modules(spec: FsdpSpec) -> Iterator[Problem]:
+def check_patterns(spec: FsdpSpec) -> Iterator[Problem]:
+    for name in ("wrap.ignored_modules", "precision.fp32_modules"):
+        yield from check_pattern(spec, name)
+
+
+def check_pattern(spec: FsdpSpec, name: str) -> Iterator[Problem]:
+    """Report a setting whose value is not a regular expression."""
+    pattern = spec.get(name)
     try:
-        re.compile(spec.wrap.ignored_modules)
+        re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as reason:
-        message = f"'{spec.wrap.ignored_modules[:80]}' is not a valid regular expression: {reason}."
+        message = f"'{pattern[:80]}' is not a valid regular expression: {reason}."
         fix = "Write an expression that matches module names, such as .*\\.lora_.*, and escape brackets."
-        yield about(spec, "FSDP-E145", "wrap.ignored_modules", message, fix)
+        yield about(spec, "FSDP-E145", name, message, fix)
 
 
 def check_half_precisions(spec: FsdpSpec) -> Iterator[Problem]:
@@ -294,7 +301,7 @@ RULES: Final[tuple[Callable[[FsdpSpec], Iterator[Problem]], ...]] = (
     check_size_threshold,
     check_unused_wrapping,
     check_class_names,
-    check_ignored_modules,
+    check_patterns,
     check_half_precisions,
     check_fp16_on_cpu,
     check_fsdp2_support,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,9 +82,18 @@ def set_mixed_precision(state: Any, policy: MixedPrecisionPolicy) -> None:
             group.mp_policy = policy
         else:  # torch 2.15: each parameter has a policy
             for managed in group.fsdp_params:
-                managed.mp_policy = policy
+                managed.mp_policy = _policy_of(policy, managed.sharded_param)
         if state._is_root is not None:
             group._init_mp_dtypes()  # otherwise the first forward does this
+
+
+def _policy_of(policy: MixedPrecisionPolicy, parameter: nn.Parameter) -> MixedPrecisionPolicy:
+    """Return the policy of one parameter, as ``fully_shard`` resolves it from torch 2.15 on."""
+    override = getattr(policy, "param_dtype_override_fn", None)
+    if override is None:
+        return policy
+    values: dict[str, Any] = {"param_dtype_override_fn": None}
+    return replace(policy, param_dtype=override(parameter) or policy.param_dtype, **values)
 
 
 def own_shards(state: Any) -> None:
@@ -256,19 +266,25 @@ def _is_unreduced(group: Any) -> bool:
     )
 
 
-def _compute_dtypes(group: Any) -> list[torch.dtype]:
-    """Return the dtypes of the gathered parameters. The first forward derives them from the policy."""
-    found = {
+def _compute_dtypes(group: Any) -> tuple[torch.dtype, ...]:
+    """Return the dtype of each gathered parameter. The first forward derives them from the policy."""
+    return tuple(
         (item.param_dtype if hasattr(item, "param_dtype") else _policy(group, item).param_dtype)
         or item.sharded_param.dtype
         for item in group.fsdp_params
-    }
-    return sorted(found, key=str)
+    )
 
 
 def _compute_dtype(group: Any) -> torch.dtype:
+    """Return the dtype of the gathered parameters; if there are several, that of the policy."""
     dtypes = _compute_dtypes(group)
-    return dtypes[0] if len(dtypes) == 1 else _policy(group).param_dtype or _master_dtypes(group)[0]
+    if len(set(dtypes)) == 1:
+        return dtypes[0]
+    if hasattr(group, "mp_policy"):
+        return _policy(group).param_dtype or _master_dtypes(group)[0]
+    # A parameter that the policy excepts is gathered in the dtype of its shards.
+    cast = (dtype for dtype, parameter in zip(dtypes, _parameters(group), strict=True) if dtype != parameter.dtype)
+    return next(cast, _master_dtypes(group)[0])
 
 
 def _reduce_dtype(group: Any) -> torch.dtype | None:
@@ -326,6 +342,7 @@ _GROUP_FACTS: Facts = {
     ),
     "master_dtypes": _master_dtypes,
     "compute_dtype": _compute_dtype,
+    "compute_dtypes": _compute_dtypes,
     "reduce_dtype": _reduce_dtype,
     "casts": lambda group: _policy(group).param_dtype is not None,
     "shard_size": lambda group: mesh.shard_mesh_size if (mesh := _sharded_mesh(group)) is not None else 1,

@@ -27,6 +27,7 @@ class LiveUnit:
         num_local_trainable: number of elements of ``num_local_params`` that need a gradient.
         master_dtypes: dtypes of the trainable shards (of all shards if none is trainable).
         compute_dtype: dtype of the gathered parameters; ``None`` if the unit has no parameters.
+        compute_dtypes: dtype of each gathered parameter under FSDP2, in the order of ``places``.
         reduce_dtype: dtype of the gradient reduction; ``None`` if nothing is reduced.
         output_dtype: dtype to which FSDP2 casts outputs; ``None`` for no cast.
         casts: whether a compute dtype was set explicitly.
@@ -61,6 +62,7 @@ class LiveUnit:
     num_local_trainable: int = 0
     master_dtypes: tuple[torch.dtype, ...] = ()
     compute_dtype: torch.dtype | None = None
+    compute_dtypes: tuple[torch.dtype, ...] = ()
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     casts: bool = False

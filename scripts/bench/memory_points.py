@@ -17,6 +17,7 @@ class Point:
 
     ``lora`` is the rank of adapters on all linear layers; with ``qlora`` their weights are bitsandbytes' NF4 with
     nested scales, and the others have the dtype of the precision. Whisper's sounds and CLIP's images have fixed sizes.
+    ``fp32`` is the pattern of ``fsdp_fp32_modules``, which needs torch 2.15.
     """
 
     family: Family = "llama"
@@ -31,6 +32,7 @@ class Point:
     qlora: bool = False
     wrap: Literal["layers", "parts", "none"] = "layers"
     precision: Literal["no", "bf16"] = "no"
+    fp32: str = ""
     loop: Literal["for_loop", "foreach", "fused"] = "for_loop"
     optimizer: Literal["adamw", "sgd", "adafactor", "muon", "adamw_8bit"] = "adamw"
     batch: int = 2
@@ -211,6 +213,8 @@ def make_spec(point: Point) -> Any:
         fsdp["fsdp_transformer_layer_cls_to_wrap"] = _PARTS[point.family]
     if point.offload_activations:
         fsdp["fsdp_activation_checkpointing_offload"] = True
+    if point.fp32:
+        fsdp["fsdp_fp32_modules"] = point.fp32
     if point.version == 1:
         fsdp["fsdp_use_orig_params"] = point.use_orig
     if point.strategy.startswith("hybrid"):

@@ -96,8 +96,8 @@ class Fsdp2Engine(Engine):
             self.release(name)
             self._accumulate(name, grads)
             return
-        whole = grads
-        if name in self.accumulated:
+        whole, accumulated = grads, name in self.accumulated
+        if accumulated:
             if not self._adds_in_place:
                 self._add_to_accumulated(name, grads)
             whole = self.accumulated.pop(name)
@@ -106,7 +106,7 @@ class Fsdp2Engine(Engine):
             self.ledger.free("gathered", self._reduce_input)
             self._reduce_input = 0
         if whole:
-            self._reduce(name, whole)
+            self._reduce(name, whole, accumulated=accumulated)
 
     def end_backward(self) -> None:
         super().end_backward()
@@ -186,13 +186,20 @@ class Fsdp2Engine(Engine):
             self.ledger.free("grads", copy)
         self.ledger.free("grads", grads)
 
-    def _reduce(self, name: str, whole: int) -> None:
-        """Reduce-scatter and all-reduce (``foreach_reduce``)."""
+    def _reduce(self, name: str, whole: int, *, accumulated: bool) -> None:
+        """Reduce-scatter and all-reduce (``foreach_reduce``).
+
+        Args:
+            whole: bytes of the gradients, which have one dtype if they were accumulated.
+        """
         sizes, ledger = self.sizes[name], self.ledger
         keeps_last = self._is_sharded and self._behavior.keeps_last_gradient
         last = whole * sizes.last_grad // sizes.whole_grads if keeps_last else 0
         ledger.add("gathered", sizes.reduce_input)
         self._reduce_input = sizes.reduce_input
+        if self.plan.device_type == "cpu" and not accumulated:
+            ledger.add("grads", sizes.cast_grads)
+            ledger.free("grads", sizes.cast_grads)
         ledger.free("grads", whole - last)
         ledger.add("gathered", sizes.reduce_output)
         if self._is_sharded:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -25,13 +25,19 @@ class EqualLayers:
     copies: tuple[str, ...]
 
 
-def equal_layers(model: nn.Module) -> list[EqualLayers]:
-    """Return the groups of equal layers in the model's outermost module lists that are large enough to skip some."""
+def equal_layers(model: nn.Module, distinct: Collection[str] = ()) -> list[EqualLayers]:
+    """Return the groups of equal layers in the model's outermost module lists that are large enough to skip some.
+
+    Args:
+        distinct: names of parameters that are computed in another dtype than the others.
+    """
     found = []
     for path, layers in _outermost_lists(model):
         groups: dict[object, list[str]] = defaultdict(list)
         for index, layer in enumerate(layers):
-            groups[_structure(layer)].append(f"{path}.{index}")
+            prefix = f"{path}.{index}."
+            special = tuple(name.removeprefix(prefix) for name in distinct if name.startswith(prefix))
+            groups[_structure(layer), special].append(f"{path}.{index}")
         found += [
             EqualLayers(representative=names[1], copies=tuple(names[2:-1]))
             for names in groups.values()

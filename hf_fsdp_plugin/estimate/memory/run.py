@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from hf_fsdp_plugin.backends.activations import configs_with_cache
+from hf_fsdp_plugin.backends.fp32_modules import fp32_forwards
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.estimate.memory.attention import attention_as_on
 from hf_fsdp_plugin.estimate.memory.batch import meta_batch
 from hf_fsdp_plugin.estimate.memory.layers import EqualLayers, equal_layers
+from hf_fsdp_plugin.estimate.memory.passing import replace_forward
 from hf_fsdp_plugin.estimate.memory.profile import StepProfile, expand
 from hf_fsdp_plugin.estimate.memory.recorder import Recorder
 from hf_fsdp_plugin.estimate.memory.split_units import stored_dtypes_outside
@@ -45,11 +47,14 @@ def profile_step(plan: FsdpPlan, model: nn.Module, workload: Workload) -> StepPr
 
 
 def _profile(plan: FsdpPlan, model: nn.Module, batch: dict[str, Any]) -> StepProfile:
-    groups = [group for group in equal_layers(model) if _has_own_units(plan, group.representative)]
+    groups = [
+        group for group in equal_layers(model, plan.fp32_parameters) if _has_own_units(plan, group.representative)
+    ]
     skipped = {name: group for group in groups for name in group.copies}
     with ExitStack() as stack:
         stack.enter_context(_training_mode(model))
         stack.enter_context(_compute_dtypes(plan, model, skipped))
+        stack.enter_context(_fp32_modules(plan, model))
         recorder = Recorder(plan, model, groups)
         stack.callback(recorder.remove)
         stack.enter_context(stored_dtypes_outside(plan, model))
@@ -131,6 +136,7 @@ def _compute_dtypes(plan: FsdpPlan, model: nn.Module, skipped: Mapping[str, Equa
     replaced: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
     new: dict[int, nn.Parameter] = {}
     in_trained_flat = _in_trained_flat(plan, model)
+    kept = {id(model.get_parameter(name)) for name in plan.fp32_parameters}
     for module in model.modules():
         if id(module) in skipped_modules:
             continue
@@ -140,7 +146,8 @@ def _compute_dtypes(plan: FsdpPlan, model: nn.Module, skipped: Mapping[str, Equa
                 continue
             if id(parameter) not in new:
                 casts = dtype is not None and parameter.is_floating_point()
-                data = torch.empty_like(parameter, device="meta", dtype=dtype if casts else parameter.dtype)
+                computed = torch.float32 if id(parameter) in kept else dtype if casts else parameter.dtype
+                data = torch.empty_like(parameter, device="meta", dtype=computed)
                 needs_grad = parameter.requires_grad or id(parameter) in in_trained_flat
                 new[id(parameter)] = nn.Parameter(data, requires_grad=needs_grad)
             replaced.append((registered, name, parameter))
@@ -150,6 +157,19 @@ def _compute_dtypes(plan: FsdpPlan, model: nn.Module, skipped: Mapping[str, Equa
     finally:
         for registered, name, parameter in replaced:
             registered[name] = parameter
+
+
+@contextmanager
+def _fp32_modules(plan: FsdpPlan, model: nn.Module) -> Iterator[None]:
+    """Let the plan's fp32 modules compute as the backend lets them compute."""
+    undo: list[Callable[[], Any]] = []
+    for module, forward in list(fp32_forwards(plan, model)):
+        replace_forward(module, forward, undo)
+    try:
+        yield
+    finally:
+        for step in reversed(undo):
+            step()
 
 
 def _in_trained_flat(plan: FsdpPlan, model: nn.Module) -> set[int]:

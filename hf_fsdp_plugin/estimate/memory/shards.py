@@ -7,7 +7,7 @@ memory, where the shard group has one rank, these few elements are left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import ceil, prod
 
@@ -56,6 +56,8 @@ class UnitSizes:
         reduce_input: input of the reduce-scatter; the tensor of the all-reduce if nothing is sharded.
         reduce_output: its output, in the dtype of the reduction.
         grad_shard: the gradients that the optimizer reads.
+        cast_grads: copies of gradients in the dtype of the reduction, which the CPU makes for all gradients of other
+            dtypes before the reduce-scatter if a unit has gradients of several dtypes.
         reshards: whether the gathered parameters are freed after forward.
     """
 
@@ -71,20 +73,22 @@ class UnitSizes:
     reduce_input: int
     reduce_output: int
     grad_shard: int
+    cast_grads: int = 0
     reshards: bool
 
 
 def unit_sizes(plan: FsdpPlan, model: nn.Module) -> tuple[UnitSizes, ...]:
     """Return the sizes of all units of a plan, in its order."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    sizes = _fsdp1 if plan.backend == "fsdp1" else _fsdp2
+    fp32 = {id(parameters[name]) for name in plan.fp32_parameters}
     found: dict[object, UnitSizes] = {}
     result = []
     for unit in plan.units:
         own = [parameters[name] for name in unit.parameters]
-        key = (unit.reshard_after_forward, unit.name == "", tuple((p.shape, p.dtype, p.requires_grad) for p in own))
+        kinds = tuple((p.shape, p.dtype, p.requires_grad, id(p) in fp32) for p in own)
+        key = (unit.reshard_after_forward, unit.name == "", kinds)
         if key not in found:
-            found[key] = sizes(plan, unit, own)
+            found[key] = _fsdp1(plan, unit, own) if plan.backend == "fsdp1" else _fsdp2(plan, unit, own, fp32)
         result.append(_renamed(found[key], unit.name))
     return tuple(result)
 
@@ -113,12 +117,16 @@ def _dtypes(plan: FsdpPlan, parameter: nn.Parameter) -> tuple[torch.dtype, torch
     return stored, compute, torch_dtype(plan.precision.reduce) or compute
 
 
-def _fsdp2(plan: FsdpPlan, unit: UnitPlan, parameters: list[nn.Parameter]) -> UnitSizes:
+def _fsdp2(plan: FsdpPlan, unit: UnitPlan, parameters: list[nn.Parameter], fp32: Collection[int]) -> UnitSizes:
     """FSDP2 splits each parameter on dim 0, and pads the shards to one size (``FSDPParam._init_sharded_param``)."""
     num = plan.mesh.shard
+    gradient_dtypes: set[torch.dtype] = set()
+    cast_grads = 0
     shards, cast, gathered, whole, flat, last, largest, reduced_in, reduced_out, grads = [], 0, 0, 0, 0, 0, 0, 0, 0, 0
     for parameter in parameters:
         stored, compute, reduce = _dtypes(plan, parameter)
+        if id(parameter) in fp32:
+            compute, reduce = torch.float32, torch_dtype(plan.precision.reduce) or compute
         rows = ceil(parameter.shape[0] / num)
         shape = (min(rows, parameter.shape[0]), *parameter.shape[1:])
         padded = rows * prod(parameter.shape[1:])
@@ -136,6 +144,9 @@ def _fsdp2(plan: FsdpPlan, unit: UnitPlan, parameters: list[nn.Parameter]) -> Un
             reduced_in += padded * num * reduce.itemsize
             reduced_out += padded * reduce.itemsize
             grads += padded * stored.itemsize
+            # Autograd casts a gradient to a narrower dtype of the reduction.
+            gradient_dtypes.add(compute if compute.itemsize <= reduce.itemsize else reduce)
+            cast_grads += parameter.numel() * reduce.itemsize if compute.itemsize < reduce.itemsize else 0
     return UnitSizes(
         name=unit.name,
         shards=tuple(shards),
@@ -149,6 +160,7 @@ def _fsdp2(plan: FsdpPlan, unit: UnitPlan, parameters: list[nn.Parameter]) -> Un
         reduce_input=reduced_in,
         reduce_output=reduced_out,
         grad_shard=grads,
+        cast_grads=cast_grads if len(gradient_dtypes) > 1 else 0,
         reshards=unit.reshard_after_forward,
     )
 

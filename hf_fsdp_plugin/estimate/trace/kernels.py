@@ -22,16 +22,17 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-def scratch_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
+def scratch_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Return the bytes that a kernel allocates besides its results and frees before it returns.
 
     Elementwise operators cast operands of another dtype than the common one to temporary tensors, and compute results
     of another dtype in temporary tensors (``compute_types`` in aten/src/ATen/TensorIterator.cpp; on the CPU only).
     FSDP2 copies gradients to the input of a reduce-scatter with ``chunk_cat``, which pads those whose first dimension
-    the ranks do not divide (``_pad_chunk`` in aten/src/ATen/native/TensorShape.cpp; on the CPU only).
+    the ranks do not divide (``_pad_chunk`` in aten/src/ATen/native/TensorShape.cpp; on the CPU only), and casts all of
+    them first if they have several dtypes (``torch/csrc/distributed/fsdp/ChunkCat.h``; on the CPU only).
     """
     if func.namespace == "fsdp" and func.__name__.startswith("chunk_cat"):
-        return _padded_bytes(*args)
+        return _padded_bytes(*args) + _cast_bytes(args[0], kwargs["out"].dtype)
     if torch.Tag.pointwise not in func.tags or func.overloadpacket in _NOT_PROMOTED:
         return 0
     operands = [value for value in args if isinstance(value, torch.Tensor) and value.dim()]
@@ -42,6 +43,12 @@ def scratch_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
     if isinstance(result, torch.Tensor) and result.dtype not in (common, torch.bool) and result is not args[0]:
         cast.append(result)
     return sum(tensor.numel() * common.itemsize for tensor in cast)
+
+
+def _cast_bytes(tensors: list[torch.Tensor], dtype: torch.dtype) -> int:
+    if len({tensor.dtype for tensor in tensors}) < 2:
+        return 0
+    return sum(tensor.numel() * dtype.itemsize for tensor in tensors if tensor.dtype != dtype)
 
 
 def _padded_bytes(tensors: list[torch.Tensor], dim: int, num_chunks: int) -> int:

@@ -87,7 +87,7 @@ class Recorder(TorchDispatchMode):
             if tensor.device.type == "meta":
                 continue
             self._see(tensor.untyped_storage(), replaces=args[0] if in_place else None)
-        if self._casts and (scratch := scratch_bytes(func, args, result)):
+        if self._casts and (scratch := scratch_bytes(func, args, kwargs, result)):
             self._use(scratch)
         if self._uses_gloo and (buffer := collective_bytes(func, args)):
             self._use(buffer, "gathered")

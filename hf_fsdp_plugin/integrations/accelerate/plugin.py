@@ -309,7 +309,9 @@ def _world_size() -> int:
 def _mixed_precision(spec: FsdpSpec) -> MixedPrecision | MixedPrecisionPolicy | None:
     """Return torch's policy of the spec's precision; ``None`` if FSDP1 casts nothing."""
     dtypes = {
-        name: torch_dtype("unchanged" if dtype == "auto" else dtype) for name, dtype in asdict(spec.precision).items()
+        name: torch_dtype("unchanged" if dtype == "auto" else dtype)
+        for name, dtype in asdict(spec.precision).items()
+        if name != "fp32_modules"
     }
     param, reduce = dtypes["param"], dtypes["reduce"]
     if spec.fsdp.version == 2:

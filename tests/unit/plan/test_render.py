@@ -23,7 +23,7 @@ LlamaForCausalLM · 23.7 k parameters · FSDP2 on 4 cpu ranks
   mesh        shard 4 · replicate 1
   wrap        policy transformer · classes LlamaDecoderLayer · min_num_params 0 · ignored_modules –
   offload     params no · pin_memory no
-  precision   param unchanged · reduce fp32 · output unchanged · buffer unchanged
+  precision   param unchanged · reduce fp32 · output unchanged · buffer unchanged · fp32_modules –
   prefetch    backward none · forward no · limit_all_gathers yes
   checkpoint  state_dict sharded · asynchronous no · verify yes
   activation  checkpointing none · offload no · native no

@@ -37,6 +37,7 @@ REJECTED = [
     ("FSDP-E144", config(transformer_layer_cls_to_wrap=["A", "x.y.B"]), "'x.y.B'"),
     ("FSDP-E144", config(transformer_layer_cls_to_wrap="$LAYER"), "'$LAYER'"),
     ("FSDP-E145", config(fsdp_ignored_modules="*lora("), "'*lora('"),
+    ("FSDP-E145", config(fsdp_fp32_modules="*norm("), "'*norm('"),
     ("FSDP-E146", config({"mixed_precision": "bf16"}, mixed_precision_policy={"param_dtype": "fp16"}), "param_dtype"),
     ("FSDP-E147", {**FSDP, "use_cpu": True, "mixed_precision": "fp16"}, "precision.param"),
     ("FSDP-E149", config(fsdp_cpu_ram_efficient_loading=True, fsdp_sync_module_states=False), "rank 0"),

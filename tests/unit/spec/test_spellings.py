@@ -47,8 +47,15 @@ SPELLINGS = [
     ("loading.ram_efficient", True, YES, ["fsdp_cpu_ram_efficient_loading"]),
     ("loading.sync_module_states", False, NO, ["fsdp_sync_module_states"]),
     ("params.use_orig", False, NO, ["fsdp_use_orig_params"]),
+    ("precision.fp32_modules", ".*norm", [".*norm"], ["fsdp_fp32_modules", "fp32_modules"]),
     ("precision.param", "bf16", ["bf16", "bfloat16", "torch.bfloat16"], ["fsdp_mixed_precision_policy"]),
 ]
+
+
+def test_policy_section_contains_fp32_modules(assess):
+    policy = {"param_dtype": "bf16", "fp32_modules": ".*norm"}
+    spec = assess({"distributed_type": "FSDP", "fsdp_config": {"fsdp_mixed_precision_policy": policy}}).spec
+    assert (spec.precision.param, spec.precision.fp32_modules) == ("bf16", ".*norm")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,118 @@
+"""Cases that ranks run: training in bf16 with some modules in fp32. The reference computes the same in one process."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import torch
+from tiny import MODELS, parallel_config
+from torch import nn
+from training import MAX_NORM, adamw, fresh_accelerator, loss_of, train, train_prepared
+
+import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.problems import SpecError
+
+NUM_STEPS = 4
+
+
+def config_of(pattern: str, world_size: int = 2, strategy: str = "full_shard", **settings: Any) -> dict[str, Any]:
+    config = parallel_config(strategy, settings.pop("version", 2), world_size, fsdp_fp32_modules=pattern, **settings)
+    return {**config, "mixed_precision": "bf16"}
+
+
+def train_with(name: str, config: dict[str, Any], accumulation: int = 1) -> dict[str, Any]:
+    return train(name, config, num_steps=NUM_STEPS, accumulation=accumulation)
+
+
+def train_loaded(folder: str, pattern: str) -> dict[str, Any]:
+    """Train a model that ``from_pretrained`` has sharded."""
+    from transformers import AutoModelForCausalLM
+
+    accelerator = fresh_accelerator(config_of(pattern))
+    fields = {"fsdp_size": accelerator.num_processes}
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, distributed_config=fields, dtype=torch.float32)
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    return train_prepared(accelerator, model, optimizer, "llama", NUM_STEPS)
+
+
+def reference(name: str, pattern: str, num_parts: int) -> dict[str, Any]:
+    """Losses, norms and weights of one process that computes in bf16 and, in the modules of a pattern, in fp32."""
+    model = MODELS[name]().float()
+    computing = copy.deepcopy(model)
+    for parameter in computing.parameters():  # FSDP does not cast buffers
+        parameter.data = parameter.data.to(torch.bfloat16)
+    for path, module in computing.named_modules():
+        if re.compile(pattern).fullmatch(path):
+            for parameter in module.parameters():
+                parameter.data = parameter.data.float()
+            module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+            if path != "lm_head":
+                module.register_forward_hook(lambda _module, _args, output: _cast(output, torch.bfloat16))
+    optimizer = adamw(model)
+    losses, norms = [], []
+    for step in range(NUM_STEPS):
+        with torch.no_grad():
+            for master, used in zip(model.parameters(), computing.parameters(), strict=True):
+                used.copy_(master)
+        parts = [_gradients(computing, loss_of(computing, name, step, part, num_parts)) for part in range(num_parts)]
+        for index, master in enumerate(model.parameters()):
+            master.grad = torch.stack([gradients[index].float() for _, gradients in parts]).mean(0)
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+        losses.append(sum(loss for loss, _ in parts) / num_parts)
+    return {"losses": losses, "norms": norms, "weights": dict(model.state_dict())}
+
+
+def _gradients(model: nn.Module, loss: torch.Tensor) -> tuple[float, list[torch.Tensor]]:
+    return loss.item(), list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_cast(item, dtype) for item in value)
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _cast_inputs(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return _cast(args, torch.float32), {name: _cast(value, torch.float32) for name, value in kwargs.items()}
+
+
+def prepare_refused(config: dict[str, Any]) -> list[str]:
+    """Return the codes of the problems for which the config is refused."""
+    try:
+        fresh_accelerator(config).prepare(MODELS["llama"]())
+    except SpecError as error:
+        return [problem.code for problem in error.problems if problem.severity == "error"]
+    return []
+
+
+def gather_dtypes(name: str, config: dict[str, Any]) -> dict[str, str]:
+    """Return the dtypes of the parameters that the forward of each module sees."""
+    accelerator = fresh_accelerator(config)
+    model, _ = accelerator.prepare(MODELS[name](), None)
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+
+        def record(module: nn.Module, *_: Any, path: str = path) -> None:
+            for key, parameter in module.named_parameters(recurse=False):
+                found[f"{path}.{key}"] = str(parameter.dtype).removeprefix("torch.")
+
+        module.register_forward_pre_hook(record)
+    loss_of(model, name, 0)
+    return found
+
+
+def report_after_change(config: dict[str, Any]) -> dict[str, Any]:
+    """Shard by a plan without fp32 modules, and compare the model with the plan of a config that has them."""
+    asked = fresh_accelerator(config)
+    plan = hfp.resolve(hfp.load_spec(config, environ={}), MODELS["llama"](), world_size=asked.num_processes)
+    accelerator = fresh_accelerator(
+        {**config, "fsdp_config": {**config["fsdp_config"], "fsdp_fp32_modules": "lm_head"}}
+    )
+    model = accelerator.prepare(MODELS["llama"]())
+    loss_of(model, "llama", 0).backward()
+    from hf_fsdp_plugin.observe.build import build_report
+
+    return build_report(model, plan=plan).to_json()
