@@ -110,11 +110,9 @@ _ACCELERATE_HOOKS = (
                 "rank waits without end.",
          until="The Trainer leaves `generate` of a prepared model unchanged."),
     *(
-        Hook(f"{module}:{name}", f"accelerate.fsdp_utils:{name}",
+        Hook(f"accelerate.utils.fsdp_utils:{name}", f"accelerate.fsdp_utils:{name}",
              reason="The state dict type `local` is refused under FSDP2; FSDP1's full state dict fails on CPU ranks.",
              until="torch and Accelerate support both.")
-        # The Trainer's module imports the functions by name.
-        for module in ("accelerate.utils.fsdp_utils", "transformers.trainer")
         for name in ("save_fsdp_model", "load_fsdp_model", "save_fsdp_optimizer", "load_fsdp_optimizer")
     ),
 )
@@ -177,15 +175,10 @@ _TRANSFORMERS_HOOKS = (
                 "for Transformers 4 pass.",
          until=_WITHOUT_OLD),
     *(
-        Hook(f"{module}:HfArgumentParser.{name}", f"transformers.old_arguments:{replacement}",
+        Hook(f"{module}:HfArgumentParser.__init__", "transformers.old_arguments:init_parser",
              reason="Commands for Transformers 4 contain these two arguments. TRL has a copy of the parser.",
              until=_WITHOUT_OLD)
         for module in ("transformers.hf_argparser", "trl.scripts._hf_argparser")
-        for name, replacement in (
-            ("__init__", "init_parser"),
-            ("parse_args_into_dataclasses", "parse_args_into_dataclasses"),
-            ("parse_dict", "parse_dict"),
-        )
     ),
     Hook(f"{_ARGUMENTS}.__post_init__", "transformers.arguments:validate_arguments",
          reason="Transformers refuses `bf16` on CPU ranks that a launcher selected.",

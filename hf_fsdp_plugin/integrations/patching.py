@@ -124,12 +124,18 @@ def _replace_directly(hook: Hook, owner: Any) -> Callable[[], None]:
 
 
 def _importers(hook: Hook, function: Any) -> list[ModuleType]:
-    """Return the modules of the library that have imported a function by name from the module that defines it."""
+    """Return the modules, of any library, that have imported a function by name from the module that defines it.
+
+    Modules that import it later get the replacement.
+    """
     if hook.class_name or function.__module__ != hook.module:
         return []
-    library = hook.module.partition(".")[0]
-    modules = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == library and m is not None]
+    modules = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType) and not _is_own(m)]
     return [m for m in modules if m.__name__ != hook.module and vars(m).get(hook.name) is function]
+
+
+def _is_own(module: ModuleType) -> bool:
+    return module.__name__.partition(".")[0] == __name__.partition(".")[0]
 
 
 def define_new(owner: Any) -> None:

@@ -97,7 +97,7 @@ def test_uninstall_restores_identical_objects(stock: dict[str, Any]) -> None:
 
 def test_function_is_replaced_where_it_was_imported(stock: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trl")
-    early, late = ModuleType("trl.early"), ModuleType("trl.late")
+    early, late = ModuleType("trl.early"), ModuleType("another_library.late")
     for module in (early, late):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     original = stock["trl.models.utils:prepare_fsdp"]
