@@ -46,10 +46,11 @@ class InstalledHooks:
 
     def _replace(self, hook: Hook, module: ModuleType) -> None:
         owner = getattr(module, hook.class_name, None) if hook.class_name else module
-        if getattr(owner, hook.name, None) is None and hook.name != "__new__":
+        found = hook.of(owner)
+        if found is None:
             _report_missing(hook)
         else:
-            self._restorers.append(_replace(hook, owner))
+            self._restorers.append(_replace(found, owner))
 
     def remove(self) -> None:
         """Restore every original."""
@@ -114,11 +115,13 @@ def _replace(hook: Hook, owner: Any) -> Callable[[], None]:
 def _replace_directly(hook: Hook, owner: Any) -> Callable[[], None]:
     original = getattr(owner, hook.name)
     replacing = functools.wraps(original)(_replacement(hook)(original))
-    setattr(owner, hook.name, replacing)
+    for each in [owner, *_importers(hook, original)]:
+        setattr(each, hook.name, replacing)
 
     def restore() -> None:
-        if vars(owner)[hook.name] is replacing:
-            setattr(owner, hook.name, original)
+        for each in [owner, *_importers(hook, replacing)]:
+            if vars(each)[hook.name] is replacing:
+                setattr(each, hook.name, original)
 
     return restore
 

@@ -26,12 +26,14 @@ class Marks:
     Attributes:
         enabled: whether the profiler runs.
         names: ``id`` of the module of each FSDP1 unit -> the unit's name.
+        stage_of: returns the stage of a preflight, in which nothing is profiled, for a phase.
         on_forward: called with the inputs of each training forward of a model, also without the profiler.
     """
 
     def __init__(self) -> None:
         self.enabled = False
         self.names: dict[int, str] = {}
+        self.stage_of: Callable[[Phase], AbstractContextManager[Any]] | None = None
         self.on_forward: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
         self._open = threading.local()  # a recomputed forward runs in a thread of autograd
         self._handles: list[Any] = []
@@ -40,7 +42,7 @@ class Marks:
         return record_function(name) if self.enabled else nullcontext()
 
     def phase(self, phase: Phase) -> AbstractContextManager[Any]:
-        return self(f"{PREFIX}{phase}")
+        return self(f"{PREFIX}{phase}") if self.stage_of is None else self.stage_of(phase)
 
     def instant(self, name: str) -> None:
         with self(name):

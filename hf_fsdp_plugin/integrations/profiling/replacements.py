@@ -1,8 +1,9 @@
-"""Replacements of functions of torch that mark their calls in the trace."""
+"""The marks of a profiled rank around calls of torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from hf_fsdp_plugin.integrations.profiling.marking import marks
@@ -15,18 +16,16 @@ def backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
 
-def wait(original: Callable[..., Any], work: Any, *args: Any, **kwargs: Any) -> Any:
+@contextmanager
+def wait() -> Iterator[None]:
     with marks(WAIT):
-        result = original(*args, **kwargs)
+        yield
     profiling.after_collective()
-    return result
 
 
-def unshard(original: Callable[..., Any], state: Any, handle: Any, *args: Any, **kwargs: Any) -> Any:
-    with marks(f"{GATHER}{marks.names.get(id(state), '')}"):
-        return original(state, handle, *args, **kwargs)
+def gather(state: Any) -> AbstractContextManager[Any]:
+    return marks(f"{GATHER}{marks.names.get(id(state), '')}")
 
 
-def reduce_grad(original: Callable[..., Any], state: Any, handle: Any, *args: Any, **kwargs: Any) -> Any:
-    with marks(f"{REDUCE}{marks.names.get(id(state), '')}"):
-        return original(state, handle, *args, **kwargs)
+def reduction(state: Any) -> AbstractContextManager[Any]:
+    return marks(f"{REDUCE}{marks.names.get(id(state), '')}")

@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, supported_activities
 from torch.profiler import profile as torch_profile
 
 from hf_fsdp_plugin.devices import available_device
+from hf_fsdp_plugin.integrations.call_hooks import call_marks
 from hf_fsdp_plugin.integrations.patching import install_hooks
 from hf_fsdp_plugin.integrations.profiling.marking import marks
 from hf_fsdp_plugin.integrations.profiling.memory_step import MemoryStep
@@ -61,7 +62,8 @@ class Profiling:
         self._num_steps = 0
         self._step_began: float | None = None
         self.active = True
-        install_hooks("profile")
+        install_hooks("calls", "profile")
+        _mark_calls()
         marks.on_forward = self._see_forward
         self._hook = register_optimizer_step_post_hook(self._after_step)
 
@@ -171,6 +173,7 @@ class Profiling:
 
     def _close(self) -> None:
         self.active = False
+        call_marks.wait = call_marks.gather = call_marks.reduction = None
         marks.unwatch()
         marks.on_forward = None
         if self._hook is not None:
@@ -180,6 +183,13 @@ class Profiling:
     def _write(self) -> None:
         recorded, self._recorded = self._recorded, Recorded()
         write_result(recorded, self.options)
+
+
+def _mark_calls() -> None:
+    from hf_fsdp_plugin.integrations.profiling import replacements
+
+    call_marks.wait, call_marks.gather = replacements.wait, replacements.gather
+    call_marks.reduction = replacements.reduction
 
 
 def _check_only_profiler() -> None:
