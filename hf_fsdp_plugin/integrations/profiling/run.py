@@ -21,7 +21,7 @@ from hf_fsdp_plugin.integrations.profiling.memory_step import MemoryStep
 from hf_fsdp_plugin.integrations.profiling.options import ProfileOptions
 from hf_fsdp_plugin.integrations.profiling.result import Recorded, temporary_files, write_result
 from hf_fsdp_plugin.integrations.run_report import stop_reporting
-from hf_fsdp_plugin.observe.profile.marks import BOUNDARY
+from hf_fsdp_plugin.observe.profile.marks import BOUNDARY, WAIT
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.torch_private.functions import profiler_is_running
 
@@ -63,7 +63,7 @@ class Profiling:
         self._step_began: float | None = None
         self.active = True
         install_hooks("calls", "profile")
-        _mark_calls()
+        call_marks.wait, call_marks.gather, call_marks.reduction = self._wait, marks.gather, marks.reduction
         marks.on_forward = self._see_forward
         self._hook = register_optimizer_step_post_hook(self._after_step)
 
@@ -94,8 +94,11 @@ class Profiling:
         if not failed:
             self._write()
 
-    def after_collective(self) -> None:
-        """Sample the memory, in the step that records it."""
+    @contextlib.contextmanager
+    def _wait(self) -> Iterator[None]:
+        """Mark a wait for a collective. In the step that records the memory, sample it after the wait."""
+        with marks(WAIT):
+            yield
         if self.active and self._memory is not None:
             self._memory.sample()
 
@@ -183,13 +186,6 @@ class Profiling:
     def _write(self) -> None:
         recorded, self._recorded = self._recorded, Recorded()
         write_result(recorded, self.options)
-
-
-def _mark_calls() -> None:
-    from hf_fsdp_plugin.integrations.profiling import replacements
-
-    call_marks.wait, call_marks.gather = replacements.wait, replacements.gather
-    call_marks.reduction = replacements.reduction
 
 
 def _check_only_profiler() -> None:
