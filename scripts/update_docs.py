@@ -257,7 +257,8 @@ def hooks() -> str:
     parts = [_HOOKS_HEAD]
     for group, installed_by in GROUPS.items():
         rows = [
-            f"| `{hook.target}` | `{hook.replacement.replace('.', '/').replace(':', '.py:')}` | {hook.reason} "
+            f"| {' or '.join(f'`{name}`' for name in (hook.target, *hook.instead))} "
+            f"| `{hook.replacement.replace('.', '/').replace(':', '.py:')}` | {hook.reason} "
             f"| {hook.until} | {hook.without} |"
             for hook in HOOKS[group]
         ]

@@ -1,12 +1,17 @@
 """Replacements of torch's collectives that record each call (see :mod:`hf_fsdp_plugin.observe.hang.record`).
 
+Those of waits and of FSDP1's units also mark the call in a profile.
+
 Each function takes the original and returns what replaces it, because calls of a step must not become slower.
 Hooks are installed in the middle of torch's import, so torch is imported in functions only.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import FrameType
 from typing import Any, Final
 
 from hf_fsdp_plugin.observe.hang.calls import POINT_TO_POINT
@@ -40,14 +45,41 @@ _OPERATIONS: Final = {
 }
 """Method of a process group -> the operation in messages, and the position of this rank's tensors."""
 _FUNCTIONAL: Final = {
-    "all_gather_single": ("all-gather", 1),
-    "reduce_scatter_single": ("reduce-scatter", 2),
-    "all_reduce": ("all-reduce", 1),
-    "broadcast": ("broadcast", 1),
-    "all_to_all_single": ("all-to-all", 2),
-    "all_reduce_coalesced": ("all-reduce (coalesced)", 1),
+    "all_gather_single": "all-gather",
+    "all_gather_tensor": "all-gather",
+    "all_gather_tensor_autograd": "all-gather",
+    "reduce_scatter_single": "reduce-scatter",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "reduce_scatter_tensor_autograd": "reduce-scatter",
+    "all_reduce": "all-reduce",
+    "broadcast": "broadcast",
+    "all_to_all_single": "all-to-all",
+    "all_to_all_single_autograd": "all-to-all",
+    "all_reduce_coalesced": "all-reduce (coalesced)",
+    "all_gather_single_coalesced": "all-gather (coalesced)",
+    "all_gather_into_tensor_coalesced": "all-gather (coalesced)",
+    "reduce_scatter_single_coalesced": "reduce-scatter (coalesced)",
+    "reduce_scatter_tensor_coalesced": "reduce-scatter (coalesced)",
 }
-"""Functional collective -> the operation in messages, and the position of the group after the tensor."""
+"""Functional collective -> the operation in messages. torch 2.11 and 2.12 have other names than 2.13."""
+
+
+class CallMarks:
+    """The marks of a profiled rank around the calls that are also recorded. ``None`` while no profile is made.
+
+    Attributes:
+        wait: returns the mark of a wait.
+        gather, reduction: return the mark of a collective of an FSDP1 unit, from the state of the unit.
+    """
+
+    def __init__(self) -> None:
+        self.wait: Function | None = None
+        self.gather: Function | None = None
+        self.reduction: Function | None = None
+
+
+call_marks: Final = CallMarks()
+"""The marks of this process."""
 
 
 def collective(original: Function) -> Function:
@@ -93,9 +125,9 @@ def _peer(group: Any, args: tuple[Any, ...]) -> int:
 
 
 def wait(original: Function) -> Function:
-    """Record that this rank waits for a ``Work``."""
+    """Record that this rank waits for a ``Work``, and mark the wait in a profile."""
 
-    def call(work: Any, *args: Any, **kwargs: Any) -> Any:
+    def recorded(work: Any, *args: Any, **kwargs: Any) -> Any:
         if not record.is_open:
             return original(work, *args, **kwargs)
         record.waits(record.position_of(work))
@@ -104,25 +136,40 @@ def wait(original: Function) -> Function:
         finally:
             record.waited()
 
+    def call(work: Any, *args: Any, **kwargs: Any) -> Any:
+        if call_marks.wait is None:
+            return recorded(work, *args, **kwargs)
+        with call_marks.wait():
+            return recorded(work, *args, **kwargs)
+
     return call
 
 
 def functional(original: Function) -> Function:
-    """Record a functional collective, which ``DTensor`` calls."""
-    operation, position = _FUNCTIONAL[original.__name__]
+    """Record the functional collective, which ``DTensor`` calls, that resolves its process group."""
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(group: Any, *args: Any, **kwargs: Any) -> Any:
         import torch
 
+        resolved = original(group, *args, **kwargs)
         if not torch.compiler.is_compiling() and record.is_open:
-            from hf_fsdp_plugin.torch_private.process_groups import resolve_group
-
-            group = resolve_group(args[position] if len(args) > position else kwargs.get("group"))
-            if group is not None:
-                record.begin(group, operation, self)
-        return original(self, *args, **kwargs)
+            _record_caller(sys._getframe(1), resolved)
+        return resolved
 
     return call
+
+
+def _record_caller(frame: FrameType, resolved: Any) -> None:
+    """Record the functional collective of a frame. Other functions resolve process groups too, and are ignored."""
+    operation = _FUNCTIONAL.get(frame.f_code.co_name)
+    if operation is None:
+        return
+    from hf_fsdp_plugin.torch_private.process_groups import resolve_group
+
+    group = resolve_group(resolved)
+    if group is not None:
+        variables = frame.f_locals
+        record.begin(group, operation, variables.get("self", variables.get("inputs")))
 
 
 def wait_tensor(original: Function) -> Function:
@@ -149,15 +196,32 @@ def unit_method(original: Function) -> Function:
     return call
 
 
-def unit_function(original: Function) -> Function:
-    """Record for which FSDP1 unit, the second argument, the collectives of a function are called."""
+def gather_of_unit(original: Function) -> Function:
+    """Record, and mark in a profile, for which FSDP1 unit a function of its state gathers parameters."""
 
-    def call(state: Any, unit: Any) -> Any:
-        if not record.is_open:
-            return original(state, unit)
-        return _of_unit(unit, original, state, unit)
+    def call(state: Any, unit: Any, *args: Any, **kwargs: Any) -> Any:
+        mark = call_marks.gather
+        with mark(state) if mark is not None else nullcontext():
+            return _of_recorded_unit(unit, original, state, unit, *args, **kwargs)
 
     return call
+
+
+def reduction_of_unit(original: Function) -> Function:
+    """Record, and mark in a profile, for which FSDP1 unit a function of its state reduces gradients."""
+
+    def call(state: Any, unit: Any, *args: Any, **kwargs: Any) -> Any:
+        mark = call_marks.reduction
+        with mark(state) if mark is not None else nullcontext():
+            return _of_recorded_unit(unit, original, state, unit, *args, **kwargs)
+
+    return call
+
+
+def _of_recorded_unit(unit: Any, original: Function, *args: Any, **kwargs: Any) -> Any:
+    if not record.is_open:
+        return original(*args, **kwargs)
+    return _of_unit(unit, original, *args, **kwargs)
 
 
 def _of_unit(unit: Any, original: Function, *args: Any, **kwargs: Any) -> Any:

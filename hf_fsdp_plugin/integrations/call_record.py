@@ -21,7 +21,7 @@ def record_calls(files: CallFiles) -> None:
     with contextlib.suppress(OSError):
         record.open(files)
         arrivals.listen(record.on_arrival)
-        install_hooks("hangs")
+        install_hooks("calls", "hangs")
 
 
 def name_units(model: nn.Module) -> None:

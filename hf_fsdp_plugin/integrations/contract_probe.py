@@ -74,7 +74,8 @@ def probe_hook(hook: Hook) -> Status:
         return "not installed"
     current = source_hash(module, path)
     if current is None:  # a function of C++, or one that a class inherits
-        found = defines(module, path) or (module.startswith("torch") and _has(module, path, ()))
+        paths = [path, *(path.removesuffix(hook.name) + name for name in hook.instead)]
+        found = any(defines(module, each) or (module.startswith("torch") and _has(module, each, ())) for each in paths)
         return "holds" if found or hook.optional or hook.name == "__new__" else "missing"
     known = tested_hashes().get(hook.target, [])
     return "holds" if current in known else "changed"

@@ -1,4 +1,4 @@
-"""The rows of the table of hooks that record collectives for the diagnosis of hangs."""
+"""The rows of the table of hooks that record collectives for the diagnosis of hangs, and mark them in a profile."""
 
 from __future__ import annotations
 
@@ -9,18 +9,37 @@ from hf_fsdp_plugin.integrations.hook import Hook
 # fmt: off
 _COLLECTIVES: Final = "torch.distributed.distributed_c10d:ProcessGroup"
 _FUNCTIONAL: Final = "torch.distributed._functional_collectives"
+_FSDP1: Final = "torch.distributed.fsdp._runtime_utils"
 _UNIT: Final = "The record of a collective names the FSDP unit that needs it."
 _WITH_RECORD: Final = "torch's flight recorder covers every backend, names FSDP units, and is readable after a crash."
+_OLD_NAMES: Final = {
+    "all_gather_single": ("_allgather_base",),
+    "reduce_scatter_single": ("_reduce_scatter_base",),
+    "all_to_all_single": ("alltoall_base",),
+    "all_gather_single_coalesced": ("allgather_into_tensor_coalesced",),
+    "reduce_scatter_single_coalesced": ("reduce_scatter_tensor_coalesced",),
+}
+"""Method of a process group -> the method that torch 2.11 and 2.12 have instead, and call."""
+CALL_HOOKS: Final = (
+    Hook("torch.distributed.distributed_c10d:Work.wait", "call_hooks:wait",
+         reason="The time since which a rank waits in a collective is recorded, and marked in the trace of a profile.",
+         until=_WITH_RECORD, direct=True),
+    Hook(f"{_FSDP1}:_unshard", "call_hooks:gather_of_unit",
+         reason="FSDP1 names the unit that it gathers neither for a record of collectives nor in a trace, as FSDP2 "
+                "does.",
+         until=_WITH_RECORD, direct=True),
+    Hook(f"{_FSDP1}:_post_backward_hook", "call_hooks:reduction_of_unit",
+         reason="FSDP1 names the unit whose gradients it reduces neither for a record of collectives nor in a trace.",
+         until=_WITH_RECORD, direct=True),
+)
 HANG_HOOKS: Final = (
     *(
         Hook(f"{_COLLECTIVES}.{name}", "call_hooks:collective",
-             reason="The order of the collectives of each rank is recorded.", until=_WITH_RECORD, direct=True)
+             reason="The order of the collectives of each rank is recorded.", until=_WITH_RECORD, direct=True,
+             instead=_OLD_NAMES.get(name, ()))
         for name in (
             *("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "gather", "scatter", "alltoall"),
-            *("all_gather_single", "reduce_scatter_single", "all_to_all_single", "barrier", "monitored_barrier"),
-            *("_allgather_base", "_reduce_scatter_base", "alltoall_base", "allreduce_coalesced"),
-            *("all_gather_single_coalesced", "reduce_scatter_single_coalesced"),
-            *("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"),
+            *("barrier", "monitored_barrier", "allreduce_coalesced"), *_OLD_NAMES,
         )
     ),
     *(
@@ -28,28 +47,15 @@ HANG_HOOKS: Final = (
              reason="A rank that waits for a message names its peer.", until=_WITH_RECORD, direct=True)
         for name in ("send", "recv", "recv_anysource")
     ),
-    Hook("torch.distributed.distributed_c10d:Work.wait", "call_hooks:wait",
-         reason="The time since which a rank waits in a collective is recorded.", until=_WITH_RECORD, direct=True),
-    *(
-        Hook(f"{_FUNCTIONAL}:{name}", "call_hooks:functional",
-             reason="Collectives of `DTensor` call no method of a process group in Python.",
-             until=_WITH_RECORD, direct=True)
-        for name in ("all_gather_single", "reduce_scatter_single", "all_reduce", "broadcast", "all_to_all_single",
-                     "all_reduce_coalesced")
-    ),
+    Hook(f"{_FUNCTIONAL}:_resolve_group", "call_hooks:functional",
+         reason="Collectives of `DTensor` call no method of a process group in Python. All of them call this function.",
+         until=_WITH_RECORD, direct=True, instead=("_resolve_group_name",)),
     Hook(f"{_FUNCTIONAL}:wait_tensor", "call_hooks:wait_tensor",
          reason="The time since which a rank waits in a collective is recorded.", until=_WITH_RECORD, direct=True),
     *(
         Hook(f"torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.{name}", "call_hooks:unit_method",
              reason=_UNIT, until=_WITH_RECORD, direct=True)
-        for name in ("unshard", "wait_for_unshard", "post_backward")
-    ),
-    Hook("torch.distributed.fsdp._flat_param:FlatParamHandle.unshard", "call_hooks:unit_method",
-         reason=_UNIT, until=_WITH_RECORD, direct=True),
-    *(
-        Hook(f"torch.distributed.fsdp._runtime_utils:{name}", "call_hooks:unit_function",
-             reason=_UNIT, until=_WITH_RECORD, direct=True)
-        for name in ("_reduce_grad", "_reduce_grad_no_shard")
+        for name in ("unshard", "post_backward")
     ),
 )
 # fmt: on

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from hf_fsdp_plugin.contracts import Contract, Without
 
@@ -21,6 +22,8 @@ class Hook:
         without: what happens if the library has no such function: the replacement is off with a warning, or the import
             of the library is refused, because settings would be lost or wrong files written.
         optional: some supported versions of the library do not have the function, so its absence is not reported.
+        instead: names that other supported versions have in place of the target's last name. The first name that
+            exists is replaced.
     """
 
     target: str
@@ -30,10 +33,18 @@ class Hook:
     direct: bool = False
     without: Without = "off"
     optional: bool = False
+    instead: tuple[str, ...] = ()
 
     @property
     def contract(self) -> Contract:
-        return Contract(target=self.target, without=self.without, use=f"the replacement {self.replacement}")
+        use = f"the replacement {self.replacement}"
+        return Contract(target=self.target, without=self.without, use=use, instead=self.instead)
+
+    def of(self, owner: Any) -> Hook | None:
+        """Return the row with the name that its module or class has; ``None`` if it has none of them."""
+        names = (self.name, *self.instead)
+        found = next((name for name in names if getattr(owner, name, None) is not None or name == "__new__"), None)
+        return None if found is None else replace(self, target=self.target.removesuffix(self.name) + found, instead=())
 
     @property
     def module(self) -> str:

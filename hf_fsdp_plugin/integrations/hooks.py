@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
-from hf_fsdp_plugin.integrations.hang_hooks import HANG_HOOKS
+from hf_fsdp_plugin.integrations.hang_hooks import CALL_HOOKS, HANG_HOOKS
 from hf_fsdp_plugin.integrations.hook import Hook
 from hf_fsdp_plugin.integrations.profile_hooks import PROFILE_HOOKS
 
 __all__ = ["GROUPS", "HOOKS", "Group", "Hook"]
 
-Group = Literal["accelerate", "saving", "transformers", "loading", "trl", "preflight", "hangs", "profile"]
+Group = Literal["accelerate", "saving", "transformers", "loading", "trl", "preflight", "calls", "hangs", "profile"]
 GROUPS: Final[dict[Group, str]] = {
     "accelerate": "Installed by `install()`, `accelerator()` and `FsdpTrainer`.",
     "saving": "Installed together with the group `accelerate`. They replace nothing for models that are not sharded.",
@@ -28,6 +28,7 @@ GROUPS: Final[dict[Group, str]] = {
     "loading": "Installed by `install()`, and when a spec enables FSDP.",
     "trl": "Installed together with the hooks of Accelerate. TRL is optional.",
     "preflight": "Installed in the ranks of `hf-fsdp check --run` only.",
+    "calls": "Installed together with the groups `hangs` and `profile`.",
     "hangs": "Installed in the ranks of `hf-fsdp launch` only, unless `--hang_timeout 0` is set. They call the "
     "original and record the call (see [hangs.md](hangs.md)).",
     "profile": "Installed in the ranks of `hf-fsdp profile`, and by `ProfilerCallback`.",
@@ -46,7 +47,6 @@ _WHOLE_TENSORS = "The library refuses shards."
 _DAMAGED = "Errors of damaged or missing files name neither file nor tensor, or occur after weights were read."
 _NAMES_FILES = "Transformers checks the files of a model first, and its errors name file and tensor."
 _PREFLIGHT = "`hf-fsdp check --run` is removed from this package."
-_STAGE = "A preflight records the stage."
 _TRAINER_STAGED = "The Trainer writes checkpoints to a staging folder and renames them."
 
 # fmt: off
@@ -110,11 +110,9 @@ _ACCELERATE_HOOKS = (
                 "rank waits without end.",
          until="The Trainer leaves `generate` of a prepared model unchanged."),
     *(
-        Hook(f"{module}:{name}", f"accelerate.fsdp_utils:{name}",
+        Hook(f"accelerate.utils.fsdp_utils:{name}", f"accelerate.fsdp_utils:{name}",
              reason="The state dict type `local` is refused under FSDP2; FSDP1's full state dict fails on CPU ranks.",
              until="torch and Accelerate support both.")
-        # The Trainer's module imports the functions by name.
-        for module in ("accelerate.utils.fsdp_utils", "transformers.trainer")
         for name in ("save_fsdp_model", "load_fsdp_model", "save_fsdp_optimizer", "load_fsdp_optimizer")
     ),
 )
@@ -177,15 +175,10 @@ _TRANSFORMERS_HOOKS = (
                 "for Transformers 4 pass.",
          until=_WITHOUT_OLD),
     *(
-        Hook(f"{module}:HfArgumentParser.{name}", f"transformers.old_arguments:{replacement}",
+        Hook(f"{module}:HfArgumentParser.__init__", "transformers.old_arguments:init_parser",
              reason="Commands for Transformers 4 contain these two arguments. TRL has a copy of the parser.",
              until=_WITHOUT_OLD)
         for module in ("transformers.hf_argparser", "trl.scripts._hf_argparser")
-        for name, replacement in (
-            ("__init__", "init_parser"),
-            ("parse_args_into_dataclasses", "parse_args_into_dataclasses"),
-            ("parse_dict", "parse_dict"),
-        )
     ),
     Hook(f"{_ARGUMENTS}.__post_init__", "transformers.arguments:validate_arguments",
          reason="Transformers refuses `bf16` on CPU ranks that a launcher selected.",
@@ -207,10 +200,6 @@ _TRANSFORMERS_HOOKS = (
          reason="The Trainer refuses `optimizers` under FSDP, because FSDP1 replaces parameters. The parameters of a "
                 "model that `from_pretrained` has sharded stay.",
          until="The Trainer refuses `optimizers` only for models that it wraps itself."),
-    Hook(f"{_TRAINER}.get_decay_parameter_names", "transformers.trainer:get_decay_parameter_names",
-         reason="Under FSDP1 without `use_orig_params`, the Trainer's optimizer decays biases and norms too, without a "
-                "message.",
-         until="The Trainer reports it."),
     Hook(f"{_TRAINER}._set_signature_columns_if_needed", "transformers.trainer:set_signature_columns",
          reason="The signature of FSDP1's wrapper accepts any argument, so the Trainer keeps no dataset column.",
          until="The Trainer inspects the unwrapped model."),
@@ -292,16 +281,8 @@ _PREFLIGHT_HOOKS = (
          reason="A preflight builds the tiny clone of the model.", until=_PREFLIGHT),
     Hook("datasets.load:load_dataset", "preflight.loading:load_dataset",
          reason="A preflight reads a few samples.", until=_PREFLIGHT),
-    Hook(f"{_ACCELERATOR}.backward", "preflight.own_loop:backward", reason=_STAGE, until=_PREFLIGHT),
-    Hook("accelerate.optimizer:AcceleratedOptimizer.step", "preflight.own_loop:optimizer_step",
-         reason="A preflight ends after two steps of a script with its own loop.", until=_PREFLIGHT),
     Hook(f"{_TRAINER}._inner_training_loop", "preflight.training:inner_training_loop",
          reason="A preflight runs two steps, resumes, and exports.", until=_PREFLIGHT),
-    Hook(f"{_TRAINER}._clip_grad_norm", "preflight.training:clip_grad_norm", reason=_STAGE, until=_PREFLIGHT),
-    Hook(f"{_TRAINER}._evaluate", "preflight.training:evaluate", reason=_STAGE, until=_PREFLIGHT),
-    Hook(f"{_TRAINER}._determine_best_metric", "preflight.training:determine_best_metric",
-         reason=_STAGE, until=_PREFLIGHT),
-    Hook(f"{_TRAINER}._load_best_model", "preflight.training:load_best_model", reason=_STAGE, until=_PREFLIGHT),
 )
 # fmt: on
 
@@ -312,6 +293,7 @@ HOOKS: Final[dict[Group, tuple[Hook, ...]]] = {
     "loading": _LOADING_HOOKS,
     "trl": _TRL_HOOKS,
     "preflight": _PREFLIGHT_HOOKS,
+    "calls": CALL_HOOKS,
     "hangs": HANG_HOOKS,
     "profile": PROFILE_HOOKS,
 }

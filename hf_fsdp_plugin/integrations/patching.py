@@ -46,10 +46,11 @@ class InstalledHooks:
 
     def _replace(self, hook: Hook, module: ModuleType) -> None:
         owner = getattr(module, hook.class_name, None) if hook.class_name else module
-        if getattr(owner, hook.name, None) is None and hook.name != "__new__":
+        found = hook.of(owner)
+        if found is None:
             _report_missing(hook)
         else:
-            self._restorers.append(_replace(hook, owner))
+            self._restorers.append(_replace(found, owner))
 
     def remove(self) -> None:
         """Restore every original."""
@@ -114,22 +115,30 @@ def _replace(hook: Hook, owner: Any) -> Callable[[], None]:
 def _replace_directly(hook: Hook, owner: Any) -> Callable[[], None]:
     original = getattr(owner, hook.name)
     replacing = functools.wraps(original)(_replacement(hook)(original))
-    setattr(owner, hook.name, replacing)
+    for each in [owner, *_importers(hook, original)]:
+        setattr(each, hook.name, replacing)
 
     def restore() -> None:
-        if vars(owner)[hook.name] is replacing:
-            setattr(owner, hook.name, original)
+        for each in [owner, *_importers(hook, replacing)]:
+            if vars(each)[hook.name] is replacing:
+                setattr(each, hook.name, original)
 
     return restore
 
 
 def _importers(hook: Hook, function: Any) -> list[ModuleType]:
-    """Return the modules of the library that have imported a function by name from the module that defines it."""
+    """Return the modules, of any library, that have imported a function by name from the module that defines it.
+
+    Modules that import it later get the replacement.
+    """
     if hook.class_name or function.__module__ != hook.module:
         return []
-    library = hook.module.partition(".")[0]
-    modules = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == library and m is not None]
+    modules = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType) and not _is_own(m)]
     return [m for m in modules if m.__name__ != hook.module and vars(m).get(hook.name) is function]
+
+
+def _is_own(module: ModuleType) -> bool:
+    return module.__name__.partition(".")[0] == __name__.partition(".")[0]
 
 
 def define_new(owner: Any) -> None:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from hf_fsdp_plugin.integrations.accelerate.batches import check_even_batches
 from hf_fsdp_plugin.integrations.accelerate.plugin import planned_plugin
 from hf_fsdp_plugin.integrations.call_record import name_units
 from hf_fsdp_plugin.integrations.peft.checks import check_adapters
+from hf_fsdp_plugin.integrations.preflight.run import preflight
 from hf_fsdp_plugin.integrations.profiling.run import profiling
 from hf_fsdp_plugin.integrations.run_report import track
 from hf_fsdp_plugin.integrations.saving import prepare_buffers_after_first_step
@@ -46,6 +47,9 @@ from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spec.load import with_distributed_config
 from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.torch_private.modules import compile_call, compiled_module
+
+if TYPE_CHECKING:
+    from hf_fsdp_plugin.integrations.preflight.own_loop import OwnLoop
 
 logger = logging.getLogger(__name__)
 _FIX = (
@@ -86,6 +90,8 @@ def prepare_objects(accelerator: Any, objects: Sequence[Any]) -> Any:
     for optimizer in new_optimizers:
         step_count.watch(optimizer)
         optimizer.register_step_pre_hook(first_step.announce)
+        if preflight.active:
+            _own_loop().watch_optimizer(optimizer)
         for model in models:
             free_before_step(model, optimizer)
     print_warnings(problem for obj in prepared if (problem := check_even_batches(obj)) is not None)
@@ -100,13 +106,19 @@ def prepare_objects(accelerator: Any, objects: Sequence[Any]) -> Any:
 def prepare_model(accelerator: Any, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()) -> nn.Module:
     """Plan and shard one model, and return the sharded model. Collective. A prepared model is returned unchanged."""
     models = private.prepared_models(accelerator)
-    if private.is_prepared(model):
-        if not any(model is known for known in models):
-            models.append(model)
-        return model
-    sharded = _shard_model(accelerator, model, optimizers, is_first=not models)
-    models.append(sharded)
+    is_prepared = private.is_prepared(model)
+    sharded = model if is_prepared else _shard_model(accelerator, model, optimizers, is_first=not models)
+    if not any(sharded is known for known in models):
+        models.append(sharded)
+        if preflight.active:
+            _own_loop().watch_model(accelerator, sharded)
     return sharded
+
+
+def _own_loop() -> OwnLoop:
+    from hf_fsdp_plugin.integrations.preflight.own_loop import own_loop  # imports the Trainer
+
+    return own_loop
 
 
 def prepare_for_evaluation(accelerator: Any, model: nn.Module) -> nn.Module:

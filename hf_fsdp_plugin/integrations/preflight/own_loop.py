@@ -1,8 +1,10 @@
-"""Replacements for scripts with their own loop and an ``Accelerator``: two steps, then save, load and export."""
+"""Hooks of models and optimizers for scripts with their own loop and an ``Accelerator``.
+
+After two steps, the script saves, loads and exports.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,15 +21,39 @@ from hf_fsdp_plugin.text import format_names
 
 
 class OwnLoop:
-    """The steps of a script with its own loop. A Trainer begins its own run before its first backward pass."""
+    """The steps of a script with its own loop. A Trainer begins its own run before its first forward pass."""
 
     def __init__(self) -> None:
         self._accelerator: Any = None
+        self._began = False
         self._num_steps = 0
 
-    def begin_backward(self, accelerator: Any) -> None:
+    def watch_model(self, accelerator: Any, model: torch.nn.Module) -> None:
+        """Record the stage ``step`` from the training forwards of a prepared model on."""
         self._accelerator = accelerator
-        preflight.recorder.enter("step")
+        model.register_forward_pre_hook(self._begin_step, prepend=True)
+
+    def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record the stage ``update`` of a prepared optimizer, and end the script after the last step."""
+        optimizer.register_step_pre_hook(self._begin_update)
+        optimizer.register_step_post_hook(self._end_update)
+
+    def _begin_step(self, model: torch.nn.Module, *_: Any) -> None:
+        if _is_watched() and not torch.compiler.is_compiling() and model.training and torch.is_grad_enabled():
+            self._began = True
+            preflight.recorder.enter("step")
+
+    def _begin_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        # torch creates the state of an optimizer, for a checkpoint, with a step whose learning rate is 0. It is no step
+        # of the script. A compiled or partial model may have no forward that is seen.
+        if _is_watched() and (self._began or any(group["lr"] for group in optimizer.param_groups)):
+            self._began = True
+            preflight.recorder.enter("update")
+
+    def _end_update(self, *_: Any) -> None:
+        if _is_watched() and self._began:
+            preflight.recorder.enter("step")
+            self.end_step()
 
     def end_step(self) -> None:
         """Count a step. After the last one, run the further stages and end the script."""
@@ -94,21 +120,9 @@ class _Prepared:
         self.accelerator, self.model = accelerator, model
 
 
-_loop = OwnLoop()
+def _is_watched() -> bool:
+    return preflight.active and preflight.phase == "script"
 
 
-def backward(original: Callable[..., Any], accelerator: Any, loss: Any, **kwargs: Any) -> Any:
-    """Record the stage ``step`` of a script with its own loop."""
-    if preflight.active and preflight.phase == "script":
-        _loop.begin_backward(accelerator)
-    return original(loss, **kwargs)
-
-
-def optimizer_step(original: Callable[..., Any], optimizer: Any, closure: Any = None) -> Any:
-    """Record the stage ``update`` of a script with its own loop, and end the script after the last step."""
-    if not preflight.active or preflight.phase != "script":
-        return original(closure)
-    with preflight.stage("update"):
-        result = original(closure)
-    _loop.end_step()
-    return result
+own_loop = OwnLoop()
+"""The loop of this process."""

@@ -1,9 +1,10 @@
-"""Replacements of methods of the Trainer: the stages of a preflight are recorded while the training runs."""
+"""Replacement of the training of the Trainer: the stages of a preflight are recorded while the training runs."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -18,9 +19,11 @@ from hf_fsdp_plugin.integrations.preflight.comparison import Trained, check_expo
 from hf_fsdp_plugin.integrations.preflight.loading import first_samples
 from hf_fsdp_plugin.integrations.preflight.run import preflight
 from hf_fsdp_plugin.integrations.preflight.stages import REPORT_FILE
+from hf_fsdp_plugin.integrations.profiling.marking import marks
 from hf_fsdp_plugin.integrations.run_report import report_run
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.transformers.private import save_checkpoint, untrained_copy
+from hf_fsdp_plugin.observe.profile.marks import Phase
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_count
 
@@ -28,6 +31,7 @@ SAVED_STEP: Final = 1
 """The step after which a checkpoint is written, from which the second run continues."""
 LAST_STEP: Final = 2
 _NUM_EVALUATED: Final = 8
+_STAGES_OF_PHASES: Final[dict[Phase, str]] = {"clipping": "clip", "checkpoint": "save"}
 
 
 class PreflightEnd(SystemExit):
@@ -67,8 +71,12 @@ class StageCallback(TrainerCallback):
         logs = kwargs.get("logs") or {}
         if "loss" in logs:
             self._trained.logs[state.global_step] = dict(logs)
-            if control.should_save and not control.should_evaluate:
+            if control.should_evaluate:  # the Trainer evaluates, and saves, right after it has logged the loss
+                self._enter("evaluate")
+            elif control.should_save:
                 self._enter("save")
+        if "train_runtime" in logs and args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self._enter("load best")
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._enter("step")
@@ -109,6 +117,7 @@ class _FirstRun:
             kwargs["resume_from_checkpoint"] = None
         self._copy_for_second_run()
         preflight.phase = "first run"
+        marks.stage_of = _stage_of
         callback = StageCallback(self.trained, is_first=True)
         trainer.add_callback(callback)
         recorder.enter("prepare")
@@ -141,6 +150,8 @@ class _FirstRun:
     def _further_stages(self) -> None:
         """Run the stages that a failure has skipped, and those after the training."""
         trainer, recorder, args = self.trainer, self.recorder, self.trainer.args
+        if "update" in recorder.done:
+            recorder.skip("clip", "the Trainer does not clip gradients with the Accelerator")
         is_prepared = "prepare" in recorder.done
         if is_prepared and _text(args.eval_strategy) != "no":
             self._try("evaluate", trainer.evaluate)
@@ -202,34 +213,11 @@ def _note_report(trainer: Any) -> None:
                 preflight.recorder.note(Problem(**fields))
 
 
-def clip_grad_norm(original: Callable[[Any], Any], trainer: Any, model: Any) -> Any:
-    """Record the stage ``clip``."""
-    return _recorded("clip", original, model)
-
-
-def evaluate(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Record the stage ``evaluate``."""
-    return _recorded("evaluate", original, *args, **kwargs)
-
-
-def determine_best_metric(original: Callable[..., bool], trainer: Any, *args: Any, **kwargs: Any) -> bool:
-    """Record the stage ``evaluate``; what follows is a save, if there is one."""
-    is_best = _recorded("evaluate", original, *args, **kwargs)
-    if preflight.active and preflight.phase == "first run" and trainer.control.should_save:
-        preflight.recorder.enter("save")
-    return bool(is_best)
-
-
-def load_best_model(original: Callable[[], None], trainer: Any) -> None:
-    """Record the stage ``load best``."""
-    _recorded("load best", original)
-
-
-def _recorded(stage: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not preflight.active or preflight.phase != "first run":
-        return original(*args, **kwargs)
-    with preflight.stage(stage):
-        return original(*args, **kwargs)
+def _stage_of(phase: Phase) -> AbstractContextManager[None]:
+    """Return the stage of a call that this package replaces for every run. Only the first run records stages."""
+    stage = _STAGES_OF_PHASES.get(phase)
+    records = preflight.active and preflight.phase == "first run"
+    return preflight.stage(stage) if stage is not None and records else nullcontext()
 
 
 def _text(strategy: Any) -> str:

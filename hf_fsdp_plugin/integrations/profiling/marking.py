@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from hf_fsdp_plugin.observe.profile.marks import PREFIX, UNIT, Phase
+from hf_fsdp_plugin.observe.profile.marks import GATHER, PREFIX, REDUCE, UNIT, Phase
 from hf_fsdp_plugin.observe.units import observe_units
 from hf_fsdp_plugin.plan.names import unwrapped
 
@@ -26,12 +26,14 @@ class Marks:
     Attributes:
         enabled: whether the profiler runs.
         names: ``id`` of the module of each FSDP1 unit -> the unit's name.
+        stage_of: returns the stage of a preflight, in which nothing is profiled, for a phase.
         on_forward: called with the inputs of each training forward of a model, also without the profiler.
     """
 
     def __init__(self) -> None:
         self.enabled = False
         self.names: dict[int, str] = {}
+        self.stage_of: Callable[[Phase], AbstractContextManager[Any]] | None = None
         self.on_forward: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
         self._open = threading.local()  # a recomputed forward runs in a thread of autograd
         self._handles: list[Any] = []
@@ -40,7 +42,15 @@ class Marks:
         return record_function(name) if self.enabled else nullcontext()
 
     def phase(self, phase: Phase) -> AbstractContextManager[Any]:
-        return self(f"{PREFIX}{phase}")
+        return self(f"{PREFIX}{phase}") if self.stage_of is None else self.stage_of(phase)
+
+    def gather(self, state: nn.Module) -> AbstractContextManager[Any]:
+        """Return the mark of a gather of an FSDP1 unit."""
+        return self(f"{GATHER}{self.names.get(id(state), '')}")
+
+    def reduction(self, state: nn.Module) -> AbstractContextManager[Any]:
+        """Return the mark of a reduction of an FSDP1 unit's gradients."""
+        return self(f"{REDUCE}{self.names.get(id(state), '')}")
 
     def instant(self, name: str) -> None:
         with self(name):

@@ -14,13 +14,14 @@ from torch.profiler import ProfilerActivity, supported_activities
 from torch.profiler import profile as torch_profile
 
 from hf_fsdp_plugin.devices import available_device
+from hf_fsdp_plugin.integrations.call_hooks import call_marks
 from hf_fsdp_plugin.integrations.patching import install_hooks
 from hf_fsdp_plugin.integrations.profiling.marking import marks
 from hf_fsdp_plugin.integrations.profiling.memory_step import MemoryStep
 from hf_fsdp_plugin.integrations.profiling.options import ProfileOptions
 from hf_fsdp_plugin.integrations.profiling.result import Recorded, temporary_files, write_result
 from hf_fsdp_plugin.integrations.run_report import stop_reporting
-from hf_fsdp_plugin.observe.profile.marks import BOUNDARY
+from hf_fsdp_plugin.observe.profile.marks import BOUNDARY, WAIT
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.torch_private.functions import profiler_is_running
 
@@ -61,7 +62,8 @@ class Profiling:
         self._num_steps = 0
         self._step_began: float | None = None
         self.active = True
-        install_hooks("profile")
+        install_hooks("calls", "profile")
+        call_marks.wait, call_marks.gather, call_marks.reduction = self._wait, marks.gather, marks.reduction
         marks.on_forward = self._see_forward
         self._hook = register_optimizer_step_post_hook(self._after_step)
 
@@ -92,8 +94,11 @@ class Profiling:
         if not failed:
             self._write()
 
-    def after_collective(self) -> None:
-        """Sample the memory, in the step that records it."""
+    @contextlib.contextmanager
+    def _wait(self) -> Iterator[None]:
+        """Mark a wait for a collective. In the step that records the memory, sample it after the wait."""
+        with marks(WAIT):
+            yield
         if self.active and self._memory is not None:
             self._memory.sample()
 
@@ -171,6 +176,7 @@ class Profiling:
 
     def _close(self) -> None:
         self.active = False
+        call_marks.wait = call_marks.gather = call_marks.reduction = None
         marks.unwatch()
         marks.on_forward = None
         if self._hook is not None:

@@ -7,9 +7,9 @@ when an instance is created, because a subclass may be defined before or after `
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -21,8 +21,6 @@ from hf_fsdp_plugin.vocabulary import find
 
 _CONSTRUCTOR: Final = "transformers.training_args:TrainingArguments.__init__"
 """The target of the hook whose replacement is :func:`init_arguments`."""
-_ADDED: Final = "_hf_fsdp_added"
-"""Attribute of a parser: the names of the arguments that were added to it."""
 _given: ContextVar[Mapping[str, Any]] = ContextVar("hf_fsdp_old_arguments", default=MappingProxyType({}))
 """The arguments of the ``TrainingArguments`` that are being constructed."""
 
@@ -45,45 +43,39 @@ def init_arguments(original: Callable[..., None], arguments: Any, *args: Any, **
         original(*args, **kwargs)
 
 
-def init_parser(original: Callable[..., None], parser: Any, *args: Any, **kwargs: Any) -> None:
+def init_parser(original: Callable[..., None], parser: Any, dataclass_types: Any = None, **kwargs: Any) -> None:
     """Add the arguments to an ``HfArgumentParser`` for ``TrainingArguments``."""
-    original(*args, **kwargs)
-    setattr(parser, _ADDED, ())
-    if not _has_training_arguments(parser):
-        return
-    own = {field.name for kind in parser.dataclass_types for field in dataclasses.fields(kind)}
-    added = tuple(name for name in OLD_KEYS if name not in own)
-    for name in added:
-        row = find(name, ("fsdp",))
-        assert row is not None
-        parser.add_argument(
-            f"--{name}", f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, help=row.about.replace("%", "%%")
-        )
-    setattr(parser, _ADDED, added)
+    if dataclass_types is not None:
+        given = dataclass_types if isinstance(dataclass_types, Iterable) else [dataclass_types]
+        dataclass_types = [_with_old_fields(kind) for kind in given]
+    original(dataclass_types, **kwargs)
 
 
-def parse_args_into_dataclasses(original: Callable[..., Any], parser: Any, *args: Any, **kwargs: Any) -> Any:
-    """Take the arguments out of the parsed ones, and pass them to the ``TrainingArguments``."""
-    given: dict[str, Any] = {}
+@functools.cache
+def _with_old_fields(kind: Any) -> Any:
+    """Return a dataclass that has the arguments as fields, and that creates instances of ``kind``.
 
-    def parse_known_args(*args: Any, **kwargs: Any) -> Any:
-        namespace, rest = type(parser).parse_known_args(parser, *args, **kwargs)
-        given.update({name: vars(namespace).pop(name) for name in _added(parser) if name in vars(namespace)})
-        return namespace, rest
+    A class other than a subclass of ``TrainingArguments``, or one with fields of these names, is returned itself.
+    """
+    from transformers import TrainingArguments
 
-    parser.parse_known_args = parse_known_args
-    try:
-        with _giving(given):
-            return original(*args, **kwargs)
-    finally:
-        del parser.parse_known_args
+    if not isinstance(kind, type) or not issubclass(kind, TrainingArguments):
+        return kind
+    own = {field.name for field in dataclasses.fields(kind)}
+    added = [name for name in OLD_KEYS if name not in own]
+
+    def new(_: type, **given: Any) -> Any:
+        return kind(**{name: value for name, value in given.items() if name not in added or value is not None})
+
+    fields = [(name, str | None, dataclasses.field(default=None, metadata={"help": _help(name)})) for name in added]
+    namespace = {"__new__": new, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    return dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), namespace=namespace) if added else kind
 
 
-def parse_dict(original: Callable[..., Any], parser: Any, args: Mapping[str, Any], *more: Any, **kwargs: Any) -> Any:
-    """Take the arguments out of the dict, and pass them to the ``TrainingArguments``."""
-    added = _added(parser)
-    with _giving({name: args[name] for name in added if name in args}):
-        return original({name: value for name, value in args.items() if name not in added}, *more, **kwargs)
+def _help(name: str) -> str:
+    row = find(name, ("fsdp",))
+    assert row is not None
+    return row.about.replace("%", "%%")
 
 
 def apply_old_arguments(arguments: Any) -> None:
@@ -105,14 +97,3 @@ def _giving(given: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         _given.reset(token)
-
-
-def _added(parser: Any) -> tuple[str, ...]:
-    added: tuple[str, ...] = getattr(parser, _ADDED, ())
-    return added
-
-
-def _has_training_arguments(parser: Any) -> bool:
-    from transformers import TrainingArguments
-
-    return any(isinstance(kind, type) and issubclass(kind, TrainingArguments) for kind in parser.dataclass_types)

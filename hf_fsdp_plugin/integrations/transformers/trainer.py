@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import find_labels
 
 from hf_fsdp_plugin.backends.arrivals import TRAINING_LIMIT, preparation_limit, wait_for_all_ranks
@@ -101,19 +101,21 @@ def set_signature_columns(original: Callable[[], None], trainer: Any) -> None:
         trainer.model = model
 
 
-def get_decay_parameter_names(original: Callable[[Any], list[str]], trainer: Any, model: Any) -> list[str]:
-    """Warn if biases and norms are in flat parameters with weights, which have one weight decay."""
-    plan = plan_of(model)
-    if plan is not None and plan.backend == "fsdp1" and not plan.use_orig and trainer.args.weight_decay:
+class WeightDecayCheck(TrainerCallback):
+    """Warns if biases and norms are in flat parameters with weights, which have one weight decay."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        plan = plan_of(model)
+        if plan is None or plan.backend != "fsdp1" or plan.use_orig or not args.weight_decay:
+            return
         num_dims = [set(map(len, shapes)) for shapes in flat_shapes(model)]
         if any(min(found) < 2 <= max(found) for found in num_dims):
             message = (
-                f"weight_decay={trainer.args.weight_decay:g} applies to biases and norms too: without use_orig_params "
+                f"weight_decay={args.weight_decay:g} applies to biases and norms too: without use_orig_params "
                 "the parameters of a unit are one flat parameter of the optimizer. Otherwise the Trainer excludes them."
             )
             fix = "Set fsdp_use_orig_params: true, or use FSDP2."
             print_once(Problem(code="FSDP-W692", setting="params.use_orig", message=message, fix=fix))
-    return original(model)
 
 
 @if_planned
@@ -145,8 +147,13 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     if resume or session.restarts.count:
         found = checkpoint_to_resume(trainer, resume)
         args, kwargs = (found, *args[1:]), {k: v for k, v in kwargs.items() if k != "resume_from_checkpoint"}
-    with private.loading_sharded_models(trainer):
-        result = original(*args, **kwargs)
+    check = WeightDecayCheck()
+    trainer.add_callback(check)
+    try:
+        with private.loading_sharded_models(trainer):
+            result = original(*args, **kwargs)
+    finally:
+        trainer.remove_callback(check)
     manager.wait()
     given = trainer.args
     checkpoint = Path(given.output_dir) / f"{TRAINER_PREFIX}{trainer.state.global_step}"

@@ -145,7 +145,7 @@ class UnitMarks:
         self._starts = [mark.start for mark, _ in self._marks]
 
     def at(self, time: float, thread: int | None) -> str | None:
-        """Return the unit; ``None`` if there is none. Marks of gathers and reductions do not nest."""
+        """Return the unit of the innermost mark; ``None`` if there is none."""
         last = bisect_right(self._starts, time)
         inside = (
             name

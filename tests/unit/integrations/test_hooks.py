@@ -19,7 +19,7 @@ from hf_fsdp_plugin.integrations.patching import install_hooks, override_hooked_
 
 ROWS = [hook for hooks in HOOKS.values() for hook in hooks if importlib.util.find_spec(hook.module.partition(".")[0])]
 """The rows whose library is installed."""
-BY_LAUNCHER = (*HOOKS["preflight"], *HOOKS["hangs"], *HOOKS["profile"])
+BY_LAUNCHER = tuple(hook for group in ("preflight", "calls", "hangs", "profile") for hook in HOOKS[group])
 """The rows that ``install()`` does not install."""
 NATIVE = {"torch.distributed.distributed_c10d:Work.wait"}
 """Targets without a signature, because they are written in C++."""
@@ -97,7 +97,7 @@ def test_uninstall_restores_identical_objects(stock: dict[str, Any]) -> None:
 
 def test_function_is_replaced_where_it_was_imported(stock: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trl")
-    early, late = ModuleType("trl.early"), ModuleType("trl.late")
+    early, late = ModuleType("trl.early"), ModuleType("another_library.late")
     for module in (early, late):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     original = stock["trl.models.utils:prepare_fsdp"]
