@@ -8,7 +8,7 @@ Hooks are installed in the middle of torch's import, so torch is imported in fun
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import FrameType
@@ -153,22 +153,26 @@ def functional(original: Function) -> Function:
 
         resolved = original(group, *args, **kwargs)
         if not torch.compiler.is_compiling() and record.is_open:
-            _record_caller(sys._getframe(1), resolved)
+            _record_caller(inspect.currentframe(), resolved)
         return resolved
 
     return call
 
 
-def _record_caller(frame: FrameType, resolved: Any) -> None:
-    """Record the functional collective of a frame. Other functions resolve process groups too, and are ignored."""
-    operation = _FUNCTIONAL.get(frame.f_code.co_name)
-    if operation is None:
+def _record_caller(frame: FrameType | None, resolved: Any) -> None:
+    """Record the functional collective that has called a frame. Other functions resolve groups too: they are ignored.
+
+    A frame is not kept in a variable of its own, which would be a reference cycle.
+    """
+    caller = frame.f_back if frame is not None else None
+    operation = _FUNCTIONAL.get(caller.f_code.co_name) if caller is not None else None
+    if caller is None or operation is None:
         return
     from hf_fsdp_plugin.torch_private.process_groups import resolve_group
 
     group = resolve_group(resolved)
     if group is not None:
-        variables = frame.f_locals
+        variables = caller.f_locals
         record.begin(group, operation, variables.get("self", variables.get("inputs")))
 
 

@@ -61,7 +61,7 @@ EXCHANGES = """
 NAMED = {
     "dtensor": "rank 0 has waited for",
     "receive": "in recv from rank 1",
-    "objects": "in all-gather (list)",
+    "objects": "in all-gather",
     "monitored": "in monitored barrier",
 }
 
