@@ -219,13 +219,13 @@ def _contracts_text(contracts: Sequence[Mapping[str, Any]]) -> str:
         f"contracts: {plural(len(contracts), 'name')} of other libraries, {num_replaced} of them replaced functions; "
         f"{num_holding} as tested"
     ]
-    rows = []
+    rows = [("status", "without them", "names")]
     keyed = sorted(contracts, key=lambda row: (_owner(row["target"]), row["status"], row["without"]))
     for (owner, status, without), group in groupby(
         keyed, key=lambda row: (_owner(row["target"]), row["status"], row["without"])
     ):
         names = ", ".join(row["target"][len(owner) + 1 :] for row in group)
-        rows.append((status, f"else {_EFFECTS[without]}", f"{owner}: {names}"))
+        rows.append((status, _EFFECTS[without], f"{owner}: {names}"))
     return "\n".join([*lines, format_table(rows)])
 
 

@@ -100,7 +100,7 @@ def _fsdp2_units(model: nn.Module) -> tuple[UnitPlan, ...]:
             names,
             [model_class_name(modules[name]) for name in names],
             [(name, p.numel(), p.dtype, p.requires_grad) for name, p in owned.get(state, [])],
-            reshard=fsdp2.reshards_after_forward(state, is_root="" in names),
+            reshard=state is not None and fsdp2.reshards_after_forward(state, is_root="" in names),
             from_policy=names != [""],
         )
         for state, names in groups.items()

@@ -75,7 +75,8 @@ def check_activation(spec: FsdpSpec, model: nn.Module, pre_sharded: bool, proble
         return
     setting, model_name = "activation.checkpointing", type(model).__name__
     if spec.activation.native:
-        if not hasattr(model, "gradient_checkpointing_enable"):
+        # Transformers renamed the method in 5.23.
+        if not (hasattr(model, "activation_checkpointing_enable") or hasattr(model, "gradient_checkpointing_enable")):
             problems.add(
                 "FSDP-E240",
                 setting,

@@ -10,6 +10,7 @@ from hf_fsdp_plugin.cli.wizard.question import State
 from hf_fsdp_plugin.cli.wizard.settings import STOCK_VALUES
 from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
+from hf_fsdp_plugin.supported import installed_versions, release_of
 from hf_fsdp_plugin.vocabulary import BY_NAME
 
 _KEYS: Final = {"offload.params": "cpu_offload"}
@@ -30,7 +31,8 @@ def arguments_of(state: State, spec: FsdpSpec) -> dict[str, Any]:
     if spec.launch.use_cpu:
         arguments["use_cpu"] = True
     if spec.activation.native:
-        arguments["gradient_checkpointing"] = True
+        transformers = release_of(installed_versions().get("transformers", ""))
+        arguments["activation_checkpointing" if transformers >= (5, 23) else "gradient_checkpointing"] = True
     micro_batch, global_batch = int(state.answers["micro_batch"]), int(state.answers["global_batch"])
     arguments["per_device_train_batch_size"] = micro_batch
     arguments["gradient_accumulation_steps"] = global_batch // (micro_batch * state.world_size)

@@ -31,6 +31,8 @@ CONTRACTS = (
     *contracts_of(_TRAINER, "off", "a preflight", "_created_lr_scheduler"),
     *contracts_of("transformers.trainer_callback", "off", "a preflight",
                   "CallbackHandler", "TrainerControl", "TrainerState"),
+    Contract(target="transformers.modeling_layers:_gradient_checkpointing_func", without="unobservable",
+             use="the report of activation checkpointing", behavior="A checkpointed layer has this attribute."),
     *contracts_of(_MODEL, "refused", _FILES, "_keys_to_ignore_on_save", "all_tied_weights_keys"),
     *contracts_of("transformers.integrations.peft:PeftAdapterMixin", "refused", _FILES, "_hf_peft_config_loaded"),
     Contract(target="transformers.distributed.mixin:_is_distributed_loading_by_transformers", without="off",
