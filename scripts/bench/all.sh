@@ -19,7 +19,7 @@ export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=${OMP_NUM_T
 DEFAULT_MINUTES=45
 QUICK_MINUTES=10
 # name -> minutes, where the default does not suffice
-declare -A MINUTES=([survival]=120 [memory_error]=90 [ecosystem]=240 [throughput]=90 [checkpoint_save]=60 [large_world]=60 [hangs_healthy]=90)
+declare -A MINUTES=([survival]=120 [memory_error]=90 [ecosystem]=240 [throughput]=90 [checkpoint_save]=60 [large_world]=60 [hangs_healthy]=90 [matrix]=240)
 # name -> arguments of --quick; a program with a flag --quick needs no row
 declare -A QUICK=(
   [checkpoint_save]="--rounds 1 --full-rounds 1 --layers 2 --hidden 128 --vocabulary 1000"
@@ -43,6 +43,7 @@ declare -A QUICK=(
   [start]="--rounds 1"
   [step_overhead]="--pairs 2 --layers 2 --hidden 64 --length 32"
   [step_time]="--ranks 2 --rounds 1 --only bert"
+  [renamed_names]="--only FSDPParam.sharded_param"
   [restarts]="--kills 1 --versions 2"
   [suggestions]="--cases data --rounds 1"
   [two_hosts]="--only bytes --versions 2"
@@ -55,6 +56,7 @@ declare -A OTHERS=(
   [generated_values]="$python scripts/generated_values.py --cases 1000000 --seed 1"
   [hangs_healthy]="$python scripts/bench/hangs.py --healthy 30"
   [ecosystem]="bash scripts/ecosystem.sh"
+  [matrix]="bash scripts/matrix.sh"
 )
 # name -> program of --quick that is not scripts/bench/NAME.py
 declare -A PROGRAMS=([generated_values]=scripts/generated_values.py [hangs_healthy]=scripts/bench/hangs.py)
@@ -77,7 +79,7 @@ for file in scripts/bench/*.py; do
   name=$(basename "$file" .py)
   grep -q "make_parser(__doc__, \"$name\")" "$file" && names+=("$name")
 done
-names+=(generated_values hangs_healthy ecosystem)
+names+=(generated_values hangs_healthy ecosystem matrix)
 command -v nvidia-smi > /dev/null && { OTHERS[gpu_check]="bash scripts/gpu_check.sh"; names+=(gpu_check); }
 for name in "${only[@]}"; do
   printf '%s\n' "${names[@]}" | grep -qx "$name" || { echo "all.sh: there is no benchmark $name. --list prints the names." >&2; exit 2; }

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from json_schema import assert_valid
 
 from hf_fsdp_plugin.cli.doctor import check_builds, check_contracts
 
@@ -59,6 +60,7 @@ def test_builds_that_do_not_fit_are_warnings(versions: Any, cuda: str | None, dr
 def test_doctor_lists_versions_and_contracts() -> None:
     done = doctor("--json")
     found = json.loads(done.stdout)
+    assert_valid("doctor", found)
     assert (done.returncode, found["ok"], found["problems"]) == (0, True, [])
     assert {"torch", "transformers", "accelerate"} <= set(found["versions"])
     assert {entry["status"] for entry in found["contracts"]} <= {"holds", "not installed"}
