@@ -46,8 +46,8 @@ class Contract:
         use: what needs it, as a noun phrase.
         without: what happens if it does not hold.
         instead: names that other supported versions have in place of the target's last name.
-        behavior: the behavior, as one sentence; empty for a name, which only has to exist.
-        probe: ``module:function`` of this package that returns whether the behavior holds; only for behaviors.
+        behavior: what the library does with the name, as one sentence; empty for a name that only has to exist. It is
+            probed by the module's source, which contains the name.
     """
 
     target: str
@@ -55,7 +55,6 @@ class Contract:
     without: Without
     instead: tuple[str, ...] = ()
     behavior: str = ""
-    probe: str = ""
 
     @property
     def library(self) -> str:
@@ -65,9 +64,6 @@ class Contract:
     def name(self) -> str:
         """The last name of the target."""
         return self.target.rpartition(":")[2].rpartition(".")[2]
-
-    def to_json(self) -> dict[str, Any]:
-        return {name: value for name in self.__slots__ if (value := getattr(self, name)) not in ("", ())}
 
 
 def contracts_of(owner: str, without: Without, use: str, *names: str) -> tuple[Contract, ...]:
@@ -89,17 +85,16 @@ class ContractError(SpecError):
     """A contract does not hold on the installed versions.
 
     Attributes:
-        contract: the row; ``None`` if it cannot be told which one.
+        contract: the row.
     """
 
-    def __init__(self, contract: Contract | None, detail: str) -> None:
-        library = contract.library if contract is not None else "torch"
+    def __init__(self, contract: Contract, detail: str) -> None:
+        self.contract, library = contract, contract.library
         oldest, newest = SUPPORTED.get(library, ("", ""))
-        remedy = f"Install {library}>={oldest},<{_next_minor(newest)}, or a newer hf_fsdp_plugin." if oldest else ""
-        use = f", which {contract.use} needs" if contract is not None else ""
-        self.contract = contract
-        message = f"{library} {installed_versions().get(library, '')} {detail}{use}."
-        super().__init__([Problem(code="FSDP-E620", message=message, fix=f"{remedy} {_DOCTOR}".lstrip())])
+        remedy = f"Install {library}>={oldest},<{_next_minor(newest)}, or a newer hf_fsdp_plugin. " if oldest else ""
+        name = " ".join(filter(None, (library, installed_versions().get(library))))
+        message = f"{name} {detail}, which is needed for {contract.use}."
+        super().__init__([Problem(code="FSDP-E620", message=message, fix=remedy + _DOCTOR)])
 
     @property
     def reason(self) -> str:
