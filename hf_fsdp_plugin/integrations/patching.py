@@ -113,7 +113,8 @@ def _replace(hook: Hook, owner: Any) -> Callable[[], None]:
 
 
 def _replace_directly(hook: Hook, owner: Any) -> Callable[[], None]:
-    original = getattr(owner, hook.name)
+    # Without binding: getattr of a method of C++ returns a function that cannot be put back.
+    original = inspect.getattr_static(owner, hook.name)
     replacing = functools.wraps(original)(_replacement(hook)(original))
     for each in [owner, *_importers(hook, original)]:
         setattr(each, hook.name, replacing)

@@ -82,7 +82,7 @@ done
 names+=(generated_values hangs_healthy ecosystem matrix)
 command -v nvidia-smi > /dev/null && { OTHERS[gpu_check]="bash scripts/gpu_check.sh"; names+=(gpu_check); }
 for name in "${only[@]}"; do
-  printf '%s\n' "${names[@]}" | grep -qx "$name" || { echo "all.sh: there is no benchmark $name. --list prints the names." >&2; exit 2; }
+  [[ " ${names[*]} " == *" $name "* ]] || { echo "all.sh: there is no benchmark $name. --list prints the names." >&2; exit 2; }
 done
 [ ${#only[@]} -gt 0 ] && names=("${only[@]}")
 

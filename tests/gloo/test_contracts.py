@@ -24,11 +24,11 @@ def outcomes(folder: Path, *arguments: str) -> dict[str, str]:
 
 def test_each_kind_of_missing_name_has_its_effect(tmp_path: Path) -> None:
     group, handle = "_fsdp_param_group:FSDPParamGroup", "_flat_param:FlatParamHandle"
-    names = [f"{group}.mesh_info", f"{handle}._reduce_dtype", "FSDPParam.sharded_param", "Accelerator.prepare"]
+    names = [f"{group}.mesh_info", f"{handle}._reduce_dtype", "FlatParameter._fqns", "Accelerator.prepare"]
     assert outcomes(tmp_path, "--only", *names) == {
         "mesh_info": "a feature is off",
         "_reduce_dtype": "a feature is off",
-        "sharded_param": "refused",
+        "_fqns": "refused",
         "prepare": "refused",
         "prepare_model": "refused",
     }
