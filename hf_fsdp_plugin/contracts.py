@@ -48,6 +48,7 @@ class Contract:
         instead: names that other supported versions have in place of the target's last name.
         behavior: what the library does with the name, as one sentence; empty for a name that only has to exist. It is
             probed by the module's source, which contains the name.
+        since: the release of the library that has added it, if the older supported ones do without it.
     """
 
     target: str
@@ -55,6 +56,7 @@ class Contract:
     without: Without
     instead: tuple[str, ...] = ()
     behavior: str = ""
+    since: str = ""
 
     @property
     def library(self) -> str:

@@ -30,6 +30,8 @@ BEGIN, END = "<!-- results:begin matrix -->\n", "<!-- results:end matrix -->"
 QUICKSTART = "quickstart"
 LIMIT = 1200.0
 """Seconds after which the tests of a subject are ended."""
+SHOWN_FAILURES = 12
+"""Names of failed tests that are printed; the file has all."""
 SHOWN = ("torch", "transformers", "accelerate", "peft", "trl")
 
 Cell = dict[str, Any]
@@ -231,7 +233,9 @@ def main() -> int:
             num_red += not cell["ok"]
             print(f"{time.strftime('%H:%M:%S')} {name}: {subject}: {_shown(cell)} ({cell['seconds']} s)", flush=True)
             if not cell["ok"]:
-                print("  " + "\n  ".join(cell.get("failed") or [cell.get("reason", "")]), flush=True)
+                print(
+                    "  " + "\n  ".join(cell.get("failed", [])[:SHOWN_FAILURES] or [cell.get("reason", "")]), flush=True
+                )
             RESULT.write_text(
                 json.dumps({**describe_machine(), "combinations": rows}, indent=1) + "\n", encoding="utf-8"
             )

@@ -213,7 +213,7 @@ def _devices_text(devices: Mapping[str, Any]) -> str:
 
 def _contracts_text(contracts: Sequence[Mapping[str, Any]]) -> str:
     """Return one line for each class or module and status, with the names."""
-    num_holding = sum(row["status"] in ("holds", "not installed") for row in contracts)
+    num_holding = sum(row["status"] not in ("changed", "missing") for row in contracts)
     num_replaced = sum(row["replaced"] for row in contracts)
     lines = [
         f"contracts: {plural(len(contracts), 'name')} of other libraries, {num_replaced} of them replaced functions; "

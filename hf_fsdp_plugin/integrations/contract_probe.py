@@ -20,9 +20,10 @@ from hf_fsdp_plugin.contracts import Contract
 from hf_fsdp_plugin.integrations.hook import Hook
 from hf_fsdp_plugin.integrations.hooks import HOOKS
 from hf_fsdp_plugin.integrations.library_sources import defines, file_of, source_hash, text_of
+from hf_fsdp_plugin.supported import installed_versions, release_of
 from hf_fsdp_plugin.torch_private.live_objects import has_part, live_objects
 
-Status = Literal["holds", "changed", "missing", "not installed"]
+Status = Literal["holds", "changed", "missing", "not installed", "not in this version"]
 
 PRIVATE_FILES: Final = (
     *(f"torch_private.{name}" for name in ("fake", "fsdp1", "fsdp2", "functions", "grad_scaler", "modules")),
@@ -90,16 +91,23 @@ def tested_hashes() -> dict[str, list[str]]:
 
 
 def _probe(row: Contract) -> Status:
-    module, _, path = row.target.partition(":")
     if file_of(row.library) is None:
         return "not installed"
+    if _exists(row):
+        return "holds"
+    installed = installed_versions().get(row.library, "")
+    return "not in this version" if row.since and release_of(installed) < release_of(row.since) else "missing"
+
+
+def _exists(row: Contract) -> bool:
+    module, _, path = row.target.partition(":")
     if row.behavior:
-        return "holds" if row.name in text_of(module) else "missing"
+        return row.name in text_of(module)
     owner = path.rpartition(".")[0]
     candidates = [f"{owner}.{name}" if owner else name for name in (row.name, *row.instead)]
     # Of torch, modules that are not loaded yet (the compiler) are not imported either.
     found = module in sys.modules and any(_has(module, each, live_objects()) for each in candidates)
-    return "holds" if found or any(defines(module, each) for each in candidates) else "missing"
+    return found or any(defines(module, each) for each in candidates)
 
 
 def _has(module: str, path: str, subjects: Sequence[Any]) -> bool:

@@ -6,7 +6,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,11 +32,20 @@ CONTRACTS = (
     *contracts_of("torch:_C", "refused", _TRACE, "_current_autograd_node"),
     *contracts_of("torch._C:_FunctionBase", "refused", _TRACE, "_sequence_nr"),
     *contracts_of("torch.autograd.graph", "refused", "the prediction of memory", "_engine_run_backward"),
+    *contracts_of("torch.distributed.tensor._sharding_prop", "refused", _TRACE, "ShardingPropagator"),
+    *contracts_of(
+        "torch.distributed.tensor._sharding_prop:ShardingPropagator",
+        "refused",
+        _TRACE,
+        "_propagate_tensor_meta_non_cached",
+    ),
 )
 if not TYPE_CHECKING:
     FakeTensorMode = load("torch._subclasses.fake_tensor:FakeTensorMode", CONTRACTS)
 _flat_param = load("torch.distributed.fsdp:_flat_param", CONTRACTS)
 _fsdp_param = load("torch.distributed.fsdp._fully_shard:_fsdp_param", CONTRACTS)
+ShardingPropagator = load("torch.distributed.tensor._sharding_prop:ShardingPropagator", CONTRACTS)
+_PROPAGATE = "_propagate_tensor_meta_non_cached"
 
 __all__ = [
     "FakeTensorMode",
@@ -45,6 +54,7 @@ __all__ = [
     "fake_process_group",
     "next_sequence_number",
     "running_sequence_number",
+    "watch_propagation",
     "watch_resizes",
 ]
 
@@ -134,6 +144,22 @@ def watch_resizes(after: Callable[[torch.UntypedStorage], None]) -> Iterator[Non
         yield
     finally:
         torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def watch_propagation(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Enter ``around()`` whenever DTensor runs an operator on fake tensors of the global shape to learn its output."""
+    original = getattr(ShardingPropagator, _PROPAGATE)
+
+    def propagate(*args: Any) -> Any:
+        with around():
+            return original(*args)
+
+    setattr(ShardingPropagator, _PROPAGATE, propagate)
+    try:
+        yield
+    finally:
+        setattr(ShardingPropagator, _PROPAGATE, original)
 
 
 def next_sequence_number() -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.estimate.trace.kernels import collective_bytes, run, scratch_bytes
-from hf_fsdp_plugin.torch_private.fake import TorchDispatchMode, called_by_engine, watch_resizes
+from hf_fsdp_plugin.torch_private.fake import TorchDispatchMode, called_by_engine, watch_propagation, watch_resizes
 from hf_fsdp_plugin.torch_private.functions import in_backward, tree_leaves
 from hf_fsdp_plugin.torch_private.tracing import storage_key
 
@@ -65,9 +65,11 @@ class Recorder(TorchDispatchMode):
         self._added: tuple[int, Block, Block] | None = None
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._stack = ExitStack()
+        self._is_paused = False
 
     def __enter__(self) -> Recorder:
         self._stack.enter_context(watch_resizes(self._resized))
+        self._stack.enter_context(watch_propagation(self._pause))
         super().__enter__()
         return self
 
@@ -81,6 +83,8 @@ class Recorder(TorchDispatchMode):
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # DTensor calls operators on its local tensors
         kwargs = kwargs or {}
+        if self._is_paused:
+            return func(*args, **kwargs)
         result = run(func, args, kwargs)
         in_place = func is torch.ops.aten.add.Tensor and in_backward() and called_by_engine(1)
         for tensor in _tensors(result):
@@ -104,6 +108,15 @@ class Recorder(TorchDispatchMode):
             block = None if local is None else self._alive.get(storage_key(local))
             if block is not None and (label != "gathered" or block.label is None):
                 block.label = label
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        """Record nothing: what is created has no memory on a real device either."""
+        was_paused, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = was_paused
 
     def finish(self) -> list[Event]:
         """Return all events."""

@@ -36,7 +36,7 @@ CONTRACTS = (
     *contracts_of(_MODEL, "refused", _FILES, "_keys_to_ignore_on_save", "all_tied_weights_keys"),
     *contracts_of("transformers.integrations.peft:PeftAdapterMixin", "refused", _FILES, "_hf_peft_config_loaded"),
     Contract(target="transformers.distributed.mixin:_is_distributed_loading_by_transformers", without="off",
-             use=_LOADED, behavior="`from_pretrained` marks a model that it has sharded."),
+             use=_LOADED, behavior="`from_pretrained` marks a model that it has sharded.", since="5.20"),
     *contracts_of(_CONVERSION, "refused", _FILES, "revert_weight_conversion"),
     *contracts_of(_CONVERSION, "refused", _READING, "WeightConverter", "WeightRenaming", "rename_source_key"),
     *contracts_of("transformers.utils.loading_report", "refused", _READING, "LoadStateDictInfo"),

@@ -33,6 +33,7 @@ def row(status: str, without: str) -> dict[str, Any]:
     [
         ("holds", "refused", []),
         ("not installed", "refused", []),
+        ("not in this version", "off", []),
         ("missing", "refused", ["FSDP-E620"]),
         ("missing", "off", ["FSDP-W621"]),
         ("missing", "unobservable", ["FSDP-W621"]),
@@ -63,7 +64,7 @@ def test_doctor_lists_versions_and_contracts() -> None:
     assert_valid("doctor", found)
     assert (done.returncode, found["ok"], found["problems"]) == (0, True, [])
     assert {"torch", "transformers", "accelerate"} <= set(found["versions"])
-    assert {entry["status"] for entry in found["contracts"]} <= {"holds", "not installed"}
+    assert {entry["status"] for entry in found["contracts"]} <= {"holds", "not installed", "not in this version"}
     assert len(found["contracts"]) > 200
 
 

@@ -1,5 +1,6 @@
 """Batches on the meta device for models of several kinds."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -57,6 +58,8 @@ def test_speech_and_images_have_the_longest_inputs():
 @pytest.mark.parametrize("family", ["t5", "whisper", "clip"])
 def test_two_stacks_with_checkpointing_are_as_traced(family):
     model = made(family)
+    if family == "whisper" and "self.layerdrop > 0" not in inspect.getsource(type(model.model.encoder)):
+        pytest.skip("this version of Transformers draws a number for each layer, also without LayerDrop")
     spec = hfp.load_spec(fsdp="full_shard auto_wrap", fsdp_config={"activation_checkpointing": True})
     plan = hfp.resolve(spec, model, world_size=2)
     workload = Workload(micro_batch=2, seq_len=16)

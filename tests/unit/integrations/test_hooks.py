@@ -25,10 +25,14 @@ NATIVE = {"torch.distributed.distributed_c10d:Work.wait"}
 """Targets without a signature, because they are written in C++."""
 
 
+def owner_of(hook: Hook) -> Any:
+    module = importlib.import_module(hook.module)
+    return getattr(module, hook.class_name) if hook.class_name else module
+
+
 def current(hook: Hook) -> Any:
     """Return the target as it is now."""
-    module = importlib.import_module(hook.module)
-    return vars(getattr(module, hook.class_name) if hook.class_name else module)[hook.name]
+    return vars(owner_of(hook))[hook.name]
 
 
 def function_of(attribute: Any) -> Any:
@@ -43,15 +47,20 @@ def stock() -> Iterator[dict[str, Any]]:
         importlib.import_module(hook.module)
     hfp.install({})  # a class that gets a __new__ keeps it
     hfp.uninstall()
-    yield {hook.target: current(hook) for hook in ROWS}
+    yield {hook.target: current(hook) for hook in existing()}
     hfp.uninstall()
+
+
+def existing() -> list[Hook]:
+    """Return the rows whose target exists in the installed version: some have another name in older ones."""
+    return [hook for hook in ROWS if hook.name in vars(owner_of(hook)) or not (hook.instead or hook.optional)]
 
 
 @pytest.mark.parametrize("hook", ROWS, ids=lambda hook: hook.target)
 def test_hook_targets_and_replacements_exist(hook: Hook, stock: dict[str, Any]) -> None:
     module, _, name = hook.replacement.partition(":")
     assert callable(getattr(importlib.import_module(f"hf_fsdp_plugin.integrations.{module}"), name))
-    assert hook.target in stock
+    assert hook.target in stock or any(hasattr(owner_of(hook), other) for other in hook.instead) or hook.optional
     assert hook.reason and hook.until
 
 
@@ -62,6 +71,8 @@ def test_hook_targets_and_replacements_exist(hook: Hook, stock: dict[str, Any]) 
 )
 def test_replacements_accept_the_keywords_of_the_target(hook: Hook, stock: dict[str, Any]) -> None:
     """A call with keyword arguments must reach the parameter of the same name."""
+    if hook.target not in stock:
+        pytest.skip("does not exist in the installed version")
     module, _, name = hook.replacement.partition(":")
     replacement = getattr(importlib.import_module(f"hf_fsdp_plugin.integrations.{module}"), name)
     is_method = bool(hook.class_name) and not isinstance(stock[hook.target], staticmethod)
@@ -86,12 +97,12 @@ def test_a_group_has_one_row_per_target() -> None:
 def test_uninstall_restores_identical_objects(stock: dict[str, Any]) -> None:
     environment, finders, excepthook = dict(os.environ), list(sys.meta_path), sys.excepthook
     hfp.install({"distributed_type": "FSDP", "fsdp_config": {"fsdp_cpu_ram_efficient_loading": True}})
-    installed = [hook for hook in ROWS if hook not in BY_LAUNCHER]
+    installed = [hook for hook in existing() if hook not in BY_LAUNCHER]
     assert all(current(hook) is not stock[hook.target] for hook in installed)
-    assert all(current(hook) is stock[hook.target] for hook in BY_LAUNCHER if hook in ROWS)
+    assert all(current(hook) is stock[hook.target] for hook in BY_LAUNCHER if hook.target in stock)
     assert (sys.excepthook, os.environ["ACCELERATE_USE_FSDP"]) != (excepthook, environment.get("ACCELERATE_USE_FSDP"))
     hfp.uninstall()
-    assert {hook.target: current(hook) for hook in ROWS} == stock
+    assert {hook.target: current(hook) for hook in existing()} == stock
     assert (dict(os.environ), sys.meta_path, sys.excepthook) == (environment, finders, excepthook)
 
 
@@ -111,9 +122,9 @@ def test_function_is_replaced_where_it_was_imported(stock: dict[str, Any], monke
 
 def test_installing_twice_wraps_once(stock: dict[str, Any]) -> None:
     install_hooks(*GROUPS)
-    first = {hook.target: current(hook) for hook in ROWS}
+    first = {hook.target: current(hook) for hook in existing()}
     install_hooks(*GROUPS)
-    assert {hook.target: current(hook) for hook in ROWS} == first
+    assert {hook.target: current(hook) for hook in existing()} == first
     for target, attribute in first.items():
         function = function_of(attribute)
         for _ in [hook for hook in ROWS if hook.target == target]:
