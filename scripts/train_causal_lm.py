@@ -8,6 +8,7 @@ Every argument of TrainingArguments is an option, with the defaults below:
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 
 from data import PYTHON_DOCS, SMOLLM2, load_causal_lm, load_text, load_tokenizer, pack
@@ -33,7 +34,6 @@ DEFAULTS = {
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
     },
     "bf16": True,
-    "gradient_checkpointing": True,
     "optim": "adamw_torch_fused",
     "learning_rate": 2e-5,
     "weight_decay": 0.01,
@@ -41,6 +41,10 @@ DEFAULTS = {
     "save_strategy": "no",
     "report_to": "none",
 }
+CHECKPOINTING = [
+    name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, name)
+]
+"""Transformers 5.23 has renamed the second."""
 
 
 @dataclass
@@ -74,6 +78,8 @@ class DataArguments:
 def main() -> None:
     parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
     parser.set_defaults(**DEFAULTS)
+    if not any(argument.replace("-", "_").startswith("__gradient_checkpointing") for argument in sys.argv):
+        parser.set_defaults(**{CHECKPOINTING[0]: True})
     model_args, data_args, training_args = parser.parse_args_into_dataclasses()
     set_seed(training_args.seed)
 

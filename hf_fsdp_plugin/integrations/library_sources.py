@@ -35,6 +35,11 @@ def text_of(module: str) -> str:
 
 
 @cache
+def _lines_of(module: str) -> list[str]:
+    return text_of(module).split("\n")
+
+
+@cache
 def _tree_of(module: str) -> ast.Module:
     return ast.parse(text_of(module))
 
@@ -70,7 +75,8 @@ def source_hash(module: str, path: str) -> str | None:
     if not nodes:
         return None
     where, node = nodes[0]
-    lines = (ast.get_source_segment(text_of(where), node) or "").splitlines()
+    *lines, last = _lines_of(where)[node.lineno - 1 : node.end_lineno]
+    lines.append(last[: node.end_col_offset])  # without a comment behind it
     code = [stripped for line in lines if (stripped := line.strip()) and not stripped.startswith("#")]
     return hashlib.sha256("\n".join(code).encode()).hexdigest()[:16]
 
