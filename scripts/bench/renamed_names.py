@@ -229,8 +229,11 @@ def all_rows() -> list[dict[str, Any]]:
         "print(json.dumps(rows))"
     )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
-    rows: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return rows
+    rows: dict[str, dict[str, Any]] = {}
+    for row in json.loads(done.stdout.splitlines()[-1]):
+        if row["without"] == "refused" or row["target"] not in rows:  # of several uses, one may be refused
+            rows[row["target"]] = row
+    return list(rows.values())
 
 
 def main() -> int:

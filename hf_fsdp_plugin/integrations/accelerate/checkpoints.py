@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from accelerate.utils import convert_file_size_to_int
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.arrivals import TRAINING_LIMIT, together, wait_for_all_ranks
@@ -19,7 +20,7 @@ from hf_fsdp_plugin.checkpoint import load_state as load_state_file
 from hf_fsdp_plugin.checkpoint import manifest_of, numbered_checkpoints, remove_checkpoint
 from hf_fsdp_plugin.checkpoint.names import ACCELERATE_PREFIX, ACCELERATE_RUN, custom_state_file
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, has_planned_state, if_sharded
-from hf_fsdp_plugin.integrations.accelerate.private import parse_size, prepared_models
+from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.profiling.marking import marked
 from hf_fsdp_plugin.integrations.restarts import count_from, run_fact
 from hf_fsdp_plugin.integrations.resuming import find_checkpoint, warn_differences
@@ -148,7 +149,7 @@ def save_model(
         original(model, save_directory, max_shard_size, safe_serialization)
         return
     with together(f"Accelerator.save_model of {type(unwrapped(model)).__name__}", fix=_FIX):
-        size, final, root = parse_size(max_shard_size), Path(save_directory), place.root
+        size, final, root = convert_file_size_to_int(max_shard_size), Path(save_directory), place.root
         with manager.saving(final, into=True) as save:
             _write_config(root, save.folder)
             manager.save_model(root, save.folder, "full", max_shard_size=size)

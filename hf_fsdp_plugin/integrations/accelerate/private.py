@@ -23,8 +23,6 @@ CONTRACTS = (
     *contracts_of(f"{_STATE}:PartialState", "refused", "FSDP on CPU ranks", "_shared_state", "_reset_state"),
     *contracts_of(f"{_STATE}:AcceleratorState", "refused", "FSDP on CPU ranks", "_shared_state"),
     *contracts_of(f"{_STATE}:GradientState", "refused", "a preflight", "_shared_state"),
-    *contracts_of("huggingface_hub.serialization._base", "off", "sizes of files such as `10GB` in `save_model`",
-                  "parse_size_to_int"),
 )  # fmt: skip
 
 
@@ -101,13 +99,6 @@ def set_device(state: Any, device: Any) -> None:
     from accelerate.state import PartialState
 
     state.device = PartialState._shared_state["device"] = device
-
-
-def parse_size(size: int | str) -> int:
-    """Return the number of bytes of a size such as ``"10GB"``, as ``Accelerator.save_model`` parses it."""
-    from huggingface_hub.serialization._base import parse_size_to_int
-
-    return parse_size_to_int(size) if isinstance(size, str) else size
 
 
 class SharedStates:

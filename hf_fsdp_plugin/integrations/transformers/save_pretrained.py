@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import convert_file_size_to_int
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.arrivals import together
 from hf_fsdp_plugin.backends.shard import Place, place_of
 from hf_fsdp_plugin.checkpoint import ModelShards, gathered_state, manifest_of
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL, safetensors_file
-from hf_fsdp_plugin.integrations.accelerate.private import parse_size
 from hf_fsdp_plugin.integrations.gathered import gathered, shards_at
 from hf_fsdp_plugin.integrations.peft.saving import adapter_state, as_unsharded
 from hf_fsdp_plugin.integrations.save_calls import (
@@ -100,7 +100,8 @@ def _write_side_by_side(original: Callable[..., Any], model: Any, place: Place, 
                 with without_progress_bar():
                     _write(original, model, {**call, "save_directory": str(save.folder)}, {})
                 (save.folder / safetensors_file(HF_MODEL)).unlink(missing_ok=True)
-        manager.save_model(place.root, save.folder, "full", max_shard_size=parse_size(call["max_shard_size"]))
+        size = convert_file_size_to_int(call["max_shard_size"])
+        manager.save_model(place.root, save.folder, "full", max_shard_size=size)
     manager.finish(
         save, manifest_of(place.root, "full", step=None, batch={}), after=lambda: remove_stale_weights(final)
     )
