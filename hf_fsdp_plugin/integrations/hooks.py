@@ -112,7 +112,9 @@ _ACCELERATE_HOOKS = (
     *(
         Hook(f"accelerate.utils.fsdp_utils:{name}", f"accelerate.fsdp_utils:{name}",
              reason="The state dict type `local` is refused under FSDP2; FSDP1's full state dict fails on CPU ranks.",
-             until="torch and Accelerate support both.")
+             until="torch and Accelerate support both.",
+             # Stock would write its own files over those that the manifest names.
+             without="refused" if name == "save_fsdp_model" else "off")
         for name in ("save_fsdp_model", "load_fsdp_model", "save_fsdp_optimizer", "load_fsdp_optimizer")
     ),
 )
