@@ -172,12 +172,14 @@ T = TypeVar("T", bound=type)
 def override_hooked_methods(base: type) -> Callable[[T], T]:
     """Class decorator: give a subclass or mixin of ``base`` a method for each hooked method of ``base``.
 
-    Instances of the class run each replacement exactly once, whether or not the hooks of ``base`` are installed.
+    Instances of the class run each replacement exactly once, whether or not the hooks of ``base`` are installed. A
+    method that ``base`` lacks is left out, as when the hooks are installed.
     """
 
     def decorate(cls: T) -> T:
         for hook in HOOKS["transformers"]:
-            if hook.target == f"{base.__module__}:{base.__name__}.{hook.name}":
+            is_own = hook.target == f"{base.__module__}:{base.__name__}.{hook.name}"
+            if is_own and hasattr(base, hook.name):
                 setattr(cls, hook.name, _overriding_method(hook, cls, getattr(base, hook.name)))
         setattr(cls, _OVERRIDDEN, base)
         return cls
