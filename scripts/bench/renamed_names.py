@@ -1,7 +1,7 @@
 """Trains, saves and resumes with both FSDP versions while one name of another library is missing for this package.
 
     python scripts/bench/renamed_names.py                     every contract and replaced function, one at a time
-    python scripts/bench/renamed_names.py --only _handle      targets that contain a text
+    python scripts/bench/renamed_names.py --only _handle      targets that contain a text; other results are kept
     python scripts/bench/renamed_names.py --every 25          every 25th
 
 Two gloo ranks for each name, forked from a process that has imported the libraries but not this package. A run ends as
@@ -250,6 +250,11 @@ def main() -> int:
         print(f"{results[-1]['outcome']:18} {row['target']} ({results[-1]['seconds']} s)", flush=True)
         if detail := results[-1].get("detail") or results[-1].get("error"):
             print(detail, flush=True)
+    if args.only and args.out.exists():
+        tried = {result["target"] for result in results}
+        earlier = json.loads(args.out.read_text(encoding="utf-8"))["names"]
+        known = {row["target"] for row in all_rows()}
+        results += [row for row in earlier if row["target"] in known - tried]
     counts = dict(Counter(result["outcome"] for result in results))
     print(counts)
     args.out.write_text(json.dumps({**describe_machine(), "counts": counts, "names": results}, indent=1) + "\n")
