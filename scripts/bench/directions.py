@@ -49,6 +49,8 @@ DIRECTIONS: Final = (
     # Exit codes, and moments of kills.
     Direction(r"^runs/.*(/exit_code|/restarts|/losses|/bitwise_equal)$|^runs/[^/]+/kills", "not compared"),
     Direction(r"^cases/[^/]+/(promised_seconds|measured_seconds|gains|step_seconds|ratio)", "not compared"),
+    # Versions of other libraries, and their names.
+    Direction(r"^combinations/|^counts/|^names/", "not compared"),
     # What the result describes, and other programs.
     _last(_SUBJECT, "not compared"),
     Direction(r"(^|/)(workload|settings|versions|samples|checkpoint_bytes)/", "not compared"),
