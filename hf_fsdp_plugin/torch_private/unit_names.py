@@ -15,7 +15,9 @@ _NAME: Final = "_hf_fsdp_unit_name"
 _FULLY_SHARD: Final = "torch.distributed.fsdp._fully_shard"
 _MESSAGES: Final = "the names of units in messages about collectives"
 CONTRACTS = (
-    *contracts_of("torch.distributed.fsdp:FullyShardedDataParallel", "off", _MESSAGES, "_handle"),
+    *contracts_of(
+        "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel", "off", _MESSAGES, "_handle"
+    ),
     *contracts_of("torch.distributed.fsdp._flat_param:FlatParamHandle", "off", _MESSAGES, "_fully_sharded_module"),
     *contracts_of("torch.distributed.fsdp:FSDPModule", "off", _MESSAGES, "_get_fsdp_state"),
     *contracts_of(f"{_FULLY_SHARD}._fsdp_state:FSDPState", "off", _MESSAGES, "_fsdp_param_groups|_fsdp_param_group"),
