@@ -8,6 +8,7 @@ python scripts/update_docs.py --runs     also start ranks for the output of a ru
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -276,7 +277,19 @@ def contracts() -> str:
         text = row.behavior or f"exists{older}"
         rows.append(f"| `{module}` | `{path}` | {text} | {row.use} | {row.without} |")
     head = ["| module | name | what is relied on | for | without it |", "|---|---|---|---|---|"]
-    return "\n".join([_CONTRACTS_HEAD, *head, *rows, ""])
+    return "\n".join([_CONTRACTS_HEAD, _renamed_names(), "", *head, *rows, ""])
+
+
+def _renamed_names() -> str:
+    """Return one sentence about the last run of ``scripts/bench/renamed_names.py``."""
+    result = json.loads((DOCS / "results" / "renamed_names.json").read_text(encoding="utf-8"))
+    counts, versions = result["counts"], result["versions"]
+    return (
+        f"Of {sum(counts.values())} names, tried one at a time with torch {versions['torch']}, transformers "
+        f"{versions['transformers']} and accelerate {versions['accelerate']}: "
+        + "; ".join(f"{name}: {counts[name]}" for name in sorted(counts))
+        + "."
+    )
 
 
 def problems() -> str:
