@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests the package with several versions of torch, Transformers, Accelerate, PEFT and TRL (scripts/matrix.yaml): makes one
 # virtual environment at a time, runs the tests of each subject and the quickstart, and deletes the environment. Writes
-# docs/results/matrix.json after each cell, and its table in docs/compatibility.md.
+# docs/results/matrix.json after each combination, and its table in docs/compatibility.md.
 #
 #   bash scripts/matrix.sh                              everything (hours; the environment of a torch for GPUs takes 6 GB)
 #   bash scripts/matrix.sh --only torch-2.15 oldest     these combinations
@@ -10,8 +10,8 @@
 #   bash scripts/matrix.sh --keep --folder DIR          keep the environments in DIR, and use those that are there
 #   bash scripts/matrix.sh --list                       combinations and subjects
 #
-# Environment variables: PYTHON (see scripts/environment.sh). Needs a python3 with PyYAML, or the environment of
-# scripts/test.sh.
+# Environment variables: WORKERS (processes of pytest, default 2), PYTHON (see scripts/environment.sh). Needs a python3
+# with PyYAML, or the environment of scripts/test.sh.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -29,7 +29,7 @@ DOCUMENT = ROOT / "docs" / "compatibility.md"
 BEGIN, END = "<!-- results:begin matrix -->\n", "<!-- results:end matrix -->"
 QUICKSTART = "quickstart"
 LIMIT = 1200.0
-"""Seconds after which the tests of a subject are ended."""
+"""Seconds for each subject, after which the tests of a combination are ended."""
 SHOWN_FAILURES = 12
 """Names of failed tests that are printed; the file has all."""
 SHOWN = ("torch", "transformers", "accelerate", "peft", "trl")
@@ -111,34 +111,47 @@ class Environment:
         return {**os.environ, **names, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
 
 
-def run_tests(environment: Environment, arguments: Sequence[str]) -> Cell:
-    """Run pytest, and return the numbers of tests and the names of those that failed."""
+def run_tests(environment: Environment, subjects: Mapping[str, Sequence[str]]) -> dict[str, Cell]:
+    """Run pytest once for all subjects, so that ranks are started once. Return a cell for each subject."""
+    paths = [path for arguments in subjects.values() for path in arguments]
     with tempfile.TemporaryDirectory(prefix="matrix_") as folder:
         report = Path(folder) / "junit.xml"
         command = [str(environment.python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        command += ["-m", "not slow and not gpu", *arguments]
+        command += ["-n", os.environ.get("WORKERS", "2"), "--dist", "loadfile", "-m", "not slow and not gpu", *paths]
         options: Any = {"cwd": ROOT, "env": environment.variables(), "capture_output": True, "text": True}
-        began = time.monotonic()
         try:
-            done = subprocess.run(command, timeout=LIMIT, check=False, **options)
+            done = subprocess.run(command, timeout=LIMIT * len(subjects), check=False, **options)
+            reason = done.stdout[-1500:]
         except subprocess.TimeoutExpired:
-            return {"ok": False, "reason": f"no end within {LIMIT:.0f} s", "seconds": LIMIT}
-        counts = count_tests(report.read_text(encoding="utf-8")) if report.exists() else {"passed": 0, "failed": []}
-    ok = done.returncode == 0 and counts["passed"] > 0
-    cell = {"ok": ok, **counts, "seconds": round(time.monotonic() - began)}
-    return cell if ok else {**cell, "reason": done.stdout[-1500:]}
+            reason = "no end in time"
+        xml = report.read_text(encoding="utf-8") if report.exists() else "<testsuites/>"
+    cells = {name: count_tests(xml, arguments) for name, arguments in subjects.items()}
+    # A worker that ended has no tests in the file.
+    return {name: cell if cell["ok"] or cell["failed"] else {**cell, "reason": reason} for name, cell in cells.items()}
 
 
-def count_tests(xml: str) -> Cell:
-    """Return the numbers of passed and skipped tests, and the names of failed ones, from a JUnit file."""
-    cases = list(ElementTree.fromstring(xml).iter("testcase"))
+def count_tests(xml: str, paths: Sequence[str]) -> Cell:
+    """Return the numbers of passed and skipped tests, and the names of failed ones, of some files or folders.
+
+    Args:
+        xml: the JUnit file of pytest.
+    """
+    modules = tuple(path.removesuffix(".py").replace("/", ".") for path in paths)
+    cases = [case for case in ElementTree.fromstring(xml).iter("testcase") if _is_in(case, modules)]
     failed = [
         f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
         for case in cases
         if case.find("failure") is not None or case.find("error") is not None
     ]
     skipped = sum(case.find("skipped") is not None for case in cases)
-    return {"passed": len(cases) - len(failed) - skipped, "skipped": skipped, "failed": failed}
+    passed = len(cases) - len(failed) - skipped
+    seconds = round(sum(float(case.get("time", 0)) for case in cases))
+    return {"ok": passed > 0 and not failed, "passed": passed, "skipped": skipped, "failed": failed, "seconds": seconds}
+
+
+def _is_in(case: ElementTree.Element, modules: Sequence[str]) -> bool:
+    name = case.get("classname", "")
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
 def run_quickstart(environment: Environment) -> Cell:
@@ -226,9 +239,12 @@ def main() -> int:
         environment.create()
         row = rows.setdefault(name, {"cells": {}})
         row["versions"] = environment.installed()
-        for subject in [subject for other, subject in chosen if other == name]:
-            is_tests = subject != QUICKSTART
-            cell = run_tests(environment, matrix.subjects[subject]) if is_tests else run_quickstart(environment)
+        subjects = [subject for other, subject in chosen if other == name]
+        tested = {subject: matrix.subjects[subject] for subject in subjects if subject != QUICKSTART}
+        cells = run_tests(environment, tested) if tested else {}
+        if QUICKSTART in subjects:
+            cells[QUICKSTART] = run_quickstart(environment)
+        for subject, cell in cells.items():
             row["cells"][subject] = {**cell, "date": describe_machine()["date"]}
             num_red += not cell["ok"]
             print(f"{time.strftime('%H:%M:%S')} {name}: {subject}: {_shown(cell)} ({cell['seconds']} s)", flush=True)
@@ -236,10 +252,8 @@ def main() -> int:
                 print(
                     "  " + "\n  ".join(cell.get("failed", [])[:SHOWN_FAILURES] or [cell.get("reason", "")]), flush=True
                 )
-            RESULT.write_text(
-                json.dumps({**describe_machine(), "combinations": rows}, indent=1) + "\n", encoding="utf-8"
-            )
-            write_document(matrix, rows)
+        RESULT.write_text(json.dumps({**describe_machine(), "combinations": rows}, indent=1) + "\n", encoding="utf-8")
+        write_document(matrix, rows)
         if not args.keep:
             shutil.rmtree(environment.folder)
     if not args.keep and args.folder is None:

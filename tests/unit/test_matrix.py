@@ -48,9 +48,13 @@ def test_cells_are_selected(only: list[str], subjects: list[str], missing: bool,
 def test_tests_are_counted() -> None:
     xml = (
         '<testsuites><testsuite><testcase classname="tests.a" name="one"/><testcase classname="tests.a" name="two">'
-        '<failure/></testcase><testcase classname="tests.a" name="three"><skipped/></testcase></testsuite></testsuites>'
+        '<failure/></testcase><testcase classname="tests.a" name="three"><skipped/></testcase>'
+        '<testcase classname="tests.b.c" name="four" time="1.6"/></testsuite></testsuites>'
     )
-    assert count_tests(xml) == {"passed": 1, "skipped": 1, "failed": ["a::two"]}
+    failed = {"ok": False, "passed": 1, "skipped": 1, "failed": ["a::two"], "seconds": 0}
+    assert count_tests(xml, ["tests/a.py"]) == failed
+    assert count_tests(xml, ["tests/b"]) == {"ok": True, "passed": 1, "skipped": 0, "failed": [], "seconds": 2}
+    assert not count_tests(xml, ["tests/absent.py"])["ok"]
 
 
 def test_table_shows_each_cell(tmp_path: Path) -> None:
