@@ -146,7 +146,9 @@ def count_tests(xml: str, paths: Sequence[str]) -> Cell:
     skipped = sum(case.find("skipped") is not None for case in cases)
     passed = len(cases) - len(failed) - skipped
     seconds = round(sum(float(case.get("time", 0)) for case in cases))
-    return {"ok": passed > 0 and not failed, "passed": passed, "skipped": skipped, "failed": failed, "seconds": seconds}
+    cell = {"ok": passed > 0 and not failed, "passed": passed, "skipped": skipped, "failed": failed, "seconds": seconds}
+    messages = [found.text for case in cases for found in (*case.iter("failure"), *case.iter("error")) if found.text]
+    return {**cell, "reason": messages[0][-1500:]} if messages else cell
 
 
 def _is_in(case: ElementTree.Element, modules: Sequence[str]) -> bool:

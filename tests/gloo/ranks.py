@@ -25,18 +25,25 @@ class RankError(AssertionError):
 
 
 class Ranks:
-    """``world_size`` processes with a gloo process group, which run one function after the other."""
+    """``world_size`` processes with a gloo process group, which run one function after the other.
+
+    If a rank ends or hangs in a case, all ranks are started again for the next one.
+    """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
+        self._start()
+
+    def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         # The ranks outlive the test that starts them, so their temporary files are not in its temporary folder.
         self._folder = tempfile.TemporaryDirectory(prefix="hf_fsdp_ranks_", ignore_cleanup_errors=True)
         self._pipes: list[Connection] = []
         self._processes = []
-        for rank in range(world_size):
+        for rank in range(self.world_size):
             pipe, rank_pipe = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, self._folder.name, rank_pipe), daemon=True)
+            arguments = (rank, self.world_size, self._folder.name, rank_pipe)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             self._pipes.append(pipe)
             self._processes.append(process)
@@ -47,8 +54,15 @@ class Ranks:
         Raises:
             RankError: a rank raised an exception, ended, or did not answer in time.
         """
-        for pipe in self._pipes:
-            pipe.send((function.__module__.rpartition(".")[2], function.__qualname__, args, kwargs))
+        if not self._processes:
+            self._start()
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send((function.__module__.rpartition(".")[2], function.__qualname__, args, kwargs))
+            except OSError:
+                code = self._processes[rank].exitcode
+                self.stop()
+                raise RankError(f"rank {rank} ended with exit code {code} after the case before") from None
         results, failures = [], []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(CASE_TIMEOUT_S):
@@ -57,8 +71,10 @@ class Ranks:
             try:
                 ok, value = pipe.recv()
             except EOFError:
+                self._processes[rank].join(10)
+                code = self._processes[rank].exitcode
                 self.stop()
-                raise RankError(f"rank {rank} ended") from None
+                raise RankError(f"rank {rank} ended with exit code {code}") from None
             (results if ok else failures).append(value if ok else f"rank {rank}:\n{value}")
         if failures:
             raise RankError("\n".join(failures))
@@ -68,6 +84,7 @@ class Ranks:
         for process in self._processes:
             process.kill()
             process.join()
+        self._processes = []
         self._folder.cleanup()
 
 
