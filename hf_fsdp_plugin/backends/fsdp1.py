@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,10 +11,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from hf_fsdp_plugin.backends.activations import apply_activation_checkpointing
 from hf_fsdp_plugin.backends.flatten_on_read import flattening_on_read, readable_in_parts
-from hf_fsdp_plugin.backends.load import (
-    BROADCAST_ATTRIBUTE,
-    WeightLoader,
-)
+from hf_fsdp_plugin.backends.inputs import cast_inputs_of
+from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE, WeightLoader
 from hf_fsdp_plugin.backends.quantized import prepare_quantized
 from hf_fsdp_plugin.backends.sharding_progress import with_progress
 from hf_fsdp_plugin.backends.torch_types import device_mesh, torch_dtype
@@ -44,6 +41,7 @@ def apply_fsdp1(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
     prepare_quantized(plan, model, device)
     ignored = loader.prepare_ignored()
     kwargs = _constructor_arguments(plan, device)
+    compute_dtype = torch_dtype(plan.precision.param)
     root_on_read: list[nn.Parameter] = []
     for unit in with_progress(plan.units, model):
         parameters = [model.get_parameter(name) for name in unit.parameters]
@@ -52,19 +50,19 @@ def apply_fsdp1(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
         if unit.modules == ("",):
             root_on_read = on_read
             continue
-        if kwargs["mixed_precision"] is not None and _may_receive_other_dtypes(plan, unit, model):
-            # The other units receive activations, which have the compute dtype already.
-            unit_kwargs = {**kwargs, "mixed_precision": replace(kwargs["mixed_precision"], cast_forward_inputs=True)}
-        else:
-            unit_kwargs = kwargs
+        # The other units receive activations, which have the compute dtype already.
+        input_dtype = compute_dtype if _may_receive_other_dtypes(plan, unit, model) else None
         for name in unit.modules:
             module = model.get_submodule(name)
             inside = {id(parameter) for parameter in module.parameters()}
             ignored_inside = [parameter for parameter in ignored if id(parameter) in inside]
-            with flattening_on_read(plan, loader, on_read, unit_kwargs) as own_kwargs:
-                replace_module(model, module, FSDP(module, ignored_states=ignored_inside, **own_kwargs))
+            with flattening_on_read(plan, loader, on_read, kwargs) as own_kwargs:
+                wrapped = FSDP(module, ignored_states=ignored_inside, **own_kwargs)
+            cast_inputs_of(wrapped, input_dtype)
+            replace_module(model, module, wrapped)
     with flattening_on_read(plan, loader, root_on_read, kwargs) as own_kwargs:
         root = FSDP(model, ignored_states=ignored, **own_kwargs)
+    cast_inputs_of(root, compute_dtype)
     _cast_output(plan, root)
     allow_gradients_of_compute_dtype(root)
     setattr(root, BROADCAST_ATTRIBUTE, loader.record)
@@ -102,7 +100,10 @@ def _constructor_arguments(plan: FsdpPlan, device: torch.device) -> dict[str, An
 
 
 def _mixed_precision(plan: FsdpPlan) -> MixedPrecision | None:
-    """Return the policy, or ``None`` if nothing is cast: FSDP1 then keeps no low-precision copy of its shards."""
+    """Return the policy, or ``None`` if nothing is cast: FSDP1 then keeps no low-precision copy of its shards.
+
+    Inputs are cast by :mod:`hf_fsdp_plugin.backends.inputs`.
+    """
     precision = plan.precision
     casts = (precision.param, precision.buffer) != ("unchanged", "unchanged")
     reduces_fp32 = precision.reduce in ("fp32", "unchanged")
@@ -112,6 +113,7 @@ def _mixed_precision(plan: FsdpPlan) -> MixedPrecision | None:
         param_dtype=torch_dtype(precision.param),
         reduce_dtype=torch_dtype(precision.reduce),
         buffer_dtype=torch_dtype(precision.buffer),
+        cast_root_forward_inputs=False,
     )
 
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.activations import apply_activation_checkpointing
 from hf_fsdp_plugin.backends.fp32_modules import fp32_ids
+from hf_fsdp_plugin.backends.inputs import cast_inputs_of
 from hf_fsdp_plugin.backends.load import WeightLoader, cast_buffers, finish_reading, read_in_background
 from hf_fsdp_plugin.backends.quantized import prepare_quantized
 from hf_fsdp_plugin.backends.shard_on_read import ShardsOnRead
@@ -66,10 +67,13 @@ def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
             ),
             **kwargs,
         )
+        for module in modules:
+            cast_inputs_of(module, torch_dtype(plan.precision.param))
         shards.attach(state_of(cast(FSDPModule, modules[0])))
     if not isinstance(model, FSDPModule):
         # Every parameter belongs to an inner unit. A root unit is still needed: it orders the hooks of the others.
         fully_shard(model, mp_policy=_mixed_precision(plan, is_root=True), **kwargs)
+        cast_inputs_of(model, torch_dtype(plan.precision.param))
     # Before FSDP2's own hook, which gathers the parameters.
     model.register_forward_pre_hook(_before_forward, prepend=True)
     _set_forward_prefetch(plan, model)
@@ -93,6 +97,8 @@ def adopt_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Mo
     for state in states.values():
         own_shards(state)
         set_mixed_precision(state, _mixed_precision(plan, is_root=model in modules_of(state), fp32=fp32))
+        for module in modules_of(state):
+            cast_inputs_of(module, torch_dtype(plan.precision.param))
     _set_forward_prefetch(plan, model)
     _set_backward_prefetch(plan, model)
     _add_no_sync(model)
@@ -207,6 +213,7 @@ def _units_in_order(plan: FsdpPlan, model: nn.Module) -> list[Any]:
 
 def _mixed_precision(plan: FsdpPlan, *, is_root: bool, fp32: frozenset[int] = frozenset()) -> MixedPrecisionPolicy:
     """Return one unit's policy. Only the root casts its output: casts between layers cost memory and change results.
+    Inputs are cast by :mod:`hf_fsdp_plugin.backends.inputs`.
 
     Gradients whose dtype of reduction is not set are reduced in the dtype of the computation, as FSDP1 does. torch 2.15
     would reduce them in the dtype of the shards.
@@ -222,5 +229,6 @@ def _mixed_precision(plan: FsdpPlan, *, is_root: bool, fp32: frozenset[int] = fr
         param_dtype=param,
         reduce_dtype=torch_dtype(plan.precision.reduce) or param,
         output_dtype=torch_dtype(plan.precision.output) if is_root else None,
+        cast_forward_inputs=False,
         **per_parameter,
     )

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from hf_fsdp_plugin.backends.arrivals import FirstCalls
+from hf_fsdp_plugin.backends.inputs import cast_activations, cast_inputs
 from hf_fsdp_plugin.backends.outputs import watch_mappings
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -216,7 +217,7 @@ class _Fsdp1Calls(SubmoduleCalls):
                 return unit.module(*args, **kwargs)
             if unit is self.root or not fsdp1.is_summoned(self.root):
                 return forward(*args, **kwargs)
-            args, kwargs = _cast((args, kwargs), unit.mixed_precision.param_dtype)
+            args, kwargs = cast_activations((args, kwargs), unit.mixed_precision.param_dtype)
             return _cast(forward(*args, **kwargs), fsdp1.original_dtype(self.root))
 
         return forward_if_sharded
@@ -225,7 +226,7 @@ class _Fsdp1Calls(SubmoduleCalls):
         return fsdp1.is_idle(self.root)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return fsdp1.before_forward(self.root, module, args, kwargs)
+        return fsdp1.before_forward(self.root, module, *cast_inputs(self.root, args, kwargs))
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return fsdp1.after_forward(self.root, output)
@@ -236,7 +237,7 @@ class _Fsdp2Calls(SubmoduleCalls):
         return fsdp2.is_idle(self.root)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return fsdp2.before_forward(self.root, module, args, kwargs)
+        return fsdp2.before_forward(self.root, module, *cast_inputs(self.root, args, kwargs))
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return fsdp2.after_forward(self.root, module, args, output)

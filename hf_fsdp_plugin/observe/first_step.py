@@ -6,6 +6,7 @@ that the cost of a long run does not grow with its length. Nothing here waits fo
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,14 +16,17 @@ import torch
 from torch import nn
 
 from hf_fsdp_plugin.backends.bits import hash_bits, sum_bits
+from hf_fsdp_plugin.backends.inputs import is_activation
 from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE
 from hf_fsdp_plugin.backends.shard import plan_of
+from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.contracts import off_without
 from hf_fsdp_plugin.observe.memory import gradient_bytes
 from hf_fsdp_plugin.observe.optimizer import unwrapped_optimizer
 from hf_fsdp_plugin.observe.recomputation import Recomputation, checkpointed_modules
 from hf_fsdp_plugin.observe.runs import Runs
 from hf_fsdp_plugin.observe.units import UnitObservation, observe_units
+from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.torch_private.functions import tree_leaves
 from hf_fsdp_plugin.torch_private.modules import calls_compiled
 
@@ -41,6 +45,9 @@ class FirstStep:
         unreduced: names of units with gradients that an optimizer step ignored because they were not reduced.
         first_bit_sum: sum of the bits of this rank's shards at the first forward; ``None`` if it was not recorded.
         recomputation: counts of recomputed modules until the first optimizer step; ``None`` before a forward.
+        cast_inputs: names of arguments of the model's forward with activations in another dtype than that of the
+            computation, to which they are cast.
+        kept_inputs: names of arguments with other floating-point tensors, which are not cast.
         batch_sizes: first dimension of the model's first input tensor, in training forwards.
         accumulation: numbers of training forwards per optimizer step.
         observed: the optimizers whose steps are observed.
@@ -58,6 +65,8 @@ class FirstStep:
     unreduced: set[str] = field(default_factory=set)
     first_bit_sum: torch.Tensor | None = None
     recomputation: Recomputation | None = None
+    cast_inputs: list[str] = field(default_factory=list)
+    kept_inputs: list[str] = field(default_factory=list)
     batch_sizes: Runs = field(default_factory=Runs)
     accumulation: Runs = field(default_factory=Runs)
     optimized_ids: set[int] = field(default_factory=set)
@@ -75,6 +84,20 @@ class FirstStep:
             if isinstance(value, torch.Tensor) and value.dim():
                 self.batch_sizes.add(value.shape[0])
                 break
+
+    def before_cast(self, model: nn.Module, compute: torch.dtype, args: tuple[Any, ...], kwargs: Any) -> None:
+        """Record which inputs of a forward are cast to the dtype of the computation, and which are not."""
+        try:
+            names = list(inspect.signature(unwrapped(model).forward).parameters)
+        except (TypeError, ValueError):  # a callable of C++
+            names = [str(index) for index in range(len(args))]
+        for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            others = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.dtype != compute]
+            if any(map(is_activation, others)):
+                self.cast_inputs.append(name)
+            if not all(map(is_activation, others)):
+                self.kept_inputs.append(name)
 
     @off_without(None)
     def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -141,6 +164,13 @@ def _observe_forward(model: nn.Module, first_step: FirstStep) -> None:
         if calls_compiled(model):
             before_first_forward()  # the hook would be compiled
 
+    compute = torch_dtype(plan.precision.param) if plan is not None else None
+
+    def before_cast(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if compute is not None and not torch.compiler.is_compiling():
+            first_step.before_cast(module, compute, args, kwargs)
+            cast_handle.remove()
+
     def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training and not torch.compiler.is_compiling() and torch.is_grad_enabled():
             first_step.before_forward(device_type, args, kwargs)
@@ -154,6 +184,7 @@ def _observe_forward(model: nn.Module, first_step: FirstStep) -> None:
             output_handle.remove()
 
     model.register_forward_pre_hook(before_forward, with_kwargs=True)
+    cast_handle = model.register_forward_pre_hook(before_cast, prepend=True, with_kwargs=True)
     output_handle = model.register_forward_hook(after_forward)
 
 

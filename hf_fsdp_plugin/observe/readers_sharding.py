@@ -174,7 +174,10 @@ def read_param_dtype(run: LiveRun) -> ObservedValue:
     if run.plan.precision.param == "unchanged":
         casts = any(unit.live.casts for unit in run.units_with_params)
         return ObservedValue(value=value, reason="the dtype of the parameters, without a cast", matches=not casts)
-    return ObservedValue(value=value)
+    cast, kept = run.first_step.cast_inputs, run.first_step.kept_inputs
+    parts = [f"activations in {format_names(cast, 3)} are cast to it"] if cast else []
+    parts += [f"numbers in {format_names(kept, 3)} keep their dtype"] if kept else []
+    return ObservedValue(value=value, reason=", ".join(parts))
 
 
 def read_fp32_modules(run: LiveRun) -> ObservedValue:

@@ -37,7 +37,7 @@ CONTRACTS = (
     *contracts_of(_FILES, "refused", "writing a checkpoint in the format of torch", "_StorageInfo"),
     *contracts_of(_STORE, "refused", "the agreement of the ranks", "_get_default_store"),
     *contracts_of(_LAYOUT, "refused", "saving shards", "compute_local_shape_and_global_offset"),
-    *contracts_of(_TREE, "refused", "the outputs of a model", "tree_leaves", "tree_map_only"),
+    *contracts_of(_TREE, "refused", "the inputs and outputs of a model", "tree_leaves", "tree_map", "tree_map_only"),
     *contracts_of("torch", "refused", "clipping the norm of gradients", "_foreach_mul_", "_foreach_norm"),
     *contracts_of("torch:_C", "off", "the count of recomputed modules", "_current_graph_task_id"),
     *contracts_of("torch:autograd", "off", "the warning of a second profiler", "_profiler_enabled"),
@@ -51,6 +51,7 @@ StorageInfo = load(f"{_FILES}:_StorageInfo", CONTRACTS)
 default_store = load(f"{_STORE}:_get_default_store", CONTRACTS)
 compute_local_shape_and_global_offset = load(f"{_LAYOUT}:compute_local_shape_and_global_offset", CONTRACTS)
 tree_leaves = load(f"{_TREE}:tree_leaves", CONTRACTS)
+tree_map = load(f"{_TREE}:tree_map", CONTRACTS)
 tree_map_only = load(f"{_TREE}:tree_map_only", CONTRACTS)
 _foreach_mul_ = load("torch:_foreach_mul_", CONTRACTS)
 _foreach_norm = load("torch:_foreach_norm", CONTRACTS)
