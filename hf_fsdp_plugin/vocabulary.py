@@ -366,7 +366,7 @@ UNSUPPORTED_KEYS: Mapping[tuple[Scope, str], UnsupportedKey] = MappingProxyType(
             fix="Use fsdp_state_dict_type for the checkpoints of a run.",
         ),
         ("precision", "cast_forward_inputs"): UnsupportedKey(
-            code="FSDP-W026", why="has no effect: the activations that a unit receives are always cast.", fix="Remove it."
+            code="FSDP-W026", why="has no effect: the activations of a unit are always cast.", fix="Remove it."
         ),
         **{
             ("launch", flag): UnsupportedKey(

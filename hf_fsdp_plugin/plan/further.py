@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from hf_fsdp_plugin.plan.modules import ModuleTree
 from hf_fsdp_plugin.plan.policy import class_names, no_split_classes
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.model import ActivationSection, FsdpSpec, WrapSection
@@ -58,13 +59,13 @@ def _fitting_wrap(wrap: WrapSection, model: nn.Module) -> tuple[WrapSection, str
     present = {found for module in inner for found in class_names(module)}
     if present.intersection(wrap.classes):
         return wrap, ""
-    own = sorted(present.intersection(no_split_classes(model)))
+    own = sorted(present.intersection(no_split_classes(model))) or ModuleTree(model).repeated_classes()
     if own and not wrap.classes:
         return wrap, ""
     absent = f"{name}, a further model, has no {format_names(wrap.classes)}" if wrap.classes else ""
     if own:
         return replace(wrap, classes=()), f"{absent}. Its own layer classes are wrapped: {format_names(own)}."
-    absent = absent or f"{name}, a further model, declares no layer classes"
+    absent = absent or f"{name}, a further model, has no layers that it declares or repeats"
     return replace(wrap, policy="none", classes=()), f"{absent}. It is sharded as one unit."
 
 

@@ -153,15 +153,26 @@ def _own_classes(spec: FsdpSpec, tree: ModuleTree, problems: ProblemCollector) -
     declared = no_split_classes(tree.model)
     if matched := _present_classes(tree).intersection(declared):
         return matched
-    counts = tree.class_counts()
-    reason = f"declares {format_names(declared)}, but has no such module" if declared else "declares no layer classes"
-    problems.add(
-        "FSDP-E215",
-        "wrap.classes" if spec.asked("wrap.classes") else "wrap.policy",
-        f"{type(tree.model).__name__} {reason}. It has {_counts_text(counts, counts)}.",
-        _class_advice(tree),
-    )
-    return set()
+    repeated = tree.repeated_classes()
+    if repeated:
+        counts = tree.class_counts()
+        absent = f"declares {format_names(declared)}, but has no such module"
+        reason = absent if declared else "declares no layer classes"
+        problems.add(
+            "FSDP-N215",
+            "wrap.classes" if spec.asked("wrap.classes") else "wrap.policy",
+            f"{type(tree.model).__name__} {reason}. Its repeated layers are units: {_counts_text(repeated, counts)}.",
+            f"To wrap other layers, name them in fsdp_transformer_layer_cls_to_wrap. The model has "
+            f"{_counts_text(counts, counts)}.",
+        )
+    return set(repeated)
+
+
+def has_no_layers(spec: FsdpSpec, tree: ModuleTree) -> bool:
+    """Whether the policy wraps layers that the config does not name, and the model neither declares nor repeats any."""
+    if spec.wrap.policy != "transformer" or spec.wrap.classes or tree.repeated_classes():
+        return False
+    return _present_classes(tree).isdisjoint(no_split_classes(tree.model))
 
 
 def _class_advice(tree: ModuleTree) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_fsdp_plugin.plan.model import PrecisionPlan
 from hf_fsdp_plugin.plan.modules import ModuleTree, ParameterEntry, ancestors, common_path, is_inside, parent_of
-from hf_fsdp_plugin.plan.policy import policy_modules, post_order
+from hf_fsdp_plugin.plan.policy import has_no_layers, policy_modules, post_order
 from hf_fsdp_plugin.plan.problem_collector import ProblemCollector
 from hf_fsdp_plugin.plan.split import kind_of, modules_to_split_off
 from hf_fsdp_plugin.plan.units import UnitPlan, unit_plan
@@ -67,8 +67,8 @@ def wrap_units(
     layers = {name for draft in drafts if draft.from_policy for name in draft.members}
     units = tuple(_unit(tree, draft, layers) for draft in drafts if draft.members)
     _report_removed_members(tree, removed, problems)
-    if spec.wrap.policy == "none" or not has_submodules:
-        _report_no_policy(tree, problems, has_submodules=has_submodules)
+    if spec.wrap.policy == "none" or not has_submodules or has_no_layers(spec, tree):
+        _report_one_unit(spec, tree, problems, has_submodules=has_submodules)
     elif not any(name in selected for unit in units for name in unit.modules):
         _report_only_root(spec, tree, selected, removed, problems)
     return units
@@ -253,14 +253,21 @@ def _report_split(split: Mapping[str, int], use_orig: bool, problems: ProblemCol
     )
 
 
-def _report_no_policy(tree: ModuleTree, problems: ProblemCollector, *, has_submodules: bool) -> None:
-    reason = "without a wrap policy, " if has_submodules else "without modules inside it, "
+def _report_one_unit(spec: FsdpSpec, tree: ModuleTree, problems: ProblemCollector, *, has_submodules: bool) -> None:
+    if not has_submodules:
+        reason, fix = "without modules inside it, ", ""
+    elif spec.wrap.policy == "none":
+        reason = "without a wrap policy, "
+        fix = "Set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, or add auto_wrap to fsdp."
+    else:
+        reason = "without layers that it declares or repeats, "
+        fix = "Name layers in fsdp_transformer_layer_cls_to_wrap, or use SIZE_BASED_WRAP with fsdp_min_num_params."
     problems.add(
         "FSDP-W218",
         "wrap.policy",
         f"{reason}{type(tree.model).__name__} is one unit: each rank gathers all parameters at once and "
         "keeps them until the end of backward, so only gradients and optimizer state are sharded.",
-        "Set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, or add auto_wrap to fsdp." if has_submodules else "",
+        fix,
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as hf
 from model_families import FAMILIES, TEXT_CONFIG, on_meta
-from plans import planned, refused, units_of, wrapping
+from plans import planned, units_of, wrapping
 from torch import nn
 
 from hf_fsdp_plugin.plan.model import FsdpPlan
@@ -88,11 +88,12 @@ def test_unit_of_moe_layer_contains_experts() -> None:
         (hf.PvtForImageClassification, {}, "PvtLayer"),
     ],
 )
-def test_advice_names_the_repeated_layers(model_class: type, config: dict[str, int], layers: str) -> None:
+def test_repeated_layers_are_units(model_class: type, config: dict[str, int], layers: str) -> None:
     with torch.device("meta"):
         model = model_class(model_class.config_class(**config))
-    assert f"fsdp_transformer_layer_cls_to_wrap: {layers}, " in refused("FSDP-E215", wrapping(), model).fix
-    assert {unit.class_name for unit in planned(wrapping(layers), model).units if unit.from_policy} == {layers}
+    named, found = planned(wrapping(layers), model), planned(wrapping(), model)
+    assert {unit.class_name for unit in found.units if unit.from_policy} == {layers}
+    assert found.units == named.units
 
 
 def test_80_layer_model_is_resolved_within_a_second() -> None:

@@ -87,11 +87,17 @@ def test_absent_classes_next_to_present_one_give_one_warning() -> None:
     assert all(name in problems[0].message for name in classes)
 
 
-def test_plain_module_without_classes_is_refused_with_advice() -> None:
-    problem = refused("FSDP-E215", wrapping(), Plain())
-    assert (problem.setting, "Block ×3" in problem.message) == ("wrap.policy", True)
-    assert "fsdp_transformer_layer_cls_to_wrap: Block," in problem.fix
-    assert "fsdp_min_num_params" in problem.fix
+def test_repeated_layers_of_a_model_that_declares_none_are_units() -> None:
+    plan = planned(wrapping(), Plain())
+    assert [unit.name for unit in plan.units] == [*LAYERS, ""]
+    (problem,) = plan.problems
+    assert (problem.code, problem.setting, "Block ×3" in problem.message) == ("FSDP-N215", "wrap.policy", True)
+
+
+def test_model_without_repeated_layers_is_one_unit() -> None:
+    plan = planned(wrapping(), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    assert [unit.name for unit in plan.units] == [""]
+    assert [problem.code for problem in plan.problems] == ["FSDP-W218"]
 
 
 @pytest.mark.parametrize("own", [["Block"], {"Block"}, ("Block", "Absent")])
