@@ -231,7 +231,7 @@ _PARALLELISM_ROWS = (
       for axis, what in (("tp", "Tensor"), ("cp", "Context"), ("sp", "Sequence"), ("pp", "Pipeline"),
                          ("ep", "Expert"))),
     *(Row(name=f"mesh.{key}", kind="any", scope="parallelism", internal=True, spellings=(key,), about="Ignored.",
-          ignored=f"has no effect: {key.partition('_')[0]}_size is 1.", stock=_EMPTY)
+          ignored=f"has no effect: {key.partition('_')[0]}_size must be 1.", stock=_EMPTY)
       for key in ("cp_backend", "cp_comm_strategy", "cp_handler", "sp_backend", "sp_seq_length",
                   "sp_seq_length_is_variable", "sp_attn_implementation", "sp_handler", "tp_handler")),
 )  # fmt: skip

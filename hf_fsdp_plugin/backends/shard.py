@@ -105,6 +105,10 @@ def plan_of(model: nn.Module) -> FsdpPlan | None:
     return getattr(model, PLAN_ATTRIBUTE, None)
 
 
+def has_sharded_models() -> bool:
+    return bool(_sharded_models)
+
+
 def sharded_models() -> list[nn.Module]:
     """Return the sharded models that are alive."""
     return list(_sharded_models)

@@ -17,6 +17,8 @@ class Hook:
         replacement: ``module:function``, relative to ``hf_fsdp_plugin.integrations``; imported at the first call.
         reason: why the original is not sufficient.
         until: the change in the other library, or in this package, after which the row can be deleted.
+        always: whether it runs in every process, for example to find out whether FSDP is asked for. Others run only
+            after FSDP was asked for, or while a model is sharded; before, the original runs as it is.
         direct: for functions that are called many times in a step: ``replacement(original)`` is called once, when the
             hook is installed, and returns what replaces the target.
         without: what happens if the library has no such function: the replacement is off with a warning, or the import
@@ -30,6 +32,7 @@ class Hook:
     replacement: str
     reason: str
     until: str
+    always: bool = False
     direct: bool = False
     without: Without = "off"
     optional: bool = False

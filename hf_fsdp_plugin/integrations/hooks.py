@@ -63,11 +63,13 @@ _ACCELERATE_HOOKS = (
          without="refused"),
     Hook("accelerate.utils.dataclasses:FullyShardedDataParallelPlugin.__init__", "accelerate.plugin:init_plugin",
          reason="The constructor refuses supported settings, and afterwards given values and defaults look the same.",
+         always=True,
          until=_WITH_INSTALL,
          without="refused"),
     Hook(f"{_ACCELERATOR}.__init__", "accelerate.accelerator:init_accelerator",
          reason="An Accelerator without a plugin gets the spec of `install()`. A stock plugin is replaced by one that "
                 "is made from a spec.",
+         always=True,
          until=_WITH_INSTALL,
          without="refused"),
     Hook(f"{_ACCELERATOR}.prepare", "accelerate.accelerator:prepare",
@@ -171,28 +173,34 @@ _TRANSFORMERS_HOOKS = (
     Hook(f"{_ARGUMENTS}.__new__", "transformers.old_arguments:new_arguments",
          reason="A subclass that is a dataclass has a constructor of its own, which refuses the arguments of "
                 "Transformers 4.",
+         always=True,
          until=_WITHOUT_OLD),
     Hook(f"{_ARGUMENTS}.__init__", "transformers.old_arguments:init_arguments",
          reason="Transformers 5 removed `fsdp_min_num_params` and `fsdp_transformer_layer_cls_to_wrap`, which scripts "
                 "for Transformers 4 pass.",
+         always=True,
          until=_WITHOUT_OLD),
     *(
         Hook(f"{module}:HfArgumentParser.__init__", "transformers.old_arguments:init_parser",
              reason="Commands for Transformers 4 contain these two arguments. TRL has a copy of the parser.",
+             always=True,
              until=_WITHOUT_OLD)
         for module in ("transformers.hf_argparser", "trl.scripts._hf_argparser")
     ),
     Hook(f"{_ARGUMENTS}.__post_init__", "transformers.arguments:validate_arguments",
          reason="Transformers refuses `bf16` on CPU ranks that a launcher selected.",
+         always=True,
          until="Transformers reads `ACCELERATE_USE_CPU` in this method."),
     Hook(f"{_ARGUMENTS}._process_fsdp_args", "transformers.arguments:process_fsdp_args",
          reason="Transformers drops some FSDP settings and refuses others.",
+         always=True,
          until=_WITH_INSTALL,
          without="refused"),
     Hook("transformers.distributed.mixin:DistributedMixin.prepare_distribute_model",
          "transformers.sharded_loading:prepare_distribute_model",
          reason="Transformers ignores a `device_map` and unknown keys of a `distributed_config`, and starts a process "
                 "group for one device type only.",
+         always=True,
          until="Transformers refuses both, and starts `cpu:gloo,cuda:nccl`."),
     Hook(f"{_TRAINER}.create_accelerator_and_postprocess", "transformers.trainer:create_accelerator",
          reason="The Accelerator gets the spec of the Trainer's arguments.",
@@ -276,15 +284,15 @@ _TRL_HOOKS = (
 _PREFLIGHT_HOOKS = (
     Hook(f"{_ARGUMENTS}._validate_args", "preflight.arguments:validate_args",
          reason="A preflight writes to temporary folders, has small batches, and leaves out what needs a GPU.",
-         until=_PREFLIGHT),
+         always=True, until=_PREFLIGHT),
     Hook(f"{_MODEL}.from_pretrained", "preflight.loading:from_pretrained",
-         reason="A preflight loads the tiny clone of the model.", until=_PREFLIGHT),
+         reason="A preflight loads the tiny clone of the model.", always=True, until=_PREFLIGHT),
     Hook(f"{_MODEL}._from_config", "preflight.loading:from_config",
-         reason="A preflight builds the tiny clone of the model.", until=_PREFLIGHT),
+         reason="A preflight builds the tiny clone of the model.", always=True, until=_PREFLIGHT),
     Hook("datasets.load:load_dataset", "preflight.loading:load_dataset",
-         reason="A preflight reads a few samples.", until=_PREFLIGHT),
+         reason="A preflight reads a few samples.", always=True, until=_PREFLIGHT),
     Hook(f"{_TRAINER}._inner_training_loop", "preflight.training:inner_training_loop",
-         reason="A preflight runs two steps, resumes, and exports.", until=_PREFLIGHT),
+         reason="A preflight runs two steps, resumes, and exports.", always=True, until=_PREFLIGHT),
 )
 # fmt: on
 

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 from hf_fsdp_plugin.contracts import missing, warn_off
 from hf_fsdp_plugin.integrations.hooks import HOOKS, Group, Hook
 from hf_fsdp_plugin.integrations.import_hooks import ImportCallbacks
+from hf_fsdp_plugin.integrations.session import session
 
 _OVERRIDDEN: Final = "_hf_fsdp_overridden_class"
 """Attribute of a subclass that already overrides the hooked methods. Its value is the hooked class."""
@@ -83,13 +84,15 @@ def _replace(hook: Hook, owner: Any) -> Callable[[], None]:
     is_method = bool(hook.class_name) and not is_static
     is_overridable = is_method and hook in HOOKS["transformers"]
     function: Callable[..., Any] = original.__func__ if is_static or is_class else original
-    active = True
+    always, active = hook.always, True
 
     @functools.wraps(function)
     def replacing(*args: Any, **kwargs: Any) -> Any:
+        if not active or not (always or session.is_active()):
+            return function(*args, **kwargs)
         if is_method and not args:  # torch binds methods with functools.partial(method, self=module)
             args = (kwargs.pop("self"),)
-        if not active or (is_overridable and getattr(args[0], _OVERRIDDEN, None) is owner):
+        if is_overridable and getattr(args[0], _OVERRIDDEN, None) is owner:
             return function(*args, **kwargs)
         bound = functools.partial(function, args[0]) if is_method else function
         return _replacement(hook)(bound, *args, **kwargs)

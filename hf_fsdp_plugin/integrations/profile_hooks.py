@@ -10,6 +10,7 @@ from hf_fsdp_plugin.integrations.hook import Hook
 _PROFILE: Final = "`hf-fsdp profile` is removed from this package."
 PROFILE_HOOKS: Final = (
     Hook("torch.autograd:backward", "profiling.replacements:backward",
-         reason="The trace does not contain where a backward pass begins and ends.", until=_PROFILE),
+         reason="The trace does not contain where a backward pass begins and ends.", until=_PROFILE,
+         always=True),
 )
 # fmt: on

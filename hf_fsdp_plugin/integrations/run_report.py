@@ -85,8 +85,8 @@ class RunReporter:
                 report_run(missing[number])
         if num_missing > num_kept:
             print_once(
-                f"no report of {plural(num_missing - num_kept, 'run')}: the Accelerator was deleted before "
-                "accelerator.end_training() was called."
+                f"no report of {plural(num_missing - num_kept, 'run')}: the Accelerator or Trainer no longer exists. "
+                "Call accelerator.end_training() while it does."
             )
         self._newest = None
         if session.ambient is not None and not self._num_prepared:
@@ -94,6 +94,8 @@ class RunReporter:
 
 
 _reporter: RunReporter | None = None
+_output_dirs: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""Accelerator of a Trainer -> its output folder, where the report of an evaluation is written at exit."""
 
 
 def start_reporting() -> None:
@@ -119,6 +121,11 @@ def track(accelerator: Any) -> None:
             record_first_step(model, *optimizers_of(model, prepared_optimizers(accelerator)))
 
 
+def set_output_dir(accelerator: Any, folder: str) -> None:
+    """Set the folder of the report, if :func:`report_run` is called without one."""
+    _output_dirs[accelerator] = folder
+
+
 def report_run(
     accelerator: Any,
     *,
@@ -133,12 +140,16 @@ def report_run(
     trained model.
 
     Args:
-        output_dir: the Trainer's output folder; by default the Accelerator's project folder or the working directory.
+        output_dir: by default the folder of :func:`set_output_dir`, the Accelerator's project folder or the working
+            directory.
         batch, checkpoint: see :func:`report_accelerator`.
     """
     if not any(plan_of(model) is not None for model in prepared_models(accelerator)):
         if _reporter is not None and _reporter.awaits(accelerator):
-            print_once("no report: free_memory() has released the model. Call accelerator.end_training() before it.")
+            print_once(
+                "no report: the prepared model was released before the end of the run, by free_memory(), which a "
+                "Trainer calls before each training. Call accelerator.end_training() before it."
+            )
             _reporter.add_reported(accelerator)
         return
     manager.wait()
@@ -155,7 +166,8 @@ def report_run(
     except Exception as error:
         print_once(f"no report: {type(error).__name__}: {error}. The run itself is not affected.")
         return
-    path = Path(session.report or output_dir or accelerator.project_dir or ".")
+    folder = output_dir or _output_dirs.get(accelerator) or accelerator.project_dir or "."
+    path = Path(session.report or folder)
     if path.is_dir() or not session.report:
         path /= REPORT_NAME
     try:

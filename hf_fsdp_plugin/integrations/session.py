@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ class Session:
         sources: the sources given to ``install`` or by the launcher.
         report: path of the report; ``None`` for the output folder of the script.
         report_table: whether to print the tables of the report instead of a summary.
+        uses_fsdp: whether any source has asked for FSDP so far. Before, no function of another library is changed.
         ambient: the spec of the sources; ``None`` if they do not enable FSDP.
         restarts: the failed attempts of the run, from the launcher.
         num_trainings: number of calls of the Trainer's ``train`` so far.
@@ -46,6 +48,7 @@ class Session:
         self.restarts = Restarts()
         self.num_trainings = 0
         self.early_group: Any = None
+        self.uses_fsdp = False
         self.close()
 
     def begin(self, sources: Sources, *, report: str | None = None, report_table: bool = False) -> FsdpSpec:
@@ -63,6 +66,7 @@ class Session:
         self._set(Sources(environ={}), installed=False)
         self._of_arguments.clear()
         self.early_group = None
+        self.uses_fsdp = False
 
     def _set(self, sources: Sources, *, installed: bool, report: str | None = None, report_table: bool = False) -> None:
         self.installed, self.sources, self.report, self.ambient = installed, sources, report, None
@@ -78,7 +82,16 @@ class Session:
         assessment = assess(sources)
         if not assessment.spec.enabled and {p.code for p in assessment.problems if p.severity == "error"} == {_ENGINE}:
             return assessment.spec  # a script with install() that is started for DeepSpeed runs as without install()
-        return assessment.checked_spec()
+        spec = assessment.checked_spec()
+        self.uses_fsdp |= spec.enabled
+        return spec
+
+    def is_active(self) -> bool:
+        """Whether FSDP was asked for, or a model is sharded. Called at each call of a replaced function."""
+        if self.uses_fsdp:
+            return True
+        shard = sys.modules.get("hf_fsdp_plugin.backends.shard")  # which imports torch
+        return shard is not None and shard.has_sharded_models()
 
     def remember(self, arguments: Any, spec: FsdpSpec) -> None:
         """Keep the spec of a ``TrainingArguments`` for the Trainer that will be created with it."""

@@ -73,10 +73,11 @@ def observe_memory(
     """
     unmanaged = unmanaged_parameters(model, units)
     trained = [parameter for parameter in unmanaged if parameter.requires_grad]
+    has_gradients = bool(optimizers or recorded_grads_bytes)
     grads_bytes, grads_source = gradient_bytes(model, units), "alive"
     if grads_bytes == 0 and recorded_grads_bytes is not None:
         grads_bytes, grads_source = recorded_grads_bytes, "optimizer step"
-    elif grads_bytes == 0:
+    elif grads_bytes == 0 and optimizers:
         grads_bytes = sum(unit.live.known("num_local_trainable", 0) * _master_itemsize(unit) for unit in units)
         grads_bytes, grads_source = grads_bytes + sum(map(_dense_bytes, trained)), "trainable shards"
     device = available_device()
@@ -97,8 +98,8 @@ def observe_memory(
         peak_source=device.peak_source,
         ddp_params_bytes=sum(unit.num_params * _master_itemsize(unit) for unit in units)
         + sum(map(_dense_bytes, unmanaged)),
-        ddp_grads_bytes=sum(_num_trainable(unit) * _master_itemsize(unit) for unit in units)
-        + sum(map(_dense_bytes, trained)),
+        ddp_grads_bytes=has_gradients
+        * (sum(_num_trainable(unit) * _master_itemsize(unit) for unit in units) + sum(map(_dense_bytes, trained))),
         ddp_optimizer_bytes=_whole_optimizer_bytes(units, trained, optimizers, optimizer_bytes),
     )
 

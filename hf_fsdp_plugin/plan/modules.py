@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from torch import nn
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_LEAST_SHARE = 0.0005
+"""Of the parameters of a model, for a class of layers that it does not declare. ``scripts/bench/layer_classes.py``."""
+_LEAST_COUNT = 1 / 8
+"""The same, of the number of modules in the longest list."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,20 +70,33 @@ class ModuleTree:
         return Counter(dict([*counts[0].most_common(), *counts[1].most_common()]))
 
     def repeated_classes(self) -> tuple[str, ...]:
-        """Return the likely layer classes: large classes that repeat in one of the outermost module lists."""
-        sizes: Counter[str] = Counter()
+        """Return the likely layer classes, largest first: those that repeat in the outermost module lists.
+
+        A class with few parameters, or with few modules beside a long list, is a part such as a merger of patches.
+        Modules without modules inside them are layers only if nothing else repeats.
+        """
+        repeated = self._repeated_modules()
+        sizes = {
+            name: sum(p.numel() for module in found for p in module.parameters()) for name, found in repeated.items()
+        }
+        least = max(1, _LEAST_SHARE * sum(entry.parameter.numel() for entry in self.parameters))
+        longest = max(map(len, repeated.values()), default=0)
+        layers = [n for n, found in repeated.items() if sizes[n] >= least and len(found) >= _LEAST_COUNT * longest]
+        nested = [name for name in layers if any(repeated[name][0].children())]
+        return tuple(sorted(nested or layers, key=lambda name: -sizes[name]))
+
+    def _repeated_modules(self) -> dict[str, list[nn.Module]]:
+        """Return class name -> modules, for the classes with several modules in one of the outermost lists."""
+        found: dict[str, list[nn.Module]] = {}
         lists: list[str] = []
         for name, module in self.named():
             if isinstance(module, nn.ModuleList | nn.Sequential) and not any(is_inside(name, outer) for outer in lists):
-                counts = Counter(type(child).__name__ for child in module if not isinstance(child, _CONTAINERS))
-                repeated = {found for found, count in counts.items() if count > 1}
-                if repeated:
-                    lists.append(name)
-                for child in module:
-                    if type(child).__name__ in repeated:
-                        sizes[type(child).__name__] += sum(p.numel() for p in child.parameters())
-        largest = max(sizes.values(), default=0)
-        return tuple(found for found, size in sizes.most_common() if size and size * 5 >= largest)
+                counts = Counter(type(child) for child in module if not isinstance(child, _CONTAINERS))
+                repeating = [child for child in module if counts[type(child)] > 1]
+                lists += [name] if repeating else []
+                for child in repeating:
+                    found.setdefault(type(child).__name__, []).append(child)
+        return found
 
     def _find_parameters(self) -> tuple[ParameterEntry, ...]:
         found: dict[int, tuple[nn.Parameter, list[str]]] = {}

@@ -122,6 +122,7 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
 
     def use_spec(self, spec: FsdpSpec) -> None:
         """Set every field from ``spec``, before the first model is prepared."""
+        session.uses_fsdp = True
         own = self.__dict__
         own.setdefault("_assigned", {})
         own.update(_is_changing=True, _is_in_use=False)
@@ -249,6 +250,7 @@ def init_plugin(original: Callable[..., None], plugin: Any, *args: Any, **kwargs
     if not session.installed:
         original(**given)
         return
+    session.uses_fsdp = True
     # A setting that this constructor rejects may be supported. If it is not, the spec reports the reason.
     with suppress(ValueError, RuntimeError, KeyError, AttributeError):
         original(**given)

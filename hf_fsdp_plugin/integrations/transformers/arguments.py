@@ -23,6 +23,10 @@ def validate_arguments(original: Callable[..., None], arguments: Any, *args: Any
     Without ``use_cpu``, Transformers rejects bf16. With it, Transformers ignores ``ddp_timeout``.
     """
     install_hooks("accelerate", "saving")
+    session.uses_fsdp |= any(getattr(arguments, name, None) for name in ("fsdp", "fsdp_config", *OLD_KEYS))
+    if not session.uses_fsdp:
+        original(*args, **kwargs)
+        return
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on"):
         arguments.use_cpu = True
     apply_old_arguments(arguments)

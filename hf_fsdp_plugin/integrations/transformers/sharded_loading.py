@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.sources import distributed_config as source
 from hf_fsdp_plugin.sources.model import Sources
@@ -21,6 +22,7 @@ def prepare_distribute_model(
     """
     if distributed_config is None:
         return original(distributed_config, *args, **kwargs)
+    session.uses_fsdp = True
     if isinstance(distributed_config, dict):
         read = source.read(Sources(distributed_config=distributed_config, environ={}))
         unknown = [problem for problem in read.problems if problem.code == "FSDP-E020"] if read is not None else []

@@ -27,7 +27,7 @@ from hf_fsdp_plugin.integrations.accelerate.adoption import is_left_to_transform
 from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.patching import install_hooks, override_hooked_methods
-from hf_fsdp_plugin.integrations.run_report import report_run
+from hf_fsdp_plugin.integrations.run_report import report_run, set_output_dir
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.transformers import private
@@ -58,6 +58,8 @@ def create_accelerator(original: Callable[[], None], trainer: Any) -> None:
             original()
     finally:
         trainer.args.save_only_model = only_model
+    if spec is not None:
+        set_output_dir(trainer.accelerator, trainer.args.output_dir)
 
 
 def _spec_of_trainer(trainer: Any) -> FsdpSpec | None:
