@@ -30,6 +30,7 @@ declare -A QUICK=(
   [hangs]="--kinds sleep skip --versions 2 --ways loop"
   [hangs_healthy]="--healthy 0.2 --versions 2"
   [large_world]="--worlds 2 --fsdp1-worlds --local-worlds --layers 2"
+  [layer_classes]="--only bert"
   [load]="--rounds 1 --worlds 2"
   [many_ranks]="--worlds 4"
   [memory_error]="--only family=llama,version=1,strategy=full_shard"

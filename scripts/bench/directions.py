@@ -50,7 +50,7 @@ DIRECTIONS: Final = (
     Direction(r"^runs/.*(/exit_code|/restarts|/losses|/bitwise_equal)$|^runs/[^/]+/kills", "not compared"),
     Direction(r"^cases/[^/]+/(promised_seconds|measured_seconds|gains|step_seconds|ratio)", "not compared"),
     # Versions of other libraries, and their names.
-    Direction(r"^combinations/|^counts/|^names/", "not compared"),
+    Direction(r"^combinations/|^counts/|^names/|^models/", "not compared"),
     # What the result describes, and other programs.
     _last(_SUBJECT, "not compared"),
     Direction(r"(^|/)(workload|settings|versions|samples|checkpoint_bytes)/", "not compared"),
@@ -62,7 +62,7 @@ DIRECTIONS: Final = (
     Direction(r"^rows/.*/(low|high|communication|compute|exposed|step|measured)_seconds$", "not compared"),
     Direction(r"^rows/.*/mfu$", "not compared"),
     # Figures of this package.
-    _last("(samples|tokens)_per_second|efficiency|mfu|found|full_memory_saved_bytes", "larger"),
+    _last("(samples|tokens)_per_second|efficiency|mfu|found|agreement|full_memory_saved_bytes", "larger"),
     Direction(r"relative_difference$|relative_loss_difference$|(loss|weight)_difference$", "smaller", 1e-5),
     Direction(r"(^|/)(error|median_error|worst_error|summary)(/|$)", "nearer 0", 0.005),
     Direction(r"_error$|^loss_gap", "nearer 0", 1e-6),

@@ -93,7 +93,7 @@ def main() -> int:
             print(f"{name}: {outcome}: declared {compared['declared']}, found {compared['found']}", flush=True)
     share = (counts["equal"] + counts["other classes"]) / max(1, len(models) - counts["cannot be created"])
     print(dict(counts), f"all declared layers found: {share:.1%}")
-    result = {**describe_machine(), "counts": dict(counts), "share": round(share, 4), "models": models}
+    result = {**describe_machine(), "counts": dict(counts), "agreement": round(share, 4), "models": models}
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0 if share >= NEEDED else 1
 
