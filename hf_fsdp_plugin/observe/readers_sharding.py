@@ -90,11 +90,10 @@ def read_wrap_policy(run: LiveRun) -> ObservedValue:
     if chosen:
         reason = f"all {len(chosen)} modules that the policy chose are units"
         return ObservedValue(value=run.plan.spec.wrap.policy, reason=reason, matches=True)
-    if all(not name for name in map(canonical_name, dict(run.model.named_modules()))):
-        reason = "the model has no modules inside it, so the root is the only unit"
+    if not has_units_below_root:
+        reason = "the root is the only unit, as planned"
         return ObservedValue(value=run.plan.spec.wrap.policy, reason=reason, matches=True)
-    reason = "no policy chose the units below the root" if has_units_below_root else ""
-    return ObservedValue(value="none", reason=reason)
+    return ObservedValue(value="none", reason="no policy chose the units below the root")
 
 
 def read_wrap_classes(run: LiveRun) -> ObservedValue:
