@@ -50,6 +50,8 @@ DIRECTIONS: Final = (
     Direction(r"^runs/.*(/exit_code|/restarts|/losses|/bitwise_equal)$|^runs/[^/]+/kills", "not compared"),
     Direction(r"^cases/[^/]+/(promised_seconds|measured_seconds|gains|step_seconds|ratio)", "not compared"),
     # Versions of other libraries, and their names.
+    Direction(r"^combinations/.*/passed$", "larger"),
+    Direction(r"^counts/(refused|cannot be tried|cannot be created|layers not found)$", "smaller"),
     Direction(r"^combinations/|^counts/|^names/|^models/", "not compared"),
     # What the result describes, and other programs.
     _last(_SUBJECT, "not compared"),

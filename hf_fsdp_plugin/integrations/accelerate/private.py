@@ -1,4 +1,4 @@
-"""The private APIs of Accelerate and huggingface_hub that this package uses; read from accelerate 1.15.
+"""The private APIs of Accelerate that this package uses; read from accelerate 1.15.
 
 Accelerate is imported inside functions only, as ``install`` must not import it. Private functions that are replaced
 are listed in :mod:`hf_fsdp_plugin.integrations.hooks` instead.

@@ -23,13 +23,13 @@ def validate_arguments(original: Callable[..., None], arguments: Any, *args: Any
     Without ``use_cpu``, Transformers rejects bf16. With it, Transformers ignores ``ddp_timeout``.
     """
     install_hooks("accelerate", "saving")
+    apply_old_arguments(arguments)
     session.uses_fsdp |= any(getattr(arguments, name, None) for name in ("fsdp", "fsdp_config", *OLD_KEYS))
     if not session.uses_fsdp:
         original(*args, **kwargs)
         return
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on"):
         arguments.use_cpu = True
-    apply_old_arguments(arguments)
     with session.in_arguments(arguments.ddp_timeout_delta):
         original(*args, **kwargs)
 

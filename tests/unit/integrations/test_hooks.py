@@ -16,6 +16,7 @@ import pytest
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.integrations.hooks import GROUPS, HOOKS, Hook
 from hf_fsdp_plugin.integrations.patching import install_hooks, override_hooked_methods
+from hf_fsdp_plugin.integrations.session import session
 
 ROWS = [hook for hooks in HOOKS.values() for hook in hooks if importlib.util.find_spec(hook.module.partition(".")[0])]
 """The rows whose library is installed."""
@@ -186,6 +187,7 @@ def test_overriding_subclass_calls_replacement_once(stock: dict[str, Any], monke
 
     monkeypatch.setattr(patching, "_replacement", lambda hook: replacement)
     monkeypatch.setattr(Trainer, "_finalize_training", lambda self, value: value)
+    monkeypatch.setattr(session, "uses_fsdp", True)
     install_hooks("transformers")
     assert (Base()._finalize_training(1), Derived()._finalize_training(2)) == (1, 2)  # type: ignore[call-arg, arg-type]
     assert calls == ["Base", "Derived"]

@@ -119,9 +119,9 @@ def test_training_is_the_same_with_and_without_install(tmp_path: Path, variables
 def test_settings_of_fsdp_activate_the_replacements() -> None:
     hfp.install({})
     try:
-        assert not session.is_active()
+        assert not session.uses_fsdp
         hfp.install({"distributed_type": "FSDP", "fsdp_config": {}})
-        assert session.is_active()
+        assert session.uses_fsdp
     finally:
         hfp.uninstall()
     assert not session.uses_fsdp
