@@ -161,7 +161,8 @@ Every function of another library that this package replaces in a process, why, 
 the hook can be deleted. The last column says what happens if a version of the library does not have the function:
 the replacement is *off* with a warning (FSDP-W621), or the import of the library is *refused* (FSDP-E620). A function
 is replaced when its module is imported; `hf_fsdp_plugin.uninstall()` restores all. Replacements are in
-`hf_fsdp_plugin/integrations/`. Without FSDP settings they call the original.
+`hf_fsdp_plugin/integrations/`. Until a source asks for FSDP or a model is sharded, the original runs as it is, except in
+the rows with (always), most of which look for settings.
 """
 
 _CONTRACTS_HEAD = """# Contracts with other libraries
@@ -259,7 +260,7 @@ def hooks() -> str:
     for group, installed_by in GROUPS.items():
         rows = [
             f"| {' or '.join(f'`{name}`' for name in (hook.target, *hook.instead))} "
-            f"| `{hook.replacement.replace('.', '/').replace(':', '.py:')}` | {hook.reason} "
+            f"| `{hook.replacement.replace('.', '/').replace(':', '.py:')}`{' (always)' * hook.always} | {hook.reason} "
             f"| {hook.until} | {hook.without} |"
             for hook in HOOKS[group]
         ]
