@@ -161,8 +161,8 @@ Every function of another library that this package replaces in a process, why, 
 the hook can be deleted. The last column says what happens if a version of the library does not have the function:
 the replacement is *off* with a warning (FSDP-W621), or the import of the library is *refused* (FSDP-E620). A function
 is replaced when its module is imported; `hf_fsdp_plugin.uninstall()` restores all. Replacements are in
-`hf_fsdp_plugin/integrations/`. Until a source asks for FSDP or a model is sharded, the original runs as it is, except in
-the rows with (always), most of which look for settings.
+`hf_fsdp_plugin/integrations/`. Until a source asks for FSDP or a model is sharded, the original runs as it is, except
+in the rows with (always), most of which look for settings.
 """
 
 _CONTRACTS_HEAD = """# Contracts with other libraries
