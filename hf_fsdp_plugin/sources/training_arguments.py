@@ -92,6 +92,15 @@ def _add_config(out: Collector, fsdp_config: FsdpConfig, files: ConfigFiles) -> 
     out.extend(inner)
 
 
+def read_config(config: FsdpConfig) -> dict[str, Any]:
+    """Return the content of a valid ``fsdp_config``: a dict, the path of a file, or JSON text."""
+    if not config:
+        return {}
+    content = config if isinstance(config, Mapping) else _config_tree(config, "", ConfigFiles())[0].plain()
+    inner = content.get("fsdp_config")  # a whole file of Accelerate
+    return dict(inner if isinstance(inner, Mapping) else content)
+
+
 def _config_tree(config: FsdpConfig, source: str, files: ConfigFiles) -> tuple[Node, str]:
     if isinstance(config, Mapping):
         return dict_tree(config, source=source), source

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from hf_fsdp_plugin.integrations.environment import set_loading_variables
@@ -11,7 +11,9 @@ from hf_fsdp_plugin.integrations.patching import install_hooks
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.transformers.old_arguments import apply_old_arguments
 from hf_fsdp_plugin.messages import print_warnings
-from hf_fsdp_plugin.sources.training_arguments import OLD_KEYS
+from hf_fsdp_plugin.sources.training_arguments import OLD_KEYS, read_config
+from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.strategies import STRATEGIES
 
 _SWITCHES = ("bf16", "fp16", "gradient_checkpointing", "activation_checkpointing")
 """Fields that are settings only if true: false is their default, so the user may not have set it."""
@@ -53,11 +55,22 @@ def process_fsdp_args(original: Callable[[], Any], arguments: Any) -> Any:
     session.remember(arguments, spec)
     if arguments.fsdp:
         arguments.fsdp = True
-        # The Trainer reads these keys without a default.
-        own = dict(arguments.fsdp_config) if isinstance(arguments.fsdp_config, Mapping) else {}
-        arguments.fsdp_config = {"xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False, **own}
+        arguments.fsdp_config = _completed_config(arguments.fsdp_config, spec)
     set_loading_variables(spec)
     return None
+
+
+def _completed_config(config: Any, spec: FsdpSpec) -> dict[str, Any]:
+    """Return ``fsdp_config`` as Transformers leaves it, for code that reads it: without prefixes, with its defaults."""
+    completed = {name.removeprefix("fsdp_"): value for name, value in read_config(config).items()}
+    if isinstance(layers := completed.get("transformer_layer_cls_to_wrap"), str):
+        completed["transformer_layer_cls_to_wrap"] = [layers]
+    strategy = spec.sharding.strategy
+    reshards = STRATEGIES[strategy].reshards_after_forward if spec.fsdp.version == 2 else strategy
+    defaults: dict[str, Any] = {"min_num_params": 0, "xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False}
+    defaults |= {"reshard_after_forward": reshards} if spec.asked("sharding.strategy") else {}
+    defaults |= {"cpu_offload": True} if spec.offload.params else {}
+    return {**defaults, **completed}
 
 
 def fsdp_arguments(arguments: Any) -> dict[str, Any]:
