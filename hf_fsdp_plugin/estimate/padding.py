@@ -17,6 +17,8 @@ from hf_fsdp_plugin.text import format_count, format_names, plural
 
 SIGNIFICANT: Final = 0.1
 """Part of padding, in all units together or in the largest unit, from which it is reported."""
+_LEAST_ELEMENTS: Final = 1 << 16
+"""Elements of padding from which it is reported: in models that are smaller, it does not matter."""
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -90,7 +92,7 @@ def with_padding_warning(plan: FsdpPlan, model: nn.Module) -> FsdpPlan:
         return plan
     units = unit_shapes(plan, model)
     found = padding_of(units, plan.mesh.shard)
-    if found.share < SIGNIFICANT or not found.names:
+    if found.share < SIGNIFICANT or not found.names or found.padded - found.real < _LEAST_ELEMENTS:
         return plan
     return replace(plan, problems=(*plan.problems, _warning(plan, units, found)))
 

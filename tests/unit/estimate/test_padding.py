@@ -52,6 +52,12 @@ def test_few_experts_on_many_ranks_are_reported() -> None:
     assert "fsdp_version: 1" in text
 
 
+def test_padding_of_a_tiny_model_is_not_reported() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    assert warnings_of(model, 2, layer="Linear") == []
+
+
 @pytest.mark.parametrize(
     ("world", "settings"), [(8, {}), (4, {}), (64, {"shard": 8}), (64, {"version": 1}), (64, {"shard": 4})]
 )
