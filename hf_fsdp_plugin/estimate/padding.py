@@ -17,7 +17,7 @@ from hf_fsdp_plugin.text import format_count, format_names, plural
 
 SIGNIFICANT: Final = 0.1
 """Part of padding, in all units together or in the largest unit, from which it is reported."""
-_LEAST_ELEMENTS: Final = 1 << 16
+_LEAST_ELEMENTS: Final = 1 << 12
 """Elements of padding from which it is reported: in models that are smaller, it does not matter."""
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 
