@@ -73,11 +73,12 @@ def observe_memory(
     """
     unmanaged = unmanaged_parameters(model, units)
     trained = [parameter for parameter in unmanaged if parameter.requires_grad]
-    has_gradients = bool(optimizers or recorded_grads_bytes)
+    # Not in a process that only evaluates.
+    has_gradients = bool(optimizers or recorded_grads_bytes or model.training)
     grads_bytes, grads_source = gradient_bytes(model, units), "alive"
     if grads_bytes == 0 and recorded_grads_bytes is not None:
         grads_bytes, grads_source = recorded_grads_bytes, "optimizer step"
-    elif grads_bytes == 0 and optimizers:
+    elif grads_bytes == 0 and has_gradients:
         grads_bytes = sum(unit.live.known("num_local_trainable", 0) * _master_itemsize(unit) for unit in units)
         grads_bytes, grads_source = grads_bytes + sum(map(_dense_bytes, trained)), "trainable shards"
     device = available_device()
