@@ -144,7 +144,17 @@ def test_debug_shows_the_full_traceback(tmp_path: Path) -> None:
 
 
 def test_same_exception_on_all_ranks_is_shown_once(tmp_path: Path) -> None:
-    done = launch_script(tmp_path, "raise RuntimeError('the same everywhere')", "--num_processes", "3")
+    # Ranks start at different times on a busy machine, and the launcher stops those that run 2 seconds longer than the
+    # first failed one.
+    text = """
+        import os, pathlib, time
+        here = pathlib.Path(__file__).parent
+        (here / f"started{os.environ['RANK']}").touch()
+        while len(list(here.glob("started*"))) < 3:
+            time.sleep(0.01)
+        raise RuntimeError('the same everywhere')
+    """
+    done = launch_script(tmp_path, text, "--num_processes", "3")
     assert done.stderr.count("the same everywhere") == 2  # the message, and the line that raised it
     assert "ranks 1, 2 failed the same way" in done.stderr
 
