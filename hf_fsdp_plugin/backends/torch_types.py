@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.plan.model import FsdpPlan, PlannedDtype
 from hf_fsdp_plugin.strategies import STRATEGIES
+from hf_fsdp_plugin.torch_private.functions import with_local_tensor
 from hf_fsdp_plugin.torch_private.process_groups import set_timeout, timeout_of
 
 REPLICATE_AXIS: Final = "dp_replicate"
@@ -27,10 +28,16 @@ def torch_dtype(name: PlannedDtype) -> torch.dtype | None:
 
 
 def dtensor_like(local: torch.Tensor, other: DTensor) -> DTensor:
-    """Return a ``DTensor`` with this rank's shard ``local``, laid out like ``other``. No communication."""
-    return DTensor.from_local(
-        local, other.device_mesh, other.placements, run_check=False, shape=other.shape, stride=other.stride()
+    """Return a ``DTensor`` with this rank's shard ``local``, laid out like ``other``. No communication.
+
+    The shard stays on its device, which is the CPU for offloaded parameters: ``DTensor.from_local`` copies it to the
+    device of the mesh.
+    """
+    empty = local.detach().to("meta")
+    layout = DTensor.from_local(
+        empty, other.device_mesh, other.placements, run_check=False, shape=other.shape, stride=other.stride()
     )
+    return with_local_tensor(layout, local)
 
 
 def device_mesh(plan: FsdpPlan) -> DeviceMesh:

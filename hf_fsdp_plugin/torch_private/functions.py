@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.contracts import contracts_of, guard, load
 
@@ -37,6 +38,7 @@ CONTRACTS = (
     *contracts_of(_FILES, "refused", "writing a checkpoint in the format of torch", "_StorageInfo"),
     *contracts_of(_STORE, "refused", "the agreement of the ranks", "_get_default_store"),
     *contracts_of(_LAYOUT, "refused", "saving shards", "compute_local_shape_and_global_offset"),
+    *contracts_of("torch.distributed.tensor:DTensor", "refused", "shards that are read from files", "_spec"),
     *contracts_of(_TREE, "refused", "the inputs and outputs of a model", "tree_leaves", "tree_map", "tree_map_only"),
     *contracts_of("torch", "refused", "clipping the norm of gradients", "_foreach_mul_", "_foreach_norm"),
     *contracts_of("torch:_C", "off", "the count of recomputed modules", "_current_graph_task_id"),
@@ -65,6 +67,11 @@ GROUPED_MM = load("torch:ops.aten._grouped_mm.default", CONTRACTS)
 def checkpointed_module(wrapper: ActivationWrapper) -> nn.Module:
     """Return the module inside a wrapper of activation checkpointing or offload."""
     return wrapper._checkpoint_wrapped_module
+
+
+def with_local_tensor(layout: DTensor, local: torch.Tensor) -> DTensor:
+    """Return a ``DTensor`` with the layout of another one and the shard ``local``, which stays on its device."""
+    return DTensor(local, layout._spec, requires_grad=False)
 
 
 def scale_tensors(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:

@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
-from hf_fsdp_plugin.backends.torch_types import device_mesh, torch_dtype
+from hf_fsdp_plugin.backends.torch_types import device_mesh, dtensor_like, torch_dtype
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.strategies import STRATEGIES
 
@@ -23,3 +25,12 @@ def test_mesh_has_replicate_axis_where_needed(strategy: str, one_rank: None, pla
     plan = replace(plan_for(nn.Sequential(nn.Linear(2, 2))), strategy=strategy)
     names = device_mesh(plan).mesh_dim_names
     assert names == (("dp_shard",) if strategy in ("full_shard", "shard_grad_op") else ("dp_replicate", "dp_shard"))
+
+
+def test_offloaded_shard_stays_on_its_device(one_rank: None):
+    mesh = DeviceMesh("meta", [0])  # a mesh of another device than that of the shard, as with offload to the CPU
+    other = DTensor.from_local(torch.empty(2, 3, device="meta"), mesh, [Shard(0)], run_check=False)
+    local = torch.ones(2, 3, dtype=torch.bfloat16)
+    made = dtensor_like(local, other)
+    assert made.to_local().data_ptr() == local.data_ptr()
+    assert (made.dtype, made.shape, made.device_mesh) == (torch.bfloat16, other.shape, mesh)
