@@ -21,7 +21,7 @@ HOMES = {
 """Library -> the files that may use its private APIs."""
 
 
-STORED_NAMES = {"_StorageInfo"}
+STORED_NAMES = {"_StorageInfo", "_spec"}
 """Names that are part of a file format, too."""
 
 
