@@ -62,13 +62,9 @@ def clip_grad_norm(
         The norm before clipping, a scalar that is equal on all ranks.
     """
     groups = _groups(models, parameters)
-    total = torch.zeros((), dtype=torch.float32)
-    for group in groups:
-        norm = _norm(group, norm_type)
-        total = total.to(norm.device, torch.promote_types(total.dtype, norm.dtype))
-        total = torch.maximum(total, norm) if math.isinf(norm_type) else total + norm**norm_type
-    if not math.isinf(norm_type):
-        total = total ** (1.0 / norm_type)
+    # The first tensor is not made on the CPU: the host would wait for its copy to the device.
+    norms = [_norm(group, norm_type) for group in groups] or [torch.zeros(())]
+    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
     if math.isfinite(max_norm):
         factor = torch.clamp(max_norm / (total + _EPSILON), max=1.0)
         for device, gradients in _by_device(groups).items():
