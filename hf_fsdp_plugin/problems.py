@@ -8,10 +8,13 @@ prints one.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Literal
+
+from hf_fsdp_plugin.text import plural, printable
 
 Severity = Literal["error", "warning", "note"]
 
@@ -154,16 +157,34 @@ class Problem:
         return self.text("" if self.severity == "error" else f"{self.severity}: ")
 
     def text(self, label: str) -> str:
-        """Return the problem as one line, with a label such as ``error: `` after its place."""
+        """Return the problem as one printable line, with a label such as ``error: `` after its place."""
         place = f"{self.origin.place}: " if self.origin is not None else ""
         rank = f"rank {self.rank}: " if self.rank is not None else ""
         setting = f"{self.setting}: " if self.setting else ""
         fix = f" {self.fix}" if self.fix else ""
-        return f"{place}{label}{rank}{setting}{self.message}{fix} [{self.code}]"
+        return printable(f"{place}{label}{rank}{setting}{self.message}{fix} [{self.code}]")
 
 
 def has_errors(problems: Iterable[Problem]) -> bool:
     return any(problem.severity == "error" for problem in problems)
+
+
+MAX_SHOWN: Final = 100
+"""Maximum number of problems that are printed one by one."""
+
+
+def shown_problems(problems: Iterable[Problem]) -> tuple[list[Problem], list[str]]:
+    """Return the problems to print one by one, and a line with the number of others by code if there are too many.
+
+    If some are not printed, errors are printed first.
+    """
+    problems = list(problems)
+    if len(problems) <= MAX_SHOWN:
+        return problems, []
+    problems.sort(key=lambda problem: problem.severity != "error")
+    counts = Counter(problem.code for problem in problems[MAX_SHOWN:])
+    codes = ", ".join(f"{count:,} × {code}" for code, count in counts.most_common())
+    return problems[:MAX_SHOWN], [f"… and {plural(len(problems) - MAX_SHOWN, 'more problem')}: {codes}"]
 
 
 class SpecError(ValueError):
@@ -175,8 +196,8 @@ class SpecError(ValueError):
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
-        shown = [problem for problem in self.problems if problem.severity != "note"]
-        super().__init__("\n".join(str(problem) for problem in shown))
+        shown, rest = shown_problems(problem for problem in self.problems if problem.severity != "note")
+        super().__init__("\n".join([*map(str, shown), *rest]))
 
 
 class CheckpointError(SpecError):

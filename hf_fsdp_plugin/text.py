@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
 
+_UNPRINTABLE = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u061c\\u200e\\u200f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
+"""Control characters, line separators, marks that reverse the direction of text, and surrogates."""
 _MIN_CELL = 8
 """Smallest width to which a cell of a table is shortened."""
+
+
+def printable(text: str) -> str:
+    """Escape what changes a terminal or the line structure of the output: ``\\u001b`` for ESC.
+
+    Names, files and other processes can contain any character. All text from them is printed through this function;
+    it is called by ``Problem.text``, by tables and by the JSON output.
+    """
+    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def format_bytes(num_bytes: int, *, binary: bool = False) -> str:
@@ -53,12 +65,13 @@ def format_shape(shape: Iterable[int]) -> str:
 
 
 def format_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
-    """Align the columns of a table.
+    """Align the columns of a table. Control characters in cells are escaped.
 
     Args:
         rows: cells of each row. All rows must have the same length.
         right: indices of the columns that are aligned to the right.
     """
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -73,6 +86,7 @@ def fit_table(rows: Sequence[Sequence[str]], width: int | None) -> str:
     Args:
         width: columns of the terminal; ``None`` for no limit.
     """
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     excess = sum(widths) + 2 * (len(widths) - 1) - width if width is not None else 0
     while excess > 0:

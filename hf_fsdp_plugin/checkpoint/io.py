@@ -12,7 +12,7 @@ import os
 import stat
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NoReturn, Self
 
@@ -28,6 +28,8 @@ MAX_SPAN = 16 << 20
 """Maximum number of bytes in one read of elements that are not contiguous in the file."""
 MAX_OPEN = 64
 """Maximum number of files that a reader keeps open. A checkpoint has more files than a process may open."""
+_MAX_METADATA = 2 << 30
+"""Maximum size in bytes of a file that is read as a whole. ``.metadata`` of DCP has some 150 bytes for each chunk."""
 _LARGE = 1 << 20
 """Minimum number of bytes of a read that bypasses the page cache: smaller ones profit from its readahead."""
 _ONLY_CACHED = getattr(os, "RWF_NOWAIT", 0)
@@ -83,9 +85,21 @@ def reading(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the bytes of a regular file. Raises the errors of :func:`open_regular`."""
+    """Return the bytes of a regular file with metadata. Raises the errors of :func:`open_regular`.
+
+    Raises:
+        CheckpointError: the file is larger than any file with metadata, or than the free memory.
+    """
     with reading(path) as file:
-        return file.read()
+        size = os.fstat(file.fileno()).st_size
+        with suppress(MemoryError):
+            if size <= _MAX_METADATA:
+                return file.read()
+    message = (
+        f"has {size:,} bytes, too many to read it into memory; files with metadata have at most {_MAX_METADATA:,}."
+    )
+    fix = "Copy the checkpoint again, or use another checkpoint."
+    raise CheckpointError([Problem(code="FSDP-E412", message=message, fix=fix, origin=Origin(source=str(path)))])
 
 
 def write_text(path: Path, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -28,6 +29,8 @@ ACCELERATE_RNG: Final = "random_states"
 
 DCP_METADATA: Final = ".metadata"
 DCP_SUFFIX: Final = ".distcp"
+ENTRY_ALIGNMENT: Final = 64
+"""Each archive in a ``.distcp`` file of this package begins at a multiple of this number of bytes, after zeros."""
 INDEX_FILE: Final = ".fsdp_index"
 """The index of a large DCP folder, beside ``.metadata``. The state dict type ``local`` has one for each model."""
 CHECKPOINT_STEMS: Final = (
@@ -99,3 +102,16 @@ def custom_state_file(index: int) -> str:
 
 def accelerate_rng_file(rank: int) -> str:
     return f"{ACCELERATE_RNG}_{rank}.pkl"
+
+
+def is_adapter(names: Iterable[str]) -> bool:
+    """Whether the names are those of a PEFT adapter only, without the layers of its base model."""
+    names = list(names)
+    return not is_wrapped_by_peft(names) and all(
+        name.startswith(("base_model.model.", "prompt_embeddings")) or ".lora_" in name for name in names
+    )
+
+
+def is_wrapped_by_peft(names: Iterable[str]) -> bool:
+    """Whether the layers of the base model have the names that PEFT gives them."""
+    return any(".base_layer." in name for name in names)

@@ -54,6 +54,11 @@ class ModelShards:
         return tuple(tuple(group) for group in groups.values())
 
 
+def trainable_shards(shards: ModelShards) -> ModelShards:
+    """Return the shards that are not frozen: all that a checkpoint of an adapter contains of the model."""
+    return ModelShards(tuple(shard for shard in shards.tensors if not shard.frozen), {})
+
+
 def shards_below(shards: ModelShards, prefix: str) -> ModelShards:
     """Return the shards whose names begin with ``prefix``, without it: those of a module of the model.
 

@@ -6,6 +6,7 @@ import json
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,10 +50,13 @@ def write_hang(hang: Hang, folder: Path | None, *, limit: float) -> Path | None:
     """
     content = json.dumps(_content(hang, limit), indent=1)
     name = f"fsdp_hang_{time.strftime('%Y%m%d_%H%M%S')}.json"
-    for each in (folder or Path(), Path(tempfile.gettempdir())):
-        write_atomically(each / name, content)
-        if (each / name).exists():
-            return each / name
+    write_atomically((folder or Path()) / name, content)
+    if ((folder or Path()) / name).exists():
+        return (folder or Path()) / name
+    with suppress(OSError):  # a folder of this user only, because others could have put a link at a name that they know
+        path = Path(tempfile.mkdtemp(prefix="fsdp_hang_")) / name
+        write_atomically(path, content)
+        return path if path.exists() else None
     return None
 
 

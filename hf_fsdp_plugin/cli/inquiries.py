@@ -18,6 +18,8 @@ from hf_fsdp_plugin.observe.hang.calls import RankCalls, from_json
 
 ASKED: Final = "hang/asked"
 """Key of the number of questions."""
+_MAX_ANSWER: Final = 64 << 20
+"""Maximum number of bytes of the records of a machine."""
 _LIMIT: Final = 10.0
 """Seconds that a machine has to answer, in which it reads its ranks' stacks."""
 
@@ -89,8 +91,9 @@ class StoreInquiries(Inquiries):
             for machine in list(silent):
                 key = store.key(f"hang/{number}/{machine}")
                 if store.has(key):
-                    found += _unpack(store.get(key))
-                    silent.remove(machine)
+                    with contextlib.suppress(ValueError):
+                        found += _unpack(store.get(key))
+                        silent.remove(machine)
             time.sleep(POLL_SECONDS)
         return True
 
@@ -100,4 +103,12 @@ def _pack(ranks: Sequence[RankCalls]) -> str:
 
 
 def _unpack(text: str) -> list[RankCalls]:
-    return [from_json(content) for content in json.loads(zlib.decompress(base64.b64decode(text)))]
+    """Return the records of a machine. Raises ``ValueError`` for any text that :func:`_pack` does not return."""
+    try:
+        inflated = zlib.decompressobj()
+        data = inflated.decompress(base64.b64decode(text), _MAX_ANSWER)
+        if not inflated.eof:
+            raise ValueError(f"an answer with more than {_MAX_ANSWER:,} bytes, or a part of one")
+        return [from_json(content) for content in json.loads(data)]
+    except (zlib.error, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(str(error)) from error

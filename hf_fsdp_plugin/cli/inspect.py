@@ -14,7 +14,15 @@ from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS, USAGE, check_folder
 from hf_fsdp_plugin.cli.output import print_json
 from hf_fsdp_plugin.cli.terminal import print_problems, text_width
 from hf_fsdp_plugin.problems import CheckpointError
-from hf_fsdp_plugin.text import fit_table, format_bytes, format_shape, format_table, truncate_lines, wrap_items
+from hf_fsdp_plugin.text import (
+    fit_table,
+    format_bytes,
+    format_shape,
+    format_table,
+    printable,
+    truncate_lines,
+    wrap_items,
+)
 
 HELP = "Describe a checkpoint, or all checkpoints of a run, from metadata alone: format, step, parameters, settings."
 EXAMPLES = ("hf-fsdp inspect out/checkpoint-500", "hf-fsdp inspect out --json")
@@ -49,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         if paths:
             print(f"\n{_table(_rows(paths))}")
     if summary.incomplete is not None:
-        print(f"{summary.path}: {summary.incomplete}", file=sys.stderr)
+        print(printable(f"{summary.path}: {summary.incomplete}"), file=sys.stderr)
     return OK if summary.incomplete is None else PROBLEMS
 
 
@@ -78,7 +86,7 @@ def _run(args: argparse.Namespace, paths: list[Path]) -> int:
     else:
         print(_table(rows))
     if newest is None:
-        print(f"{args.checkpoint}: none of the checkpoints is complete.", file=sys.stderr)
+        print(f"{printable(str(args.checkpoint))}: none of the checkpoints is complete.", file=sys.stderr)
     return OK if newest is not None else PROBLEMS
 
 
@@ -110,9 +118,9 @@ def _table(rows: Iterable[Row]) -> str:
 
 
 def _text(summary: Summary, *, parameters: bool, optimizer: bool) -> str:
-    lines = [f"{summary.path}: {'complete' if summary.incomplete is None else 'incomplete'}"]
+    lines = [f"{printable(str(summary.path))}: {'complete' if summary.incomplete is None else 'incomplete'}"]
     for label, text in _facts(summary):
-        lines += wrap_items(text.split(", "), min(text_width() or _WIDTH, _WIDTH), label=f"  {label:<10} ")
+        lines += wrap_items(printable(text).split(", "), min(text_width() or _WIDTH, _WIDTH), label=f"  {label:<10} ")
     if parameters:
         table = [("parameter", "dtype", "shape"), *((name, *_kind(kind)) for name, kind in summary.parameters.items())]
         lines += ["", format_table(table)]
@@ -151,7 +159,7 @@ def _optimizer(summary: Summary) -> list[str]:
     lines = []
     for number, group in enumerate(summary.groups):
         rest = {key: value for key, value in group.items() if key != "params"}
-        lines.append(f"group {number}: {len(group.get('params', ())):,} parameters, {_pairs(rest)}")
+        lines.append(f"group {number}: {len(group.get('params', ())):,} parameters, {printable(_pairs(rest))}")
     rows = [("state", "dtype", "shape")]
     for name, entry in summary.state.items():
         for key, value in entry.items():

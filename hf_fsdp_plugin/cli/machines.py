@@ -23,6 +23,7 @@ from hf_fsdp_plugin.cli.world import World
 from hf_fsdp_plugin.observe.restarts import Restarts
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.model import LaunchSection
+from hf_fsdp_plugin.text import printable
 
 _VERDICT_SECONDS = 120.0
 """Seconds that machine 0 waits until the others have stopped their ranks. Background saves get 25 s for it."""
@@ -96,7 +97,8 @@ class Machines(Peers):
     def failure(self) -> str | None:
         pulse = self._pulse
         if pulse.announced:
-            return None if pulse.announced.startswith(f"machine {self._store.machine}:") else pulse.announced
+            own = pulse.announced.startswith(f"machine {self._store.machine}:")
+            return None if own else printable(pulse.announced)
         if pulse.broken:
             return "the launcher that hosts the rendezvous has exited"
         if pulse.is_alone():

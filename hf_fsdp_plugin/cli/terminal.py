@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Final, Literal, TextIO
 
-from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.problems import Problem, shown_problems
 from hf_fsdp_plugin.text import wrap_words
 
 Color = Literal["red", "yellow", "green", "cyan", "dim", "bold"]
@@ -59,8 +59,11 @@ def in_line_order(problems: Iterable[Problem]) -> list[Problem]:
 def print_problems(problems: Iterable[Problem]) -> None:
     """Print problems to stderr, each with its severity: in color, and wrapped, on a terminal."""
     width = text_width(sys.stderr)
-    for problem in problems:
+    shown, rest = shown_problems(problems)
+    for problem in shown:
         print(_problem_text(problem, width), file=sys.stderr)
+    for line in rest:
+        print(line, file=sys.stderr)
     sys.stderr.flush()  # before what the verb prints to stdout
 
 

@@ -12,7 +12,7 @@ from hf_fsdp_plugin.cli.output import print_json
 from hf_fsdp_plugin.cli.progress import ProgressBars
 from hf_fsdp_plugin.cli.terminal import colored, print_problems
 from hf_fsdp_plugin.problems import CheckpointError
-from hf_fsdp_plugin.text import plural
+from hf_fsdp_plugin.text import plural, printable
 
 HELP = "Check every byte of a checkpoint against its manifest, and every name and shape against its config."
 EXAMPLES = ("hf-fsdp verify out/checkpoint-500", "hf-fsdp verify out --no-config-check --json")
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         verdicts.append(verdict)
         if not args.json:
             print_problems(verdict.problems)
-            print(_text(verdict), flush=True)
+            print(_text(verdict, printable(str(verdict.checkpoint))), flush=True)
     ok = all(verdict.ok for verdict in verdicts)
     if args.json and found:
         results = [verdict.to_json() for verdict in verdicts]
@@ -66,15 +66,15 @@ def _checkpoints_of_run(folder: Path) -> list[Path]:
     return []
 
 
-def _text(verdict: Verdict) -> str:
+def _text(verdict: Verdict, name: str) -> str:
     errors = sum(problem.severity == "error" for problem in verdict.problems)
     size = f"{plural(verdict.num_files, 'file')}, {verdict.num_bytes:,} bytes"
     if errors:
-        return f"{verdict.checkpoint}: {colored(plural(errors, 'problem'), 'red')}; {size}"
+        return f"{name}: {colored(plural(errors, 'problem'), 'red')}; {size}"
     if verdict.num_checked_bytes == verdict.num_bytes:
-        return f"{verdict.checkpoint}: {colored('undamaged', 'green')}; {size}"
+        return f"{name}: {colored('undamaged', 'green')}; {size}"
     # Without a checksum, changed bytes cannot be found.
     count = f"{verdict.num_checked_bytes:,} of" if verdict.num_checked_bytes else "none of the"
     checked = f"{count} {verdict.num_bytes:,} bytes {'have' if verdict.num_checked_bytes else 'has'} a checksum"
     result = colored("no damage found", "yellow")
-    return f"{verdict.checkpoint}: {result}, but {checked}; {plural(verdict.num_files, 'file')}"
+    return f"{name}: {result}, but {checked}; {plural(verdict.num_files, 'file')}"

@@ -132,6 +132,11 @@ def train_save_and_resume(output_dir: str, kind: str, **arguments: Any) -> dict[
     return {"whole": losses(whole), "resumed": losses(resumed)}
 
 
+def save_adapter(output_dir: str, kind: str, **arguments: Any) -> None:
+    """Train one step with the Trainer, and save a checkpoint."""
+    make_trainer(output_dir, adapted_llama(kind), save_strategy="steps", save_steps=1, max_steps=1, **arguments).train()
+
+
 def trainer_reference(output_dir: str, kind: str) -> tuple[list[float], dict[str, dict[str, torch.Tensor]]]:
     """Losses of six steps in one process, and the state of each adapter that PEFT saves afterwards."""
     from peft import get_peft_model_state_dict

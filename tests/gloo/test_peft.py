@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from training import RELATIVE, assert_same_training, assert_same_weights, differ
 pytest.importorskip("peft")
 
 import cases_peft as cases
+
+from hf_fsdp_plugin.checkpoint import read_manifest, read_stored_model, verify
+from hf_fsdp_plugin.checkpoint.checking.against_manifest import manifest_problems
 
 BACKENDS = {
     "fsdp1": {"version": 1},
@@ -81,6 +85,30 @@ def saved_adapter(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "adapter_model.safetensors")
 
 
+def errors_of(folder: Path) -> list[str]:
+    return [str(problem) for problem in verify(folder, config_check=False).problems if problem.severity == "error"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("state_dict_type", ["sharded", "full", "local"])
+def test_checkpoint_of_an_adapter_is_undamaged(
+    two_ranks: Ranks, tmp_path: Path, backend: str, state_dict_type: str
+) -> None:
+    config = {**IN_ARGUMENTS[backend], "state_dict_type": f"{state_dict_type}_state_dict".upper()}
+    two_ranks.run(cases.save_adapter, str(tmp_path), "lora", fsdp="full_shard auto_wrap", fsdp_config=config)
+    folder = tmp_path / "checkpoint-1"
+    manifest = read_manifest(folder)
+    assert manifest is not None and manifest.parameters and all(".lora_" in name for name in manifest.parameters)
+    assert errors_of(folder) == []
+    # Manifests of earlier versions also list the parameters of the base model.
+    kind, shape = next(iter(manifest.parameters.values()))
+    base = {"base_model.model.lm_head.base_layer.weight": (kind, shape), "base_model.model.norm.weight": (kind, shape)}
+    model = read_stored_model(folder)
+    assert manifest_problems(model, None, replace(manifest, parameters={**manifest.parameters, **base})) == []
+    lost = {**manifest.parameters, **base, "base_model.model.lm_head.lora_A.default.weight": (kind, shape)}
+    assert [p.code for p in manifest_problems(model, None, replace(manifest, parameters=lost))] == ["FSDP-E477"]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["modules", *(slow(kind) for kind in SAVED)])
 def test_adapter_is_saved_resumed_and_merged(two_ranks: Ranks, tmp_path: Path, kind: str, backend: str) -> None:
@@ -94,6 +122,7 @@ def test_adapter_is_saved_resumed_and_merged(two_ranks: Ranks, tmp_path: Path, k
         for name, expected in adapters.items():
             saved = saved_adapter(tmp_path / folder / ("" if name == "default" else name))
             assert_same_weights(saved, expected, 1e-4)
+    assert errors_of(tmp_path / "checkpoint-6") == []
     if kind not in ("prompt", "prefix", "ptuning"):
         merged = cases.merged_logits(str(tmp_path / "final"), kind)
         assert torch.allclose(merged, cases.adapted_logits(str(tmp_path / "final"), kind), atol=1e-5)

@@ -17,8 +17,8 @@ HEAVY = {"torch", "transformers", "accelerate", "datasets", "numpy"}
 TORCH_FREE = (
     "version",
     "supported",
-    "problems",
     "text",
+    "problems",
     "strategies",
     "spellings",
     "vocabulary",

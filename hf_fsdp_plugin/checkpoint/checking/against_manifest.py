@@ -5,6 +5,7 @@ from __future__ import annotations
 from hf_fsdp_plugin.checkpoint.formats.errors import COPY_AGAIN, problem
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredOptimizer, labelled_tensors
+from hf_fsdp_plugin.checkpoint.names import is_adapter, is_wrapped_by_peft
 from hf_fsdp_plugin.checkpoint.optimizer_state import state_layout
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names, format_shape, plural
@@ -17,6 +18,9 @@ def manifest_problems(model: StoredModel, optimizer: StoredOptimizer | None, man
     stored = {other for name in model.tensors for other in group_of.get(name, (name,))}
     known = {other for name in manifest.parameters for other in group_of.get(name, (name,))}
     missing = [name for name in manifest.parameters if name not in stored]
+    if is_adapter(model.tensors) and is_wrapped_by_peft(manifest.parameters):
+        # Earlier versions listed the base model of an adapter too, which the Trainer does not save.
+        missing = [name for name in missing if ".lora_" in name]
     unexpected = [name for name in model.tensors if name not in known]
     other = [
         f"{name} ({tensor.dtype} {format_shape(tensor.shape)}, in the manifest {dtype} {format_shape(shape)})"

@@ -9,8 +9,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_fsdp_plugin.checkpoint.formats.zip_directory import ZipError, data_offset, read_directory
+from hf_fsdp_plugin.checkpoint.formats.zip_directory import (
+    END_SIGNATURE,
+    END_SIZE,
+    Read,
+    ZipError,
+    data_offset,
+    read_directory,
+)
 from hf_fsdp_plugin.checkpoint.io import reading
+from hf_fsdp_plugin.checkpoint.names import ENTRY_ALIGNMENT
 
 _BLOCK = 1 << 20
 
@@ -36,6 +44,18 @@ def is_archive(path: Path) -> bool:
     """Whether a file has the signature of a zip archive."""
     with reading(path) as file:
         return file.read(4) == b"PK\x03\x04"
+
+
+def has_compressed_entries(path: Path) -> bool:
+    """Whether an entry of the archive is compressed, or the archive cannot be read. It could fill the memory."""
+    with reading(path) as file:
+        try:
+            _, _, entries = read_directory(
+                lambda start, size: os.pread(file.fileno(), size, start), os.fstat(file.fileno()).st_size
+            )
+        except (ZipError, struct.error, OverflowError):
+            return True
+        return any(entry.compressed or entry.size != entry.packed_size for entry in entries)
 
 
 def crc_file(path: Path, start: int, stop: int) -> int:
@@ -71,4 +91,14 @@ def stored_entries(path: Path) -> Iterator[StoredEntry]:
                     raise NotAnArchive(stop)
                 if not entry.compressed:
                     yield StoredEntry(start, start + entry.size, entry.crc)
-            stop = archive
+            stop = _end_before(read, archive)
+
+
+def _end_before(read: Read, start: int) -> int:
+    """Return the end of the archive before the one at ``start``: this package aligns archives, with zeros between."""
+    if start % ENTRY_ALIGNMENT:
+        return start
+    begin = max(0, start - ENTRY_ALIGNMENT - END_SIZE + 1)
+    data = read(begin, start - begin)
+    end = data.rfind(END_SIGNATURE) + END_SIZE
+    return begin + end if end >= END_SIZE and not any(data[end:]) else start

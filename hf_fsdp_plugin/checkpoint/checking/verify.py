@@ -19,6 +19,7 @@ from hf_fsdp_plugin.checkpoint.checking.against_manifest import manifest_problem
 from hf_fsdp_plugin.checkpoint.checking.byte_ranges import ByteRange, Progress, damage_problem, find_damaged
 from hf_fsdp_plugin.checkpoint.checking.completeness import checkpoint_of, file_problems, own_files, structure_problems
 from hf_fsdp_plugin.checkpoint.formats.block_file import BlockTable
+from hf_fsdp_plugin.checkpoint.formats.dcp import index_problems
 from hf_fsdp_plugin.checkpoint.formats.errors import problem
 from hf_fsdp_plugin.checkpoint.formats.hashing import hash_file
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
@@ -159,6 +160,7 @@ def _contents_problems(folder: Path, manifest: Manifest | None, *, config_check:
             read_stored_optimizer(folder, number)  # raises if it is incomplete
     except CheckpointError as error:
         return [] if damaged else list(error.problems)
+    problems += index_problems(folder)
     if manifest is not None:
         problems += manifest_problems(model, optimizer, manifest)
     if config_check:

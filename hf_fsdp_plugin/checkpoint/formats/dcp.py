@@ -7,16 +7,17 @@ write this format for sharded state dicts of FSDP1 and FSDP2, and so does this p
 from __future__ import annotations
 
 import os
+import reprlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, intersect, whole, within
 from hf_fsdp_plugin.checkpoint.formats.element_types import SIZES
-from hf_fsdp_plugin.checkpoint.formats.errors import COPY_AGAIN, raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.formats.errors import COPY_AGAIN, problem, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats.index_file import METADATA_TAIL, IndexFile
 from hf_fsdp_plugin.checkpoint.formats.nested import nested_value, optimizer_parts
 from hf_fsdp_plugin.checkpoint.formats.pickles import (
@@ -42,6 +43,8 @@ from hf_fsdp_plugin.checkpoint.formats.torch_zip import TensorZips
 from hf_fsdp_plugin.checkpoint.io import MAX_OPEN, open_regular, read_file, reading
 from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, DCP_SUFFIX, FSDP_MODEL, INDEX_FILE, OPTIMIZER, numbered
 from hf_fsdp_plugin.plan.names import canonical_name
+from hf_fsdp_plugin.problems import CheckpointError, Problem
+from hf_fsdp_plugin.text import format_names, plural
 
 MAX_EAGER = 5_000
 """Maximum number of archives of a folder without an index whose headers are all read, and checked, at once."""
@@ -128,6 +131,38 @@ def _read_index(root: Path, folder: Path) -> tuple[dict[_Path, Any], tuple[str, 
     return values, (prefix + INDEX_FILE, *sorted({prefix + value.file for value in index.values}))
 
 
+def index_problems(checkpoint: Path) -> list[Problem]:
+    """Return an error for each index of the checkpoint that refers to other bytes than ``.metadata`` beside it.
+
+    This reads all chunks of all ranks, for which the index is a replacement. Ignores what cannot be read.
+    """
+    problems = []
+    for place in sorted({*checkpoint.glob(INDEX_FILE), *checkpoint.glob(f"*/{INDEX_FILE}")}):
+        try:
+            found = _read_index(checkpoint, place.parent)
+            expected = _read_metadata(checkpoint, place.parent) if found is not None else None
+            names = [] if found is None or expected is None else _differing(found[0], expected[0])
+        except CheckpointError:
+            continue
+        if names:
+            message = f"contradicts {DCP_METADATA} about {plural(len(names), 'entry', 'entries')}"
+            problems.append(problem("FSDP-E459", place, f"{message}: {format_names(names, 3)}.", COPY_AGAIN))
+    return problems
+
+
+def _differing(found: Mapping[_Path, Any], expected: Mapping[_Path, Any]) -> list[str]:
+    """Return the names of the entries that are not in both, or are not in the same bytes."""
+    paths = {**dict.fromkeys(expected), **dict.fromkeys(found)}
+    return [_name(path) for path in paths if _identity(found.get(path)) != _identity(expected.get(path))]
+
+
+def _identity(value: Any) -> Any:
+    """Return what must be equal in an index and in ``.metadata``: for a tensor, the bytes of each of its boxes."""
+    if not isinstance(value, StoredTensor):
+        return repr(value)  # nan is not equal to itself
+    return value.dtype, value.shape, {(piece.box, piece.file, piece.offset) for piece in value.pieces}
+
+
 def _end_of(path: Path) -> tuple[int, str]:
     """Return the size and the last bytes of a file."""
     with reading(path) as file:
@@ -191,22 +226,30 @@ def _parse_metadata(metadata: Any) -> tuple[list[_Entry], dict[str, _Path]]:
     """Return the entries and their paths. Can raise any exception for an object that DCP does not write."""
     if not isinstance(metadata, Metadata):
         raise TypeError(f"a {type(metadata).__name__} instead of Metadata")
-    stored = {(key.fqn, _offset(key)): _region(value) for key, value in metadata.storage_data.items()}
+    stored = {(_text(key.fqn), _offset(key)): _region(value) for key, value in metadata.storage_data.items()}
     paths = getattr(metadata, "planner_data", None) or {}
     entries = []
     for name, entry in metadata.state_dict_metadata.items():
+        _text(name)
         if isinstance(entry, BytesMetadata):
             entries.append(_Entry(name, "", (), (), (stored[name, None],)))
         elif isinstance(entry, TensorMetadata):
             boxes = tuple(Box(_numbers(chunk.offsets), _numbers(chunk.sizes)) for chunk in entry.chunks)
             regions = tuple(stored[name, box.offsets] for box in boxes)
             shape = _numbers(entry.size)
-            if entry.properties.dtype not in SIZES or not all(within(box, shape) for box in boxes):
+            if _text(entry.properties.dtype) not in SIZES or not all(within(box, shape) for box in boxes):
                 raise ValueError(f"entry {name!r}: {boxes} of {entry.properties.dtype} {shape}")
             entries.append(_Entry(name, entry.properties.dtype, shape, boxes, regions))
         else:
             raise TypeError(f"entry {name!r} is a {type(entry).__name__}")
     return entries, {entry.name: _check_path(paths.get(entry.name) or _split(entry.name)) for entry in entries}
+
+
+def _text(value: Any) -> str:
+    """Return a name, checked: hashing and printing other objects of a hostile pickle could take very long."""
+    if not isinstance(value, str):
+        raise TypeError(f"a {type(value).__name__} instead of a name")
+    return value
 
 
 def _offset(key: Any) -> tuple[int, ...] | None:
@@ -218,21 +261,21 @@ def _region(value: Any) -> _Bytes:
     if not isinstance(value, Region):
         raise TypeError(f"a {type(value).__name__} instead of _StorageInfo")
     if getattr(value, "transform_descriptors", None):
-        raise ValueError(f"its bytes are transformed by {value.transform_descriptors}")
+        raise ValueError(f"its bytes are transformed by {reprlib.repr(value.transform_descriptors)}")
     (start, length) = _numbers((value.offset, value.length))
-    return _Bytes(str(value.relative_path), start, length)
+    return _Bytes(_text(value.relative_path), start, length)
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
     numbers = tuple(values)
     if not all(type(number) is int and number >= 0 for number in numbers):
-        raise ValueError(f"{numbers} are not sizes")
+        raise ValueError(f"{reprlib.repr(numbers)} are not sizes")
     return numbers
 
 
 def _check_path(path: Any) -> _Path:
     if not all(isinstance(part, (str, int)) for part in path):
-        raise TypeError(f"the path {path}")
+        raise TypeError(f"the path {reprlib.repr(path)}")
     return tuple(path)
 
 

@@ -13,6 +13,7 @@ from hf_fsdp_plugin.checkpoint.formats.stored import (
     StoredModel,
     StoredPiece,
     StoredTensor,
+    file_problems_inside,
     without_replicas,
 )
 from hf_fsdp_plugin.checkpoint.names import ADAPTER, HF_MODEL, index_file, numbered_from_one, safetensors_file
@@ -27,6 +28,7 @@ def read_model(root: Path, name: str) -> StoredModel | None:
     shards: Mapping[str, Set[str] | None]
     files: tuple[str, ...]
     if (root / name).is_file():
+        raise_if_any(file_problems_inside(root, [name], root))
         shards, files = {name: None}, (name,)
     elif index.is_file():
         shards = read_weight_map(root, index)

@@ -20,6 +20,7 @@ from hf_fsdp_plugin.checkpoint.formats.element_types import SIZES
 from hf_fsdp_plugin.checkpoint.formats.errors import COPY_AGAIN, raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats.hashing import hash_bytes
 from hf_fsdp_plugin.checkpoint.formats.stored import PieceTable, StoredPiece, file_problems_inside, name_problem
+from hf_fsdp_plugin.checkpoint.formats.strict_json import parse_json
 from hf_fsdp_plugin.checkpoint.io import open_regular
 from hf_fsdp_plugin.checkpoint.names import INDEX_FILE
 
@@ -167,7 +168,7 @@ class IndexFile:
         finally:
             os.close(descriptor)
         try:
-            self._parse(json.loads(header))
+            self._parse(parse_json(header))
         except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
             self._damaged(f"{type(error).__name__}: {error}")
         raise_if_any([found for name in self.files if (found := name_problem(name, self.path)) is not None][:1])
@@ -176,7 +177,7 @@ class IndexFile:
         if tree["format"] != FORMAT or tree["version"] != VERSION:
             raise ValueError(f"format {tree['format']!r}, version {tree['version']!r}")
         size, last = tree["metadata"]
-        self.metadata = int(size), str(last)
+        self.metadata = _count(size), str(last)
         self.plain: Any = tree.get("plain", {})
         self.files = tuple(str(name) for name in tree["files"])
         self.tensors = tuple(self._tensor(*entry) for entry in tree["tensors"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,6 +22,7 @@ from hf_fsdp_plugin.checkpoint.formats.stored import (
     coverage_problems,
     without_replicas,
 )
+from hf_fsdp_plugin.checkpoint.formats.strict_json import parse_json
 from hf_fsdp_plugin.checkpoint.names import FSDP_MODEL, OPTIMIZER, local_file, local_folder, local_index
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import Problem
@@ -111,9 +111,10 @@ def _plain(index: IndexFile) -> tuple[dict[str, dict[str, Any]], list[dict[str, 
     if (
         not isinstance(values, dict)
         or not isinstance(groups, list)
-        or not all(isinstance(found, dict) for found in (*values.values(), *groups))
+        or not all(isinstance(found, dict) for found in values.values())
+        or not all(map(_is_group, groups))
     ):
-        refuse("FSDP-E453", index.path, "is damaged: its values or groups are not mappings.")
+        refuse("FSDP-E453", index.path, "is damaged: its values or groups are not in the form of an optimizer's.")
     return values, groups
 
 
@@ -140,7 +141,7 @@ def _read_files(folder: Path, number: int) -> list[_RankFile]:
 def _read_file(path: Path) -> _RankFile:
     entries, metadata = read_header(path)
     try:
-        description = json.loads(metadata[METADATA_KEY])
+        description = parse_json(metadata[METADATA_KEY])
         _check_description(description, entries)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         message = f"is not the file of a rank of a local checkpoint ({type(error).__name__}: {error})."
@@ -165,8 +166,14 @@ def _check_description(description: Any, entries: Mapping[str, Entry]) -> None:
         raise TypeError(f"aliases {description['aliases']}")
     if not all(isinstance(values, dict) for values in description.get("values", {}).values()):
         raise TypeError("values are not mappings")
-    if not all(isinstance(group, dict) for group in description.get("groups", [])):
-        raise TypeError("groups are not mappings")
+    if not all(map(_is_group, description.get("groups", []))):
+        raise TypeError("groups are not mappings with a list of names")
+
+
+def _is_group(group: Any) -> bool:
+    """Whether a value is a parameter group of an optimizer, with the names of its parameters."""
+    names = group.get("params", []) if isinstance(group, dict) else None
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
 def _assemble(root: Path, files: list[_RankFile]) -> dict[tuple[str, str], StoredTensor]:

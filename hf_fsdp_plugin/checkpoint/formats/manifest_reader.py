@@ -14,6 +14,7 @@ from hf_fsdp_plugin.checkpoint.formats.errors import COPY_AGAIN, problem, raise_
 from hf_fsdp_plugin.checkpoint.formats.hashing import HASH, hash_bytes
 from hf_fsdp_plugin.checkpoint.formats.manifest import FORMAT, VERSION, Manifest, hash_entry
 from hf_fsdp_plugin.checkpoint.formats.ranges import FileRange, FileRecord
+from hf_fsdp_plugin.checkpoint.formats.strict_json import parse_json
 from hf_fsdp_plugin.checkpoint.io import read_file
 from hf_fsdp_plugin.checkpoint.names import BLOCK_FILE, MANIFEST_NAME
 from hf_fsdp_plugin.problems import Problem
@@ -57,7 +58,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 def _parse(path: Path, data: bytes) -> dict[str, Any]:
     """Return the JSON object of the manifest. Raises ``CheckpointError`` if it is damaged or of an unknown version."""
     try:
-        tree = json.loads(data)
+        tree = parse_json(data, only_finite=True)
     except (ValueError, RecursionError) as error:
         refuse("FSDP-E463", path, f"is not valid JSON: {error}.")
     if not isinstance(tree, dict) or tree.get("format") != FORMAT:

@@ -8,13 +8,40 @@ from __future__ import annotations
 
 import io
 import pickle
+import reprlib
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_fsdp_plugin.checkpoint.formats.element_types import SIZES
 from hf_fsdp_plugin.checkpoint.formats.errors import refuse
-from hf_fsdp_plugin.checkpoint.formats.pickle_scan import largest_memo
+from hf_fsdp_plugin.checkpoint.formats.pickle_scan import excessive
+
+
+class _Constant(type):
+    """The type of stand-in classes. A pickle can set attributes of its objects, and all pickles use these classes."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise AttributeError(f"{cls.__name__}.{name} cannot be set")
+
+    __delattr__ = __setattr__  # type: ignore[assignment]
+
+
+class _Function:
+    """A stand-in function, without attributes that a pickle could set."""
+
+    __slots__ = ("_function",)
+    _function: Callable[..., Any]
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        object.__setattr__(self, "_function", function)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._function(*arguments)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{name} of a stand-in function cannot be set")
 
 
 class PickledStorage(NamedTuple):
@@ -35,7 +62,7 @@ class PickledTensor(NamedTuple):
     strides: tuple[int, ...]
 
 
-class Kept:
+class Kept(metaclass=_Constant):
     """Stand-in for a class of torch: an object with the attributes that were pickled."""
 
     if TYPE_CHECKING:
@@ -91,18 +118,35 @@ class Partial(Kept):
     """The placement of a DTensor on a mesh axis: a pending reduction."""
 
 
-class TensorMeta(NamedTuple):
-    """A DTensor's global shape, strides and dtype."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+class _TensorMeta(NamedTuple):
+    shape: Any
+    strides: Any
     dtype: str
 
 
+class _ShardOrderEntry(NamedTuple):
+    dim: int
+    mesh_dims: Any
+
+
+class TensorMeta(_TensorMeta, metaclass=_Constant):
+    """A DTensor's global shape, strides and dtype."""
+
+    __slots__ = ()
+
+
+class ShardOrderEntry(_ShardOrderEntry, metaclass=_Constant):
+    """The mesh axes by which a dim of a DTensor is sharded."""
+
+    __slots__ = ()
+
+
+@_Function
 def _tensor_v2(storage: PickledStorage, offset: int, size: Any, strides: Any, *_: Any) -> PickledTensor:
     return _tensor(storage, storage.dtype, offset, size, strides)
 
 
+@_Function
 def _tensor_v3(storage: PickledStorage, offset: int, size: Any, strides: Any, *rest: Any) -> PickledTensor:
     """Stand-in for dtypes without a storage class: the storage is untyped, and the dtype is an argument."""
     return _tensor(storage, rest[2], offset, size, strides)
@@ -111,29 +155,39 @@ def _tensor_v3(storage: PickledStorage, offset: int, size: Any, strides: Any, *r
 def _tensor(storage: PickledStorage, dtype: str, offset: int, size: Any, strides: Any) -> PickledTensor:
     numbers = (offset, *size, *strides)
     if dtype not in SIZES or len(size) != len(strides) or not all(type(n) is int and n >= 0 for n in numbers):
-        raise pickle.UnpicklingError(f"a tensor of dtype {dtype}, shape {size}, strides {strides}, offset {offset}")
+        found = [reprlib.repr(each) for each in (dtype, size, strides, offset)]  # short, whatever the pickle contains
+        raise pickle.UnpicklingError("a tensor of dtype {}, shape {}, strides {}, offset {}".format(*found))
     return PickledTensor(storage, dtype, offset, tuple(size), tuple(strides))
 
 
+@_Function
 def _first(value: Any, *_: Any) -> Any:
     """Stand-in for calls of which only the first argument is needed: ``Parameter``, ``torch.device``, enums."""
     return value
 
 
+@_Function
 def _kept_arguments(*arguments: Any) -> Any:
     return arguments
 
 
+@_Function
 def _from_type(_function: Any, kind: Any, arguments: Any, state: Any) -> Any:
     """Stand-in for the function that rebuilds a subclass of ``Tensor``, or a ``Tensor`` with attributes."""
-    return Distributed(kind, state) if isinstance(kind, str) else _function(*arguments)
+    if isinstance(kind, str):
+        return Distributed(kind, state)
+    if type(arguments) is not tuple:  # the scan of the instructions has limited tuples
+        raise pickle.UnpicklingError(f"arguments in a {type(arguments).__name__}")
+    return _function(*arguments)
 
 
+@_Function
 def _attribute(owner: Any, name: str) -> Any:
     """Stand-in for ``getattr``, with which enum members and nested classes are pickled. Does not read any attribute."""
     return Kept if (owner, name) == ("ShardedTensor", "ProcessGroupState") else name
 
 
+@_Function
 def _latin(text: str, encoding: str = "latin1") -> bytes:
     """Stand-in for ``_codecs.encode``, with which protocol 2 encodes bytes."""
     if encoding != "latin1":
@@ -141,13 +195,23 @@ def _latin(text: str, encoding: str = "latin1") -> bytes:
     return text.encode("latin1")
 
 
+@_Function
 def _no_bytes() -> bytes:
     """Stand-in for ``bytes()``, which protocol 2 calls for empty bytes. ``bytes(n)`` would allocate ``n`` bytes."""
     return b""
 
 
-def _path(*parts: Any) -> str:
-    return "/".join(map(str, parts))
+@_Function
+def _path(*parts: str) -> str:
+    return "/".join(parts)
+
+
+@_Function
+def _size(numbers: Any = ()) -> tuple[int, ...]:
+    """Stand-in for ``torch.Size``."""
+    if not isinstance(numbers, (list, tuple)) or not all(type(number) is int for number in numbers):
+        raise pickle.UnpicklingError("a size of other values than integers")
+    return tuple(numbers)
 
 
 _STORAGES = {
@@ -170,7 +234,7 @@ ALLOWED: dict[str, dict[str, Any]] = {
     "_codecs": {"encode": _latin},
     "pathlib": _PATHS,
     "pathlib._local": _PATHS,
-    "torch": {**{dtype: dtype for dtype in SIZES}, **_STORAGES, "Size": tuple, "device": _first, "Tensor": Kept},
+    "torch": {**{dtype: dtype for dtype in SIZES}, **_STORAGES, "Size": _size, "device": _first, "Tensor": Kept},
     "torch.storage": {"UntypedStorage": "uint8"},
     "torch.nn.parameter": {"Parameter": Kept, "Buffer": Kept},
     "torch.serialization": {"_get_layout": _first},
@@ -196,7 +260,7 @@ ALLOWED: dict[str, dict[str, Any]] = {
     f"{_TENSOR}._dtensor_spec": {
         "DTensorSpec": Kept,
         "TensorMeta": TensorMeta,
-        "ShardOrderEntry": NamedTuple("ShardOrderEntry", [("dim", int), ("mesh_dims", Any)]),
+        "ShardOrderEntry": ShardOrderEntry,
     },
     f"{_TENSOR}.placement_types": {
         "Shard": Shard,
@@ -235,7 +299,7 @@ class _Reader(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> PickledStorage:
         kind, dtype, key, _location, numel = pid
         if kind != "storage" or not isinstance(dtype, str) or not isinstance(numel, int):
-            raise pickle.UnpicklingError(f"a reference of kind {kind!r}")
+            raise pickle.UnpicklingError("a reference to something else than a storage")
         return PickledStorage(str(key), dtype, numel)
 
 
@@ -245,8 +309,9 @@ def read_pickle(data: bytes, place: Path | str) -> Any:
     Raises:
         CheckpointError: the pickle contains a name that is not allowed, or is damaged.
     """
-    if largest_memo(data) > len(data):
-        refuse("FSDP-E455", place, "contains a pickle with a memo index larger than the number of its bytes.")
+    excess = excessive(data)
+    if excess is not None:
+        refuse("FSDP-E455", place, f"contains a pickle with {excess}.")
     try:
         return _Reader(io.BytesIO(data)).load()
     except _RefusedName as error:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from hf_fsdp_plugin.checkpoint.formats.element_types import SAFETENSORS_NAMES, SIZES
 from hf_fsdp_plugin.checkpoint.formats.errors import LFS_POINTER_SIZE, raise_if_any, refuse, refuse_lfs_pointer
 from hf_fsdp_plugin.checkpoint.formats.stored import file_problems_inside
+from hf_fsdp_plugin.checkpoint.formats.strict_json import parse_json, without_duplicates
 from hf_fsdp_plugin.checkpoint.io import read_file, reading
 from hf_fsdp_plugin.text import plural
 
@@ -94,7 +95,7 @@ def parse_weight_map(index: Path) -> dict[str, set[str]]:
     text = read_file(index)
     refuse_lfs_pointer(index, text)
     try:
-        weight_map = json.loads(text)["weight_map"]
+        weight_map = parse_json(text)["weight_map"]
         shards: dict[str, set[str]] = {}
         for name, file in weight_map.items():
             if not isinstance(file, str):
@@ -114,14 +115,7 @@ def _parse_json(text: bytes) -> dict[str, Any]:
     header = json.loads(text)
     # Each key has a colon after it. If there are no more colons than keys that were found, no key was there twice.
     num_keys = len(header) + sum(len(entry) for entry in header.values() if type(entry) is dict)
-    return header if text.count(b":") == num_keys else json.loads(text, object_pairs_hook=_without_duplicates)
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("duplicate key")
-    return found
+    return header if text.count(b":") == num_keys else json.loads(text, object_pairs_hook=without_duplicates)
 
 
 def _parse_entry(name: str, entry: Mapping[str, Any], begin: int, any_dtype: bool) -> tuple[int, int, str, Entry]:

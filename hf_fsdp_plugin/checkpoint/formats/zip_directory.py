@@ -11,6 +11,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 _END = struct.Struct("<4s4H2LH")
+END_SIZE = _END.size
+"""Size in bytes of the record at the end of an archive."""
+END_SIGNATURE = b"PK\5\6"
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _END64_LOCATOR_SIZE = 20
 _ENTRY = struct.Struct("<4s6H3L5H2L")
@@ -55,7 +58,7 @@ def read_directory(read: Read, stop: int) -> tuple[int, int, list[ZipEntry]]:
         if end64[0] != b"PK\6\6":
             raise ZipError("its zip64 directory is not at the recorded offset")
         size, offset = end64[8:10]
-    if end[0] != b"PK\5\6" or end[7] != 0:
+    if end[0] != END_SIGNATURE or end[7] != 0:
         raise ZipError("it does not end with the directory of an archive")
     if size + offset > at:
         raise ZipError("its directory is not at the recorded offset")

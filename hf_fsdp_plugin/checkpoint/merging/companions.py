@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_plugin.checkpoint.formats.errors import refuse
+from hf_fsdp_plugin.checkpoint.formats.errors import raise_if_any, refuse
+from hf_fsdp_plugin.checkpoint.formats.stored import file_problems_inside
 from hf_fsdp_plugin.checkpoint.io import read_file, sync
 from hf_fsdp_plugin.checkpoint.names import FSDP_MODEL
 
@@ -48,10 +49,16 @@ def find_config_folder(checkpoint: Path, config: Path | None) -> Path | None:
 
 
 def companions(folder: Path) -> list[str]:
-    """Return the paths of the files to copy, relative to ``folder``; Python files only if a config refers to them."""
+    """Return the paths of the files to copy, relative to ``folder``; Python files only if a config refers to them.
+
+    Raises:
+        CheckpointError: a file is a link out of the folder, to a file that the checkpoint must not publish.
+    """
     patterns = [*_PATTERNS, *(["*.py"] if _has_code(folder) else [])]
     found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
-    return sorted(path.relative_to(folder).as_posix() for path in found)
+    names = sorted(path.relative_to(folder).as_posix() for path in found)
+    raise_if_any(file_problems_inside(folder, names, folder))
+    return names
 
 
 def copy_companions(folder: Path, names: list[str], out: Path, dtype: str | None) -> None:

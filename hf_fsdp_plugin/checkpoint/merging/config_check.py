@@ -37,7 +37,8 @@ class ConfigCheck:
         output, errors = self._process.communicate()
         if self._process.returncode == 0:
             return [
-                problem(found["code"], found["origin"], found["message"], found["fix"]) for found in json.loads(output)
+                problem(found["code"], found["origin"]["file"], found["message"], found["fix"])
+                for found in json.loads(output)
             ]
         reason = (errors.strip().splitlines() or [f"exit code {self._process.returncode}"])[-1]
         message = f"names and shapes were not compared with a model: {reason}"

@@ -32,10 +32,10 @@ from hf_fsdp_plugin.checkpoint.merging.output_checks import (
     header_problems,
     same_elements,
 )
-from hf_fsdp_plugin.checkpoint.merging.plan import is_adapter, is_wrapped_by_peft, likely_ties, plan_merge
+from hf_fsdp_plugin.checkpoint.merging.plan import likely_ties, plan_merge
 from hf_fsdp_plugin.checkpoint.merging.preconditions import check_places, check_space
 from hf_fsdp_plugin.checkpoint.merging.staging import MergeStaging, fingerprint
-from hf_fsdp_plugin.checkpoint.names import HF_MODEL, index_file, safetensors_file
+from hf_fsdp_plugin.checkpoint.names import HF_MODEL, index_file, is_adapter, is_wrapped_by_peft, safetensors_file
 from hf_fsdp_plugin.problems import CheckpointError, Problem, has_errors
 from hf_fsdp_plugin.text import format_names, plural
 

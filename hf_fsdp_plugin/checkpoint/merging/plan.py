@@ -10,7 +10,7 @@ from hf_fsdp_plugin.checkpoint.formats.errors import refuse
 from hf_fsdp_plugin.checkpoint.formats.safetensors_layout import SafetensorsFile, plan_files
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel, StoredTensor, shared_tensors
 from hf_fsdp_plugin.checkpoint.merging.cast import FLOATS
-from hf_fsdp_plugin.checkpoint.names import ADAPTER, HF_MODEL
+from hf_fsdp_plugin.checkpoint.names import ADAPTER, HF_MODEL, is_adapter
 
 OUTPUT_LAYERS = ("lm_head", "embed_out", "output_layer", "decoder", "output_projection")
 """Names of output layers. If weights are tied, Hugging Face files contain only the name of the embedding."""
@@ -67,19 +67,6 @@ def plan_merge(
         stem=ADAPTER if adapter else HF_MODEL,
     )
     return MergePlan(tensors=tensors, dtypes=dtypes, aliases=aliases, files=tuple(files), adapter=adapter)
-
-
-def is_adapter(names: Iterable[str]) -> bool:
-    """Whether the names are those of a PEFT adapter only, without the layers of its base model."""
-    names = list(names)
-    return not is_wrapped_by_peft(names) and all(
-        name.startswith(("base_model.model.", "prompt_embeddings")) or ".lora_" in name for name in names
-    )
-
-
-def is_wrapped_by_peft(names: Iterable[str]) -> bool:
-    """Whether the layers of the base model have the names that PEFT gives them."""
-    return any(".base_layer." in name for name in names)
 
 
 def likely_ties(index: StoredModel) -> list[tuple[str, str]]:

@@ -20,7 +20,7 @@ import torch
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.checkpoint.checking.against_crc import archive_problems
-from hf_fsdp_plugin.checkpoint.checking.checksums import is_archive
+from hf_fsdp_plugin.checkpoint.checking.checksums import has_compressed_entries, is_archive
 from hf_fsdp_plugin.checkpoint.checking.verified_files import VerifiedFiles
 from hf_fsdp_plugin.checkpoint.formats.errors import raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
@@ -105,6 +105,8 @@ def load_state(path: Path, *, only_check: bool = False) -> Any:
     Raises:
         CheckpointError: the pickle contains a name that is not allowed, or is damaged.
     """
+    if is_archive(path) and has_compressed_entries(path):
+        refuse("FSDP-E453", path, "contains compressed entries, which torch does not write, or is not complete.")
     try:
         with plain_data():
             return torch.load(path, map_location="cpu", weights_only=True, mmap=only_check and is_archive(path))

@@ -24,7 +24,7 @@ from torch.serialization import skip_data
 
 from hf_fsdp_plugin.checkpoint.formats.index_file import METADATA_TAIL
 from hf_fsdp_plugin.checkpoint.io import round_up
-from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, INDEX_FILE, dcp_file
+from hf_fsdp_plugin.checkpoint.names import DCP_METADATA, ENTRY_ALIGNMENT, INDEX_FILE, dcp_file
 from hf_fsdp_plugin.checkpoint.shard_layout import LocalShard
 from hf_fsdp_plugin.checkpoint.writing import folder_index
 from hf_fsdp_plugin.checkpoint.writing.chunk_tables import (
@@ -40,7 +40,6 @@ from hf_fsdp_plugin.checkpoint.writing.dcp_metadata import MetadataPickle
 from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart, Item, bytes_of, whole_file
 from hf_fsdp_plugin.checkpoint.writing.folder_index import Value, index_part, joined_aliases
 
-_ENTRY_ALIGNMENT = 64
 _LOCAL_HEADER = struct.Struct("<26xHH")
 """Header of a record in a zip archive, which contains the lengths of the name and the extra field that follow."""
 
@@ -64,7 +63,7 @@ def rank_file(
             item = Item(offset, (head, piece.tensor, tail), name=_tensor_name(path))
             items.append(item)
             chunks.append((len(keys), offset, item.size, offset + len(head), piece.box.offsets, piece.box.sizes))
-            offset = round_up(item.stop, _ENTRY_ALIGNMENT)
+            offset = round_up(item.stop, ENTRY_ALIGNMENT)
         keys.append((path, shard.dtype_name, shard.shape))
     return whole_file(f"{folder}/{file}", items), FolderEntries(
         folder, file, keys, chunk_table(chunks), smalls, aliases
@@ -118,7 +117,7 @@ def _small_items(smalls: Iterable[SmallEntry], file: int) -> tuple[list[Item], l
         item = Item(offset, contents, name=_tensor_name(small.path))
         items.append(item)
         values.append((small.path, file, offset, item.size))
-        offset = round_up(item.stop, _ENTRY_ALIGNMENT)
+        offset = round_up(item.stop, ENTRY_ALIGNMENT)
     return items, values
 
 

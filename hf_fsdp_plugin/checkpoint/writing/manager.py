@@ -19,7 +19,7 @@ from torch import nn
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.io import write_text
-from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, optimizer_shards
+from hf_fsdp_plugin.checkpoint.shards import model_shards, optimizer_shards, trainable_shards
 from hf_fsdp_plugin.checkpoint.writing.buffers import StagingBuffers
 from hf_fsdp_plugin.checkpoint.writing.chunk_tables import FolderEntries
 from hf_fsdp_plugin.checkpoint.writing.errors import os_errors_as_problems
@@ -168,7 +168,7 @@ class CheckpointManager:
         with on_all_ranks("reading the layout of the model"):
             shards = model_shards(model)
             if adapter_only:
-                shards = ModelShards(tuple(shard for shard in shards.tensors if not shard.frozen), {})
+                shards = trainable_shards(shards)
             files = model_files(shards, kind, index, max_shard_size=max_shard_size)
         self._write(folder, files)
         if (save := self.open_save(folder)) is not None:

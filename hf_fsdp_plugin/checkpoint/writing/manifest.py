@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
-from hf_fsdp_plugin.checkpoint.shards import model_shards
+from hf_fsdp_plugin.checkpoint.shards import model_shards, trainable_shards
 from hf_fsdp_plugin.spec.model import StateDictKind
 from hf_fsdp_plugin.version import __version__
 
@@ -24,11 +24,16 @@ def manifest_of(
     asynchronous: bool = False,
     batch: dict[str, Any],
     run: dict[str, Any] | None = None,
+    adapter_only: bool = False,
 ) -> Manifest:
-    """Return the manifest for ``model``, which must have a plan. ``files`` is empty. No communication."""
+    """Return the manifest for ``model``, which must have a plan. ``files`` is empty. No communication.
+
+    Args:
+        adapter_only: the checkpoint contains the parameters that are trained, and not those of the base model.
+    """
     plan = plan_of(model)
     assert plan is not None, "models without a plan are saved by Accelerate"
-    shards = model_shards(model)
+    shards = trainable_shards(model_shards(model)) if adapter_only else model_shards(model)
     parameters = {shard.name: (shard.dtype_name, shard.shape) for shard in shards.tensors}
     parameters |= {alias: parameters[name] for alias, name in shards.aliases.items()}
     versions = {name: version(name) for name in ("torch", "transformers", "accelerate")}

@@ -55,7 +55,13 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
         _rename_best(trainer, staged=save.folder, final=final)
     kind, step = plugin.state_dict_kind, trainer.state.global_step
     manifest = manifest_of(
-        trainer.model, kind, step=step, asynchronous=asynchronous, batch=_batch(trainer), run=run_fact()
+        trainer.model,
+        kind,
+        step=step,
+        asynchronous=asynchronous,
+        batch=_batch(trainer),
+        run=run_fact(),
+        adapter_only=_is_peft(trainer),
     )
     manager.finish(save, manifest, after=lambda: _rotate(trainer, run, final))
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from hf_fsdp_plugin.cli import hang_watch, inquiries
+from hf_fsdp_plugin.cli import hang_report, hang_watch, inquiries
 from hf_fsdp_plugin.cli.exit_codes import HANG
 from hf_fsdp_plugin.cli.failure_summary import exit_code, format_failures, summarize_hang
 from hf_fsdp_plugin.cli.hang_report import format_hang, write_hang
@@ -204,6 +208,23 @@ def test_machines_answer_each_other_and_name_silent_ones(monkeypatch: pytest.Mon
     assert not machines[1].is_asked()
     thread.join()
     assert found == [([RankCalls(rank=1, place="here", idle=1e9)], [2])]
+
+
+@pytest.mark.parametrize("data", [zlib.compress(bytes(inquiries._MAX_ANSWER + 1)), b"no zlib", zlib.compress(b"[1]")])
+def test_machine_with_an_invalid_answer_is_silent(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(inquiries, "_LIMIT", 0.3)
+    store = dist.HashStore()
+    other = LauncherStore(store, 1)
+    other.set(other.own("hang/1"), base64.b64encode(data).decode())
+    assert inquiries_of(store, 0, 2).ask([RankCalls(rank=0)]) == ([], [1])
+
+
+def test_hang_dump_in_a_shared_folder_has_no_known_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(hang_report, "_content", lambda hang, limit: {})
+    paths = [write_hang(None, tmp_path / "missing", limit=LIMIT) for _ in range(2)]  # type: ignore[arg-type]
+    folders = {path.parent for path in paths if path is not None}
+    assert len(folders) == 2 and all(stat.S_IMODE(folder.stat().st_mode) == 0o700 for folder in folders)
 
 
 def test_machines_that_ask_at_once_answer_each_other() -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from assembled import assembled
 
+from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.checkpoint.formats import dcp as reader
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, intersect, whole
 from hf_fsdp_plugin.checkpoint.formats.hashing import hash_bytes
@@ -36,6 +37,7 @@ from hf_fsdp_plugin.checkpoint.writing.state_files import model_files, optimizer
 from hf_fsdp_plugin.problems import CheckpointError
 
 WORLD = 5
+NO_GROUPS = [{"groups": [{"params": params}]} for params in (5, None, "w", [1], {"w": 1})]
 WHOLE = {
     "even": torch.arange(60.0).reshape(10, 6),
     "uneven": torch.arange(77.0).reshape(11, 7).bfloat16(),
@@ -204,7 +206,7 @@ def test_optimizer_is_read_from_the_index(tmp_path: Path, kind: str) -> None:
         assert assembled(tmp_path, one[key]).tolist() == assembled(tmp_path, other[key]).tolist()
 
 
-@pytest.mark.parametrize("plain", [{"values": []}, {"values": {"w": 1}}, {"groups": {}}, {"groups": [1]}])
+@pytest.mark.parametrize("plain", [{"values": []}, {"values": {"w": 1}}, {"groups": {}}, {"groups": [1]}, *NO_GROUPS])
 def test_invalid_plain_values_of_the_index_are_refused(tmp_path: Path, plain: Any) -> None:
     write_optimizer(tmp_path, "local")
     rewrite(index_of(tmp_path), set_field("plain", plain))
@@ -358,3 +360,38 @@ def test_renamed_tensor_keeps_its_pieces(tmp_path: Path) -> None:
     tensor = read_stored_model(write(tmp_path, rows)).tensors["even"]
     assert replace(tensor, name="other").pieces is tensor.pieces
     assert tensor.pieces[0] == next(iter(tensor.pieces)) and len(tensor.pieces) == WORLD
+
+
+@pytest.mark.parametrize("size", [float("inf"), float("nan"), -1, 1e300, "1", None, True])
+def test_invalid_size_of_the_metadata_is_refused(tmp_path: Path, size: Any) -> None:
+    write(tmp_path, rows)
+    rewrite(index_of(tmp_path), set_field("metadata", [size, ""]))
+    with pytest.raises(CheckpointError, match="FSDP-E453"):
+        read_stored_model(tmp_path)
+
+
+def test_index_that_agrees_with_the_metadata_is_accepted(saved: Path) -> None:
+    assert reader.index_problems(saved) == []
+
+
+@pytest.mark.parametrize("change", ["swapped", "moved", "omitted", "alias", "dtype"])
+def test_index_that_contradicts_the_metadata_is_found(tmp_path: Path, change: str) -> None:
+    save_file_of = write(tmp_path, rows)
+
+    def edit(tree: dict[str, Any], records: Any) -> None:
+        tensors = {entry[0][-1]: entry for entry in tree["tensors"]}
+        if change == "swapped":
+            tensors["even"][0][-1], tensors["vector"][0][-1] = "vector", "even"
+        elif change == "moved":
+            records[tensors["even"][3] // 8 + 2] += 8
+        elif change == "omitted":
+            tree["tensors"].remove(tensors["vector"])
+        elif change == "alias":
+            tree["aliases"] = [[alias, tensors["vector"][0]] for alias, _ in tree["aliases"]]
+        else:
+            tensors["even"][1] = "int32"
+
+    rewrite(index_of(tmp_path), edit)
+    (found,) = reader.index_problems(save_file_of)
+    assert found.code == "FSDP-E459" and INDEX_FILE in str(found)
+    assert "FSDP-E459" in [problem.code for problem in verify(save_file_of).problems]

@@ -192,3 +192,20 @@ def test_unreadable_manifest_is_refused(tmp_path, monkeypatch):
 def test_unknown_fields_are_ignored(tmp_path, tree):
     write(tmp_path, {**tree, "comment": ["later versions may add fields"]})
     assert read_manifest(tmp_path) is not None
+
+
+@pytest.mark.parametrize("key", ["strategy", "files", "manifest_hash", "step"])
+def test_manifest_with_a_key_twice_is_refused(tmp_path, tree, key):
+    text = json.dumps({**tree, "manifest_hash": ""})
+    text = f'{{"{key}": null, {text[1:]}'
+    digest = xxhash.xxh3_128_hexdigest(text.encode())
+    (tmp_path / MANIFEST_NAME).write_text(text.replace('"manifest_hash": ""', f'"manifest_hash": "{digest}"'))
+    with pytest.raises(CheckpointError, match=rf"duplicate key '{key}'.*FSDP-E463"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+def test_number_that_is_not_json_is_refused(tmp_path, tree, number):
+    write(tmp_path, {**tree, "batch": {"a": float(number)}})
+    with pytest.raises(CheckpointError, match=rf"{number}.*FSDP-E463"):
+        read_manifest(tmp_path)

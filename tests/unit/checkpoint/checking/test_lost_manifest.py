@@ -1,0 +1,85 @@
+"""A checkpoint of this package that was copied without its manifest is read as torch reads it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import saved
+import torch
+import torch.distributed as dist
+
+from hf_fsdp_plugin.checkpoint.checking.checksums import NotAnArchive, stored_entries
+from hf_fsdp_plugin.checkpoint.checking.completeness import why_incomplete
+from hf_fsdp_plugin.checkpoint.checking.verify import verify
+from hf_fsdp_plugin.checkpoint.formats.boxes import whole
+from hf_fsdp_plugin.checkpoint.names import ENTRY_ALIGNMENT
+from hf_fsdp_plugin.checkpoint.shard_layout import LocalShard, Piece
+from hf_fsdp_plugin.checkpoint.shards import ModelShards, OptimizerShards
+from hf_fsdp_plugin.checkpoint.writing.final_files import final_files
+from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
+from hf_fsdp_plugin.checkpoint.writing.state_files import model_files, optimizer_files
+
+TENSORS = {"a": torch.arange(7.0), "b": torch.arange(100.0).reshape(10, 10), "c": torch.tensor(3, dtype=torch.int8)}
+
+
+@pytest.fixture(params=["sharded", "full"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Model and optimizer as one rank writes them, without a manifest."""
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    shards = tuple(
+        LocalShard(name, tensor.dtype, tuple(tensor.shape), (Piece(whole(tuple(tensor.shape)), tensor),))
+        for name, tensor in TENSORS.items()
+    )
+    state = {shard.name: {"exp_avg": shard, "rounds": 3} for shard in shards}
+    written = [
+        model_files(ModelShards(shards, {}), request.param),
+        optimizer_files(OptimizerShards(state, ({"params": list(TENSORS), "lr": 0.1},)), request.param),
+    ]
+    for files in written:
+        PartWriter().write(tmp_path / "ck", files.parts)
+        for parts in final_files([files.entries]):
+            PartWriter().write(tmp_path / "ck", parts)
+    return tmp_path / "ck"
+
+
+def test_checkpoint_without_its_manifest_is_not_damaged(checkpoint: Path) -> None:
+    verdict = verify(checkpoint)
+    assert saved.errors(verdict) == []
+    assert any("has no fsdp_manifest.json" in text and "FSDP-N474" in text for text in saved.notes(verdict))
+    assert why_incomplete(checkpoint) is None
+
+
+@pytest.mark.parametrize("name", ["pytorch_model_fsdp_0", "optimizer_0"])
+def test_copied_folder_has_no_damaged_archives(checkpoint: Path, tmp_path: Path, name: str) -> None:
+    if not (checkpoint / name).is_dir():
+        pytest.skip("a full checkpoint has no folder of its model")
+    shutil.copytree(checkpoint / name, tmp_path / "copy")
+    found = {problem.code for problem in verify(tmp_path / "copy").problems if problem.severity == "error"}
+    assert found == (set() if name == "pytorch_model_fsdp_0" else {"FSDP-E451"})  # an optimizer has no model
+
+
+def test_every_changed_byte_between_archives_is_found(checkpoint: Path) -> None:
+    path = max((checkpoint / "optimizer_0").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    data = path.read_bytes()
+    starts = [at for at in range(ENTRY_ALIGNMENT, len(data), ENTRY_ALIGNMENT) if data[at : at + 4] == b"PK\3\4"]
+    gaps = [at - 1 for at in starts if data[at - 1] == 0 and data[at - 5 : at] == bytes(5)]
+    assert gaps
+    for at in gaps:
+        path.write_bytes(data[:at] + b"x" + data[at + 1 :])
+        with pytest.raises(NotAnArchive):
+            list(stored_entries(path))
+
+
+def test_gap_at_another_offset_is_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(100)}, tmp_path / "a.bin")
+    data = (tmp_path / "a.bin").read_bytes()
+    aligned = data + bytes(-len(data) % ENTRY_ALIGNMENT) + data
+    (tmp_path / "aligned").write_bytes(aligned)
+    assert len(list(stored_entries(tmp_path / "aligned"))) == 2 * len(list(stored_entries(tmp_path / "a.bin")))
+    for gap in (1 + -len(data) % ENTRY_ALIGNMENT, ENTRY_ALIGNMENT + -len(data) % ENTRY_ALIGNMENT):
+        (tmp_path / "other").write_bytes(data + bytes(gap) + data)
+        with pytest.raises(NotAnArchive):
+            list(stored_entries(tmp_path / "other"))

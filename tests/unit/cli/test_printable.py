@@ -1,0 +1,116 @@
+"""Control characters in files and names never reach the terminal: every verb that prints them escapes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import saved
+from merge_inputs import save as save_local
+
+from hf_fsdp_plugin.cli.machines import Machines
+from hf_fsdp_plugin.problems import MAX_SHOWN, CheckpointError, Problem
+from hf_fsdp_plugin.text import fit_table, format_table, printable
+
+ESCAPES = "\x1b]0;pwn\x07\x9b31m\r\nfsdp: undamaged\x00\u202e"
+"""A title and a color of a terminal, a forged line, and a mark that reverses text."""
+
+
+def assert_printable(text: str) -> None:
+    assert not [char for char in text if char != "\n" and ("\x00" <= char < " " or "\x7f" <= char < "\xa0")]
+    assert "\u202e" not in text and not any(line.startswith("fsdp:") for line in text.splitlines())
+
+
+FIELDS: dict[str, dict[str, Any]] = {
+    "strategy": {"strategy": ESCAPES},
+    "created": {"created": ESCAPES},
+    "backend": {"backend": ESCAPES},
+    "versions": {"versions": {ESCAPES: ESCAPES}},
+    "settings": {"settings": {ESCAPES: ESCAPES}},
+    "batch": {"batch": {ESCAPES: ESCAPES}},
+    "mesh": {"mesh": {ESCAPES: 2}},
+    "ties": {"ties": (("embed.weight", ESCAPES),)},
+    "parameters": {"parameters": {ESCAPES: ("float32", (2,))}},
+    "kind": {"kind": ESCAPES},
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_escapes_in_a_manifest_are_escaped_in_output(local: Path, tmp_path: Path, hf_fsdp: Any, field: str) -> None:
+    saved.write_manifest(local, **FIELDS[field])
+    for verb in (["inspect"], ["inspect", "--parameters", "--optimizer"], ["inspect", "--json"], ["verify"]):
+        for option in ((), ("--json",)) if verb == ["verify"] else ((),):
+            _, out, err = hf_fsdp(*verb, local, *option)
+            assert_printable(out + err)
+    _, out, err = hf_fsdp("merge", local, tmp_path / "out")
+    assert_printable(out + err)
+
+
+def test_escapes_in_names_are_escaped_in_output(tmp_path: Path, hf_fsdp: Any) -> None:
+    name = ESCAPES.replace("\x00", "")
+    folder = tmp_path / f"run{name}"
+    save_local(folder / "checkpoint-1", {f"w{ESCAPES}": numpy.zeros(3, "<f4")})
+    (folder / "checkpoint-1" / f"extra{name}").write_text("x")
+    for verb in (["inspect", "--parameters"], ["verify"]):
+        for place in (folder, folder / "checkpoint-1"):
+            _, out, err = hf_fsdp(*verb, place)
+            assert_printable(out + err)
+            assert place == folder or "\\u001b]0;pwn\\u0007" in out + err
+
+
+CONFIG = """\
+distributed_type: FSDP
+num_processes: 2
+fsdp_config:
+  fsdp_sharding_strategy: "FULL\\e]0;pwn\\a\\r\\nfsdp: undamaged"
+  "fsdp_v\\e[31mersion": 2
+  fsdp_transformer_layer_cls_to_wrap: "Llama\\e]0;pwn\\aLayer"
+"""
+
+
+@pytest.mark.parametrize("verb", [["check"], ["check", "--json"], ["plan", "--model", "gpt2"]])
+def test_escapes_in_a_config_are_escaped_in_output(tmp_path: Path, hf_fsdp: Any, verb: list[str]) -> None:
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    place = ["--config_file", tmp_path / "c.yaml"] if verb[0] == "plan" else [tmp_path / "c.yaml"]
+    code, out, err = hf_fsdp(*verb, *place)
+    assert code != 0
+    assert_printable(out + err)
+
+
+def test_text_of_other_launchers_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = object.__new__(Machines)
+    monkeypatch.setattr(machines, "_pulse", type("Pulse", (), {"announced": f"machine 1: {ESCAPES}"}), raising=False)
+    monkeypatch.setattr(machines, "_store", type("Store", (), {"machine": 0}), raising=False)
+    text = machines.failure()
+    assert text is not None and text.startswith("machine 1: ")
+    assert_printable(text)
+
+
+def test_problems_and_tables_escape_control_characters() -> None:
+    assert_printable(str(Problem(code="FSDP-E453", message=ESCAPES, fix=ESCAPES, setting=ESCAPES)))
+    for table in (format_table, lambda rows: fit_table(rows, 40)):
+        text = table([("name", "value"), (ESCAPES, ESCAPES * 3)])
+        assert_printable(text)
+        assert len(text.splitlines()) == 2
+    assert printable("Größe: 5 µs → 7 layers × ✓") == "Größe: 5 µs → 7 layers × ✓"
+
+
+def test_many_problems_are_summarized_by_code() -> None:
+    many = [Problem(code="FSDP-N473", message="x")] * 5 + [Problem(code="FSDP-E457", message="x")] * 100_000
+    lines = str(CheckpointError(many)).splitlines()
+    assert len(lines) == MAX_SHOWN + 1 and lines[-1] == "… and 99,900 more problems: 99,900 × FSDP-E457"
+    assert len(str(CheckpointError(many[:MAX_SHOWN])).splitlines()) == MAX_SHOWN - 5
+
+
+def test_verify_summarizes_many_missing_files(local: Path, hf_fsdp: Any) -> None:
+    for number in range(300):
+        (local / f"f{number}").write_text("x")
+    saved.write_manifest(local)
+    for number in range(300):
+        (local / f"f{number}").unlink()
+    code, out, err = hf_fsdp("verify", local)
+    assert code == 1 and "301 problems" in out
+    lines = [line for line in err.splitlines() if line]
+    assert len(lines) == MAX_SHOWN + 1 and "more problems" in lines[-1] and "× FSDP-E457" in lines[-1]
