@@ -133,8 +133,12 @@ def train_save_and_resume(output_dir: str, kind: str, **arguments: Any) -> dict[
 
 
 def save_adapter(output_dir: str, kind: str, **arguments: Any) -> None:
-    """Train one step with the Trainer, and save a checkpoint."""
-    make_trainer(output_dir, adapted_llama(kind), save_strategy="steps", save_steps=1, max_steps=1, **arguments).train()
+    """Train one step with the Trainer, and save a checkpoint and the model."""
+    trainer = make_trainer(
+        output_dir, adapted_llama(kind), save_strategy="steps", save_steps=1, max_steps=1, **arguments
+    )
+    trainer.train()
+    trainer.save_model(f"{output_dir}/final")
 
 
 def trainer_reference(output_dir: str, kind: str) -> tuple[list[float], dict[str, dict[str, torch.Tensor]]]:

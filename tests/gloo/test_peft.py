@@ -99,7 +99,7 @@ def test_checkpoint_of_an_adapter_is_undamaged(
     folder = tmp_path / "checkpoint-1"
     manifest = read_manifest(folder)
     assert manifest is not None and manifest.parameters and all(".lora_" in name for name in manifest.parameters)
-    assert errors_of(folder) == []
+    assert errors_of(folder) == [] == errors_of(tmp_path / "final")
     # Manifests of earlier versions also list the parameters of the base model.
     kind, shape = next(iter(manifest.parameters.values()))
     base = {"base_model.model.lm_head.base_layer.weight": (kind, shape), "base_model.model.norm.weight": (kind, shape)}

@@ -6,11 +6,14 @@ arguments. A pickle is rejected if it contains any other name, or arguments that
 
 from __future__ import annotations
 
+import gc
 import io
 import pickle
 import reprlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -214,6 +217,8 @@ def _size(numbers: Any = ()) -> tuple[int, ...]:
     return tuple(numbers)
 
 
+_MAX_DEPTH = 100
+"""Maximum number of containers inside of each other. Those of checkpoints have some 10."""
 _STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
     "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
@@ -303,6 +308,41 @@ class _Reader(pickle.Unpickler):
         return PickledStorage(str(key), dtype, numel)
 
 
+def _is_expanded_too_far(value: Any, num_bytes: int) -> bool:
+    """Whether a walk through an object would take much longer than reading it: shared parts contain shared parts."""
+    limit = 10 * num_bytes + 100_000  # a reference to a part takes two bytes
+    path, count = [iter((value,))], 0
+    while path:
+        for item in path[-1]:
+            count += 1
+            if isinstance(item, dict):
+                path.append(chain(item.keys(), item.values()))
+            elif isinstance(item, (tuple, list, set, frozenset)):
+                path.append(iter(item))
+            elif isinstance(item, Kept):
+                path.append(iter(item.__dict__.values()))
+            else:
+                continue
+            break
+        else:
+            path.pop()
+        if count > limit or len(path) > _MAX_DEPTH:
+            return True
+    return False
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Do not search for cycles among the many new objects: it takes more than half of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def read_pickle(data: bytes, place: Path | str) -> Any:
     """Return the pickled object, with stand-ins for torch's classes. Problems name ``place`` as the file.
 
@@ -313,7 +353,10 @@ def read_pickle(data: bytes, place: Path | str) -> Any:
     if excess is not None:
         refuse("FSDP-E455", place, f"contains a pickle with {excess}.")
     try:
-        return _Reader(io.BytesIO(data)).load()
+        with _without_garbage_collection():
+            value = _Reader(io.BytesIO(data)).load()
+            if _is_expanded_too_far(value, len(data)):
+                excess = "lists or dicts that contain each other too often or too deeply"
     except _RefusedName as error:
         message = f"contains a pickle that refers to {error}, which no checkpoint needs. It was not executed."
         fix = "Do not load this file with other tools. Use a copy of the checkpoint from a source that you trust."
@@ -321,3 +364,6 @@ def read_pickle(data: bytes, place: Path | str) -> Any:
     except Exception as error:
         # A damaged pickle can raise any exception, because any byte can be an instruction.
         refuse("FSDP-E453", place, f"contains a damaged pickle ({type(error).__name__}: {error}).")
+    if excess is not None:
+        refuse("FSDP-E455", place, f"contains a pickle with {excess}.")
+    return value

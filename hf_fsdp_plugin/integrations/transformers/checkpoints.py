@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ import torch.distributed as dist
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.arrivals import TRAINING_LIMIT, together, wait_for_all_ranks
 from hf_fsdp_plugin.backends.shard import place_of
-from hf_fsdp_plugin.checkpoint import manifest_of, model_shards, remove_checkpoint
+from hf_fsdp_plugin.checkpoint import (
+    manifest_of,
+    model_shards,
+    read_stored_model,
+    remove_checkpoint,
+    stored_state_dict_type,
+)
 from hf_fsdp_plugin.checkpoint.names import (
     HF_MODEL,
     TRAINER_PREFIX,
@@ -144,9 +151,12 @@ def _export(original: Callable[..., Any], trainer: Any, folder: Path) -> None:
         return
     with manager.saving(folder, into=True) as save:
         _write_companions(trainer, save.folder)
-        if not _stores_adapters(trainer):
+        adapters = _stores_adapters(trainer)
+        if not adapters:
             manager.save_model(trainer.model, save.folder, "full")
     manifest = manifest_of(trainer.model, "full", step=trainer.state.global_step, batch=_batch(trainer))
+    if adapters:
+        manifest = replace(manifest, parameters=_adapter_parameters(save.folder), ties=())
     manager.finish(save, manifest, after=lambda: remove_stale_weights(folder))
 
 
@@ -187,6 +197,14 @@ def _is_peft(trainer: Any) -> bool:
 def _stores_adapters(trainer: Any) -> bool:
     """Return whether only the adapters are stored for ``from_pretrained``: PEFT's models, and ``model.add_adapter``."""
     return _is_peft(trainer) or private.has_adapters(unwrapped(trainer.model))
+
+
+def _adapter_parameters(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return dtype and shape of the adapters in a folder, by the names that PEFT gives them there. Collective."""
+    with on_all_ranks(f"reading {folder}"):
+        if dist.get_rank() != 0 or stored_state_dict_type(folder) is None:
+            return {}
+        return {name: (tensor.dtype, tensor.shape) for name, tensor in read_stored_model(folder).tensors.items()}
 
 
 def _is_converted(trainer: Any) -> bool:

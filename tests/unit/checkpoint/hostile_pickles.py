@@ -23,6 +23,9 @@ ATTACKS: dict[str, bytes] = {
     "a key of a million nested tuples": b"\x80\x02})" + b"\x85" * 1_000_000 + b"Ns.",
     "a key of nested tuples made of marks": b"\x80\x02}" + b"(" * 500_000 + b"t" * 500_000 + b"Ns.",
     "the same large key again and again": b"\x80\x02}(" + b"K\x01" * 4000 + b"tq\x000" + b"h\x00Ns" * 1_000_000 + b".",
+    "lists of shared lists": b"\x80\x02" + b"]" + b"".join(b"q%c0(h%ch%cl" % (i, i, i) for i in range(60)) + b".",
+    "dicts of shared dicts": b"\x80\x02" + b"}" + b"".join(b"q%c0(Nh%cVx\nh%cd" % (i, i, i) for i in range(60)) + b".",
+    "a list that contains itself": b"\x80\x02]q\x00h\x00a.",
     "a large memo index": b"\x80\x02Nr\xff\xff\xff\x7f.",
 }  # fmt: skip
 """Name -> pickle, which must be refused with FSDP-E455."""

@@ -44,7 +44,6 @@ def test_scan_stops_at_invalid_instructions(data: bytes) -> None:
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_pickle_that_exhausts_time_or_stack_is_refused(name: str) -> None:
-    assert excessive(ATTACKS[name]) is not None
     with pytest.raises(CheckpointError, match=r"FSDP-E455"):
         read_pickle(ATTACKS[name], "x")
 
