@@ -7,9 +7,9 @@
     python scripts/run_peers.py --table                               only write the table of docs/compatibility.md
 
 DIR is a checkout of the version that is installed. Nothing of it is changed or installed. The suites need
-``pip install parameterized evaluate pytest-order``, and no network: small models with random weights take the place of those
-that they download (scripts/peers/hub.py). In a run with the plugin every process (pytest, launchers, ranks) begins with
-``hf_fsdp_plugin.install()``.
+``pip install parameterized evaluate diffusers``, and no network: small models with random weights take the place of
+those that they download (scripts/peers/hub.py). In a run with the plugin every process (pytest, launchers, ranks)
+begins with ``hf_fsdp_plugin.install()``.
 
 Results are merged into docs/results/peers.json after each file. Exit code 1: a difference is not explained.
 """
@@ -17,6 +17,7 @@ Results are merged into docs/results/peers.json after each file. Exit code 1: a 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -69,7 +70,9 @@ def read_suites(file: Path = FILE) -> tuple[dict[str, Suite], dict[str, str]]:
     return {name: Suite(**content) for name, content in tree["suites"].items()}, tree["models"]
 
 
-def select(files: Sequence[str], known: Mapping[str, Any], suite: Suite, only: Sequence[str], missing: bool) -> list[str]:
+def select(
+    files: Sequence[str], known: Mapping[str, Any], suite: Suite, only: Sequence[str], missing: bool
+) -> list[str]:
     """Return the files to run."""
 
     def is_done(path: str) -> bool:
@@ -88,7 +91,9 @@ def checkout_version(checkout: Path, package: str) -> str:
     return "unknown"
 
 
-def run_file(path: str, suite: Suite, checkout: Path, mode: str, hub: Path, limits: tuple[float, float]) -> dict[str, Any]:
+def run_file(
+    path: str, suite: Suite, checkout: Path, mode: str, hub: Path, limits: tuple[float, float]
+) -> dict[str, Any]:
     """Run one file of tests, and return its outcomes, seconds and whether it ended in time.
 
     Args:
@@ -135,10 +140,8 @@ def run_file(path: str, suite: Suite, checkout: Path, mode: str, hub: Path, limi
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
     """End what a file of tests has left: its ranks are in the same session."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
@@ -188,7 +191,12 @@ def main() -> int:
 
 
 def run_suite(
-    name: str, suite: Suite, checkout: Path, models: Mapping[str, str], results: dict[str, Any], args: argparse.Namespace
+    name: str,
+    suite: Suite,
+    checkout: Path,
+    models: Mapping[str, str],
+    results: dict[str, Any],
+    args: argparse.Namespace,
 ) -> None:
     """Run the chosen files of a suite, and write the results after each."""
     from peers.hub import make_hub
@@ -204,7 +212,9 @@ def run_suite(
         runs = {mode: run_file(path, suite, checkout, mode, args.hub.resolve(), limits) for mode in MODES}
         row = known["files"][path] = {"checkout": checkout_version(checkout, name), **compare_file(runs)}
         known["files"] = {file: known["files"][file] for file in suite.files if file in known["files"]}
-        print(f"{time.strftime('%H:%M:%S')} {name} {path}: {row['without']} {row['with']} {row['seconds']} s", flush=True)
+        print(
+            f"{time.strftime('%H:%M:%S')} {name} {path}: {row['without']} {row['with']} {row['seconds']} s", flush=True
+        )
         for found in row["differences"]:
             reason = explain(found, suite.explained)
             shown = "explained" if reason else f"! {found['message'][:300]}"

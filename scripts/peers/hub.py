@@ -12,7 +12,13 @@ _SMALL: dict[str, Any] = {
     **{"hidden_size": 32, "d_model": 32, "n_embd": 32, "word_embed_proj_dim": 32, "embed_dim": 32},
     **{"intermediate_size": 64, "ffn_dim": 64, "d_ff": 64, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "n_inner": 64},
     **{"num_hidden_layers": 2, "num_layers": 2, "n_layer": 2, "encoder_layers": 2, "decoder_layers": 2},
-    **{"num_attention_heads": 4, "n_head": 4, "num_heads": 4, "encoder_attention_heads": 4, "decoder_attention_heads": 4},
+    **{
+        "num_attention_heads": 4,
+        "n_head": 4,
+        "num_heads": 4,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+    },
     **{"num_key_value_heads": 2, "head_dim": 8, "d_kv": 8, "max_position_embeddings": 512, "n_positions": 512},
     **{"num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2},
     **{"layer_types": None, "pad_token_id": None},
@@ -95,7 +101,10 @@ def _zen_columns() -> dict[str, dict[str, Any]]:
         "prompt_only": {"prompt": prompts},
         "prompt_completion": {"prompt": prompts, "completion": answers},
         "preference": {"prompt": prompts, "chosen": answers, "rejected": wrong},
-        "implicit_prompt_preference": {"chosen": texts, "rejected": [a + b for a, b in zip(prompts, wrong, strict=True)]},
+        "implicit_prompt_preference": {
+            "chosen": texts,
+            "rejected": [a + b for a, b in zip(prompts, wrong, strict=True)],
+        },
         "unpaired_preference": {"prompt": prompts, "completion": answers, "label": [n % 2 == 0 for n in range(20)]},
     }
     forms = {f"standard_{name}": columns for name, columns in standard.items()}

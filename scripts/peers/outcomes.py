@@ -28,7 +28,7 @@ def read_outcomes(file: Path) -> dict[str, tuple[str, str]]:
             begun[row["test"]] = None
         elif row["test"] not in found or _rank(row["outcome"]) > _rank(found[row["test"]][0]):
             found[row["test"]] = (row["outcome"], row["message"])
-    return {test: (UNFINISHED, "") for test in begun} | found
+    return dict.fromkeys(begun, (UNFINISHED, "")) | found
 
 
 def _rank(outcome: str) -> int:
@@ -98,7 +98,10 @@ def table(results: Mapping[str, Any], explained: Mapping[str, Mapping[str, str]]
         for row in cell["differences"]
         if (reason := explain(row, explained.get(peer, {})))
     )
-    lines += ["", *(f"- {reason} ({number} {'test' if number == 1 else 'tests'})" for reason, number in reasons.items())]
+    lines += [
+        "",
+        *(f"- {reason} ({number} {'test' if number == 1 else 'tests'})" for reason, number in reasons.items()),
+    ]
     return "\n".join(lines).rstrip() + "\n"
 
 

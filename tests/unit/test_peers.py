@@ -1,4 +1,4 @@
-"""The harness of other libraries' suites: outcomes, their comparison, the table of reasons, and the committed results."""
+"""The harness of other libraries' suites: outcomes, their comparison, the reasons, and the committed results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,14 @@ def write(path: Path, *rows: tuple[str, str]) -> Path:
 
 
 def test_worst_report_of_a_test_is_its_outcome(tmp_path: Path) -> None:
-    rows = [("a", "begun"), ("a", "failed (KeyError)"), ("a", "passed"), ("b", "begun"), ("b", "passed"), ("c", "begun")]
+    rows = [
+        ("a", "begun"),
+        ("a", "failed (KeyError)"),
+        ("a", "passed"),
+        ("b", "begun"),
+        ("b", "passed"),
+        ("c", "begun"),
+    ]
     found = read_outcomes(write(tmp_path / "outcomes", *rows))
     assert {test: outcome for test, (outcome, _) in found.items()} == {
         "a": "failed (KeyError)",
@@ -34,7 +41,12 @@ def test_worst_report_of_a_test_is_its_outcome(tmp_path: Path) -> None:
 
 def test_differences_are_outcomes_and_types_of_errors() -> None:
     without = {"same": ("passed", ""), "fails": ("passed", ""), "other": ("failed (A)", "a"), "gone": ("skipped", "")}
-    other = {"same": ("passed", ""), "fails": ("failed (A)", "why"), "other": ("failed (B)", "b"), "new": ("passed", "")}
+    other = {
+        "same": ("passed", ""),
+        "fails": ("failed (A)", "why"),
+        "other": ("failed (B)", "b"),
+        "new": ("passed", ""),
+    }
     found = {row["test"]: (row["without"], row["with"], row["message"]) for row in compare(without, other)}
     assert found == {
         "fails": ("passed", "failed (A)", "why"),
@@ -115,7 +127,9 @@ def test_suite_runs_without_and_with_the_plugin(tmp_path: Path) -> None:
     assert found["without"] == {
         **same, "test_plugin": "failed (AssertionError)", "test_plugin_in_subprocess": "failed (CalledProcessError)",
     }, runs["without"]["log"]  # fmt: skip
-    assert found["with"] == {**same, "test_plugin": "passed", "test_plugin_in_subprocess": "passed"}, runs["with"]["log"]
+    assert found["with"] == {**same, "test_plugin": "passed", "test_plugin_in_subprocess": "passed"}, runs["with"][
+        "log"
+    ]
 
 
 def test_process_without_the_plugin_ends(tmp_path: Path) -> None:
