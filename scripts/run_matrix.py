@@ -21,12 +21,11 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts" / "bench"))
 
-from common import describe_machine  # noqa: E402
+from common import describe_machine, write_block  # noqa: E402
 
 FILE = ROOT / "scripts" / "matrix.yaml"
 RESULT = ROOT / "docs" / "results" / "matrix.json"
 DOCUMENT = ROOT / "docs" / "compatibility.md"
-BEGIN, END = "<!-- results:begin matrix -->\n", "<!-- results:end matrix -->"
 QUICKSTART = "quickstart"
 LIMIT = 1200.0
 """Seconds for each subject, after which the tests of a combination are ended."""
@@ -203,12 +202,7 @@ def summary(matrix: Matrix, results: Mapping[str, Any]) -> str:
 
 
 def write_document(matrix: Matrix, results: Mapping[str, Any], document: Path = DOCUMENT) -> None:
-    text = document.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    after = rest.partition(END)[2]
-    document.write_text(
-        f"{before}{BEGIN}{table(matrix, results)}\n{summary(matrix, results)}{END}{after}", encoding="utf-8"
-    )
+    write_block(document, "matrix", f"{table(matrix, results)}\n{summary(matrix, results)}")
 
 
 def main() -> int:

@@ -82,3 +82,10 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def write_block(document: Path, name: str, text: str) -> None:
+    """Replace what is between the marks ``results:begin NAME`` and ``results:end NAME`` of a document."""
+    begin, end = f"<!-- results:begin {name} -->\n", f"<!-- results:end {name} -->"
+    before, _, rest = document.read_text(encoding="utf-8").partition(begin)
+    document.write_text(f"{before}{begin}{text}{end}{rest.partition(end)[2]}", encoding="utf-8")

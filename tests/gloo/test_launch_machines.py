@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -52,9 +51,7 @@ def test_two_machines_form_one_world(tmp_path: Path, backend: str) -> None:
 @pytest.mark.parametrize("failing", [slow("0"), slow("3")])
 def test_failure_on_one_machine_stops_the_other(tmp_path: Path, failing: str) -> None:
     write(tmp_path, SUM)
-    began = time.monotonic()
     machines = two_machines(tmp_path, "train.py", failing)
-    assert time.monotonic() - began < 90
     assert [done.returncode for done in machines] == [1, 1]
     failed, other = machines if failing == "0" else reversed(machines)
     assert f"rank {failing} failed" in failed.stderr and "RuntimeError: boom" in failed.stderr
@@ -64,10 +61,8 @@ def test_failure_on_one_machine_stops_the_other(tmp_path: Path, failing: str) ->
 
 @pytest.mark.slow
 def test_remote_failure_stops_ranks_without_collectives(tmp_path: Path) -> None:
-    write(tmp_path, "import os, sys, time\nif os.environ['RANK'] == '3': sys.exit(9)\ntime.sleep(120)")
-    began = time.monotonic()
+    write(tmp_path, "import os, sys, time\nif os.environ['RANK'] == '3': sys.exit(9)\ntime.sleep(3600)")
     first, second = two_machines(tmp_path, "train.py")
-    assert time.monotonic() - began < 100
     assert (first.returncode, second.returncode) == (1, 9)
     assert "because another failed: machine 1: rank 3: exit code 9" in first.stderr
 

@@ -139,9 +139,7 @@ def test_lost_machine_comes_back(tmp_path: Path, lost: int) -> None:
     machines = [start(tmp_path, *two_machines(tmp_path, port, machine)) for machine in (0, 1)]
     pids = [int(wait_for(tmp_path / f"ready_{rank}", seconds=200)) for rank in (0, 1)]
     os.kill(machines[lost].pid, signal.SIGKILL)
-    began = time.monotonic()
-    assert all(is_gone(pid, seconds=60) for pid in pids), "the ranks of the other machine are stopped"
-    assert time.monotonic() - began < 60
+    assert all(is_gone(pid, seconds=200) for pid in pids), "the ranks of the other machine are stopped"
     machines[lost].communicate()
     machines[lost] = start(tmp_path, *two_machines(tmp_path, port, lost))
     done: list[Done] = [finish(machine, timeout=300) for machine in machines]
@@ -165,10 +163,8 @@ def test_lost_host_of_a_c10d_rendezvous(tmp_path: Path, restarts: str) -> None:
     other = start(tmp_path, *words[1])
     pids = [int(wait_for(tmp_path / f"ready_{rank}", seconds=200)) for rank in (0, 1)]
     os.kill(host.pid, signal.SIGKILL)
-    began = time.monotonic()
     host.communicate()
-    assert all(is_gone(pid, seconds=60) for pid in pids), "the ranks of the other machine are stopped"
-    assert time.monotonic() - began < 60
+    assert all(is_gone(pid, seconds=200) for pid in pids), "the ranks of the other machine are stopped"
     if restarts == "0":
         done = finish(other, timeout=60)
         assert done.returncode == 1

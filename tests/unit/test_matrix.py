@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from run_matrix import BEGIN, END, QUICKSTART, Matrix, count_tests, select, summary, table, write_document
+from run_matrix import QUICKSTART, Matrix, count_tests, select, summary, table, write_document
 
 from hf_fsdp_plugin.supported import SUPPORTED, release_of
 
@@ -59,9 +59,9 @@ def test_tests_are_counted() -> None:
 
 def test_table_shows_each_cell(tmp_path: Path) -> None:
     document = tmp_path / "document.md"
-    document.write_text(f"before\n{BEGIN}{END}\nafter\n")
+    document.write_text("before\n<!-- results:begin matrix -->\n<!-- results:end matrix -->\nafter\n")
     write_document(SMALL, RESULTS, document)
     text = document.read_text()
-    assert text.startswith("before\n") and text.endswith(f"{END}\nafter\n")
+    assert text.startswith("before\n") and text.endswith("<!-- results:end matrix -->\nafter\n")
     assert "| 2.11.0 |  |  |  |  | 7 | **failed** |" in table(SMALL, RESULTS) and table(SMALL, RESULTS) in text
     assert summary(SMALL, RESULTS).startswith("1 of 4 cells are green: 2 combinations, 7 tests")

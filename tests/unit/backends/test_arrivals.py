@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -16,7 +15,7 @@ from hf_fsdp_plugin.backends.arrival_rounds import Round
 from hf_fsdp_plugin.backends.arrivals import announce_end, arrival_limit, preparation_limit, wait_for_all_ranks
 from hf_fsdp_plugin.problems import SpecError
 
-LONG, SHORT = 30.0, 0.3
+LONG, SHORT = 3600.0, 0.3  # no test waits LONG, which is longer than the time limit of a test
 
 
 def together(*ranks: Callable[[], Any]) -> list[Any]:
@@ -64,22 +63,18 @@ def test_other_call_of_a_rank_is_named(store: dist.Store) -> None:
 
 def test_another_call_ends_the_round_before_the_limit(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrival_rounds, "_SETTLE", SHORT)
-    began = time.monotonic()
     results = together(
         lambda: join(store, 0, "save", of=3, limit=LONG), lambda: join(store, 1, "evaluate", of=3, limit=LONG)
     )
-    assert time.monotonic() - began < LONG
     assert sorted(len(result) for result in results) == [1, 2]
     assert dict(min(results, key=len)) in ({0: "save"}, {1: "evaluate"})
 
 
 def test_round_ends_when_a_rank_will_not_come(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrival_rounds, "_SETTLE", SHORT)
-    began = time.monotonic()
     waiting = Round(store, "clip", 0, 2, given_up=lambda: bool(store.check(["stepped"])))
     missing, _ = together(lambda: waiting.join(LONG), lambda: store.set("stepped", "1"))
     assert missing == [(1, "")]
-    assert time.monotonic() - began < LONG
 
 
 def test_only_the_first_call_waits(world: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,10 +91,8 @@ def test_first_step_of_another_rank_ends_the_wait(world: dist.Store, monkeypatch
     monkeypatch.setattr(arrival_rounds, "_SETTLE", SHORT)
     monkeypatch.setattr(arrivals, "first_step", arrivals.FirstStep())
     arrivals.FirstStep().announce()  # by another rank
-    began = time.monotonic()
     with pytest.raises(SpecError):
         arrivals.FirstCalls().wait("clip", fix="", limit=LONG, before_step=True)
-    assert time.monotonic() - began < LONG
 
 
 def test_rank_that_ended_its_script_ends_the_wait(world: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,10 +100,8 @@ def test_rank_that_ended_its_script_ends_the_wait(world: dist.Store, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(dist, "get_rank", lambda: 2)
         announce_end()
-    began = time.monotonic()
     with pytest.raises(SpecError) as caught:
         wait_for_all_ranks("save", limit=LONG)
-    assert time.monotonic() - began < LONG
     assert "rank 0 did not call it; rank 2 did not call it and ended the script" in str(caught.value)
 
 

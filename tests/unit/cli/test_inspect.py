@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 
 import damages
 import pytest
@@ -217,10 +216,7 @@ def test_world_size_of_single_rng_file_is_1(stock):
 
 
 @pytest.mark.parametrize("kind", ["local", "stock", "run"])
-def test_inspect_is_fast_and_imports_no_torch(local, stock, kind, imports_no_heavy_library):
+def test_inspect_imports_no_heavy_library(local, stock, kind, imports_no_heavy_library):
     path = {"local": local, "stock": stock, "run": local.parent}[kind]
-    began = time.monotonic()
     libraries = ("torch", "transformers", "accelerate", "datasets", "numpy")
     imports_no_heavy_library("inspect", path, "--parameters", "--optimizer", libraries=libraries)
-    # 0.2 s on an idle machine; importing torch alone takes about 3 s.
-    assert time.monotonic() - began < 2

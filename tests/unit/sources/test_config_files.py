@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -123,12 +122,13 @@ def test_unreadable_file_is_error(codes, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("content", [b"a: b\n" * 10_000_000, os.urandom(1 << 20) * 50], ids=["text", "noise"])
-def test_large_file_is_rejected_before_parsing(codes, tmp_path, content):
+def test_large_file_is_rejected_before_parsing(codes, tmp_path, content, monkeypatch):
+    parse = Mock()
+    monkeypatch.setattr(config_file, "parse_text", parse)
     path = tmp_path / "junk.yaml"
     path.write_bytes(content)
-    start = time.monotonic()
     assert codes(path) == ["FSDP-E004"]
-    assert time.monotonic() - start < 1
+    parse.assert_not_called()
 
 
 @pytest.mark.parametrize("text", ["[" * 50_000, "{a: " * 50_000, "- " * 50_000, '{"a":' * 50_000, "? " * 50_000])
