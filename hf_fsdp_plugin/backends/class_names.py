@@ -1,11 +1,13 @@
 """Names of the classes that ``fully_shard`` creates.
 
 ``fully_shard`` replaces the class of a module by a new subclass, ``FSDPGPTNeoXForCausalLM`` in a module of torch. Other
-libraries find by these names what they write: Transformers the stored names of the weights and the files of custom code,
-diffusers ``_class_name``, sentence-transformers ``modules.json``.
+libraries find by these names what they write: Transformers the stored names of the weights and the files of custom
+code, diffusers ``_class_name``, sentence-transformers ``modules.json``.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -21,7 +23,10 @@ def keep_class_names(model: nn.Module) -> None:
         # `torch.compile` has its own rules for the classes of torch, and these are in no file.
         if original.__module__.startswith("torch.") or created.__module__ == original.__module__:
             continue
-        printed = created.__name__
+        created._get_name = _returns(created.__name__)  # type: ignore[method-assign]
         created.__name__, created.__qualname__ = original.__name__, original.__qualname__
         created.__module__ = original.__module__
-        created._get_name = lambda self, printed=printed: printed  # type: ignore[attr-defined]
+
+
+def _returns(name: str) -> Callable[[nn.Module], str]:
+    return lambda module: name

@@ -1,4 +1,4 @@
-"""A model as users publish it with custom code: ``from_pretrained(…, trust_remote_code=True)`` loads it from its folder."""
+"""A model as users publish it with custom code, which ``from_pretrained(…, trust_remote_code=True)`` loads."""
 
 from __future__ import annotations
 
