@@ -10,6 +10,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from hf_fsdp_plugin.backends.buffers import watch_buffers
 from hf_fsdp_plugin.backends.class_names import keep_class_names
 from hf_fsdp_plugin.backends.fp32_modules import compute_in_fp32
 from hf_fsdp_plugin.backends.fsdp1 import apply_fsdp1
@@ -76,6 +77,7 @@ def shard(
     else:
         sharded = apply_fsdp1(plan, model, device)
     keep_class_names(sharded)
+    watch_buffers(sharded)
     mark_fsdp_managed(sharded)
     support_submodule_calls(sharded)
     support_mapping_outputs(sharded)
