@@ -39,4 +39,8 @@ def sum_bits(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
 def hash_bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return a hash of a tensor's bits as an int64 scalar, on its device or, if that has no kernel, on the CPU."""
     tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.element_size() in INTEGERS:  # torch has no kernel for complex numbers, fp8 and unsigned integers
+        tensor = tensor.contiguous().view(INTEGERS[tensor.element_size()])
     return torch.hash_tensor(tensor if tensor.device.type in _WITH_HASHES else tensor.cpu()).view(torch.int64)

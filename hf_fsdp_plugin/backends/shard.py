@@ -10,6 +10,8 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from hf_fsdp_plugin.backends.buffers import watch_buffers
+from hf_fsdp_plugin.backends.class_names import keep_class_names
 from hf_fsdp_plugin.backends.fp32_modules import compute_in_fp32
 from hf_fsdp_plugin.backends.fsdp1 import apply_fsdp1
 from hf_fsdp_plugin.backends.fsdp2 import adopt_fsdp2, apply_fsdp2, reshard
@@ -74,6 +76,8 @@ def shard(
         sharded = apply_fsdp2(plan, model, device)
     else:
         sharded = apply_fsdp1(plan, model, device)
+    keep_class_names(sharded)
+    watch_buffers(sharded)
     mark_fsdp_managed(sharded)
     support_submodule_calls(sharded)
     support_mapping_outputs(sharded)

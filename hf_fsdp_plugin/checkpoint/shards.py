@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_plugin.backends.buffers import persistent_buffers
 from hf_fsdp_plugin.backends.optimizer_kinds import has_per_shard_state
 from hf_fsdp_plugin.backends.optimizer_state_factory import state_factory
 from hf_fsdp_plugin.backends.optimizer_step import step_mode
@@ -29,10 +30,8 @@ from hf_fsdp_plugin.checkpoint.shard_layout import (
     model_layout,
     replicated_layout,
 )
-from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_names
-from hf_fsdp_plugin.torch_private.modules import buffers, non_persistent_buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,9 @@ def model_shards(model: nn.Module) -> ModelShards:
     layout = model_layout(model)
     tensors = [own.local_shard(name, local) for name, (own, local) in layout.local.items()]
     for name, buffer in persistent_buffers(model):
-        tensors.append(replicated_layout(name, buffer).local_shard(name, local_tensor(buffer)))
+        # The ranks may have different statistics, which must not be mixed: rank 0 is the only replica that writes.
+        layout_on_rank_0 = replace(replicated_layout(name, buffer), replicas=1)
+        tensors.append(layout_on_rank_0.local_shard(name, local_tensor(buffer)))
     return ModelShards(tuple(tensors), layout.aliases)
 
 
@@ -221,14 +222,6 @@ def _unsupported_state(entries: list[str]) -> Problem:
         fix="Use an optimizer whose state tensors have the parameter's shape or one element (AdamW, SGD), or save the "
         "model alone (save_only_model: true).",
     )
-
-
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the canonical names and the buffers of the state dict."""
-    for name, module in model.named_modules():
-        for attribute, buffer in buffers(module).items():
-            if buffer is not None and attribute not in non_persistent_buffers(module):
-                yield canonical_name(f"{name}.{attribute}".lstrip(".")), buffer
 
 
 def shards_to_write(shards: Iterable[LocalShard]) -> list[LocalShard]:

@@ -24,8 +24,8 @@ FIX: Final = (
 
 
 def call_name(method: str, model: Any) -> str:
-    """Return the name of a call for messages, without the prefix that FSDP2 gives to classes."""
-    return f"{method} of {type(unwrapped(model)).__name__.removeprefix('FSDP')}"
+    """Return the name of a call for messages."""
+    return f"{method} of {type(unwrapped(model)).__name__}"
 
 
 def bind_call(original: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_fsdp_plugin.backends.agreement import broadcast_object, on_all_ranks
+from hf_fsdp_plugin.backends.buffers import persistent_buffers
 from hf_fsdp_plugin.checkpoint.checking.verified_files import check_headers, files_of_checkpoint
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredModel
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model
 from hf_fsdp_plugin.checkpoint.reading import mismatch
 from hf_fsdp_plugin.checkpoint.reading.fill import fill, transfers
-from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, persistent_buffers
+from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards
 from hf_fsdp_plugin.checkpoint.visibility import check_visible
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import CheckpointError

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
+from hf_fsdp_plugin.backends.buffers import send_buffers
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.io import write_text
 from hf_fsdp_plugin.checkpoint.shards import model_shards, optimizer_shards, trainable_shards
@@ -165,6 +166,7 @@ class CheckpointManager:
         max_shard_size: int = MAX_SHARD_SIZE,
     ) -> None:
         """Write a model's state to ``folder`` as a part of its open save, or immediately if there is none."""
+        send_buffers(model)  # a resumed run has rank 0's buffers on all ranks, and so has the run that continues
         with on_all_ranks("reading the layout of the model"):
             shards = model_shards(model)
             if adapter_only:

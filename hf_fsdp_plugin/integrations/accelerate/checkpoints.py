@@ -78,8 +78,7 @@ def _write_config(model: Any, folder: Path) -> None:
     with on_all_ranks(f"writing {folder}"):
         if dist.get_rank() != 0 or not hasattr(config, "save_pretrained"):
             return
-        # `save_pretrained` also sets this. FSDP2 adds a prefix to the class name.
-        config.architectures = [type(inner).__name__.removeprefix("FSDP")]
+        config.architectures = [type(inner).__name__]  # as `save_pretrained` does
         config.save_pretrained(str(folder))
         if getattr(inner, "generation_config", None) is not None and inner.can_generate():
             inner.generation_config.save_pretrained(str(folder))

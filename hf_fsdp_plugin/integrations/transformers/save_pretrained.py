@@ -20,6 +20,7 @@ from accelerate.utils import convert_file_size_to_int
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.arrivals import together
+from hf_fsdp_plugin.backends.buffers import send_buffers
 from hf_fsdp_plugin.backends.shard import Place, place_of
 from hf_fsdp_plugin.checkpoint import ModelShards, gathered_state, manifest_of
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL, safetensors_file
@@ -52,6 +53,7 @@ def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwar
     call, answer = bind_call(original, args, kwargs), gathered.state_of(model)
     if call["distributed_checkpoint"]:  # every rank writes its shards to a checkpoint of torch
         with together(call_name("save_pretrained", model), fix=FIX):
+            send_buffers(place.root)
             return original(**call)
     if call["state_dict"] is not None:
         if not writes_given_state(call, is_answered=answer is not None):

@@ -38,3 +38,21 @@ def test_hash_without_a_kernel_is_computed_on_the_cpu() -> None:
     with pytest.raises(NotImplementedError):
         torch.hash_tensor(tensor.as_subclass(OfOtherDevice))
     assert hash_bits(tensor.as_subclass(OfOtherDevice)) == hash_bits(tensor)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.complex64, torch.complex128, torch.complex32, torch.bfloat16, torch.float8_e4m3fn, torch.uint16,
+     torch.uint64, torch.bool],
+    ids=str,
+)  # fmt: skip
+def test_every_dtype_has_a_hash(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([1.0, 0.0, 1.0]).to(dtype)
+    changed = torch.tensor([1.0, 1.0, 1.0]).to(dtype)
+    assert hash_bits(tensor) == hash_bits(tensor.clone()) != hash_bits(changed)
+
+
+def test_hash_of_a_scalar_and_of_a_conjugate() -> None:
+    tensor = torch.tensor([1 + 2j])
+    assert hash_bits(tensor.conj()) == hash_bits(tensor.conj().resolve_conj()) != hash_bits(tensor)
+    assert hash_bits(torch.tensor(3)) != hash_bits(torch.tensor(4))
