@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
+from hf_fsdp_plugin.backends.optimizer import JointModels
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.io import write_text
 from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, optimizer_shards
@@ -181,7 +182,8 @@ class CheckpointManager:
         with on_all_ranks("reading the layout of the optimizer"):
             files = optimizer_files(optimizer_shards(model, optimizer), kind, index)
         self._write(folder, files)
-        self._kinds.setdefault(model, set()).add(kind)
+        for owner in model.values() if isinstance(model, JointModels) else (model,):
+            self._kinds.setdefault(owner, set()).add(kind)
 
     def saved_kinds(self, model: nn.Module) -> set[StateDictKind]:
         """Return the state dict types of all checkpoints with an optimizer of this model."""
