@@ -22,9 +22,10 @@ def make_models() -> tuple[Any, nn.Module]:
 
 
 def make_optimizer(model: nn.Module, head: nn.Module) -> torch.optim.Optimizer:
-    """Groups with parameters of both models."""
-    both = list(chain(model.parameters(), head.parameters()))
-    weights, others = [p for p in both if p.dim() > 1], [p for p in both if p.dim() < 2]
+    """Groups with parameters of both models. FSDP1's shards have one dimension, so the names decide."""
+    both = list(chain(model.named_parameters(), head.named_parameters()))
+    weights = [parameter for name, parameter in both if "norm" not in name and "bias" not in name]
+    others = [parameter for name, parameter in both if "norm" in name or "bias" in name]
     return torch.optim.AdamW([{"params": weights}, {"params": others, "weight_decay": 0.0}], lr=1e-2)
 
 
