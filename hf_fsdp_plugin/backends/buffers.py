@@ -57,7 +57,7 @@ def send_buffers(model: nn.Module) -> None:
     own = {n: b for n, b in persistent_buffers(model) if type(b) is torch.Tensor and b.numel() and not b.is_meta}
     if not own or dist.get_world_size() == 1:
         return
-    differs = torch.tensor(_receive(list(own.values())), dtype=torch.int32, device=next(iter(own.values())).device)
+    differs = _receive(list(own.values()))
     dist.all_reduce(differs, dist.ReduceOp.MAX)
     differing = [name for name, is_different in zip(own, differs.tolist(), strict=True) if is_different]
     if differing:
@@ -72,19 +72,23 @@ def send_buffers(model: nn.Module) -> None:
         )
 
 
-def _receive(tensors: list[torch.Tensor]) -> list[bool]:
-    """Overwrite tensors with those of rank 0, with one broadcast for each device. Return which of them change."""
+def _receive(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Overwrite tensors with those of rank 0, with one broadcast for each device. Return 1 for each that changes.
+
+    The result is a tensor, so that the host waits for a device only once.
+    """
     by_device: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):
         by_device.setdefault(tensor.device, []).append(index)
-    changes = [False] * len(tensors)
+    changes = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0].device)
     for indices in by_device.values():
         parts = [tensors[index].contiguous().view(-1).view(torch.uint8) for index in indices]
         data = torch.cat(parts)
         dist.broadcast(data, 0)
-        for index, part, received in zip(indices, parts, data.split([part.numel() for part in parts]), strict=True):
-            changes[index] = not torch.equal(part, received)
-            if changes[index]:
-                # A clone, because a view as a wider type needs an aligned address.
-                tensors[index].copy_(received.clone().view(tensors[index].dtype).view(tensors[index].shape))
+        received = data.split([part.numel() for part in parts])
+        differing = torch.stack([(part != new).any() for part, new in zip(parts, received, strict=True)])
+        changes[indices] = differing.to(changes)
+        for index, new in zip(indices, received, strict=True):
+            # A clone, because a view as a wider type needs an aligned address.
+            tensors[index].copy_(new.clone().view(tensors[index].dtype).view(tensors[index].shape))
     return changes

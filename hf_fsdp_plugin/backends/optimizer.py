@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_plugin.backends.replicated import is_replicated
 from hf_fsdp_plugin.plan.names import canonical_name, named_parameters
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.torch_private.fsdp1 import names_in
@@ -22,14 +23,16 @@ from hf_fsdp_plugin.torch_private.fsdp1 import names_in
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DetachedOptimizer:
-    """An optimizer without parameters, and the canonical names of the parameters that each group had.
+    """An optimizer without the parameters of one model, and what each of its groups had.
 
     Attributes:
+        groups: the canonical names of the model's parameters, and the parameters of other models, in the order of the
+            group.
         initial: canonical name -> the state that the optimizer has before its first step.
     """
 
     optimizer: torch.optim.Optimizer
-    names: tuple[tuple[str, ...], ...]
+    groups: tuple[tuple[str | nn.Parameter, ...], ...]
     initial: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
@@ -42,35 +45,32 @@ class _Filled:
 
 
 def detach_optimizers(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module) -> list[DetachedOptimizer]:
-    """Remove the model's parameters from its optimizers. Optimizers of other models are left unchanged.
+    """Remove the model's parameters from its optimizers. Parameters of other models are left unchanged.
 
     Raises:
-        SpecError: an optimizer also has parameters of other models, or has already stepped, so that its state belongs
-            to unsharded parameters.
+        SpecError: an optimizer has already stepped, so that its state belongs to unsharded parameters.
     """
     names: dict[int, str] = {}
     for name, parameter in named_parameters(model):
         names.setdefault(id(parameter), name)
     detached = []
     for optimizer in optimizers:
-        num_foreign = foreign_parameters(optimizer, [model])
-        if num_foreign == sum(len(group["params"]) for group in optimizer.param_groups):
+        if not has_parameters_of(model, optimizer):
             continue
-        kind = type(optimizer).__name__
-        if num_foreign:
-            message = f"{kind} has {num_foreign} parameters that do not belong to the model."
-            raise SpecError([Problem(code="FSDP-E304", message=message, fix="Create one optimizer for each model.")])
         initial = _initial_state(optimizer)
         if initial is None:
-            message = f"{kind} has stepped before sharding: its state belongs to unsharded parameters."
+            message = (
+                f"{type(optimizer).__name__} has stepped before sharding: its state belongs to unsharded parameters."
+            )
             fix = "Prepare the model before the first step, and load the optimizer's state afterwards."
             raise SpecError([Problem(code="FSDP-E305", message=message, fix=fix)])
-        groups = tuple(tuple(names[id(p)] for p in group["params"]) for group in optimizer.param_groups)
+        groups = tuple(tuple(names.get(id(p), p) for p in group["params"]) for group in optimizer.param_groups)
         for group in optimizer.param_groups:
-            group["params"] = []
-        optimizer.state.clear()
-        by_name = {names[id(parameter)]: state for parameter, state in initial.items()}
-        detached.append(DetachedOptimizer(optimizer=optimizer, names=groups, initial=by_name))
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in names]
+        for own in [parameter for parameter in optimizer.state if id(parameter) in names]:
+            del optimizer.state[own]
+        by_name = {names[id(parameter)]: state for parameter, state in initial.items() if id(parameter) in names}
+        detached.append(DetachedOptimizer(optimizer=optimizer, groups=groups, initial=by_name))
     return detached
 
 
@@ -121,12 +121,12 @@ def attach_optimizers(detached: Iterable[DetachedOptimizer], model: nn.Module) -
     found = _sharded_parameters(model)
     for item in detached:
         group_of: dict[int, int] = {}
-        for index, (group, names) in enumerate(zip(item.optimizer.param_groups, item.names, strict=True)):
+        for index, (group, members) in enumerate(zip(item.optimizer.param_groups, item.groups, strict=True)):
             parameters: dict[int, nn.Parameter] = {}
-            for name in names:
-                parameter = found[name]
-                if group_of.setdefault(id(parameter), index) != index:
-                    raise SpecError([_split_flat_parameter(name)])
+            for member in members:
+                parameter = found[member] if isinstance(member, str) else member
+                if isinstance(member, str) and group_of.setdefault(id(parameter), index) != index:
+                    raise SpecError([_split_flat_parameter(member)])
                 parameters[id(parameter)] = parameter
             group["params"] = list(parameters.values())
         for name, state in item.initial.items():
@@ -152,9 +152,32 @@ def _sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def foreign_parameters(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> int:
-    """Return the number of the optimizer's parameters that belong to none of the models."""
+    """Return the number of the optimizer's parameters that belong to none of the models. Replicated ones may."""
     own = {id(p) for model in models for p in model.parameters()}
-    return sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return sum(id(p) not in own and not is_replicated(p) for p in parameters)
+
+
+def has_parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has parameters of the model."""
+    own = {id(parameter) for parameter in model.parameters()}
+    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+
+class JointModels(nn.ModuleDict):
+    """The models of one optimizer with parameters of several, ``model_0`` and so on, and its replicated parameters.
+
+    The names of the optimizer's state begin with these names.
+    """
+
+
+def owner_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> nn.Module | None:
+    """Return the model whose parameters an optimizer has: :class:`JointModels` for several, ``None`` for none."""
+    owners = {f"model_{i}": model for i, model in enumerate(models) if has_parameters_of(model, optimizer)}
+    replicated = [p for group in optimizer.param_groups for p in group["params"] if is_replicated(p)]
+    if replicated:
+        owners["loss"] = nn.ParameterList(replicated)
+    return JointModels(owners) if len(owners) > 1 else next(iter(owners.values()), None)
 
 
 def _split_flat_parameter(name: str) -> Problem:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hf_fsdp_plugin.backends.buffers import watch_buffers
+from hf_fsdp_plugin.backends.changed_inputs import return_changed_inputs
 from hf_fsdp_plugin.backends.class_names import keep_class_names
 from hf_fsdp_plugin.backends.fp32_modules import compute_in_fp32
 from hf_fsdp_plugin.backends.fsdp1 import apply_fsdp1
@@ -81,6 +82,7 @@ def shard(
     mark_fsdp_managed(sharded)
     support_submodule_calls(sharded)
     support_mapping_outputs(sharded)
+    return_changed_inputs(sharded)
     attach_optimizers(detached, sharded)
     setattr(sharded, PLAN_ATTRIBUTE, plan)
     _sharded_models.add(sharded)

@@ -207,9 +207,9 @@ _TRANSFORMERS_HOOKS = (
          until=_WITH_INSTALL,
          without="refused"),
     Hook(f"{_TRAINER}._validate_args", "transformers.trainer:validate_args",
-         reason="The Trainer refuses `optimizers` under FSDP, because FSDP1 replaces parameters. The parameters of a "
-                "model that `from_pretrained` has sharded stay.",
-         until="The Trainer refuses `optimizers` only for models that it wraps itself."),
+         reason="The Trainer refuses `optimizers` under FSDP, which replaces parameters. `prepare` replaces those of "
+                "the optimizer too.",
+         until="The Trainer prepares a given optimizer together with the model."),
     Hook(f"{_TRAINER}._set_signature_columns_if_needed", "transformers.trainer:set_signature_columns",
          reason="The signature of FSDP1's wrapper accepts any argument, so the Trainer keeps no dataset column.",
          until="The Trainer inspects the unwrapped model."),

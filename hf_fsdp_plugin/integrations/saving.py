@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
+from hf_fsdp_plugin.backends.optimizer import owner_of
 from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.checkpoint import CheckpointManager, read_manifest
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL
@@ -44,6 +45,7 @@ def prepare_buffers_after_first_step(accelerator: Any, kind: StateDictKind) -> N
         hook.remove()
         models = [model for model in prepared_models(accelerator) if plan_of(model) is not None]
         optimizers = [wrapper.optimizer for wrapper in prepared_optimizers(accelerator)]
-        manager.prepare_buffers(models, zip(prepared_models(accelerator), optimizers, strict=False), kind)
+        owners = [(owner_of(optimizer, models), optimizer) for optimizer in optimizers]
+        manager.prepare_buffers(models, [(owner, each) for owner, each in owners if owner is not None], kind)
 
     hook = prepared_optimizers(accelerator)[-1].optimizer.register_step_post_hook(prepare)

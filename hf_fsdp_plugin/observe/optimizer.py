@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_fsdp_plugin.backends.replicated import is_replicated
+from hf_fsdp_plugin.backends.shard import sharded_models
 from hf_fsdp_plugin.observe.units import UnitObservation
 from hf_fsdp_plugin.problems import Problem
 
@@ -97,7 +99,9 @@ def _foreign(optimizer: torch.optim.Optimizer, own: Collection[int]) -> Problem 
     An optimizer that was created before wrapping updates the old, unsharded parameters, and the loss stays constant.
     """
     held = _parameters(optimizer)
-    num_foreign = sum(id(parameter) not in own for parameter in held)
+    foreign = [parameter for parameter in held if id(parameter) not in own and not is_replicated(parameter)]
+    others = {id(parameter) for model in sharded_models() for parameter in model.parameters()} if foreign else ()
+    num_foreign = sum(id(parameter) not in others for parameter in foreign)
     if not num_foreign:
         return None
     return Problem(

@@ -33,7 +33,7 @@ def make_base(folder: Path) -> None:
             attention_probs_dropout_prob=0.0,
         )  # fmt: skip
         BertModel(config).save_pretrained(folder)
-        BertTokenizerFast(vocab_file=str(vocabulary)).save_pretrained(folder)
+        BertTokenizerFast(vocab=str(vocabulary)).save_pretrained(folder)
     dist.barrier()
 
 

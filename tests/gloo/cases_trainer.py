@@ -30,9 +30,10 @@ class Batches(torch.utils.data.Dataset):
 
 def make_trainer(
     output_dir: str,
-    model: str | torch.nn.Module = "llama",
+    model: str | torch.nn.Module | None = "llama",
     callbacks: Any = (),
     optimizers: tuple[Any, Any] = (None, None),
+    model_init: Any = None,
     **arguments: Any,
 ) -> Any:
     world_size = torch.distributed.get_world_size()
@@ -49,6 +50,7 @@ def make_trainer(
         eval_dataset=Batches(1),
         callbacks=list(callbacks),
         optimizers=optimizers,
+        model_init=model_init,
     )
 
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.buffers import send_buffers
+from hf_fsdp_plugin.backends.optimizer import JointModels
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.io import write_text
 from hf_fsdp_plugin.checkpoint.shards import model_shards, optimizer_shards, trainable_shards
@@ -183,7 +184,8 @@ class CheckpointManager:
         with on_all_ranks("reading the layout of the optimizer"):
             files = optimizer_files(optimizer_shards(model, optimizer), kind, index)
         self._write(folder, files)
-        self._kinds.setdefault(model, set()).add(kind)
+        for owner in model.values() if isinstance(model, JointModels) else (model,):
+            self._kinds.setdefault(owner, set()).add(kind)
 
     def saved_kinds(self, model: nn.Module) -> set[StateDictKind]:
         """Return the state dict types of all checkpoints with an optimizer of this model."""

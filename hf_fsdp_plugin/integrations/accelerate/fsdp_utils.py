@@ -12,17 +12,19 @@ from typing import Any
 
 from accelerate.utils.modeling import is_peft_model
 
+from hf_fsdp_plugin.backends.optimizer import owner_of
 from hf_fsdp_plugin.checkpoint import load_model, load_optimizer
 from hf_fsdp_plugin.integrations.accelerate.plugin import (
     PlannedFsdpPlugin,
     assigned_state_dict_type,
     planned_plugin,
 )
+from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.saving import manager
 
 
 def _if_planned(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: call ``function(plugin, …)`` for an Accelerator with a planned plugin, else the original.
+    """Decorator: call ``function(plugin, accelerator, …)`` for an Accelerator with a planned plugin, else the original.
 
     A script may pass the stock plugin that it made its Accelerator with. A state dict type that it assigned is used.
     """
@@ -30,14 +32,14 @@ def _if_planned(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def replacement(original: Callable[..., Any], fsdp_plugin: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(fsdp_plugin, PlannedFsdpPlugin):
-            return function(fsdp_plugin, *args, **kwargs)
+            return function(fsdp_plugin, accelerator, *args, **kwargs)
         planned = planned_plugin(accelerator)
         if planned is None:
             return original(fsdp_plugin, accelerator, *args, **kwargs)
         kind = planned.state_dict_kind
         planned.set_state_dict_type(assigned_state_dict_type(fsdp_plugin))
         try:
-            return function(planned, *args, **kwargs)
+            return function(planned, accelerator, *args, **kwargs)
         finally:
             planned.set_state_dict_type(kind)
 
@@ -46,7 +48,13 @@ def _if_planned(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @_if_planned
 def save_fsdp_model(
-    plugin: PlannedFsdpPlugin, model: Any, output_dir: Any, model_index: int = 0, adapter_only: bool = False, **_: Any
+    plugin: PlannedFsdpPlugin,
+    accelerator: Any,
+    model: Any,
+    output_dir: Any,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    **_: Any,
 ) -> None:
     folder = Path(output_dir)
     save = manager.open_save(folder)
@@ -57,7 +65,13 @@ def save_fsdp_model(
 
 @_if_planned
 def load_fsdp_model(
-    plugin: PlannedFsdpPlugin, model: Any, input_dir: Any, model_index: int = 0, adapter_only: bool = False, **_: Any
+    plugin: PlannedFsdpPlugin,
+    accelerator: Any,
+    model: Any,
+    input_dir: Any,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    **_: Any,
 ) -> Any:
     adapters, verify = _only_adapters(adapter_only, model), plugin.spec.checkpoint.verify
     return load_model(model, Path(input_dir), model_index, adapter_only=adapters, verify=verify)
@@ -65,23 +79,39 @@ def load_fsdp_model(
 
 @_if_planned
 def save_fsdp_optimizer(
-    plugin: PlannedFsdpPlugin, optimizer: Any, model: Any, output_dir: Any, optimizer_index: int = 0, **_: Any
+    plugin: PlannedFsdpPlugin,
+    accelerator: Any,
+    optimizer: Any,
+    model: Any,
+    output_dir: Any,
+    optimizer_index: int = 0,
+    **_: Any,
 ) -> None:
-    kind = plugin.state_dict_kind
-    manager.save_optimizer(model, _unwrapped(optimizer), Path(output_dir), kind, optimizer_index)
+    optimizer, owner = _with_owner(accelerator, optimizer, model)
+    manager.save_optimizer(owner, optimizer, Path(output_dir), plugin.state_dict_kind, optimizer_index)
 
 
 @_if_planned
 def load_fsdp_optimizer(
-    plugin: PlannedFsdpPlugin, optimizer: Any, model: Any, input_dir: Any, optimizer_index: int = 0, **_: Any
+    plugin: PlannedFsdpPlugin,
+    accelerator: Any,
+    optimizer: Any,
+    model: Any,
+    input_dir: Any,
+    optimizer_index: int = 0,
+    **_: Any,
 ) -> Any:
-    verify = plugin.spec.checkpoint.verify
-    return load_optimizer(model, _unwrapped(optimizer), Path(input_dir), optimizer_index, verify=verify)
+    optimizer, owner = _with_owner(accelerator, optimizer, model)
+    return load_optimizer(owner, optimizer, Path(input_dir), optimizer_index, verify=plugin.spec.checkpoint.verify)
 
 
-def _unwrapped(optimizer: Any) -> Any:
-    """Return the torch optimizer inside an ``AcceleratedOptimizer``."""
-    return getattr(optimizer, "optimizer", optimizer)
+def _with_owner(accelerator: Any, optimizer: Any, model: Any) -> tuple[Any, Any]:
+    """Return the torch optimizer inside an ``AcceleratedOptimizer``, and the models whose parameters it has.
+
+    Accelerate pairs models and optimizers by their positions, which is wrong for an optimizer of several models.
+    """
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    return optimizer, owner_of(optimizer, prepared_models(accelerator)) or model
 
 
 def _only_adapters(adapter_only: bool, model: Any) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from torch import nn
@@ -165,6 +166,12 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
     def add_evaluated(self, model: nn.Module) -> None:
         """Add a model to :attr:`evaluated_models`. Only a weak reference is kept, so that it can be deleted."""
         self._evaluated.append(weakref.ref(model))
+
+    @property
+    def later_optimizers(self) -> weakref.WeakSet[torch.optim.Optimizer]:
+        """Optimizers that are prepared after their model is sharded, but have its parameters from before."""
+        found: weakref.WeakSet[torch.optim.Optimizer] = self.__dict__.setdefault("_later", weakref.WeakSet())
+        return found
 
     @property
     def state_dict_kind(self) -> StateDictKind:

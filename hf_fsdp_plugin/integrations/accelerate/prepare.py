@@ -17,11 +17,11 @@ from hf_fsdp_plugin.backends.agreement import on_all_ranks, same_on_all_ranks
 from hf_fsdp_plugin.backends.arrivals import first_step, preparation_limit, together
 from hf_fsdp_plugin.backends.cluster import ranks_per_machine
 from hf_fsdp_plugin.backends.load_failures import load_failures
-from hf_fsdp_plugin.backends.optimizer import foreign_parameters
+from hf_fsdp_plugin.backends.optimizer import foreign_parameters, has_parameters_of
 from hf_fsdp_plugin.backends.optimizer_mode import apply_step_mode
 from hf_fsdp_plugin.backends.optimizer_state_factory import set_state_factory
 from hf_fsdp_plugin.backends.same_weights import check_same_weights
-from hf_fsdp_plugin.backends.shard import plan_of, rebind, remember_optimizers, reshard_and_rebind, shard
+from hf_fsdp_plugin.backends.shard import place_of, plan_of, rebind, remember_optimizers, reshard_and_rebind, shard
 from hf_fsdp_plugin.backends.shared_weights import exchange
 from hf_fsdp_plugin.backends.submodule_calls import free_after_forward, free_before_step
 from hf_fsdp_plugin.devices import get_device
@@ -73,7 +73,9 @@ def prepare_objects(accelerator: Any, objects: Sequence[Any]) -> Any:
             obj if isinstance(obj, nn.Module) else private.prepare_one(accelerator, obj, first_pass=first_pass)
             for obj in prepared
         ]
+    plugin = planned_plugin(accelerator)
     optimizers: list[torch.optim.Optimizer] = [obj.optimizer for obj in private.prepared_optimizers(accelerator)]
+    optimizers += list(plugin.later_optimizers) if plugin is not None else []
     prepared = [prepare_model(accelerator, obj, optimizers) if isinstance(obj, nn.Module) else obj for obj in prepared]
     models = private.prepared_models(accelerator)
     for model in models:
@@ -96,7 +98,6 @@ def prepare_objects(accelerator: Any, objects: Sequence[Any]) -> Any:
             free_before_step(model, optimizer)
     print_warnings(problem for obj in prepared if (problem := check_even_batches(obj)) is not None)
     track(accelerator)
-    plugin = planned_plugin(accelerator)
     if plugin is not None and plugin.spec.checkpoint.asynchronous and new_optimizers:
         prepare_buffers_after_first_step(accelerator, plugin.state_dict_kind)
     private.mark_prepared(accelerator, *prepared)
@@ -104,8 +105,14 @@ def prepare_objects(accelerator: Any, objects: Sequence[Any]) -> Any:
 
 
 def prepare_model(accelerator: Any, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()) -> nn.Module:
-    """Plan and shard one model, and return the sharded model. Collective. A prepared model is returned unchanged."""
+    """Plan and shard one model, and return the sharded model. Collective. A prepared model is returned unchanged.
+
+    So is a script's own variable, which is the module inside the prepared model under FSDP1.
+    """
     models = private.prepared_models(accelerator)
+    place = place_of(model)
+    if place is not None and not place.name:
+        model = place.root
     is_prepared = private.is_prepared(model)
     sharded = model if is_prepared else _shard_model(accelerator, model, optimizers, is_first=not models)
     if not any(sharded is known for known in models):
@@ -248,7 +255,7 @@ def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], models: Seque
             code="FSDP-E604",
             message=f"{num_foreign} parameters of {type(optimizer).__name__} belong to no prepared model, so the "
             "optimizer would update copies that the model does not use.",
-            fix="Pass model and optimizer to prepare() together, or create the optimizer after preparing the model.",
+            fix="Pass the optimizer and all of its models to prepare() together, or create it after preparing them.",
         )
         for optimizer in optimizers
         if (num_foreign := foreign_parameters(optimizer, models))
@@ -265,7 +272,7 @@ def _set_step_modes(optimizers: Sequence[torch.optim.Optimizer], models: Sequenc
     """
     found = []
     for optimizer in optimizers:
-        owners = [model for model in models if foreign_parameters(optimizer, [model]) < _num_parameters(optimizer)]
+        owners = [model for model in models if has_parameters_of(model, optimizer)]
         plan = plan_of(owners[0]) if owners else None
         if torchao_private.can_create_state(optimizer):
             set_state_factory(optimizer, torchao_private.create_state)
@@ -274,7 +281,3 @@ def _set_step_modes(optimizers: Sequence[torch.optim.Optimizer], models: Sequenc
     print_warnings(found)
     if errors := [problem for problem in found if problem.severity == "error"]:
         raise SpecError(errors)
-
-
-def _num_parameters(optimizer: torch.optim.Optimizer) -> int:
-    return sum(len(group["params"]) for group in optimizer.param_groups)

@@ -24,11 +24,12 @@ from hf_fsdp_plugin.backends.fsdp2 import reshard
 from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX
 from hf_fsdp_plugin.integrations.accelerate.adoption import is_left_to_transformers
-from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned
+from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned, planned_plugin
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.patching import install_hooks, override_hooked_methods
 from hf_fsdp_plugin.integrations.run_report import report_run, set_output_dir
 from hf_fsdp_plugin.integrations.saving import manager
+from hf_fsdp_plugin.integrations.sentence_transformers.losses import replicate_parameters_of_losses
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.integrations.transformers.arguments import fsdp_arguments
@@ -81,10 +82,17 @@ def _spec_of_trainer(trainer: Any) -> FsdpSpec | None:
 
 
 def validate_args(original: Callable[[], None], trainer: Any) -> None:
-    """Accept ``optimizers`` for a model that ``from_pretrained`` has sharded, as the stock Trainer does."""
+    """Accept ``optimizers``: their parameters are replaced by the shards when the model is prepared.
+
+    Under FSDP1, the Trainer prepares its model before the optimizer.
+    """
     given = trainer.optimizer, trainer.lr_scheduler
-    if distributed_config_of(trainer.model) is not None and trainer.model_init is None:
+    plugin = planned_plugin(trainer.accelerator)
+    is_supported = plugin is not None or distributed_config_of(trainer.model) is not None
+    if is_supported and trainer.model_init is None and trainer.optimizer_cls_and_kwargs is None:
         trainer.optimizer = trainer.lr_scheduler = None
+        if plugin is not None and given[0] is not None:
+            plugin.later_optimizers.add(given[0])
     try:
         original()
     finally:
@@ -143,7 +151,9 @@ def evaluation_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kw
 @if_planned
 def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Resume from a complete checkpoint only, also after a restart of the run, and write the report at the end."""
-    private.show_loading(trainer.model)
+    if trainer.model is not None:  # the Trainer removes it after each trial of a hyperparameter search
+        private.show_loading(trainer.model)
+    replicate_parameters_of_losses(trainer)
     session.num_trainings += 1
     resume = args[0] if args else kwargs.get("resume_from_checkpoint")
     if resume or session.restarts.count:

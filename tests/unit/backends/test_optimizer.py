@@ -1,5 +1,6 @@
 """Optimizers that are built before sharding receive the sharded parameters, or are refused."""
 
+import operator
 from collections.abc import Callable
 
 import pytest
@@ -26,7 +27,7 @@ def test_attached_optimizer_has_parameters_of_same_names():
     optimizer = two_groups(model)
     detached = detach_optimizers([optimizer], model)
     assert [group["params"] for group in optimizer.param_groups] == [[], []]
-    assert detached[0].names == (("weight",), ("bias",))
+    assert detached[0].groups == (("weight",), ("bias",))
     attach_optimizers(detached, other)
     assert [group["params"] for group in optimizer.param_groups] == [[other.weight], [other.bias]]
 
@@ -39,10 +40,16 @@ def test_optimizer_of_other_model_is_unchanged():
     assert foreign_parameters(optimizer, [model, other]) == 0
 
 
-def test_optimizer_of_two_models_is_refused():
-    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    with pytest.raises(SpecError, match="FSDP-E304"):
-        detach_optimizers([torch.optim.SGD([*model.parameters(), other.bias])], model)
+def test_parameters_of_other_model_keep_their_place():
+    model, new, other = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.Adagrad([model.weight, other.bias, model.bias], initial_accumulator_value=0.5)
+    detached = detach_optimizers([optimizer], model)
+    assert optimizer.param_groups[0]["params"] == [other.bias]
+    assert list(optimizer.state) == [other.bias]
+    attach_optimizers(detached, new)
+    expected = [new.weight, other.bias, new.bias]
+    assert all(map(operator.is_, optimizer.param_groups[0]["params"], expected))
+    assert all(bool((optimizer.state[each]["sum"] == 0.5).all()) for each in expected)
 
 
 def test_stepped_optimizer_is_refused():
