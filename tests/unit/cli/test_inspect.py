@@ -221,6 +221,14 @@ def test_inspect_is_fast_and_imports_no_torch(local, stock, kind, imports_no_hea
     path = {"local": local, "stock": stock, "run": local.parent}[kind]
     began = time.monotonic()
     libraries = ("torch", "transformers", "accelerate", "datasets", "numpy")
-    imports_no_heavy_library("inspect", path, "--parameters", "--optimizer", libraries=libraries)
+    more = ["--json"] if kind == "run" else []
+    imports_no_heavy_library("inspect", path, "--parameters", "--optimizer", *more, libraries=libraries)
     # 0.2 s on an idle machine; importing torch alone takes about 3 s.
     assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize("flag", ["--parameters", "--optimizer"])
+def test_lists_of_a_run_are_refused(local, hf_fsdp, flag):
+    code, out, error = hf_fsdp("inspect", local.parent, flag)
+    assert code == 2 and not out and "need one checkpoint" in error
+    assert hf_fsdp("inspect", local, flag)[0] == 0
