@@ -43,6 +43,15 @@ def arrival_store() -> dist.Store:
     return dist.PrefixStore("hf_fsdp_arrivals", default_store())
 
 
+def place_store() -> dist.Store:
+    """Return the part of the store in which ranks that do not move write where they are: JSON with ``place``."""
+    return dist.PrefixStore("hf_fsdp_places", default_store())
+
+
+def place_key(rank: int) -> str:
+    return f"rank{rank}"
+
+
 class Round:
     """One rank's part in the rounds of a store.
 

@@ -10,6 +10,7 @@ The rounds in which the ranks meet are in :mod:`arrival_rounds`.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,7 +19,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from hf_fsdp_plugin.backends.arrival_rounds import LEFT, Round, arrival_store
+from hf_fsdp_plugin.backends.arrival_rounds import LEFT, Round, arrival_store, place_key, place_store
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private.functions import default_store
@@ -183,11 +184,18 @@ _inside: ContextVar[bool] = ContextVar("hf_fsdp_together", default=False)
 
 def _describe(missing: Sequence[tuple[int, str]]) -> str:
     absent = [rank for rank, call in missing if not call]
+    places = [f"rank {rank} was {place}" for rank in absent[:3] if (place := _place_of(rank))]
     left = [rank for rank, call in missing if call == LEFT]
     other = [f"rank {rank} called {call}" for rank, call in missing if call and call != LEFT]
     parts = [f"{_ranks(absent)} did not call it"] if absent else []
     parts += [f"{_ranks(left)} did not call it and ended the script"] if left else []
-    return "; ".join([*parts, *other[:3]])
+    return "; ".join([*parts, *places, *other[:3]])
+
+
+def _place_of(rank: int) -> str:
+    """Return where a rank has waited, if it has written that; see ``integrations.rank_watch``."""
+    store, key = place_store(), place_key(rank)
+    return str(json.loads(store.get(key))["place"]) if store.check([key]) else ""
 
 
 def _ranks(numbers: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS, USAGE, exit_code
 from hf_fsdp_plugin.cli.launch_flags import UsageError, split_setting_flags
 from hf_fsdp_plugin.cli.model_plan import plan_of_model
 from hf_fsdp_plugin.cli.output import print_json
-from hf_fsdp_plugin.cli.parser import make_parser
+from hf_fsdp_plugin.cli.parser import make_parser, needless_flag
 from hf_fsdp_plugin.cli.run_words import RUN_FLAG, add_run_arguments, request_of, split_run_words, why_refused
 from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems, text_width
 from hf_fsdp_plugin.problems import Problem, has_errors
@@ -97,6 +97,10 @@ OWN_FLAGS: Final = frozenset(
 )  # fmt: skip
 
 
+_NEEDS: Final = {"device": ("model",), "training_args": ("run",), "limit": ("run",)}
+"""Flag -> flags without which it has no effect."""
+
+
 def parse_argv(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments after ``check``, among them flags of launch. Raises ``SystemExit`` for wrong usage."""
     training: list[str] = []
@@ -137,6 +141,9 @@ class Checked:
 
 def run(args: argparse.Namespace) -> int:
     """Print the problems, settings and verdict. Returns 0 without errors, 1 with errors, 2 for a missing config."""
+    if reason := needless_flag(args, _NEEDS):
+        print(f"hf-fsdp check: {reason}", file=sys.stderr)
+        return USAGE
     files = _config_files(args)
     if args.run and (reason := why_refused(args, len(files))):
         print(f"hf-fsdp check: {reason}", file=sys.stderr)

@@ -12,8 +12,8 @@ from typing import Any
 
 from hf_fsdp_plugin.cli.exit_codes import HANG
 from hf_fsdp_plugin.cli.hang_watch import Hang
-from hf_fsdp_plugin.cli.places import Frame, RanksAt, is_library, merged, relative
 from hf_fsdp_plugin.cli.run_result import RankExit, RunResult
+from hf_fsdp_plugin.integrations.places import Frame, RanksAt, is_library, merged, relative
 from hf_fsdp_plugin.observe.hang.describe import SILENT_EXIT, describe_comparison, last_call
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import plural, truncate_lines

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from hf_fsdp_plugin.cli.failure_summary import format_stack
 from hf_fsdp_plugin.cli.hang_watch import Hang
-from hf_fsdp_plugin.cli.places import RanksAt, merged
 from hf_fsdp_plugin.cli.rank_files import write_atomically
+from hf_fsdp_plugin.integrations.places import RanksAt, merged
 from hf_fsdp_plugin.observe.hang.describe import describe_difference
 from hf_fsdp_plugin.text import plural
 from hf_fsdp_plugin.version import SCHEMA_VERSION

@@ -12,18 +12,16 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from hf_fsdp_plugin.cli.inquiries import Inquiries
-from hf_fsdp_plugin.cli.places import Frame, find_place, read_stack
 from hf_fsdp_plugin.cli.processes import Use, is_halted, processor_use
 from hf_fsdp_plugin.cli.rank_files import RankFiles
+from hf_fsdp_plugin.integrations.places import Frame, find_place, read_stack
 from hf_fsdp_plugin.integrations.step_count import read_counts
 from hf_fsdp_plugin.observe.hang.call_files import Glance, glance, read_calls
-from hf_fsdp_plugin.observe.hang.calls import RankCalls
+from hf_fsdp_plugin.observe.hang.calls import LIMIT_VARIABLE, RankCalls
 from hf_fsdp_plugin.observe.hang.describe import describe, describe_busy, describe_standstill
 from hf_fsdp_plugin.observe.hang.diagnose import Diagnosis, diagnose
 from hf_fsdp_plugin.problems import Problem
 
-LIMIT_VARIABLE: Final = "HF_FSDP_HANG_TIMEOUT"
-"""Environment variable with the limit in seconds; 0 switches the watch and the records of the ranks off."""
 DEFAULT_LIMIT: Final = 120.0
 _TIMEOUT_SHARE: Final = 0.5
 """Longest limit, as a part of the time-out of the process groups."""

@@ -48,6 +48,9 @@ def run(args: argparse.Namespace) -> int:
         summary = summarize(args.checkpoint)
     except CheckpointError as error:
         if paths:  # the folder of a run is usually not a checkpoint
+            if not args.json and (args.parameters or args.optimizer):
+                print("hf-fsdp inspect: --parameters and --optimizer need one checkpoint, or --json.", file=sys.stderr)
+                return USAGE
             return _run(args, paths)
         return _unreadable(args, error)
     if args.json:

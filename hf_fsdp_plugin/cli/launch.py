@@ -14,7 +14,6 @@ from hf_fsdp_plugin.cli.attempts import Job, first_restarts, run_attempts
 from hf_fsdp_plugin.cli.dry_run import show_run
 from hf_fsdp_plugin.cli.exit_codes import USAGE, exit_code
 from hf_fsdp_plugin.cli.exit_watch import LIMIT_VARIABLE, exit_limit
-from hf_fsdp_plugin.cli.hang_watch import LIMIT_VARIABLE as HANG_VARIABLE
 from hf_fsdp_plugin.cli.hang_watch import hang_limit
 from hf_fsdp_plugin.cli.launch_flags import LaunchArguments, UsageError, add_help, parse_launch_arguments
 from hf_fsdp_plugin.cli.machines import meet_machines
@@ -25,6 +24,7 @@ from hf_fsdp_plugin.cli.rendezvous import describe, endpoint, meet_locally
 from hf_fsdp_plugin.cli.script_path import check_script
 from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems
 from hf_fsdp_plugin.cli.world import World, resolve_world
+from hf_fsdp_plugin.observe.hang.calls import LIMIT_VARIABLE as HANG_VARIABLE
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.sources.command_line import flag_name
 from hf_fsdp_plugin.sources.config_file import ConfigFile

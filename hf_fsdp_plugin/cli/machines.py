@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from hf_fsdp_plugin.cli.inquiries import Inquiries, StoreInquiries
 from hf_fsdp_plugin.cli.launcher_store import POLL_SECONDS, LauncherStore, StoreLost, in_thread
 from hf_fsdp_plugin.cli.meeting import Meeting
-from hf_fsdp_plugin.cli.places import RanksAt
 from hf_fsdp_plugin.cli.pulse import Pulse, silence_limit
 from hf_fsdp_plugin.cli.rendezvous import Peers, Rendezvous, RendezvousError, endpoint
 from hf_fsdp_plugin.cli.restarts import Decision, Verdict, decide, lost_machine
 from hf_fsdp_plugin.cli.world import World
+from hf_fsdp_plugin.integrations.places import RanksAt
 from hf_fsdp_plugin.observe.restarts import Restarts
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.model import LaunchSection

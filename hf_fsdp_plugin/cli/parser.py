@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -20,7 +20,16 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = sys.argv[1:] if args is None else args
-        return super().parse_known_args([self._with_hyphens(word) for word in words], namespace)
+        words = [self._with_hyphens(word) for word in words]
+        namespace, rest = super().parse_known_args(words, namespace)
+        namespace.given = self._given(words)
+        return namespace, rest
+
+    def _given(self, words: Sequence[str]) -> dict[str, str]:
+        """Return the optional arguments that were written: attribute -> flag."""
+        own = words[: words.index("--")] if "--" in words else words
+        flags = [word.partition("=")[0] if word.startswith("--") else word[:2] for word in own]
+        return {action.dest: flag for flag in flags if (action := self._option_string_actions.get(flag)) is not None}
 
     def _with_hyphens(self, word: str) -> str:
         name, equals, value = word.partition("=")
@@ -41,6 +50,18 @@ class Parser(argparse.ArgumentParser):
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
         near = difflib.get_close_matches(self._with_hyphens(written).partition("=")[0], flags, n=1)
         return f" Did you mean {near[0]}?" if near else ""
+
+
+def needless_flag(args: argparse.Namespace, needs: Mapping[str, Sequence[str]]) -> str:
+    """Return why a flag has no effect, because none of those that it needs was written; empty if each has an effect.
+
+    Args:
+        needs: attribute of a flag -> attributes of which it needs one.
+    """
+    for name, others in needs.items():
+        if name in args.given and not any(other in args.given for other in others):
+            return f"{args.given[name]} needs {' or '.join('--' + other.replace('_', '-') for other in others)}."
+    return ""
 
 
 def make_parser(verb: str, module: ModuleType) -> Parser:

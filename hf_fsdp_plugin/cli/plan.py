@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from hf_fsdp_plugin.cli import check
@@ -16,6 +17,7 @@ from hf_fsdp_plugin.cli.plan_arguments import (
     add_workload_arguments,
     read_size,
 )
+from hf_fsdp_plugin.cli.plan_modes import unused_flags
 from hf_fsdp_plugin.cli.plan_output import Prediction, plan_json, plan_text
 from hf_fsdp_plugin.cli.plan_pictures import FLAGS as PICTURE_FLAGS
 from hf_fsdp_plugin.cli.plan_pictures import add_picture_arguments, check_targets, write_pictures
@@ -26,6 +28,8 @@ from hf_fsdp_plugin.cli.zero_table import scheme_table_verb, zero_table_verb
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 
 if TYPE_CHECKING:
+    from hf_fsdp_plugin.estimate.planner_rows import AdviceRow
+    from hf_fsdp_plugin.estimate.results import MemoryEstimate
     from hf_fsdp_plugin.estimate.time import TimeModel
 
 HELP = "Predict memory, communication and time of a training step, for a model, a config and a number of ranks."
@@ -85,13 +89,13 @@ def parse_argv(argv: Sequence[str]) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> int:
     """Print the prediction. Returns 0 if it fits or the memory is unknown, 1 if it does not fit or after errors."""
+    if reason := unused_flags(args):
+        print(f"hf-fsdp plan: {reason}", file=sys.stderr)
+        return USAGE
     if args.zero_table and args.model is None:
         return zero_table_verb(args)
     if args.calibrate:
         return _calibrate(args)
-    if args.params is not None and not args.zero_table:
-        print("hf-fsdp plan: --params is only for --zero-table; the size of --model is read.", file=sys.stderr)
-        return USAGE
     names = [name for name in (args.configs, args.config_option, args.config_file) if name is not None]
     if args.model is None or len(names) > 1:
         print("hf-fsdp plan: give --model, and at most one config.", file=sys.stderr)
@@ -124,22 +128,22 @@ def run(args: argparse.Namespace) -> int:
 
 def _advise(args: argparse.Namespace, planned: Planned, problems: list[Problem], shown: str | None) -> int:
     """Print the planner's answer. Returns 1 if nothing fits."""
-    from hf_fsdp_plugin.cli.plan_advise import advice_json, advice_text
+    from hf_fsdp_plugin.cli.plan_advise import advice_json, advice_text, launched_of, written_row
     from hf_fsdp_plugin.estimate.decision_tree import compare_with_tree
     from hf_fsdp_plugin.estimate.planner import advise
 
     plan, workload, spec = planned.plan, planned.workload, planned.plan.spec
     if planned.gpu_memory is None:
         return _fail(args, [*problems, _NO_MEMORY], shown)
-    machines = spec.launch.num_machines if plan.world_size % spec.launch.num_machines == 0 else 1
+    launched = launched_of(spec, plan.world_size, planned.machine)
     try:
         advice = advise(
             planned.model,
             seq_len=workload.seq_len,
             global_batch=workload.micro_batch * workload.accumulation * plan.world_size,
             gpu_memory=planned.gpu_memory,
-            num_machines=machines,
-            gpus_per_machine=plan.world_size // machines,
+            num_machines=launched.num_machines,
+            gpus_per_machine=launched.ranks_per_machine,
             machine=planned.machine,
             version=plan.version,
             precision=spec.precision.param,
@@ -149,24 +153,50 @@ def _advise(args: argparse.Namespace, planned: Planned, problems: list[Problem],
             clip_norm=workload.clip_norm,
             attention=workload.attention,
         )
+        more = list(advice.problems)
+        written = _advised_pictures(args, planned, written_row(advice), more)
     except SpecError as error:
         return _fail(args, [*problems, *error.problems], shown)
     tree = compare_with_tree(advice, plan.num_params)
     if args.json:
-        print_json(advice_json(advice, spec, plan.world_size, tree))
+        print_json(advice_json(advice, spec, launched, tree))
     else:
-        print_problems(advice.problems)
-        print(advice_text(advice, spec, plan.world_size, tree))
+        print_problems(dict.fromkeys(more))
+        for name in written:
+            print(f"written: {name}")
+        print(advice_text(advice, spec, launched, tree))
     return OK if advice.best is not None else PROBLEMS
 
 
+def _advised_pictures(
+    args: argparse.Namespace, planned: Planned, row: AdviceRow | None, problems: list[Problem]
+) -> list[str]:
+    """Write the files of ``--html`` and ``--png`` for the row whose config is printed, and return their names."""
+    if args.html is None and args.png is None:
+        return []
+    if row is None:
+        message = "nothing fits, so there are no settings to draw, and no pictures are written."
+        problems.append(Problem(code="FSDP-W792", message=message, fix="Follow one of the changes that are printed."))
+        return []
+    planned = replace(planned, plan=row.plan, workload=row.workload)
+    times = time_model(planned, problems)
+    prediction = _prediction(args, planned, times, row.memory)
+    return _write_pictures(args, planned, prediction, times)
+
+
 def _predict(args: argparse.Namespace, planned: Planned, times: TimeModel | None) -> Prediction:
-    from hf_fsdp_plugin.estimate.communication import estimate_communication
     from hf_fsdp_plugin.estimate.memory import estimate_memory
     from hf_fsdp_plugin.estimate.trace import trace_memory
 
     method = trace_memory if args.trace else estimate_memory
-    memory = method(planned.plan, planned.model, planned.workload)
+    return _prediction(args, planned, times, method(planned.plan, planned.model, planned.workload))
+
+
+def _prediction(
+    args: argparse.Namespace, planned: Planned, times: TimeModel | None, memory: MemoryEstimate
+) -> Prediction:
+    from hf_fsdp_plugin.estimate.communication import estimate_communication
+
     communication = estimate_communication(planned.plan, planned.model, planned.workload)
     machine = planned.machine
     timed = (times, machine) if times is not None and machine is not None else None

@@ -3,25 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from hf_fsdp_plugin.cli.rendezvous import DEFAULT_PORT
 from hf_fsdp_plugin.cli.terminal import colored, text_width
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import fit_table, format_bytes, plural, truncate_lines, wrap_words
 
 if TYPE_CHECKING:
+    from hf_fsdp_plugin.estimate.machines import Machine
     from hf_fsdp_plugin.estimate.planner_rows import Advice, AdviceRow
     from hf_fsdp_plugin.spec.model import FsdpSpec
 
 _ROWS: Final = 10
+_RANKS_PER_MACHINE: Final = 8
+"""Ranks of a machine that neither the config nor ``--machine`` describes."""
 _SYNC: Final = '--accelerator_config \'{"gradient_accumulation_kwargs": {"sync_each_batch": true}}\''
 
 
-def advice_text(advice: Advice, spec: FsdpSpec, world_size: int, tree: str) -> str:
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """The ranks and the machines on which they run."""
+
+    world_size: int
+    num_machines: int
+
+    @property
+    def ranks_per_machine(self) -> int:
+        return self.world_size // self.num_machines
+
+
+def advice_text(advice: Advice, spec: FsdpSpec, launched: Launched, tree: str) -> str:
     """Return the text: the best settings, a table, the rejected settings, and the config.
 
     Args:
         spec: the launch settings and the wrap policy of the config.
+        launched: the ranks and machines that were asked for.
         tree: how the best settings compare with the rule of thumb.
     """
     width = text_width()
@@ -39,11 +57,11 @@ def advice_text(advice: Advice, spec: FsdpSpec, world_size: int, tree: str) -> s
     lines += wrap_words(tree, width, "")
     chosen = written_row(advice)
     if chosen is not None:
-        lines += ["", *_config_lines(advice, chosen, spec, world_size)]
+        lines += ["", *_config_lines(advice, chosen, spec, launched)]
     return "\n".join(lines)
 
 
-def advice_json(advice: Advice, spec: FsdpSpec, world_size: int, tree: str) -> dict[str, Any]:
+def advice_json(advice: Advice, spec: FsdpSpec, launched: Launched, tree: str) -> dict[str, Any]:
     """Return the object of ``plan --advise --json``."""
     chosen = written_row(advice)
     return {
@@ -54,7 +72,7 @@ def advice_json(advice: Advice, spec: FsdpSpec, world_size: int, tree: str) -> d
         "rows": [_row_json(row) for row in advice.rows],
         "remedies": list(advice.remedies),
         "decision_tree": tree,
-        "config": config_text(chosen, spec, world_size) if chosen is not None else None,
+        "config": config_text(chosen, spec, launched) if chosen is not None else None,
         "arguments": list(_arguments(chosen)) if chosen is not None else [],
     }
 
@@ -67,14 +85,24 @@ def written_row(advice: Advice) -> AdviceRow | None:
     return next(stock, advice.best)
 
 
-def config_text(row: AdviceRow, spec: FsdpSpec, world_size: int) -> str:
+def launched_of(spec: FsdpSpec, world_size: int, machine: Machine | None) -> Launched:
+    """Return the machines for a number of ranks: those of the config, else as few equal ones as hold the ranks."""
+    launch, limit = spec.launch, max(_RANKS_PER_MACHINE, machine.ranks_per_machine if machine is not None else 0)
+    if spec.asked("launch.num_machines"):
+        given = world_size if launch.num_processes == "auto" else launch.num_processes
+        if given == world_size and world_size % launch.num_machines == 0:
+            return Launched(world_size, launch.num_machines)
+        limit = max(1, given // launch.num_machines)
+    fewest = -(-world_size // limit)
+    return Launched(world_size, next(n for n in range(fewest, world_size + 1) if world_size % n == 0))
+
+
+def config_text(row: AdviceRow, spec: FsdpSpec, launched: Launched) -> str:
     """Return the Accelerate YAML of a row."""
     lines = [
         "compute_environment: LOCAL_MACHINE",
         "distributed_type: FSDP",
-        f"num_machines: {spec.launch.num_machines}",
-        f"num_processes: {world_size}",
-        "machine_rank: 0",
+        *_launch_lines(spec, launched),
         f"mixed_precision: {_precision(spec)}",
         "fsdp_config:",
         *(f"  {key}: {_text(value)}" for key, value in _fsdp_keys(row.settings, spec)),
@@ -83,6 +111,22 @@ def config_text(row: AdviceRow, spec: FsdpSpec, world_size: int) -> str:
         sizes = {"replicate": row.settings["mesh.replicate"], "shard": row.settings["mesh.shard"]}
         lines += ["parallelism_config:", *(f"  parallelism_config_dp_{axis}_size: {n}" for axis, n in sizes.items())]
     return "\n".join(lines) + "\n"
+
+
+def _launch_lines(spec: FsdpSpec, launched: Launched) -> Iterator[str]:
+    launch, num_machines = spec.launch, launched.num_machines
+    yield f"num_machines: {num_machines}"
+    yield f"num_processes: {launched.world_size}"
+    if num_machines == 1:
+        yield "machine_rank: 0"
+    else:
+        others = "machine: 1" if num_machines == 2 else f"machines: 1 to {num_machines - 1}"
+        yield f"machine_rank: 0  # on the other {others}"
+        address = launch.main_process_ip or "ADDRESS  # of the machine with machine_rank 0"
+        yield f"main_process_ip: {address}"
+        yield f"main_process_port: {launch.main_process_port or DEFAULT_PORT}"
+    if launch.use_cpu:
+        yield "use_cpu: true"
 
 
 def _fsdp_keys(settings: Mapping[str, Any], spec: FsdpSpec) -> Iterator[tuple[str, Any]]:
@@ -131,7 +175,7 @@ def _arguments(row: AdviceRow) -> Iterator[str]:
         yield _SYNC
 
 
-def _config_lines(advice: Advice, row: AdviceRow, spec: FsdpSpec, world_size: int) -> Iterator[str]:
+def _config_lines(advice: Advice, row: AdviceRow, spec: FsdpSpec, launched: Launched) -> Iterator[str]:
     from hf_fsdp_plugin.cli.wizard.settings import stock_limits
 
     if advice.best is not None and row is not advice.best:
@@ -140,7 +184,7 @@ def _config_lines(advice: Advice, row: AdviceRow, spec: FsdpSpec, world_size: in
             f"The config is that of the best row that stock Accelerate runs too. {limits}", text_width()
         )
     yield from (f"# {argument}" for argument in _arguments(row))
-    yield config_text(row, spec, world_size).rstrip()
+    yield config_text(row, spec, launched).rstrip()
 
 
 def _answer(advice: Advice) -> str:

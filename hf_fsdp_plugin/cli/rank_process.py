@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_fsdp_plugin.cli.places import STACK_SIGNAL, Frame, read_stack
 from hf_fsdp_plugin.cli.processes import is_halted
 from hf_fsdp_plugin.cli.rank_files import RankFiles
 from hf_fsdp_plugin.cli.rank_output import last_lines
 from hf_fsdp_plugin.cli.run_result import RankExit
+from hf_fsdp_plugin.integrations.places import STACK_SIGNAL, Frame, read_stack
 from hf_fsdp_plugin.integrations.step_count import read_counts
 from hf_fsdp_plugin.observe.hang.call_files import read_calls
 

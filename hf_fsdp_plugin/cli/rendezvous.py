@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from hf_fsdp_plugin.cli.inquiries import Inquiries
-from hf_fsdp_plugin.cli.places import RanksAt
 from hf_fsdp_plugin.cli.restarts import Decision, Verdict, decide
 from hf_fsdp_plugin.cli.world import World
+from hf_fsdp_plugin.integrations.places import RanksAt
 from hf_fsdp_plugin.observe.restarts import Restarts
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spec.model import LaunchSection

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_fsdp_plugin.cli.hang_watch import Hang
-from hf_fsdp_plugin.cli.places import Frame, Place, RanksAt, find_place
+from hf_fsdp_plugin.integrations.places import Frame, Place, RanksAt, find_place
 from hf_fsdp_plugin.integrations.step_count import Counts
 from hf_fsdp_plugin.observe.hang.calls import RankCalls
 

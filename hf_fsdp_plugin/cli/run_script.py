@@ -25,14 +25,14 @@ from typing import Any
 
 import hf_fsdp_plugin
 from hf_fsdp_plugin.cli.exit_watch import exit_limit, watch_exit
-from hf_fsdp_plugin.cli.hang_watch import LIMIT_VARIABLE
-from hf_fsdp_plugin.cli.places import is_library, record_stacks
 from hf_fsdp_plugin.cli.rank_files import FILES_VARIABLE, RankFiles, write_atomically
 from hf_fsdp_plugin.integrations.call_record import record_calls
+from hf_fsdp_plugin.integrations.places import is_library, record_stacks
 from hf_fsdp_plugin.integrations.preflight.run import preflight
 from hf_fsdp_plugin.integrations.profiling.in_rank import profiled_run
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.step_count import step_count
+from hf_fsdp_plugin.observe.hang.calls import LIMIT_VARIABLE
 from hf_fsdp_plugin.observe.restarts import Restarts
 from hf_fsdp_plugin.problems import SpecError
 

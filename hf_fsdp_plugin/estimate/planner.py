@@ -10,7 +10,7 @@ from torch import nn
 from hf_fsdp_plugin.estimate.machines import Machine
 from hf_fsdp_plugin.estimate.planner_evaluator import Evaluator, Subject
 from hf_fsdp_plugin.estimate.planner_remedies import remedies
-from hf_fsdp_plugin.estimate.planner_rows import Advice, row_cost, with_reasons
+from hf_fsdp_plugin.estimate.planner_rows import Advice, in_order, row_cost, with_reasons
 from hf_fsdp_plugin.estimate.planner_search import Search
 from hf_fsdp_plugin.estimate.planner_time import Times
 from hf_fsdp_plugin.estimate.workload import Attention, Optimizer, UpdateLoop
@@ -39,7 +39,7 @@ def advise(
     attention: Attention = "sdpa",
     headroom: float = HEADROOM,
 ) -> Advice:
-    """Return the combinations of settings that fit, the fastest first, and why the others do not.
+    """Return the combinations of settings that fit, the best first, and why the others do not.
 
     Offload of parameters is tried only if nothing fits without it. A combination that does not fit is not tried with a
     larger micro-batch, and a strategy that does not fit with full checkpointing and offloaded activations is not tried
@@ -75,7 +75,7 @@ def advise(
     if not any(row.fits for row in rows):
         rows += search.rows(offload=True)
     rows += search.with_other_units(sorted((row for row in rows if row.fits), key=row_cost))
-    fitting = sorted((row for row in rows if row.fits), key=row_cost)
+    fitting = in_order([row for row in rows if row.fits], limit)
     rejected = sorted((row for row in rows if not row.fits), key=lambda row: row.peak_bytes)
     return Advice(
         rows=(*with_reasons(fitting), *rejected),

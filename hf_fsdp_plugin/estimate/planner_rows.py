@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from hf_fsdp_plugin.estimate.planner_space import Choice
 from hf_fsdp_plugin.estimate.results import MEMORY_KINDS, MemoryEstimate, MemoryKind, TimeEstimate
+from hf_fsdp_plugin.estimate.workload import Workload
+from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_bytes
 
@@ -16,6 +18,14 @@ _NAMES: Final[Mapping[MemoryKind, str]] = {
     "gathered": "gathered units and buffers", "other": "other memory",
 }  # fmt: skip
 
+SAME_SPEED: Final = 0.05
+"""Difference of predicted times, as a part of the time, that is within the error of the prediction.
+
+It is the median error of the predicted times of steps in docs/results.md.
+"""
+_SAME_MEMORY: Final = 0.02
+"""Difference of peaks, as a part of the memory that a row may need, below which the simpler mesh is preferred."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdviceRow:
@@ -23,6 +33,7 @@ class AdviceRow:
 
     Attributes:
         settings: FSDP settings by canonical name.
+        plan, workload: what the figures are for.
         fits: whether the peak is within the device's memory without headroom.
         time: ``None`` without a machine, and for rows that do not fit.
         communicated: bytes of all collectives of a rank per optimizer step.
@@ -31,6 +42,8 @@ class AdviceRow:
 
     choice: Choice
     settings: Mapping[str, Any]
+    plan: FsdpPlan
+    workload: Workload
     fits: bool
     memory: MemoryEstimate
     time: TimeEstimate | None
@@ -51,7 +64,7 @@ class Advice:
     """The planner's answer.
 
     Attributes:
-        rows: those that fit, the fastest first, then one for each combination that does not fit.
+        rows: those that fit, the best first (see :func:`in_order`), then one for each combination that does not fit.
         limit: bytes of a device without headroom.
         remedies: what would fit, one sentence each, if nothing does.
         problems: warnings, such as that no times can be predicted.
@@ -73,7 +86,7 @@ class Advice:
 
     @property
     def best(self) -> AdviceRow | None:
-        """The fastest row that fits; ``None`` if nothing fits."""
+        """The first row that fits; ``None`` if nothing fits."""
         return self.rows[0] if self.rows and self.rows[0].fits else None
 
 
@@ -89,16 +102,40 @@ def rejection(memory: MemoryEstimate, limit: int) -> str:
 def row_cost(row: AdviceRow) -> tuple[float, ...]:
     """Return the order of rows that fit: by predicted speed, else by what is known to cost time."""
     choice = row.choice
-    slower = ("none", "selective", "full").index(choice.checkpointing)
-    known = (
-        choice.offload_params,
-        choice.offload_activations,
-        slower,
-        row.communicated,
-        choice.accumulation,
-        bool(choice.units.label),
-    )
+    known = (*_extra_work(choice), row.communicated, choice.accumulation, bool(choice.units.label))
     return (-(row.tokens_per_second or 0.0), *known)
+
+
+def in_order(fitting: Sequence[AdviceRow], limit: int) -> list[AdviceRow]:
+    """Return the rows that fit, the best first.
+
+    The fastest rows whose predicted times are equal within the error of the prediction are ordered by what is known to
+    cost time, then by memory, then by the complexity of mesh and units. All others are ordered by :func:`row_cost`.
+
+    Args:
+        limit: bytes that a row may need.
+    """
+    rows = sorted(fitting, key=row_cost)
+    fastest = rows[0].tokens_per_second if rows else None
+    if not fastest:
+        return rows
+    tied = [row for row in rows if (row.tokens_per_second or 0.0) >= fastest * (1 - SAME_SPEED)]
+    simplest = sorted(tied, key=lambda row: (*_extra_work(row.choice), *_complexity(row, limit), row_cost(row)))
+    return [*simplest, *rows[len(tied) :]]
+
+
+def _extra_work(choice: Choice) -> tuple[int, ...]:
+    """Return how much a choice copies and recomputes."""
+    slower = ("none", "selective", "full").index(choice.checkpointing)
+    return (int(choice.offload_params), int(choice.offload_activations), slower)
+
+
+def _complexity(row: AdviceRow, limit: int) -> tuple[int, ...]:
+    """Return the order of rows that are equally fast: memory in steps of :data:`_SAME_MEMORY`, then mesh and units."""
+    choice = row.choice
+    is_hybrid = choice.sharding.replicate > 1 and choice.sharding.shard > 1
+    memory = int(row.peak_bytes / (limit * _SAME_MEMORY)) if limit else row.peak_bytes
+    return (memory, int(is_hybrid), int(bool(choice.units.label)), int(choice.sync_each_batch))
 
 
 def with_reasons(fitting: list[AdviceRow]) -> Iterator[AdviceRow]:
@@ -108,9 +145,17 @@ def with_reasons(fitting: list[AdviceRow]) -> Iterator[AdviceRow]:
             yield row
         elif row.tokens_per_second and best.tokens_per_second:
             slower = 1 - row.tokens_per_second / best.tokens_per_second
-            yield replace(row, reason=f"{slower:.0%} slower" if slower >= 0.005 else "as fast")
+            yield replace(row, reason=f"{slower:.0%} slower" if slower > SAME_SPEED else _second_choice(row, best))
         else:
             yield replace(row, reason=_difference(row, best))
+
+
+def _second_choice(row: AdviceRow, best: AdviceRow) -> str:
+    """Return why a row is ranked below the best one, although it is as fast within the error of the prediction."""
+    if _extra_work(row.choice) > _extra_work(best.choice):
+        return f"as fast although it {_difference(row, best)}"
+    more = row.peak_bytes - best.peak_bytes
+    return f"as fast with {format_bytes(more, binary=True)} more memory" if more > 0 else "as fast"
 
 
 def _difference(row: AdviceRow, best: AdviceRow) -> str:

@@ -107,6 +107,8 @@ class Search:
         return AdviceRow(
             choice=choice,
             settings=choice.settings(self.evaluator.subject.version),
+            plan=self.evaluator.plan(choice),
+            workload=self.evaluator.subject.workload(choice),
             fits=fits,
             memory=memory,
             time=self.evaluator.time(choice) if fits else None,

@@ -89,8 +89,10 @@ def uninstall() -> None:
     """
     from hf_fsdp_plugin.backends.load_failures import load_failures
     from hf_fsdp_plugin.backends.shared_weights import exchange
+    from hf_fsdp_plugin.integrations.rank_watch import rank_watch
     from hf_fsdp_plugin.integrations.saving import manager
 
+    rank_watch.stop()
     manager.close()
     exchange.close()
     load_failures.close()

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
+LIMIT_VARIABLE: Final = "HF_FSDP_HANG_TIMEOUT"
+"""Environment variable with the limit in seconds; 0 switches the watch and the records of the ranks off."""
 ARRIVALS: Final = "arrivals"
 """The group of the plugin's own calls, before which it waits for all ranks (``backends.arrivals``)."""
 POINT_TO_POINT: Final = "point to point"
@@ -100,7 +102,7 @@ class RankCalls:
         state: ``running``, ``halted`` (by SIGSTOP or a debugger), ``ended`` (its script), ``exited`` (its process),
             or ``unreachable`` (its launcher does not answer).
         detail: more about the state, such as ``exit code 0``.
-        place: where it is, as text (see ``cli.places``); empty if that is unknown.
+        place: where it is, as text (see ``integrations.places``); empty if that is unknown.
         call: the library function that it is in, such as ``generate``; empty outside of known ones.
         cpu: share of one core that its processes have used lately; ``None`` if that was not measured.
         moved: whether its Python stack has changed meanwhile, or it could have run if a processor had been free.

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from hf_fsdp_plugin.cli.failure_summary import exit_code, format_failures
-from hf_fsdp_plugin.cli.places import Frame, RanksAt
 from hf_fsdp_plugin.cli.run_result import RankExit, RunResult
 from hf_fsdp_plugin.cli.run_script import __file__ as LIBRARY_FILE
+from hf_fsdp_plugin.integrations.places import Frame, RanksAt
 from hf_fsdp_plugin.integrations.step_count import Counts
 from hf_fsdp_plugin.observe.hang.calls import Call, GroupCalls, RankCalls
 

@@ -219,4 +219,12 @@ def test_world_size_of_single_rng_file_is_1(stock):
 def test_inspect_imports_no_heavy_library(local, stock, kind, imports_no_heavy_library):
     path = {"local": local, "stock": stock, "run": local.parent}[kind]
     libraries = ("torch", "transformers", "accelerate", "datasets", "numpy")
-    imports_no_heavy_library("inspect", path, "--parameters", "--optimizer", libraries=libraries)
+    more = ["--json"] if kind == "run" else []
+    imports_no_heavy_library("inspect", path, "--parameters", "--optimizer", *more, libraries=libraries)
+
+
+@pytest.mark.parametrize("flag", ["--parameters", "--optimizer"])
+def test_lists_of_a_run_are_refused(local, hf_fsdp, flag):
+    code, out, error = hf_fsdp("inspect", local.parent, flag)
+    assert code == 2 and not out and "need one checkpoint" in error
+    assert hf_fsdp("inspect", local, flag)[0] == 0

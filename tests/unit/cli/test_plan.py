@@ -4,8 +4,12 @@ import json
 
 import pytest
 import torch
+import yaml
 
+from hf_fsdp_plugin.cli.plan_advise import launched_of
+from hf_fsdp_plugin.estimate.machine_file import machine_named
 from hf_fsdp_plugin.estimate.sizes import parse_size
+from hf_fsdp_plugin.spec.load import load_spec
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
@@ -267,3 +271,36 @@ def test_empty_model_and_unused_params_are_refused(plan, hf_fsdp):
     assert "name of the model is empty" in hf_fsdp("plan", "--model", "", "--world-size", "2")[2]
     code, _, err = plan("--model llama --world-size 2 --params 7B")
     assert code == 2 and "--zero-table" in err
+
+
+@pytest.mark.parametrize(
+    ("written", "world_size", "machine", "machines"),
+    [
+        ("", 8, None, 1),
+        ("", 16, None, 2),
+        ("", 12, None, 2),
+        ("", 13, None, 13),
+        ("", 4, "h100-sxm", 1),
+        ("", 32, "h100-sxm", 4),
+        ("num_processes: 16\nnum_machines: 4", 16, "h100-sxm", 4),
+        ("num_processes: 16\nnum_machines: 4", 32, "h100-sxm", 8),
+        ("num_processes: 8\nnum_machines: 1", 16, None, 2),
+        ("num_machines: 3", 24, None, 3),
+    ],
+)
+def test_config_has_the_machines_of_the_world(written, world_size, machine, machines):
+    overrides = {
+        f"launch.{key}": int(value) for key, _, value in (line.partition(":") for line in written.split("\n") if line)
+    }
+    spec = load_spec(overrides={"launch.distributed_type": "FSDP", **overrides}, environ={})
+    found = launched_of(spec, world_size, machine_named(machine) if machine else None)
+    assert (found.num_machines, found.ranks_per_machine * found.num_machines) == (machines, world_size)
+
+
+def test_advised_config_of_several_machines_is_valid(plan):
+    words = "--advise --model llama --world-size 16 --seq-len 64 --global-batch 32 --gpu-memory 80GB --json"
+    text = json.loads(plan(words)[1])["config"]
+    config = yaml.safe_load(text)
+    assert (config["num_machines"], config["num_processes"], config["machine_rank"]) == (2, 16, 0)
+    assert config["main_process_ip"] == "ADDRESS" and config["main_process_port"] == 29500
+    assert "# on the other machines: 1 to 1" not in text and "# on the other machine: 1" in text

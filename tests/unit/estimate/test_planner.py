@@ -12,6 +12,7 @@ from hf_fsdp_plugin.estimate.machine_file import machine_named
 from hf_fsdp_plugin.estimate.memory import estimate_memory
 from hf_fsdp_plugin.estimate.planner import advise
 from hf_fsdp_plugin.estimate.planner_evaluator import Evaluator, Subject
+from hf_fsdp_plugin.estimate.planner_rows import SAME_SPEED, in_order
 from hf_fsdp_plugin.estimate.planner_space import micro_batches, shardings
 from hf_fsdp_plugin.estimate.planner_time import Times
 from hf_fsdp_plugin.problems import SpecError
@@ -200,3 +201,27 @@ def test_difference_to_the_tree_has_a_reason():
     assert text.endswith("as the planner does.") if same else "but it" in text
     only_best = replace(found, rows=(best,))
     assert "was not compared" in compare_with_tree(only_best, 8 * 10**9) or same
+
+
+def test_equally_fast_rows_prefer_memory_and_simple_meshes():
+    found = advice(machine=machine_named("h100-sxm"), num_machines=2, gpus_per_machine=8, global_batch=64)
+    best, limit = found.best, found.limit
+    fastest = max(row.tokens_per_second for row in found.fitting)
+    tied = [row for row in found.fitting if row.tokens_per_second >= fastest * (1 - SAME_SPEED)]
+    assert found.fitting[: len(tied)] == tuple(tied) and len(tied) > 1
+    assert best.choice.checkpointing == "none" and not best.choice.units.label
+    assert best.choice.sharding.replicate == 1 or best.choice.sharding.shard == 1
+    assert best.tokens_per_second < fastest or best.peak_bytes <= min(row.peak_bytes for row in tied) + limit * 0.02
+    speeds = [row.tokens_per_second for row in found.fitting[len(tied) :]]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_less_memory_is_preferred_among_equally_fast_rows():
+    rows = advice(machine=machine_named("h100-sxm"), num_machines=2, gpus_per_machine=8, global_batch=64).fitting
+    timed = [row for row in rows if row.choice.checkpointing == "none"][:20]
+    same = [replace(row, time=replace(row.time, tokens_per_second=1e6 + number)) for number, row in enumerate(timed)]
+    limit = max(row.peak_bytes for row in same)  # so that differences of these tiny models count
+    first = in_order(same, limit)[0]
+    assert first.peak_bytes <= min(row.peak_bytes for row in same) + limit * 0.02
+    slow = replace(first, time=replace(first.time, tokens_per_second=0.9e6))
+    assert in_order([*same[:1], slow], limit)[0] is same[0]

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.cli.places import STACK_SIGNAL, Frame, Place, find_place, is_library, read_stack
+from hf_fsdp_plugin.integrations.places import STACK_SIGNAL, Frame, Place, find_place, is_library, read_stack
 from hf_fsdp_plugin.integrations.step_count import Counts, StepCount, read_counts
 
 LIBRARY = str(Path(os.__file__).parent / "site-packages" / "torch")
 CODE = """
 import os, sys, threading
 from pathlib import Path
-from hf_fsdp_plugin.cli.places import record_stacks
+from hf_fsdp_plugin.integrations.places import record_stacks
 record_stacks(Path(sys.argv[1]))
 stop = threading.Event()
 threading.Thread(target=stop.wait, daemon=True).start()
