@@ -91,6 +91,7 @@ NAMED_SOURCES: Final = (
     "Accelerator()",
     "DistributedConfig",
     "FullyShardedDataParallelPlugin",
+    "ParallelismConfig",
     "TrainingArguments",
     "command line",
     "config",
