@@ -94,6 +94,7 @@ NAMED_SOURCES: Final = (
     "Accelerator()",
     "DistributedConfig",
     "FullyShardedDataParallelPlugin",
+    "ParallelismConfig",
     "TrainingArguments",
     "command line",
     "config",

@@ -18,6 +18,8 @@ from screenshots import command_line
 from hf_fsdp_plugin.cli.explain import read_entries
 from hf_fsdp_plugin.integrations.contract_probe import private_contracts
 from hf_fsdp_plugin.integrations.hooks import GROUPS, HOOKS
+from hf_fsdp_plugin.integrations.script_arguments import ROWS as SCRIPT_ROWS
+from hf_fsdp_plugin.integrations.script_arguments import VERDICTS
 from hf_fsdp_plugin.problems import AREAS
 from hf_fsdp_plugin.sources.command_line import LAUNCHER_FLAGS, OPTIONAL_VALUE, SWITCHES
 from hf_fsdp_plugin.spec.model import DIALECT_DEFAULTS, VERSION_DEFAULTS, FsdpSpec
@@ -55,6 +57,8 @@ Highest precedence first. The sections are the tables below.
 `--parallelism_config` are refused, all others are arguments of the script. |
 | `TrainingArguments` | its own section. `fsdp_config` is a dict, JSON text or the path of a file. |
 | `FullyShardedDataParallelPlugin` | the arguments of its constructor, which are keys of `fsdp_config`. |
+| Accelerate's `ParallelismConfig` | the sizes of `parallelism_config`. Two data sizes of 1 are not set. It does not \
+enable FSDP. |
 | Accelerate's file, or `load_spec(config)` with a path or a dict | its top level has the keys of that section and of \
 `TrainingArguments`. Keys of `fsdp_config` or `parallelism_config` at the top level are accepted with the warning \
 FSDP-W021. `fsdp_config` may also have the keys of `parallelism_config` and `fsdp_mixed_precision_policy`. |
@@ -64,7 +68,7 @@ begin with `fsdp`, which are refused. |
 | environment variables | `FSDP_KEY` and `PARALLELISM_CONFIG_KEY` for the keys of `fsdp_config` and \
 `parallelism_config`. Other variables that begin so are ignored with the warning FSDP-W035. \
 `ACCELERATE_MIXED_PRECISION`, `ACCELERATE_USE_CPU` (if true) and `ACCELERATE_DEBUG_MODE` are `mixed_precision`, \
-`use_cpu` and `debug`. |
+`use_cpu` and `debug`; `ACCELERATE_FP8_BACKEND`, unless it is `NO`, is `fp8_config`. |
 
 ## How keys are written
 
@@ -117,6 +121,12 @@ of keys at the top level of Accelerate's file. A value may not be left out, exce
 These take no value, and are refused with one (FSDP-E054): {switches}.
 
 A flag that is given twice with different values is refused (FSDP-E102).
+"""
+
+_ARGUMENTS_HEAD = """## Arguments of a script
+
+From `hf_fsdp_plugin/integrations/script_arguments.py`: what becomes of each argument that a script passes in Python, in
+a run with FSDP. An argument with its default value is not reported.
 """
 
 KINDS = {
@@ -200,7 +210,21 @@ def settings() -> str:
         prefix = f", prefix `{PREFIXES[scope]}`" if PREFIXES[scope] else ""
         head = ["| setting | keys | values | default | meaning |", "|---|---|---|---|---|"]
         parts += [f"## In {place}{prefix}", "", *head, *rows, ""]
-    return "\n".join(parts)
+    return "\n".join([*parts, *arguments(), ""])
+
+
+def arguments() -> list[str]:
+    """Return the section about the arguments of a script: one row for each class and verdict."""
+    lines = [_ARGUMENTS_HEAD]
+    for verdict, meaning in VERDICTS.items():
+        lines += [meaning, "", "| class | arguments | why |", "|---|---|---|"]
+        for row in (row for row in SCRIPT_ROWS if row.verdict == verdict):
+            is_rest = row.owner == "TrainingArguments" and verdict == "library"
+            names = "all others" if is_rest else _quoted(row.names)
+            code = f" ({row.code})" if row.code else ""
+            lines.append(f"| `{row.owner}` | {names} | {row.about}{code} |")
+        lines.append("")
+    return lines[:-1]
 
 
 def _kinds() -> list[str]:

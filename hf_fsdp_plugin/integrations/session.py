@@ -18,8 +18,8 @@ from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.spec.model import FsdpSpec
 
-_ENGINE: Final = "FSDP-E120"
-"""Code of the problem that the settings are for another engine."""
+_OTHER_RUNS: Final = frozenset({"FSDP-E120", "FSDP-E121", "FSDP-E122"})
+"""Codes of the problems that the settings are for another engine, for fp8 or for another kind of parallelism."""
 
 
 class Session:
@@ -35,7 +35,7 @@ class Session:
         restarts: the failed attempts of the run, from the launcher.
         num_trainings: number of calls of the Trainer's ``train`` so far.
         in_flight_file: path of a file that exists while a checkpoint is written in the background, for the launcher.
-        early_group: the process group that ``install`` has started, before the script could give it a time-out.
+        early_group: the process group that was started without a time-out, by ``install`` or by ``PartialState()``.
     """
 
     def __init__(self) -> None:
@@ -74,14 +74,23 @@ class Session:
         self._located = locate_config(sources)  # located once, because the launcher's config does not change
 
     def load(
-        self, training_arguments: Mapping[str, Any] | None = None, *, plugin_object: Mapping[str, Any] | None = None
+        self,
+        training_arguments: Mapping[str, Any] | None = None,
+        *,
+        plugin_object: Mapping[str, Any] | None = None,
+        parallelism_config: Any = None,
     ) -> FsdpSpec:
         """Return the spec of all sources and these arguments. Raises ``SpecError`` with all problems."""
-        arguments = training_arguments or {}
-        sources = replace(self._located, training_arguments=arguments, plugin_object=plugin_object)
+        sources = replace(
+            self._located,
+            training_arguments=training_arguments or {},
+            plugin_object=plugin_object,
+            parallelism_config=parallelism_config,
+        )
         assessment = assess(sources)
-        if not assessment.spec.enabled and {p.code for p in assessment.problems if p.severity == "error"} == {_ENGINE}:
-            return assessment.spec  # a script with install() that is started for DeepSpeed runs as without install()
+        errors = {problem.code for problem in assessment.problems if problem.severity == "error"}
+        if not assessment.spec.enabled and errors and errors <= _OTHER_RUNS:
+            return assessment.spec  # a script with install() that is started without FSDP runs as without install()
         spec = assessment.checked_spec()
         self.uses_fsdp |= spec.enabled
         return spec

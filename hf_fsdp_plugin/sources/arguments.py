@@ -22,6 +22,9 @@ def _check(sources: Sources) -> Iterator[Problem]:
         yield _wrong("config", config, "a path or a dict")
     if given is not None and not isinstance(given, ConfigFile | Mapping) and not hasattr(given, "to_dict"):
         yield _wrong("distributed_config", given, "a DistributedConfig, a dict or a path")
+    mesh = sources.parallelism_config
+    if mesh is not None and not isinstance(mesh, Mapping) and not hasattr(mesh, "dp_shard_size"):
+        yield _wrong("parallelism_config", mesh, "a ParallelismConfig or a dict")
     for name in ("training_arguments", "plugin_object", "environ"):
         value = getattr(sources, name)
         if value is not None and not (isinstance(value, Mapping) and _are_texts(value)):
@@ -39,7 +42,14 @@ def _check(sources: Sources) -> Iterator[Problem]:
         isinstance(overrides, Mapping) and _are_texts(overrides)
     ):
         yield _wrong("overrides", overrides, "a dict whose keys are names, or a list of NAME=VALUE")
-    for name in ("config", "training_arguments", "plugin_object", "distributed_config", "overrides"):
+    for name in (
+        "config",
+        "training_arguments",
+        "plugin_object",
+        "distributed_config",
+        "parallelism_config",
+        "overrides",
+    ):
         if isinstance(value := getattr(sources, name), Mapping) and _is_too_deep(value):
             message = f"{name} contains itself or is nested too deeply."
             fix = "Pass a dict of plain values."

@@ -43,6 +43,9 @@ def _add(out: Collector, name: str, value: str, variables: Mapping[str, str]) ->
         return
     if upper == "FSDP_MIN_NUM_PARAMS" and value.strip() == LAUNCHER_MIN_NUM_PARAMS and not _is_size_policy(variables):
         return
+    if upper == "ACCELERATE_FP8_BACKEND" and value.strip().upper() not in ("", "NO"):
+        out.add("launch.extra.fp8_config", entry_of(name, value))
+        return
     if upper in ACCELERATE:
         if ACCELERATE[upper] != "use_cpu" or value.strip().lower() not in FALSE_WORDS:
             out.add_key("launch", ACCELERATE[upper], value, written=name)

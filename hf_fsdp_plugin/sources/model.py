@@ -28,6 +28,7 @@ class Sources:
     training_arguments: Mapping[str, Any] = field(default_factory=dict)
     plugin_object: Mapping[str, Any] | None = None
     distributed_config: Any = None
+    parallelism_config: Any = None
     command_line: Sequence[str] = ()
     overrides: Mapping[str, Any] | Sequence[str] = ()
     world_size: int | None = None

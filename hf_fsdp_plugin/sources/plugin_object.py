@@ -5,8 +5,9 @@ The plugin object itself is not read, because its constructor adds values from t
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from hf_fsdp_plugin.sources.collector import Collector, entry_of
@@ -14,12 +15,10 @@ from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.sources.settings import SourceSettings
 
 SOURCE = "FullyShardedDataParallelPlugin"
-_STATE_CONFIGS = ("state_dict_config", "optim_state_dict_config")
+STATE_DICT_CONFIGS = ("state_dict_config", "optim_state_dict_config")
 _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
-_FSDP1_SWITCHES = {
-    "keep_low_precision_grads": False, "cast_forward_inputs": False, "cast_root_forward_inputs": True,
-}  # fmt: skip
-_FSDP2_SWITCHES = {"cast_forward_inputs": True}
+_GATHERED = {"offload_to_cpu": True, "rank0_only": True}
+"""Options of torch's state dict configs -> the values that correspond to the checkpoints of this package."""
 _POLICIES = {"transformer_auto_wrap_policy": "transformer", "size_based_auto_wrap_policy": "size"}
 _OF_PEFT = "peft.utils.other.fsdp_auto_wrap_policy"
 """PEFT's wrap policy in messages."""
@@ -51,10 +50,11 @@ def _add(out: Collector, key: str, value: Any, given: Mapping[str, Any]) -> None
         _add_precision(out, key, value)
     elif key == "auto_wrap_policy" and not isinstance(value, str):
         _add_policy(out, key, value)
-    elif key in _STATE_CONFIGS:
-        if given.get("state_dict_type") is None:
-            kind = type(value).__name__.removesuffix("StateDictConfig").lower()  # FullStateDictConfig
-            out.add_key("fsdp", "state_dict_type", kind, written=key)
+    elif key in STATE_DICT_CONFIGS:
+        _add_state_dict(out, key, value, given)
+    elif key == "reshard_after_forward" and type(value) is int:
+        reason = "for torch, a number is the size of a group that the parameters are resharded to after forward"
+        _report(out, key, str(value), reason, "Pass True, False or a ShardingStrategy.")
     elif key == "param_init_fn":
         _report(out, key, value, "the plugin itself initializes modules on the meta device", "Remove it.")
     elif key == "ignored_modules" and not isinstance(value, str):
@@ -94,13 +94,43 @@ def _add_precision(out: Collector, key: str, value: Any) -> None:
 
 
 def _report_switches(out: Collector, key: str, policy: Any) -> None:
-    """Report switches of a precision policy that differ from what a plan applies."""
-    planned = _FSDP1_SWITCHES if type(policy).__name__ == "MixedPrecision" else _FSDP2_SWITCHES
-    for name, fixed in planned.items():
-        given = getattr(policy, name, fixed)
-        if given != fixed:
-            message = f"{name}={given} of {key} is not supported: the plan uses {name}={fixed}."
-            out.report("FSDP-E037", entry_of(key, type(policy).__name__), message, f"Remove {name}.")
+    """Report fields of a precision policy that are not dtypes and differ from the defaults, which a plan applies."""
+    for field in dataclasses.fields(policy) if dataclasses.is_dataclass(policy) else ():
+        given, fixed = (_names_of(value) for value in (getattr(policy, field.name), field.default))
+        if field.name not in _DTYPES and given != fixed:
+            message = f"{field.name}={given} of {key} is not supported: the plan uses {field.name}={fixed}."
+            out.report("FSDP-E037", entry_of(key, type(policy).__name__), message, f"Remove {field.name}.")
+
+
+def _names_of(value: Any) -> Any:
+    """Return the names of the classes in a sequence, such as ``_module_classes_to_ignore``; another value itself."""
+    return [kind.__name__ for kind in value] if isinstance(value, list | tuple | Set) else value
+
+
+def state_dict_options(config: Any) -> list[str]:
+    """Return the options of a state dict config of torch that differ from what a checkpoint of this package does."""
+    fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
+    given = {field: getattr(config, field.name) for field in fields}
+    return [f"{field.name}={v}" for field, v in given.items() if v != _GATHERED.get(field.name, field.default)]
+
+
+def unused_options(key: str, options: Sequence[str]) -> str:
+    """Return the message of FSDP-N136."""
+    return (
+        f"{key} selects the state dict type. {', '.join(options)} has no effect: this package writes checkpoints "
+        "itself, and gathers a full state dict in the CPU memory of rank 0."
+    )
+
+
+def _add_state_dict(out: Collector, key: str, config: Any, given: Mapping[str, Any]) -> None:
+    """Add the type of a state dict config, and report its options: this package writes checkpoints itself."""
+    if given.get("state_dict_type") is None:
+        kind = (
+            type(config).__name__.removesuffix("StateDictConfig").removesuffix("Optim").lower()
+        )  # FullStateDictConfig
+        out.add_key("fsdp", "state_dict_type", kind, written=key)
+    if options := state_dict_options(config):
+        out.report("FSDP-N136", entry_of(key, type(config).__name__), unused_options(key, options))
 
 
 def _add_policy(out: Collector, key: str, value: Any) -> None:

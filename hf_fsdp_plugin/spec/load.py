@@ -10,6 +10,7 @@ from typing import Any
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
 from hf_fsdp_plugin.sources import accelerate_file, command_line, environment, plugin_object, training_arguments
 from hf_fsdp_plugin.sources import distributed_config as distributed_config_source
+from hf_fsdp_plugin.sources import parallelism_config as parallelism_config_source
 from hf_fsdp_plugin.sources.accelerate_launch import locate_config
 from hf_fsdp_plugin.sources.arguments import check_arguments
 from hf_fsdp_plugin.sources.config_file import ConfigFile
@@ -53,6 +54,7 @@ def load_spec(
     environ: Mapping[str, str] | None = None,
     plugin_object: Mapping[str, Any] | None = None,
     distributed_config: Any = None,
+    parallelism_config: Any = None,
     default_file: bool = False,
     as_launched: bool = False,
 ) -> FsdpSpec:
@@ -69,6 +71,7 @@ def load_spec(
         plugin_object: constructor arguments of Accelerate's ``FullyShardedDataParallelPlugin``.
         distributed_config: Transformers' ``DistributedConfig``, a dict with its fields, or the path of a JSON file with
             them. The model is sharded with it when it is loaded, so it has the highest precedence.
+        parallelism_config: Accelerate's ``ParallelismConfig``, or a dict with its fields.
         default_file: if there is no config, read Accelerate's default file.
         as_launched: if there is no config, read the file of the ``accelerate launch`` that started this process.
 
@@ -84,6 +87,7 @@ def load_spec(
         training_arguments=arguments,
         plugin_object=plugin_object,
         distributed_config=config_of(distributed_config),
+        parallelism_config=parallelism_config,
         command_line=command_line,
         overrides=overrides,
         environ=environ,
@@ -259,7 +263,8 @@ def _discard_inactive(level: SourceSettings) -> SourceSettings:
         return level
     unused = [s for s in level.inactive.settings if _is_only_for_fsdp(s)]
     origins = [*(s.origin for s in unused), *(problem.origin for problem in level.inactive.problems)]
-    if not origins:
+    # Accelerate itself uses a ParallelismConfig in a run without FSDP.
+    if not origins or (origins[0] is not None and origins[0].source == parallelism_config_source.SOURCE):
         return replace(level, inactive=None)
     keys = ", ".join(dict.fromkeys(s.origin.spelling for s in unused)) or "fsdp_config"
     message = f"FSDP settings without fsdp do not enable FSDP and are not used: {keys}."

@@ -14,6 +14,7 @@ from hf_fsdp_plugin.sources import (
     distributed_config,
     environment,
     overrides,
+    parallelism_config,
     plugin_object,
     training_arguments,
 )
@@ -29,6 +30,7 @@ PRECEDENCE: Final[tuple[tuple[str, Reader], ...]] = (
     (command_line.SOURCE, command_line.read),
     (training_arguments.SOURCE, training_arguments.read),
     (training_arguments.SOURCE, plugin_object.read),
+    (training_arguments.SOURCE, parallelism_config.read),
     (accelerate_file.SOURCE, accelerate_file.read),
     (environment.SOURCE, environment.read),
 )
@@ -36,9 +38,9 @@ PRECEDENCE: Final[tuple[tuple[str, Reader], ...]] = (
 
 ``DistributedConfig`` has the highest precedence, because the model is already sharded with it.
 
-``TrainingArguments`` and ``FullyShardedDataParallelPlugin`` are one level, because both are part of the script. If they
-set a setting to different values, ``TrainingArguments`` overrides the plugin object. If one sets the strategy and the
-other a different ``reshard_after_forward``, neither has precedence, which is the error FSDP-E107.
+``TrainingArguments``, ``FullyShardedDataParallelPlugin`` and ``ParallelismConfig`` are one level, because all are part
+of the script. If they set a setting to different values, the first of them overrides the others. If one sets the
+strategy and the other a different ``reshard_after_forward``, neither has precedence, which is the error FSDP-E107.
 """
 
 _LEVELS: Final = tuple(dict.fromkeys(level for level, _ in PRECEDENCE))

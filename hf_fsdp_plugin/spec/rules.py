@@ -47,8 +47,9 @@ def check_engine(spec: FsdpSpec) -> Iterator[Problem]:
 
 def check_fp8(spec: FsdpSpec) -> Iterator[Problem]:
     if spec.launch.extra.get("fp8_config"):
-        message = "fp8_config is set. fp8 is implemented inside the model (torchao, TransformerEngine), not by FSDP."
-        yield about(spec, "FSDP-E121", "launch.extra", message, "Remove fp8_config and set mixed_precision: bf16.")
+        message = "fp8 is configured. It is implemented inside the model (torchao, TransformerEngine), not by FSDP."
+        fix = "Remove fp8_config and ACCELERATE_FP8_BACKEND, and set mixed_precision: bf16."
+        yield about(spec, "FSDP-E121", "launch.extra", message, fix)
 
 
 def check_fsdp_enabled(spec: FsdpSpec) -> Iterator[Problem]:

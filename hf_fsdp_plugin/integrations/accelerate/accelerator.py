@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from hf_fsdp_plugin.backends.cluster import slurm_variables
 from hf_fsdp_plugin.backends.shard import place_of
 from hf_fsdp_plugin.integrations.accelerate import prepare as planned
 from hf_fsdp_plugin.integrations.accelerate.adoption import adopt_models, with_mixed_precision
+from hf_fsdp_plugin.integrations.accelerate.arguments import check_accelerator, set_mesh, without_stock_mesh
 from hf_fsdp_plugin.integrations.accelerate.plugin import (
     PlannedFsdpPlugin,
     dynamo_plugin,
@@ -23,7 +25,7 @@ from hf_fsdp_plugin.integrations.accelerate.plugin import (
     planned_plugin,
     spec_of_stock_plugin,
 )
-from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_optimizers
+from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_optimizers, shared_state
 from hf_fsdp_plugin.integrations.accelerate.scaler import replace_scaler
 from hf_fsdp_plugin.integrations.environment import set_loading_variables, set_variables
 from hf_fsdp_plugin.integrations.gathered import gathered, state_at
@@ -49,8 +51,8 @@ def accelerator(spec: FsdpSpec, **kwargs: Any) -> Accelerator:
 
     Args:
         spec: from :func:`hf_fsdp_plugin.load_spec`.
-        kwargs: the other arguments of ``accelerate.Accelerator``. ``fsdp_plugin`` and ``mixed_precision`` come from
-            the spec.
+        kwargs: the other arguments of ``accelerate.Accelerator``. ``fsdp_plugin``, ``mixed_precision`` and the sizes of
+            ``parallelism_config`` come from the spec.
 
     Raises:
         SpecError: the process is not a rank of a launcher, so there is no process group.
@@ -69,20 +71,26 @@ def accelerator(spec: FsdpSpec, **kwargs: Any) -> Accelerator:
 def init_accelerator(original: Callable[..., None], accelerator: Any, *args: Any, **kwargs: Any) -> None:
     """Create the Accelerator with a plugin, a precision and ``torch.compile`` settings from the spec."""
     arguments = inspect.signature(original).bind(*args, **kwargs).arguments
-    plugin = arguments.get("fsdp_plugin")
-    spec = session.trainer_spec or session.ambient if plugin is None else spec_of_stock_plugin(plugin)
+    plugin, mesh = arguments.get("fsdp_plugin"), arguments.get("parallelism_config")
+    # The mesh of the first Accelerator is that of all Accelerators of the process, as in Accelerate.
+    mesh = mesh or getattr(shared_state().get("fsdp_plugin"), "parallelism_config", None)
+    spec = _spec_of(plugin, mesh)
     if spec is not None:
         # The spec of a Trainer already contains the precision of its arguments.
         given = None if session.trainer_spec is not None else arguments.get("mixed_precision")
         plugin = PlannedFsdpPlugin.replacing(plugin, with_mixed_precision(spec, given))
     if isinstance(plugin, PlannedFsdpPlugin):
-        arguments["fsdp_plugin"] = plugin
+        check_accelerator(arguments, plugin.spec)
+        arguments["fsdp_plugin"], arguments["parallelism_config"] = plugin, None
+        plugin.parallelism_config = mesh
         if (dynamo := dynamo_plugin(plugin.spec)) and not arguments.keys() & {"dynamo_plugin", "dynamo_backend"}:
             arguments["dynamo_plugin"] = dynamo
         param = plugin.spec.precision.param
         arguments["mixed_precision"] = param if param in ("bf16", "fp16") else "no"
-    original(**arguments)
+    with without_stock_mesh() if isinstance(plugin, PlannedFsdpPlugin) else nullcontext():
+        original(**arguments)
     if isinstance(plugin, PlannedFsdpPlugin):
+        set_mesh(accelerator, mesh, plugin.spec)
         replace_scaler(accelerator)
     if plugin is None and accelerator.num_processes > 1 and session.installed:
         print_once(
@@ -93,6 +101,17 @@ def init_accelerator(original: Callable[..., None], accelerator: Any, *args: Any
                 fix="Pass a config: --config_file CONFIG.",
             )
         )
+
+
+def _spec_of(plugin: Any, mesh: Any) -> FsdpSpec | None:
+    """Return the spec of an Accelerator that is created with these arguments; ``None`` for a planned plugin or none."""
+    if plugin is not None:
+        return spec_of_stock_plugin(plugin, mesh)
+    if session.trainer_spec is not None or session.ambient is None or mesh is None:
+        return session.trainer_spec or session.ambient
+    spec = session.load(parallelism_config=mesh)
+    print_warnings(spec.problems)
+    return spec
 
 
 def prepare(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:

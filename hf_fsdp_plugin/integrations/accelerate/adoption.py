@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from hf_fsdp_plugin.integrations.accelerate import private
+from hf_fsdp_plugin.integrations.accelerate.arguments import check_handlers
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, planned_plugin
 from hf_fsdp_plugin.integrations.accelerate.scaler import replace_scaler
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.plan.presharded import distributed_config_of
-from hf_fsdp_plugin.problems import Origin, Problem
+from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.sources.distributed_config import OTHER_AXES
 from hf_fsdp_plugin.spec.load import with_distributed_config
 from hf_fsdp_plugin.spec.model import FsdpSpec
@@ -36,7 +37,9 @@ def adopt_models(accelerator: Any, objects: Iterable[Any]) -> None:
         return
     if is_left_to_transformers(config):
         return
-    spec = with_mixed_precision(session.load(), accelerator.mixed_precision)
+    check_handlers(vars(accelerator).values())
+    given = session.load(parallelism_config=accelerator.parallelism_config)
+    spec = with_mixed_precision(given, accelerator.mixed_precision)
     spec = with_distributed_config(spec, config)
     print_warnings(spec.problems)
     private.set_fsdp(accelerator.state)
@@ -57,13 +60,21 @@ def is_left_to_transformers(config: Any) -> bool:
 
 
 def with_mixed_precision(spec: FsdpSpec, given: Any) -> FsdpSpec:
-    """Return ``spec`` with the precision of ``Accelerator(mixed_precision=…)``, which overrides the sources."""
+    """Return ``spec`` with the precision of ``Accelerator(mixed_precision=…)``, which overrides the sources.
+
+    Raises:
+        SpecError: the precision is fp8.
+    """
     if given is None or (given == "no" and not spec.asked("precision.param")):
         return spec
+    origin = Origin(source="Accelerator()", spelling="mixed_precision", text=str(given))
+    if str(given).lower() == "fp8":
+        message = "mixed_precision=fp8: fp8 is implemented inside the model (torchao, TransformerEngine), not by FSDP."
+        fix = "Set mixed_precision to bf16."
+        raise SpecError([Problem(code="FSDP-E121", setting="precision.param", message=message, fix=fix, origin=origin)])
     param: Any = given if given in ("bf16", "fp16") else "auto"
     if param == spec.precision.param:
         return spec
-    origin = Origin(source="Accelerator()", spelling="mixed_precision", text=str(given))
     before = spec.origin("precision.param")
     overridden = Problem(
         code="FSDP-W103",

@@ -45,10 +45,11 @@ from hf_fsdp_plugin.integrations.accelerate.assignments import FIELDS, is_of_pef
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, shared_state
 from hf_fsdp_plugin.integrations.environment import set_loading_variables
 from hf_fsdp_plugin.integrations.session import session
-from hf_fsdp_plugin.messages import print_warnings
+from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.plan.further import spec_of_further_model
 from hf_fsdp_plugin.plan.resolve import resolve
-from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.problems import Origin, Problem, SpecError
+from hf_fsdp_plugin.sources.plugin_object import SOURCE, STATE_DICT_CONFIGS, state_dict_options, unused_options
 from hf_fsdp_plugin.spec.model import FsdpSpec, StateDictKind
 from hf_fsdp_plugin.strategies import STRATEGIES
 
@@ -72,7 +73,10 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
     Attributes:
         spec: the settings, from which the plan is resolved when a model is prepared.
         first_calls: the collective calls of the Accelerator whose first call waits for all ranks.
+        parallelism_config: the script's ``ParallelismConfig``, whose sizes are in ``spec``.
     """
+
+    parallelism_config: Any = None
 
     def __init__(self, spec: FsdpSpec) -> None:
         self.first_calls = FirstCalls()
@@ -88,7 +92,7 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
         return cast(PlannedFsdpPlugin, plugin)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a field, and remember that a script assigned it.
+        """Set a field, and remember that a script assigned it. Report options of a state dict, which have no effect.
 
         Raises:
             SpecError: a model has been prepared, so the assignment would have no effect.
@@ -99,6 +103,8 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
                 own["_assigned"][name] = value
             elif not (is_of_peft(value) and self.spec.wrap.policy == "transformer"):
                 raise refused(name, "a model has been prepared already", "Assign it before prepare().")
+        if name in STATE_DICT_CONFIGS and (options := state_dict_options(value)):
+            print_once(Problem(code="FSDP-N136", message=unused_options(name, options), origin=Origin(source=SOURCE)))
         own[name] = value
 
     @property
@@ -183,7 +189,7 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
         if state_dict_type is not None:
             self.state_dict_type = state_dict_type
         self.state_dict_type, config, optim_config = _STATE_DICTS[self.state_dict_kind]
-        self.state_dict_config, self.optim_state_dict_config = config(), optim_config()
+        self.__dict__.update(state_dict_config=config(), optim_state_dict_config=optim_config())
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
         """Do nothing: the spec contains all dtypes. Accelerate calls this method with a single dtype."""
@@ -264,8 +270,8 @@ def init_plugin(original: Callable[..., None], plugin: Any, *args: Any, **kwargs
     setattr(plugin, _ARGUMENTS, (given, dict(vars(plugin))))
 
 
-def spec_of_stock_plugin(plugin: Any) -> FsdpSpec | None:
-    """Return the spec of a stock plugin and the session's sources.
+def spec_of_stock_plugin(plugin: Any, parallelism_config: Any = None) -> FsdpSpec | None:
+    """Return the spec of a stock plugin, a ``ParallelismConfig`` and the session's sources.
 
     Returns ``None`` for a planned plugin, and for any plugin without ``install``.
     """
@@ -276,7 +282,7 @@ def spec_of_stock_plugin(plugin: Any) -> FsdpSpec | None:
         raise SpecError([Problem(code="FSDP-E603", message=message, fix="Call hf_fsdp_plugin.install() first.")])
     given, fields = getattr(plugin, _ARGUMENTS)
     assigned = {k: value for k, value in vars(plugin).items() if k != _ARGUMENTS and value is not fields.get(k)}
-    spec = session.load(plugin_object={**given, **assigned})
+    spec = session.load(plugin_object={**given, **assigned}, parallelism_config=parallelism_config)
     print_warnings(spec.problems)
     set_loading_variables(spec)
     return spec

@@ -6,7 +6,7 @@ They enable FSDP on CPU ranks, and process groups for both CPU and accelerator t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,9 +21,9 @@ from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin
 from hf_fsdp_plugin.integrations.environment import set_variables
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import print_once, print_warnings
-from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.spec.model import FsdpSpec
-from hf_fsdp_plugin.torch_private.process_groups import set_timeout
+from hf_fsdp_plugin.torch_private.process_groups import set_timeout, timeout_of
 
 
 def init_partial_state(original: Callable[..., None], state: Any, *args: Any, **kwargs: Any) -> None:
@@ -33,6 +33,7 @@ def init_partial_state(original: Callable[..., None], state: Any, *args: Any, **
     process group instead. The time-out is that of the ``TrainingArguments``, on CPU ranks too.
     """
     is_given = kwargs.get("backend") is not None or (args and args[0]) or kwargs.get("cpu")
+    was_started = dist.is_initialized()
     local_rank = int(os.environ.get("LOCAL_RANK", -1))
     if not state.initialized and not dist.is_initialized():
         _prepare_network()
@@ -45,9 +46,13 @@ def init_partial_state(original: Callable[..., None], state: Any, *args: Any, **
             dist.init_process_group(device.process_group_backend, **timeout)
     if session.group_timeout is not None:
         kwargs.setdefault("timeout", session.group_timeout)
-    if "timeout" in kwargs and session.early_group is not None and session.early_group is dist.group.WORLD:
+    if was_started and not state.initialized:
+        _check_backend(kwargs.get("backend"), source="TrainingArguments")
+    if "timeout" in kwargs and _is_early_group():
         set_timeout(kwargs["timeout"])
     original(*args, **kwargs)
+    if not was_started and dist.is_initialized() and "timeout" not in kwargs:
+        session.early_group = dist.group.WORLD
     _remove_index_of_cpu(state)
 
 
@@ -75,10 +80,44 @@ def _disable_unsupported_transports(device_type: str) -> None:
 
 def start_process_group(*, cpu: bool) -> None:
     """Start the process group before a script has given a time-out, which is applied when it does."""
-    exists = dist.is_initialized()
     PartialState(cpu=cpu)
-    if not exists and dist.is_initialized():
-        session.early_group = dist.group.WORLD
+
+
+def _is_early_group() -> bool:
+    return session.early_group is not None and session.early_group is dist.group.WORLD
+
+
+def adjust_process_group(given: Mapping[str, Any], *, source: str) -> None:
+    """Apply the arguments for a process group to the one that is started already. Does nothing if none is.
+
+    Raises:
+        SpecError: the group has another backend.
+    """
+    if not dist.is_initialized():
+        return
+    _check_backend(given.get("backend"), source=source)
+    timeout = given.get("timeout")
+    if timeout is not None and _is_early_group():
+        set_timeout(timeout)
+    elif timeout not in (None, timeout_of()):
+        message = f"timeout={timeout} has no effect: the process group is started already, with {timeout_of()}."
+        fix = "Pass it where the group is started: init_process_group, PartialState or TrainingArguments(ddp_timeout)."
+        print_once(Problem(code="FSDP-W614", message=message, fix=fix, origin=Origin(source=source)))
+
+
+def _check_backend(backend: str | None, *, source: str) -> None:
+    """Raise ``SpecError`` if the process group has another backend for the tensors of a model."""
+    if backend is None:
+        return
+    device = accelerator_type()
+    asked, found = (
+        dict(pair.split(":") for pair in text.split(",")) if ":" in text else {device: text}
+        for text in (backend, str(dist.get_backend_config()))
+    )
+    if asked.get(device) != found.get(device):
+        message = f"backend={backend}, but the process group is started already, with {found.get(device)} for {device}."
+        fix = "Remove it, or start the group with it: torch.distributed.init_process_group(BACKEND) before install()."
+        raise SpecError([Problem(code="FSDP-E612", message=message, fix=fix, origin=Origin(source=source))])
 
 
 def _remove_index_of_cpu(state: Any) -> None:

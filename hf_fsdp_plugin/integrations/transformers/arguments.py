@@ -8,10 +8,11 @@ from typing import Any
 
 from hf_fsdp_plugin.integrations.environment import set_loading_variables
 from hf_fsdp_plugin.integrations.patching import install_hooks
+from hf_fsdp_plugin.integrations.script_arguments import check_object, report
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.transformers.old_arguments import apply_old_arguments
 from hf_fsdp_plugin.messages import print_warnings
-from hf_fsdp_plugin.sources.training_arguments import OLD_KEYS, read_config
+from hf_fsdp_plugin.sources.training_arguments import OLD_KEYS, SOURCE, read_config
 from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
 
@@ -45,13 +46,14 @@ def process_fsdp_args(original: Callable[[], Any], arguments: Any) -> Any:
     Raises:
         SpecError: any source has an error. The exception contains all problems of all sources.
     """
-    spec = session.load(fsdp_arguments(arguments))
+    spec = session.load(fsdp_arguments(arguments), parallelism_config=arguments.parallelism_config)
     if not spec.enabled:
         print_warnings(spec.problems)
         if arguments.fsdp and not spec.uses_xla:
             arguments.fsdp = None  # Transformers turns FSDP on for any text, "false" included
         return original()
     print_warnings(spec.problems)
+    report([*check_object(arguments, source=SOURCE)])
     session.remember(arguments, spec)
     if arguments.fsdp:
         arguments.fsdp = True

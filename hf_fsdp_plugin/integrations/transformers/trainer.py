@@ -74,7 +74,7 @@ def _spec_of_trainer(trainer: Any) -> FsdpSpec | None:
     if spec is None:
         if is_left_to_transformers(config):
             return None
-        spec = session.load(fsdp_arguments(trainer.args))
+        spec = session.load(fsdp_arguments(trainer.args), parallelism_config=trainer.args.parallelism_config)
     spec = with_distributed_config(spec, config)
     print_warnings(spec.problems)
     private.hide_loading(trainer.model)

@@ -21,7 +21,26 @@ PAIRS = list(itertools.combinations(GIVEN, 2))
 
 
 def test_every_source_has_precedence_test():
-    assert len(PRECEDENCE) == len(GIVEN)
+    assert len(PRECEDENCE) == len({*GIVEN, "ParallelismConfig"})  # which sets a mesh only
+
+
+@pytest.mark.parametrize(
+    ("other", "code", "shard"),
+    [
+        ({"overrides": ["mesh.shard=8"]}, "FSDP-W103", 8),
+        ({"fsdp": True, "fsdp_config": {"dp_shard_size": 8}}, "FSDP-W103", 8),
+        ({"plugin_object": {"fsdp_version": 2}}, None, 4),
+        ({"config": {"distributed_type": "FSDP", "fsdp_config": {"dp_shard_size": 8}}}, "FSDP-W103", 4),
+        ({"environ": {"ACCELERATE_USE_FSDP": "true", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "4"}}, "FSDP-N104", 4),
+    ],
+    ids=str,
+)
+def test_mesh_of_parallelism_config_has_level_of_the_script(assess, other, code, shard):
+    mesh = {"dp_shard_size": 4, "dp_replicate_size": 2}
+    found = assess(**{"config": {"distributed_type": "FSDP"}, **other}, parallelism_config=mesh)
+    assert found.ok and (found.spec.mesh.replicate, found.spec.mesh.shard) == (2, shard)
+    codes = [problem.code for problem in found.problems if problem.setting == "mesh.shard"]
+    assert codes == ([code] if code else [])
 
 
 BY_FLAG = set(itertools.product(("--set", "command line"), ("config", "environment")))

@@ -1,0 +1,107 @@
+"""The arguments of an ``Accelerator`` with FSDP: what is refused or noted, the device mesh, and the process group."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, Final
+
+from accelerate.utils import InitProcessGroupKwargs, KwargsHandler, ParallelismConfig
+
+from hf_fsdp_plugin.integrations.accelerate.state import adjust_process_group
+from hf_fsdp_plugin.integrations.script_arguments import check_arguments, check_object, report
+from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.problems import Origin, Problem
+from hf_fsdp_plugin.sources.model import Sources
+from hf_fsdp_plugin.sources.parallelism_config import DATA_SIZES, fields_of
+from hf_fsdp_plugin.spec.load import assess
+from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.spellings import TRUE_WORDS
+
+SOURCE: Final = "Accelerator()"
+_USE_MESH: Final = "ACCELERATE_USE_PARALLELISM_CONFIG"
+_SETTINGS: Final = ("mesh.replicate", "mesh.shard")
+"""The settings of ``DATA_SIZES``."""
+
+
+def check_accelerator(arguments: Mapping[str, Any], spec: FsdpSpec) -> None:
+    """Report the arguments of an Accelerator that have no effect on ``spec``, and adjust the process group.
+
+    Args:
+        spec: contains ``parallelism_config``, unless it was made without the Accelerator.
+
+    Raises:
+        SpecError: an argument is refused.
+    """
+    given = {name: value for name, value in arguments.items() if value is not None}
+    problems = [*check_arguments("Accelerator", given, source=SOURCE)]
+    report([*problems, *_check_mesh(given.get("parallelism_config"), spec)])
+    handlers = given.get("kwargs_handlers", ())
+    check_handlers(handlers)
+    for handler in handlers:
+        if isinstance(handler, InitProcessGroupKwargs):
+            adjust_process_group(handler.to_kwargs(), source=SOURCE)
+
+
+def check_handlers(objects: Iterable[Any]) -> None:
+    """Report the arguments of the handlers among ``objects``. Raises ``SpecError`` for those that are refused."""
+    handlers = [obj for obj in objects if isinstance(obj, KwargsHandler)]
+    problems = [problem for handler in handlers for problem in check_object(handler, source=SOURCE)]
+    if session.trainer_spec is not None:  # the Trainer creates a handler in every run
+        problems = [problem for problem in problems if problem.severity == "error"]
+    report(problems)
+
+
+def _check_mesh(config: Any, spec: FsdpSpec) -> Iterator[Problem]:
+    """Yield an error for axes other than data, and for sizes of which a spec that was made without them differs."""
+    if config is None:
+        return
+    alone = assess(Sources(config={"distributed_type": "FSDP"}, parallelism_config=config, environ={}))
+    if not alone.ok:
+        yield from (problem for problem in alone.problems if problem.severity == "error")
+        return
+    sizes = fields_of(config)
+    for name, setting in zip(DATA_SIZES, _SETTINGS, strict=True):
+        size = sizes.get(name)
+        # The session has read a config, and has reported the source that overrides it.
+        if size not in (None, spec.get(setting)) and not _is_overridden(spec, setting):
+            message = f"{name} is {size}, but the spec of this Accelerator has {setting}={spec.get(setting)}."
+            fix = "Pass it to load_spec: load_spec(config, parallelism_config=…)."
+            origin = Origin(source=SOURCE, spelling="parallelism_config", text=f"{name}={size}")
+            yield Problem(code="FSDP-E612", setting=setting, message=message, fix=fix, origin=origin)
+
+
+def _is_overridden(spec: FsdpSpec, setting: str) -> bool:
+    return any(
+        problem.setting == setting and problem.origin is not None and problem.origin.source == "ParallelismConfig"
+        for problem in spec.problems
+    )
+
+
+@contextmanager
+def without_stock_mesh() -> Iterator[None]:
+    """Keep Accelerate from making a mesh from variables in the block. It would refuse FSDP1 and replicas alone."""
+    before = os.environ.pop(_USE_MESH, None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[_USE_MESH] = before
+
+
+def set_mesh(accelerator: Any, config: Any, spec: FsdpSpec) -> None:
+    """Set Accelerate's config and mesh for scripts that read them, if they are those of ``spec``. Collective.
+
+    Without a shard axis and under FSDP1, Accelerate would refuse them in the next Accelerator.
+    """
+    if config is None and os.environ.get(_USE_MESH, "").lower() in TRUE_WORDS:
+        with suppress(ValueError):
+            config = ParallelismConfig()
+    if config is None or spec.fsdp.version == 1 or config.dp_shard_size == 1:
+        return
+    sizes = {name: spec.get(setting) for name, setting in zip(DATA_SIZES, _SETTINGS, strict=True)}
+    is_same = all(getattr(config, name) == size for name, size in sizes.items())
+    if is_same and config.total_size == accelerator.num_processes:
+        accelerator.state.device_mesh = config.get_device_mesh(accelerator.device.type)
+        accelerator.state.parallelism_config = config

@@ -1,0 +1,203 @@
+"""The table of the arguments that a script can pass in Python, and what becomes of each under FSDP.
+
+A test compares the table with the fields of the installed versions. ``docs/compatibility.md`` shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from enum import Enum
+from typing import Any, Final, Literal
+
+from hf_fsdp_plugin.messages import print_once
+from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
+
+Verdict = Literal["applied", "library", "note", "refused"]
+VERDICTS: Final[dict[Verdict, str]] = {
+    "applied": "Applied: it changes the settings of this package, or what it runs.",
+    "library": "Left to the library: Accelerate or Transformers applies it, as without this package.",
+    "note": "No meaning under FSDP: a note names it (FSDP-N613).",
+    "refused": "Refused: the run ends with the error in the table, because ignoring it would change the result.",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """Arguments of one class that have the same verdict for the same reason.
+
+    Attributes:
+        owner: name of the class.
+        names: the arguments.
+        about: for the documentation; after the names of arguments also the message of a note or an error.
+        fix: remedy of an error.
+        code: of the error; of the note if it is not FSDP-N613.
+        elsewhere: whether the package reads the argument, and reports it if needed, in another place.
+    """
+
+    owner: str
+    verdict: Verdict
+    names: frozenset[str]
+    about: str
+    fix: str = ""
+    code: str = ""
+    elsewhere: bool = False
+
+
+def _row(owner: str, verdict: Verdict, names: str, about: str, **more: Any) -> Row:
+    return Row(owner=owner, verdict=verdict, names=frozenset(names.split()), about=about, **more)
+
+
+_DDP: Final = "configures DistributedDataParallel, which FSDP replaces"
+_HOOK: Final = "changes the dtype or the algorithm of the gradient reduction of DistributedDataParallel, not of FSDP"
+_FP8: Final = "configures fp8, which is implemented inside the model (torchao, TransformerEngine), not by FSDP"
+_BF16: Final = "Remove it and set mixed_precision: bf16."
+_ONE_ENGINE: Final = "selects another engine, and FSDP is enabled"
+_AXIS: Final = "is another kind of parallelism; only 1 is supported"
+
+# fmt: off
+ROWS: Final = (
+    _row("Accelerator", "applied", "fsdp_plugin mixed_precision parallelism_config kwargs_handlers dynamo_backend "
+         "dynamo_plugin", "is part of the settings"),
+    _row("Accelerator", "library", "device_placement split_batches gradient_accumulation_steps cpu dataloader_config "
+         "rng_types log_with project_dir project_config gradient_accumulation_plugin step_scheduler_with_optimizer",
+         "does not depend on how the model is sharded"),
+    _row("Accelerator", "refused", "deepspeed_plugin deepspeed_plugins megatron_lm_plugin", _ONE_ENGINE,
+         code="FSDP-E120", fix="Keep one of them."),
+    _row("Accelerator", "refused", "torch_tp_plugin", "selects tensor parallelism", code="FSDP-E122",
+         fix="Remove it, or train this model without the plugin."),
+
+    _row("AutocastKwargs", "library", "enabled cache_enabled", "applies to `accelerator.autocast()`; the precision of "
+         "FSDP stays"),
+    _row("DistributedDataParallelKwargs", "note", "dim broadcast_buffers bucket_cap_mb find_unused_parameters "
+         "check_reduction gradient_as_bucket_view static_graph comm_state_option", _DDP),
+    _row("DistributedDataParallelKwargs", "refused", "comm_hook comm_wrapper", _HOOK, code="FSDP-E612",
+         fix="Remove it, and set reduce_dtype in fsdp_mixed_precision_policy."),
+    _row("GradScalerKwargs", "applied", "init_scale growth_factor backoff_factor growth_interval enabled",
+         "configures the scaler of fp16"),
+    _row("InitProcessGroupKwargs", "applied", "timeout", "is set on a group that is started already, too"),
+    _row("InitProcessGroupKwargs", "applied", "backend", "is refused (FSDP-E612) if a group with "
+         "another one is started already"),
+    _row("InitProcessGroupKwargs", "refused", "init_method", "is not the address that the launcher gave the ranks",
+         code="FSDP-E612", fix="Remove it, and start the script with a launcher."),
+    *(_row(owner, "refused", names, _FP8, code="FSDP-E121", fix=_BF16) for owner, names in (
+        ("AORecipeKwargs", "config module_filter_func pad_inner_dim enable_fsdp_float8_all_gather"),
+        ("TERecipeKwargs", "use_autocast_during_eval margin interval fp8_format amax_history_len amax_compute_algo "
+                           "override_linear_precision use_mxfp8_block_scaling"),
+        ("MSAMPRecipeKwargs", "opt_level"),
+        ("FP8RecipeKwargs", "opt_level use_autocast_during_eval margin interval fp8_format amax_history_len "
+                            "amax_compute_algo override_linear_precision use_mxfp8_block_scaling backend"),
+    )),
+    _row("ProfileKwargs", "library", "activities schedule_option on_trace_ready record_shapes profile_memory "
+         "with_stack with_flops with_modules output_trace_dir", "applies to `accelerator.profile()`"),
+    _row("GradientAccumulationPlugin", "library", "num_steps adjust_scheduler sync_with_dataloader sync_each_batch",
+         "does not depend on how the model is sharded"),
+    _row("TorchDynamoPlugin", "applied", "backend mode fullgraph dynamic options disable use_regional_compilation",
+         "compiles the units of the wrap policy, which is what use_regional_compilation means"),
+    _row("DataLoaderConfiguration", "library", "split_batches dispatch_batches even_batches use_seedable_sampler "
+         "data_seed non_blocking use_stateful_dataloader", "does not depend on how the model is sharded"),
+
+    _row("ParallelismConfig", "applied", "dp_replicate_size dp_shard_size", "is mesh.replicate or mesh.shard",
+         elsewhere=True),
+    _row("ParallelismConfig", "refused", "tp_size cp_size sp_size", _AXIS, code="FSDP-E122", elsewhere=True),
+    _row("ParallelismConfig", "note", "tp_handler cp_handler sp_handler", "has no effect without its axis",
+         code="FSDP-W026", elsewhere=True),
+    _row("ParallelismConfig", "library", "cp_backend sp_backend", "has one value only"),
+
+    _row("FullyShardedDataParallelPlugin", "applied", "fsdp_version sharding_strategy reshard_after_forward "
+         "backward_prefetch mixed_precision_policy auto_wrap_policy cpu_offload ignored_modules state_dict_type "
+         "limit_all_gathers use_orig_params sync_module_states forward_prefetch activation_checkpointing "
+         "activation_checkpointing_offload cpu_ram_efficient_loading transformer_cls_names_to_wrap min_num_params",
+         "is a setting; an unsupported value is refused (FSDP-E037)", elsewhere=True),
+    _row("FullyShardedDataParallelPlugin", "note", "state_dict_config optim_state_dict_config",
+         "selects the state dict type; its options have no effect", code="FSDP-N136", elsewhere=True),
+    _row("FullyShardedDataParallelPlugin", "refused", "param_init_fn", "is a function", code="FSDP-E037",
+         elsewhere=True),
+
+    _row("TrainingArguments", "applied", "fsdp fsdp_config bf16 fp16 use_cpu parallelism_config gradient_checkpointing "
+         "gradient_checkpointing_kwargs activation_checkpointing activation_checkpointing_kwargs torch_compile "
+         "torch_compile_backend torch_compile_mode max_grad_norm ddp_timeout", "is a setting, or runs by the plan",
+         elsewhere=True),
+    _row("TrainingArguments", "applied", "save_only_model save_total_limit load_best_model_at_end "
+         "resume_from_checkpoint", "controls checkpoints of this package", elsewhere=True),
+    _row("TrainingArguments", "applied", "ddp_backend", "is refused (FSDP-E612) if a group with another one is started "
+         "already", elsewhere=True),
+    _row("TrainingArguments", "note", "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers "
+         "ddp_static_graph", _DDP),
+    _row("TrainingArguments", "refused", "deepspeed", _ONE_ENGINE, code="FSDP-E120", fix="Keep one of them."),
+    _row("TrainingArguments", "library",
+         "output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type "
+         "lr_scheduler_kwargs warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon "
+         "optim_target_modules gradient_accumulation_steps average_tokens_across_devices label_smoothing_factor "
+         "bf16_full_eval fp16_full_eval tf32 use_liger_kernel liger_kernel_config use_cache neftune_noise_alpha "
+         "torch_empty_cache_steps auto_find_batch_size logging_strategy logging_steps logging_first_step "
+         "log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen log_level log_level_replica "
+         "disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id "
+         "eval_strategy eval_steps eval_delay per_device_eval_batch_size prediction_loss_only eval_on_start "
+         "eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics "
+         "save_strategy save_steps ignore_data_skip save_on_each_node enable_jit_checkpoint push_to_hub hub_token "
+         "hub_private_repo hub_model_id hub_strategy "
+         "hub_always_push hub_revision metric_for_best_model greater_is_better restore_callback_states_from_checkpoint "
+         "full_determinism seed data_seed accelerator_config dataloader_drop_last dataloader_num_workers "
+         "dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor "
+         "dataloader_multiprocessing_context dataloader_in_order remove_unused_columns label_names "
+         "train_sampling_strategy length_column_name debug skip_memory_metrics do_train do_eval do_predict local_rank",
+         "the Trainer uses it"),
+)
+# fmt: on
+SINCE: Final[Mapping[str, tuple[str, str]]] = {
+    "activation_checkpointing": ("transformers", "5.23"),
+    "activation_checkpointing_kwargs": ("transformers", "5.23"),
+}
+"""Argument -> the library and its version that has added it. Older supported versions do not have it."""
+
+
+def check_object(given: Any, *, source: str) -> Iterator[Problem]:
+    """Yield a note or an error for each row of arguments of a dataclass that differ from their defaults.
+
+    Args:
+        source: the place for messages: ``Accelerator()`` or ``TrainingArguments``.
+    """
+    owner = next((kind.__name__ for kind in type(given).__mro__ if kind.__name__ in _OWNERS), "")
+    yield from check_arguments(owner, given_fields(given), source=source)
+
+
+def check_arguments(owner: str, given: Mapping[str, Any], *, source: str) -> Iterator[Problem]:
+    """Yield a note or an error for each row of the table that has some of the given arguments."""
+    for row in ROWS:
+        names = sorted(row.names & given.keys())
+        if row.owner != owner or row.elsewhere or row.verdict not in ("note", "refused") or not names:
+            continue
+        what = ", ".join(f"{name}={_shown(given[name])}" for name in names)
+        origin = Origin(source=source, spelling=names[0], text=_shown(given[names[0]]))
+        message = f"{what if source.startswith(owner) else f'{owner}({what})'} {row.about}."
+        yield Problem(code=row.code or "FSDP-N613", message=message, fix=row.fix, origin=origin)
+
+
+def report(problems: list[Problem]) -> None:
+    """Print the notes, or raise ``SpecError`` if there are errors."""
+    if has_errors(problems):
+        raise SpecError(problems)
+    for problem in problems:
+        print_once(problem)
+
+
+def given_fields(given: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass that differ from their defaults."""
+    found = {}
+    for field in fields(given) if is_dataclass(given) else ():
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        value = getattr(given, field.name, default)
+        neutral = (str(default), _NEUTRAL.get(field.name))
+        if value is not default and value != default and not (isinstance(value, str | Enum) and str(value) in neutral):
+            found[field.name] = value
+    return found
+
+
+def _shown(value: Any) -> str:
+    return str(value) if isinstance(value, str | int | float | Enum) else type(value).__name__
+
+
+_OWNERS: Final = frozenset(row.owner for row in ROWS)
+_NEUTRAL: Final = {"init_method": "env://"}
+"""Argument -> another value with the meaning of its default."""
