@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from cases_sentence_transformer import WORDS, losses, make_base, make_model
 from ranks import reset_accelerate
+from transformers import TrainerCallback
 
 import hf_fsdp_plugin as hfp
 
@@ -21,17 +22,31 @@ def train(folder: str, version: int, case: str) -> dict[str, Any]:
     return {"losses": losses(trainer), "loss": parameters_of_loss(trainer)}
 
 
-def resume(folder: str, version: int, kind: str) -> list[list[torch.Tensor]]:
+class StateAtBegin(TrainerCallback):
+    """Keeps the optimizer's state of the parameters of a loss before the first step."""
+
+    def __init__(self, loss: Any) -> None:
+        self.loss, self.found = loss, list[torch.Tensor]()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        self.found = [tensor.clone() for tensor in momentum(optimizer, self.loss)]
+
+
+def momentum(optimizer: Any, loss: Any) -> list[torch.Tensor]:
+    states = [optimizer.state.get(parameter, {}) for parameter in loss.classifier.parameters()]
+    return [state["momentum_buffer"] for state in states if state]
+
+
+def resume(folder: str, version: int, kind: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The optimizer's state of the parameters of a loss at a checkpoint, and after loading it."""
     begin(folder, version)
     first = make_trainer(folder, version, "softmax", kind, max_steps=2, save_strategy="steps", save_steps=2)
     first.train()
-    again = make_trainer(folder, version, "softmax", kind, max_steps=2)
+    again = make_trainer(folder, version, "softmax", kind)
+    loaded = StateAtBegin(again.loss)
+    again.add_callback(loaded)
     again.train(resume_from_checkpoint=str(Path(folder) / "run" / "checkpoint-2"))
-    return [
-        [trainer.optimizer.state[parameter]["momentum_buffer"] for parameter in trainer.loss.classifier.parameters()]
-        for trainer in (first, again)
-    ]
+    return momentum(first.optimizer, first.loss), loaded.found
 
 
 def begin(folder: str, version: int) -> None:
