@@ -81,7 +81,8 @@ def init_accelerator(original: Callable[..., None], accelerator: Any, *args: Any
         plugin = PlannedFsdpPlugin.replacing(plugin, with_mixed_precision(spec, given))
     if isinstance(plugin, PlannedFsdpPlugin):
         check_accelerator(arguments, plugin.spec)
-        arguments["fsdp_plugin"], arguments["parallelism_config"] = plugin, None
+        arguments["fsdp_plugin"] = plugin
+        arguments.pop("parallelism_config", None)  # Accelerate would refuse it under FSDP1
         plugin.parallelism_config = mesh
         if (dynamo := dynamo_plugin(plugin.spec)) and not arguments.keys() & {"dynamo_plugin", "dynamo_backend"}:
             arguments["dynamo_plugin"] = dynamo

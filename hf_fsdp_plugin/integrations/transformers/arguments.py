@@ -46,7 +46,8 @@ def process_fsdp_args(original: Callable[[], Any], arguments: Any) -> Any:
     Raises:
         SpecError: any source has an error. The exception contains all problems of all sources.
     """
-    spec = session.load(fsdp_arguments(arguments), parallelism_config=arguments.parallelism_config)
+    mesh = getattr(arguments, "parallelism_config", None)
+    spec = session.load(fsdp_arguments(arguments), parallelism_config=mesh)
     if not spec.enabled:
         print_warnings(spec.problems)
         if arguments.fsdp and not spec.uses_xla:
