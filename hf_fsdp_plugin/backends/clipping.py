@@ -106,7 +106,7 @@ def _groups(models: Sequence[nn.Module], parameters: Iterable[nn.Parameter]) -> 
         if parameter.dtype is torch.float64:
             group.dtype = torch.float64
         if gradient is not None and gradient.numel():  # an empty tensor has no largest magnitude
-            group.gradients.append(gradient)
+            group.gradients.append(torch.view_as_real(gradient) if gradient.is_complex() else gradient)
     return list(groups.values())
 
 

@@ -30,6 +30,7 @@ def check_parameters(
     """Report units that the backend cannot create, and parameters that cannot be sharded."""
     entries = {entry.name: entry for entry in tree.parameters}
     _check_integers(tree, precision, problems)
+    _check_complex(tree, problems)
     _check_packed(tree, precision, problems)
     owned = {u.name: [e for name in u.parameters if _is_floating(e := entries[name])] for u in units}
     _check_dtypes(tree, units, owned, precision, version, problems)
@@ -56,6 +57,19 @@ def _check_integers(tree: ModuleTree, precision: PrecisionPlan, problems: Proble
             f"quantized weights do: {format_names([entry.name for entry in integers])}.",
             f"Load it with BitsAndBytesConfig(load_in_4bit=True, {storage}), or exclude the modules with "
             "fsdp_ignored_modules.",
+        )
+
+
+def _check_complex(tree: ModuleTree, problems: ProblemCollector) -> None:
+    names = [entry.name for entry in tree.parameters if entry.parameter.is_complex() and not entry.ignored]
+    if names:
+        problems.add(
+            "FSDP-E224",
+            None,
+            f"FSDP shards only real parameters, but {plural(len(names), 'parameter is', 'parameters are')} complex: "
+            f"{format_names(names)}.",
+            "Keep their modules whole on every rank with fsdp_ignored_modules, or store torch.view_as_real(weight) and "
+            "use torch.view_as_complex in the forward.",
         )
 
 

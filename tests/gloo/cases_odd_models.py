@@ -49,6 +49,25 @@ class WithEmpty(nn.Module):
         return self.second(self.first(x))
 
 
+class ComplexFilter(nn.Module):
+    """A complex parameter, which torch cannot shard, is in a module of its own."""
+
+    class Filter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+
+        def forward(self, z: torch.Tensor) -> torch.Tensor:
+            return z @ self.weight
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.filter = nn.Linear(4, 4), self.Filter()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.filter(self.first(x).to(torch.complex64)).abs()
+
+
 def linears(dtype: torch.dtype = torch.float32, sizes: tuple[int, ...] = (4, 4, 4, 4)) -> nn.Module:
     layers = [nn.Linear(before, after) for before, after in pairwise(sizes)]
     return nn.Sequential(*layers).to(dtype)
@@ -81,6 +100,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] 
     "fp64": (lambda: linears(torch.float64), lambda: vector(torch.float64)),
     "linear": (lambda: nn.Linear(4, 4), vector),
     "odd": (lambda: linears(sizes=(4, 3, 5, 1)), vector),
+    "complex": (ComplexFilter, lambda: {"x": torch.randn(2, 4)}),
     "empty": (WithEmpty, lambda: {"x": torch.randn(2, 4)}),
     "scalars": (Scalars, lambda: {"x": torch.randn(2, 4)}),
     "t5": (

@@ -20,6 +20,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("linear", SIZE, {}),
     ("linear", LINEAR, {}),
     ("odd", SIZE, {}),
+    ("complex", {**LINEAR, "fsdp_ignored_modules": "filter"}, {}),
     ("empty", LINEAR, {}),
     ("empty", SIZE, {}),
     ("scalars", {"fsdp_auto_wrap_policy": "NO_WRAP"}, {}),

@@ -189,6 +189,15 @@ def test_quantized_weights_are_refused_unless_ignored(version: int) -> None:
     planned(spec_of(version=version, use_orig=True, ignored_modules=r"layers\.\d\.base"), model)
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_complex_parameters_are_refused_unless_ignored(version: int) -> None:
+    model = Stack()
+    model.layers[0].base.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.complex64))
+    problem = refused("FSDP-E224", spec_of(version=version, use_orig=True), model)
+    assert "layers.0.base.weight" in problem.message
+    planned(spec_of(version=version, use_orig=True, ignored_modules=r"layers\.\d\.base"), model)
+
+
 def test_storage_of_quantized_weights_has_the_dtype_of_the_model() -> None:
     model = Stack().to(torch.float16)
     model.layers[0].base.weight = nn.Parameter(torch.zeros(32, 1, dtype=torch.int8), requires_grad=False)
