@@ -8,7 +8,8 @@
 #   bash scripts/bench/all.sh --list             names, time limits in minutes, and commands
 #
 # A benchmark is a program that writes docs/results/NAME.json: scripts/bench/NAME.py with make_parser(__doc__, "NAME"), or
-# one of OTHERS. The exit code is 1 if any has failed, and 130 after Ctrl-C.
+# one of OTHERS. PEERS names the checkouts of scripts/run_peers.py ("accelerate=DIR …"); without them it only writes its
+# table. The exit code is 1 if any has failed, and 130 after Ctrl-C.
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 cd "$root" || exit 2
@@ -19,7 +20,7 @@ export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=${OMP_NUM_T
 DEFAULT_MINUTES=45
 QUICK_MINUTES=10
 # name -> minutes, where the default does not suffice
-declare -A MINUTES=([survival]=120 [memory_error]=90 [ecosystem]=240 [throughput]=90 [checkpoint_save]=60 [large_world]=60 [hangs_healthy]=90 [matrix]=240)
+declare -A MINUTES=([survival]=120 [memory_error]=90 [ecosystem]=240 [throughput]=90 [checkpoint_save]=60 [large_world]=60 [hangs_healthy]=90 [matrix]=240 [peers]=480)
 # name -> arguments of --quick; a program with a flag --quick needs no row
 declare -A QUICK=(
   [checkpoint_save]="--rounds 1 --full-rounds 1 --layers 2 --hidden 128 --vocabulary 1000"
@@ -58,6 +59,7 @@ declare -A OTHERS=(
   [hangs_healthy]="$python scripts/bench/hangs.py --healthy 30"
   [ecosystem]="bash scripts/ecosystem.sh"
   [matrix]="bash scripts/matrix.sh"
+  [peers]="$python scripts/run_peers.py ${PEERS:-}"
 )
 # name -> program of --quick that is not scripts/bench/NAME.py
 declare -A PROGRAMS=([generated_values]=scripts/generated_values.py [hangs_healthy]=scripts/bench/hangs.py)
@@ -80,7 +82,7 @@ for file in scripts/bench/*.py; do
   name=$(basename "$file" .py)
   grep -q "make_parser(__doc__, \"$name\")" "$file" && names+=("$name")
 done
-names+=(generated_values hangs_healthy ecosystem matrix)
+names+=(generated_values hangs_healthy ecosystem matrix peers)
 command -v nvidia-smi > /dev/null && { OTHERS[gpu_check]="bash scripts/gpu_check.sh"; names+=(gpu_check); }
 for name in "${only[@]}"; do
   [[ " ${names[*]} " == *" $name "* ]] || { echo "all.sh: there is no benchmark $name. --list prints the names." >&2; exit 2; }

@@ -49,6 +49,10 @@ DIRECTIONS: Final = (
     # Exit codes, and moments of kills.
     Direction(r"^runs/.*(/exit_code|/restarts|/losses|/bitwise_equal)$|^runs/[^/]+/kills", "not compared"),
     Direction(r"^cases/[^/]+/(promised_seconds|measured_seconds|gains|step_seconds|ratio)", "not compared"),
+    # Tests of other libraries: those without the plugin are what it is compared with.
+    Direction(r"^suites/.*/with/passed$", "larger"),
+    Direction(r"^suites/.*/with/failed$", "smaller"),
+    Direction(r"^suites/", "not compared"),
     # Versions of other libraries, and their names.
     Direction(r"^combinations/.*/passed$", "larger"),
     Direction(r"^counts/(refused|cannot be tried|cannot be created|layers not found)$", "smaller"),

@@ -57,7 +57,7 @@ def suite(tmp_path: Path) -> Path:
         (folder / f"{name}.py").write_text(f'# make_parser(__doc__, "{name}") has "--quick"\n{body}\n')
     (folder / "update_results.py").write_text("open('rendered', 'w')\n")
     shutil.copy(ALL, folder / "all.sh")
-    text = (folder / "all.sh").read_text().replace("names+=(generated_values hangs_healthy ecosystem matrix)", "")
+    text = (folder / "all.sh").read_text().replace("names+=(generated_values hangs_healthy ecosystem matrix peers)", "")
     text = text.replace("QUICK_MINUTES=10", "QUICK_MINUTES=${LIMIT:-10}").replace("--kill-after=30", "--kill-after=1")
     (folder / "all.sh").write_text(text)
     return folder / "all.sh"
