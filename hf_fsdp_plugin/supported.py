@@ -12,7 +12,7 @@ from typing import Final
 SUPPORTED: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
         "torch": ("2.11", "2.15"),
-        "transformers": ("5.17", "5.23"),
+        "transformers": ("5.17", "5.24"),
         "accelerate": ("1.15", "1.15"),
         "peft": ("0.21", "0.21"),
         "trl": ("1.16", "1.16"),

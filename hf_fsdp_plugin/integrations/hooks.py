@@ -3,7 +3,7 @@
 Each row contains the replaced function, its replacement, the reason, and when the row can be deleted.
 :mod:`hf_fsdp_plugin.integrations.patching` installs and removes the rows; ``docs/hooks.md`` is generated from them. To
 hook another function, write its replacement in ``integrations/<library>/`` and add a row here. The rows were checked
-with accelerate 1.15 and transformers 5.17 to 5.23.
+with accelerate 1.15 and transformers 5.17 to 5.24.
 
 A replacement is called as ``replacement(original, *args, **kwargs)``; the original of a method is bound, and ``self``
 is the first of ``args``. A replacement that finds no FSDP settings of this package calls the original.

@@ -155,6 +155,8 @@ class _Composer:
         line = max(1, min(mark.line + 1, len(lines))) if mark is not None else None
         written = lines[line - 1] if line is not None and line <= len(lines) else ""
         reason = getattr(error, "problem", None) or "the text cannot be parsed"
+        if "nesting depth" in reason:  # PyYAML 6.0.4 limits the depth itself
+            return ConfigFileError("FSDP-E012", *_TOO_DEEP, source=self._source, line=line)
         message, fix = f"invalid YAML: {reason}.", "Correct this line."
         if "\t" in written:
             message, fix = "invalid YAML: the line contains a tab.", "Indent with spaces."

@@ -5,7 +5,7 @@ needs private memory only for weights that differ from the file: another dtype, 
 such as fused experts and tensors of GGUF files. One rank of a machine computes these, one after the other, and the
 others map the result (:mod:`hf_fsdp_plugin.backends.shared_weights`).
 
-Transformers 5.17 to 5.23 leaves the weights that a checkpoint lacks, such as a new head, on the meta device on all
+Transformers leaves the weights that a checkpoint lacks, such as a new head, on the meta device on all
 ranks but the first. With these replacements, every rank initializes them.
 """
 

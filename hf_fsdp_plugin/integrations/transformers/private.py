@@ -1,4 +1,4 @@
-"""The private API of Transformers that this package uses; read from transformers 5.17 to 5.23.
+"""The private API of Transformers that this package uses; read from transformers 5.17 to 5.24.
 
 Transformers is imported inside functions only, as ``install`` must not import it. Private methods that are replaced are
 listed in :mod:`hf_fsdp_plugin.integrations.hooks` instead.
