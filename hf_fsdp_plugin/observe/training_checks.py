@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from hf_fsdp_plugin.observe.first_step import FirstStep
+from hf_fsdp_plugin.observe.report import TrainingObservation
 from hf_fsdp_plugin.observe.runs import Runs
 from hf_fsdp_plugin.observe.structure import StructureComparison
 from hf_fsdp_plugin.problems import Problem
@@ -12,15 +11,26 @@ from hf_fsdp_plugin.text import format_names
 
 
 def check_training(
-    first_step: FirstStep, structure: StructureComparison, changed: Sequence[bool | None]
+    first_step: FirstStep, structure: StructureComparison, training: TrainingObservation, *, prepared: bool
 ) -> list[Problem]:
     """Check that the run trained what the plan trains, with constant batches.
 
     Args:
-        changed: of each rank, whether its trained shards have changed since the first step.
+        training: what the steps changed, on all ranks.
+        prepared: whether an optimizer of the model was prepared.
     """
     problems = []
-    if False in changed and True not in changed:
+    if prepared and not training.steps and first_step.num_backwards > 1:
+        problems.append(
+            Problem(
+                code="FSDP-E515",
+                message=f"{first_step.num_backwards} backwards, but no optimizer step was observed: the weights are "
+                "those of the beginning.",
+                fix="Call step() of the prepared optimizer after each backward, or after the last one of those whose "
+                "gradients are accumulated.",
+            )
+        )
+    if training.trained_parameters and not training.changed_parameters:
         problems.append(
             Problem(
                 code="FSDP-E510",
