@@ -27,6 +27,7 @@ from hf_fsdp_plugin.observe.training_checks import check_training
 from hf_fsdp_plugin.observe.units import UnitObservation, observe_units
 from hf_fsdp_plugin.observe.weights import compare_weights
 from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import Problem, SpecError
 
 _PACKAGES = ("torch", "transformers", "accelerate")
@@ -89,7 +90,7 @@ def build_report(
             *_unobservable_facts(units),
             *check_structure(units, plan),
             *check_optimizers(model, units, inner, prepared_ids=first_step.optimized_ids),
-            *check_training(first_step, structure, training, prepared=bool(inner)),
+            *check_training(first_step, structure, training, prepared=bool(inner), random=_with_modes(model)),
         ]
     settings, problems = _merge_ranks(settings, problems)
     return Report(
@@ -204,6 +205,17 @@ def _has_changed(first_step: FirstStep, unchanged: frozenset[tuple[int, int]]) -
     """Return whether any of this rank's trained parts has changed; ``None`` if the rank has none."""
     own = {key for key, value in (first_step.shard_hashes or {}).items() if value is not None}
     return bool(own - unchanged) if own else None
+
+
+def _with_modes(model: nn.Module) -> list[str]:
+    """Return the names of the modules that compute something else in training mode: dropout and batch norm."""
+    norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    dropouts = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+    return [
+        canonical_name(name)
+        for name, module in model.named_modules()
+        if isinstance(module, norms) or (isinstance(module, dropouts) and module.p > 0)
+    ]
 
 
 def _observe_training(first_step: FirstStep, unchanged: frozenset[tuple[int, int]] | None) -> TrainingObservation:

@@ -26,7 +26,7 @@ from hf_fsdp_plugin.observe.optimizer import unwrapped_optimizer
 from hf_fsdp_plugin.observe.recomputation import Recomputation, checkpointed_modules
 from hf_fsdp_plugin.observe.runs import Runs
 from hf_fsdp_plugin.observe.step_watch import GradientWatch, UselessStepWatch, float_outputs
-from hf_fsdp_plugin.observe.units import UnitObservation, observe_units
+from hf_fsdp_plugin.observe.units import UnitObservation, checkpoints_natively, observe_units
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.torch_private.functions import tree_leaves
 from hf_fsdp_plugin.torch_private.modules import calls_compiled
@@ -46,6 +46,8 @@ class FirstStep:
         grads_bytes: bytes of the gradients on this rank just before the first optimizer step.
         autocast_dtypes: dtypes of autocast contexts around training forwards.
         num_steps: number of optimizer steps that have begun.
+        num_evaluating: number of optimizer steps whose forwards all ran in eval mode, with gradients.
+        native_checkpointing: whether Transformers' gradient checkpointing was enabled, at the steps that are examined.
         num_backwards: number of backwards before the first optimizer step.
         unreduced: names of units with gradients that an optimizer step ignored because they were not reduced.
         first_bit_sum: sum of the bits of this rank's shards at the first forward; ``None`` if it was not recorded.
@@ -66,7 +68,9 @@ class FirstStep:
     grads_bytes: int | None = None
     autocast_dtypes: set[torch.dtype] = field(default_factory=set)
     num_steps: int = 0
+    num_evaluating: int = 0
     num_backwards: int = 0
+    native_checkpointing: set[bool] = field(default_factory=set)
     unreduced: set[str] = field(default_factory=set)
     first_bit_sum: torch.Tensor | None = None
     recomputation: Recomputation | None = None
@@ -78,6 +82,7 @@ class FirstStep:
     shard_hashes: ShardHashes | None = None
     later_hashes: list[ShardHashes] = field(default_factory=list)
     _num_forwards: int = 0
+    _evaluates: bool = False
     observed: WeakSet[torch.optim.Optimizer] = field(default_factory=WeakSet)
 
     def before_forward(self, device_type: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -89,6 +94,10 @@ class FirstStep:
             if isinstance(value, torch.Tensor) and value.dim():
                 self.batch_sizes.add(value.shape[0])
                 break
+
+    def begin_evaluation(self) -> None:
+        """Record a forward in eval mode with gradients."""
+        self._evaluates = True
 
     def before_cast(self, model: nn.Module, compute: torch.dtype, args: tuple[Any, ...], kwargs: Any) -> None:
         """Record which inputs of a forward are cast to the dtype of the computation, and which are not."""
@@ -110,11 +119,14 @@ class FirstStep:
         self.num_steps += 1
         if self._num_forwards:
             self.accumulation.add(self._num_forwards)
-            self._num_forwards = 0
+        elif self._evaluates:
+            self.num_evaluating += 1
+        self._num_forwards, self._evaluates = 0, False
         if self.recomputation is not None:
             self.recomputation.close()
         if self.num_steps & (self.num_steps - 1):  # not a power of two
             return
+        self.native_checkpointing.add(any(map(checkpoints_natively, model.modules())))
         units = observe_units(model)
         if self.grads_bytes is None:
             self.grads_bytes = gradient_bytes(model, units)
@@ -193,7 +205,11 @@ def _observe_forward(model: nn.Module, first_step: FirstStep) -> None:
             cast_handle.remove()
 
     def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module.training and not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        if not module.training:
+            first_step.begin_evaluation()
+        else:
             first_step.before_forward(device_type, args, kwargs)
             if first_step.num_steps == 1:
                 watch.close()

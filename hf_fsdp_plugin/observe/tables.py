@@ -15,7 +15,7 @@ from hf_fsdp_plugin.text import format_bytes, format_names, format_table, plural
 
 _WIDTH = 100
 _MAX_LINES = 10
-_OF_RUN = ("FSDP-W505", "FSDP-W511", "FSDP-W512")
+_OF_RUN = ("FSDP-W505", "FSDP-W511", "FSDP-W512", "FSDP-W516")
 """Warnings about the trained model that are printed nowhere else."""
 
 

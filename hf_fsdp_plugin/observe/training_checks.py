@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hf_fsdp_plugin.observe.first_step import FirstStep
 from hf_fsdp_plugin.observe.report import TrainingObservation
 from hf_fsdp_plugin.observe.runs import Runs
@@ -11,13 +13,19 @@ from hf_fsdp_plugin.text import format_names
 
 
 def check_training(
-    first_step: FirstStep, structure: StructureComparison, training: TrainingObservation, *, prepared: bool
+    first_step: FirstStep,
+    structure: StructureComparison,
+    training: TrainingObservation,
+    *,
+    prepared: bool,
+    random: Sequence[str] = (),
 ) -> list[Problem]:
     """Check that the run trained what the plan trains, with constant batches.
 
     Args:
         training: what the steps changed, on all ranks.
         prepared: whether an optimizer of the model was prepared.
+        random: names of the modules that behave differently in training mode.
     """
     problems = []
     if prepared and not training.steps and first_step.num_backwards > 1:
@@ -36,6 +44,15 @@ def check_training(
                 code="FSDP-E510",
                 message=f"{first_step.num_steps} optimizer steps have changed no weight of the model.",
                 fix="Check that step() of the prepared optimizer updates the parameters of the prepared model.",
+            )
+        )
+    if first_step.num_evaluating and random:
+        problems.append(
+            Problem(
+                code="FSDP-W516",
+                message=f"the model was in eval mode in {first_step.num_evaluating} of {training.steps} steps, "
+                f"in which {format_names(random, 2)} did nothing.",
+                fix="Call model.train() before the training, and again after each evaluation.",
             )
         )
     if structure.frozen:
