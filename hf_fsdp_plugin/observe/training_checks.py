@@ -51,7 +51,7 @@ def check_training(
             Problem(
                 code="FSDP-W516",
                 message=f"the model was in eval mode in {first_step.num_evaluating} of {training.steps} steps, "
-                f"in which {format_names(random, 2)} did nothing.",
+                f"in which {format_names(random, 2)} did not act as in training.",
                 fix="Call model.train() before the training, and again after each evaluation.",
             )
         )
