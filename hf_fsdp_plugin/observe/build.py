@@ -16,17 +16,18 @@ from torch import nn
 from hf_fsdp_plugin.backends.agreement import gather_equal_objects, gather_objects, on_all_ranks
 from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.contracts import off_warning, off_without
-from hf_fsdp_plugin.observe.first_step import recorded_first_step, shards_changed
+from hf_fsdp_plugin.observe.first_step import FirstStep, recorded_first_step, unchanged_parameters
 from hf_fsdp_plugin.observe.live_run import LiveRun
 from hf_fsdp_plugin.observe.memory import observe_memory, unmanaged_parameters
 from hf_fsdp_plugin.observe.optimizer import check_optimizers, optimizers_of, trained_pair, unwrapped_optimizer
-from hf_fsdp_plugin.observe.report import BatchShape, RankObservation, Report
+from hf_fsdp_plugin.observe.report import BatchShape, RankObservation, Report, TrainingObservation
 from hf_fsdp_plugin.observe.settings import SettingObservation, check_settings, observe_settings
 from hf_fsdp_plugin.observe.structure import StructureComparison, compare_structure
 from hf_fsdp_plugin.observe.training_checks import check_training
 from hf_fsdp_plugin.observe.units import UnitObservation, observe_units
 from hf_fsdp_plugin.observe.weights import compare_weights
 from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import Problem, SpecError
 
 _PACKAGES = ("torch", "transformers", "accelerate")
@@ -58,8 +59,10 @@ def build_report(
     with on_all_ranks("reading the live model"):
         first_step = recorded_first_step(model)
         units = observe_units(model)
-        own = _observe_rank(model, units, inner)
+        unchanged = unchanged_parameters(first_step, units)
+        own = _observe_rank(model, units, inner, unchanged)
     ranks = tuple(gather_objects(own))
+    training = _observe_training(first_step, unchanged)
     device_type = torch.device(own.device).type
     loads = plan.ram_efficient or plan.sync_module_states
     replicated = any(unit.live.known("replicate_size", 1) > 1 for unit in units)
@@ -87,7 +90,7 @@ def build_report(
             *_unobservable_facts(units),
             *check_structure(units, plan),
             *check_optimizers(model, units, inner, prepared_ids=first_step.optimized_ids),
-            *check_training(first_step, structure, [row.weights_changed for row in ranks]),
+            *check_training(first_step, structure, training, prepared=bool(inner), random=_with_modes(model)),
         ]
     settings, problems = _merge_ranks(settings, problems)
     return Report(
@@ -103,6 +106,7 @@ def build_report(
         ranks=ranks,
         problems=(*plan.problems, *check_settings(settings, plan), *problems),
         batch=batch,
+        training=training,
         versions={name: version(name) for name in _PACKAGES},
     )
 
@@ -181,7 +185,10 @@ def _unobservable_facts(units: Sequence[UnitObservation]) -> list[Problem]:
 
 
 def _observe_rank(
-    model: nn.Module, units: Sequence[UnitObservation], optimizers: Sequence[torch.optim.Optimizer]
+    model: nn.Module,
+    units: Sequence[UnitObservation],
+    optimizers: Sequence[torch.optim.Optimizer],
+    unchanged: frozenset[tuple[int, int]] | None,
 ) -> RankObservation:
     first_step = recorded_first_step(model)
     return RankObservation(
@@ -190,7 +197,36 @@ def _observe_rank(
         device=str(_compute_device(model, units)),
         num_local_params=sum(unit.num_local_params for unit in units) + _num_unmanaged(model, units),
         memory=observe_memory(model, units, optimizers, recorded_grads_bytes=first_step.grads_bytes),
-        weights_changed=shards_changed(first_step, units),
+        weights_changed=None if unchanged is None else _has_changed(first_step, unchanged),
+    )
+
+
+def _has_changed(first_step: FirstStep, unchanged: frozenset[tuple[int, int]]) -> bool | None:
+    """Return whether any of this rank's trained parts has changed; ``None`` if the rank has none."""
+    own = {key for key, value in (first_step.shard_hashes or {}).items() if value is not None}
+    return bool(own - unchanged) if own else None
+
+
+def _with_modes(model: nn.Module) -> list[str]:
+    """Return the names of the modules that compute something else in training mode: dropout and batch norm."""
+    norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    dropouts = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+    return [
+        canonical_name(name)
+        for name, module in model.named_modules()
+        if isinstance(module, norms) or (isinstance(module, dropouts) and module.p > 0)
+    ]
+
+
+def _observe_training(first_step: FirstStep, unchanged: frozenset[tuple[int, int]] | None) -> TrainingObservation:
+    """Combine what the ranks know of the parameters that have changed. Collective."""
+    known = [found for found in gather_equal_objects(unchanged) if found is not None]
+    num_trained = len(first_step.shard_hashes or ())
+    return TrainingObservation(
+        steps=first_step.num_steps,
+        examined_steps=len(first_step.later_hashes),
+        trained_parameters=num_trained if known else None,
+        changed_parameters=num_trained - len(frozenset.intersection(*known)) if known else None,
     )
 
 

@@ -7,7 +7,7 @@ that the cost of a long run does not grow with its length. Nothing here waits fo
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -25,12 +25,16 @@ from hf_fsdp_plugin.observe.memory import gradient_bytes
 from hf_fsdp_plugin.observe.optimizer import unwrapped_optimizer
 from hf_fsdp_plugin.observe.recomputation import Recomputation, checkpointed_modules
 from hf_fsdp_plugin.observe.runs import Runs
-from hf_fsdp_plugin.observe.units import UnitObservation, observe_units
+from hf_fsdp_plugin.observe.step_watch import GradientWatch, UselessStepWatch, float_outputs
+from hf_fsdp_plugin.observe.units import UnitObservation, checkpoints_natively, observe_units
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.torch_private.functions import tree_leaves
 from hf_fsdp_plugin.torch_private.modules import calls_compiled
 
 _ATTRIBUTE = "_hf_fsdp_first_step"
+
+ShardHashes = dict[tuple[int, int], torch.Tensor | None]
+"""Number of the unit and of the parameter in it -> hash of this rank's part; ``None`` if the rank has no part of it."""
 
 
 @dataclass(kw_only=True)
@@ -42,6 +46,9 @@ class FirstStep:
         grads_bytes: bytes of the gradients on this rank just before the first optimizer step.
         autocast_dtypes: dtypes of autocast contexts around training forwards.
         num_steps: number of optimizer steps that have begun.
+        num_evaluating: number of optimizer steps whose forwards all ran in eval mode, with gradients.
+        native_checkpointing: whether Transformers' gradient checkpointing was enabled, at the steps that are examined.
+        num_backwards: number of backwards before the first optimizer step.
         unreduced: names of units with gradients that an optimizer step ignored because they were not reduced.
         first_bit_sum: sum of the bits of this rank's shards at the first forward; ``None`` if it was not recorded.
         recomputation: counts of recomputed modules until the first optimizer step; ``None`` before a forward.
@@ -52,8 +59,7 @@ class FirstStep:
         accumulation: numbers of training forwards per optimizer step.
         observed: the optimizers whose steps are observed.
         optimized_ids: ``id`` of the parameters that the optimizers had when they were prepared.
-        shard_hashes: hashes of the trained shards before the first optimizer step with a learning rate above 0, by
-            name of the unit.
+        shard_hashes: hashes of the trained shards before the first optimizer step with a learning rate above 0.
         later_hashes: the same after that step, and after later ones that are examined. The weights at the end of a run
             may be those of an old checkpoint, such as the best one.
     """
@@ -62,6 +68,9 @@ class FirstStep:
     grads_bytes: int | None = None
     autocast_dtypes: set[torch.dtype] = field(default_factory=set)
     num_steps: int = 0
+    num_evaluating: int = 0
+    num_backwards: int = 0
+    native_checkpointing: set[bool] = field(default_factory=set)
     unreduced: set[str] = field(default_factory=set)
     first_bit_sum: torch.Tensor | None = None
     recomputation: Recomputation | None = None
@@ -70,9 +79,10 @@ class FirstStep:
     batch_sizes: Runs = field(default_factory=Runs)
     accumulation: Runs = field(default_factory=Runs)
     optimized_ids: set[int] = field(default_factory=set)
-    shard_hashes: dict[str, list[torch.Tensor]] | None = None
-    later_hashes: list[dict[str, list[torch.Tensor]]] = field(default_factory=list)
+    shard_hashes: ShardHashes | None = None
+    later_hashes: list[ShardHashes] = field(default_factory=list)
     _num_forwards: int = 0
+    _evaluates: bool = False
     observed: WeakSet[torch.optim.Optimizer] = field(default_factory=WeakSet)
 
     def before_forward(self, device_type: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -84,6 +94,10 @@ class FirstStep:
             if isinstance(value, torch.Tensor) and value.dim():
                 self.batch_sizes.add(value.shape[0])
                 break
+
+    def begin_evaluation(self) -> None:
+        """Record a forward in eval mode with gradients."""
+        self._evaluates = True
 
     def before_cast(self, model: nn.Module, compute: torch.dtype, args: tuple[Any, ...], kwargs: Any) -> None:
         """Record which inputs of a forward are cast to the dtype of the computation, and which are not."""
@@ -105,23 +119,40 @@ class FirstStep:
         self.num_steps += 1
         if self._num_forwards:
             self.accumulation.add(self._num_forwards)
-            self._num_forwards = 0
+        elif self._evaluates:
+            self.num_evaluating += 1
+        self._num_forwards, self._evaluates = 0, False
         if self.recomputation is not None:
             self.recomputation.close()
         if self.num_steps & (self.num_steps - 1):  # not a power of two
             return
+        self.native_checkpointing.add(any(map(checkpoints_natively, model.modules())))
         units = observe_units(model)
         if self.grads_bytes is None:
             self.grads_bytes = gradient_bytes(model, units)
         self.unreduced.update(unit.name or "(root)" for unit in units if unit.live.unreduced)
         if self.shard_hashes is None and _updates(optimizer):
-            self.shard_hashes = hash_shards(units)
+            self.shard_hashes = hash_trained(units)
 
     @off_without(None)
     def after_step(self, model: nn.Module) -> None:
         """Record the state of the units after an optimizer step."""
         if self.shard_hashes is not None and not self.num_steps & (self.num_steps - 1):
-            self.later_hashes.append(hash_shards(observe_units(model)))
+            self.later_hashes.append(hash_again(self.shard_hashes, observe_units(model)))
+
+    def _add_backward(self, _: torch.Tensor) -> None:
+        if not self.num_steps:
+            self.num_backwards += 1
+
+    def count_backward(self, outputs: Iterable[torch.Tensor]) -> bool:
+        """Count the backward from the outputs of a forward, if it comes before the first optimizer step."""
+        if self.num_steps:
+            return False
+        for output in outputs:
+            if output.requires_grad:
+                output.register_hook(self._add_backward)
+                break
+        return True
 
 
 def record_first_step(model: nn.Module, *optimizers: Any) -> FirstStep:
@@ -142,12 +173,14 @@ def record_first_step(model: nn.Module, *optimizers: Any) -> FirstStep:
             # A hook must not remove itself here: the optimizer iterates over its hooks without a copy.
             inner.register_step_pre_hook(lambda optimizer, *_: first_step.before_step(model, optimizer))
             inner.register_step_post_hook(lambda *_: first_step.after_step(model))
+            GradientWatch(model, inner)
     return first_step
 
 
 def _observe_forward(model: nn.Module, first_step: FirstStep) -> None:
     device_type = next((parameter.device.type for parameter in model.parameters()), "cpu")
     plan = plan_of(model)
+    watch = UselessStepWatch(model, lambda: bool(first_step.num_steps), record_first_step)
     if plan is not None:
         device_type = plan.device_type
         first_step.recomputation = Recomputation(checkpointed_modules(model, plan))
@@ -172,16 +205,21 @@ def _observe_forward(model: nn.Module, first_step: FirstStep) -> None:
             cast_handle.remove()
 
     def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module.training and not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        if not module.training:
+            first_step.begin_evaluation()
+        else:
             first_step.before_forward(device_type, args, kwargs)
+            if first_step.num_steps == 1:
+                watch.close()
 
     def after_forward(module: nn.Module, args: Any, output: Any) -> None:
-        # torch's pytree supports only some of Transformers' output classes. All of them are mappings.
-        leaves = tree_leaves(list(output.values()) if isinstance(output, Mapping) else output)
-        floats = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+        floats = float_outputs(output)
         if module.training and floats:
             first_step.output_dtype = floats[0].dtype
-            output_handle.remove()
+            if torch.compiler.is_compiling() or not first_step.count_backward(floats):
+                output_handle.remove()
 
     model.register_forward_pre_hook(before_forward, with_kwargs=True)
     cast_handle = model.register_forward_pre_hook(before_cast, prepend=True, with_kwargs=True)
@@ -193,39 +231,58 @@ def recorded_first_step(model: nn.Module) -> FirstStep:
     return model.__dict__.get(_ATTRIBUTE) or FirstStep()
 
 
-def shards_changed(first_step: FirstStep, units: Iterable[UnitObservation]) -> bool | None:
-    """Return whether any trained shard of this rank has changed since the first step; ``None`` if this is unknown.
+def unchanged_parameters(first_step: FirstStep, units: Sequence[UnitObservation]) -> frozenset[tuple[int, int]] | None:
+    """Return the trained parameters of which this rank's part is as before the first step; ``None`` if this is unknown.
 
-    The weights after the steps that are examined count, and those at the end of the run.
+    The weights after the steps that are examined count, and those at the end of the run. A parameter of which the rank
+    has no part is one of them. Keys as in ``ShardHashes``.
     """
-    if not first_step.shard_hashes or not any(first_step.shard_hashes.values()):
-        return None
     before = first_step.shard_hashes
-    return any(_any_differs(before, later) for later in (*first_step.later_hashes, hash_shards(units)))
+    if not before:
+        return None
+    found = frozenset(before)
+    for later in (*first_step.later_hashes, hash_again(before, units)):
+        found &= _unchanged(before, later)
+    return found
 
 
-def _any_differs(before: Mapping[str, list[torch.Tensor]], later: Mapping[str, list[torch.Tensor]]) -> bool:
-    return any(
-        name not in later or len(later[name]) != len(hashes) or any(map(_differ, hashes, later[name]))
-        for name, hashes in before.items()
-    )
+def _unchanged(before: ShardHashes, later: ShardHashes) -> frozenset[tuple[int, int]]:
+    without = frozenset(key for key, value in before.items() if value is None)
+    keys = [key for key, value in before.items() if value is not None and later.get(key) is not None]
+    if not keys:
+        return without
+    equal = _stacked(before, keys) == _stacked(later, keys)
+    return without.union(key for key, same in zip(keys, equal.tolist(), strict=True) if same)
 
 
-def hash_shards(units: Iterable[UnitObservation]) -> dict[str, list[torch.Tensor]]:
-    """Return hashes of the bits of the shards of each unit that is trained, as tensors on the shards' devices."""
+def _stacked(hashes: ShardHashes, keys: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Return hashes in one tensor on the CPU, which is one copy from an accelerator."""
+    found = [value.view(torch.int64) for key in keys if (value := hashes[key]) is not None]
+    return torch.stack([value.to(found[0].device) for value in found]).cpu()
+
+
+def hash_trained(units: Iterable[UnitObservation]) -> ShardHashes:
+    """Return hashes of the bits of this rank's part of each trained parameter, on the parameters' devices."""
     return {
-        unit.name: [hash_bits(shard) for shard in unit.live.shards if _is_hashable(shard)]
-        for unit in units
-        if unit.num_frozen < unit.num_params
+        (number, index): hash_bits(part) if part.numel() else None
+        for number, unit in enumerate(units)
+        for index, (part, (_, _, trained)) in enumerate(zip(unit.live.parts, unit.live.places, strict=False))
+        if trained and _is_hashable(part)
     }
 
 
+def hash_again(before: ShardHashes, units: Sequence[UnitObservation]) -> ShardHashes:
+    """Return hashes of the same parts, without those that do not exist any more."""
+    hashes: ShardHashes = {}
+    for (number, index), value in before.items():
+        parts = units[number].live.parts if number < len(units) else ()
+        if value is not None and index < len(parts) and _is_hashable(parts[index]) and parts[index].numel():
+            hashes[number, index] = hash_bits(parts[index])
+    return hashes
+
+
 def _is_hashable(shard: torch.Tensor) -> bool:
-    return type(shard.detach()) is torch.Tensor and shard.numel() > 0 and not shard.is_meta
-
-
-def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool(one.view(torch.int64).to(other.device) != other.view(torch.int64))
+    return type(shard.detach()) is torch.Tensor and not shard.is_meta
 
 
 def _updates(optimizer: torch.optim.Optimizer) -> bool:

@@ -26,6 +26,10 @@ def read_strategy(run: LiveRun) -> ObservedValue:
     if unreduced := not_reduced(run):
         reason = f"gradients are not reduced: {format_names(unreduced, 2)}"
         return ObservedValue(value=f"{value} without gradient reduction", reason=reason, matches=False)
+    gathered = [unit.name or "(root)" for unit in run.units_with_params if not unit.live.reshards_after_backward]
+    if gathered and run.world_size > 1:
+        reason = f"set_reshard_after_backward(False) keeps gathered parameters: {format_names(gathered, 2)}"
+        return ObservedValue(value=f"{value} without reshard after backward", reason=reason, matches=False)
     if run.world_size == 1:
         return ObservedValue(value=value, reason="with one rank, all strategies are the same", matches=True)
     if all(unit.live.is_root for unit in run.layers) and _differs_in_reshard_only(value, run.plan.strategy):

@@ -16,6 +16,7 @@ from hf_fsdp_plugin.torch_private.functions import (
     ActivationWrapper,
     CheckpointWrapper,
     checkpoint_keywords,
+    compilation_is_disabled,
     uses_torch_checkpoint,
 )
 from hf_fsdp_plugin.torch_private.modules import calls_compiled
@@ -40,6 +41,9 @@ def read_verify(run: LiveRun) -> ObservedValue:
 def read_checkpointing(run: LiveRun) -> ObservedValue:
     wrappers = [module for module in run.model.modules() if isinstance(module, CheckpointWrapper)]
     native = any(map(checkpoints_natively, run.model.modules()))
+    if len(switched := run.first_step.native_checkpointing | {native}) > 1 and not wrappers:
+        reason = f"{len(switched)} states of Transformers' gradient checkpointing were observed during the run"
+        return ObservedValue(value="switched on and off", reason=reason, matches=False)
     if not wrappers and not native:
         return ObservedValue(value="none")
     if missing := _not_recomputed(run):
@@ -206,6 +210,9 @@ def read_dynamo(run: LiveRun) -> ObservedValue:
     compiled = {canonical_name(name) for name, module in run.model.named_modules() if calls_compiled(module)}
     chosen = [name for unit in run.plan.units if unit.from_policy for name in map(canonical_name, unit.modules)]
     called = [name for name in chosen if any(is_inside(name, outer) for outer in compiled)]
+    if compiled and compilation_is_disabled():
+        reason = "TORCHDYNAMO_DISABLE or torch._dynamo.config.disable is set"
+        return ObservedValue(value="not compiled", reason=reason, matches=not compiles)
     if compiles and compiled and len(called) < len(chosen):
         return ObservedValue(value=f"compiled in {len(called)} of {len(chosen)} units", matches=False)
     return ObservedValue(value="compiled" if compiled else "not compiled", matches=bool(compiled) == compiles)

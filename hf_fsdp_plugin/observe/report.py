@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,35 @@ class RankObservation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainingObservation:
+    """What the optimizer steps of this process changed.
+
+    Attributes:
+        steps: number of optimizer steps that were observed.
+        examined_steps: number of them after which the weights were compared with those before the first one.
+        changed_parameters: number of parameters whose weights differed then or at the end of the run; ``None`` if no
+            step with a learning rate above 0 was observed.
+        trained_parameters: number of parameters that required a gradient in the first step; ``None`` likewise.
+    """
+
+    steps: int = 0
+    examined_steps: int = 0
+    changed_parameters: int | None = None
+    trained_parameters: int | None = None
+
+    def line(self) -> str:
+        """Return one line of the summary."""
+        if not self.steps:
+            return "training: no optimizer step was observed"
+        text = f"training: {plural(self.steps, 'optimizer step')}"
+        if self.changed_parameters is None:
+            return text
+        return (
+            f"{text}; {self.changed_parameters} of {plural(self.trained_parameters or 0, 'trained parameter')} changed"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """The live model compared with the plan. It is the same on all ranks, except for ``units`` and ``memory``.
 
@@ -76,6 +105,7 @@ class Report:
         batch: the input of one step; ``None`` if unknown.
         other_models: the reports of the run's other models, such as a second trained one or a reference model.
         restarts: the failed attempts of the run.
+        training: what the optimizer steps changed.
         steps_before: optimizer steps of the run that the checkpoint contained from which the last attempt has resumed.
     """
 
@@ -95,6 +125,7 @@ class Report:
     other_models: tuple[Report, ...] = ()
     restarts: Restarts = field(default_factory=Restarts)
     steps_before: int = 0
+    training: TrainingObservation = field(default_factory=TrainingObservation)
 
     @property
     def differing(self) -> tuple[SettingObservation, ...]:
@@ -128,6 +159,7 @@ class Report:
             "units": [unit.to_json() for unit in self.units],
             "settings": [row.to_json() for row in self.settings],
             "memory": self.memory.to_json(),
+            "training": asdict(self.training),
             "ranks": [row.to_json() for row in self.ranks],
             "effective_batch_size": self.effective_batch_size,
             "tokens": self.tokens,
@@ -147,6 +179,7 @@ class Report:
             "units": [unit.to_json() for unit in self.units],
             "settings": [row.to_json() for row in self.settings],
             "memory": self.memory.to_json(),
+            "training": asdict(self.training),
             "problems": [problem.to_json() for problem in self.problems],
         }
 
@@ -192,13 +225,16 @@ class Report:
             f"{plural(len(self.units), 'unit')}; {self.backend}, {self.world_size} × {self.device}, "
             f"replicate {self.mesh['replicate']} × shard {self.mesh['shard']}",
             memory_line([row.memory for row in self.ranks], self.memory),
-            status_line(self.settings),
+            self.training.line(),
+            status_line(self.settings, trained=self.training.steps > 0),
             *([restarts] if (restarts := self.restarts.summary(self.steps_before)) else []),
             *difference_lines(self.settings, self.problems),
         ]
         for other in self.other_models:
             own = [problem for problem in other.problems if problem not in self.problems]
-            lines.append(f"other model: {other.model_class}, {status_line(other.settings)}")
+            lines.append(
+                f"other model: {other.model_class}, {status_line(other.settings, trained=other.training.steps > 0)}"
+            )
             lines += difference_lines(other.settings, own)
         return "\n".join(map(wrap, lines))
 

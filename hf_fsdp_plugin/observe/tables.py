@@ -15,7 +15,7 @@ from hf_fsdp_plugin.text import format_bytes, format_names, format_table, plural
 
 _WIDTH = 100
 _MAX_LINES = 10
-_OF_RUN = ("FSDP-W505", "FSDP-W511", "FSDP-W512")
+_OF_RUN = ("FSDP-W505", "FSDP-W511", "FSDP-W512", "FSDP-W516")
 """Warnings about the trained model that are printed nowhere else."""
 
 
@@ -90,14 +90,18 @@ def memory_line(ranks: Sequence[MemoryObservation], own: MemoryObservation) -> s
     )
 
 
-def status_line(settings: Sequence[SettingObservation]) -> str:
-    """Return the number of settings of each status, and the names of the settings that differ."""
+def status_line(settings: Sequence[SettingObservation], *, trained: bool = True) -> str:
+    """Return the number of settings of each status, and the names of the settings that differ.
+
+    Args:
+        trained: whether an optimizer step was observed. Without one, the absence of differences shows little.
+    """
     counts = Counter(row.status for row in settings)
     differing = [row.setting for row in settings if row.status == "differs"]
     text = f"settings: {counts['applied']} applied, {counts['unobservable']} unobservable"
     if differing:
         return f"{text}, {counts['differs']} DIFFER from the requested value: {format_names(differing)}"
-    return f"{text}, none differs"
+    return f"{text}, none differs" if trained else text
 
 
 def difference_lines(settings: Sequence[SettingObservation], problems: Sequence[Problem]) -> list[str]:

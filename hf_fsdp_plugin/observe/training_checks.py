@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hf_fsdp_plugin.observe.first_step import FirstStep
+from hf_fsdp_plugin.observe.report import TrainingObservation
 from hf_fsdp_plugin.observe.runs import Runs
 from hf_fsdp_plugin.observe.structure import StructureComparison
 from hf_fsdp_plugin.problems import Problem
@@ -12,20 +13,46 @@ from hf_fsdp_plugin.text import format_names
 
 
 def check_training(
-    first_step: FirstStep, structure: StructureComparison, changed: Sequence[bool | None]
+    first_step: FirstStep,
+    structure: StructureComparison,
+    training: TrainingObservation,
+    *,
+    prepared: bool,
+    random: Sequence[str] = (),
 ) -> list[Problem]:
     """Check that the run trained what the plan trains, with constant batches.
 
     Args:
-        changed: of each rank, whether its trained shards have changed since the first step.
+        training: what the steps changed, on all ranks.
+        prepared: whether an optimizer of the model was prepared.
+        random: names of the modules that behave differently in training mode.
     """
     problems = []
-    if False in changed and True not in changed:
+    if prepared and not training.steps and first_step.num_backwards > 1:
+        problems.append(
+            Problem(
+                code="FSDP-E515",
+                message=f"{first_step.num_backwards} backwards, but no optimizer step was observed: the weights are "
+                "those of the beginning.",
+                fix="Call step() of the prepared optimizer after each backward, or after the last one of those whose "
+                "gradients are accumulated.",
+            )
+        )
+    if training.trained_parameters and not training.changed_parameters:
         problems.append(
             Problem(
                 code="FSDP-E510",
                 message=f"{first_step.num_steps} optimizer steps have changed no weight of the model.",
                 fix="Check that step() of the prepared optimizer updates the parameters of the prepared model.",
+            )
+        )
+    if first_step.num_evaluating and random:
+        problems.append(
+            Problem(
+                code="FSDP-W516",
+                message=f"the model was in eval mode in {first_step.num_evaluating} of {training.steps} steps, "
+                f"in which {format_names(random, 2)} did not act as in training.",
+                fix="Call model.train() before the training, and again after each evaluation.",
             )
         )
     if structure.frozen:

@@ -42,6 +42,7 @@ CONTRACTS = (
     *contracts_of(_TREE, "refused", "the inputs and outputs of a model", "tree_leaves", "tree_map", "tree_map_only"),
     *contracts_of("torch", "refused", "clipping the norm of gradients", "_foreach_mul_", "_foreach_norm"),
     *contracts_of("torch:_C", "off", "the count of recomputed modules", "_current_graph_task_id"),
+    *contracts_of("torch._dynamo.config", "off", "the report of compilation that is disabled", "disable"),
     *contracts_of("torch:autograd", "off", "the warning of a second profiler", "_profiler_enabled"),
 )  # fmt: skip
 
@@ -107,4 +108,15 @@ def profiler_is_running() -> bool:
     return bool(torch.autograd._profiler_enabled())
 
 
-guard(globals(), CONTRACTS, off={"in_backward": False, "profiler_is_running": False})
+def compilation_is_disabled() -> bool:
+    """Whether compiled modules run as they are, as with ``TORCHDYNAMO_DISABLE=1``."""
+    import torch._dynamo.config as dynamo  # only compiled models need it
+
+    return bool(dynamo.disable)
+
+
+guard(
+    globals(),
+    CONTRACTS,
+    off={"in_backward": False, "profiler_is_running": False, "compilation_is_disabled": False},
+)

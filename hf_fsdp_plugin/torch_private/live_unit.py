@@ -34,6 +34,7 @@ class LiveUnit:
         strategy: FSDP1's strategy; ``None`` under FSDP2, which has a mesh and a reshard flag instead.
         hybrid: whether the mesh has a replicate axis and a shard axis.
         reshard_asked: the reshard flag that was passed to FSDP2; ``None`` if FSDP2 selects it.
+        reshards_after_backward: whether the gathered parameters are freed after the backward.
         backward_prefetch: ``pre``, ``post`` or ``none``.
         forward_prefetch: whether another unit is gathered before this unit's forward.
         prefetched: the modules of the units that FSDP2 gathers before this unit's forward.
@@ -77,6 +78,7 @@ class LiveUnit:
     hybrid: bool = False
     reshard_asked: bool | None = None
     reshards: bool = False
+    reshards_after_backward: bool = True
     offloaded: bool = False
     backward_prefetch: str = "pre"
     forward_prefetch: bool = False

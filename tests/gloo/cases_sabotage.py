@@ -41,6 +41,7 @@ class Live:
     before_step: dict[int, Callable[[], None]] = field(default_factory=dict)
     batch_parts: dict[int, int] = field(default_factory=dict)
     micro_batches: dict[int, int] = field(default_factory=dict)
+    cleanup: list[ExitStack] = field(default_factory=list)
 
     @property
     def units(self) -> list[Any]:
@@ -60,7 +61,7 @@ def report_of_sabotaged(config: dict[str, Any], sabotage: str | None = None, mod
     with ExitStack() as stack:
         for target, replacement in while_preparing.items():
             stack.enter_context(patch.object(*target, replacement))
-        is_native = (sabotage or "").startswith("native")
+        is_native = (sabotage or "").startswith("native") and sabotage != "native in some steps"
         accelerator = fresh_accelerator(config, gradient_checkpointing=True) if is_native else fresh_accelerator(config)
         model = MODELS[model_name]()
         if is_native:
@@ -75,6 +76,8 @@ def report_of_sabotaged(config: dict[str, Any], sabotage: str | None = None, mod
             raise KeyError(sabotage)
         _train(run)
         found = hfp.report(accelerator).to_json()
+        for changed in run.cleanup:
+            changed.close()
     return {
         "status": {row["setting"]: row["status"] for row in found["settings"]},
         "reasons": {row["setting"]: (row["observed"], row["reason"]) for row in found["settings"]},
@@ -324,6 +327,31 @@ def uncompiled_in_all(run: Live) -> None:
         layer._compiled_call_impl = None
 
 
+def dynamo_disabled(run: Live) -> None:
+    stack = ExitStack()
+    stack.enter_context(patch.object(torch._dynamo.config, "disable", True))
+    run.cleanup.append(stack)
+
+
+def no_reshard_after_backward(run: Live) -> None:
+    run.model.set_reshard_after_backward(False)
+
+
+def checkpointing_in_some_steps(run: Live) -> None:
+    run.model.gradient_checkpointing_enable()
+    run.before_step[2] = run.model.gradient_checkpointing_disable
+
+
+def training_in_eval_mode(run: Live) -> None:
+    run.model.eval()
+
+
+def training_in_eval_mode_with_dropout(run: Live) -> None:
+    run.model.eval()
+    for layer in _layers(run):
+        layer.dropout = nn.Dropout(0.1)
+
+
 SABOTAGES: dict[str, Callable[[Live], None]] = {
     "Linear replaced": replace_linear,
     "cast to bf16": cast_to_bf16,
@@ -349,5 +377,10 @@ SABOTAGES: dict[str, Callable[[Live], None]] = {
     "full checkpoint": full_checkpoint_between,
     "uncompiled in one": uncompiled_in_one,
     "uncompiled in all": uncompiled_in_all,
+    "dynamo disabled": dynamo_disabled,
+    "gathered after backward": no_reshard_after_backward,
+    "native in some steps": checkpointing_in_some_steps,
+    "eval mode": training_in_eval_mode_with_dropout,
+    "eval mode without dropout": training_in_eval_mode,
 }
 """Sabotages of a prepared run."""

@@ -43,6 +43,9 @@ MATRIX: list[tuple[str, tuple[int, ...], dict[str, Any], tuple[str, ...], tuple[
     ("half of the optimizer", BOTH, {}, (), ("FSDP-E509",)),
     ("gathered copies", TWO, {}, (), ("FSDP-E504",)),
     ("step does nothing", BOTH, {}, (), ("FSDP-E510",)),
+    ("gathered after backward", TWO, {}, ("sharding.strategy",), ()),
+    ("native in some steps", BOTH, {}, ("activation.checkpointing",), ()),
+    ("eval mode", BOTH, {}, (), ("FSDP-W516",)),
     ("layers frozen", BOTH, {}, (), ("FSDP-W511",)),
     ("smaller batches", BOTH, {}, (), ("FSDP-W512",)),
     ("less accumulation", BOTH, {}, (), ("FSDP-W512",)),
@@ -60,6 +63,9 @@ QUICK = {
     "checkpoint off in one",
     "tensor changed",
     "half of the optimizer",
+    "gathered after backward",
+    "native in some steps",
+    "eval mode",
 }
 CASES = [
     pytest.param(
@@ -106,7 +112,7 @@ def test_sabotaged_mesh_is_not_applied(four_ranks: Ranks, name: str, version: in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["uncompiled in one", "uncompiled in all"])
+@pytest.mark.parametrize("name", ["uncompiled in one", "uncompiled in all", "dynamo disabled"])
 def test_uncompiled_layers_are_not_applied(two_ranks: Ranks, name: str) -> None:
     config = {**parallel_config("full_shard", 2, 2), "dynamo_config": {"dynamo_backend": "EAGER"}}
     assert two_ranks.run(report_of_sabotaged, config, name)[0]["status"]["launch.dynamo_config"] == "differs"
@@ -125,6 +131,14 @@ def test_unsabotaged_run_is_applied(two_ranks: Ranks, version: int, settings: di
     found = two_ranks.run(report_of_sabotaged, config)[0]
     assert [found["reasons"][name] for name, status in found["status"].items() if status == "differs"] == []
     assert found["codes"] == []
+
+
+@pytest.mark.parametrize("version", BOTH)
+def test_eval_mode_without_dropout_is_no_problem(two_ranks: Ranks, version: int) -> None:
+    found = two_ranks.run(report_of_sabotaged, parallel_config("full_shard", version, 2), "eval mode without dropout")[
+        0
+    ]
+    assert found["codes"] == [] and "differs" not in found["status"].values()
 
 
 @pytest.mark.parametrize("version", BOTH)

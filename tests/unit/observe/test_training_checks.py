@@ -3,24 +3,33 @@
 import pytest
 
 from hf_fsdp_plugin.observe.first_step import FirstStep
+from hf_fsdp_plugin.observe.report import TrainingObservation
 from hf_fsdp_plugin.observe.structure import StructureComparison
 from hf_fsdp_plugin.observe.tables import difference_lines
 from hf_fsdp_plugin.observe.training_checks import check_training
 
 
-def codes(*, frozen: tuple[str, ...] = (), changed: tuple[bool | None, ...] = (True,), batches: str = "") -> list[str]:
-    first_step = FirstStep(num_steps=2)
+def codes(
+    *, frozen: tuple[str, ...] = (), changed: int | None = 3, batches: str = "", steps: int = 2, prepared: bool = True
+) -> list[str]:
+    first_step = FirstStep(num_steps=steps, num_backwards=2)
     for number in batches:
         first_step.batch_sizes.add(int(number))
-    return [problem.code for problem in check_training(first_step, StructureComparison(frozen=frozen), changed)]
+    training = TrainingObservation(
+        steps=steps, changed_parameters=changed, trained_parameters=None if changed is None else 4
+    )
+    problems = check_training(first_step, StructureComparison(frozen=frozen), training, prepared=prepared)
+    return [problem.code for problem in problems]
 
 
-@pytest.mark.parametrize(
-    ("changed", "expected"),
-    [((False, False), ["FSDP-E510"]), ((False, True), []), ((None, False), ["FSDP-E510"]), ((None, None), [])],
-)
-def test_steps_must_change_weights_of_some_rank(changed: tuple[bool | None, ...], expected: list[str]) -> None:
+@pytest.mark.parametrize(("changed", "expected"), [(0, ["FSDP-E510"]), (1, []), (None, [])])
+def test_steps_must_change_weights_of_some_rank(changed: int | None, expected: list[str]) -> None:
     assert codes(changed=changed) == expected
+
+
+def test_backwards_need_a_step_of_a_prepared_optimizer() -> None:
+    assert codes(steps=0, changed=None) == ["FSDP-E515"]
+    assert codes(steps=0, changed=None, prepared=False) == []
 
 
 def test_frozen_parameters_and_changed_batches_are_warnings() -> None:
@@ -30,6 +39,8 @@ def test_frozen_parameters_and_changed_batches_are_warnings() -> None:
 
 
 def test_warnings_of_the_run_are_in_the_summary() -> None:
-    problems = check_training(FirstStep(), StructureComparison(frozen=("0.weight",)), [True])
+    problems = check_training(
+        FirstStep(), StructureComparison(frozen=("0.weight",)), TrainingObservation(), prepared=True
+    )
     [line] = difference_lines([], problems)
     assert line.startswith("WARNING") and "FSDP-W511" in line

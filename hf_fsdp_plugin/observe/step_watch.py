@@ -1,0 +1,138 @@
+"""Two mistakes that torch accepts and that are errors at the second optimizer step of a run.
+
+An optimizer that was created before ``prepare`` and not prepared has the parameters that FSDP2 has replaced: its steps
+change nothing. Gradients that are never zeroed add up over all steps. Nothing is examined after the second step, and
+nothing here waits for the accelerator unless gradients were kept between two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import finalize, ref
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.torch_private.functions import tree_leaves
+
+
+def float_outputs(output: Any) -> list[torch.Tensor]:
+    """Return the floating-point tensors in the output of a model."""
+    # torch's pytree supports only some of Transformers' output classes. All of them are mappings.
+    leaves = tree_leaves(list(output.values()) if isinstance(output, Mapping) else output)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
+class UselessStepWatch:
+    """Looks for steps of optimizers that have neither gradients nor parameters of a model with gradients.
+
+    Args:
+        model: a prepared model. It is not kept alive.
+        is_trained: whether an optimizer step of the model was observed, which ends the watch.
+        observe: called with an optimizer that has parameters of the model although it was not prepared.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        is_trained: Callable[[], bool],
+        observe: Callable[[nn.Module, torch.optim.Optimizer], Any],
+    ) -> None:
+        self._model, self._is_trained, self._observe = ref(model), is_trained, observe
+        self._num_useless = 0
+        self._handle = register_optimizer_step_post_hook(self._after_step)
+        finalize(model, self._handle.remove)
+
+    def close(self) -> None:
+        """End the watch. Optimizers iterate over their hooks, so a hook must not call it."""
+        self._handle.remove()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        model = self._model()
+        if model is None or self._is_trained():
+            return
+        held = _parameters(optimizer)
+        own = {id(parameter) for parameter in model.parameters()}
+        if any(id(parameter) in own for parameter in held):
+            self._observe(model, optimizer)
+        elif not _has_gradient(held) and _has_gradient(model.parameters()):
+            self._num_useless += 1
+            if self._num_useless == 2:
+                raise SpecError([_useless(optimizer, model)])
+
+
+class GradientWatch:
+    """Looks at the gradients of an optimizer's parameters when backwards begin, between its first and second step.
+
+    A script may zero them at any time before that. If another backward begins with the gradients of the last step, but
+    a later one without them, as when a discriminator passes gradients to a generator, they were zeroed, too.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = ref(optimizer)
+        self._has_stepped = self._is_done = False
+        self._kept: list[torch.Tensor | None] = []
+        """Number of elements of the gradients that are not 0, when each backward begins; ``None`` without gradients."""
+        self._forward_handle = model.register_forward_hook(self._after_forward)
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._has_stepped or torch.compiler.is_compiling():
+            return
+        for tensor in float_outputs(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._before_backward)
+                break
+
+    def _before_backward(self, _: torch.Tensor) -> None:
+        optimizer = self._optimizer()
+        if optimizer is None or self._is_done:
+            return
+        gradients = [p.grad for p in _parameters(optimizer) if p.grad is not None]
+        locals_ = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+        counts = [torch.count_nonzero(part) for part in locals_ if part.numel()]
+        self._kept.append(torch.stack([count.to(counts[0].device) for count in counts]).sum() if counts else None)
+
+    def _after_step(self, *_: Any) -> None:
+        self._has_stepped = True
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._kept or self._is_done:
+            return
+        self._is_done = True
+        self._forward_handle.remove()
+        if all(count is not None and bool(count) for count in self._kept):
+            raise SpecError([_never_zeroed(optimizer)])
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _has_gradient(parameters: Any) -> bool:
+    return any(parameter.grad is not None for parameter in parameters if parameter.is_leaf)
+
+
+def _useless(optimizer: torch.optim.Optimizer, model: nn.Module) -> Problem:
+    name = type(optimizer).__name__
+    return Problem(
+        code="FSDP-E513",
+        message=f"two steps of {name} have changed nothing: none of its {len(_parameters(optimizer))} parameters has a "
+        f"gradient or belongs to the prepared {type(model).__name__}.",
+        fix=f"Pass the model and the optimizer to one accelerator.prepare(model, optimizer), or create {name} with "
+        "model.parameters() after prepare().",
+    )
+
+
+def _never_zeroed(optimizer: torch.optim.Optimizer) -> Problem:
+    return Problem(
+        code="FSDP-E514",
+        message=f"the gradients of the first step of {type(optimizer).__name__} were not set to zero before the second "
+        "one, which adds those of both steps.",
+        fix="Call optimizer.zero_grad() after each optimizer.step().",
+    )

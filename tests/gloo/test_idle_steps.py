@@ -1,0 +1,73 @@
+"""Optimizer steps that change nothing, and gradients that add up, are errors; the report counts what changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from cases_idle_steps import NUM_STEPS, run_loop
+from json_schema import assert_valid
+from ranks import Ranks
+from tiny import parallel_config
+
+VERSIONS = [1, 2]
+
+
+def run(two_ranks: Ranks, version: int, name: str) -> dict[str, Any]:
+    first, second = two_ranks.run(run_loop, parallel_config("full_shard", version, 2), name)
+    assert first["codes"] == second["codes"] and first["raised"] == second["raised"]
+    return first
+
+
+def test_unprepared_optimizer_is_an_error_at_its_second_step(two_ranks: Ranks) -> None:
+    assert run(two_ranks, 2, "unprepared_optimizer") == {"codes": ["FSDP-E513"], "raised": True}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_gradients_that_are_never_zeroed_are_an_error(two_ranks: Ranks, version: int) -> None:
+    assert run(two_ranks, version, "never_zeroed") == {"codes": ["FSDP-E514"], "raised": True}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    ("name", "num_steps"),
+    [
+        ("zeroed_before_backward", NUM_STEPS),
+        ("zeroed_in_place", NUM_STEPS),
+        ("accumulated_by_hand", NUM_STEPS),
+        ("discriminator", NUM_STEPS),
+        ("with_frozen_reference", NUM_STEPS),
+        ("two_optimizers", 3 * NUM_STEPS),
+        ("optimizer_of_shards", NUM_STEPS - 1),
+    ],
+)
+def test_loop_that_trains_is_reported(two_ranks: Ranks, version: int, name: str, num_steps: int) -> None:
+    found = run(two_ranks, version, name)
+    training = found["report"]["training"]
+    assert found["codes"] == [] and "none differs" in found["summary"]
+    assert training["steps"] == num_steps
+    assert training["changed_parameters"] == training["trained_parameters"] > 20
+    assert f"training: {num_steps} optimizer steps; {training['changed_parameters']} of " in found["summary"]
+    assert_valid("report", found["report"])
+
+
+def test_optimizer_of_flat_parameters_trains_unprepared(two_ranks: Ranks) -> None:
+    """FSDP1 keeps the parameter objects, so an optimizer that was created before ``prepare`` trains."""
+    found = run(two_ranks, 1, "unprepared_optimizer")
+    assert found["codes"] == [] and found["report"]["training"]["changed_parameters"] > 20
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_backwards_without_a_step_are_reported(two_ranks: Ranks, version: int) -> None:
+    found = run(two_ranks, version, "no_step")
+    assert found["codes"] == ["FSDP-E515"]
+    assert "none differs" not in found["summary"] and "no optimizer step was observed" in found["summary"]
+    assert found["report"]["training"] == {
+        "steps": 0, "examined_steps": 0, "changed_parameters": None, "trained_parameters": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_evaluation_has_no_problem_but_no_step(two_ranks: Ranks, version: int) -> None:
+    found = run(two_ranks, version, "evaluation")
+    assert found["codes"] == [] and "none differs" not in found["summary"]
