@@ -69,7 +69,7 @@ def start_script(folder: Path, text: str, *flags: str) -> tuple[subprocess.Popen
     return process, [int(wait_for(folder / f"ready_{rank}")) for rank in (0, 1)]
 
 
-def finish(process: subprocess.Popen[str], *, timeout: float = 120) -> Done:
+def finish(process: subprocess.Popen[str], *, timeout: float = 500) -> Done:
     """Wait for the launcher. Kills it if it does not end in time."""
     try:
         out, err = process.communicate(timeout=timeout)
@@ -83,11 +83,11 @@ def finish(process: subprocess.Popen[str], *, timeout: float = 120) -> Done:
 def run(folder: Path, words: Sequence[str | Path], **env: str) -> Done:
     """Run another program in the same folder and environment."""
     return subprocess.run(
-        words, cwd=folder, env=environment(folder, **env), capture_output=True, text=True, timeout=180, check=False
+        words, cwd=folder, env=environment(folder, **env), capture_output=True, text=True, timeout=500, check=False
     )
 
 
-def wait_for(path: Path, *, seconds: float = 60) -> str:
+def wait_for(path: Path, *, seconds: float = 400) -> str:
     """Wait until a file has content, and return it."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

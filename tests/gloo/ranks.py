@@ -13,7 +13,7 @@ from typing import Any
 
 from leaks import ProcessState, leaks_since
 
-CASE_TIMEOUT_S = 300
+CASE_TIMEOUT_S = 560
 _LIBRARY_VARIABLES = (
     "ACCELERATE_USE_FSDP",  # set by Accelerator if it has an FSDP plugin
     "FSDP_CPU_RAM_EFFICIENT_LOADING",  # set by FullyShardedDataParallelPlugin and TrainingArguments

@@ -197,15 +197,18 @@ def write_config(folder: Path, **settings: Any) -> None:
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
     env = environment(folder, TMPDIR=str(folder / "tmp"))
+    limit = [] if "--limit" in words else ["--limit", "500"]  # a loaded machine needs more than the default
     (folder / "tmp").mkdir(exist_ok=True)
-    return subprocess.Popen([*CHECK, *words], cwd=folder, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(
+        [*CHECK, *limit, *words], cwd=folder, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    )
 
 
 def check(folder: Path, *words: str, stdin: str = "") -> dict[str, Any]:
     """Run a preflight and return its JSON object. Nothing may be left in the folder."""
     before = sorted(path.name for path in folder.iterdir())
     process = start(folder, "--json", *words)
-    out, err = process.communicate(stdin, timeout=240)
+    out, err = process.communicate(stdin, timeout=560)
     tree: dict[str, Any] = json.loads(out)
     assert_valid("check", tree)
     assert process.returncode == (0 if tree["ok"] else 1), err
