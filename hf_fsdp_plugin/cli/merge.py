@@ -13,7 +13,7 @@ from hf_fsdp_plugin.cli.output import print_json
 from hf_fsdp_plugin.cli.progress import ProgressBars
 from hf_fsdp_plugin.cli.terminal import print_problems
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, has_errors
-from hf_fsdp_plugin.text import format_bytes, plural
+from hf_fsdp_plugin.text import format_bytes, plural, printable
 
 HELP = "Write the model of any checkpoint as a Hugging Face folder. Memory use does not depend on the model's size."
 EXAMPLES = ("hf-fsdp merge out/checkpoint-500 merged", "hf-fsdp merge out/checkpoint-500 merged --dtype bf16 --verify")
@@ -121,7 +121,7 @@ def _text(merged: Merged) -> str:
         lines.append(f"  checked: {'; '.join(checks)}")
     if merged.deleted:
         lines.append("  deleted: the model files of the checkpoint")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _size(text: str) -> int:
