@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -67,6 +68,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Merge. Return 0 if OUT is complete and every option was applied, 1 otherwise, 2 if CKPT does not exist."""
     if not check_folder("merge", args.checkpoint):
+        return USAGE
+    if args.delete_input and args.no_verify:
+        print("hf-fsdp merge: --no-verify conflicts with --delete-input. Keep one of them.", file=sys.stderr)
         return USAGE
     options = MergeOptions(
         dtype=DTYPES.get(args.dtype),
