@@ -161,7 +161,7 @@ CHECKPOINT_FLAGS = {
     "export": ["--dtype bf16", "--max-shard-size 100", "--verify", "--delete-input", "--json", "--best"],
 }
 SINGLE = {"--config", "--model-number", "--force", "--no-verify", "--no-config-check", "--verify"}
-"""Flags whose effect is not in the result of an undamaged checkpoint, or is already there, and those of other inputs."""
+"""Flags of other inputs, and those whose effect is not in the result for an undamaged checkpoint."""
 
 
 @pytest.mark.parametrize("verb", CHECKPOINT_FLAGS)
