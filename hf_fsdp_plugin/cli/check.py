@@ -27,6 +27,7 @@ from hf_fsdp_plugin.sources.yaml_tree import ConfigFileError
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.spec.rules import check_defaults_without_script, fsdp_is_off
+from hf_fsdp_plugin.text import printable
 
 if TYPE_CHECKING:
     from hf_fsdp_plugin.cli.preflight import Preflight
@@ -268,7 +269,8 @@ def _fix(args: argparse.Namespace, files: Sequence[ConfigFile | None]) -> int:
     # A corrected key may have a misspelled value.
     while edits := corrections(text, checked.problems, file.shown):
         for edit in edits:
-            print(f"{file.shown}:{edit.line}: {text[edit.start : edit.stop]} → {edit.text}", file=sys.stderr)
+            change = f"{text[edit.start : edit.stop]} → {edit.text}"
+            print(printable(f"{file.shown}:{edit.line}: {change}"), file=sys.stderr)
         text = apply_edits(text, edits)
         checked = check_config(args, replace(file, data=text.encode()))
     sys.stderr.flush()

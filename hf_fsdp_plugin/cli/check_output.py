@@ -9,7 +9,7 @@ from hf_fsdp_plugin.cli.terminal import Color, colored, text_width
 from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Origin, Problem, has_errors
 from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.spec.rules import defaults_of_script
-from hf_fsdp_plugin.text import fit_table, plural, wrap_items, wrap_words
+from hf_fsdp_plugin.text import fit_table, plural, printable, wrap_items, wrap_words
 from hf_fsdp_plugin.vocabulary import BY_NAME, ROWS, canonical, find
 
 _UNKNOWN_KEYS: Final = frozenset({"FSDP-E020", "FSDP-E030", "FSDP-E032"})
@@ -92,6 +92,7 @@ def verdict(spec: FsdpSpec, problems: Sequence[Problem], shown: str) -> str:
     """Return the last line: the number of errors and warnings, or what will run."""
     counts = {severity: sum(p.severity == severity for p in problems) for severity in ("error", "warning")}
     found = ", ".join(plural(count, severity) for severity, count in counts.items() if count)
+    shown = printable(shown)
     color: Color = "red" if counts["error"] else "yellow" if found else "green"
     if counts["error"]:
         return f"{shown}: {colored(found, color)}"
@@ -122,7 +123,7 @@ def describe_run(spec: FsdpSpec) -> str:
 
 def _units(spec: FsdpSpec) -> str:
     return {
-        "transformer": f"each {', '.join(spec.wrap.classes) or 'layer'} is a unit",
+        "transformer": f"each {format_value(spec.wrap.classes) if spec.wrap.classes else 'layer'} is a unit",
         "size": f"units of at least {spec.wrap.min_num_params:,} parameters",
         "none": "the whole model is one unit",
     }[spec.wrap.policy]
@@ -162,7 +163,7 @@ def format_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (tuple, list)):
-        return ", ".join(str(item) for item in value) or "-"
+        return printable(", ".join(str(item) for item in value)) or "-"
     if isinstance(value, Mapping):
         return ", ".join(f"{key}={format_value(item)}" for key, item in value.items()) or "-"
-    return str(value) if value != "" else "-"
+    return printable(str(value)) if value != "" else "-"

@@ -34,6 +34,7 @@ from hf_fsdp_plugin.cli.wizard.target import Target, assess_text, find_target, w
 from hf_fsdp_plugin.cli.wizard.training_arguments import arguments_of, code_of
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
 from hf_fsdp_plugin.spec.load import Assessment
+from hf_fsdp_plugin.text import printable
 
 if TYPE_CHECKING:
     from hf_fsdp_plugin.estimate.results import MemoryEstimate
@@ -167,7 +168,7 @@ def _may_write(args: argparse.Namespace, target: Target, text: str, asker: Asker
     if target.text is None or target.text == text:
         return True
     lines = difflib.unified_diff(target.text.splitlines(), text.splitlines(), "before", "after", lineterm="", n=1)
-    print("", *lines, sep="\n", file=sys.stderr)
+    print("", *map(printable, lines), sep="\n", file=sys.stderr)
     if args.force:
         return True
     question = Question(
@@ -216,9 +217,9 @@ def _print_result(
     if target.path is None:
         print(text, end="")
     else:
-        print(f"\n{'wrote' if text != target.text else 'unchanged:'} {target.shown}", file=sys.stderr)
+        print(f"\n{'wrote' if text != target.text else 'unchanged:'} {printable(target.shown)}", file=sys.stderr)
         option = "" if target.is_default else f"--config_file {shlex.quote(target.shown)} "
         for launcher in ("accelerate", "hf-fsdp"):
-            print(f"  {launcher} launch {option}train.py", file=sys.stderr)
+            print(printable(f"  {launcher} launch {option}train.py"), file=sys.stderr)
     if args.show_args:
         print(code_of(arguments))

@@ -24,6 +24,7 @@ from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.spec.rules import check_defaults_without_script, fsdp_is_off
+from hf_fsdp_plugin.text import printable
 
 _MODEL_FLAGS: Final = ("--model_name_or_path", "--model_name", "--model")
 """Flags of training scripts that name the model."""
@@ -77,8 +78,9 @@ def show_run(arguments: LaunchArguments, sources: Sources, command: Sequence[str
         print(f"\n{plan.text(width=text_width()) if plan is not None else _no_units(model)}")
     if world is not None:
         print(f"\n{describe(world, spec.launch)}")
-        print(f"command of a rank: {shlex.join(command)}")
-        print("variables of a rank:", " ".join(f"{name}={shlex.quote(value)}" for name, value in env.items()))
+        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in env.items())
+        print(printable(f"command of a rank: {shlex.join(command)}"))
+        print(printable(f"variables of a rank: {variables}"))
     print("\n" if spec.origins else "", verdict(spec, problems, config or "flags"), sep="")
     if not has_errors(problems):
         print("Nothing was started (--dry_run).")

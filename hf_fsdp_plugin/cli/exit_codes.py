@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from hf_fsdp_plugin.problems import Problem, has_errors
+from hf_fsdp_plugin.text import printable
 
 OK: Final = 0
 PROBLEMS: Final = 1
@@ -42,5 +43,5 @@ def check_folder(verb: str, folder: Path) -> bool:
     if folder.is_dir():
         return True
     what = "is not a folder" if folder.exists() else "does not exist"
-    print(f"hf-fsdp {verb}: {folder} {what}. Give the folder of a checkpoint.", file=sys.stderr)
+    print(f"hf-fsdp {verb}: {printable(str(folder))} {what}. Give the folder of a checkpoint.", file=sys.stderr)
     return False

@@ -12,7 +12,7 @@ from importlib.resources import files
 from hf_fsdp_plugin.cli.exit_codes import OK, USAGE
 from hf_fsdp_plugin.cli.output import print_json
 from hf_fsdp_plugin.problems import AREAS, CODE
-from hf_fsdp_plugin.text import format_table
+from hf_fsdp_plugin.text import format_table, printable
 
 HELP = "Print what a problem code means, with an example and the remedy. Without a code, list all codes."
 EXAMPLES = ("hf-fsdp explain FSDP-E701", "hf-fsdp explain w711 --json")
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if entry is None:
         near = nearest_codes(args.code, entries)
         hint = f"Did you mean {' or '.join(near)}?" if near else "`hf-fsdp explain` lists all codes."
-        print(f"hf-fsdp explain: unknown problem code '{args.code}'. {hint}", file=sys.stderr)
+        print(f"hf-fsdp explain: unknown problem code '{printable(args.code)}'. {hint}", file=sys.stderr)
         return USAGE
     if args.json:
         print_json(asdict(entry))

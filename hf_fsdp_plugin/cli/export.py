@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
+import re
 import sys
 from pathlib import Path
 from typing import NoReturn
 
 from hf_fsdp_plugin.checkpoint import newest_complete
+from hf_fsdp_plugin.checkpoint.formats.strict_json import object_in
 from hf_fsdp_plugin.checkpoint.names import PREFIXES, TRAINER_STATE
 from hf_fsdp_plugin.cli import merge
 from hf_fsdp_plugin.cli.exit_codes import USAGE, check_folder
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem
+from hf_fsdp_plugin.text import printable
 
 HELP = (
     "Write the newest complete checkpoint of a run, or its best one, as a Hugging Face folder. (In a running Trainer, "
@@ -52,7 +54,7 @@ def find_checkpoint(folder: Path, *, best: bool = False) -> Path:
         skipped += others
         if found is not None:
             for path, why in others:
-                print(f"{path} is skipped: {why}", file=sys.stderr)
+                print(printable(f"{path} is skipped: {why}"), file=sys.stderr)
             return _best(found) if best else found
     if skipped:
         reasons = "; ".join(f"{path.name}: {why}" for path, why in skipped)
@@ -63,19 +65,21 @@ def find_checkpoint(folder: Path, *, best: bool = False) -> Path:
 def _best(newest: Path) -> Path:
     """Return the best checkpoint according to the newest checkpoint's trainer state."""
     state = newest / TRAINER_STATE
-    try:
-        recorded = json.loads(state.read_text(encoding="utf-8")).get("best_model_checkpoint")
-    except (OSError, ValueError):
-        recorded = None
-    if not recorded:
+    recorded = object_in(state).get("best_model_checkpoint")
+    if not recorded or not isinstance(recorded, str):
         fix = "Train with metric_for_best_model and load_best_model_at_end, or omit --best."
         _refuse("FSDP-E498", state, "does not name a best checkpoint.", fix)
     # Only the name is used, because the run may have been moved.
     best = newest.parent / Path(recorded).name
-    if not best.is_dir():
+    if not _is_checkpoint(best):
         fix = "Copy the checkpoint back, or omit --best."
         _refuse("FSDP-E498", best, "was the best checkpoint, but no longer exists.", fix)
     return best
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether the name in a trainer state is that of a checkpoint, and the folder exists."""
+    return any(re.fullmatch(rf"{prefix}\d+", path.name) for prefix in PREFIXES) and path.is_dir()
 
 
 def _refuse(code: str, place: Path, message: str, fix: str) -> NoReturn:

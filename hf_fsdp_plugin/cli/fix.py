@@ -66,6 +66,8 @@ def _edit(text: str, node: Any, problem: Problem, *, key: Any) -> Edit | None:
         start, stop = start + match.start(), start + match.end()
     elif getattr(node, "style", None) in ("'", '"'):
         start, stop = start + 1, stop - 1
+    if text[start:stop] == problem.suggestion:  # the rest of the word is invalid, such as an escape sequence
+        return None
     return Edit(start, stop, problem.suggestion, line)
 
 

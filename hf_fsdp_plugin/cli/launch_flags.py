@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hf_fsdp_plugin.sources.command_line import RENAMED, SWITCHES, flag_name, remedy_of_switch
+from hf_fsdp_plugin.text import printable
 from hf_fsdp_plugin.vocabulary import Scope, find, suggest
 
 Kind = Literal["launcher", "setting", "ignored", "unsupported"]
@@ -20,6 +21,9 @@ Kind = Literal["launcher", "setting", "ignored", "unsupported"]
 
 class UsageError(ValueError):
     """Wrong usage of the command line: exit code 2."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

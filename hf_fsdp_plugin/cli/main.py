@@ -21,6 +21,7 @@ from hf_fsdp_plugin.cli.parser import PROG, make_parser
 from hf_fsdp_plugin.cli.store_threads import exit_beside_store_threads
 from hf_fsdp_plugin.cli.verbs import VERBS
 from hf_fsdp_plugin.supported import unsupported_versions
+from hf_fsdp_plugin.text import printable
 
 _HELP_FLAGS = ("-h", "--help")
 _ANY_VERSION = frozenset({"completion", "doctor", "explain", "help"})
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROG} {hf_fsdp_plugin.__version__}")
         return OK
     if argv[0] not in VERBS:
-        print(f"{PROG}: unknown verb '{argv[0]}'. The verbs are {', '.join(VERBS)}.", file=sys.stderr)
+        print(f"{PROG}: unknown verb '{printable(argv[0])}'. The verbs are {', '.join(VERBS)}.", file=sys.stderr)
         return USAGE
     if argv[0] not in _ANY_VERSION and (messages := unsupported_versions()):
         print("\n".join(messages), file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from hf_fsdp_plugin.cli.output import print_json
 from hf_fsdp_plugin.cli.progress import ProgressBars
 from hf_fsdp_plugin.cli.terminal import print_problems
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, has_errors
-from hf_fsdp_plugin.text import format_bytes, plural
+from hf_fsdp_plugin.text import format_bytes, plural, printable
 
 HELP = "Write the model of any checkpoint as a Hugging Face folder. Memory use does not depend on the model's size."
 EXAMPLES = ("hf-fsdp merge out/checkpoint-500 merged", "hf-fsdp merge out/checkpoint-500 merged --dtype bf16 --verify")
@@ -68,6 +69,9 @@ def run(args: argparse.Namespace) -> int:
     """Merge. Return 0 if OUT is complete and every option was applied, 1 otherwise, 2 if CKPT does not exist."""
     if not check_folder("merge", args.checkpoint):
         return USAGE
+    if args.delete_input and args.no_verify:
+        print("hf-fsdp merge: --no-verify conflicts with --delete-input. Keep one of them.", file=sys.stderr)
+        return USAGE
     options = MergeOptions(
         dtype=DTYPES.get(args.dtype),
         max_shard_size=args.max_shard_size,
@@ -121,7 +125,7 @@ def _text(merged: Merged) -> str:
         lines.append(f"  checked: {'; '.join(checks)}")
     if merged.deleted:
         lines.append("  deleted: the model files of the checkpoint")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _size(text: str) -> int:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from hf_fsdp_plugin.cli.exit_codes import USAGE
 from hf_fsdp_plugin.cli.terminal import text_width
+from hf_fsdp_plugin.text import printable
 
 PROG = "hf-fsdp"
 
@@ -41,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message and unknown.startswith("-"):
             message = f"unknown flag {unknown.split()[0].partition('=')[0]}.{self._suggestion(unknown.split()[0])}"
-        print(f"{self.prog}: {message} `{self.prog} --help` lists the arguments.", file=sys.stderr)
+        print(f"{self.prog}: {printable(message)} `{self.prog} --help` lists the arguments.", file=sys.stderr)
         raise SystemExit(USAGE)
 
     def _suggestion(self, written: str) -> str:

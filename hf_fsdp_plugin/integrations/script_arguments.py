@@ -1,6 +1,6 @@
 """The table of the arguments that a script can pass in Python, and what becomes of each under FSDP.
 
-A test compares the table with the fields of the installed versions. ``docs/compatibility.md`` shows it.
+A test compares the table with the fields of the installed versions. ``docs/settings.md`` shows it.
 """
 
 from __future__ import annotations
@@ -145,11 +145,11 @@ ROWS: Final = (
          "the Trainer uses it"),
 )
 # fmt: on
-SINCE: Final[Mapping[str, tuple[str, str]]] = {
-    "activation_checkpointing": ("transformers", "5.23"),
-    "activation_checkpointing_kwargs": ("transformers", "5.23"),
+SINCE: Final[Mapping[tuple[str, str], tuple[str, str]]] = {
+    ("TrainingArguments", "activation_checkpointing"): ("transformers", "5.23"),
+    ("TrainingArguments", "activation_checkpointing_kwargs"): ("transformers", "5.23"),
 }
-"""Argument -> the library and its version that has added it. Older supported versions do not have it."""
+"""Class and argument -> the library and its version that has added it. Older supported versions do not have it."""
 
 
 def check_object(given: Any, *, source: str) -> Iterator[Problem]:

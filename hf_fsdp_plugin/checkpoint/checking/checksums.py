@@ -46,16 +46,27 @@ def is_archive(path: Path) -> bool:
         return file.read(4) == b"PK\x03\x04"
 
 
-def has_compressed_entries(path: Path) -> bool:
-    """Whether an entry of the archive is compressed, or the archive cannot be read. It could fill the memory."""
+def stored_pickles(path: Path) -> list[bytes]:
+    """Return the pickles in an archive that ``torch.save`` has written.
+
+    Raises:
+        ZipError, struct.error, OverflowError: an entry is compressed, so it could fill the memory, or the archive
+            cannot be read.
+    """
     with reading(path) as file:
-        try:
-            _, _, entries = read_directory(
-                lambda start, size: os.pread(file.fileno(), size, start), os.fstat(file.fileno()).st_size
-            )
-        except (ZipError, struct.error, OverflowError):
-            return True
-        return any(entry.compressed or entry.size != entry.packed_size for entry in entries)
+        end = os.fstat(file.fileno()).st_size
+
+        def read(start: int, size: int) -> bytes:
+            if start + size > end:
+                raise ZipError("an entry ends after the end of the archive")
+            return os.pread(file.fileno(), size, start)
+
+        archive, _, entries = read_directory(read, end)
+        if any(entry.compressed or entry.size != entry.packed_size for entry in entries):
+            raise ZipError("it has compressed entries, which torch does not write")
+        # torch finds its pickle in letters of any case.
+        found = [entry for entry in entries if entry.name.lower().endswith(b".pkl")]
+        return [read(data_offset(read, archive, entry), entry.size) for entry in found]
 
 
 def crc_file(path: Path, start: int, stop: int) -> int:

@@ -173,7 +173,7 @@ def _last_file_problems(folder: Path) -> list[Problem]:
         except OSError as error:
             message = f"cannot be read: {error.strerror}."
             return [problem("FSDP-E472", folder / TRAINER_STATE, message, _RESUME_EARLIER)]
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return [problem("FSDP-E453", folder / TRAINER_STATE, f"is not valid JSON: {error}.", _RESUME_EARLIER)]
     elif re.fullmatch(rf"{ACCELERATE_PREFIX}\d+", name) and not (folder / accelerate_rng_file(0)).is_file():
         return [problem("FSDP-E452", folder, f"has no {accelerate_rng_file(0)}: {_UNFINISHED}", _RESUME_EARLIER)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -21,13 +20,13 @@ from hf_fsdp_plugin.checkpoint.formats.element_types import dtype_size
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredOptimizer, StoredTensor, shared_tensors
+from hf_fsdp_plugin.checkpoint.formats.strict_json import object_in
 from hf_fsdp_plugin.checkpoint.formats.table import (
     format_named,
     read_stored_model,
     read_stored_optimizer,
     written_format,
 )
-from hf_fsdp_plugin.checkpoint.io import read_file
 from hf_fsdp_plugin.checkpoint.names import (
     ACCELERATE_RNG,
     ACCELERATE_RUN,
@@ -184,21 +183,13 @@ def checkpoints_of_run(folder: Path) -> list[Path]:
 
 
 def _trainer_step(folder: Path) -> int | None:
-    step = _json(folder / TRAINER_STATE).get("global_step")
+    step = object_in(folder / TRAINER_STATE).get("global_step")
     return step if isinstance(step, int) else None
 
 
 def _config_versions(folder: Path) -> dict[str, str]:
-    version = _json(folder / "config.json").get("transformers_version")
+    version = object_in(folder / "config.json").get("transformers_version")
     return {"transformers": version} if isinstance(version, str) else {}
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        tree = json.loads(read_file(path))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return tree if isinstance(tree, dict) else {}
 
 
 def _ranks(files: Iterable[str]) -> int | None:

@@ -26,12 +26,9 @@ _LENGTH_BYTES = {
     pickletools.TAKEN_FROM_ARGUMENT4U: 4,
     pickletools.TAKEN_FROM_ARGUMENT8U: 8,
 }
+_STOP = ord(".")
 _TWO_LINES = frozenset(b"ci")
 """The opcodes GLOBAL and INST. Each has two lines as arguments: a module and a name."""
-
-
-class _Stop(Exception):
-    """The unpickler stops at this instruction too."""
 
 
 class _Excess(Exception):
@@ -155,10 +152,6 @@ def _nothing(_: _Sizes, __: int) -> None:
     pass
 
 
-def _stop(_: _Sizes, __: int) -> None:
-    raise _Stop
-
-
 _STEPS: dict[str, _Step] = {
     **dict.fromkeys(("PROTO", "FRAME", "READONLY_BUFFER"), _nothing),
     **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), _put),
@@ -177,7 +170,6 @@ _STEPS: dict[str, _Step] = {
     "POP_MARK": _pop_mark,
     "DUP": _duplicate,
     "MEMOIZE": _memoize,
-    "STOP": _stop,
 }
 """The opcodes that do not push one atom."""
 
@@ -202,26 +194,34 @@ def _tables() -> tuple[list[_Step | None], list[int], dict[int, int], frozenset[
     return steps, fixed, counted, frozenset(lines)
 
 
-def excessive(data: bytes) -> str | None:
+def excessive(data: bytes, *, count: int = 1) -> str | None:
     """Return what in the pickle exhausts memory, time or the stack; ``None`` if nothing does.
 
     The scan stops where the unpickler does: at the end, or at the first instruction that is not valid.
+
+    Args:
+        count: maximum number of pickles that are read one after the other.
     """
+    at = 0
     try:
-        _scan(data, _Sizes(len(data)))
+        for _ in range(count):
+            at = _scan(data, _Sizes(len(data)), at)
     except _Excess as error:
         return str(error)
-    except (_Stop, IndexError, ValueError):  # IndexError: nothing is left on the stack
+    except (IndexError, ValueError):  # IndexError: nothing is left on the stack
         pass
     return None
 
 
-def _scan(data: bytes, sizes: _Sizes) -> None:
+def _scan(data: bytes, sizes: _Sizes, at: int = 0) -> int:
+    """Follow the instructions of the pickle that begins at ``at``. Returns where it ends."""
     steps, fixed, counted, lines = _tables()
-    at, end = 0, len(data)
+    end = len(data)
     while at < end:
         code = data[at]
         at += 1
+        if code == _STOP:
+            return at
         step, index, size = steps[code], 0, fixed[code]
         if size >= 0:
             if size and step in (_put, _get):
@@ -234,9 +234,10 @@ def _scan(data: bytes, sizes: _Sizes) -> None:
             for _ in range(2 if code in _TWO_LINES else 1):
                 start, at = at, data.find(b"\n", at) + 1
                 if not at:
-                    return
+                    return end
             if step in (_put, _get):
                 index = int(data[start : at - 1])
         if step is None:
-            return
+            return end
         step(sizes, index)
+    return end

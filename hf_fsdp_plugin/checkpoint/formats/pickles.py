@@ -47,6 +47,25 @@ class _Function:
         raise AttributeError(f"{name} of a stand-in function cannot be set")
 
 
+class _Counted:
+    """A function that a pickle calls. It counts the lengths of its arguments, of which it may make copies."""
+
+    __slots__ = ("_function", "_reader")
+    _function: Callable[..., Any]
+    _reader: _Reader
+
+    def __init__(self, function: Callable[..., Any], reader: _Reader) -> None:
+        object.__setattr__(self, "_function", function)
+        object.__setattr__(self, "_reader", reader)
+
+    def __call__(self, *arguments: Any) -> Any:
+        self._reader.count(sum(len(argument) for argument in arguments if isinstance(argument, _COPIED)))
+        return self._function(*arguments)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{name} of a stand-in function cannot be set")
+
+
 class PickledStorage(NamedTuple):
     """A storage: the zip record that contains its bytes, its dtype, and its number of elements."""
 
@@ -217,6 +236,12 @@ def _size(numbers: Any = ()) -> tuple[int, ...]:
     return tuple(numbers)
 
 
+_COPIED = (str, bytes, bytearray, list, tuple, dict, set, frozenset)
+_COPYING = (set, frozenset, OrderedDict)
+"""Classes that a pickle can call with a list."""
+_FREE_COPIES = 1_000_000
+_COPIES_PER_BYTE = 64
+"""Maximum number of copied elements and characters: these for any file, and the others for each of its bytes."""
 _MAX_DEPTH = 100
 """Maximum number of containers inside of each other. Those of checkpoints have some 10."""
 _STORAGES = {
@@ -294,12 +319,33 @@ class _RefusedName(Exception):
     """A pickle contains a name that is not in ``ALLOWED``."""
 
 
+class _Excess(Exception):
+    """A pickle makes too many copies of its own parts."""
+
+
 class _Reader(pickle.Unpickler):
+    """Reads one pickle.
+
+    Attributes:
+        num_left: how many elements and characters its calls may still copy.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self.num_left = _FREE_COPIES + _COPIES_PER_BYTE * len(data)
+
     def find_class(self, module: str, name: str) -> Any:
         try:
-            return ALLOWED[module][name]
+            found = ALLOWED[module][name]
         except KeyError:
             raise _RefusedName(f"{module}.{name}") from None
+        return _Counted(found, self) if isinstance(found, _Function) or found in _COPYING else found
+
+    def count(self, num_copied: int) -> None:
+        """Count the elements and characters that a call copies. Raises ``_Excess`` if they are too many."""
+        self.num_left -= num_copied
+        if self.num_left < 0:
+            raise _Excess("calls that copy the same parts again and again")
 
     def persistent_load(self, pid: Any) -> PickledStorage:
         kind, dtype, key, _location, numel = pid
@@ -354,13 +400,15 @@ def read_pickle(data: bytes, place: Path | str) -> Any:
         refuse("FSDP-E455", place, f"contains a pickle with {excess}.")
     try:
         with _without_garbage_collection():
-            value = _Reader(io.BytesIO(data)).load()
+            value = _Reader(data).load()
             if _is_expanded_too_far(value, len(data)):
                 excess = "lists or dicts that contain each other too often or too deeply"
     except _RefusedName as error:
         message = f"contains a pickle that refers to {error}, which no checkpoint needs. It was not executed."
         fix = "Do not load this file with other tools. Use a copy of the checkpoint from a source that you trust."
         refuse("FSDP-E454", place, message, fix)
+    except _Excess as error:
+        excess = str(error)
     except Exception as error:
         # A damaged pickle can raise any exception, because any byte can be an instruction.
         refuse("FSDP-E453", place, f"contains a damaged pickle ({type(error).__name__}: {error}).")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Any, NoReturn
+
+from hf_fsdp_plugin.checkpoint.io import read_file
 
 
 def parse_json(text: str | bytes, *, only_finite: bool = False) -> Any:
@@ -20,6 +23,15 @@ def parse_json(text: str | bytes, *, only_finite: bool = False) -> Any:
     return json.loads(
         text, object_pairs_hook=without_duplicates, parse_constant=_refuse_constant if only_finite else None
     )
+
+
+def object_in(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file that is only described; empty if it cannot be read or is no object."""
+    try:
+        tree = json.loads(read_file(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

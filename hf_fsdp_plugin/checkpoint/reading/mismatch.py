@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 
-from hf_fsdp_plugin.checkpoint.io import read_file
+from hf_fsdp_plugin.checkpoint.formats.strict_json import object_in
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.text import format_names, plural
 
@@ -88,9 +86,9 @@ def _problem(code: str, checkpoint: Path, message: str, fix: str = "") -> Proble
 def _model_type(checkpoint: Path) -> str:
     """Return the config's model type, such as ``LlamaForCausalLM (llama)``; empty without a config."""
     for folder in (checkpoint, checkpoint.parent):
-        with suppress(OSError, ValueError, AttributeError):
-            config = json.loads(read_file(folder / "config.json"))
-            names = [*(config.get("architectures") or ())[:1], config.get("model_type")]
+        if config := object_in(folder / "config.json"):
+            classes = config.get("architectures")
+            names = [*(classes[:1] if isinstance(classes, list) else ()), config.get("model_type")]
             shown = [str(name) for name in names if name]
             return f"{shown[0]} ({shown[1]})" if len(shown) == 2 else "".join(shown)
     return ""

@@ -10,6 +10,7 @@ import datetime
 import pathlib
 import pickle
 import re
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,10 +21,13 @@ import torch
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.checkpoint.checking.against_crc import archive_problems
-from hf_fsdp_plugin.checkpoint.checking.checksums import has_compressed_entries, is_archive
+from hf_fsdp_plugin.checkpoint.checking.checksums import is_archive, stored_pickles
 from hf_fsdp_plugin.checkpoint.checking.verified_files import VerifiedFiles
 from hf_fsdp_plugin.checkpoint.formats.errors import raise_if_any, refuse
 from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
+from hf_fsdp_plugin.checkpoint.formats.pickle_scan import excessive
+from hf_fsdp_plugin.checkpoint.formats.zip_directory import ZipError
+from hf_fsdp_plugin.checkpoint.io import read_file
 from hf_fsdp_plugin.checkpoint.names import ACCELERATE_RNG, TRAINER_RNG, TRAINER_STATE
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_names
@@ -34,6 +38,8 @@ _ALLOW = (
 )
 _STATES = re.compile(r"(?:scheduler|sampler|dl_state_dict|scaler|custom_checkpoint)(?:_\d+)?\.(?:bin|pt|pkl)")
 """The pickles that Accelerate and the Trainer load. Other files in the folder are the user's."""
+_MAX_PICKLES = 5
+"""Number of pickles in a file of torch before 1.6, which has no archive."""
 _RNG = re.compile(rf"(?:{TRAINER_RNG}|{ACCELERATE_RNG})(?:_(\d+))?\.\w+")
 
 
@@ -105,8 +111,7 @@ def load_state(path: Path, *, only_check: bool = False) -> Any:
     Raises:
         CheckpointError: the pickle contains a name that is not allowed, or is damaged.
     """
-    if is_archive(path) and has_compressed_entries(path):
-        refuse("FSDP-E453", path, "contains compressed entries, which torch does not write, or is not complete.")
+    _check_pickles(path)
     try:
         with plain_data():
             return torch.load(path, map_location="cpu", weights_only=True, mmap=only_check and is_archive(path))
@@ -117,6 +122,17 @@ def load_state(path: Path, *, only_check: bool = False) -> Any:
         refuse("FSDP-E454", path, message, _ALLOW)
     except Exception as error:  # a damaged archive can raise any exception
         refuse("FSDP-E453", path, f"cannot be unpickled ({type(error).__name__}: {_reason(error)}).")
+
+
+def _check_pickles(path: Path) -> None:
+    """Refuse what would exhaust memory, time or the stack of ``torch.load``: compressed entries, and such pickles."""
+    try:
+        pickles = stored_pickles(path) if is_archive(path) else [read_file(path)]
+    except (ZipError, struct.error, OverflowError) as error:
+        refuse("FSDP-E453", path, f"is not a complete archive of torch: {error}.")
+    for data in pickles:
+        if (excess := excessive(data, count=_MAX_PICKLES)) is not None:
+            refuse("FSDP-E455", path, f"contains a pickle with {excess}.")
 
 
 def _names_not_allowed(path: Path) -> list[str]:

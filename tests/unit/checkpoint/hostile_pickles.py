@@ -26,6 +26,14 @@ ATTACKS: dict[str, bytes] = {
     "lists of shared lists": b"\x80\x02" + b"]" + b"".join(b"q%c0(h%ch%cl" % (i, i, i) for i in range(60)) + b".",
     "dicts of shared dicts": b"\x80\x02" + b"}" + b"".join(b"q%c0(Nh%cVx\nh%cd" % (i, i, i) for i in range(60)) + b".",
     "a list that contains itself": b"\x80\x02]q\x00h\x00a.",
+    "sizes of the same list": b"\x80\x02](" + b"K\x01" * 20_000 + b"eq\x00ctorch\nSize\nq\x01"
+    + b"h\x01h\x00\x85R0" * 20_000 + b".",
+    "sets of the same list": b"\x80\x02](" + b"K\x01" * 20_000 + b"eq\x00cbuiltins\nset\nq\x01"
+    + b"h\x01h\x00\x85R0" * 20_000 + b".",
+    "bytes of the same text": b"\x80\x02X" + (50_000).to_bytes(4, "little") + b"a" * 50_000
+    + b"q\x00c_codecs\nencode\nq\x01" + b"h\x01h\x00\x85Rq\x020" * 20_000 + b".",
+    "a path of the same text": b"\x80\x02X" + (50_000).to_bytes(4, "little") + b"a" * 50_000
+    + b"q\x000cpathlib\nPosixPath\n(" + b"h\x00" * 9_000 + b"tR.",
     "a large memo index": b"\x80\x02Nr\xff\xff\xff\x7f.",
 }  # fmt: skip
 """Name -> pickle, which must be refused with FSDP-E455."""

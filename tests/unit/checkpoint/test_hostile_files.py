@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import saved
 import torch
+from hostile_pickles import ATTACKS
 from merge_inputs import CONFIG, TENSORS
 from merge_inputs import save as save_local
 from safetensors.numpy import save_file
 
+from hf_fsdp_plugin.checkpoint.checking.completeness import _last_file_problems
 from hf_fsdp_plugin.checkpoint.checking.verify import verify
 from hf_fsdp_plugin.checkpoint.formats.strict_json import parse_json
 from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model
 from hf_fsdp_plugin.checkpoint.merging.config_check import ConfigCheck
 from hf_fsdp_plugin.checkpoint.merging.merge import MergeOptions, merge
 from hf_fsdp_plugin.checkpoint.names import MANIFEST_NAME
+from hf_fsdp_plugin.checkpoint.reading.mismatch import _model_type
 from hf_fsdp_plugin.checkpoint.reading.states import load_state
+from hf_fsdp_plugin.cli.export import find_checkpoint
 from hf_fsdp_plugin.problems import CheckpointError
 
 
@@ -120,3 +126,59 @@ def test_problems_of_the_config_check_have_a_place(tmp_path: Path) -> None:
         (found,) = check.problems()
     assert found.code == "FSDP-N475" and found.origin is not None
     assert found.origin.place == str(tmp_path / "config.json")
+
+
+def with_pickle(path: Path, data: bytes, form: str) -> Path:
+    """Write a file of ``torch.save`` whose pickle is replaced."""
+    if form == "zip":
+        torch.save({"last_epoch": 7}, path)
+        with zipfile.ZipFile(path) as source:
+            records = {name: source.read(name) for name in source.namelist()}
+        with zipfile.ZipFile(path, "w") as target:
+            for name, record in records.items():
+                target.writestr(name, data if name.endswith("data.pkl") else record)
+        return path
+    torch.save({"last_epoch": 7}, path, _use_new_zipfile_serialization=False)
+    with path.open("rb") as file:
+        for _ in range(3):  # the magic number, the version and the system
+            pickle.load(file)
+        head = path.read_bytes()[: file.tell()]
+    path.write_bytes(head + data)
+    return path
+
+
+@pytest.mark.parametrize("form", ["zip", "legacy"])
+@pytest.mark.parametrize(
+    "name", ["a key of shared tuples", "a key of a million nested tuples", "a frozenset of shared tuples"]
+)
+def test_exhausting_pickle_of_a_state_is_refused(tmp_path: Path, name: str, form: str) -> None:
+    """torch's own reader hangs or crashes, so a resume would, too."""
+    with pytest.raises(CheckpointError, match="FSDP-E455"):
+        load_state(with_pickle(tmp_path / "scheduler.pt", ATTACKS[name], form))
+    plain = with_pickle(tmp_path / "scheduler.pt", pickle.dumps({"a": (1, 2)}, 2) + pickle.dumps([], 2), form)
+    assert load_state(plain) == {"a": (1, 2)}
+
+
+@pytest.mark.parametrize("text", ["[1]", '"x"', "5", "[" * 100_000, '{"best_model_checkpoint": 5}'])
+def test_trainer_state_of_another_form_is_refused(checkpoint: Path, tmp_path: Path, text: str) -> None:
+    (checkpoint / "trainer_state.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"FSDP-E49[78]"):
+        find_checkpoint(checkpoint.parent, best=True)
+    found = [problem.code for problem in _last_file_problems(checkpoint)]
+    assert found == (["FSDP-E453"] if text.startswith("[[") else [])
+
+
+@pytest.mark.parametrize("name", ["..", "/", "other", "checkpoint-1/../../secret", "a\0b"])
+def test_best_checkpoint_is_a_checkpoint_of_the_run(checkpoint: Path, name: str) -> None:
+    (checkpoint.parent / "other").mkdir()
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"best_model_checkpoint": name}))
+    with pytest.raises(CheckpointError, match="FSDP-E498"):
+        find_checkpoint(checkpoint.parent, best=True)
+
+
+@pytest.mark.parametrize("architectures", [5, {"a": 1}, ["Llama"], None])
+def test_config_of_another_form_is_no_traceback(tmp_path: Path, architectures: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": architectures, "model_type": "llama"}))
+    assert "llama" in _model_type(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    assert _model_type(tmp_path) == ""

@@ -65,3 +65,10 @@ def test_remaining_error_is_printed_and_exits_1(fixed):
 def test_invalid_config_is_unchanged_and_missing_one_is_usage(fixed, hf_fsdp):
     assert fixed("a: [")[:2] == (1, "a: [")
     assert hf_fsdp("check", "--fix", "none.yaml")[:2] == (2, "")
+
+
+@pytest.mark.parametrize("key", ['"fsdp_sharding_strateg\\e]0;x\\ay": FULL_SHARD', '"fsdp_versoin\\e": 2'])
+def test_correction_of_a_part_of_a_key_ends(fixed, key):
+    """The correction leaves the escape sequence, so the key is still unknown."""
+    code, out, err = fixed(HEAD + f"fsdp_config:\n  {key}\n")
+    assert code == 1 and "\\" in out and "1 error" in err

@@ -7,11 +7,13 @@ import hashlib
 import importlib
 import itertools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from merge_inputs import save
 
 from hf_fsdp_plugin.cli.exit_codes import USAGE
 from hf_fsdp_plugin.cli.parser import make_parser
@@ -150,6 +152,53 @@ def test_pairs_of_workload_flags_have_both_effects(outcome: Any) -> None:
 def test_flags_without_an_effect_are_refused(outcome: Any, words: str) -> None:
     code, out, error, written = outcome(words)
     assert code == USAGE and "hf-fsdp plan: --" in error and not out and not written
+
+
+CHECKPOINT_FLAGS = {
+    "inspect": ["--json", "--parameters", "--optimizer"],
+    "verify": ["--json", "--no-config-check"],
+    "merge": ["--dtype bf16", "--max-shard-size 100", "--verify", "--delete-input", "--json"],
+    "export": ["--dtype bf16", "--max-shard-size 100", "--verify", "--delete-input", "--json", "--best"],
+}
+SINGLE = {"--config", "--model-number", "--force", "--no-verify", "--no-config-check", "--verify"}
+"""Flags of other inputs, and those whose effect is not in the result for an undamaged checkpoint."""
+
+
+@pytest.mark.parametrize("verb", CHECKPOINT_FLAGS)
+def test_pairs_of_flags_of_checkpoints_have_both_effects(hf_fsdp: Any, tmp_path: Path, verb: str) -> None:
+    def outcome(*flags: str) -> tuple[Any, ...]:
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        for number in (1, 2):
+            folder = save(tmp_path / "run" / f"checkpoint-{number}")
+            (folder / "trainer_state.json").write_text('{"best_model_checkpoint": "run/checkpoint-1"}')
+        place = tmp_path / "run" / ("" if verb == "export" else "checkpoint-1")
+        out_folder = [] if verb in ("inspect", "verify") else [tmp_path / "out"]
+        code, out, error = hf_fsdp(verb, place, *out_folder, *(word for flag in flags for word in flag.split()))
+        files = {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.suffix == ".safetensors"}
+        return code, out, error, files
+
+    flags = CHECKPOINT_FLAGS[verb]
+    assert {flag.split()[0] for flag in flags} | SINGLE >= {f"--{name.replace('_', '-')}" for name in options_of(verb)}
+    base, single = outcome(), {flag: outcome(flag) for flag in flags}
+    visible = [flag for flag in flags if single[flag] != base]
+    assert set(flags) - set(visible) <= SINGLE
+    for one, other in itertools.combinations(visible, 2):
+        both = outcome(one, other)
+        assert (both[0] == 0 and both not in (single[one], single[other])) or {one, other} <= IMPLIED, (one, other)
+
+
+IMPLIED = {"--verify", "--delete-input"}
+"""--delete-input verifies, too."""
+
+
+@pytest.mark.parametrize("verb", ["merge", "export"])
+def test_no_verify_conflicts_with_delete_input(hf_fsdp: Any, tmp_path: Path, verb: str) -> None:
+    folder = save(tmp_path / "run" / "checkpoint-1")
+    place = folder if verb == "merge" else folder.parent
+    code, _, error = hf_fsdp(verb, place, tmp_path / "out", "--no-verify", "--delete-input")
+    assert code == USAGE and "--no-verify conflicts with --delete-input" in error
+    assert not (tmp_path / "out").exists() and list(folder.rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize("words", ["--device cuda", "--limit 5", "--training-args a.json", "--fix --json"])

@@ -60,6 +60,51 @@ def test_escapes_in_names_are_escaped_in_output(tmp_path: Path, hf_fsdp: Any) ->
             assert place == folder or "\\u001b]0;pwn\\u0007" in out + err
 
 
+def test_escapes_in_copied_files_are_escaped_in_output(checkpoint: Path, tmp_path: Path, hf_fsdp: Any) -> None:
+    name = ESCAPES.replace("\x00", "").replace("/", "")
+    (checkpoint / "config.json").write_text('{"auto_map": {}}')
+    for file in (f"tokenizer{name}", f"code{name}.py"):
+        (checkpoint / file).write_text("")
+    incomplete = save_local(checkpoint.parent / "checkpoint-2")
+    saved.write_manifest(incomplete, strategy=ESCAPES)
+    (incomplete / "optimizer.pt").unlink()
+    for number, verb in enumerate((["merge", checkpoint], ["export", checkpoint.parent])):
+        code, out, err = hf_fsdp(*verb, tmp_path / f"out{number}")
+        assert code == 0 and "tokenizer\\u001b]0;pwn\\u0007" in out, err
+        assert ("is skipped" in err) == (verb[0] == "export")
+        assert_printable(out + err)
+
+
+VALID = """\
+distributed_type: FSDP
+num_processes: 2
+use_cpu: true
+tpu_name: "a\\e]0;pwn\\a\\r\\nfsdp: undamaged"
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["check FILE", "check --fix FILE", "launch --dry_run --config_file FILE s.py", "config -o FILE --yes --force"],
+)
+def test_escapes_in_a_valid_config_are_escaped_in_output(
+    tmp_path: Path, hf_fsdp: Any, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    (tmp_path / "s.py").write_text("")
+    file = f"c{ESCAPES}.yaml".replace("\x00", "")
+    (tmp_path / file).write_text(VALID)
+    code, out, err = hf_fsdp(*(file if word == "FILE" else word for word in words.split()))
+    assert code == 0
+    if "--fix" not in words:  # which prints the file itself, for a redirection to a file
+        assert_printable(out)
+    assert_printable(err)
+
+
 CONFIG = """\
 distributed_type: FSDP
 num_processes: 2

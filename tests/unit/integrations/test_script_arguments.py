@@ -64,10 +64,10 @@ def names_of(owner: str) -> set[str]:
     return {field.name for field in dataclasses.fields(CLASSES[owner])}
 
 
-def is_in_installed(name: str) -> bool:
-    if name not in SINCE:
+def is_in_installed(owner: str, name: str) -> bool:
+    if (owner, name) not in SINCE:
         return True
-    library, version = SINCE[name]
+    library, version = SINCE[owner, name]
     return release_of(installed_versions()[library]) >= release_of(version)
 
 
@@ -75,7 +75,7 @@ def is_in_installed(name: str) -> bool:
 def test_every_argument_has_one_row(owner: str) -> None:
     listed = [name for row in ROWS if row.owner == owner for name in row.names]
     assert len(listed) == len(set(listed))
-    existing = {name for name in listed if is_in_installed(name)}
+    existing = {name for name in listed if is_in_installed(owner, name)}
     assert sorted(names_of(owner) - existing) == [], "new arguments without a row in script_arguments.ROWS"
     assert sorted(existing - names_of(owner)) == [], "rows of arguments that do not exist"
 
@@ -132,7 +132,7 @@ def pairs(verdict: str, condition: Callable[[Row], bool]) -> list[Any]:
         for row in ROWS
         if row.verdict == verdict and condition(row)
         for name in sorted(row.names)
-        if is_in_installed(name)
+        if is_in_installed(row.owner, name)
     ]
 
 
