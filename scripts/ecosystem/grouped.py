@@ -31,6 +31,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "loops": (),
     "libraries": ("trl", "peft", "sentence_transformers"),
     "setfit": ("setfit",),
+    "search": ("optuna",),
 }
 """Module of behaviors -> the packages without which it is skipped."""
 REFUSED: Mapping[str, Mapping[int, str]] = {}
