@@ -11,7 +11,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 """Module of behaviors -> the packages without which it is skipped."""
 REFUSED: Mapping[str, Mapping[int, str]] = {}
 """Behavior -> FSDP version -> the code with which the plugin refuses it."""
+SECONDS_OF_ONE = 10.0
+"""Seconds that are added to the limit of a start for each behavior."""
 LOSSES = 1e-5
 """Largest relative difference of losses."""
 NORMS = 1e-4
@@ -104,7 +106,8 @@ def run_behaviors(behaviors: Iterable[Behavior], suite: Suite, fsdp_version: int
         words = ["-m", "hf_fsdp_plugin.cli.main", "launch", "--config_file", "fsdp.yaml"]
     more = {"ACCELERATE_USE_CPU": "true"} if fsdp_version is None else {}
     while rest:
-        run_command([sys.executable, *words, str(RUNNER), *rest], folder, case, suite, **more)
+        longer = replace(suite, limit=suite.limit + SECONDS_OF_ONE * len(rest))
+        run_command([sys.executable, *words, str(RUNNER), *rest], folder, case, longer, **more)
         ended = [key for key in rest if _has_ended(folder, key)]
         if len(ended) < len(rest):
             first = next(key for key in rest if key not in ended)

@@ -352,7 +352,7 @@ def weights_clamped() -> Any:
 
 
 def joined_uneven_inputs() -> Any:
-    accelerator = Accelerator(even_batches=True)
+    accelerator = Accelerator()
     model = Regression()
     model, optimizer, loader = accelerator.prepare(model, _adamw(model.parameters()), _loader(numbers(14)))
     with accelerator.join_uneven_inputs([model], even_batches=True):
