@@ -228,10 +228,14 @@ def clip() -> Any:
     }
     config = t.CLIPConfig(text_config=text, vision_config={**vision, **PIXELS, "projection_dim": 16}, projection_dim=16)
     rows = [
-        {"pixel_values": picture["pixel_values"], "input_ids": row, "return_loss": True}
+        {"pixel_values": picture["pixel_values"], "input_ids": row}
         for picture, row in zip(images(), tokens(), strict=True)
     ]
-    return trained(made(t.CLIPModel, config), rows)
+
+    def collate(found: Any) -> dict[str, Any]:
+        return {**t.default_data_collator(found), "return_loss": True}
+
+    return trained(made(t.CLIPModel, config), rows, more={"data_collator": collate})
 
 
 def _vision() -> dict[str, Any]:
