@@ -34,7 +34,9 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "search": ("optuna",),
 }
 """Module of behaviors -> the packages without which it is skipped."""
-REFUSED: Mapping[str, Mapping[int, str]] = {}
+REFUSED: Mapping[str, Mapping[int, str]] = {
+    "trainer/adafactor": {1: "FSDP-E320"},
+}
 """Behavior -> FSDP version -> the code with which the plugin refuses it."""
 SECONDS_OF_ONE = 10.0
 """Seconds that are added to the limit of a start for each behavior."""

@@ -24,6 +24,7 @@ QUICK = {
 QUICK_BEHAVIORS = (
     "models: gpt neox",
     "trainer: early stopping",
+    "trainer: label smoothing",
     "trainer: curriculum of two trainers",
     "loops: accumulate with a rest",
     "loops: batch norm statistics",

@@ -19,7 +19,9 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 from transformers import set_seed
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+HERE = Path(__file__).resolve().parent
+# Modules in this folder have names of packages.
+sys.path[:] = [str(HERE.parents[1]), *(path for path in sys.path if Path(path).resolve() != HERE)]
 
 
 def main() -> None:

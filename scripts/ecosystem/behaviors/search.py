@@ -13,7 +13,7 @@ def optuna_over_learning_rates() -> Any:
     import optuna
 
     trainer = Trainer(
-        model_init=llama,
+        model_init=lambda: llama(),
         args=arguments(max_steps=2, eval_strategy="steps", eval_steps=2),
         train_dataset=texts(),
         eval_dataset=texts(8),

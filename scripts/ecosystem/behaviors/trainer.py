@@ -293,24 +293,12 @@ def frozen_base() -> Any:
     return trained(model, classified())
 
 
-class _Unfreeze(TrainerCallback):
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if state.global_step == 1:
-            for name, parameter in model.named_parameters():
-                if "layers.1" in name:
-                    parameter.requires_grad_(True)
-
-
-class _AllParameters(Trainer):
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        self.optimizer = torch.optim.SGD((model or self.model).parameters(), lr=0.1)
-        return self.optimizer
-
-
-def layer_unfrozen_in_a_callback() -> Any:
+def layer_unfrozen_between_two_trainers() -> Any:
     model = llama()
     model.model.layers[1].requires_grad_(False)
-    return trained(model, texts(), _AllParameters, {"callbacks": [_Unfreeze()]})
+    Trainer(model=model, args=arguments(max_steps=2), train_dataset=texts()).train()
+    model.model.layers[1].requires_grad_(True)
+    return trained(model, texts(seed=3))
 
 
 def head_initialized_again() -> Any:
