@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 def keep_class_names(model: nn.Module) -> None:
     """Give the classes that ``fully_shard`` has created in a model the names and modules of the original classes.
 
-    torch itself finds them by the class objects. ``_get_name`` returns the original name, too: by it the Trainer decides
-    whether it shifts the labels that it smooths.
+    torch itself finds them by the class objects. ``_get_name`` returns the original name, too: by it the Trainer
+    decides whether it shifts the labels that it smooths.
     """
     for created in {type(module) for module in model.modules() if isinstance(module, FSDPModule)}:
         original = next(base for base in created.__bases__ if base is not FSDPModule)
