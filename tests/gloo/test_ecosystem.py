@@ -23,6 +23,7 @@ QUICK = {
 # Behaviors that run in one start of the ranks per version.
 QUICK_BEHAVIORS = (
     "models: gpt neox",
+    "models: albert",
     "trainer: early stopping",
     "trainer: label smoothing",
     "trainer: curriculum of two trainers",
