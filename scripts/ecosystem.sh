@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs TRL, PEFT, bitsandbytes, sentence-transformers and others, and runs scripts that these packages ship,
 # unchanged, through the plugin on two CPU ranks. Each run is compared with an unsharded one. Writes
-# docs/results/ecosystem.json and its table in docs/results.md.
+# docs/results/ecosystem.json and its table in docs/results.md. Behaviors of user scripts (scripts/ecosystem/behaviors)
+# run in one start of the ranks per FSDP version.
 #
 #   bash scripts/ecosystem.sh                                 all cases, both FSDP versions (an hour or two on two cores)
 #   bash scripts/ecosystem.sh --only sft dpo --version 2      cases whose name contains a word
@@ -17,7 +18,7 @@ cd "$(dirname "$0")/.."
 . scripts/environment.sh
 case "${1:-}" in
   -h | --help)
-    sed -n '2,13s/^# \{0,1\}//p' "$0"
+    sed -n '2,14s/^# \{0,1\}//p' "$0"
     exit 0
     ;;
   --no-install)

@@ -18,8 +18,9 @@ from pathlib import Path
 
 from ecosystem.assets import make_assets
 from ecosystem.cases import CASES
-from ecosystem.model import VERSIONS
-from ecosystem.results import SKIPPED, Row, is_expected, merge_rows, run_case, select, write_rows
+from ecosystem.grouped import BEHAVIORS, Behavior
+from ecosystem.model import VERSIONS, Case
+from ecosystem.results import SKIPPED, Row, is_expected, merge_rows, run_behaviors, run_case, select, write_rows
 from ecosystem.runs import Suite
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,9 +46,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = make_parser().parse_args()
-    cases = select(CASES, args.only)
+    cases, behaviors = select(CASES, args.only), select(BEHAVIORS, args.only)
     if args.list:
-        print("\n".join(case.name for case in cases))
+        print("\n".join(case.name for case in [*cases, *behaviors]))
         return 0
     suite = Suite(
         work=args.work.resolve(),
@@ -67,17 +68,29 @@ def main() -> int:
             break
         if fsdp_version not in case.versions:
             continue
-        old = known.get((case.name, fsdp_version))
-        has_result = old is not None and old["status"] != SKIPPED
-        if has_result and (args.new or (args.missing and is_expected(case, old))):
-            continue
-        row = run_case(case, suite, fsdp_version)
-        good = is_expected(case, row)
-        unexpected += not good
-        print(f"{'  ' if good else '! '}{describe(row)}", flush=True)
-        write_rows(args.out, [row])
+        if _is_wanted(case, known.get((case.name, fsdp_version)), args):
+            unexpected += _keep(case, run_case(case, suite, fsdp_version), args.out)
+    wanted = [b for b in behaviors if any(_is_wanted(b, known.get((b.name, number)), args) for number in versions)]
+    if wanted and time.monotonic() - start <= args.time:
+        by_name = {behavior.name: behavior for behavior in wanted}
+        for row in run_behaviors(wanted, suite, versions):
+            unexpected += _keep(by_name[row["case"]], row, args.out)
     print(f"{unexpected} not as expected; logs are in {suite.work}/runs")
     return 1 if unexpected else 0
+
+
+def _is_wanted(case: Case | Behavior, old: Row | None, args: argparse.Namespace) -> bool:
+    if old is None or old["status"] == SKIPPED:
+        return True
+    return not args.new and not (args.missing and is_expected(case, old))
+
+
+def _keep(case: Case | Behavior, row: Row, path: Path) -> bool:
+    """Print a row and write it to the result file. Returns whether it is not what is expected."""
+    good = is_expected(case, row)
+    print(f"{'  ' if good else '! '}{describe(row)}", flush=True)
+    write_rows(path, [row])
+    return not good
 
 
 def describe(row: Row) -> str:

@@ -7,8 +7,6 @@ code, diffusers ``_class_name``, sentence-transformers ``modules.json``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -16,17 +14,13 @@ from torch.distributed.fsdp import FSDPModule
 def keep_class_names(model: nn.Module) -> None:
     """Give the classes that ``fully_shard`` has created in a model the names and modules of the original classes.
 
-    torch itself finds them by the class objects. A printed model still shows which modules are units.
+    torch itself finds them by the class objects. ``_get_name`` returns the original name, too: by it the Trainer
+    decides whether it shifts the labels that it smooths.
     """
     for created in {type(module) for module in model.modules() if isinstance(module, FSDPModule)}:
         original = next(base for base in created.__bases__ if base is not FSDPModule)
         # `torch.compile` has its own rules for the classes of torch, and these are in no file.
         if original.__module__.startswith("torch.") or created.__module__ == original.__module__:
             continue
-        created._get_name = _returns(created.__name__)  # type: ignore[method-assign]
         created.__name__, created.__qualname__ = original.__name__, original.__qualname__
         created.__module__ = original.__module__
-
-
-def _returns(name: str) -> Callable[[nn.Module], str]:
-    return lambda module: name

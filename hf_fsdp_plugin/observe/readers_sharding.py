@@ -94,8 +94,10 @@ def read_wrap_policy(run: LiveRun) -> ObservedValue:
     if chosen:
         reason = f"all {len(chosen)} modules that the policy chose are units"
         return ObservedValue(value=run.plan.spec.wrap.policy, reason=reason, matches=True)
-    if not has_units_below_root:
-        reason = "the root is the only unit, as planned"
+    below_root = {name for unit in run.units if not unit.live.is_root for name in unit.module_names}
+    if below_root <= {name for unit in run.plan.units for name in unit.modules}:
+        # FSDP2 makes units of modules that the policy does not choose, such as embeddings.
+        reason = "the policy chose no unit, as planned" if below_root else "the root is the only unit, as planned"
         return ObservedValue(value=run.plan.spec.wrap.policy, reason=reason, matches=True)
     return ObservedValue(value="none", reason="no policy chose the units below the root")
 

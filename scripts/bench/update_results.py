@@ -222,7 +222,8 @@ def ecosystem(result: Result) -> list[str]:
     """One row per script, one column per FSDP version; skipped scripts are counted only."""
     by_case: dict[str, dict[int, Result]] = {}
     for row in result["cases"]:
-        by_case.setdefault(row["case"], {})[row["version"]] = row
+        if "group" not in row:
+            by_case.setdefault(row["case"], {})[row["version"]] = row
     lines = ["| script | FSDP1 | FSDP2 | compared with | losses differ by |", "|---|---|---|---|---|"]
     counts: dict[str, int] = {}
     for name, rows in by_case.items():
@@ -235,7 +236,36 @@ def ecosystem(result: Result) -> list[str]:
         compared = next(iter(rows.values()))["compared"]
         lines.append(f"| {name} | {_outcome(rows.get(1))} | {_outcome(rows.get(2))} | {compared} | {largest} |")
     total = ", ".join(f"{count} {status}" for status, count in sorted(counts.items(), reverse=True))
-    return [*lines, "", f"{len(by_case)} scripts and variants, both FSDP versions, 2 CPU ranks: {total}."]
+    lines += ["", f"{len(by_case)} scripts and variants, both FSDP versions, 2 CPU ranks: {total}."]
+    return [*lines, *_behaviors([row for row in result["cases"] if "group" in row])]
+
+
+def _behaviors(rows: list[Result]) -> list[str]:
+    """One row per group of behaviors, and one for each behavior that does not work under both FSDP versions."""
+    if not rows:
+        return []
+    lines = ["", "| group of behaviors | behaviors | FSDP1 | FSDP2 | losses differ by |", "|---|---|---|---|---|"]
+    others: dict[str, dict[int, Result]] = {}
+    for group in dict.fromkeys(row["group"] for row in rows):
+        mine = [row for row in rows if row["group"] == group]
+        cells = []
+        for number in (1, 2):
+            statuses = [row["status"] for row in mine if row["version"] == number]
+            found = {status: statuses.count(status) for status in ("works", "refused", "fails", "skipped")}
+            cells.append(", ".join(f"{count} {status}" for status, count in found.items() if count) or "–")
+        working = [row["loss_difference"] for row in mine if row["status"] == "works"]
+        largest = f"{max(working):.1e}" if working else "–"
+        lines.append(f"| {group} | {len({row['case'] for row in mine})} | {cells[0]} | {cells[1]} | {largest} |")
+        for row in mine:
+            if row["status"] in ("refused", "fails"):
+                others.setdefault(row["case"], {})[row["version"]] = row
+    total = len({row["case"] for row in rows})
+    lines += ["", f"{total} behaviors, compared with two unsharded processes. Not working under both versions:"]
+    works = {"status": "works"}
+    for name, found in others.items():
+        cells = [_outcome(found.get(number, works)) for number in (1, 2)]
+        lines.append(f"- {name}: FSDP1 {cells[0]}; FSDP2 {cells[1]}.")
+    return lines if others else [*lines[:-1], f"{total} behaviors, compared with two unsharded processes."]
 
 
 def _outcome(row: Result | None) -> str:

@@ -114,6 +114,12 @@ def make_assets(folder: Path) -> None:
     done.write_text(VERSION)
 
 
+def make_fresh(folder: Path, target: Path) -> None:
+    """Empty `target`, the working folder of a script, and link everything in `folder` into it."""
+    shutil.rmtree(target, ignore_errors=True)
+    link_assets(folder, target)
+
+
 def link_assets(folder: Path, target: Path) -> None:
     """Link everything in `folder` into `target`, the working folder of a script."""
     target.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ _NOT_COMPARED = (
     *("runtime", "per_second", "mem", "samples", "num_", "time", "tokens"),
     *("entropy", "token_accuracy", "rewards/", "logps", "logits", "completions"),
 )
-_CODE = re.compile(r"FSDP-E\d{3}")
+CODE = re.compile(r"FSDP-E\d{3}")
 _FAILED = re.compile(r"hf-fsdp: rank \d+ failed \([^)]*\): (.*)")
 _RAISED = re.compile(r"^(?:\[rank\d+\]: )?([A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)\b.*)", re.MULTILINE)
 
@@ -100,10 +100,10 @@ def read_error(run: Run) -> tuple[str, str]:
     text = run.log
     failed = _FAILED.search(text)
     if failed:
-        return failed[1].strip()[:300], _first(_CODE, text[failed.start() :])
-    refused = [line.strip() for line in text.splitlines() if _CODE.search(line)]
+        return failed[1].strip()[:300], _first(CODE, text[failed.start() :])
+    refused = [line.strip() for line in text.splitlines() if CODE.search(line)]
     if refused and "Traceback" not in text:
-        return refused[0][:300], _first(_CODE, refused[0])
+        return refused[0][:300], _first(CODE, refused[0])
     raised = _RAISED.findall(text)
     if raised:
         return raised[-1].strip()[:300], ""

@@ -11,9 +11,11 @@ from typing import Any
 
 from bench.common import describe_machine
 
+from ecosystem import grouped
 from ecosystem.cases import CASES
 from ecosystem.checks import check_model, check_report, compare_numbers, compare_weights, read_error, read_numbers
-from ecosystem.model import OWN_CHECKS, Case
+from ecosystem.grouped import BEHAVIORS, Behavior
+from ecosystem.model import OWN_CHECKS, TWO_PROCESSES, Case
 from ecosystem.runs import Run, Suite, run_reference, run_sharded, script_words
 
 Row = dict[str, Any]
@@ -35,6 +37,31 @@ def run_case(case: Case, suite: Suite, fsdp_version: int) -> Row:
         refused = bool(code) and code == case.refused.get(fsdp_version)
         return {**row, "status": REFUSED if refused else FAILS, "detail": detail, "code": code}
     faults, measured = check_run(case, suite, run)
+    return {**row, **measured, "status": FAILS if faults else WORKS, "detail": "; ".join(faults)}
+
+
+def run_behaviors(behaviors: list[Behavior], suite: Suite, fsdp_versions: Iterable[int]) -> list[Row]:
+    """Run behaviors under FSDP versions, each in one start of the ranks, compare them, and return their rows."""
+    possible = [behavior for behavior in behaviors if not grouped.find_missing(behavior)]
+    reference = grouped.run_behaviors(possible, suite, None)
+    rows = []
+    for fsdp_version in fsdp_versions:
+        ours = grouped.run_behaviors(possible, suite, fsdp_version)
+        rows += [behavior_row(behavior, fsdp_version, ours, reference) for behavior in behaviors]
+    return rows
+
+
+def behavior_row(behavior: Behavior, fsdp_version: int, ours: Path, reference: Path) -> Row:
+    """Return the row of a behavior that has run in the folders `ours` and `reference`."""
+    row: Row = {"case": behavior.name, "package": behavior.group, "script": f"behaviors/{behavior.group}.py"}
+    row |= {"group": behavior.group, "version": fsdp_version, "compared": TWO_PROCESSES, "note": ""}
+    if missing := grouped.find_missing(behavior):
+        return {**row, "status": SKIPPED, "detail": missing}
+    if error := grouped.read_failure(ours / "behaviors" / behavior.key):
+        code = grouped.read_code(ours / "behaviors" / behavior.key)
+        refused = bool(code) and code == behavior.refused.get(fsdp_version)
+        return {**row, "status": REFUSED if refused else FAILS, "detail": error, "code": code}
+    faults, measured = grouped.compare(behavior, ours, reference)
     return {**row, **measured, "status": FAILS if faults else WORKS, "detail": "; ".join(faults)}
 
 
@@ -81,7 +108,7 @@ def check_run(case: Case, suite: Suite, run: Run) -> tuple[list[str], Row]:
     return faults, measured
 
 
-def is_expected(case: Case, row: Row) -> bool:
+def is_expected(case: Case | Behavior, row: Row) -> bool:
     """Return whether a row is what the case expects. Skipped cases are."""
     if row["status"] == SKIPPED:
         return True
@@ -89,7 +116,7 @@ def is_expected(case: Case, row: Row) -> bool:
     return row["status"] == (WORKS if wanted is None else REFUSED)
 
 
-def select(cases: Iterable[Case], words: list[str]) -> list[Case]:
+def select(cases: Iterable[Any], words: list[str]) -> list[Any]:
     """Return the cases whose name contains one of the words, or is one of them if it is given with ``=``."""
     if not words:
         return list(cases)
@@ -104,7 +131,7 @@ def merge_rows(path: Path, rows: list[Row]) -> list[Row]:
         key = (row["case"], row["version"])
         if row["status"] != SKIPPED or key not in merged:
             merged[key] = row
-    order = {case.name: number for number, case in enumerate(CASES)}
+    order = {case.name: number for number, case in enumerate([*CASES, *BEHAVIORS])}
     kept = [row for row in merged.values() if row["case"] in order]
     return sorted(kept, key=lambda row: (order[row["case"]], row["version"]))
 

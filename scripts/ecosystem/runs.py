@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -80,9 +79,11 @@ def run_reference(case: Case, suite: Suite) -> Run:
     done = folder / "run.json"
     if done.exists():
         return Run(**json.loads(done.read_text()))
-    _fresh(folder, suite)
+    assets.make_fresh(suite.assets, folder)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(UNSHARDED)]
-    run = _run([sys.executable, *(torchrun if two else []), *words], folder, case, suite, ACCELERATE_USE_CPU="true")
+    run = run_command(
+        [sys.executable, *(torchrun if two else []), *words], folder, case, suite, ACCELERATE_USE_CPU="true"
+    )
     if run.code == 0:
         done.write_text(json.dumps(asdict(run)))
     return run
@@ -91,16 +92,16 @@ def run_reference(case: Case, suite: Suite) -> Run:
 def run_sharded(case: Case, suite: Suite, fsdp_version: int) -> Run:
     """Run the script unchanged on two ranks through ``hf-fsdp launch``."""
     folder = suite.work / "runs" / case.name.replace("/", "-").replace(" ", "_") / f"fsdp{fsdp_version}"
-    _fresh(folder, suite)
+    assets.make_fresh(suite.assets, folder)
     (folder / "fsdp.yaml").write_text(yaml.safe_dump(make_config(case, fsdp_version), sort_keys=False))
     launch = [sys.executable, "-m", "hf_fsdp_plugin.cli.main", "launch", "--config_file", "fsdp.yaml"]
     words = [*launch, *script_words(case, suite)]
     if case.before is not None:
-        first = _run([*words, *_arguments(case, case.before, 1)], folder, case, suite)
+        first = run_command([*words, *_arguments(case, case.before, 1)], folder, case, suite)
         if first.code != 0:
             return first
         (folder / "log.txt").rename(folder / "log_before.txt")
-    return _run([*words, *_arguments(case, case.arguments, 1)], folder, case, suite)
+    return run_command([*words, *_arguments(case, case.arguments, 1)], folder, case, suite)
 
 
 def make_config(case: Case, fsdp_version: int) -> dict[str, object]:
@@ -143,12 +144,8 @@ def _text_of(word: str) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
-def _fresh(folder: Path, suite: Suite) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    assets.link_assets(suite.assets, folder)
-
-
-def _run(command: list[str], folder: Path, case: Case, suite: Suite, **more: str) -> Run:
+def run_command(command: list[str], folder: Path, case: Case, suite: Suite, **more: str) -> Run:
+    """Run a command in a folder, with its output in ``log.txt``."""
     environ = {
         **{name: value for name, value in os.environ.items() if not name.startswith(_OURS)},
         "HF_HOME": str(suite.work / "hf_home"),

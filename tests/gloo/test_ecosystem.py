@@ -11,14 +11,25 @@ from pathlib import Path
 import pytest
 from ecosystem.assets import make_assets
 from ecosystem.cases import CASES
-from ecosystem.model import Case
-from ecosystem.results import SKIPPED, find_missing, is_expected, run_case
+from ecosystem.grouped import BEHAVIORS
+from ecosystem.model import VERSIONS, Case
+from ecosystem.results import SKIPPED, find_missing, is_expected, run_behaviors, run_case
 from ecosystem.runs import Suite
 
 # Case -> the FSDP version under which it is one of the quick tests. Each needs some 20 seconds for two runs.
 QUICK = {
     "save_pretrained with state_dict": 1,
 }
+# Behaviors that run in one start of the ranks per version.
+QUICK_BEHAVIORS = (
+    "models: gpt neox",
+    "models: albert",
+    "trainer: early stopping",
+    "trainer: label smoothing",
+    "trainer: curriculum of two trainers",
+    "loops: accumulate with a rest",
+    "loops: batch norm statistics",
+)
 
 
 @pytest.fixture(scope="session")
@@ -49,5 +60,15 @@ def test_script_runs_unchanged(suite: Suite, case: Case, version: int) -> None:
     assert is_expected(case, row), f"{row['status']}: {row['detail']}"
 
 
+def test_behaviors_equal_two_unsharded_ranks(suite: Suite) -> None:
+    wanted = [behavior for behavior in BEHAVIORS if behavior.name in QUICK_BEHAVIORS]
+    rows = run_behaviors(wanted, suite, VERSIONS)
+    by_name = {behavior.name: behavior for behavior in wanted}
+    unexpected = [row for row in rows if not is_expected(by_name[row["case"]], row)]
+    assert len(rows) == 2 * len(QUICK_BEHAVIORS)
+    assert [f"FSDP{row['version']} {row['case']}: {row['detail']}" for row in unexpected] == []
+
+
 def test_quick_cases_exist() -> None:
     assert QUICK.keys() <= {case.name for case in CASES}
+    assert set(QUICK_BEHAVIORS) <= {behavior.name for behavior in BEHAVIORS}

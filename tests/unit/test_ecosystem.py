@@ -9,6 +9,8 @@ import pytest
 import torch
 from ecosystem.cases import CASES
 from ecosystem.checks import check_report, compare_numbers, compare_weights, read_error, read_numbers
+from ecosystem.grouped import BEHAVIORS, REFUSED, Behavior, compare_folders, compare_values
+from ecosystem.grouped import HERE as BEHAVIOR_FILES
 from ecosystem.model import Case
 from ecosystem.results import find_missing, is_expected, merge_rows, select
 from ecosystem.runs import HERE, Run, Suite, make_config
@@ -170,3 +172,58 @@ def test_cases_are_selected_by_word_or_name() -> None:
     assert {case.name for case in select(CASES, ["=trl sft"])} == {"trl sft"}
     assert len(select(CASES, ["trl sft"])) > 10
     assert select(CASES, []) == CASES
+
+
+def test_behaviors_have_names_and_known_refusals() -> None:
+    keys = {behavior.key for behavior in BEHAVIORS}
+    assert len(keys) == len(BEHAVIORS) >= 60
+    assert REFUSED.keys() <= keys
+
+
+def test_behaviors_do_not_know_the_plugin() -> None:
+    files = list(BEHAVIOR_FILES.glob("*.py"))
+    assert files and [path.name for path in files if "fsdp_plugin" in path.read_text()] == []
+
+
+def test_losses_of_behaviors_are_compared() -> None:
+    wanted = {"0 loss": 2.0, "0 runtime": 1.0, "0 grad_norm": 3.0}
+    assert compare_values({"0 loss": 2.0, "0 runtime": 9.0, "0 grad_norm": 3.0001}, wanted) == (0.0, [])
+    assert compare_values({"0 loss": 2.0001, "0 grad_norm": 3.01}, wanted)[1] == [
+        "0 loss is 2.0001 instead of 2",
+        "0 grad_norm is 3.01 instead of 3",
+    ]
+    assert compare_values({}, {"0 loss": 2.0})[1] == ["0 loss is nan instead of 2"]
+
+
+def test_equal_folders_have_no_faults(tmp_path: Path) -> None:
+    ours, reference = (save(tmp_path, name, w=torch.ones(4)) for name in ("ours", "reference"))
+    (ours / "fsdp_report.json").write_text("{}")
+    assert compare_folders(ours, reference) == (0.0, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "config", "more", "fault"),
+    [
+        ("w", torch.full((4,), 1.001), "{}", "", "w differs by 1.0e-03"),
+        ("v", torch.ones(4), "{}", "", "tensors ['v', 'w'] differ by name"),
+        ("w", torch.ones(2), "{}", "", "w has another shape or dtype"),
+        ("w", torch.ones(4), '{"a": 1}', "", "config.json differs"),
+        ("w", torch.ones(4), "{}", "_fsdp_param.py", "_fsdp_param.py is saved, too"),
+    ],
+)
+def test_differing_folders_are_faults(
+    tmp_path: Path, name: str, tensor: torch.Tensor, config: str, more: str, fault: str
+) -> None:
+    ours, reference = save(tmp_path, "ours", **{name: tensor}), save(tmp_path, "reference", w=torch.ones(4))
+    (ours / "config.json").write_text(config)
+    (reference / "config.json").write_text("{}")
+    if more:
+        (ours / more).touch()
+    assert fault in compare_folders(ours, reference)[1]
+
+
+def test_expected_refusal_of_a_behavior_has_its_code() -> None:
+    behavior = Behavior(group="trainer", function="a_name")
+    assert behavior.name == "trainer: a name"
+    assert is_expected(behavior, {"version": 1, "status": "works"})
+    assert not is_expected(behavior, {"version": 1, "status": "refused"})

@@ -1,0 +1,220 @@
+"""Losses, adapters and trainers of PEFT, TRL and sentence-transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from datasets import Dataset, load_dataset
+from peft import IA3Config, LoraConfig, PrefixTuningConfig, VeraConfig, get_peft_model
+from sentence_transformers import (
+    SentenceTransformer,
+    SentenceTransformerTrainer,
+    SentenceTransformerTrainingArguments,
+    losses,
+)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Trainer
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+
+from ecosystem.behaviors.common import argument_values, arguments, llama, texts, trained
+
+TARGETS = ["q_proj", "v_proj"]
+
+
+def _lora(**changes: Any) -> Any:
+    values = {"r": 4, "target_modules": TARGETS, "task_type": "CAUSAL_LM", **changes}
+    return trained(get_peft_model(llama(), LoraConfig(**values)), texts())
+
+
+def lora() -> Any:
+    return _lora()
+
+
+def lora_of_all_linear_layers() -> Any:
+    return _lora(target_modules="all-linear")
+
+
+def lora_with_rank_stabilization() -> Any:
+    return _lora(use_rslora=True, lora_alpha=16)
+
+
+def lora_of_embeddings() -> Any:
+    return _lora(target_modules=[*TARGETS, "embed_tokens"])
+
+
+def lora_with_rank_pattern() -> Any:
+    return _lora(rank_pattern={"layers.1.self_attn.q_proj": 2})
+
+
+def lora_of_some_layers_with_a_saved_head() -> Any:
+    return _lora(layers_to_transform=[1], modules_to_save=["lm_head"])
+
+
+def lora_with_bias() -> Any:
+    model = llama(attention_bias=True)
+    config = LoraConfig(r=4, target_modules=TARGETS, bias="lora_only", task_type="CAUSAL_LM")
+    return trained(get_peft_model(model, config), texts())
+
+
+def ia3() -> Any:
+    config = IA3Config(target_modules=["k_proj", "v_proj"], feedforward_modules=[], task_type="CAUSAL_LM")
+    return trained(get_peft_model(llama(), config), texts())
+
+
+def prefix_tuning() -> Any:
+    config = PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+    return trained(get_peft_model(llama(), config), texts())
+
+
+def vera() -> Any:
+    config = VeraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", save_projection=True)
+    return trained(get_peft_model(llama(), config), texts())
+
+
+def lora_resumed() -> Any:
+    def make() -> Any:
+        from transformers import set_seed
+
+        set_seed(4)
+        return get_peft_model(llama(), LoraConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM"))
+
+    values = {"save_strategy": "steps", "save_steps": 1}
+    Trainer(model=make(), args=arguments(**values), train_dataset=texts()).train()
+    trainer = Trainer(model=make(), args=arguments(**values), train_dataset=texts())
+    trainer.train(resume_from_checkpoint="out/checkpoint-1")
+    trainer.save_model("final")
+    return trainer
+
+
+def _rows(name: str) -> Dataset:
+    return load_dataset("json", data_files=f"data/{name}/train.jsonl", split="train")
+
+
+def _model(name: str = "models/llama") -> Any:
+    return AutoModelForCausalLM.from_pretrained(name, dtype="float32")
+
+
+def _ended(trainer: Any) -> Any:
+    trainer.train()
+    trainer.save_model("final")
+    return {
+        f"{row['step']} {name}": row[name]
+        for row in trainer.state.log_history
+        for name in ("loss", "grad_norm")
+        if name in row
+    }
+
+
+def sft() -> Any:
+    args = SFTConfig(**argument_values(max_length=48))
+    return _ended(SFTTrainer(model="models/llama", args=args, train_dataset=_rows("lm")))
+
+
+def sft_of_chats_with_lora() -> Any:
+    args = SFTConfig(**argument_values(max_length=48, gradient_checkpointing=False))
+    peft_config = LoraConfig(r=4, target_modules=TARGETS)
+    return _ended(SFTTrainer(model=_model(), args=args, train_dataset=_rows("chat"), peft_config=peft_config))
+
+
+def dpo() -> Any:
+    args = DPOConfig(**argument_values(max_length=48))
+    tokenizer = AutoTokenizer.from_pretrained("models/llama")
+    return _ended(
+        DPOTrainer(_model(), _model(), args=args, train_dataset=_rows("preference"), processing_class=tokenizer)
+    )
+
+
+def dpo_ipo_without_reference_given() -> Any:
+    args = DPOConfig(**argument_values(max_length=48, loss_type=["ipo"]))
+    return _ended(DPOTrainer("models/llama", args=args, train_dataset=_rows("preference")))
+
+
+def reward() -> Any:
+    args = RewardConfig(**argument_values(max_length=48))
+    model = AutoModelForSequenceClassification.from_pretrained("models/reward", dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained("models/reward")
+    return _ended(RewardTrainer(model, args=args, train_dataset=_rows("reward"), processing_class=tokenizer))
+
+
+def _embedded(loss_of: Any, rows: Dataset, **changes: Any) -> Any:
+    model = SentenceTransformer("models/minilm", device="cpu")
+    args = SentenceTransformerTrainingArguments(**argument_values(learning_rate=1e-4, **changes))
+    trainer = SentenceTransformerTrainer(model=model, args=args, train_dataset=rows, loss=loss_of(model))
+    trainer.train()
+    model.save_pretrained("final")
+    return trainer
+
+
+def _scored() -> Dataset:
+    return _rows("scored")
+
+
+def _nli() -> Dataset:
+    rows = _rows("scored").remove_columns("score")
+    return rows.add_column("label", [number % 3 for number in range(len(rows))])
+
+
+def softmax_loss() -> Any:
+    return _embedded(lambda model: losses.SoftmaxLoss(model, model.get_embedding_dimension(), num_labels=3), _nli())
+
+
+def gist_embed_loss() -> Any:
+    guide = SentenceTransformer("models/minilm", device="cpu")
+    return _embedded(lambda model: losses.GISTEmbedLoss(model, guide), _rows("pairs"))
+
+
+def denoising_auto_encoder_loss() -> Any:
+    rows = _rows("pairs").rename_columns({"anchor": "damaged", "positive": "text"})
+    return _embedded(lambda model: losses.DenoisingAutoEncoderLoss(model, tie_encoder_decoder=True), rows)
+
+
+def matryoshka_loss() -> Any:
+    return _embedded(
+        lambda model: losses.MatryoshkaLoss(model, losses.CosineSimilarityLoss(model), [384, 128, 32]), _scored()
+    )
+
+
+def matryoshka_2d_loss() -> Any:
+    def loss(model: Any) -> Any:
+        return losses.Matryoshka2dLoss(model, losses.CosineSimilarityLoss(model), [384, 128], n_layers_per_step=-1)
+
+    return _embedded(loss, _scored())
+
+
+def adaptive_layer_loss() -> Any:
+    def loss(model: Any) -> Any:
+        return losses.AdaptiveLayerLoss(model, losses.CosineSimilarityLoss(model), n_layers_per_step=-1)
+
+    return _embedded(loss, _scored())
+
+
+def cosent_loss() -> Any:
+    return _embedded(losses.CoSENTLoss, _scored())
+
+
+def angle_loss() -> Any:
+    return _embedded(losses.AnglELoss, _scored())
+
+
+def contrastive_loss() -> Any:
+    rows = _rows("classes")
+    return _embedded(losses.OnlineContrastiveLoss, rows)
+
+
+def mse_loss_of_a_teacher() -> Any:
+    teacher = SentenceTransformer("models/minilm", device="cpu")
+    rows = _rows("pairs")
+    rows = rows.add_column("label", teacher.encode(rows["positive"], convert_to_numpy=True).tolist())
+    return _embedded(losses.MSELoss, rows.remove_columns("positive"))
+
+
+def two_losses_for_two_datasets() -> Any:
+    model = SentenceTransformer("models/minilm", device="cpu")
+    args = SentenceTransformerTrainingArguments(
+        **argument_values(learning_rate=1e-4, multi_dataset_batch_sampler="round_robin", max_steps=4)
+    )
+    by_name = {"pairs": losses.MultipleNegativesRankingLoss(model), "scored": losses.CosineSimilarityLoss(model)}
+    rows = {"pairs": _rows("pairs"), "scored": _scored()}
+    trainer = SentenceTransformerTrainer(model=model, args=args, train_dataset=rows, loss=by_name)
+    trainer.train()
+    model.save_pretrained("final")
+    return trainer
