@@ -361,6 +361,14 @@ def training_in_eval_mode_with_dropout(run: Live) -> None:
         layer.dropout = nn.Dropout(0.1)
 
 
+def training_in_eval_mode_with_functional_dropout(run: Live) -> None:
+    """The attention passes its attribute to a function; there is no dropout module."""
+    run.model.eval()
+    for module in run.model.modules():
+        if "attention_dropout" in vars(module):
+            module.attention_dropout = 0.1
+
+
 SABOTAGES: dict[str, Callable[[Live], None]] = {
     "Linear replaced": replace_linear,
     "cast to bf16": cast_to_bf16,
@@ -391,6 +399,7 @@ SABOTAGES: dict[str, Callable[[Live], None]] = {
     "gathered after backward": no_reshard_after_backward,
     "native in some steps": checkpointing_in_some_steps,
     "eval mode": training_in_eval_mode_with_dropout,
+    "eval mode, functional dropout": training_in_eval_mode_with_functional_dropout,
     "eval mode without dropout": training_in_eval_mode,
 }
 """Sabotages of a prepared run."""

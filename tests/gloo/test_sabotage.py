@@ -47,6 +47,7 @@ MATRIX: list[tuple[str, tuple[int, ...], dict[str, Any], tuple[str, ...], tuple[
     ("gathered after backward", TWO, {}, ("sharding.strategy",), ()),
     ("native in some steps", BOTH, {}, ("activation.checkpointing",), ()),
     ("eval mode", BOTH, {}, (), ("FSDP-W516",)),
+    ("eval mode, functional dropout", BOTH, {}, (), ("FSDP-W516",)),
     ("layers frozen", BOTH, {}, (), ("FSDP-W511",)),
     ("smaller batches", BOTH, {}, (), ("FSDP-W512",)),
     ("less accumulation", BOTH, {}, (), ("FSDP-W512",)),
@@ -68,6 +69,7 @@ QUICK = {
     "gathered after backward",
     "native in some steps",
     "eval mode",
+    "eval mode, functional dropout",
 }
 CASES = [
     pytest.param(
