@@ -214,8 +214,13 @@ def _with_modes(model: nn.Module) -> list[str]:
     return [
         canonical_name(name)
         for name, module in model.named_modules()
-        if isinstance(module, norms) or (isinstance(module, dropouts) and module.p > 0)
+        if isinstance(module, norms) or (isinstance(module, dropouts) and module.p > 0) or _has_dropout_rate(module)
     ]
+
+
+def _has_dropout_rate(module: nn.Module) -> bool:
+    """Return whether the module has a rate that it passes to ``nn.functional.dropout``, as BART, OPT and Llama do."""
+    return any("dropout" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items())
 
 
 def _observe_training(first_step: FirstStep, unchanged: frozenset[tuple[int, int]] | None) -> TrainingObservation:

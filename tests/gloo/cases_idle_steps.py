@@ -122,6 +122,21 @@ def two_optimizers(accelerator: Any) -> None:
             seldom.zero_grad()
 
 
+def optimizer_in_backward(accelerator: Any) -> None:
+    """Each parameter has an optimizer that steps and sets the gradient to ``None`` during the backward."""
+    model = accelerator.prepare(MODELS["llama"]())
+    for parameter in model.parameters():
+        optimizer = torch.optim.AdamW([parameter], lr=1e-2)
+
+        def step_and_zero(_: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step_and_zero)
+    for step in range(NUM_STEPS):
+        _backward(accelerator, model, step)
+
+
 def with_frozen_reference(accelerator: Any) -> None:
     """A reference model and an unrelated optimizer that trains something else."""
     other = nn.Linear(2, 2)
@@ -139,6 +154,7 @@ LOOPS = {
     for loop in (
         unprepared_optimizer, optimizer_of_shards, no_step, evaluation, never_zeroed, zeroed_before_backward,
         zeroed_in_place, accumulated_by_hand, discriminator, two_optimizers, with_frozen_reference,
+        optimizer_in_backward,
     )
 }  # fmt: skip
 

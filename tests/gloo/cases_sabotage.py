@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor import DTensor
 from training import fresh_accelerator
 
 import hf_fsdp_plugin as hfp
@@ -262,6 +263,14 @@ def tensor_changed_on_one_rank(run: Live) -> None:
             local.add_(1.0)
 
 
+def tensors_zeroed_on_one_rank(run: Live) -> None:
+    if dist.get_rank() == 1:
+        locals_ = [p.to_local() if isinstance(p, DTensor) else p for p in run.model.parameters()]
+        with torch.no_grad():
+            for local in [local for local in locals_ if local.numel()][:3]:
+                local.zero_()
+
+
 def half_of_the_parameters(run: Live) -> None:
     for group in run.optimizer.param_groups:
         del group["params"][::2]
@@ -352,6 +361,14 @@ def training_in_eval_mode_with_dropout(run: Live) -> None:
         layer.dropout = nn.Dropout(0.1)
 
 
+def training_in_eval_mode_with_functional_dropout(run: Live) -> None:
+    """The attention passes its attribute to a function; there is no dropout module."""
+    run.model.eval()
+    for module in run.model.modules():
+        if "attention_dropout" in vars(module):
+            module.attention_dropout = 0.1
+
+
 SABOTAGES: dict[str, Callable[[Live], None]] = {
     "Linear replaced": replace_linear,
     "cast to bf16": cast_to_bf16,
@@ -368,6 +385,7 @@ SABOTAGES: dict[str, Callable[[Live], None]] = {
     "native neutralized": native_neutralized,
     "offload off in others": no_offload_in_others,
     "tensor changed": tensor_changed_on_one_rank,
+    "tensors zeroed": tensors_zeroed_on_one_rank,
     "half of the optimizer": half_of_the_parameters,
     "gathered copies": gathered_copies,
     "step does nothing": step_does_nothing,
@@ -381,6 +399,7 @@ SABOTAGES: dict[str, Callable[[Live], None]] = {
     "gathered after backward": no_reshard_after_backward,
     "native in some steps": checkpointing_in_some_steps,
     "eval mode": training_in_eval_mode_with_dropout,
+    "eval mode, functional dropout": training_in_eval_mode_with_functional_dropout,
     "eval mode without dropout": training_in_eval_mode,
 }
 """Sabotages of a prepared run."""

@@ -57,6 +57,13 @@ def test_optimizer_of_flat_parameters_trains_unprepared(two_ranks: Ranks) -> Non
     assert found["codes"] == [] and found["report"]["training"]["changed_parameters"] > 20
 
 
+def test_optimizers_that_step_in_the_backward_train(two_ranks: Ranks) -> None:
+    found = run(two_ranks, 2, "optimizer_in_backward")
+    training = found["report"]["training"]
+    assert found["codes"] == [] and "none differs" in found["summary"]
+    assert training["steps"] > 0 and training["changed_parameters"] > 0
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_backwards_without_a_step_are_reported(two_ranks: Ranks, version: int) -> None:
     found = run(two_ranks, version, "no_step")
