@@ -19,6 +19,7 @@ from hf_fsdp_plugin.backends.fsdp2 import adopt_fsdp2, apply_fsdp2, reshard
 from hf_fsdp_plugin.backends.ignored import apply_autocast
 from hf_fsdp_plugin.backends.optimizer import attach_optimizers, detach_optimizers, has_stepped
 from hf_fsdp_plugin.backends.outputs import support_mapping_outputs
+from hf_fsdp_plugin.backends.parameter_hooks import carry_parameter_hooks, find_parameter_hooks
 from hf_fsdp_plugin.backends.submodule_calls import support_submodule_calls
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name
@@ -66,6 +67,7 @@ def shard(
         detached = detach_optimizers([optimizer for optimizer in optimizers if not has_stepped(optimizer)], model)
     else:
         detached = [] if plan.pre_sharded else detach_optimizers(optimizers, model)
+    parameter_hooks = find_parameter_hooks(model)
     if not plan.pre_sharded:
         apply_autocast(plan, model)
     compute_in_fp32(plan, model)
@@ -83,6 +85,7 @@ def shard(
     support_submodule_calls(sharded)
     support_mapping_outputs(sharded)
     return_changed_inputs(sharded)
+    carry_parameter_hooks(sharded, parameter_hooks)
     attach_optimizers(detached, sharded)
     setattr(sharded, PLAN_ATTRIBUTE, plan)
     _sharded_models.add(sharded)

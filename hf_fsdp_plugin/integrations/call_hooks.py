@@ -108,7 +108,7 @@ def message(original: Function) -> Function:
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
         if not record.is_open:
             return original(group, *args, **kwargs)
-        peer = f" {'to' if name == 'send' else 'from'} rank {_peer(group, args)}" if name != "recv_anysource" else ""
+        peer = f" {'to' if name == 'send' else 'from'} rank {_peer(group, args)}"
         number = record.begin_named(POINT_TO_POINT, f"{name.partition('_')[0]}{peer}")
         work = original(group, *args, **kwargs)
         record.started(work, number)

@@ -45,7 +45,7 @@ HANG_HOOKS: Final = (
     *(
         Hook(f"{_COLLECTIVES}.{name}", "call_hooks:message",
              reason="A rank that waits for a message names its peer.", until=_WITH_RECORD, direct=True)
-        for name in ("send", "recv", "recv_anysource")
+        for name in ("send", "recv")
     ),
     Hook(f"{_FUNCTIONAL}:_resolve_group", "call_hooks:functional",
          reason="Collectives of `DTensor` call no method of a process group in Python. All of them call this function.",

@@ -88,6 +88,11 @@ _ACCELERATE_HOOKS = (
                 "the parameters of one model. For other parameters, FSDP1's norm covers the shards of one rank only.",
          until="Accelerate chooses by the parameters.",
          without="refused"),
+    # Modules that have imported it by name get the replacement, too.
+    Hook("torch.nn.utils.clip_grad:clip_grad_norm_", "clipping:clip_grad_norm_",
+         reason="For parameters of FSDP1, each rank clips by the norm of its own shards.",
+         until="torch computes the norm of all shards of FSDP1, as it does for `DTensor`.",
+         without="refused"),
     Hook(f"{_ACCELERATOR}.save_state", "accelerate.checkpoints:save_state",
          reason="Accelerate writes in place and deletes older checkpoints before the new one is complete.",
          until=_STAGED,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,27 @@ def make_trainer(
         optimizers=optimizers,
         model_init=model_init,
     )
+
+
+def train_with_save_override(output_dir: str, **arguments: Any) -> None:
+    """Save with a method that copies a file beside the checkpoint into it, and writes another beside it."""
+
+    class CopyingTrainer(hfp.FsdpTrainer):
+        def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+            super()._save(output_dir, state_dict=state_dict)
+            beside = Path(str(output_dir)).parent
+            shutil.copy(beside / "args.json", str(output_dir))
+            (beside / "saves.txt").write_text(Path(str(output_dir)).name)
+
+    defaults: dict[str, Any] = {
+        "max_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "report_to": "none",
+        "use_cpu": True,
+    }
+    args = hfp.FsdpTrainingArguments(output_dir=output_dir, disable_tqdm=True, **defaults, **arguments)
+    CopyingTrainer(model=MODELS["llama"](), args=args, train_dataset=Batches(2)).train()
 
 
 def losses(trainer: Any) -> list[float]:

@@ -52,6 +52,19 @@ def test_resumed_training_equals_uninterrupted(
 
 
 @both_versions
+def test_save_override_finds_files_of_the_run(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
+    (tmp_path / "args.json").write_text("{}")
+    two_ranks.run(cases.train_with_save_override, str(tmp_path), **settings(version))
+    for step in (1, 2):
+        copied = tmp_path / f"checkpoint-{step}" / "args.json"
+        assert copied.read_text() == "{}"
+        assert not copied.is_symlink()
+    assert (tmp_path / "saves.txt").read_text() == "checkpoint-2"
+    assert (tmp_path / "args.json").read_text() == "{}"
+    assert not list(tmp_path.glob(".*"))
+
+
+@both_versions
 def test_restored_best_weights_are_not_no_training(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
     arguments = settings(version, state_dict_type="SHARDED_STATE_DICT")
     run = two_ranks.run(cases.report_of_restored_first_step, str(tmp_path), **arguments)[0]

@@ -27,6 +27,7 @@ from hf_fsdp_plugin.integrations.accelerate.plugin import (
 )
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_optimizers, shared_state
 from hf_fsdp_plugin.integrations.accelerate.scaler import replace_scaler
+from hf_fsdp_plugin.integrations.clipping import allow_clipping_by_value
 from hf_fsdp_plugin.integrations.environment import set_loading_variables, set_variables
 from hf_fsdp_plugin.integrations.gathered import gathered, state_at
 from hf_fsdp_plugin.integrations.patching import install_hooks
@@ -93,6 +94,7 @@ def init_accelerator(original: Callable[..., None], accelerator: Any, *args: Any
     if isinstance(plugin, PlannedFsdpPlugin):
         set_mesh(accelerator, mesh, plugin.spec)
         replace_scaler(accelerator)
+        allow_clipping_by_value(accelerator)
     if plugin is None and accelerator.num_processes > 1 and session.installed:
         print_once(
             Problem(

@@ -20,6 +20,7 @@ from hf_fsdp_plugin.backends.load_failures import load_failures
 from hf_fsdp_plugin.backends.optimizer import foreign_parameters, has_parameters_of
 from hf_fsdp_plugin.backends.optimizer_mode import apply_step_mode
 from hf_fsdp_plugin.backends.optimizer_state_factory import set_state_factory
+from hf_fsdp_plugin.backends.parameter_hooks import check_parameter_hooks
 from hf_fsdp_plugin.backends.same_weights import check_same_weights
 from hf_fsdp_plugin.backends.shard import place_of, plan_of, rebind, remember_optimizers, reshard_and_rebind, shard
 from hf_fsdp_plugin.backends.shared_weights import exchange
@@ -223,6 +224,7 @@ def make_plan(accelerator: Any, spec: FsdpSpec, model: nn.Module) -> FsdpPlan:
         fix = "Load it without device_map: FSDP places the model."
         raise SpecError([Problem(code="FSDP-E605", message=message, fix=fix)])
     check_adapters(model)
+    check_parameter_hooks(model)
     return resolve(
         with_distributed_config(spec, distributed_config_of(model)),
         model,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -172,7 +173,8 @@ def _write_companions(trainer: Any, folder: Path) -> None:
         assert place is not None, "the replacement is for sharded models"
         with gathered.on_rank_0(place) as writes, on_all_ranks(f"writing {folder}"):
             if writes:
-                private.save_files(trainer, folder, gathered.state_of(trainer.model) or {})
+                with _linked_run_folder(folder):
+                    private.save_files(trainer, folder, gathered.state_of(trainer.model) or {})
         return
     adapters = adapter_state(trainer.model, model_shards(trainer.model)) if _stores_adapters(trainer) else None
     with on_all_ranks(f"writing {folder}"), gathered.pause():
@@ -186,6 +188,36 @@ def _write_companions(trainer: Any, folder: Path) -> None:
             with without_progress_bar():
                 private.save_files(trainer, folder, {})
             (folder / safetensors_file(HF_MODEL)).unlink(missing_ok=True)
+
+
+@contextmanager
+def _linked_run_folder(folder: Path) -> Iterator[None]:
+    """Link the entries of the run's folder beside a checkpoint that is being written.
+
+    A method of a Trainer's class may read or copy files beside the checkpoint, whose parent is a staging folder.
+    Entries that the method writes there are moved to the run's folder. A folder that is not staged is not changed.
+    """
+    save = manager.open_save(folder)
+    if save is None or save.staging.root != folder.parent:
+        yield
+        return
+    staging, run = folder.parent, save.staging.final.parent
+    links = []
+    for entry in run.iterdir():
+        link = staging / entry.name
+        if not entry.name.startswith(".") and not link.exists():
+            link.symlink_to(entry.absolute(), target_is_directory=entry.is_dir())
+            links.append(link)
+    before = set(staging.iterdir())
+    try:
+        yield
+    finally:
+        for link in links:
+            if link.is_symlink():
+                link.unlink()
+        for entry in staging.iterdir():
+            if entry not in before or entry in links:
+                entry.replace(run / entry.name)
 
 
 def _is_peft(trainer: Any) -> bool:
