@@ -7,7 +7,7 @@ nothing here waits for the accelerator unless gradients were kept between two st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import finalize, ref
 
@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hf_fsdp_plugin.backends.shard import sharded_models
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.torch_private.functions import tree_leaves
 
@@ -59,7 +60,7 @@ class UselessStepWatch:
         own = {id(parameter) for parameter in model.parameters()}
         if any(id(parameter) in own for parameter in held):
             self._observe(model, optimizer)
-        elif not _has_gradient(held) and _has_gradient(model.parameters()):
+        elif not _has_gradient(held) and not _is_of_sharded_model(held) and _has_gradient(model.parameters()):
             self._num_useless += 1
             if self._num_useless == 2:
                 raise SpecError([_useless(optimizer, model)])
@@ -112,6 +113,12 @@ class GradientWatch:
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _is_of_sharded_model(held: Sequence[torch.Tensor]) -> bool:
+    """Return whether a parameter belongs to any sharded model. This rank may have no gradients of its own shards."""
+    known = {id(parameter) for model in sharded_models() for parameter in model.parameters()}
+    return any(id(parameter) in known for parameter in held)
 
 
 def _has_gradient(parameters: Any) -> bool:

@@ -214,6 +214,10 @@ def test_policy_of_the_script_overrides_that_of_the_trainer(capsys: pytest.Captu
     assert (printed.count("[FSDP-N680]"), printed.count("[FSDP-W103]")) == (0, 1)
 
 
+class Stub(SimpleNamespace):
+    """An accelerator with a few attributes, of which there can be weak references."""
+
+
 def test_assignment_to_the_plugin_of_the_script_is_applied() -> None:
     hfp.install()
     own: Any = FullyShardedDataParallelPlugin(fsdp_version=2)
@@ -222,7 +226,7 @@ def test_assignment_to_the_plugin_of_the_script_is_applied() -> None:
     def original(fsdp_plugin: Any = None, mixed_precision: Any = None, dynamo_plugin: Any = None) -> None:
         passed.update(fsdp_plugin=fsdp_plugin)
 
-    init_accelerator(original, SimpleNamespace(num_processes=2, scaler=None), fsdp_plugin=own)
+    init_accelerator(original, Stub(num_processes=2, scaler=None), fsdp_plugin=own)
     assert passed["fsdp_plugin"] is own
     own.forward_prefetch = True
     own.apply_assignments()
