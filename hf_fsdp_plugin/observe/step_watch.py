@@ -70,14 +70,17 @@ class GradientWatch:
     """Looks at the gradients of an optimizer's parameters when backwards begin, between its first and second step.
 
     A script may zero them at any time before that. If another backward begins with the gradients of the last step, but
-    a later one without them, as when a discriminator passes gradients to a generator, they were zeroed, too.
+    a later one without them, as when a discriminator passes gradients to a generator, they were zeroed, too. Other
+    gradients than those of the step are from this backward: a penalty on the weights is differentiated first.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = ref(optimizer)
         self._has_stepped = self._is_done = False
+        self._stepped: torch.Tensor | None = None
+        """Norms of the gradients of the first step; ``None`` without gradients."""
         self._kept: list[torch.Tensor | None] = []
-        """Number of elements of the gradients that are not 0, when each backward begins; ``None`` without gradients."""
+        """The same norms when each backward begins."""
         self._forward_handle = model.register_forward_hook(self._after_forward)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
@@ -94,25 +97,38 @@ class GradientWatch:
         optimizer = self._optimizer()
         if optimizer is None or self._is_done:
             return
-        gradients = [p.grad for p in _parameters(optimizer) if p.grad is not None]
-        locals_ = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-        counts = [torch.count_nonzero(part) for part in locals_ if part.numel()]
-        self._kept.append(torch.stack([count.to(counts[0].device) for count in counts]).sum() if counts else None)
+        self._kept.append(_norms(optimizer))
 
-    def _after_step(self, *_: Any) -> None:
-        self._has_stepped = True
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._stepped = _norms(optimizer)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._kept or self._is_done:
             return
         self._is_done = True
         self._forward_handle.remove()
-        if all(count is not None and bool(count) for count in self._kept):
+        if all(_is_same(norms, self._stepped) for norms in self._kept):
             raise SpecError([_never_zeroed(optimizer)])
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@torch.no_grad()
+def _norms(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+    """Return the norms of this rank's parts of the gradients."""
+    gradients = [p.grad for p in _parameters(optimizer) if p.grad is not None]
+    locals_ = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    norms = [torch.linalg.vector_norm(part).float() for part in locals_ if part.numel()]
+    return torch.stack([norm.to(norms[0].device) for norm in norms]) if norms else None
+
+
+def _is_same(norms: torch.Tensor | None, stepped: torch.Tensor | None) -> bool:
+    """Whether the gradients are those of the step, and not zero."""
+    return norms is not None and stepped is not None and bool(norms.any()) and torch.equal(norms, stepped)
 
 
 def _is_of_sharded_model(held: Sequence[torch.Tensor]) -> bool:

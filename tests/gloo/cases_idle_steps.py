@@ -105,6 +105,17 @@ def discriminator(accelerator: Any) -> None:
         optimizer.step()
 
 
+def penalty_on_shards(accelerator: Any) -> None:
+    """A penalty on weights, whose gradients exist when the backward of the model begins."""
+    model, optimizer = _prepared(accelerator)
+    for step in range(NUM_STEPS):
+        loss = model(**my_part(global_batch(step), dist.get_rank(), dist.get_world_size())).loss
+        norm: Any = model.model.layers[0].input_layernorm.weight
+        accelerator.backward(loss + 1e-3 * norm.square().sum().full_tensor())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def two_optimizers(accelerator: Any) -> None:
     """Every second step updates the layers, with the gradients of two backwards; the others update the rest."""
     model: Any = MODELS["llama"]()
@@ -153,7 +164,7 @@ LOOPS = {
     loop.__name__: loop
     for loop in (
         unprepared_optimizer, optimizer_of_shards, no_step, evaluation, never_zeroed, zeroed_before_backward,
-        zeroed_in_place, accumulated_by_hand, discriminator, two_optimizers, with_frozen_reference,
+        zeroed_in_place, accumulated_by_hand, discriminator, penalty_on_shards, two_optimizers, with_frozen_reference,
         optimizer_in_backward,
     )
 }  # fmt: skip

@@ -51,6 +51,11 @@ def test_loop_that_trains_is_reported(two_ranks: Ranks, version: int, name: str,
     assert_valid("report", found["report"])
 
 
+def test_penalty_on_shards_is_no_problem(two_ranks: Ranks) -> None:
+    found = run(two_ranks, 2, "penalty_on_shards")
+    assert found["codes"] == [] and found["report"]["training"]["steps"] == NUM_STEPS
+
+
 def test_optimizer_of_flat_parameters_trains_unprepared(two_ranks: Ranks) -> None:
     """FSDP1 keeps the parameter objects, so an optimizer that was created before ``prepare`` trains."""
     found = run(two_ranks, 1, "unprepared_optimizer")
