@@ -90,7 +90,9 @@ def build_report(
             *_unobservable_facts(units),
             *check_structure(units, plan),
             *check_optimizers(model, units, inner, prepared_ids=first_step.optimized_ids),
-            *check_training(first_step, structure, training, prepared=bool(inner), random=_with_modes(model)),
+            *check_training(
+                first_step, structure, training, prepared=bool(inner), mode_dependent=_mode_dependent(model)
+            ),
         ]
     settings, problems = _merge_ranks(settings, problems)
     return Report(
@@ -207,7 +209,7 @@ def _has_changed(first_step: FirstStep, unchanged: frozenset[tuple[int, int]]) -
     return bool(own - unchanged) if own else None
 
 
-def _with_modes(model: nn.Module) -> list[str]:
+def _mode_dependent(model: nn.Module) -> list[str]:
     """Return the names of the modules that compute something else in training mode: dropout and batch norm."""
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     dropouts = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)

@@ -22,10 +22,10 @@ from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.contracts import off_without
 from hf_fsdp_plugin.observe.memory import gradient_bytes
-from hf_fsdp_plugin.observe.optimizer import unwrapped_optimizer
+from hf_fsdp_plugin.observe.optimizer import parameters_in, unwrapped_optimizer
 from hf_fsdp_plugin.observe.recomputation import Recomputation, checkpointed_modules
 from hf_fsdp_plugin.observe.runs import Runs
-from hf_fsdp_plugin.observe.step_watch import GradientWatch, UselessStepWatch, float_outputs
+from hf_fsdp_plugin.observe.step_watch import GradientWatch, UselessStepWatch, call_in_backward, float_outputs
 from hf_fsdp_plugin.observe.units import UnitObservation, checkpoints_natively, observe_units
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.torch_private.functions import tree_leaves
@@ -144,14 +144,11 @@ class FirstStep:
         if not self.num_steps:
             self.num_backwards += 1
 
-    def count_backward(self, outputs: Iterable[torch.Tensor]) -> bool:
+    def count_backward(self, outputs: Sequence[torch.Tensor]) -> bool:
         """Count the backward from the outputs of a forward, if it comes before the first optimizer step."""
         if self.num_steps:
             return False
-        for output in outputs:
-            if output.requires_grad:
-                output.register_hook(self._add_backward)
-                break
+        call_in_backward(outputs, self._add_backward)
         return True
 
 
@@ -169,7 +166,7 @@ def record_first_step(model: nn.Module, *optimizers: Any) -> FirstStep:
         inner = unwrapped_optimizer(optimizer)
         if inner is not None and inner not in first_step.observed:
             first_step.observed.add(inner)
-            first_step.optimized_ids |= {id(p) for group in inner.param_groups for p in group["params"]}
+            first_step.optimized_ids |= {id(parameter) for parameter in parameters_in(inner)}
             # A hook must not remove itself here: the optimizer iterates over its hooks without a copy.
             inner.register_step_pre_hook(lambda optimizer, *_: first_step.before_step(model, optimizer))
             inner.register_step_post_hook(lambda *_: first_step.after_step(model))

@@ -60,7 +60,7 @@ def check_optimizers(
         return []
     copies = frozenset[int]().union(*(unit.live.known("copy_ids", frozenset()) for unit in units))
     own = {id(parameter) for parameter in model.parameters()}.union(*(unit.live.parameter_ids for unit in units))
-    held = {id(parameter) for optimizer in optimizers for parameter in _parameters(optimizer)}
+    held = {id(parameter) for optimizer in optimizers for parameter in parameters_in(optimizer)}
     problems = [
         problem
         for optimizer in optimizers
@@ -98,7 +98,7 @@ def _foreign(optimizer: torch.optim.Optimizer, own: Collection[int]) -> Problem 
 
     An optimizer that was created before wrapping updates the old, unsharded parameters, and the loss stays constant.
     """
-    held = _parameters(optimizer)
+    held = parameters_in(optimizer)
     foreign = [parameter for parameter in held if id(parameter) not in own and not is_replicated(parameter)]
     others = {id(parameter) for model in sharded_models() for parameter in model.parameters()} if foreign else ()
     num_foreign = sum(id(parameter) not in others for parameter in foreign)
@@ -114,7 +114,7 @@ def _foreign(optimizer: torch.optim.Optimizer, own: Collection[int]) -> Problem 
 
 
 def _copied(optimizer: torch.optim.Optimizer, copies: Collection[int]) -> Problem | None:
-    held = _parameters(optimizer)
+    held = parameters_in(optimizer)
     num_copies = sum(id(parameter) in copies for parameter in held)
     if not num_copies:
         return None
@@ -126,5 +126,6 @@ def _copied(optimizer: torch.optim.Optimizer, copies: Collection[int]) -> Proble
     )
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def parameters_in(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of all groups of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

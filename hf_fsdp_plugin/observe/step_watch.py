@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from weakref import finalize, ref
+from weakref import WeakSet, finalize, ref
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_fsdp_plugin.backends.shard import sharded_models
+from hf_fsdp_plugin.observe.optimizer import parameters_in
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.torch_private.functions import tree_leaves
 
@@ -26,6 +27,13 @@ def float_outputs(output: Any) -> list[torch.Tensor]:
     # torch's pytree supports only some of Transformers' output classes. All of them are mappings.
     leaves = tree_leaves(list(output.values()) if isinstance(output, Mapping) else output)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
+def call_in_backward(outputs: Sequence[torch.Tensor], hook: Callable[[torch.Tensor], None]) -> None:
+    """Call ``hook`` when the backward from the outputs of a forward begins."""
+    first = next((output for output in outputs if output.requires_grad), None)
+    if first is not None:
+        first.register_hook(hook)
 
 
 class UselessStepWatch:
@@ -45,6 +53,8 @@ class UselessStepWatch:
     ) -> None:
         self._model, self._is_trained, self._observe = ref(model), is_trained, observe
         self._num_useless = 0
+        self._unrelated = WeakSet[torch.optim.Optimizer]()
+        """Optimizers without parameters of the model: a teacher is never trained, and its students step often."""
         self._handle = register_optimizer_step_post_hook(self._after_step)
         finalize(model, self._handle.remove)
 
@@ -56,11 +66,15 @@ class UselessStepWatch:
         model = self._model()
         if model is None or self._is_trained():
             return
-        held = _parameters(optimizer)
+        held = parameters_in(optimizer)
+        if optimizer in self._unrelated and _has_gradient(held):
+            return
         own = {id(parameter) for parameter in model.parameters()}
         if any(id(parameter) in own for parameter in held):
             self._observe(model, optimizer)
-        elif not _has_gradient(held) and not _is_of_sharded_model(held) and _has_gradient(model.parameters()):
+            return
+        self._unrelated.add(optimizer)
+        if not _has_gradient(held) and not _is_of_sharded_model(held) and _has_gradient(model.parameters()):
             self._num_useless += 1
             if self._num_useless == 2:
                 raise SpecError([_useless(optimizer, model)])
@@ -86,12 +100,8 @@ class GradientWatch:
         optimizer.register_step_post_hook(self._after_step)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._has_stepped or torch.compiler.is_compiling():
-            return
-        for tensor in float_outputs(output):
-            if tensor.requires_grad:
-                tensor.register_hook(self._before_backward)
-                break
+        if self._has_stepped and not torch.compiler.is_compiling():
+            call_in_backward(float_outputs(output), self._before_backward)
 
     def _before_backward(self, _: torch.Tensor) -> None:
         optimizer = self._optimizer()
@@ -113,14 +123,10 @@ class GradientWatch:
             raise SpecError([_never_zeroed(optimizer)])
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 @torch.no_grad()
 def _norms(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
     """Return the norms of this rank's parts of the gradients."""
-    gradients = [p.grad for p in _parameters(optimizer) if p.grad is not None]
+    gradients = [p.grad for p in parameters_in(optimizer) if p.grad is not None]
     locals_ = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
     norms = [torch.linalg.vector_norm(part).float() for part in locals_ if part.numel()]
     return torch.stack([norm.to(norms[0].device) for norm in norms]) if norms else None
@@ -145,8 +151,8 @@ def _useless(optimizer: torch.optim.Optimizer, model: nn.Module) -> Problem:
     name = type(optimizer).__name__
     return Problem(
         code="FSDP-E513",
-        message=f"two steps of {name} have changed nothing: none of its {len(_parameters(optimizer))} parameters has a "
-        f"gradient or belongs to the prepared {type(model).__name__}.",
+        message=f"two steps of {name} have changed nothing: none of its {len(parameters_in(optimizer))} parameters has "
+        f"a gradient or belongs to the prepared {type(model).__name__}.",
         fix=f"Pass the model and the optimizer to one accelerator.prepare(model, optimizer), or create {name} with "
         "model.parameters() after prepare().",
     )

@@ -18,14 +18,14 @@ def check_training(
     training: TrainingObservation,
     *,
     prepared: bool,
-    random: Sequence[str] = (),
+    mode_dependent: Sequence[str] = (),
 ) -> list[Problem]:
     """Check that the run trained what the plan trains, with constant batches.
 
     Args:
         training: what the steps changed, on all ranks.
         prepared: whether an optimizer of the model was prepared.
-        random: names of the modules that behave differently in training mode.
+        mode_dependent: names of the modules that behave differently in training mode.
     """
     problems = []
     if prepared and not training.steps and first_step.num_backwards > 1:
@@ -46,12 +46,12 @@ def check_training(
                 fix="Check that step() of the prepared optimizer updates the parameters of the prepared model.",
             )
         )
-    if first_step.num_evaluating and random:
+    if first_step.num_evaluating and mode_dependent:
         problems.append(
             Problem(
                 code="FSDP-W516",
                 message=f"the model was in eval mode in {first_step.num_evaluating} of {training.steps} steps, "
-                f"in which {format_names(random, 2)} did not act as in training.",
+                f"in which {format_names(mode_dependent, 2)} did not act as in training.",
                 fix="Call model.train() before the training, and again after each evaluation.",
             )
         )
