@@ -26,6 +26,7 @@ _EXPORTS = {
     "checking.verify": ("Verdict", "verify"),
     "formats.manifest": ("Manifest", "record_file", "write_manifest"),
     "formats.manifest_reader": ("read_manifest",),
+    "formats.strict_json": ("object_in",),
     "formats.table": ("read_stored_model", "stored_state_dict_type"),
     "io": ("InputFiles",),
     "merging.merge": ("MergeOptions", "Merged", "merge"),
@@ -33,7 +34,8 @@ _EXPORTS = {
     "reading.model": ("load_model",),
     "reading.optimizer": ("load_optimizer",),
     "reading.states": ("check_states", "load_state"),
-    "shards": ("ModelShards", "model_shards", "shards_below"),
+    "reading.tensors": ("copy_whole_tensors", "load_tensors"),
+    "shards": ("ModelShards", "model_shards", "parameter_shards", "shards_below"),
     "visibility": ("check_visible",),
     "writing.gather": ("gathered_state",),
     "writing.manager": ("CheckpointManager",),
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.checkpoint.checking.verify import Verdict, verify
     from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest, record_file, write_manifest
     from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
+    from hf_fsdp_plugin.checkpoint.formats.strict_json import object_in
     from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, stored_state_dict_type
     from hf_fsdp_plugin.checkpoint.io import InputFiles
     from hf_fsdp_plugin.checkpoint.merging.merge import Merged, MergeOptions, merge
@@ -64,7 +67,8 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.checkpoint.reading.model import load_model
     from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer
     from hf_fsdp_plugin.checkpoint.reading.states import check_states, load_state
-    from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, shards_below
+    from hf_fsdp_plugin.checkpoint.reading.tensors import copy_whole_tensors, load_tensors
+    from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, parameter_shards, shards_below
     from hf_fsdp_plugin.checkpoint.visibility import check_visible
     from hf_fsdp_plugin.checkpoint.writing.gather import gathered_state
     from hf_fsdp_plugin.checkpoint.writing.manager import CheckpointManager

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from hf_fsdp_plugin.checkpoint import newest_complete
-from hf_fsdp_plugin.checkpoint.formats.strict_json import object_in
+from hf_fsdp_plugin.checkpoint import newest_complete, object_in
 from hf_fsdp_plugin.checkpoint.names import PREFIXES, TRAINER_STATE
 from hf_fsdp_plugin.cli import merge
 from hf_fsdp_plugin.cli.exit_codes import USAGE, check_folder

@@ -27,6 +27,10 @@ def codes(error: pytest.ExceptionInfo[hfp.SpecError]) -> list[str]:
     return [problem.code for problem in error.value.problems]
 
 
+class StubAccelerator(SimpleNamespace):
+    """An Accelerator's attributes; a subclass, because weak references to a namespace itself are not possible."""
+
+
 def create_accelerator(num_processes: int = 2, **arguments: Any) -> dict[str, Any]:
     """Return the arguments that the replacement of ``Accelerator.__init__`` passes to the original."""
     passed: dict[str, Any] = {}
@@ -34,7 +38,7 @@ def create_accelerator(num_processes: int = 2, **arguments: Any) -> dict[str, An
     def original(fsdp_plugin: Any = None, mixed_precision: Any = None, dynamo_plugin: Any = None) -> None:
         passed.update(fsdp_plugin=fsdp_plugin, mixed_precision=mixed_precision)
 
-    accelerator = SimpleNamespace(num_processes=num_processes, distributed_type=DistributedType.MULTI_CPU, scaler=None)
+    accelerator = StubAccelerator(num_processes=num_processes, distributed_type=DistributedType.MULTI_CPU, scaler=None)
     init_accelerator(original, accelerator, **arguments)
     return passed
 
