@@ -15,12 +15,15 @@ if not runs_command_line() and (_messages := unsupported_versions()):
     raise ImportError("\n".join(_messages))
 
 _EXPORTS = {
+    "backends.whole_parameters": ("full_parameters",),
     "integrations.accelerate.accelerator": ("accelerator",),
     "integrations.install": ("install", "uninstall"),
+    "integrations.moving_average": ("ExponentialMovingAverage",),
     "integrations.profiling.callback": ("ProfilerCallback",),
     "integrations.report": ("report",),
     "integrations.restarts": ("newest_checkpoint",),
     "integrations.transformers.from_pretrained": ("from_pretrained",),
+    "integrations.transformers.moving_average": ("ExponentialMovingAverageCallback",),
     "integrations.transformers.trainer": ("FsdpTrainer", "FsdpTrainerMixin", "FsdpTrainingArguments"),
     "plan.model": ("FsdpPlan",),
     "plan.resolve": ("resolve",),
@@ -34,13 +37,18 @@ __all__ = ["__version__"]
 __all__ += [name for names in _EXPORTS.values() for name in names]
 
 if TYPE_CHECKING:
+    from hf_fsdp_plugin.backends.whole_parameters import full_parameters as full_parameters
     from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator as accelerator
     from hf_fsdp_plugin.integrations.install import install as install
     from hf_fsdp_plugin.integrations.install import uninstall as uninstall
+    from hf_fsdp_plugin.integrations.moving_average import ExponentialMovingAverage as ExponentialMovingAverage
     from hf_fsdp_plugin.integrations.profiling.callback import ProfilerCallback as ProfilerCallback
     from hf_fsdp_plugin.integrations.report import report as report
     from hf_fsdp_plugin.integrations.restarts import newest_checkpoint as newest_checkpoint
     from hf_fsdp_plugin.integrations.transformers.from_pretrained import from_pretrained as from_pretrained
+    from hf_fsdp_plugin.integrations.transformers.moving_average import (
+        ExponentialMovingAverageCallback as ExponentialMovingAverageCallback,
+    )
     from hf_fsdp_plugin.integrations.transformers.trainer import FsdpTrainer as FsdpTrainer
     from hf_fsdp_plugin.integrations.transformers.trainer import FsdpTrainerMixin as FsdpTrainerMixin
     from hf_fsdp_plugin.integrations.transformers.trainer import FsdpTrainingArguments as FsdpTrainingArguments

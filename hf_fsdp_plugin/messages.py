@@ -38,6 +38,7 @@ class MessagePrinter:
         self.listener: Callable[[object], None] | None = None
         self._printed: set[str] = set()
         self._previous_hook: Callable[..., object] | None = None
+        self._add_remedy: Callable[[BaseException], None] = lambda error: None
 
     def print_once(self, message: object, *, printed_by_launcher: bool = False) -> None:
         """Print ``hf-fsdp: MESSAGE`` unless this process, or the launcher, has printed it before."""
@@ -55,8 +56,13 @@ class MessagePrinter:
             if problem.severity == "warning":
                 self.print_once(problem, printed_by_launcher=printed_by_launcher)
 
-    def install_excepthook(self) -> None:
-        """Print a ``SpecError`` that ends the script with :func:`print_error`. Other exceptions are not affected."""
+    def install_excepthook(self, add_remedy: Callable[[BaseException], None]) -> None:
+        """Print a ``SpecError`` that ends the script with :func:`print_error`.
+
+        Args:
+            add_remedy: called with other exceptions before they are printed.
+        """
+        self._add_remedy = add_remedy
         if self._previous_hook is None:
             self._previous_hook, sys.excepthook = sys.excepthook, self._excepthook
 
@@ -64,6 +70,7 @@ class MessagePrinter:
         if isinstance(error, SpecError):
             print_error(error)
         else:
+            self._add_remedy(error)
             (self._previous_hook or sys.__excepthook__)(kind, error, trace)
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hf_fsdp_plugin.backends.activations import apply_activation_checkpointing
 from hf_fsdp_plugin.backends.fp32_modules import fp32_ids
@@ -136,6 +136,11 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def shard_like(parameter: DTensor, whole: torch.Tensor) -> DTensor:
+    """Return this rank's shard of a whole tensor, laid out like ``parameter``. No communication."""
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def _add_no_sync(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from hf_fsdp_plugin.backends.buffers import watch_buffers
 from hf_fsdp_plugin.backends.changed_inputs import return_changed_inputs
 from hf_fsdp_plugin.backends.class_names import keep_class_names
+from hf_fsdp_plugin.backends.flat_reads import correct_flat_reads
 from hf_fsdp_plugin.backends.fp32_modules import compute_in_fp32
 from hf_fsdp_plugin.backends.fsdp1 import apply_fsdp1
 from hf_fsdp_plugin.backends.fsdp2 import adopt_fsdp2, apply_fsdp2, reshard
@@ -20,6 +21,7 @@ from hf_fsdp_plugin.backends.ignored import apply_autocast
 from hf_fsdp_plugin.backends.optimizer import attach_optimizers, detach_optimizers, has_stepped
 from hf_fsdp_plugin.backends.outputs import support_mapping_outputs
 from hf_fsdp_plugin.backends.parameter_hooks import carry_parameter_hooks, find_parameter_hooks
+from hf_fsdp_plugin.backends.refused_copies import refuse_copies
 from hf_fsdp_plugin.backends.submodule_calls import support_submodule_calls
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name
@@ -86,6 +88,8 @@ def shard(
     support_mapping_outputs(sharded)
     return_changed_inputs(sharded)
     carry_parameter_hooks(sharded, parameter_hooks)
+    refuse_copies(sharded)
+    correct_flat_reads(sharded)
     attach_optimizers(detached, sharded)
     setattr(sharded, PLAN_ATTRIBUTE, plan)
     _sharded_models.add(sharded)

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from hf_fsdp_plugin.backends.arrivals import FirstCalls
 from hf_fsdp_plugin.backends.inputs import cast_activations, cast_inputs
 from hf_fsdp_plugin.backends.outputs import watch_mappings
+from hf_fsdp_plugin.backends.whole_state import check_not_whole
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.torch_private import fsdp1, fsdp2
@@ -71,7 +72,12 @@ def free_before_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     """
     if isinstance(model, (FullyShardedDataParallel, FSDPModule)):
         units = _units_of(model)  # found once: a search in each step takes milliseconds
-        optimizer.register_step_pre_hook(lambda *_: _free(units))
+
+        def before_step(*_: Any) -> None:
+            check_not_whole(model, "the optimizer was stepped")
+            _free(units)
+
+        optimizer.register_step_pre_hook(before_step)
 
 
 def free_after_forward(model: nn.Module) -> None:

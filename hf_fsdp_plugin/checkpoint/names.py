@@ -24,6 +24,7 @@ OPTIMIZER: Final = "optimizer"
 HF_MODEL: Final = "model"
 HF_MODEL_BIN: Final = "pytorch_model"
 ADAPTER: Final = "adapter_model"
+MOVING_AVERAGE: Final = "exponential_moving_average"
 TRAINER_RNG: Final = "rng_state"
 ACCELERATE_RNG: Final = "random_states"
 
@@ -35,7 +36,7 @@ INDEX_FILE: Final = ".fsdp_index"
 """The index of a large DCP folder, beside ``.metadata``. The state dict type ``local`` has one for each model."""
 CHECKPOINT_STEMS: Final = (
     FSDP_MODEL, HF_MODEL_BIN, HF_MODEL, OPTIMIZER, ADAPTER, TRAINER_RNG, ACCELERATE_RNG, "scheduler", "scaler",
-    "sampler", TRAINER_STATE, "training_args.bin", MANIFEST_NAME, BLOCK_FILE,
+    "sampler", TRAINER_STATE, "training_args.bin", MOVING_AVERAGE, MANIFEST_NAME, BLOCK_FILE,
 )  # fmt: skip
 """Prefixes of the files that a save writes. Other files in a checkpoint's folder are the user's."""
 

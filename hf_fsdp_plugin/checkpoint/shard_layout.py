@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from hf_fsdp_plugin.backends.fsdp2 import reshard
 from hf_fsdp_plugin.backends.load import finish_reading
 from hf_fsdp_plugin.backends.optimizer import JointModels
+from hf_fsdp_plugin.backends.whole_state import check_not_whole
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, whole
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.torch_private import fsdp1
@@ -117,6 +118,7 @@ class ModelLayout:
 def model_layout(model: nn.Module) -> ModelLayout:
     """Return the layouts of this rank's shards of all parameters. Gathered parameters are resharded first."""
     for each in model.values() if isinstance(model, JointModels) else (model,):
+        check_not_whole(each, "the model was saved, loaded or averaged")
         finish_reading(each)
         reshard(each)
     for module in model.modules():

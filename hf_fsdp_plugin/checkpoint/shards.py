@@ -52,6 +52,21 @@ class ModelShards:
             groups.setdefault(name, [name]).append(alias)
         return tuple(tuple(group) for group in groups.values())
 
+    def names(self) -> dict[str, list[str]]:
+        """Return name in ``tensors`` -> all names of the tensor, of which another checkpoint may use any."""
+        names = {shard.name: [shard.name] for shard in self.tensors}
+        for alias, name in self.aliases.items():
+            names[name].append(alias)
+        return names
+
+
+def parameter_shards(model: nn.Module) -> ModelShards:
+    """Return the shards of the parameters. Gathered parameters are resharded first."""
+    layout = model_layout(model)
+    return ModelShards(
+        tuple(own.local_shard(name, local) for name, (own, local) in layout.local.items()), layout.aliases
+    )
+
 
 def trainable_shards(shards: ModelShards) -> ModelShards:
     """Return the shards that are not frozen: all that a checkpoint of an adapter contains of the model."""
@@ -89,13 +104,13 @@ class OptimizerShards:
 
 def model_shards(model: nn.Module) -> ModelShards:
     """Return the shards of parameters and persistent buffers. Gathered parameters are resharded first."""
-    layout = model_layout(model)
-    tensors = [own.local_shard(name, local) for name, (own, local) in layout.local.items()]
+    parameters = parameter_shards(model)
+    tensors = [*parameters.tensors]
     for name, buffer in persistent_buffers(model):
         # The ranks may have different statistics, which must not be mixed: rank 0 is the only replica that writes.
         layout_on_rank_0 = replace(replicated_layout(name, buffer), replicas=1)
         tensors.append(layout_on_rank_0.local_shard(name, local_tensor(buffer)))
-    return ModelShards(tuple(tensors), layout.aliases)
+    return ModelShards(tuple(tensors), parameters.aliases)
 
 
 def optimizer_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerShards:

@@ -66,9 +66,12 @@ def main() -> None:
     except BaseException as error:
         preflight.end(error if is_failure(error) else None)
         if is_failure(error):
-            from hf_fsdp_plugin.integrations.run_report import stop_reporting  # lazy: the launcher imports this module
+            # lazy: the launcher imports this module
+            from hf_fsdp_plugin.integrations.run_report import stop_reporting
+            from hf_fsdp_plugin.integrations.shard_errors import add_remedy
 
             stop_reporting()
+            add_remedy(error)
             if files is not None:
                 write_atomically(files.failure, json.dumps(_failure_of(error)))
         elif files is not None:

@@ -140,8 +140,9 @@ _SAVING_HOOKS = (
                 "outer units. A call on one rank waits without end.",
          until="torch returns a complete state dict or raises an error."),
     Hook("torch.nn.modules.module:Module.load_state_dict", "state_dicts:load_state_dict",
-         reason="Under FSDP1, the module in the root's wrapper cannot load the complete state dict that it returns.",
-         until="torch returns a complete state dict or raises an error."),
+         reason="Under FSDP1, the module in the root's wrapper cannot load the complete state dict that it returns; "
+                "under FSDP2, no module can load whole tensors.",
+         until="torch loads whole tensors into shards."),
     Hook("torch:save", "serialization:torch_save",
          reason="torch writes one rank's shards without an error.",
          until=_WHOLE_TENSORS,

@@ -47,7 +47,7 @@ def install(
     Raises:
         SpecError: any source has an error. The exception contains all problems of all sources.
     """
-    printer.install_excepthook()
+    printer.install_excepthook(_add_remedy)
     handover = LaunchHandover.from_env(os.environ)
     if handover is not None and handover.quiet:
         printer.quiet = True
@@ -101,6 +101,12 @@ def uninstall() -> None:
     remove_hooks()
     restore_variables()
     printer.close()
+
+
+def _add_remedy(error: BaseException) -> None:
+    from hf_fsdp_plugin.integrations.shard_errors import add_remedy  # imports FSDP
+
+    add_remedy(error)
 
 
 def _before(handover: LaunchHandover | None) -> tuple[Sources, str | None, bool]:

@@ -1,22 +1,25 @@
 """Replacements of ``state_dict`` and ``load_state_dict`` of torch's modules, for modules of sharded models.
 
-Under FSDP2 a state dict contains ``DTensor`` objects, as ``torch.distributed.checkpoint`` needs them; nothing is
-replaced. Under FSDP1 the state dict of a wrapper is complete. That of the module in the root's wrapper, which
-``unwrap_model`` returns, or of a submodule, would contain flat shards and empty tensors for the parameters of the units
-around it; it is a part of the root's state dict instead.
+Under FSDP2 a state dict contains ``DTensor`` objects, as ``torch.distributed.checkpoint`` needs them. Loading also
+accepts whole tensors. Under FSDP1 the state dict of a wrapper is complete. That of the module in the root's wrapper,
+which ``unwrap_model`` returns, or of a submodule, would contain flat shards and empty tensors for the parameters of the
+units around it; it is a part of the root's state dict instead.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.arrivals import together
+from hf_fsdp_plugin.backends.fsdp2 import reshard, shard_like
 from hf_fsdp_plugin.backends.shard import Place, place_of
 from hf_fsdp_plugin.integrations.gathered import gathered, part_of
 from hf_fsdp_plugin.strategies import STRATEGIES
@@ -60,11 +63,27 @@ def _fsdp1_state_dict(original: Callable[..., Any], module: nn.Module, place: Pl
 def load_state_dict(
     original: Callable[..., Any], module: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Load through FSDP1's root if ``module`` is the module in it: its own parameters are flat shards."""
+    """Load through FSDP1's root if ``module`` is the module in it: its own parameters are flat shards.
+
+    Under FSDP2, each rank loads its shards of whole tensors, which all ranks pass.
+    """
     place = place_of(module) if is_fsdp_managed(module) else None
+    if place is not None and place.plan.backend == "fsdp2":
+        reshard(place.root)
+        state_dict = _as_shards(module, state_dict)
     if place is None or place.plan.backend != "fsdp1" or place.name or module is place.root:
         return original(state_dict, *args, **kwargs)
     return place.root.load_state_dict(state_dict, *args, **kwargs)
+
+
+def _as_shards(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state dict with shards instead of whole tensors. No communication."""
+    own, given = module.state_dict(), copy.copy(state_dict)  # a copy, because torch keeps versions as an attribute
+    for name, value in state_dict.items():
+        shard, is_whole = own.get(name), isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        if isinstance(shard, DTensor) and is_whole and value.shape == shard.shape:  # torch reports other shapes
+            given[name] = shard_like(shard, value.detach())  # type: ignore[index]
+    return given
 
 
 def has_shards(model: nn.Module) -> bool:

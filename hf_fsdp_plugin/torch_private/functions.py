@@ -44,6 +44,8 @@ CONTRACTS = (
     *contracts_of("torch:_C", "off", "the count of recomputed modules", "_current_graph_task_id"),
     *contracts_of("torch._dynamo.config", "off", "the report of compilation that is disabled", "disable"),
     *contracts_of("torch:autograd", "off", "the warning of a second profiler", "_profiler_enabled"),
+    *contracts_of("torch:Tensor", "off", "the error for parameters that a script changes while it reads them",
+                  "_version"),
 )  # fmt: skip
 
 if not TYPE_CHECKING:
@@ -86,6 +88,11 @@ def tensor_norms(tensors: list[torch.Tensor], norm_type: float, dtype: torch.dty
     return norms
 
 
+def num_changes(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place."""
+    return int(tensor._version)
+
+
 def in_backward() -> bool:
     """Return whether autograd is running a backward on this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
@@ -118,5 +125,5 @@ def compilation_is_disabled() -> bool:
 guard(
     globals(),
     CONTRACTS,
-    off={"in_backward": False, "profiler_is_running": False, "compilation_is_disabled": False},
+    off={"in_backward": False, "num_changes": 0, "profiler_is_running": False, "compilation_is_disabled": False},
 )

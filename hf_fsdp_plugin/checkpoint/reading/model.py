@@ -90,9 +90,7 @@ def load_model(
 
 def _stored_names(model: nn.Module, shards: ModelShards, adapter_only: bool) -> dict[str, list[str]]:
     """Return tensor -> its possible names in a checkpoint: its name, tied names, and the names in PEFT's files."""
-    names: dict[str, list[str]] = {shard.name: [shard.name] for shard in shards.tensors}
-    for alias, name in shards.aliases.items():
-        names[name].append(alias)
+    names = shards.names()
     if adapter_only:
         for adapter in getattr(unwrapped(model), "peft_config", {}):
             for known in names.values():

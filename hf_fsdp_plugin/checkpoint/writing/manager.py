@@ -21,7 +21,7 @@ from hf_fsdp_plugin.backends.buffers import send_buffers
 from hf_fsdp_plugin.backends.optimizer import JointModels
 from hf_fsdp_plugin.checkpoint.formats.manifest import Manifest
 from hf_fsdp_plugin.checkpoint.io import write_text
-from hf_fsdp_plugin.checkpoint.shards import model_shards, optimizer_shards, trainable_shards
+from hf_fsdp_plugin.checkpoint.shards import ModelShards, model_shards, optimizer_shards, trainable_shards
 from hf_fsdp_plugin.checkpoint.writing.buffers import StagingBuffers
 from hf_fsdp_plugin.checkpoint.writing.chunk_tables import FolderEntries
 from hf_fsdp_plugin.checkpoint.writing.errors import os_errors_as_problems
@@ -31,7 +31,7 @@ from hf_fsdp_plugin.checkpoint.writing.final_files import final_files
 from hf_fsdp_plugin.checkpoint.writing.part_writer import PartWriter
 from hf_fsdp_plugin.checkpoint.writing.safetensors_files import MAX_SHARD_SIZE
 from hf_fsdp_plugin.checkpoint.writing.save import POLL_INTERVAL, Save
-from hf_fsdp_plugin.checkpoint.writing.state_files import StateFiles, model_files, optimizer_files
+from hf_fsdp_plugin.checkpoint.writing.state_files import StateFiles, model_files, optimizer_files, whole_files
 from hf_fsdp_plugin.spec.model import StateDictKind
 
 
@@ -186,6 +186,10 @@ class CheckpointManager:
         self._write(folder, files)
         for owner in model.values() if isinstance(model, JointModels) else (model,):
             self._kinds.setdefault(owner, set()).add(kind)
+
+    def save_tensors(self, shards: ModelShards, folder: Path, stem: str) -> None:
+        """Write other tensors of a model to safetensors files ``STEM`` in the same way as :meth:`save_model`."""
+        self._write(folder, whole_files(shards, stem))
 
     def saved_kinds(self, model: nn.Module) -> set[StateDictKind]:
         """Return the state dict types of all checkpoints with an optimizer of this model."""

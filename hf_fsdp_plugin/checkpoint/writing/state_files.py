@@ -64,9 +64,7 @@ def model_files(
     """Return this rank's part of the files of model ``index``."""
     rank = dist.get_rank()
     if kind == "full":
-        stem = numbered_from_one(HF_MODEL, index)
-        parts, index_text = full_files(shards.tensors, rank, stem=stem, max_shard_size=max_shard_size)
-        return StateFiles(parts, texts=((index_file(safetensors_file(stem)), index_text),) if index_text else ())
+        return whole_files(shards, numbered_from_one(HF_MODEL, index), max_shard_size=max_shard_size)
     if kind == "local":
         part, entries = local_model_file(local_folder(FSDP_MODEL), index, shards)
         return StateFiles([part], (entries,))
@@ -79,6 +77,12 @@ def model_files(
     ]
     part, entries = rank_file(numbered(FSDP_MODEL, index), rank, tensors, smalls, aliases)
     return StateFiles([part], (entries,))
+
+
+def whole_files(shards: ModelShards, stem: str, *, max_shard_size: int = MAX_SHARD_SIZE) -> StateFiles:
+    """Return this rank's part of the safetensors files ``STEM`` with whole tensors."""
+    parts, index_text = full_files(shards.tensors, dist.get_rank(), stem=stem, max_shard_size=max_shard_size)
+    return StateFiles(parts, texts=((index_file(safetensors_file(stem)), index_text),) if index_text else ())
 
 
 def optimizer_files(shards: OptimizerShards, kind: StateDictKind, index: int = 0) -> StateFiles:

@@ -21,6 +21,7 @@ from hf_fsdp_plugin.checkpoint import manifest_of, numbered_checkpoints, remove_
 from hf_fsdp_plugin.checkpoint.names import ACCELERATE_PREFIX, ACCELERATE_RUN, custom_state_file
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, has_planned_state, if_sharded
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
+from hf_fsdp_plugin.integrations.moving_average import load_averages, save_averages
 from hf_fsdp_plugin.integrations.profiling.marking import marked
 from hf_fsdp_plugin.integrations.restarts import count_from, run_fact
 from hf_fsdp_plugin.integrations.resuming import find_checkpoint, warn_differences
@@ -57,6 +58,7 @@ def save_state(
             original(str(save.folder), *args, **kwargs)
         finally:
             project.automatic_checkpoint_naming = automatic
+        save_averages(prepared_models(accelerator), save.folder)
         model = next(model for model in prepared_models(accelerator) if plan_of(model) is not None)
         _write_config(model, save.folder)
     manifest = manifest_of(
@@ -113,9 +115,12 @@ def load_state(original: Callable[..., Any], accelerator: Any, input_dir: Any = 
         count_from(path)
     token = _pickles_allowed.set(allow_pickles)
     try:
-        return original(str(path) if path is not None else None, *args, **kwargs)
+        result = original(str(path) if path is not None else None, *args, **kwargs)
     finally:
         _pickles_allowed.reset(token)
+    if path is not None:
+        load_averages(prepared_models(accelerator), path, verify=accelerator.state.fsdp_plugin.spec.checkpoint.verify)
+    return result
 
 
 _pickles_allowed: ContextVar[bool] = ContextVar("_pickles_allowed", default=False)

@@ -30,7 +30,9 @@ from hf_fsdp_plugin.checkpoint.names import (
 )
 from hf_fsdp_plugin.devices import available_device
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, if_planned, if_sharded
+from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.gathered import gathered
+from hf_fsdp_plugin.integrations.moving_average import save_averages
 from hf_fsdp_plugin.integrations.peft.saving import adapter_state, as_unsharded
 from hf_fsdp_plugin.integrations.profiling.marking import marked
 from hf_fsdp_plugin.integrations.restarts import checkpoint_after_restart, run_fact
@@ -60,6 +62,7 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
     with manager.saving(final, asynchronous=asynchronous) as save:
         with private.using_run_folder(trainer, save.staging.root):
             original(model, trial)
+        save_averages(prepared_models(trainer.accelerator), save.folder)
         _rename_best(trainer, staged=save.folder, final=final)
     kind, step = plugin.state_dict_kind, trainer.state.global_step
     manifest = manifest_of(

@@ -155,9 +155,7 @@ def check_given_state(model: Any, place: Place, state: Mapping[str, Any], *, onl
     """Raise ``SpecError`` if a given state dict lacks weights of the model, or has shards instead of whole tensors."""
     shards = shards_at(place)
     storages = flat_storages()
-    names: dict[str, list[str]] = {held.name: [held.name] for held in shards.tensors}
-    for alias, name in shards.aliases.items():
-        names[name].append(alias)
+    names = shards.names()
     quantized, trainable = private.is_quantized(model), only_trainable or private.has_adapters(model)
     missing, partial = [], []
     for held in shards.tensors:

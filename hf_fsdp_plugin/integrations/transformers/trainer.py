@@ -13,6 +13,7 @@ To support the Trainer of another library:
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.integrations.transformers.arguments import fsdp_arguments
 from hf_fsdp_plugin.integrations.transformers.checkpoints import checkpoint_to_resume
+from hf_fsdp_plugin.integrations.transformers.moving_average import moving_averages, prepare_moving_averages
 from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.observe.report import BatchShape
 from hf_fsdp_plugin.plan.names import unwrapped
@@ -143,7 +145,10 @@ def evaluation_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kw
     )
     if not is_prepared:
         trainer.model = trainer.model_wrapped = trainer.accelerator.prepare(trainer.model)
-    output = original(*args, **kwargs)
+    with ExitStack() as stack:
+        for callback in moving_averages(trainer):
+            stack.enter_context(callback.evaluating())
+        output = original(*args, **kwargs)
     reshard(trainer.model)
     return output
 
@@ -155,10 +160,11 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
         private.show_loading(trainer.model)
     replicate_parameters_of_losses(trainer)
     session.num_trainings += 1
-    resume = args[0] if args else kwargs.get("resume_from_checkpoint")
+    resume = found = args[0] if args else kwargs.get("resume_from_checkpoint")
     if resume or session.restarts.count:
         found = checkpoint_to_resume(trainer, resume)
         args, kwargs = (found, *args[1:]), {k: v for k, v in kwargs.items() if k != "resume_from_checkpoint"}
+    prepare_moving_averages(trainer, found)
     check = WeightDecayCheck()
     trainer.add_callback(check)
     try:
