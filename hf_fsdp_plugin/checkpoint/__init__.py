@@ -30,6 +30,7 @@ _EXPORTS = {
     "formats.table": ("read_stored_model", "stored_state_dict_type"),
     "io": ("InputFiles",),
     "merging.merge": ("MergeOptions", "Merged", "merge"),
+    "merging.merged_copy": ("with_whole_weights",),
     "merging.output_checks": ("same_elements",),
     "reading.model": ("load_model",),
     "reading.optimizer": ("load_optimizer",),
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.checkpoint.formats.table import read_stored_model, stored_state_dict_type
     from hf_fsdp_plugin.checkpoint.io import InputFiles
     from hf_fsdp_plugin.checkpoint.merging.merge import Merged, MergeOptions, merge
+    from hf_fsdp_plugin.checkpoint.merging.merged_copy import with_whole_weights
     from hf_fsdp_plugin.checkpoint.merging.output_checks import same_elements
     from hf_fsdp_plugin.checkpoint.reading.model import load_model
     from hf_fsdp_plugin.checkpoint.reading.optimizer import load_optimizer

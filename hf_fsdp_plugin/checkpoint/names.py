@@ -46,11 +46,24 @@ REPLACED: Final = ".replaced"
 """Suffix that a commit gives the folder that it replaces, until the commit is complete."""
 MERGING: Final = ".merging"
 """Suffix of the staging folders of merges."""
+MERGED: Final = ".merged-"
+"""Suffix of the merged copies of checkpoints for ``from_pretrained``. A hash follows."""
 
 
 def hidden(path: Path, suffix: str) -> Path:
     """Return the path ``.NAME.SUFFIX`` in the same folder as ``path``."""
     return path.with_name(f".{path.name}{suffix}")
+
+
+def merged_copy(checkpoint: Path, state: str) -> Path:
+    """Return the path of the merged copy of a checkpoint in a certain state."""
+    return hidden(checkpoint, f"{MERGED}{state}")
+
+
+def merged_copies(checkpoint: Path) -> list[Path]:
+    """Return the merged copies of a checkpoint that exist."""
+    prefix = hidden(checkpoint, MERGED).name
+    return [path for path in checkpoint.parent.iterdir() if path.name.startswith(prefix)]
 
 
 def numbered(stem: str, number: int) -> str:

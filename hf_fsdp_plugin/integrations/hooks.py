@@ -153,7 +153,7 @@ _SAVING_HOOKS = (
          until=_WHOLE_TENSORS,
          without="refused"),
     Hook(f"{_ACCELERATOR}.save", "serialization:accelerator_save",
-         reason="Only the main process writes, so the other ranks would continue without the file.",
+         reason="Only the main process writes, so the other ranks would neither gather shards nor refuse them.",
          until=_WHOLE_TENSORS),
     Hook(f"{_MODEL}.save_pretrained", "transformers.save_pretrained:save_pretrained",
          reason="Transformers writes empty tensors or fails for a model that was sharded after loading.",
@@ -277,7 +277,7 @@ _LOADING_HOOKS = (
     Hook("transformers.utils.hub:get_checkpoint_shard_files", "transformers.model_files:get_shard_files",
          reason=_DAMAGED, until=_NAMES_FILES),
     Hook("transformers.modeling_utils:_get_resolved_checkpoint_files", "transformers.model_files:resolve_files",
-         reason=_DAMAGED, until=_NAMES_FILES),
+         reason=f"{_DAMAGED} Checkpoints with shards are not read.", until=_NAMES_FILES),
 )
 
 _TRL_HOOKS = (

@@ -1,13 +1,15 @@
-"""Replacements that refuse to write shards of parameters, or of optimizer state, to a file for whole tensors.
+"""Replacements of functions that write files: they write whole weights, and refuse shards that cannot be gathered.
 
-``torch.save`` writes a ``DTensor`` as the shard of one rank, without an error. Objects without shards are written as
-before. ``torch.distributed.checkpoint`` and the checkpoints of this package write plain tensors, so they are not
-affected.
+``torch.save`` writes a ``DTensor`` as the shard of one rank, without an error. The state dict of a model that FSDP2 has
+sharded is gathered, as it already is under FSDP1. Optimizer state, modules and flat shards are refused. Objects without
+shards are written as before. ``torch.distributed.checkpoint`` and the checkpoints of this package write plain tensors,
+so they are not affected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 
+from hf_fsdp_plugin.backends.arrivals import together
 from hf_fsdp_plugin.backends.shard import sharded_models, sharded_optimizers
 from hf_fsdp_plugin.integrations.state_dicts import FIX
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -25,6 +28,8 @@ _OPTIMIZER_FIX = "call `accelerator.save_state(folder)` on all ranks."
 
 
 def torch_save(original: Callable[..., Any], obj: Any, *args: Any, **kwargs: Any) -> Any:
+    """Write an object with whole weights. Collective if it contains the state dict of a model under FSDP2."""
+    obj = with_whole_weights("torch.save", obj)
     check_no_shards("torch.save", obj)
     return original(obj, *args, **kwargs)
 
@@ -36,9 +41,70 @@ def find_shared_tensors(original: Callable[..., Any], state_dict: Mapping[str, A
 
 
 def accelerator_save(original: Callable[..., Any], accelerator: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-    """Check on every rank, although only the main process writes, so that no rank continues without the file."""
+    """Gather and check on every rank, although only the main process writes: no rank continues without the file."""
+    obj = with_whole_weights("Accelerator.save", obj, keep=accelerator.is_local_main_process)
     check_no_shards("Accelerator.save", obj, dtensors=bool(kwargs.get("safe_serialization")))
     return original(obj, *args, **kwargs)
+
+
+def with_whole_weights(function: str, obj: Any, *, keep: bool = True) -> Any:
+    """Return an object with whole tensors on the CPU instead of the ``DTensor`` weights of sharded models.
+
+    Collective if the object contains any. The state dicts of optimizers and modules are returned unchanged.
+
+    Args:
+        function: the function that writes the object, for messages.
+        keep: whether this rank writes the object. Otherwise its tensors are empty.
+    """
+    meshes = {
+        parameter.device_mesh
+        for model in sharded_models()
+        for parameter in model.parameters()
+        if isinstance(parameter, DTensor)
+    }
+    if not meshes or not any(isinstance(leaf, DTensor) for leaf in _leaves(obj)):
+        return obj
+
+    def gather(tensor: Any) -> Any:
+        # The mesh tells the weights of a model from tensors of the script, also on a rank whose shard is empty.
+        if not isinstance(tensor, DTensor) or tensor.device_mesh not in meshes:
+            return tensor
+        whole = tensor.detach().full_tensor()
+        return whole.cpu() if keep else whole.new_empty(0)
+
+    with together(f"{function} of the weights of a model", fix=FIX):
+        return _replace_leaves(obj, gather)
+
+
+def _leaves(obj: Any) -> Iterator[Any]:
+    """Yield the values in nested containers, without those of the state dicts of optimizers."""
+    waiting, seen = [obj], set()
+    while waiting:
+        value = waiting.pop()
+        if not isinstance(value, MutableMapping | list | tuple):
+            yield value
+        elif id(value) not in seen and not _is_of_optimizer(value):
+            seen.add(id(value))
+            waiting.extend(value.values() if isinstance(value, MutableMapping) else value)
+
+
+def _replace_leaves(obj: Any, replace: Callable[[Any], Any]) -> Any:
+    """Return a copy of nested containers with other values. The state dicts of optimizers are not copied."""
+    if isinstance(obj, MutableMapping):
+        if _is_of_optimizer(obj):
+            return obj
+        copied: Any = copy.copy(obj)  # it keeps the class, and the versions that torch stores as an attribute
+        for key, value in obj.items():
+            copied[key] = _replace_leaves(value, replace)
+        return copied
+    if isinstance(obj, list | tuple):
+        values = [_replace_leaves(value, replace) for value in obj]
+        return type(obj)(*values) if hasattr(obj, "_fields") else type(obj)(values)
+    return replace(obj)
+
+
+def _is_of_optimizer(obj: Any) -> bool:
+    return isinstance(obj, Mapping) and obj.keys() >= {"state", "param_groups"}
 
 
 def check_no_shards(function: str, obj: Any, *, dtensors: bool = False) -> None:

@@ -70,7 +70,29 @@ def train_with_only_models(output_dir: str, **arguments: Any) -> dict[str, Any]:
         "best": trainer.state.best_metric,
         "again": trainer.evaluate()["eval_loss"],
         "best_checkpoint": trainer.state.best_model_checkpoint,
+        "weights": gathered(trainer),
     }
+
+
+def load_own_checkpoint(output_dir: str, **arguments: Any) -> dict[str, Any]:
+    """Train, load the model of the checkpoint on all ranks two times, and again after the checkpoint was replaced."""
+    from transformers import AutoModelForCausalLM
+
+    run = Path(output_dir)
+    results: dict[str, Any] = {"loaded": [], "expected": [], "copies": []}
+    for learning_rate in (1e-3, 1e-2):
+        trainer = make_trainer(
+            output_dir, save_strategy="steps", save_steps=2, max_steps=2, learning_rate=learning_rate, **arguments
+        )
+        trainer.train()
+        expected = gathered(trainer)
+        for _ in range(2):
+            model = AutoModelForCausalLM.from_pretrained(run / "checkpoint-2")
+            results["loaded"].append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+            results["expected"].append(expected)
+            dist.barrier()
+            results["copies"].append({path.name: path.stat().st_ino for path in run.glob(".checkpoint-2.merged-*")})
+    return results
 
 
 def train_adapters(output_dir: str, **arguments: Any) -> dict[str, Any]:

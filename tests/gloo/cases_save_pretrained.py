@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from tiny import MODELS, parallel_config
+from torch.distributed.tensor import DTensor
 from training import adamw, fresh_accelerator, loss_of
 
 import hf_fsdp_plugin as hfp
@@ -144,6 +145,10 @@ def use_state_dicts(folder: str, version: int, strategy: str) -> dict[str, Any]:
     live = run.unwrapped.state_dict()
     results["torch.save"] = codes_of(lambda: torch.save({"model": live, "step": [1, 2]}, path / f"live{run.rank}.pt"))
     results["accelerator.save"] = codes_of(lambda: run.accelerator.save(live, path / "accelerate.pt"))
+    results["accelerator.save"] += codes_of(
+        lambda: run.accelerator.save(live, path / "accelerate.safetensors", safe_serialization=True)
+    )
+    results["unchanged"] = all(isinstance(value, DTensor) == (version == 2) for value in live.values())
     results["safetensors"] = codes_of(lambda: save_file(dict(live), path / f"live{run.rank}.safetensors"))
     parameters = dict(run.model.named_parameters())
     results["parameters"] = codes_of(lambda: torch.save(parameters, path / f"parameters{run.rank}.pt"))
@@ -171,6 +176,8 @@ def call_on_one_rank(version: int) -> dict[str, list[str]]:
     if version == 1:
         calls["state_dict"] = lambda: run.unwrapped.state_dict()
         calls["wrapped_state_dict"] = lambda: run.model.state_dict()
+    else:
+        calls["torch.save"] = lambda: torch.save(run.unwrapped.state_dict(), "never")
     codes = {name: codes_of(call) for name, call in calls.items()} if run.main else {}
     dist.barrier()
     return codes

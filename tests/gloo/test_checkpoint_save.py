@@ -14,7 +14,7 @@ from ranks import Ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hf_fsdp_plugin.checkpoint import verify
+from hf_fsdp_plugin.checkpoint import remove_checkpoint, summarize, verify
 
 SETTINGS = {
     "fsdp2": {"fsdp_version": 2},
@@ -91,6 +91,23 @@ def test_save_only_model_with_load_best_model_at_end(two_ranks: Ranks, tmp_path:
     assert best.parent == tmp_path and best.name in ("checkpoint-2", "checkpoint-4")
     names = {path.name for path in best.iterdir()}
     assert "config.json" in names and not any(name.startswith(("optimizer", "rng_state")) for name in names)
+    assert_same(dict(AutoModelForCausalLM.from_pretrained(best).state_dict()), run["weights"])
+    assert verify(best).ok and summarize(best).kind == "full"
+
+
+@pytest.mark.parametrize(("name", "kind"), [("fsdp1", "SHARDED"), ("fsdp2", "LOCAL"), ("fsdp2-async", "SHARDED")])
+def test_from_pretrained_reads_every_state_dict_type(two_ranks: Ranks, tmp_path: Path, name: str, kind: str) -> None:
+    ranks = two_ranks.run(cases.load_own_checkpoint, str(tmp_path), **arguments(name, kind))
+    for rank in ranks:
+        for loaded in rank["loaded"]:
+            assert loaded.keys() == ranks[0]["loaded"][0].keys()
+        first, again, replaced, last = rank["copies"]
+        assert len(first) == len(replaced) == 1
+        assert first == again and replaced == last and first != replaced, "the copy of an older checkpoint was read"
+    for loaded, expected in zip(ranks[0]["loaded"], ranks[0]["expected"], strict=True):
+        assert_same(loaded, expected)
+    remove_checkpoint(tmp_path / "checkpoint-2")
+    assert not [path for path in tmp_path.iterdir() if "checkpoint-2" in path.name]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")

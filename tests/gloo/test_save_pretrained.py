@@ -107,14 +107,19 @@ def test_state_dict_is_whole_or_refused(two_ranks: Ranks, tmp_path: Path, strate
     assert torch.equal(ranks[0]["module"]["weight"], expected["model.norm.weight"])
     sharded = strategy == "full_shard"
     for result in ranks:
-        for call in ("torch.save", "accelerator.save", "safetensors"):
-            assert result[call] == (["FSDP-E672"] if version == 2 else []), call
-        for call in ("parameters", "optimizer"):
-            assert result[call] == (["FSDP-E672"] if sharded or version == 2 else []), call
+        assert result["torch.save"] == result["accelerator.save"] == [] and result["unchanged"]
+        assert result["safetensors"] == (["FSDP-E672"] if version == 2 else [])
+        assert result["parameters"] == (["FSDP-E672"] if sharded and version == 1 else [])
+        assert result["optimizer"] == (["FSDP-E672"] if sharded or version == 2 else [])
+    for rank in range(2):
+        saved = torch.load(tmp_path / f"live{rank}.pt")
+        assert_equal(saved["model"], expected)
+        assert saved["step"] == [1, 2]
+    assert_equal(torch.load(tmp_path / "accelerate.pt"), expected)
+    assert_equal(load_file(tmp_path / "accelerate.safetensors"), expected)
     if version == 1:
-        assert_equal(torch.load(tmp_path / "live0.pt")["model"], expected)
         assert_equal(load_file(tmp_path / "live0.safetensors"), expected)
-    if sharded:
+    if sharded and version == 1:
         assert not (tmp_path / "parameters0.pt").exists()
 
 

@@ -38,6 +38,7 @@ from hf_fsdp_plugin.checkpoint.names import (
     SAVING,
     accelerate_rng_file,
     hidden,
+    merged_copies,
     trainer_rng_file,
 )
 from hf_fsdp_plugin.checkpoint.visibility import check_visible
@@ -178,7 +179,12 @@ def recover_run(run: Path, prefix: str) -> None:
 
 
 def remove_checkpoint(checkpoint: Path) -> None:
-    """Rename a checkpoint to a staging folder, then delete it, so that no incomplete checkpoint has its name."""
+    """Rename a checkpoint to a staging folder, then delete it, so that no incomplete checkpoint has its name.
+
+    Its merged copies are deleted too.
+    """
+    for copy in merged_copies(checkpoint):
+        shutil.rmtree(copy, ignore_errors=True)
     removed = hidden(checkpoint.with_name(checkpoint.name.removeprefix(".")), f".removed{SAVING}")
     shutil.rmtree(removed, ignore_errors=True)
     checkpoint.rename(removed)

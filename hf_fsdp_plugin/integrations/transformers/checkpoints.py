@@ -64,11 +64,10 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
             original(model, trial)
         save_averages(prepared_models(trainer.accelerator), save.folder)
         _rename_best(trainer, staged=save.folder, final=final)
-    kind, step = plugin.state_dict_kind, trainer.state.global_step
     manifest = manifest_of(
         trainer.model,
-        kind,
-        step=step,
+        "full" if trainer.args.save_only_model else plugin.state_dict_kind,
+        step=trainer.state.global_step,
         asynchronous=asynchronous,
         batch=_batch(trainer),
         run=run_fact(),
@@ -127,7 +126,8 @@ def save_model(
     folder = Path(output_dir if output_dir is not None else trainer.args.output_dir)
     if manager.open_save(folder) is not None:
         _write_companions(trainer, folder)
-        kind = plugin.state_dict_kind
+        # A checkpoint without optimizer state is not resumed, but loaded with `from_pretrained`.
+        kind = "full" if trainer.args.save_only_model else plugin.state_dict_kind
         if kind == "full" and (_stores_adapters(trainer) or private.overrides_save(trainer)):
             kind = "sharded"  # the file for `from_pretrained` is written by PEFT, or by the Trainer's own method
         manager.save_model(trainer.model, folder, kind, adapter_only=_is_peft(trainer))

@@ -1,4 +1,7 @@
-"""``from_pretrained`` with damaged files: all ranks raise one error that names file and tensor, before they load."""
+"""The files that ``from_pretrained`` reads: a checkpoint of any state dict type, and errors about damaged files.
+
+All ranks raise one error that names file and tensor, before they load.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,10 @@ from hf_fsdp_plugin.checkpoint import (
     raise_shape_mismatches,
     read_model_headers,
     required_names,
+    with_whole_weights,
 )
 from hf_fsdp_plugin.integrations.environment import has_fsdp_settings
+from hf_fsdp_plugin.integrations.save_calls import bind_call
 from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, SpecError
 
@@ -111,10 +116,17 @@ def get_shard_files(
 
 
 def resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Find the files of a model, and read their headers."""
+    """Find the files of a model, which may be those of a merged copy of a checkpoint, and read their headers."""
     load_failures.close()  # this rank tries another load, or the next one
-    files, metadata = original(*args, **kwargs)
-    if has_fsdp_settings() and files:
+    if not has_fsdp_settings():
+        return original(*args, **kwargs)
+    call = bind_call(original, args, kwargs)
+    source = call["pretrained_model_name_or_path"]
+    if source is not None and os.path.isdir(source) and not call["gguf_file"]:
+        with raised_everywhere():
+            call["pretrained_model_name_or_path"] = os.fspath(with_whole_weights(Path(source)))
+    files, metadata = original(**call)
+    if files:
         with raised_everywhere():
             headers.read(files)
     return files, metadata
