@@ -137,8 +137,9 @@ def _importers(hook: Hook, function: Any) -> list[ModuleType]:
     """
     if hook.class_name or function.__module__ != hook.module:
         return []
-    modules = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType) and not _is_own(m)]
-    return [m for m in modules if m.__name__ != hook.module and vars(m).get(hook.name) is function]
+    name = hook.name
+    modules = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType) and vars(m).get(name) is function]
+    return [m for m in modules if m.__name__ != hook.module and not _is_own(m)]
 
 
 def _is_own(module: ModuleType) -> bool:

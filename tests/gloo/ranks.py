@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -99,6 +101,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+    num_modules = 0
     while True:
         try:
             module, name, args, kwargs = pipe.recv()
@@ -116,6 +119,11 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
         except BaseException:
             reply = (False, traceback.format_exc())
         before.restore_environment()
+        if len(sys.modules) > num_modules + 50:
+            # Accelerate collects garbage in each training: without this, among the objects of all imported modules.
+            gc.collect()
+            gc.freeze()
+            num_modules = len(sys.modules)
         pipe.send(reply)
 
 

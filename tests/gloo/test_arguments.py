@@ -116,7 +116,7 @@ WAITING = """
 
 
 @pytest.mark.parametrize(
-    ("efficient", "order"), [("true", "accelerator first"), ("true", "state first"), slow("false", "state first")]
+    ("efficient", "order"), [("true", "accelerator first"), slow("true", "state first"), slow("false", "state first")]
 )
 def test_timeout_of_handler_ends_a_collective(tmp_path: Path, efficient: str, order: str) -> None:
     """RAM-efficient loading and `PartialState()` start the process group before the script gives a time-out."""

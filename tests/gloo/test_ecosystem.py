@@ -16,18 +16,12 @@ from ecosystem.model import VERSIONS, Case
 from ecosystem.results import SKIPPED, find_missing, is_expected, run_behaviors, run_case
 from ecosystem.runs import Suite
 
-# Case -> the FSDP version under which it is one of the quick tests. Each needs some 20 seconds for two runs.
-QUICK = {
-    "save_pretrained with state_dict": 1,
-}
-# Behaviors that run in one start of the ranks per version.
+# Quick, because they run in one start of the ranks per version.
 QUICK_BEHAVIORS = (
     "models: gpt neox",
     "models: albert",
-    "trainer: early stopping",
     "trainer: label smoothing",
     "trainer: curriculum of two trainers",
-    "loops: accumulate with a rest",
     "loops: batch norm statistics",
 )
 
@@ -45,13 +39,14 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
 
 def _parameters() -> list:
     return [
-        pytest.param(case, version, marks=[] if QUICK.get(case.name) == version else pytest.mark.slow)
+        pytest.param(case, version)
         for case in CASES
         for version in case.versions
         if not find_missing(case, Suite(work=Path()))
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "version"), _parameters(), ids=lambda value: getattr(value, "name", f"fsdp{value}"))
 def test_script_runs_unchanged(suite: Suite, case: Case, version: int) -> None:
     row = run_case(case, suite, version)
@@ -70,5 +65,4 @@ def test_behaviors_equal_two_unsharded_ranks(suite: Suite) -> None:
 
 
 def test_quick_cases_exist() -> None:
-    assert QUICK.keys() <= {case.name for case in CASES}
     assert set(QUICK_BEHAVIORS) <= {behavior.name for behavior in BEHAVIORS}

@@ -15,7 +15,7 @@ from hangs import EXPECTED, WAYS, provoke, train_healthily  # type: ignore[impor
 
 from hf_fsdp_plugin.cli.exit_codes import HANG
 
-QUICK = {("sleep", 1, "loop"), ("skip", 2, "loop")}
+QUICK = {("sleep", 1, "loop")}  # a skipped call under FSDP2: test_rank_watch.py
 CASES = [(kind, version, way) for kind in EXPECTED for version in (1, 2) for way in WAYS.get(kind, ("loop", "trainer"))]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from json_schema import assert_valid
 from launching import environment, finish, write
+from matrices import slow
 
 PROFILE = [sys.executable, "-m", "hf_fsdp_plugin.cli.main", "profile", "--config_file", "fsdp.yaml", "--json"]
 SCRIPT = """
@@ -65,7 +66,7 @@ def start(
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[slow(1), 2])
 def profiled(request, tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     """A profile of FSDP1 without and of FSDP2 with a reduction of the gradients after each micro-batch."""
     folder, sync = tmp_path_factory.mktemp(f"profile_{request.param}"), request.param == 2

@@ -78,7 +78,7 @@ def slow(*values: Any) -> Any:
     [
         ("torchrun", 2),
         slow("torchrun", 1),
-        ("accelerate", 1),
+        slow("accelerate", 1),
         slow("accelerate", 2),
         slow("hf-fsdp", 1),
         slow("hf-fsdp", 2),
