@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ecosystem.cases import accelerate, documented, transformers, trl
+from ecosystem.cases import accelerate, documented, swift, transformers, trl
 from ecosystem.model import Case
 
 CASES: list[Case] = [
@@ -11,4 +11,5 @@ CASES: list[Case] = [
     *accelerate.TESTS,
     *transformers.CASES,
     *accelerate.EXAMPLES,
+    *swift.CASES,
 ]
