@@ -46,7 +46,8 @@ esac
 train() {
   "$VENV/bin/hf-fsdp" launch --config_file "$config" --fsdp_version 2 --num_processes 2 --mixed_precision "$precision" \
     --cpu scripts/train_causal_lm.py --use_cpu --bf16 "$bf16" --output_dir "$out" --max_length 128 \
-    --per_device_train_batch_size 2 --learning_rate 1e-4 --lr_scheduler_type constant --eval_strategy steps --eval_steps 10 --save_strategy steps --save_steps "$steps" "$@"
+    --per_device_train_batch_size 2 --learning_rate 1e-4 --lr_scheduler_type constant --eval_strategy steps \
+    --eval_steps 10 --save_strategy steps --save_steps "$steps" "$@"
 }
 
 echo "[2/5] checking $config"
