@@ -69,7 +69,7 @@ def with_whole_weights(function: str, obj: Any, *, keep: bool = True) -> Any:
         # The mesh tells the weights of a model from tensors of the script, also on a rank whose shard is empty.
         if not isinstance(tensor, DTensor) or tensor.device_mesh not in meshes:
             return tensor
-        whole = tensor.detach().full_tensor()
+        whole = tensor.full_tensor().detach()
         return whole.cpu() if keep else whole.new_empty(0)
 
     with together(f"{function} of the weights of a model", fix=FIX):
