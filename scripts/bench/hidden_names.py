@@ -47,7 +47,16 @@ def _hide_in_module(module: types.ModuleType, names: Collection[str]) -> None:
                 raise _refuse(self, name)
             return super().__getattribute__(name)
 
-    module.__class__ = Hiding
+        def __getattr__(self, name: str) -> Any:  # the modules of torch's configuration have one, which is asked next
+            if name in names and _asked_by_package():
+                raise _refuse(self, name)
+            inherited = getattr(super(), "__getattr__", None)
+            if inherited is None:
+                raise _refuse(self, name)
+            return inherited(name)
+
+    # Those modules also have a `__setattr__`, which refuses this name.
+    types.ModuleType.__setattr__(module, "__class__", Hiding)
 
 
 def _hide_in_class(cls: type, name: str) -> None:

@@ -250,14 +250,20 @@ def main() -> int:
         print(f"{results[-1]['outcome']:18} {row['target']} ({results[-1]['seconds']} s)", flush=True)
         if detail := results[-1].get("detail") or results[-1].get("error"):
             print(detail, flush=True)
+    machine = describe_machine()
     if args.only and args.out.exists():
         tried = {result["target"] for result in results}
-        earlier = json.loads(args.out.read_text(encoding="utf-8"))["names"]
+        earlier = json.loads(args.out.read_text(encoding="utf-8"))
         known = {row["target"] for row in all_rows()}
-        results += [row for row in earlier if row["target"] in known - tried]
+        results += [row for row in earlier["names"] if row["target"] in known - tried]
+        for name, value in earlier["versions"].items():  # of the results that are kept
+            if machine["versions"].get(name) not in value.split(" and "):
+                machine["versions"][name] = f"{value} and {machine['versions'].get(name)}"
+            else:
+                machine["versions"][name] = value
     counts = dict(Counter(result["outcome"] for result in results))
     print(counts)
-    args.out.write_text(json.dumps({**describe_machine(), "counts": counts, "names": results}, indent=1) + "\n")
+    args.out.write_text(json.dumps({**machine, "counts": counts, "names": results}, indent=1) + "\n")
     return 1 if set(counts) & {"fails", "hangs", "not hidden"} else 0
 
 
