@@ -25,5 +25,6 @@ CASES = [
         model="causal_lm",
         start="qwen3",
         saved="out/checkpoint-4",
+        note="ms-swift 4.6.0 with transformers 5.19.0, which is the newest that it accepts.",
     )
 ]
