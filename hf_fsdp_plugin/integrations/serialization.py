@@ -62,7 +62,7 @@ def with_whole_weights(function: str, obj: Any, *, keep: bool = True) -> Any:
         for parameter in model.parameters()
         if isinstance(parameter, DTensor)
     }
-    if not meshes or not any(isinstance(leaf, DTensor) for leaf in _leaves(obj)):
+    if not meshes or not any(isinstance(tensor, DTensor) for _, tensor in _tensors(obj, skip=_is_written_as_it_is)):
         return obj
 
     def gather(tensor: Any) -> Any:
@@ -76,23 +76,11 @@ def with_whole_weights(function: str, obj: Any, *, keep: bool = True) -> Any:
         return _replace_leaves(obj, gather)
 
 
-def _leaves(obj: Any) -> Iterator[Any]:
-    """Yield the values in nested containers, without those of the state dicts of optimizers."""
-    waiting, seen = [obj], set()
-    while waiting:
-        value = waiting.pop()
-        if not isinstance(value, MutableMapping | list | tuple):
-            yield value
-        elif id(value) not in seen and not _is_of_optimizer(value):
-            seen.add(id(value))
-            waiting.extend(value.values() if isinstance(value, MutableMapping) else value)
-
-
 def _replace_leaves(obj: Any, replace: Callable[[Any], Any]) -> Any:
-    """Return a copy of nested containers with other values. The state dicts of optimizers are not copied."""
+    """Return a copy of nested containers with other values, except what :func:`_is_written_as_it_is`."""
+    if _is_written_as_it_is(obj):
+        return obj
     if isinstance(obj, MutableMapping):
-        if _is_of_optimizer(obj):
-            return obj
         copied: Any = copy.copy(obj)  # it keeps the class, and the versions that torch stores as an attribute
         for key, value in obj.items():
             copied[key] = _replace_leaves(value, replace)
@@ -103,8 +91,9 @@ def _replace_leaves(obj: Any, replace: Callable[[Any], Any]) -> Any:
     return replace(obj)
 
 
-def _is_of_optimizer(obj: Any) -> bool:
-    return isinstance(obj, Mapping) and obj.keys() >= {"state", "param_groups"}
+def _is_written_as_it_is(obj: Any) -> bool:
+    """Whether an object is a module or the state dict of an optimizer, in which tensors cannot be exchanged."""
+    return isinstance(obj, nn.Module) or (isinstance(obj, Mapping) and obj.keys() >= {"state", "param_groups"})
 
 
 def check_no_shards(function: str, obj: Any, *, dtensors: bool = False) -> None:
@@ -162,8 +151,8 @@ def _flat_storages(models: list[nn.Module]) -> Iterator[int]:
                     yield value.untyped_storage().data_ptr()
 
 
-def _tensors(obj: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in nested containers and modules, with a name for messages."""
+def _tensors(obj: Any, skip: Callable[[Any], bool] = lambda _: False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in nested containers and modules, with a name for messages. ``skip``: what is not entered."""
     waiting: list[tuple[str, Any]] = [("", obj)]
     seen: set[int] = set()
     while waiting:
@@ -171,7 +160,11 @@ def _tensors(obj: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if isinstance(value, torch.Tensor):
             yield name or "a tensor", value
             continue
-        if not isinstance(value, Mapping | list | tuple | set | frozenset | nn.Module) or id(value) in seen:
+        if (
+            not isinstance(value, Mapping | list | tuple | set | frozenset | nn.Module)
+            or id(value) in seen
+            or skip(value)
+        ):
             continue
         seen.add(id(value))
         if isinstance(value, nn.Module):

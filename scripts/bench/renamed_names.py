@@ -257,10 +257,7 @@ def main() -> int:
         known = {row["target"] for row in all_rows()}
         results += [row for row in earlier["names"] if row["target"] in known - tried]
         for name, value in earlier["versions"].items():  # of the results that are kept
-            if machine["versions"].get(name) not in value.split(" and "):
-                machine["versions"][name] = f"{value} and {machine['versions'].get(name)}"
-            else:
-                machine["versions"][name] = value
+            machine["versions"][name] = " and ".join(dict.fromkeys([*value.split(" and "), machine["versions"][name]]))
     counts = dict(Counter(result["outcome"] for result in results))
     print(counts)
     args.out.write_text(json.dumps({**machine, "counts": counts, "names": results}, indent=1) + "\n")

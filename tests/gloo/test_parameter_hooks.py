@@ -8,7 +8,7 @@ import cases_parameter_hooks as cases
 import pytest
 from matrices import slow
 from ranks import Ranks
-from tiny import parallel_config
+from tiny import OTHER_UNITS, parallel_config
 from training import assert_same_training, assert_same_weights
 
 VERSIONS = pytest.mark.parametrize("version", [1, 2])
@@ -19,9 +19,7 @@ VERSIONS = pytest.mark.parametrize("version", [1, 2])
     "settings",
     [
         {},
-        {"fsdp_activation_checkpointing": True},
-        {"fsdp_auto_wrap_policy": "NO_WRAP"},
-        {"fsdp_sharding_strategy": "SHARD_GRAD_OP"},
+        *OTHER_UNITS,
         slow({"fsdp_offload_params": True}),
     ],
     ids=str,

@@ -9,7 +9,7 @@ from typing import Any
 import cases_user_code as cases
 import pytest
 from ranks import Ranks
-from tiny import parallel_config
+from tiny import OTHER_UNITS, parallel_config
 from training import assert_same_weights
 
 VERSIONS = pytest.mark.parametrize("version", [1, 2])
@@ -30,9 +30,7 @@ def test_edits_of_whole_parameters_equal_one_process(two_ranks: Ranks, name: str
 @pytest.mark.parametrize(
     "settings",
     [
-        {"fsdp_activation_checkpointing": True},
-        {"fsdp_auto_wrap_policy": "NO_WRAP"},
-        {"fsdp_sharding_strategy": "SHARD_GRAD_OP"},
+        *OTHER_UNITS,
         {"fsdp_sharding_strategy": "NO_SHARD"},
         {"fsdp_offload_params": True},
         {"fsdp_ignored_modules": "model.embed_tokens"},

@@ -112,6 +112,14 @@ def my_part(batch: dict[str, torch.Tensor], rank: int, world_size: int) -> dict[
     return {key: value.chunk(world_size)[rank] for key, value in batch.items()}
 
 
+OTHER_UNITS: list[dict[str, Any]] = [
+    {"fsdp_activation_checkpointing": True},
+    {"fsdp_auto_wrap_policy": "NO_WRAP"},
+    {"fsdp_sharding_strategy": "SHARD_GRAD_OP"},
+]
+"""Settings with which units are other modules, or gather and free their parameters at other times."""
+
+
 def parallel_config(strategy: str, version: int, world_size: int, **settings: Any) -> dict[str, Any]:
     """An Accelerate config as a dict. Hybrid strategies have a shard axis of size 2."""
     config: dict[str, Any] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import time
 from pathlib import Path
 from typing import Final
@@ -25,6 +24,7 @@ from hf_fsdp_plugin.checkpoint.names import (
     numbered,
     safetensors_file,
 )
+from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 
 _IN_USE: Final = "FSDP-E485"
@@ -50,6 +50,10 @@ def with_whole_weights(folder: Path) -> Path:
     if not folder.is_dir() or stored_state_dict_type(folder) not in ("sharded", "local"):
         return folder
     copy = merged_copy(folder, _state_of(folder))
+    if not copy.is_dir():
+        message = f"from_pretrained cannot read the shards of {folder}: they are merged into {copy}, which it reads."
+        fix = "For a folder that can be moved, use `hf-fsdp export`; save_only_model=True writes whole weights."
+        print_once(Problem(code="FSDP-N436", message=message, fix=fix))
     while not copy.is_dir():
         try:
             _write(folder, copy)
@@ -68,13 +72,12 @@ def _state_of(folder: Path) -> str:
 
 
 def _write(folder: Path, copy: Path) -> None:
-    note = f"from_pretrained cannot read the shards of {folder}: they are merged into {copy}, which it reads."
-    fix = "For a folder that can be moved, use `hf-fsdp export`; save_only_model=True writes whole weights."
-    print(f"hf-fsdp: {Problem(code='FSDP-N436', message=note, fix=fix)}", file=sys.stderr, flush=True)
     try:
         merge(folder, copy, MergeOptions())
     except OSError as error:
-        message = f"cannot be written, so from_pretrained cannot read the shards of {folder}: {error.strerror}."
+        message = (
+            f"cannot be written, so from_pretrained cannot read the shards of {folder}: {error.strerror or error}."
+        )
         fix = f"Run `hf-fsdp merge {folder} OUT`, with OUT on another disk, and pass OUT to from_pretrained."
         raise CheckpointError([problem("FSDP-E437", copy, message, fix)]) from error
     for old in merged_copies(folder):

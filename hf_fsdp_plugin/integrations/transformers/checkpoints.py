@@ -43,6 +43,7 @@ from hf_fsdp_plugin.integrations.transformers.progress import without_progress_b
 from hf_fsdp_plugin.integrations.transformers.save_pretrained import is_stored_differently
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.names import unwrapped
+from hf_fsdp_plugin.spec.model import StateDictKind
 
 
 @if_sharded
@@ -66,7 +67,7 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
         _rename_best(trainer, staged=save.folder, final=final)
     manifest = manifest_of(
         trainer.model,
-        "full" if trainer.args.save_only_model else plugin.state_dict_kind,
+        _kind_of_checkpoints(trainer),
         step=trainer.state.global_step,
         asynchronous=asynchronous,
         batch=_batch(trainer),
@@ -74,6 +75,12 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
         adapter_only=_is_peft(trainer),
     )
     manager.finish(save, manifest, after=lambda: _rotate(trainer, run, final))
+
+
+def _kind_of_checkpoints(trainer: Any) -> StateDictKind:
+    """Return the state dict type of checkpoints. Those without optimizer state are loaded with `from_pretrained`."""
+    kind: StateDictKind = trainer.accelerator.state.fsdp_plugin.state_dict_kind
+    return "full" if trainer.args.save_only_model else kind
 
 
 def _rename_best(trainer: Any, *, staged: Path, final: Path) -> None:
@@ -122,12 +129,10 @@ def save_model(
     original: Callable[..., Any], trainer: Any, output_dir: str | None = None, _internal_call: bool = False
 ) -> Any:
     """Write the model and its companions to an open checkpoint or a Hugging Face folder. Collective."""
-    plugin: PlannedFsdpPlugin = trainer.accelerator.state.fsdp_plugin
     folder = Path(output_dir if output_dir is not None else trainer.args.output_dir)
     if manager.open_save(folder) is not None:
         _write_companions(trainer, folder)
-        # A checkpoint without optimizer state is not resumed, but loaded with `from_pretrained`.
-        kind = "full" if trainer.args.save_only_model else plugin.state_dict_kind
+        kind = _kind_of_checkpoints(trainer)
         if kind == "full" and (_stores_adapters(trainer) or private.overrides_save(trainer)):
             kind = "sharded"  # the file for `from_pretrained` is written by PEFT, or by the Trainer's own method
         manager.save_model(trainer.model, folder, kind, adapter_only=_is_peft(trainer))

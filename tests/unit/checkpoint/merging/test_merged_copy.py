@@ -37,6 +37,7 @@ def test_many_readers_share_one_copy(checkpoint: Path, capfd: pytest.CaptureFixt
     for reader in readers:
         reader.join()
     assert len(found) == 8 and len(set(found)) == 1
+    assert capfd.readouterr().err.count("FSDP-N436") == 1
     assert_same(read(found[0]), TENSORS)
 
 
