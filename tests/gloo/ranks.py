@@ -8,14 +8,16 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from leaks import ProcessState, leaks_since
 
 CASE_TIMEOUT_S = 560
+AFTER_FAILURE_S = 60
 _LIBRARY_VARIABLES = (
     "ACCELERATE_USE_FSDP",  # set by Accelerator if it has an FSDP plugin
     "FSDP_CPU_RAM_EFFICIENT_LOADING",  # set by FullyShardedDataParallelPlugin and TrainingArguments
@@ -65,22 +67,36 @@ class Ranks:
                 code = self._processes[rank].exitcode
                 self.stop()
                 raise RankError(f"rank {rank} ended with exit code {code} after the case before") from None
-        results, failures = [], []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(CASE_TIMEOUT_S):
-                self.stop()
-                raise RankError(f"rank {rank} did not answer within {CASE_TIMEOUT_S} s: a collective may hang")
-            try:
-                ok, value = pipe.recv()
-            except EOFError:
-                self._processes[rank].join(10)
-                code = self._processes[rank].exitcode
-                self.stop()
-                raise RankError(f"rank {rank} ended with exit code {code}") from None
-            (results if ok else failures).append(value if ok else f"rank {rank}:\n{value}")
+        replies = self._replies()
+        failures = [f"rank {rank}:\n{value}" for rank, (ok, value) in sorted(replies.items()) if not ok]
         if failures:
             raise RankError("\n".join(failures))
-        return results
+        return [replies[rank][1] for rank in range(self.world_size)]
+
+    def _replies(self) -> dict[int, tuple[bool, Any]]:
+        """Wait for all ranks, and after the first failure only for ``AFTER_FAILURE_S``: the others may hang in a
+        collective with the failed rank.
+        """
+        replies: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + CASE_TIMEOUT_S
+        while len(replies) < self.world_size:
+            pending = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in replies}
+            ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.stop()
+                return replies | dict.fromkeys(pending.values(), (False, "did not answer: a collective may hang"))
+            for pipe in ready:
+                rank = pending[pipe]
+                try:
+                    replies[rank] = pipe.recv()
+                except EOFError:
+                    self._processes[rank].join(10)
+                    code = self._processes[rank].exitcode
+                    self.stop()
+                    raise RankError(f"rank {rank} ended with exit code {code}") from None
+                if not replies[rank][0]:
+                    deadline = min(deadline, time.monotonic() + AFTER_FAILURE_S)
+        return replies
 
     def stop(self) -> None:
         for process in self._processes:

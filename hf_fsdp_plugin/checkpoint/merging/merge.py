@@ -55,6 +55,7 @@ def merge(checkpoint: Path, out: Path, options: MergeOptions, progress: Progress
     check_space(out, job.plan.num_bytes)
     with MergeStaging(out) as staging, job.config_check() as check:
         try:
+            check_places(checkpoint, out, force=options.force)  # another merge may have finished since the first check
             return job.run(staging, check)
         except CheckpointError:  # a retry with the same input would fail again
             staging.discard()

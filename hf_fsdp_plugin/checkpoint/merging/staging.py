@@ -40,15 +40,29 @@ class MergeStaging:
         self._fingerprint = ""
 
     def __enter__(self) -> MergeStaging:
+        while not self._lock_folder():
+            pass  # another merge renamed or removed the folder before it was locked here
+        return self
+
+    def _lock_folder(self) -> bool:
+        """Lock the folder. Return whether the locked folder is still at its path."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.folder, os.O_RDONLY)
+        try:
+            self._lock = os.open(self.folder, os.O_RDONLY)
+        except FileNotFoundError:
+            return False
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(self._lock), self.folder.stat()):
+                return True
         except BlockingIOError:
             os.close(self._lock)
             fix = "Wait for it, or give another output folder."
             refuse("FSDP-E485", self.folder, "is in use by another merge.", fix)
-        return self
+        except FileNotFoundError:
+            pass
+        os.close(self._lock)
+        return False
 
     def __exit__(self, *_: object) -> None:
         os.close(self._lock)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,26 @@ def test_concurrent_merge_is_refused(checkpoint: Path, out: Path) -> None:
     with MergeStaging(out), pytest.raises(CheckpointError, match="FSDP-E485"):
         merge(checkpoint, out, MergeOptions())
     merge(checkpoint, out, MergeOptions())
+
+
+def test_merge_that_finishes_before_the_lock_is_kept(
+    checkpoint: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second merge opens the folder of the first, which is renamed to ``OUT`` before the second one locks it."""
+    flock, others = fcntl.flock, [merge]
+
+    def after_the_other_merge(lock: int, operation: int) -> None:
+        if others:
+            others.pop()(checkpoint, out, MergeOptions())
+        flock(lock, operation)
+
+    monkeypatch.setattr(fcntl, "flock", after_the_other_merge)
+    with pytest.raises(CheckpointError, match="FSDP-E481"):
+        merge(checkpoint, out, MergeOptions())
+    assert_same(read(out), TENSORS)
+    assert not staging_path(out).exists()
+    with MergeStaging(out) as staging:
+        assert staging.folder.is_dir()
 
 
 def test_old_and_new_output_are_kept_after_interrupt(checkpoint: Path, out: Path) -> None:
