@@ -8,6 +8,7 @@ import torch, so that the launcher reads the table without loading torch.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -82,6 +83,10 @@ class Device:
         # Linux reports KiB, macOS bytes (getrusage(2) of each).
         return peak if sys.platform == "darwin" else peak * 1024
 
+    def total_memory(self) -> int | None:
+        """Memory of the current device in bytes, on the CPU that of the machine; ``None`` if it is unknown."""
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
     def set_rng_state(self, state: torch.Tensor) -> None:
         """Restore the random number generator of the current device from what torch's ``get_rng_state`` returned."""
         import torch
@@ -126,6 +131,12 @@ class Accelerator(Device):
 
     def peak_memory(self) -> int:
         return self._module.max_memory_allocated()
+
+    def total_memory(self) -> int | None:
+        try:
+            return int(self._module.get_device_properties(self.current_index()).total_memory)
+        except (AttributeError, RuntimeError):  # not every device type has these properties
+            return None
 
     def set_rng_state(self, state: torch.Tensor) -> None:
         self._module.set_rng_state(state)

@@ -3,6 +3,7 @@
 #
 #   bash scripts/test.sh                  all checks
 #   bash scripts/test.sh tests/unit -x    pytest alone, with these arguments
+#   bash scripts/test.sh -m slow          the combinations and long runs that the quick set omits (hours)
 #
 # Creates .venv on the first run. Environment variables: VENV, PYTHON, TORCH (see scripts/environment.sh), WORKERS
 # (number of test files that run at the same time, default 2; 0: one process).
@@ -11,7 +12,7 @@ cd "$(dirname "$0")/.."
 
 case "${1:-}" in
   -h | --help)
-    sed -n '2,8s/^# \{0,1\}//p' "$0"
+    sed -n '2,9s/^# \{0,1\}//p' "$0"
     exit 0
     ;;
 esac

@@ -72,18 +72,43 @@ def apply_activation_checkpointing(plan: FsdpPlan, model: nn.Module) -> None:
     wrap: Callable[[nn.Module], nn.Module] = partial(checkpoint_wrapper, preserve_rng_state=True)
     if activation.checkpointing == "selective":
         wrap = partial(checkpoint_wrapper, context_fn=save_every_second_matmul)
+    can_drop_cache = True
     for unit in plan.units:
         if not unit.from_policy:
             continue
         for name in unit.modules:
             module = model.get_submodule(name)
             wrapped = wrap(module)
+            wrapped.register_forward_pre_hook(_without_cache, with_kwargs=True)
+            can_drop_cache &= _takes_cache_by_keyword(module)
             if activation.offload:
                 wrapped = ActivationOffload(wrapped, device_type=plan.device_type)
             replace_module(model, module, wrapped)
-    for config in configs_with_cache(model):
-        # The recompute would append to the key-value cache again, and shapes would not match.
-        config.use_cache = False
+    if not can_drop_cache:
+        for config in configs_with_cache(model):
+            config.use_cache = False
+
+
+_CACHE_ARGUMENTS = frozenset({"cache", "past_key_values", "layer_past"})
+"""Names of the key-value cache in the layers of Transformers 5.17 to 5.24."""
+
+
+def _takes_cache_by_keyword(module: nn.Module) -> bool:
+    """Whether Transformers passes the cache to a layer under a known name, as its own checkpointing requires."""
+    return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
+
+
+def _without_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a checkpointed layer without the key-value cache, to which the recompute would append again.
+
+    The model keeps the cache: without one, Transformers reads the position ids in each forward, to find packed
+    sequences, and the host waits for the device.
+    """
+    if not torch.is_grad_enabled():
+        return None
+    if kwargs.get("use_cache"):
+        kwargs["use_cache"] = False
+    return args, kwargs | dict.fromkeys(_CACHE_ARGUMENTS & kwargs.keys())
 
 
 def configs_with_cache(model: nn.Module) -> list[Any]:

@@ -11,8 +11,6 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ADDED = 1 << 15
 _ADDED_ON_ACCELERATOR = 1 << 24
 """Elements that are added at a time, of which torch makes a copy with 8 bytes each."""
-_WITH_HASHES = ("cpu", "cuda")
-"""Device types for which torch 2.13 has ``hash_tensor``, from ``native_functions.yaml``."""
 
 
 def sum_bits(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
@@ -25,22 +23,30 @@ def sum_bits(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
         tensor = tensor.detach()
         if type(tensor) is not torch.Tensor or tensor.element_size() not in INTEGERS or tensor.is_meta:
             return None
-        integers = tensor.contiguous().view(-1).view(INTEGERS[tensor.element_size()])
-        # torch makes a copy of 64-bit integers first. On the CPU a small one stays in the processor's cache, and leaves
-        # no hole between the shards in memory. numpy needs none, but FSDP1 cannot resize a storage that numpy has seen.
-        size = _ADDED if integers.device.type == "cpu" else _ADDED_ON_ACCELERATOR
-        parts = integers.split(size) if integers.numel() else [integers]
-        for part in parts:
-            added = part.sum(dtype=torch.int64)
-            total = added if total is None else total + added.to(total.device)
+        added = _sum(tensor.contiguous().view(-1).view(INTEGERS[tensor.element_size()]))
+        total = added if total is None else total + added.to(total.device)
+    return total
+
+
+def _sum(integers: torch.Tensor) -> torch.Tensor:
+    # torch makes a copy of 64-bit integers first. On the CPU a small one stays in the processor's cache, and leaves
+    # no hole between the shards in memory. numpy needs none, but FSDP1 cannot resize a storage that numpy has seen.
+    size = _ADDED if integers.device.type == "cpu" else _ADDED_ON_ACCELERATOR
+    parts = integers.split(size) if integers.numel() else [integers]
+    total = parts[0].sum(dtype=torch.int64)
+    for part in parts[1:]:
+        total += part.sum(dtype=torch.int64)
     return total
 
 
 def hash_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a hash of a tensor's bits as an int64 scalar, on its device or, if that has no kernel, on the CPU."""
+    """Return a hash of a tensor's bits as an int64 scalar on its device; the sum of its bits if that has no kernel."""
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.element_size() in INTEGERS:  # torch has no kernel for complex numbers, fp8 and unsigned integers
         tensor = tensor.contiguous().view(INTEGERS[tensor.element_size()])
-    return torch.hash_tensor(tensor if tensor.device.type in _WITH_HASHES else tensor.cpu()).view(torch.int64)
+    try:
+        return torch.hash_tensor(tensor).view(torch.int64)
+    except NotImplementedError:  # torch 2.13 has kernels for CPU and CUDA
+        return _sum(tensor.reshape(-1))

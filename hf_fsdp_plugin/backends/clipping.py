@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Placement
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.torch_private import fsdp1
 from hf_fsdp_plugin.torch_private.functions import scale_tensors, tensor_norms
+from hf_fsdp_plugin.torch_private.process_groups import supports_cpu
 
 # The same constant as in torch's clip_grads_with_norm_.
 _EPSILON = 1e-6
@@ -95,11 +96,13 @@ def _groups(models: Sequence[nn.Module], parameters: Iterable[nn.Parameter]) -> 
             if layout not in known:
                 known[layout] = _shards_of(*layout)
             over, device = known[layout]
+            device = _norm_device(over, parameter, device)
             gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         else:
             over, device = flat.get(id(parameter), ((), None))
             if device is None and fsdp1.is_flattened(parameter):
                 raise SpecError([_PARAMETER_OF_OTHER_MODEL])
+            device = _norm_device(over, parameter, device)
         if over not in groups:
             groups[over] = _Group(process_groups=over, device=device)
         group = groups[over]
@@ -108,6 +111,15 @@ def _groups(models: Sequence[nn.Module], parameters: Iterable[nn.Parameter]) -> 
         if gradient is not None and gradient.numel():  # an empty tensor has no largest magnitude
             group.gradients.append(torch.view_as_real(gradient) if gradient.is_complex() else gradient)
     return list(groups.values())
+
+
+def _norm_device(
+    over: tuple[dist.ProcessGroup, ...], parameter: torch.Tensor, device: torch.device | None
+) -> torch.device | None:
+    """Return where norms are added up: in host memory for offloaded gradients, which the device need not wait for."""
+    if parameter.device.type == "cpu" and all(supports_cpu(group) for group in over):
+        return parameter.device
+    return device
 
 
 def _shards_of(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> _Shards:
@@ -136,7 +148,11 @@ def _norm(group: _Group, norm_type: float) -> torch.Tensor:
     norm = torch.zeros((), dtype=group.dtype, device=device)
     if group.gradients:
         norms = tensor_norms(group.gradients, norm_type, group.dtype)
-        norm = torch.linalg.vector_norm(torch.stack([one.to(device) for one in norms]), norm_type)
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for one in norms:
+            by_device.setdefault(one.device, []).append(one)
+        stacked = [torch.stack(each).to(device) for each in by_device.values()]
+        norm = torch.linalg.vector_norm(torch.cat(stacked), norm_type)
     for process_group in group.process_groups:
         if math.isinf(norm_type):
             dist.all_reduce(norm, dist.ReduceOp.MAX, group=process_group)

@@ -10,7 +10,7 @@ broadcast. This broadcast works for both versions and every device type.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from hf_fsdp_plugin.backends.file_shards import FileShards
 from hf_fsdp_plugin.backends.file_views import FileView, file_views
 from hf_fsdp_plugin.backends.file_weights import find_file_weights
 from hf_fsdp_plugin.backends.memory_maps import MemoryMaps, ParameterMemory, parameter_memory
+from hf_fsdp_plugin.backends.pinned_windows import PinnedWindows, copy_to_device
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.plan.names import canonical_name
@@ -33,45 +34,80 @@ BROADCAST_ATTRIBUTE = "_hf_fsdp_broadcast"
 _FILE_SHARDS_ATTRIBUTE = "_hf_fsdp_file_shards"
 
 
-@dataclass(kw_only=True, slots=True)
-class BroadcastRecord:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReceivedWeights:
     """What this rank received from rank 0.
 
     Attributes:
         num_tensors: number of parameters and buffers.
         num_filled: number of these that were on the meta device on this rank before the broadcast.
-        checksum: checksum of the bits of all tensors. Equal on all ranks if all received the same weights.
-        bit_sum: sum of the bits of the parameters of all units just before they were sharded, without those that every
-            rank took from a file; ``None`` if unknown.
-        shard_bit_sum: sum of the bits of the shards that this rank took from whole weights; ``None`` if unknown.
         num_from_files: number of parameters that were not broadcast, because all ranks have mapped them from equal
             files.
         before: which memory the parameters of this rank were in before the broadcast.
+        checksum: checksum of the bits of all tensors. Equal on all ranks if all received the same weights.
+        bit_sum: sum of the bits of the parameters of all units just before they were sharded, without those that every
+            rank took from a file; ``None`` if unknown. It is modulo 2**64, as the next one.
+        shard_bit_sum: sum of the bits of the shards that this rank took from whole weights; ``None`` if unknown.
     """
+
+    num_tensors: int
+    num_filled: int
+    num_from_files: int
+    before: ParameterMemory | None
+    checksum: int
+    bit_sum: int | None
+    shard_bit_sum: int | None
+
+
+def _zero() -> torch.Tensor:
+    return torch.zeros((), dtype=torch.int64)
+
+
+@dataclass(kw_only=True, slots=True)
+class BroadcastRecord:
+    """Collects what this rank receives. Hashes and sums stay on the device, because the host would wait for each."""
 
     num_tensors: int = 0
     num_filled: int = 0
-    checksum: int = 0
-    bit_sum: int | None = 0
-    shard_bit_sum: int | None = 0
     num_from_files: int = 0
     before: ParameterMemory | None = None
+    _checksum: torch.Tensor = field(default_factory=_zero)
+    _unit_sum: torch.Tensor | None = field(default_factory=_zero)
+    _shard_sum: torch.Tensor | None = field(default_factory=_zero)
 
     def add(self, tensor: torch.Tensor) -> None:
         self.num_tensors += 1
         if tensor.numel():
-            bits = int(hash_bits(tensor))
             # Rotate before each XOR: otherwise two equal tensors would leave the checksum unchanged.
-            self.checksum = (self.checksum << 1 ^ self.checksum >> 63 ^ bits) & (1 << 64) - 1
+            self._checksum = hash_bits(tensor) ^ (self._checksum << 1) ^ (self._checksum >> 63 & 1)
 
     def add_unit(self, parameters: Iterable[torch.Tensor]) -> None:
         """Add the parameters of a unit to the sum that the sum over all shards must equal."""
         added = sum_bits(parameters)
-        self.bit_sum = None if self.bit_sum is None or added is None else self.bit_sum + int(added)
+        self._unit_sum = None if self._unit_sum is None or added is None else self._unit_sum + added
 
     def add_shard(self, bits: torch.Tensor | int | None) -> None:
         """Add the sum of the bits of a shard that this rank took from a whole weight."""
-        self.shard_bit_sum = None if self.shard_bit_sum is None or bits is None else self.shard_bit_sum + int(bits)
+        if isinstance(bits, int):
+            bits = torch.tensor((bits + (1 << 63)) % (1 << 64) - (1 << 63))  # in the range of int64
+        self._shard_sum = None if self._shard_sum is None or bits is None else self._shard_sum + bits
+
+    def read(self) -> ReceivedWeights:
+        """Return the hashes and sums as numbers, with one copy from the device."""
+        totals = [self._checksum, self._unit_sum, self._shard_sum]
+        known = [total for total in totals if total is not None]
+        device = next((total.device for total in known if total.device.type != "cpu"), torch.device("cpu"))
+        numbers = iter(torch.stack([total.to(device) for total in known]).tolist())
+        checksum, bit_sum, shard_bit_sum = (None if total is None else next(numbers) for total in totals)
+        return ReceivedWeights(
+            num_tensors=self.num_tensors,
+            num_filled=self.num_filled,
+            num_from_files=self.num_from_files,
+            before=self.before,
+            checksum=checksum or 0,
+            bit_sum=bit_sum,
+            shard_bit_sum=shard_bit_sum,
+        )
 
 
 _PART = 1 << 18
@@ -101,6 +137,7 @@ class WeightLoader:
         maps = MemoryMaps.read(private_bytes=True)
         self.record = BroadcastRecord(before=parameter_memory(model.parameters(), maps) if plan.ram_efficient else None)
         self.file_shards = FileShards()
+        self._windows = PinnedWindows()
         # Without the parameters that were prepared: a new parameter may get the id of one that was freed.
         self._views = self._find_views(maps) if find_views else {}
         self._read_later: dict[int, FileView] = {}
@@ -125,10 +162,10 @@ class WeightLoader:
                 if buffer is None:
                     continue
                 if not broadcasts(self._plan):
-                    registered[name] = buffer if buffer.is_meta else buffer.to(self._device)
+                    registered[name] = buffer if buffer.is_meta else self._on_device(buffer)
                 else:
                     self.record.num_filled += buffer.is_meta
-                    registered[name] = _broadcast(buffer, self._device, self.record)
+                    registered[name] = self._broadcast(buffer)
 
     def prepare_unit(self, unit: UnitPlan, on_read: Collection[int] = ()) -> list[nn.Parameter]:
         """Allocate, broadcast and cast the parameters of one unit before it is sharded.
@@ -158,7 +195,8 @@ class WeightLoader:
         for parameter in parameters:
             # Every rank keeps these parameters. A view of a file would follow changes of the file.
             dtype = master_dtype(self._plan, parameter)
-            parameter.data = parameter.data.to(self._device, dtype, copy=id(parameter) in views)
+            copies = id(parameter) in views
+            parameter.data = self._on_device(parameter.data).to(dtype, copy=copies and self._device.type == "cpu")
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_average_gradient)
         return parameters
@@ -186,7 +224,11 @@ class WeightLoader:
 
     def copy_part(self, into: torch.Tensor, part: torch.Tensor) -> None:
         """Copy this rank's part of a parameter, cast it, and record its bits."""
-        if not broadcasts(self._plan):
+        if into.device.type != "cpu" and part.device.type == "cpu":
+            self._windows.copy(into, part)
+            if broadcasts(self._plan):
+                self.record.add_shard(sum_bits([into]))
+        elif not broadcasts(self._plan):
             into.copy_(part)
         elif into.device.type != "cpu" or not (part.is_contiguous() and into.is_contiguous()):
             self.record.add_shard(sum_bits([into.copy_(part)]))
@@ -208,12 +250,30 @@ class WeightLoader:
             if not broadcasts(self._plan):
                 continue
             if view is None:
-                parameter.data = _broadcast(_without_subclass(parameter.data), self._device, self.record)
+                parameter.data = self._broadcast(_without_subclass(parameter.data))
                 continue
             self.record.num_from_files += 1
             if id(parameter) not in on_read:
-                parameter.data = parameter.data.to(self._device)
+                parameter.data = self._on_device(parameter.data)
         return parameters
+
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return copy_to_device(tensor, self._device, self._windows)
+
+    def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return rank 0's values of a tensor, on the device. Collective.
+
+        The other ranks receive them in new memory: their tensor may be a view of a mapped file, which a change in place
+        would copy page by page.
+        """
+        is_plain = type(tensor) is torch.Tensor  # a subclass may not support empty_like
+        if tensor.is_meta or (is_plain and dist.get_rank() != 0):
+            received = torch.empty_like(tensor, device=self._device, memory_format=torch.contiguous_format)
+        else:
+            received = self._on_device(tensor).contiguous()
+        dist.broadcast(received, src=0)
+        self.record.add(received)
+        return received
 
 
 def read_in_background(model: nn.Module, loader: WeightLoader) -> None:
@@ -265,22 +325,6 @@ def materialize(model: nn.Module, names: Iterable[str], device: torch.device, re
                 allocated[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 record.num_filled += 1
             registered[attribute] = allocated.get(id(parameter), parameter)
-
-
-def _broadcast(tensor: torch.Tensor, device: torch.device, record: BroadcastRecord) -> torch.Tensor:
-    """Return rank 0's values of a tensor, on ``device``. Collective.
-
-    The other ranks receive them in new memory: their tensor may be a view of a mapped file, which a change in place
-    would copy page by page.
-    """
-    is_plain = type(tensor) is torch.Tensor  # a subclass may not support empty_like
-    if tensor.is_meta or (is_plain and dist.get_rank() != 0):
-        received = torch.empty_like(tensor, device=device, memory_format=torch.contiguous_format)
-    else:
-        received = tensor.to(device).contiguous()
-    dist.broadcast(received, src=0)
-    record.add(received)
-    return received
 
 
 def master_dtype(plan: FsdpPlan, parameter: torch.Tensor) -> torch.dtype:

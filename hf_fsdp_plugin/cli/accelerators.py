@@ -7,6 +7,7 @@ process that prints the accelerators.
 from __future__ import annotations
 
 import glob
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -52,12 +53,16 @@ class Accelerators:
 
 
 class AcceleratorSearch:
-    """A search that runs in the background. It starts a process only if the machine has a device file."""
+    """A search that runs in the background.
+
+    It starts a process only if the machine has a device file, or a package with a device type that torch loads.
+    """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
         self._found: Accelerators | None = None
-        if any(glob.glob(pattern) for pattern in _DEVICE_FILES):
+        has_device_file = any(glob.glob(pattern) for pattern in _DEVICE_FILES)
+        if has_device_file or importlib.metadata.entry_points(group="torch.backends"):
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _PRINT_ACCELERATORS],
                 stdin=subprocess.DEVNULL,

@@ -139,11 +139,15 @@ def _importers(hook: Hook, function: Any) -> list[ModuleType]:
         return []
     name = hook.name
     modules = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType) and vars(m).get(name) is function]
-    return [m for m in modules if m.__name__ != hook.module and not _is_own(m)]
+    return [m for m in modules if _name(m) != hook.module and not _is_own(m)]
+
+
+def _name(module: ModuleType) -> str:
+    return str(vars(module).get("__name__", ""))  # objects that a library puts in place of a module may have no name
 
 
 def _is_own(module: ModuleType) -> bool:
-    return module.__name__.partition(".")[0] == __name__.partition(".")[0]
+    return _name(module).partition(".")[0] == __name__.partition(".")[0]
 
 
 def define_new(owner: Any) -> None:

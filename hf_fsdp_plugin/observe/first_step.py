@@ -170,8 +170,18 @@ def record_first_step(model: nn.Module, *optimizers: Any) -> FirstStep:
             # A hook must not remove itself here: the optimizer iterates over its hooks without a copy.
             inner.register_step_pre_hook(lambda optimizer, *_: first_step.before_step(model, optimizer))
             inner.register_step_post_hook(lambda *_: first_step.after_step(model))
-            GradientWatch(model, inner)
+            if not _keeps_offloaded_gradients(model):
+                GradientWatch(model, inner)
     return first_step
+
+
+def _keeps_offloaded_gradients(model: nn.Module) -> bool:
+    """Whether parameters have the gradients of the last step again when a backward begins, although they were zeroed.
+
+    FSDP1 copies offloaded gradients to the same host memory in each step, and shows this memory before it does.
+    """
+    plan = plan_of(model)
+    return plan is not None and plan.version == 1 and plan.offload_params and plan.device_type != "cpu"
 
 
 def _observe_forward(model: nn.Module, first_step: FirstStep) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_fsdp_plugin.backends.agreement import gather_objects, on_all_ranks
-from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE, BroadcastRecord, finish_reading
+from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE, BroadcastRecord, ReceivedWeights, finish_reading
 from hf_fsdp_plugin.backends.memory_maps import ParameterMemory
 from hf_fsdp_plugin.observe.memory import unmanaged_parameters
 from hf_fsdp_plugin.observe.units import UnitObservation
@@ -77,7 +77,8 @@ def compare_weights(
             replicated = replicated or key.startswith("unit ")
             if not _close(first[key], checksum):
                 differing.add(key.partition(" shard ")[0])
-    broadcasts: list[Any] = gather_objects(model.__dict__.get(BROADCAST_ATTRIBUTE))
+    record: BroadcastRecord | None = model.__dict__.get(BROADCAST_ATTRIBUTE)
+    broadcasts: list[Any] = gather_objects(None if record is None else record.read())
     if None in broadcasts:
         broadcasts = []
     memories = [broadcast.before for broadcast in broadcasts if broadcast.before is not None]
@@ -99,7 +100,7 @@ def compare_weights(
 
 
 def _changed(
-    broadcasts: Sequence[BroadcastRecord], bit_sums: Sequence[int | None], units: Sequence[UnitObservation]
+    broadcasts: Sequence[ReceivedWeights], bit_sums: Sequence[int | None], units: Sequence[UnitObservation]
 ) -> bool | None:
     """Compare the sum over the shards of all ranks with the sum of what was broadcast or taken from files."""
     found = [bit_sum for bit_sum in bit_sums if bit_sum is not None]
@@ -111,36 +112,46 @@ def _changed(
 
 
 def _checksums(model: nn.Module, units: Sequence[UnitObservation]) -> dict[str, _Checksum | None]:
-    checksums = {}
+    sums: dict[str, torch.Tensor | None] = {}
     for unit in units:
         if unit.live.shards:
-            key = f"unit {unit.name or 'root'} shard {unit.live.shard_rank}"
-            checksums[key] = _checksum(unit.live.shards)
+            sums[f"unit {unit.name or 'root'} shard {unit.live.shard_rank}"] = _sums(unit.live.shards)
     unmanaged = {id(parameter) for parameter in unmanaged_parameters(model, units)}
     for name, parameter in model.named_parameters():
         if id(parameter) in unmanaged:
-            checksums[f"parameter {canonical_name(name)}"] = _checksum([parameter])
+            sums[f"parameter {canonical_name(name)}"] = _sums([parameter])
     for name, module in model.named_modules():
         for attribute in sorted(non_persistent_buffers(module)):
             if (buffer := buffers(module).get(attribute)) is not None:
-                checksums[f"buffer {canonical_name(f'{name}.{attribute}'.lstrip('.'))}"] = _checksum([buffer])
-    return checksums
+                sums[f"buffer {canonical_name(f'{name}.{attribute}'.lstrip('.'))}"] = _sums([buffer])
+    return _read(sums)
 
 
 @torch.no_grad()
-def _checksum(tensors: Sequence[torch.Tensor]) -> _Checksum | None:
-    """Return the sum and the sum of magnitudes in double precision; ``None`` if a tensor is on the meta device."""
+def _sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the sum and the sum of magnitudes in double precision, on the tensors' device; ``None`` on meta."""
     if any(tensor.is_meta for tensor in tensors):
         return None
-    total = 0.0, 0.0
+    total = torch.zeros(2, dtype=torch.float64, device=next((each.device for each in tensors), None))
     for tensor in tensors:
         # In parts, because a copy of a whole unit in double precision may exceed the memory of the device.
-        doubles = (part.double() for part in tensor.reshape(-1).split(_PART) if tensor.numel())
-        sums = [torch.stack([part.sum(), part.abs().sum()]) for part in doubles]
-        if sums:
-            signed, absolute = torch.stack(sums).sum(0).tolist()
-            total = total[0] + signed, total[1] + absolute
+        for part in tensor.reshape(-1).split(_PART) if tensor.numel() else ():
+            doubles = part.double()
+            total += torch.stack([doubles.sum(), doubles.abs().sum()])
     return total
+
+
+def _read(sums: Mapping[str, torch.Tensor | None]) -> dict[str, _Checksum | None]:
+    """Read sums from their devices, with one copy per device."""
+    found: dict[str, _Checksum | None] = dict.fromkeys(sums)
+    by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for key, value in sums.items():
+        if value is not None:
+            by_device.setdefault(value.device, {})[key] = value
+    for values in by_device.values():
+        pairs = torch.stack(list(values.values())).tolist()
+        found |= {key: (signed, absolute) for key, (signed, absolute) in zip(values, pairs, strict=True)}
+    return found
 
 
 def _close(one: _Checksum | None, other: _Checksum | None) -> bool:

@@ -30,6 +30,11 @@ def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta | None:
     return max((timeout for timeout in found if timeout is not None), default=None)
 
 
+def supports_cpu(group: dist.ProcessGroup) -> bool:
+    """Whether collectives of a process group accept tensors in host memory."""
+    return any(device.type == "cpu" for device in group._device_types)
+
+
 def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
     """Set the time-out of a process group, by default of all ranks. Collectives that have started keep theirs."""
     # torch 2.14 and older have only the private function, which 2.15 deprecates.
@@ -48,4 +53,4 @@ def resolve_group(group: Any) -> dist.ProcessGroup | None:
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
-guard(globals(), CONTRACTS, off={"timeout_of": None, "set_timeout": None, "resolve_group": None})
+guard(globals(), CONTRACTS, off={"timeout_of": None, "set_timeout": None, "resolve_group": None, "supports_cpu": False})

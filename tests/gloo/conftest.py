@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,3 +24,31 @@ one_rank = _ranks(1)
 two_ranks = _ranks(2)
 three_ranks = _ranks(3)
 four_ranks = _ranks(4)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark combinations of parameters as slow whose values all occur in other cases of the same test.
+
+    The quick run has each value of each parameter of a test at least once, the slow run all other combinations.
+    """
+    cases: dict[object, list[pytest.Function]] = {}
+    for item in items:
+        is_here = item.path.parent == Path(__file__).parent and isinstance(item, pytest.Function)
+        if is_here and hasattr(item, "callspec") and item.get_closest_marker("slow") is None:
+            cases.setdefault((item.path, item.originalname), []).append(item)
+    for same_test in cases.values():
+        for case in _redundant(same_test):
+            case.add_marker(pytest.mark.slow)
+
+
+def _redundant(cases: list[pytest.Function]) -> list[pytest.Function]:
+    """Return the cases that are left when each value of each parameter is covered, with greedy choices."""
+    values = {case.nodeid: {(name, str(value)) for name, value in case.callspec.params.items()} for case in cases}
+    missing = set().union(*values.values())
+    left = list(cases)
+    while missing:
+        best = max(left, key=lambda case: len(values[case.nodeid] & missing))
+        missing -= values[best.nodeid]
+        left.remove(best)
+    return left

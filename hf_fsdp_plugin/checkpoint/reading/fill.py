@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_fsdp_plugin.backends.pinned_windows import PinnedWindows
 from hf_fsdp_plugin.checkpoint.formats.boxes import intersect, row_major, slices, span
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredTensor
 from hf_fsdp_plugin.checkpoint.io import MAX_SPAN, InputFiles
@@ -50,21 +51,29 @@ def transfers(stored: StoredTensor, pieces: Iterable[Piece]) -> Iterator[Transfe
 def fill(files: InputFiles, work: Iterable[Transfer]) -> None:
     """Execute all transfers in the order of their bytes in the files.
 
-    Data is read directly into contiguous CPU memory, and through a buffer of at most ``MAX_SPAN`` bytes otherwise.
+    Data is read directly into contiguous CPU memory, through a buffer of at most ``MAX_SPAN`` bytes otherwise. Copies
+    to an accelerator are asynchronous; later operations of the current stream see the data.
 
     Raises:
         CheckpointError: a file ends too early, or has other bytes than those that were saved.
     """
     ordered = sorted(work, key=lambda transfer: (transfer.file, transfer.offset))
     total = sum(transfer.into.nbytes for transfer in ordered)
+    windows = PinnedWindows()
     with progress_bar("loading", total) as update:
         for transfer in ordered:
-            _copy(files, transfer.file, transfer.offset, transfer.strides, transfer.dtype, transfer.into)
+            _copy(files, windows, transfer.file, transfer.offset, transfer.strides, transfer.dtype, transfer.into)
             update(transfer.into.nbytes)
 
 
 def _copy(
-    files: InputFiles, file: str, offset: int, strides: tuple[int, ...], dtype: torch.dtype, into: torch.Tensor
+    files: InputFiles,
+    windows: PinnedWindows,
+    file: str,
+    offset: int,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    into: torch.Tensor,
 ) -> None:
     contiguous = into.is_contiguous() and _is_row_major(strides, into.shape)
     if contiguous and into.dtype == dtype and into.device.type == "cpu":
@@ -72,15 +81,16 @@ def _copy(
         return
     num_bytes = span(strides, into.shape) * dtype.itemsize
     if num_bytes <= MAX_SPAN:
-        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        pinned = into.device.type != "cpu"
+        buffer = windows.take(num_bytes) if pinned else torch.empty(num_bytes, dtype=torch.uint8)
         files.read(file, offset, _memory(buffer))
-        into.copy_(buffer.view(dtype).as_strided(into.shape, strides))
+        into.copy_(buffer.view(dtype).as_strided(into.shape, strides), non_blocking=pinned)
         return
     dim = max((dim for dim, size in enumerate(into.shape) if size > 1), key=lambda dim: strides[dim])
     step = max(1, min(MAX_SPAN // (strides[dim] * dtype.itemsize), into.shape[dim] // 2))
     for start in range(0, into.shape[dim], step):
         part = into.narrow(dim, start, min(step, into.shape[dim] - start))
-        _copy(files, file, offset + start * strides[dim] * dtype.itemsize, strides, dtype, part)
+        _copy(files, windows, file, offset + start * strides[dim] * dtype.itemsize, strides, dtype, part)
 
 
 def _is_row_major(strides: Iterable[int], shape: torch.Size) -> bool:

@@ -70,9 +70,18 @@ def rank_file(
     )
 
 
-def scalar(path: StatePath, tensor: torch.Tensor) -> SmallEntry:
-    data = bytes_of(tensor.detach().cpu()).numpy().tobytes()
-    return SmallEntry(path, data, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+def scalars(tensors: Mapping[StatePath, torch.Tensor]) -> list[SmallEntry]:
+    """Return the entries of scalars, which are read from their devices with one copy per device and dtype."""
+    data: dict[StatePath, bytes] = {}
+    groups: dict[tuple[torch.device, torch.dtype], dict[StatePath, torch.Tensor]] = {}
+    for path, tensor in tensors.items():
+        groups.setdefault((tensor.device, tensor.dtype), {})[path] = tensor.detach()
+    for group in groups.values():
+        for path, value in zip(group, torch.stack(list(group.values())).cpu(), strict=True):
+            data[path] = bytes_of(value).numpy().tobytes()
+    return [
+        SmallEntry(path, data[path], str(tensor.dtype).removeprefix("torch."), ()) for path, tensor in tensors.items()
+    ]
 
 
 def plain_value(path: StatePath, value: Any) -> SmallEntry:

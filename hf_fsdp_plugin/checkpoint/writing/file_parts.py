@@ -152,10 +152,9 @@ def on_accelerator(parts: Iterable[FilePart]) -> bool:
 
 
 def wait_for_copies() -> None:
-    """Wait for the copies that :func:`fill` started."""
-    device = available_device()
-    if device.is_initialized():
-        device.synchronize()
+    """Wait for the copies that :func:`fill` started, and not for other streams of the device."""
+    if available_device().is_initialized():
+        record_copies()()
 
 
 def record_copies() -> Callable[[], None]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 from hf_fsdp_plugin.checkpoint.names import (
@@ -34,7 +35,7 @@ from hf_fsdp_plugin.checkpoint.names import (
 from hf_fsdp_plugin.checkpoint.shard_layout import LocalShard
 from hf_fsdp_plugin.checkpoint.shards import ModelShards, OptimizerShards, shards_to_write
 from hf_fsdp_plugin.checkpoint.writing.chunk_tables import FolderEntries, StatePath
-from hf_fsdp_plugin.checkpoint.writing.dcp import plain_value, rank_file, scalar
+from hf_fsdp_plugin.checkpoint.writing.dcp import plain_value, rank_file, scalars
 from hf_fsdp_plugin.checkpoint.writing.file_parts import FilePart
 from hf_fsdp_plugin.checkpoint.writing.safetensors_files import (
     MAX_SHARD_SIZE,
@@ -71,7 +72,7 @@ def model_files(
     tensors: list[tuple[StatePath, LocalShard]] = [
         (("model", shard.name), shard) for shard in shards_to_write(shards.tensors) if shard.shape
     ]
-    smalls = [scalar(("model", shard.name), shard.pieces[0].tensor) for shard in shards.tensors if not shard.shape]
+    smalls = scalars({("model", shard.name): shard.pieces[0].tensor for shard in shards.tensors if not shard.shape})
     aliases: list[tuple[StatePath, StatePath]] = [
         (("model", alias), ("model", name)) for alias, name in shards.aliases.items()
     ]
@@ -93,15 +94,17 @@ def optimizer_files(shards: OptimizerShards, kind: StateDictKind, index: int = 0
         return StateFiles([part], (entries,))
     tensors: dict[str, tuple[StatePath, LocalShard]] = {}
     smalls = []
+    numbers: dict[StatePath, torch.Tensor] = {}
     for name, state in shards.state.items():
         for key, value in state.items():
             path_in_state: StatePath = ("optimizer", "state", name, key)
             if not isinstance(value, LocalShard):
                 smalls.append(plain_value(path_in_state, value))
             elif not value.shape:
-                smalls.append(scalar(path_in_state, value.pieces[0].tensor))
+                numbers[path_in_state] = value.pieces[0].tensor
             else:
                 tensors[value.name] = (path_in_state, value)
+    smalls += scalars(numbers)
     mine = shards_to_write(shard for _, shard in tensors.values())
     if rank == 0:  # one entry per hyperparameter, because torch flattens a state dict to its leaves
         smalls += [

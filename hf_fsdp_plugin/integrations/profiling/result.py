@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_fsdp_plugin.backends.shard import plan_of
-from hf_fsdp_plugin.devices import available_device
+from hf_fsdp_plugin.devices import DEVICES, available_device
 from hf_fsdp_plugin.estimate.results import Moment
 from hf_fsdp_plugin.integrations.profiling.options import MAX_TRACE_BYTES, ProfileOptions, write_file
 from hf_fsdp_plugin.integrations.profiling.predicted import predict
@@ -177,13 +177,13 @@ def _device_type(model: nn.Module | None) -> str:
     return plan.device_type if plan is not None else "cpu"
 
 
-def _device_bytes() -> int:
-    """Return the memory of this rank's device; on the CPU, its part of the memory of the host."""
+def _device_bytes() -> int | None:
+    """Return the memory of this rank's device; on the CPU, its part of the memory of the machine."""
     device = available_device()
     if device.type == "cpu" or not device.is_initialized():
-        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return whole // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return int(torch.get_device_module(device.type).get_device_properties(device.current_index()).total_memory)
+        whole = DEVICES["cpu"].total_memory()
+        return None if whole is None else whole // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return device.total_memory()
 
 
 def _facts(

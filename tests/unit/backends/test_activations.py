@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_fsdp_plugin.backends.activations import ActivationOffload, apply_activation_checkpointing
 from hf_fsdp_plugin.plan.model import FsdpPlan
@@ -49,7 +50,33 @@ def test_model_is_unchanged_without_checkpointing(plan_for: Callable[..., FsdpPl
     assert [type(module) for module in model] == [nn.Linear, nn.ReLU, nn.Linear]
 
 
-def test_key_value_cache_is_disabled(plan_for: Callable[..., FsdpPlan]):
+class Layer(GradientCheckpointingLayer):
+    """A layer of Transformers that would add to the cache again when it is recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, hidden: torch.Tensor, cache: list | None = None, use_cache: bool = False) -> torch.Tensor:
+        if use_cache:
+            cache.append(hidden)
+        return self.linear(hidden)
+
+
+def test_checkpointed_layers_get_no_cache_in_training(plan_for: Callable[..., FsdpPlan]) -> None:
+    model = nn.Sequential(Layer(), nn.ReLU())
+    model.config = SimpleNamespace(use_cache=True)
+    settings = {"fsdp_activation_checkpointing": True, "fsdp_transformer_layer_cls_to_wrap": "Layer"}
+    apply_activation_checkpointing(plan_for(model, **settings), model)
+    cache: list = []
+    model[0](torch.ones(1, 2), cache=cache, use_cache=True).sum().backward()
+    assert not cache and model.config.use_cache
+    with torch.no_grad():
+        model[0](torch.ones(1, 2), cache=cache, use_cache=True)
+    assert len(cache) == 1
+
+
+def test_cache_of_other_layers_is_disabled(plan_for: Callable[..., FsdpPlan]):
     model = two_layers()
     model.config = torch.nn.Module()
     model.config.use_cache = True

@@ -33,7 +33,7 @@ def test_checksum_depends_on_values_and_order():
         record = BroadcastRecord()
         for value in values:
             record.add(torch.tensor([value]))
-        return record.checksum
+        return record.read().checksum
 
     assert checksum(1.0, 2.0) == checksum(1.0, 2.0)
     assert len({checksum(1.0, 2.0), checksum(2.0, 1.0), checksum(1.0, 1.0), checksum(2.0, 2.0)}) == 4

@@ -1,0 +1,69 @@
+"""Copies host memory to an accelerator through page-locked memory, so that the host does not wait for each copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from hf_fsdp_plugin.devices import available_device
+
+WINDOW: Final = 32 << 20
+"""Bytes of one window."""
+_ALIGNMENT: Final = 64
+"""Offsets in a window are multiples of this, which is enough for elements of every dtype."""
+
+
+class PinnedWindows:
+    """Two windows of page-locked memory: the host fills one while the accelerator copies from the other.
+
+    The host waits only before it fills a window again, which is once per ``WINDOW`` bytes. Copies run in the order of
+    the current stream. For one thread.
+    """
+
+    def __init__(self) -> None:
+        self._window: torch.Tensor | None = None
+        self._used = 0
+        self._other: torch.Tensor | None = None
+        self._wait_for_other: Callable[[], None] | None = None
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Return ``num_bytes`` of a window, at most ``WINDOW``, to fill and to copy from with ``non_blocking=True``."""
+        if self._window is None or self._used + num_bytes > WINDOW:
+            self._change_windows()
+        assert self._window is not None
+        start = self._used
+        self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        return self._window[start : start + num_bytes]
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy a tensor in host memory to a tensor with its shape on the accelerator, which casts the elements."""
+        if source.nbytes <= WINDOW:
+            window = self.take(source.nbytes).view(source.dtype).view(source.shape)
+            into.copy_(window.copy_(source), non_blocking=True)
+            return
+        dim = max(range(source.dim()), key=source.size)
+        num_parts = -(-source.nbytes // WINDOW)
+        for part, of_source in zip(into.chunk(num_parts, dim), source.chunk(num_parts, dim), strict=True):
+            self.copy(part, of_source)
+
+    def _change_windows(self) -> None:
+        full, wait = self._window, self._wait_for_other
+        self._window, self._used = self._other, 0
+        if full is not None:
+            self._other, self._wait_for_other = full, available_device().record_event()
+        if self._window is None:
+            self._window = torch.empty(WINDOW, dtype=torch.uint8, pin_memory=True)
+        elif wait is not None:
+            wait()
+
+
+def copy_to_device(tensor: torch.Tensor, device: torch.device, windows: PinnedWindows) -> torch.Tensor:
+    """Return a tensor on ``device``; the tensor itself if it is there."""
+    # The copy of a subclass may consist of several tensors.
+    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or device.type == "cpu" or not tensor.nbytes:
+        return tensor.to(device)
+    copied = torch.empty_like(tensor, device=device)
+    windows.copy(copied, tensor)
+    return copied
