@@ -1,4 +1,4 @@
-"""One to four gloo ranks, shared by all tests of the session; a world starts with the first test that asks for it."""
+"""One to four ranks, shared by all tests of the session; a world starts with the first test that asks for it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerator_build import available
 from ranks import Ranks
 
 
-def _ranks(size: int) -> Any:
+def _ranks(size: int, device: str = "cpu") -> Any:
     @pytest.fixture(scope="session")
     def ranks() -> Iterator[Ranks]:
-        world = Ranks(size)
+        if device == "accelerator" and (reason := available()):
+            pytest.skip(f"no simulated accelerator: {reason}")
+        world = Ranks(size, device)
         yield world
         world.stop()
 
@@ -24,6 +27,8 @@ one_rank = _ranks(1)
 two_ranks = _ranks(2)
 three_ranks = _ranks(3)
 four_ranks = _ranks(4)
+two_accelerator_ranks = _ranks(2, "accelerator")
+four_accelerator_ranks = _ranks(4, "accelerator")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -12,12 +12,14 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from leaks import ProcessState, leaks_since
 
 CASE_TIMEOUT_S = 560
 AFTER_FAILURE_S = 60
+ACCELERATOR_BACKEND = Path(__file__).resolve().parents[1] / "accelerator" / "backend"
 _LIBRARY_VARIABLES = (
     "ACCELERATE_USE_FSDP",  # set by Accelerator if it has an FSDP plugin
     "FSDP_CPU_RAM_EFFICIENT_LOADING",  # set by FullyShardedDataParallelPlugin and TrainingArguments
@@ -29,13 +31,18 @@ class RankError(AssertionError):
 
 
 class Ranks:
-    """``world_size`` processes with a gloo process group, which run one function after the other.
+    """``world_size`` processes with a process group, which run one function after the other.
 
     If a rank ends or hangs in a case, all ranks are started again for the next one.
+
+    Args:
+        device: ``cpu``, or ``accelerator``: the simulated accelerator of tests/accelerator, one device per rank. A case
+            then fails if the device has found a race or another error.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, device: str = "cpu") -> None:
         self.world_size = world_size
+        self.device = device
         self._start()
 
     def _start(self) -> None:
@@ -46,7 +53,7 @@ class Ranks:
         self._processes = []
         for rank in range(self.world_size):
             pipe, rank_pipe = context.Pipe()
-            arguments = (rank, self.world_size, self._folder.name, rank_pipe)
+            arguments = (rank, self.world_size, self._folder.name, rank_pipe, self.device)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             self._pipes.append(pipe)
@@ -106,17 +113,27 @@ class Ranks:
         self._folder.cleanup()
 
 
-def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, folder: str, pipe: Connection, device: str) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size),
-        ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false",
+        OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false",
         MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", TQDM_DISABLE="1", TMPDIR=folder,
     )  # fmt: skip
+    if device == "accelerator":
+        _switch_accelerator_on(world_size)
+    else:
+        os.environ["ACCELERATE_USE_CPU"] = "true"
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+    backend = "gloo"
+    if device == "accelerator":
+        from hf_fsdp_plugin.devices import available_device
+
+        backend = available_device().process_group_backend
+        torch.accelerator.set_device_index(rank)
+    dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
     num_modules = 0
     while True:
         try:
@@ -129,6 +146,9 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
                 reply = (True, getattr(importlib.import_module(module), name)(*args, **kwargs))
             finally:
                 reset_process()
+                findings = _take_findings()
+            if findings:
+                reply = (False, f"{name} is wrong on an accelerator:\n" + "\n".join(findings))
             # Files are not compared: all ranks use the same temporary folder.
             if leaks := leaks_since(before, files=False):
                 reply = (False, f"{name} leaks {'; '.join(leaks)}")
@@ -141,6 +161,22 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
             gc.freeze()
             num_modules = len(sys.modules)
         pipe.send(reply)
+
+
+def _switch_accelerator_on(world_size: int) -> None:
+    """Let this process and its children have the simulated accelerator. torch must not have been imported."""
+    if "torch" in sys.modules:
+        raise RuntimeError("torch was imported before the simulated accelerator was switched on")
+    paths = [str(ACCELERATOR_BACKEND), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ.update(PYTHONPATH=os.pathsep.join(paths), SIM_ACCELERATOR_COUNT=str(world_size))
+    # A process that multiprocessing has started has the module search path of its parent.
+    sys.path.insert(0, str(ACCELERATOR_BACKEND))
+
+
+def _take_findings() -> list[str]:
+    """What the simulated accelerator has found in this case."""
+    device = sys.modules.get("torch_npu")
+    return [str(finding) for finding in device.take_findings()] if device is not None else []
 
 
 def reset_accelerate() -> None:

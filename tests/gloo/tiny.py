@@ -120,12 +120,14 @@ OTHER_UNITS: list[dict[str, Any]] = [
 """Settings with which units are other modules, or gather and free their parameters at other times."""
 
 
-def parallel_config(strategy: str, version: int, world_size: int, **settings: Any) -> dict[str, Any]:
+def parallel_config(
+    strategy: str, version: int, world_size: int, *, use_cpu: bool = True, **settings: Any
+) -> dict[str, Any]:
     """An Accelerate config as a dict. Hybrid strategies have a shard axis of size 2."""
     config: dict[str, Any] = {
         "distributed_type": "FSDP",
         "num_processes": world_size,
-        "use_cpu": True,
+        "use_cpu": use_cpu,
         "fsdp_config": {
             "fsdp_version": version,
             "fsdp_sharding_strategy": strategy.upper(),

@@ -123,7 +123,7 @@ def train_prepared(
     rank, world_size = accelerator.process_index, accelerator.num_processes
     losses, norms = [], []
     for step in range(num_steps):
-        total = torch.zeros(())
+        total = torch.zeros((), device=accelerator.device)
         for index in range(accumulation):
             with nullcontext() if index == accumulation - 1 else without_sync():
                 part = loss_of(model, name, step, rank * accumulation + index, world_size * accumulation)
@@ -137,7 +137,7 @@ def train_prepared(
     return {
         "losses": losses,
         "norms": norms,
-        "weights": accelerator.get_state_dict(model),
+        "weights": {key: value.cpu() for key, value in accelerator.get_state_dict(model).items()},
         "report": hfp.report(accelerator).to_json(),
         "masters": {str(p.dtype) for group in optimizer.param_groups for p in group["params"]},
     }
