@@ -476,12 +476,33 @@ def throughput(result: Result) -> list[str]:
     return [*lines, "", f"Larger is better: throughput of this package over that of the other. {models}."]
 
 
+def host_waits(result: Result) -> list[str]:
+    def text(counts: list[int] | None) -> str:
+        if counts is None:
+            return "–"
+        first, *later = counts
+        return str(first) if not later or set(later) == {first} else f"{first}, then {', '.join(map(str, {*later}))}"
+
+    rows = {(row["version"], row["case"]): row for row in result["rows"]}
+    lines = [
+        "| host waits of rank 0 | FSDP1 stock | FSDP1 plugin | FSDP2 stock | FSDP2 plugin | allowed |",
+        "|---|---|---|---|---|---|",
+    ]
+    for version, case in rows:
+        if version == 1:
+            cells = [text(rows[each, case][who]) for each in (1, 2) for who in ("stock", "plugin")]
+            allowed = rows[1, case]["allowed"]
+            limit = allowed if allowed is not None else "as stock" if case.startswith("step") else ""
+            lines.append(f"| {case} | {' | '.join(cells)} | {limit} |")
+    return [*lines, "", "A tiny Llama on two ranks of a simulated accelerator ([devices.md](devices.md)), in bf16."]
+
+
 _ALL = (
     step_overhead, checkpoint_save, merge, verified_reads, resume_parity, survival, gpu_check, ecosystem,
     generated_values, command_start, start, load, resume, computed_weights, readers, many_ranks,
     large_world, memory_error, step_time, published_runs, unexpressed, throughput, restarts, two_hosts,
     hangs, hangs_healthy, hang_overhead, suggestions,
-    planner_time, closed_against_trace, preflight_time,
+    planner_time, closed_against_trace, preflight_time, host_waits,
 )  # fmt: skip
 TABLES: dict[str, Callable[[Result], list[str]]] = {table.__name__: table for table in _ALL}
 

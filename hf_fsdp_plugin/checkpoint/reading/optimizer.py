@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from hf_fsdp_plugin.backends.agreement import broadcast_object, on_all_ranks
 from hf_fsdp_plugin.backends.optimizer_state_factory import state_factory
 from hf_fsdp_plugin.backends.optimizer_step import step_mode
+from hf_fsdp_plugin.backends.pinned_windows import PinnedWindows, copy_to_device
 from hf_fsdp_plugin.backends.torch_types import dtensor_like
 from hf_fsdp_plugin.checkpoint.checking.verified_files import check_headers, files_of_checkpoint
 from hf_fsdp_plugin.checkpoint.formats.boxes import whole
@@ -77,7 +78,27 @@ def load_optimizer(
         state = _read_state(reads, optimizer, layout, stored)
         param_groups = _param_groups(reads, optimizer, stored, groups)
         fill(files, reads.transfers)
+        _move_scalars(optimizer, state)
         optimizer.load_state_dict({"state": state, "param_groups": param_groups})
+
+
+def _move_scalars(optimizer: torch.optim.Optimizer, state: dict[int, dict[str, Any]]) -> None:
+    """Move the scalars that ``load_state_dict`` moves to an accelerator, with one copy per device and dtype."""
+    groups = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
+    moved: dict[tuple[torch.device, torch.dtype], list[tuple[int, str]]] = {}
+    for index, entry in state.items():
+        parameter, group = groups[index]
+        for key, value in entry.items():
+            # As torch.optim.Optimizer decides: the step of most optimizers stays in host memory.
+            stays = key == "step" and not (group.get("capturable") or group.get("fused"))
+            is_scalar = type(value) is torch.Tensor and value.dim() == 0 and value.device.type == "cpu"
+            if is_scalar and parameter.device.type != "cpu" and not stays:
+                moved.setdefault((parameter.device, value.dtype), []).append((index, key))
+    windows = PinnedWindows()
+    for (device, _), places in moved.items():
+        numbers = copy_to_device(torch.stack([state[index][key] for index, key in places]), device, windows)
+        for (index, key), number in zip(places, numbers, strict=True):
+            state[index][key] = number.clone()
 
 
 @dataclass(slots=True)

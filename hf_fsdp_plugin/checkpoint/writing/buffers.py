@@ -31,8 +31,19 @@ def allocate_aligned(size: int, *, pinned: bool = False) -> torch.Tensor:
         # Prefaulted first, because the driver holds a lock of all its calls while it pins, and would allocate the pages
         # under it. torch's pool of pinned memory is not used, because it rounds sizes up to powers of two.
         prefault(tensor)
-        available_device().pin(tensor)
+        if not available_device().pin(tensor) and (allocated := _allocate_pinned(tensor.numel())) is not None:
+            return allocated
     return tensor
+
+
+def _allocate_pinned(size: int) -> torch.Tensor | None:
+    """Allocate page-aligned memory in torch's pool, for devices that cannot pin other memory; ``None`` if it fails."""
+    try:
+        memory = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError:  # the system limits locked memory
+        return None
+    start = -memory.data_ptr() % PAGE
+    return memory[start : start + size]
 
 
 def unpin(memory: torch.Tensor) -> None:

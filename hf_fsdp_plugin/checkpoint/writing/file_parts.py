@@ -158,5 +158,15 @@ def wait_for_copies() -> None:
 
 
 def record_copies() -> Callable[[], None]:
-    """Return a function that waits for the copies that :func:`fill` has started so far, but not for later ones."""
-    return available_device().record_event()
+    """Return a function that waits for the copies that :func:`fill` has started so far, but not for later ones.
+
+    Any thread may call it.
+    """
+    device = available_device()
+    index, wait = device.current_index(), device.record_event()
+
+    def wait_in_any_thread() -> None:
+        device.set_current(index)  # a new thread starts on device 0, where the wait would create a context
+        wait()
+
+    return wait_in_any_thread

@@ -101,8 +101,13 @@ class PartWriter:
         return self._windows[pinned]
 
 
-def stage(parts: Sequence[FilePart], memory: torch.Tensor) -> None:
-    """Copy all extents one after the other to ``memory``, which must have at least the sum of their spans."""
+def stage(parts: Sequence[FilePart], memory: torch.Tensor) -> Callable[[], None]:
+    """Copy all extents one after the other to ``memory``, which must have at least the sum of their spans.
+
+    Returns:
+        A function that waits until the copies are complete, for any thread. Until then, the current stream may change
+        the tensors: it does so after the copies.
+    """
     begin = 0
     for part in parts:
         for extent in part.extents:
@@ -110,7 +115,11 @@ def stage(parts: Sequence[FilePart], memory: torch.Tensor) -> None:
             _clear_gaps(buffer, extent, extent.origin, extent.origin + extent.span)
             fill(buffer[extent.start - extent.origin :], extent, extent.start, extent.stop)
             begin += extent.span
-    wait_for_copies()
+    return record_copies() if on_accelerator(parts) else _do_nothing
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _clear_gaps(memory: torch.Tensor, extent: Extent, low: int, high: int) -> None:

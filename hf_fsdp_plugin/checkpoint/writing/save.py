@@ -62,7 +62,7 @@ class Save:
         self._rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._records: list[FileRecord] = []
         self._entries: list[FolderEntries] = []
-        self._staged: list[tuple[list[FilePart], torch.Tensor]] = []
+        self._staged: list[tuple[list[FilePart], torch.Tensor, Callable[[], None]]] = []
         self._thread: threading.Thread | None = None
         self._record_written = False
         self._abandoned = threading.Event()
@@ -86,8 +86,7 @@ class Save:
             if self.asynchronous:
                 size = sum(part.span for part in parts)
                 memory = self._buffers.take(len(self._staged), size, pinned=on_accelerator(parts))
-                stage(parts, memory)
-                self._staged.append((parts, memory))
+                self._staged.append((parts, memory, stage(parts, memory)))
             else:
                 self._records += self._writer.write(self.folder, parts)
 
@@ -118,7 +117,8 @@ class Save:
         lower_thread_priority()
         try:
             with os_errors_as_problems(self.final):
-                for parts, memory in self._staged:
+                for parts, memory, wait_for_copies in self._staged:
+                    wait_for_copies()
                     self._records += self._writer.write_staged(self.folder, parts, memory)
                 self._write_record()
                 if self._rank == 0:
@@ -168,6 +168,8 @@ class Save:
 
     def discard(self) -> None:
         """Remove the written files. Called when all ranks have raised an error."""
+        for _, _, wait_for_copies in self._staged:
+            wait_for_copies()  # before the memory is unpinned
         if self._rank == 0:
             self.staging.discard()
 

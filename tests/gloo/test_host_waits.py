@@ -1,0 +1,25 @@
+"""The host waits for an accelerator no more often than with stock Accelerate, and not for each tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import cases_host_waits as cases
+import pytest
+from bench.host_waits_ranks import STEP_CASES
+from ranks import Ranks
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("case", STEP_CASES)
+def test_steps_wait_no_more_than_stock(two_accelerator_ranks: Ranks, case: str, version: int) -> None:
+    for counts in two_accelerator_ranks.run(cases.count_in_steps, version, case):
+        assert all(own <= stock for own, stock in zip(counts["plugin"], counts["stock"], strict=True)), counts
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_waits_do_not_grow_with_the_model(two_accelerator_ranks: Ranks, tmp_path: Path, version: int) -> None:
+    for num_layers in (2, 4):
+        for counts in two_accelerator_ranks.run(cases.count_in_checkpoints, tmp_path, version, num_layers):
+            assert counts["load"] <= 2 and counts["resume"] == 0, counts
+            assert counts["save"] <= 5 and counts["save, asynchronous"] <= 1, counts
