@@ -144,6 +144,16 @@ def host_memory_changes(when: str) -> list[str]:
     return _kinds()
 
 
+def parameter_moves() -> list[str]:
+    """Move a pinned parameter as FSDP1 does: it has the memory of the device before the copy is complete."""
+    parameter = torch.nn.Parameter(torch.ones(SIZE, pin_memory=True))
+    parameter.data = parameter.to("npu", non_blocking=True)
+    with torch.no_grad():
+        parameter.zero_()
+    torch.npu.synchronize()
+    return _kinds()
+
+
 def copy_there_and_back() -> float:
     """Copy to pinned memory and back to the device on one stream, without a wait of the host."""
     host = torch.zeros(SIZE, pin_memory=True)

@@ -60,6 +60,10 @@ def test_change_of_host_memory_is_reported(device_rank: Ranks, when: str, kinds:
     assert device_rank.run(cases.host_memory_changes, when) == [kinds]
 
 
+def test_parameter_that_moves_is_not_reported(device_rank: Ranks) -> None:
+    assert device_rank.run(cases.parameter_moves) == [[]]
+
+
 def test_device_sees_copy_that_host_does_not_see(device_rank: Ranks) -> None:
     assert device_rank.run(cases.copy_there_and_back) == [float(cases.SIZE)]
 

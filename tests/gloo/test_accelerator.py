@@ -31,7 +31,6 @@ def test_device_ranks_match_single_process(two_accelerator_ranks: Ranks, version
         [
             {"fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_forward_prefetch": True},
             {"fsdp_activation_checkpointing": True, "fsdp_activation_checkpointing_offload": True},
-            {"fsdp_offload_params": True},
         ]
     ),
     ids=lambda value: str(value) if isinstance(value, int) else "-".join(key.removeprefix("fsdp_") for key in value),
@@ -40,6 +39,21 @@ def test_setting_on_device_does_not_change_results(
     two_accelerator_ranks: Ranks, version: int, settings: dict[str, Any]
 ) -> None:
     found = two_accelerator_ranks.run(train, "llama", _config(version, **settings))[0]
+    assert_same_training(found, reference_of("llama"))
+
+
+@pytest.mark.parametrize(
+    "version",
+    [
+        # FSDP1 shows the last gradients again after the next forward, because they stay in its pinned CPU memory.
+        pytest.param(
+            1, marks=pytest.mark.xfail(strict=True, reason="FSDP-E514 is raised although gradients are zeroed")
+        ),
+        2,
+    ],
+)
+def test_offload_on_device_does_not_change_results(two_accelerator_ranks: Ranks, version: int) -> None:
+    found = two_accelerator_ranks.run(train, "llama", _config(version, fsdp_offload_params=True))[0]
     assert_same_training(found, reference_of("llama"))
 
 

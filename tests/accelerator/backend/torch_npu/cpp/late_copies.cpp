@@ -1,5 +1,6 @@
 #include "late_copies.h"
 
+#include <ATen/ops/alias.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -18,7 +19,7 @@ namespace {
 struct LateCopy {
   Launch launch;
   bool to_host;
-  at::Tensor host;
+  at::Tensor host;   // an alias, because `parameter.data = other` gives the tensor itself other memory
   at::Tensor value;  // a copy of what is copied, with the dtype of the source
 };
 
@@ -29,7 +30,15 @@ struct WithoutAutograd {
   c10::impl::ExcludeDispatchKeyGuard guard{c10::autograd_dispatch_keyset};
 };
 
+// Whether the storage of the host's memory has not been resized to nothing since then.
+bool has_memory(const at::Tensor& tensor) {
+  return tensor.storage().nbytes() >= tensor.nbytes() && tensor.storage().data() != nullptr;
+}
+
 bool overlap(const LateCopy& copy, uintptr_t begin, uintptr_t end) {
+  if (!has_memory(copy.host)) {
+    return false;
+  }
   auto [first, last] = address_range(copy.host);
   return first < end && begin < last;
 }
@@ -63,7 +72,7 @@ void start_copy_to_host(const Launch& launch, const at::Tensor& host, const at::
   auto [begin, end] = address_range(host);
   auto reads_host = [&](const LateCopy& copy) { return !copy.to_host && overlap(copy, begin, end); };
   late_copies.erase(std::remove_if(late_copies.begin(), late_copies.end(), reads_host), late_copies.end());
-  late_copies.push_back({launch, true, host, copy_of(device_memory)});
+  late_copies.push_back({launch, true, at::alias(host), copy_of(device_memory)});
   poison(host);
 }
 
@@ -81,7 +90,7 @@ void start_copy_to_device(const Launch& launch, const at::Tensor& host, const at
   }
   device_memory.copy_(host);
   if (poisoned.empty()) {
-    late_copies.push_back({launch, false, host, copy_of(host)});
+    late_copies.push_back({launch, false, at::alias(host), copy_of(host)});
   }
   for (const auto& tensor : poisoned) {
     poison(tensor);
@@ -97,6 +106,8 @@ void complete_late_copies() {
     for (auto& copy : late_copies) {
       if (!host_has_waited(copy.launch)) {
         remaining.push_back(std::move(copy));
+      } else if (!has_memory(copy.host)) {
+        findings.push_back({"host memory", "the storage of pinned memory was resized before a copy was complete"});
       } else if (copy.to_host) {
         copy.host.copy_(copy.value);
       } else if (!has_same_bytes(copy.host, copy.value)) {
