@@ -6,10 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import cases_device as cases
 import pytest
-from accelerator_build import BACKEND, available
+from accelerator_build import BACKEND, _build_module, available
 from ranks import Ranks
 
 
@@ -218,3 +219,16 @@ def test_device_type_without_row_is_supported() -> None:
         [False, False, False, True],
         [1, False],
     ]
+
+
+def test_missing_compiler_skips_except_in_ci(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    build = _build_module()
+    monkeypatch.setattr(build, "library_path", lambda: tmp_path / "library.so")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.delenv("CI", raising=False)
+    assert build.available() == "there is no C++ compiler (no-such-compiler)"
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(RuntimeError, match="no-such-compiler"):
+        build.available()
+    (tmp_path / "library.so").touch()
+    assert build.available() == ""
