@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,11 @@ import pytest
 from accelerator_build import available
 from ranks import Ranks
 
+_DEVICE = os.environ.get("RANKS_DEVICE", "cpu")
+"""``accelerator`` runs the tests on ranks of the simulated accelerator, except those that start other processes."""
 
-def _ranks(size: int, device: str = "cpu") -> Any:
+
+def _ranks(size: int, device: str = _DEVICE) -> Any:
     @pytest.fixture(scope="session")
     def ranks() -> Iterator[Ranks]:
         if device == "accelerator" and (reason := available()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import multiprocessing
@@ -133,6 +134,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection, device: st
 
         backend = available_device().process_group_backend
         torch.accelerator.set_device_index(rank)
+        _ignore_use_cpu()
     dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
     num_modules = 0
     while True:
@@ -143,7 +145,10 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection, device: st
         before = ProcessState.read()
         try:
             try:
-                reply = (True, getattr(importlib.import_module(module), name)(*args, **kwargs))
+                case = getattr(importlib.import_module(module), name)
+                if device == "accelerator":
+                    args, kwargs = _without_use_cpu(args), _without_use_cpu(kwargs)
+                reply = (True, _on_cpu(case(*args, **kwargs)))
             finally:
                 reset_process()
                 findings = _take_findings()
@@ -171,6 +176,38 @@ def _switch_accelerator_on(world_size: int) -> None:
     os.environ.update(PYTHONPATH=os.pathsep.join(paths), SIM_ACCELERATOR_COUNT=str(world_size))
     # A process that multiprocessing has started has the module search path of its parent.
     sys.path.insert(0, str(ACCELERATOR_BACKEND))
+
+
+def _ignore_use_cpu() -> None:
+    """Let the training arguments of cases that were written for CPU ranks select the accelerator."""
+    from transformers import TrainingArguments
+
+    original = TrainingArguments.__post_init__
+
+    @functools.wraps(original)
+    def post_init(self: TrainingArguments) -> None:
+        self.use_cpu = False
+        original(self)
+
+    TrainingArguments.__post_init__ = post_init
+
+
+def _without_use_cpu(value: Any) -> Any:
+    """Return arguments of a case without the settings ``use_cpu`` of configs."""
+    if isinstance(value, dict):
+        return {key: False if key == "use_cpu" else _without_use_cpu(each) for key, each in value.items()}
+    return type(value)(map(_without_use_cpu, value)) if type(value) in (list, tuple) else value
+
+
+def _on_cpu(value: Any) -> Any:
+    """Return a result whose tensors can be sent to a process without the device."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {key: _on_cpu(each) for key, each in value.items()}
+    return type(value)(map(_on_cpu, value)) if type(value) in (list, tuple) else value
 
 
 def _take_findings() -> list[str]:

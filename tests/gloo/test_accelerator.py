@@ -42,16 +42,7 @@ def test_setting_on_device_does_not_change_results(
     assert_same_training(found, reference_of("llama"))
 
 
-@pytest.mark.parametrize(
-    "version",
-    [
-        # FSDP1 shows the last gradients again after the next forward, because they stay in its pinned CPU memory.
-        pytest.param(
-            1, marks=pytest.mark.xfail(strict=True, reason="FSDP-E514 is raised although gradients are zeroed")
-        ),
-        2,
-    ],
-)
+@pytest.mark.parametrize("version", [1, 2])
 def test_offload_on_device_does_not_change_results(two_accelerator_ranks: Ranks, version: int) -> None:
     found = two_accelerator_ranks.run(train, "llama", _config(version, fsdp_offload_params=True))[0]
     assert_same_training(found, reference_of("llama"))

@@ -101,11 +101,18 @@ _DEVICE_TYPE = settings.device_type()
 _COLLECTIVES = settings.NAMES[_DEVICE_TYPE].collectives
 
 
+def _before_exit() -> None:
+    """Complete all copies: their tensors must not live longer than the allocators of this library."""
+    device.disconnect()
+    for index in range(C.num_devices()):
+        torch.accelerator.synchronize(index)
+
+
 def _register() -> None:
     from .device_module import make_module
 
     device.connect(C)
-    atexit.register(device.disconnect)
+    atexit.register(_before_exit)
     make_module()
     if dist.is_available():
         dist.Backend.register_backend(_COLLECTIVES, _new_process_group, devices=[_DEVICE_TYPE])
