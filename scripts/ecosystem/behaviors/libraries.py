@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import torch
 from datasets import Dataset, load_dataset
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, VeraConfig, get_peft_model
 from sentence_transformers import (
@@ -93,6 +95,11 @@ def _model(name: str = "models/llama") -> Any:
     return AutoModelForCausalLM.from_pretrained(name, dtype="float32")
 
 
+def _trl_values(**changes: Any) -> dict[str, Any]:
+    """Without TRL's default, bf16: autocast, as the reference has it, rounds other numbers than FSDP."""
+    return argument_values(bf16=False, **changes)
+
+
 def _ended(trainer: Any) -> Any:
     trainer.train()
     trainer.save_model("final")
@@ -105,18 +112,18 @@ def _ended(trainer: Any) -> Any:
 
 
 def sft() -> Any:
-    args = SFTConfig(**argument_values(max_length=48))
+    args = SFTConfig(**_trl_values(max_length=48))
     return _ended(SFTTrainer(model="models/llama", args=args, train_dataset=_rows("lm")))
 
 
 def sft_of_chats_with_lora() -> Any:
-    args = SFTConfig(**argument_values(max_length=48, gradient_checkpointing=False))
+    args = SFTConfig(**_trl_values(max_length=48, gradient_checkpointing=False))
     peft_config = LoraConfig(r=4, target_modules=TARGETS)
     return _ended(SFTTrainer(model=_model(), args=args, train_dataset=_rows("chat"), peft_config=peft_config))
 
 
 def dpo() -> Any:
-    args = DPOConfig(**argument_values(max_length=48))
+    args = DPOConfig(**_trl_values(max_length=48))
     tokenizer = AutoTokenizer.from_pretrained("models/llama")
     return _ended(
         DPOTrainer(_model(), _model(), args=args, train_dataset=_rows("preference"), processing_class=tokenizer)
@@ -124,12 +131,12 @@ def dpo() -> Any:
 
 
 def dpo_ipo_without_reference_given() -> Any:
-    args = DPOConfig(**argument_values(max_length=48, loss_type=["ipo"]))
+    args = DPOConfig(**_trl_values(max_length=48, loss_type=["ipo"]))
     return _ended(DPOTrainer("models/llama", args=args, train_dataset=_rows("preference")))
 
 
 def reward() -> Any:
-    args = RewardConfig(**argument_values(max_length=48))
+    args = RewardConfig(**_trl_values(max_length=48))
     model = AutoModelForSequenceClassification.from_pretrained("models/reward", dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained("models/reward")
     return _ended(RewardTrainer(model, args=args, train_dataset=_rows("reward"), processing_class=tokenizer))
@@ -154,7 +161,21 @@ def _nli() -> Dataset:
 
 
 def softmax_loss() -> Any:
-    return _embedded(lambda model: losses.SoftmaxLoss(model, model.get_embedding_dimension(), num_labels=3), _nli())
+    def loss(model: Any) -> Any:
+        made = losses.SoftmaxLoss(model, model.get_embedding_dimension(), num_labels=3)
+        if os.environ.get("ACCELERATE_USE_FSDP") != "true":
+            # DistributedDataParallel wraps the model alone, so each rank would train a classifier of its own.
+            for parameter in made.classifier.parameters():
+                parameter.register_hook(_mean_of_ranks)
+        return made
+
+    return _embedded(loss, _nli())
+
+
+def _mean_of_ranks(gradient: torch.Tensor) -> torch.Tensor:
+    gradient = gradient / torch.distributed.get_world_size()
+    torch.distributed.all_reduce(gradient)
+    return gradient
 
 
 def gist_embed_loss() -> Any:
