@@ -31,6 +31,14 @@ _PARAMETER_OF_OTHER_MODEL = Problem(
     fix="Pass the model to prepare(), or call clip_grad_norm_ of the model itself.",
 )
 
+_NORM_OF_ONE_RANK = Problem(
+    code="FSDP-E611",
+    message="get_total_norm() was called with gradients of FSDP1, of which each rank has a part. The result would be "
+    "the norm of one rank's parts.",
+    fix='Call accelerator.clip_grad_norm_(model.parameters(), float("inf")) on all ranks: it returns the norm of the '
+    "whole gradients, and changes nothing.",
+)
+
 
 @dataclass(kw_only=True, slots=True)
 class _Group:
@@ -71,6 +79,21 @@ def clip_grad_norm(
         for device, gradients in _by_device(groups).items():
             scale_tensors(gradients, factor.to(device))
     return total
+
+
+def check_whole_gradients(models: Sequence[nn.Module], tensors: Sequence[torch.Tensor]) -> None:
+    """Raise ``SpecError`` if FSDP1 has sharded one of the gradients. No communication."""
+    sharded = {number for number, (over, _) in _flat_shards(models).items() if any(group.size() > 1 for group in over)}
+    parameters = [parameter for model in models for parameter in model.parameters() if id(parameter) in sharded]
+    gradients = {_address(parameter.grad) for parameter in parameters if parameter.grad is not None}
+    # A rank without a part of the gradients must not continue alone.
+    if parameters and (not tensors or any(_address(tensor) in gradients for tensor in tensors)):
+        raise SpecError([_NORM_OF_ONE_RANK])
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    """Return the address of the memory that a tensor shares with its views; ``None`` for a DTensor."""
+    return None if isinstance(tensor, DTensor) else tensor.untyped_storage().data_ptr()
 
 
 def _by_device(groups: Iterable[_Group]) -> dict[torch.device, list[torch.Tensor]]:

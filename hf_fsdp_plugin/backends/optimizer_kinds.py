@@ -88,6 +88,12 @@ KINDS: Final = (
     Kind("lomo_optim", "backward", because=_LAYERWISE),
 )
 # fmt: on
+_SHARPNESS_AWARE: Final = Kind("SAM", "closure", because="moves the weights by the norm of all gradients and back")
+"""Sharpness-aware minimization. Scripts contain a copy of the class, so it is known by its two steps.
+
+Under FSDP1 each rank has the norm of its shards. Under FSDP2 the common implementation restores the weights with
+``parameter.data = old``, which a ``DTensor`` ignores.
+"""
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> Kind | None:
@@ -95,6 +101,8 @@ def kind_of(optimizer: torch.optim.Optimizer) -> Kind | None:
 
     A subclass has the kind of its base class unless it defines another ``step``.
     """
+    if all(callable(getattr(type(optimizer), name, None)) for name in ("first_step", "second_step")):
+        return _SHARPNESS_AWARE
     for name in _names(type(optimizer)):
         for kind in KINDS:
             if name == kind.name or name.startswith(f"{kind.name}."):

@@ -17,6 +17,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from hf_fsdp_plugin.torch_private import fsdp1, fsdp2
+from hf_fsdp_plugin.torch_private.functions import tree_leaves
+
+
+def float_outputs(output: Any) -> list[torch.Tensor]:
+    """Return the floating-point tensors in the output of a model."""
+    # torch's pytree supports only some of Transformers' output classes. All of them are mappings.
+    leaves = tree_leaves(list(output.values()) if isinstance(output, Mapping) else output)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
 
 def support_mapping_outputs(model: nn.Module) -> None:

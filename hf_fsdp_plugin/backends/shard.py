@@ -13,6 +13,7 @@ from torch import nn
 from hf_fsdp_plugin.backends.buffers import watch_buffers
 from hf_fsdp_plugin.backends.changed_inputs import return_changed_inputs
 from hf_fsdp_plugin.backends.class_names import keep_class_names
+from hf_fsdp_plugin.backends.double_backward import refuse_double_backward
 from hf_fsdp_plugin.backends.flat_reads import correct_flat_reads
 from hf_fsdp_plugin.backends.fp32_modules import compute_in_fp32
 from hf_fsdp_plugin.backends.fsdp1 import apply_fsdp1
@@ -90,6 +91,7 @@ def shard(
     carry_parameter_hooks(sharded, parameter_hooks)
     refuse_copies(sharded)
     correct_flat_reads(sharded)
+    refuse_double_backward(sharded)
     attach_optimizers(detached, sharded)
     setattr(sharded, PLAN_ATTRIBUTE, plan)
     _sharded_models.add(sharded)

@@ -38,10 +38,6 @@ _OPERATIONS: Final = {
     "barrier": ("barrier", None),
     "monitored_barrier": ("monitored barrier", None),
     "allreduce_coalesced": ("all-reduce (coalesced)", 0),
-    "all_gather_single_coalesced": ("all-gather (coalesced)", 1),
-    "allgather_into_tensor_coalesced": ("all-gather (coalesced)", 1),
-    "reduce_scatter_single_coalesced": ("reduce-scatter (coalesced)", 1),
-    "reduce_scatter_tensor_coalesced": ("reduce-scatter (coalesced)", 1),
 }
 """Method of a process group -> the operation in messages, and the position of this rank's tensors."""
 _FUNCTIONAL: Final = {

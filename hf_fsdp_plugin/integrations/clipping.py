@@ -1,15 +1,13 @@
-"""Clipping of sharded gradients by torch's own function and by value."""
+"""Norms and clipping of sharded gradients by torch's own functions."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.utils import clip_grad_value_
 
-from hf_fsdp_plugin.backends.clipping import clip_grad_norm
+from hf_fsdp_plugin.backends.clipping import check_whole_gradients, clip_grad_norm
 from hf_fsdp_plugin.backends.shard import sharded_models
 from hf_fsdp_plugin.torch_private import fsdp1
 
@@ -40,13 +38,12 @@ def clip_grad_norm_(
     return clip_grad_norm(sharded_models(), parameters, float(max_norm), float(norm_type))
 
 
-def allow_clipping_by_value(accelerator: Any) -> None:
-    """Let ``accelerator.clip_grad_value_`` clip shards: Accelerate refuses it under FSDP, but it is elementwise."""
-    reference = weakref.ref(accelerator)
+def get_total_norm(original: Callable[..., torch.Tensor], tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Refuse gradients of FSDP1's shards. An empty list on this rank may be a list of gradients on another one.
 
-    def clip_shards_by_value(parameters: Any, clip_value: float) -> None:
-        if (owner := reference()) is not None:
-            owner.unscale_gradients()
-        clip_grad_value_(parameters, clip_value)
-
-    accelerator.clip_grad_value_ = clip_shards_by_value
+    Raises:
+        SpecError: the result would be the norm of one rank's shards.
+    """
+    tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    check_whole_gradients(sharded_models(), tensors)
+    return original(tensors, *args, **kwargs)

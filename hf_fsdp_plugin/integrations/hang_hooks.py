@@ -16,8 +16,6 @@ _OLD_NAMES: Final = {
     "all_gather_single": ("_allgather_base",),
     "reduce_scatter_single": ("_reduce_scatter_base",),
     "all_to_all_single": ("alltoall_base",),
-    "all_gather_single_coalesced": ("allgather_into_tensor_coalesced",),
-    "reduce_scatter_single_coalesced": ("reduce_scatter_tensor_coalesced",),
 }
 """Method of a process group -> the method that torch 2.11 and 2.12 have instead, and call."""
 CALL_HOOKS: Final = (

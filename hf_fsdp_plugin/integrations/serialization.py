@@ -65,12 +65,21 @@ def with_whole_weights(function: str, obj: Any, *, keep: bool = True) -> Any:
     if not meshes or not any(isinstance(tensor, DTensor) for _, tensor in _tensors(obj, skip=_is_written_as_it_is)):
         return obj
 
+    written: dict[object, torch.Tensor] = {}
+
     def gather(tensor: Any) -> Any:
         # The mesh tells the weights of a model from tensors of the script, also on a rank whose shard is empty.
         if not isinstance(tensor, DTensor) or tensor.device_mesh not in meshes:
             return tensor
         whole = tensor.full_tensor().detach()
-        return whole.cpu() if keep else whole.new_empty(0)
+        if not keep:
+            return whole.new_empty(0)
+        local = tensor.to_local()
+        if not local.numel():
+            return whole.cpu()
+        # Tied weights share the memory of their shards, and are written once.
+        shard = local.untyped_storage().data_ptr(), local.storage_offset(), local.stride(), tensor.shape
+        return written.setdefault(shard, whole.cpu())
 
     with together(f"{function} of the weights of a model", fix=FIX):
         return _replace_leaves(obj, gather)

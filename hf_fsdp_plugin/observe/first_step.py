@@ -18,6 +18,7 @@ from torch import nn
 from hf_fsdp_plugin.backends.bits import hash_bits, sum_bits
 from hf_fsdp_plugin.backends.inputs import is_activation
 from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE
+from hf_fsdp_plugin.backends.outputs import float_outputs
 from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.contracts import off_without
@@ -25,7 +26,7 @@ from hf_fsdp_plugin.observe.memory import gradient_bytes
 from hf_fsdp_plugin.observe.optimizer import parameters_in, unwrapped_optimizer
 from hf_fsdp_plugin.observe.recomputation import Recomputation, checkpointed_modules
 from hf_fsdp_plugin.observe.runs import Runs
-from hf_fsdp_plugin.observe.step_watch import GradientWatch, UselessStepWatch, call_in_backward, float_outputs
+from hf_fsdp_plugin.observe.step_watch import GradientWatch, UselessStepWatch, call_in_backward
 from hf_fsdp_plugin.observe.units import UnitObservation, checkpoints_natively, observe_units
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.torch_private.functions import tree_leaves

@@ -7,7 +7,7 @@ nothing here waits for the accelerator unless gradients were kept between two st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakSet, finalize, ref
 
@@ -16,17 +16,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hf_fsdp_plugin.backends.outputs import float_outputs
 from hf_fsdp_plugin.backends.shard import sharded_models
 from hf_fsdp_plugin.observe.optimizer import parameters_in
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.torch_private.functions import tree_leaves
-
-
-def float_outputs(output: Any) -> list[torch.Tensor]:
-    """Return the floating-point tensors in the output of a model."""
-    # torch's pytree supports only some of Transformers' output classes. All of them are mappings.
-    leaves = tree_leaves(list(output.values()) if isinstance(output, Mapping) else output)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
 
 def call_in_backward(outputs: Sequence[torch.Tensor], hook: Callable[[torch.Tensor], None]) -> None:

@@ -111,3 +111,27 @@ def _train_alone(
         optimizer.zero_grad()
         losses.append(loss.item())
     return {"losses": losses, "norms": norms, "weights": dict(model.state_dict())}
+
+
+def norm_without_clipping(config: dict[str, Any]) -> dict[str, Any]:
+    """The codes or results of ``get_total_norm`` by kind of gradients; results relative to the norm of all."""
+    accelerator = fresh_accelerator(config)
+    model: Any = MODELS["llama"]()
+    model = accelerator.prepare(model)
+    other = nn.Linear(2, 2)
+    other(torch.ones(2)).sum().backward()
+    accelerator.backward(loss_of(model, "llama", 0, accelerator.process_index, accelerator.num_processes))
+    whole = accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+    kinds = {
+        "all": list(model.parameters()),
+        "last": [p for name, p in model.named_parameters() if name.endswith("model.norm.weight")],
+        "other": list(other.parameters()),
+    }
+    codes, found = {}, {}
+    for kind, parameters in kinds.items():
+        try:
+            norm: Any = nn.utils.get_total_norm([p.grad.detach() for p in parameters if p.grad is not None])
+            found[kind] = float(norm.full_tensor() if isinstance(norm, DTensor) else norm) / float(whole)
+        except SpecError as error:
+            codes[kind] = error.problems[0].code
+    return {"codes": codes, "found": found}

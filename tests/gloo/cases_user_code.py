@@ -315,3 +315,52 @@ def sharded_by_torch() -> list[str]:
     model = tiny_llama()
     fully_shard(model)
     return codes_of(lambda: hfp.full_parameters(model).__enter__())
+
+
+def differentiate_twice(config: dict[str, Any]) -> dict[str, list[str]]:
+    """The codes of backwards with a graph, by kind, and of one without a graph that follows them."""
+    accelerator = fresh_accelerator(config)
+    model: Any = tiny_llama()
+    model = accelerator.prepare(model)
+    batch = my_part(global_batch(0), accelerator.process_index, accelerator.num_processes)
+
+    def of_inputs(output: str) -> None:
+        """A gradient penalty."""
+        embeddings = model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
+        outputs = model(inputs_embeds=embeddings, labels=batch["labels"])
+        (gradient,) = torch.autograd.grad(outputs[output].pow(2).sum(), embeddings, create_graph=True)
+        gradient.pow(2).sum().backward()
+
+    codes = {
+        "loss": codes_of(lambda: of_inputs("loss")),
+        "logits": codes_of(lambda: of_inputs("logits")),
+        "backward": codes_of(lambda: model(**batch).loss.backward(create_graph=True)),
+    }
+    with torch.no_grad():
+        model(**batch)
+    return codes
+
+
+class SharpnessAware(torch.optim.SGD):
+    """Has the methods of the sharpness-aware optimizers that scripts contain."""
+
+    def first_step(self, zero_grad: bool = False) -> None:
+        """Move the weights along the gradients, by a length that does not depend on the norm of all gradients."""
+
+    def second_step(self, zero_grad: bool = False) -> None:
+        """Restore the weights, and update them."""
+
+
+def prepare_sharpness_aware(config: dict[str, Any]) -> list[str]:
+    model = tiny_llama()
+    return codes_of(lambda: fresh_accelerator(config).prepare(model, SharpnessAware(model.parameters(), lr=0.1)))
+
+
+def write_tied(config: dict[str, Any], path: str) -> bool:
+    """Write a model with tied weights with ``torch.save``. Returns whether it is read as one tensor."""
+    accelerator = fresh_accelerator(config)
+    model = accelerator.prepare(tiny_llama(tied=True))
+    state = accelerator.unwrap_model(model).state_dict()
+    torch.save(state, f"{path}/{accelerator.process_index}.pt")
+    read = torch.load(f"{path}/{accelerator.process_index}.pt")
+    return read["lm_head.weight"].data_ptr() == read["model.embed_tokens.weight"].data_ptr()

@@ -55,3 +55,12 @@ def test_clipping_functions_equal_one_process(two_ranks: Ranks, kind: str, versi
     runs = two_ranks.run(cases.train_clipped, kind, parallel_config("full_shard", version, 2))
     assert all(run["norms"] == pytest.approx(expected["norms"], rel=1e-5) for run in runs)
     assert_same_weights(runs[0]["weights"], expected["weights"])
+
+
+@VERSIONS
+def test_get_total_norm_is_whole_or_refused(two_ranks: Ranks, version: int) -> None:
+    for run in two_ranks.run(cases.norm_without_clipping, parallel_config("full_shard", version, 2)):
+        assert run["codes"] == ({"all": "FSDP-E611", "last": "FSDP-E611"} if version == 1 else {})
+        assert "other" in run["found"]
+        assert run["found"].get("all", 1.0) == pytest.approx(1.0, rel=1e-5)
+        assert run["found"].get("last", 0.5) < 1.0

@@ -162,3 +162,19 @@ def test_penalty_under_fsdp2_equals_one_process(two_ranks: Ranks) -> None:
     expected_loss, expected = cases.train_with_penalty(None)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     assert_same_weights(weights, expected)
+
+
+@VERSIONS
+def test_double_backward_is_refused(two_ranks: Ranks, version: int) -> None:
+    for codes in two_ranks.run(cases.differentiate_twice, parallel_config("full_shard", version, 2)):
+        assert codes == {kind: ["FSDP-E313"] for kind in ("loss", "logits", "backward")}
+
+
+@VERSIONS
+def test_sharpness_aware_optimizer_is_refused(two_ranks: Ranks, version: int) -> None:
+    codes = two_ranks.run(cases.prepare_sharpness_aware, parallel_config("full_shard", version, 2))
+    assert codes == [["FSDP-E321"]] * 2
+
+
+def test_torch_save_keeps_tied_weights_of_fsdp2(two_ranks: Ranks, tmp_path: Path) -> None:
+    assert all(two_ranks.run(cases.write_tied, parallel_config("full_shard", 2, 2), str(tmp_path)))

@@ -27,7 +27,6 @@ from hf_fsdp_plugin.integrations.accelerate.plugin import (
 )
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_optimizers, shared_state
 from hf_fsdp_plugin.integrations.accelerate.scaler import replace_scaler
-from hf_fsdp_plugin.integrations.clipping import allow_clipping_by_value
 from hf_fsdp_plugin.integrations.environment import set_loading_variables, set_variables
 from hf_fsdp_plugin.integrations.gathered import gathered, state_at
 from hf_fsdp_plugin.integrations.patching import install_hooks
@@ -94,7 +93,6 @@ def init_accelerator(original: Callable[..., None], accelerator: Any, *args: Any
     if isinstance(plugin, PlannedFsdpPlugin):
         set_mesh(accelerator, mesh, plugin.spec)
         replace_scaler(accelerator)
-        allow_clipping_by_value(accelerator)
     if plugin is None and accelerator.num_processes > 1 and session.installed:
         print_once(
             Problem(
@@ -169,6 +167,13 @@ def clip_grad_norm_(
     plugin.first_calls.wait("Accelerator.clip_grad_norm_", fix=_CLIP_FIX, limit=limit, before_step=True)
     accelerator.unscale_gradients()
     return clip_grad_norm(prepared_models(accelerator), parameters, float(max_norm), float(norm_type))
+
+
+@if_planned
+@marked("clipping")
+def clip_grad_value_(original: Callable[..., Any], accelerator: Any, parameters: Any, clip_value: Any) -> None:
+    accelerator.unscale_gradients()
+    torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
 
 def end_training(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
