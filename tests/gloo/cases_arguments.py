@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from cases_trainer import make_trainer
 from ranks import reset_accelerate
 from tiny import MODELS
-from training import adamw, train_prepared
+from training import adamw, loss_of, train_prepared
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.problems import SpecError
@@ -85,3 +86,79 @@ def report_of_arguments(output_dir: str, **arguments: Any) -> dict[str, Any]:
     trainer.train()
     dist.barrier()
     return {**hfp.report(trainer).to_json(), "dynamo": trainer.accelerator.state.dynamo_plugin.backend.value}
+
+
+def arguments_of_library(config: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Return what Accelerate makes of arguments that are left to it, for a sharded model."""
+    from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
+
+    accumulation = GradientAccumulationPlugin(num_steps=3)
+    stepped, weights = _accumulate(_accelerator(config, gradient_accumulation_plugin=accumulation))
+    separate, _ = _accumulate(_accelerator(config, gradient_accumulation_steps=3, step_scheduler_with_optimizer=False))
+    loaders = {
+        name: _batches(_accelerator(config, dataloader_config=DataLoaderConfiguration(**{name: value})))
+        for name, value in {"split_batches": True, "dispatch_batches": True, "even_batches": False}.items()
+    }
+    non_blocking = _accelerator(config, dataloader_config=DataLoaderConfiguration(non_blocking=True))
+    project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = _accelerator(config, project_config=project)
+    accelerator.prepare(MODELS["llama"]())
+    for _ in range(3):
+        accelerator.save_state()
+    accelerator.wait_for_everyone()
+    return {
+        "weights": weights,
+        "steps": {"with optimizer": stepped, "separate": separate},
+        "batches": loaders,
+        "non_blocking": non_blocking.prepare(_loader())._non_blocking,
+        "checkpoints": sorted(os.listdir(f"{folder}/checkpoints")),
+    }
+
+
+def _accelerator(config: dict[str, Any], **arguments: Any) -> Any:
+    from accelerate import Accelerator
+
+    reset_accelerate()
+    hfp.install(config)
+    return Accelerator(**arguments)
+
+
+def _accumulate(accelerator: Any) -> tuple[dict[str, int], dict[str, torch.Tensor]]:
+    """Train with six batches. Returns the numbers of steps of optimizer and scheduler, and the weights."""
+    model = MODELS["llama"]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    num_steps = 0
+    for number in range(6):
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, "llama", number, accelerator.process_index, accelerator.num_processes))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            num_steps += accelerator.sync_gradients
+    num_scheduled = round(math.log(scheduler.get_last_lr()[0] / 0.1, 0.9))
+    return {"optimizer": num_steps, "scheduler": num_scheduled}, accelerator.get_state_dict(model)
+
+
+def accumulated_reference() -> dict[str, torch.Tensor]:
+    """The weights of :func:`_accumulate` in one process, whose scheduler steps twice after each optimizer step."""
+    model = MODELS["llama"]().float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(6):
+        (loss_of(model, "llama", number) / 3).backward()
+        if number % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.param_groups[0]["lr"] *= 0.9**2
+    return dict(model.state_dict())
+
+
+def _loader() -> Any:
+    return torch.utils.data.DataLoader(torch.arange(10), batch_size=4)
+
+
+def _batches(accelerator: Any) -> list[list[int]]:
+    """Prepare a model and a loader of ten samples. Returns the batches of this rank."""
+    _, loader = accelerator.prepare(MODELS["llama"](), _loader())
+    return [batch.tolist() for batch in loader]

@@ -11,7 +11,7 @@ import pytest
 from launching import launch, write
 from matrices import slow
 from ranks import Ranks
-from training import assert_same_training, differing, reference
+from training import assert_same_training, assert_same_weights, differing, reference
 
 SIZES = {"dp_replicate_size": 2, "dp_shard_size": 2}
 VERSIONS = pytest.mark.parametrize("version", [1, 2])
@@ -92,6 +92,30 @@ def test_training_argument_is_applied(
     assert (row["observed"], row["status"]) == (observed, "applied")
     assert differing(report) == []
     assert report["dynamo"] == arguments.get("torch_compile_backend", "no").upper()
+
+
+@VERSIONS
+def test_arguments_left_to_the_library_are_applied(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
+    first, second = two_ranks.run(cases.arguments_of_library, config_of(version), str(tmp_path))
+    assert_same_weights(first["weights"], cases.accumulated_reference())
+    assert first["steps"] == {
+        "with optimizer": {"optimizer": 2, "scheduler": 4},
+        "separate": {"optimizer": 2, "scheduler": 6},
+    }
+    assert (first["batches"], second["batches"]) == (
+        {
+            "split_batches": [[0, 1], [4, 5], [8, 9]],
+            "dispatch_batches": [[0, 1, 2, 3], [8]],
+            "even_batches": [[0, 1, 2, 3], [8, 9]],
+        },
+        {
+            "split_batches": [[2, 3], [6, 7], [0, 1]],
+            "dispatch_batches": [[4, 5, 6, 7], [9]],
+            "even_batches": [[4, 5, 6, 7]],
+        },
+    )
+    assert first["non_blocking"] is True
+    assert first["checkpoints"] == ["checkpoint_1", "checkpoint_2"]
 
 
 WAITING = """
