@@ -249,6 +249,13 @@ def pinned_saves(case: Case) -> Case:
     return {**seconds, "gpu_bytes_by_process": used, "pids": pids}
 
 
+def device_module(case: Case) -> Any:
+    """Return the module of torch with the device's functions, such as ``torch.cuda``."""
+    import torch
+
+    return torch.get_device_module(case["device"])
+
+
 def gpu_processes(pid: int) -> dict[str, int]:
     """Return GPU -> bytes that a process uses on it, from nvidia-smi; empty if it does not see the process."""
     query = ["nvidia-smi", "--query-compute-apps=pid,gpu_uuid,used_memory", "--format=csv,noheader,nounits"]
@@ -260,20 +267,19 @@ def gpu_processes(pid: int) -> dict[str, int]:
 @check
 def state_dict(case: Case) -> Case:
     """Gather the whole state dict: only rank 0 has it, in CPU memory, and no GPU holds the model (C4)."""
-    import torch
     import torch.distributed as dist
 
     run = Run(case)
     run.train(2)
     whole_bytes = 4 * sum(parameter.numel() for parameter in make_llama(**SIZES).parameters())
     growth = 0
-    if case["device"] == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+    if case["device"] != "cpu":
+        device_module(case).synchronize()
+        device_module(case).reset_peak_memory_stats()
+        before = device_module(case).memory_allocated()
     state = run.accelerator.get_state_dict(run.model)
-    if case["device"] == "cuda":
-        growth = torch.cuda.max_memory_allocated() - before
+    if case["device"] != "cpu":
+        growth = device_module(case).max_memory_allocated() - before
         # FSDP1 with offload gathers nothing; otherwise rank 0's part is copied from the device piece by piece.
         expect(growth < whole_bytes / 2, f"the GPU held {growth} of {whole_bytes} bytes")
     if dist.get_rank() == 0:
@@ -305,7 +311,6 @@ def clipping(case: Case) -> Case:
 @check
 def reports(case: Case) -> Case:
     """Report a run, also to a path that cannot be written, and read what it says about the device (C7, C8)."""
-    import torch
     import torch.distributed as dist
 
     import hf_fsdp_plugin as hfp
@@ -314,12 +319,12 @@ def reports(case: Case) -> Case:
     run = Run({**case, "settings": {"fsdp_sync_module_states": True}})
     run.train(2)
     growth = 0
-    if case["device"] == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+    if case["device"] != "cpu":
+        device_module(case).reset_peak_memory_stats()
+        before = device_module(case).memory_allocated()
     found = hfp.report(run.accelerator).to_json()
-    if case["device"] == "cuda":
-        growth = torch.cuda.max_memory_allocated() - before
+    if case["device"] != "cpu":
+        growth = device_module(case).max_memory_allocated() - before
     differing = [row["setting"] for row in found["settings"] if row["status"] == "differs"]
     expect(not differing, f"settings differ: {differing}")
     expect(found["device"] == case["device"], f"the report names device {found['device']}")
@@ -395,14 +400,13 @@ def generation(case: Case) -> Case:
 @check
 def activation_offload(case: Case) -> Case:
     """Train with checkpointed and offloaded activations, and compare losses and memory with neither."""
-    import torch
 
     losses, peaks = {}, {}
     offload = {"fsdp_activation_checkpointing": True, "fsdp_activation_cpu_offload": True}
     for name, settings in {"none": {}, "offload": offload}.items():
-        if case["device"] == "cuda":
+        if case["device"] != "cpu":
             gc.collect()
-            torch.cuda.reset_peak_memory_stats()
+            device_module(case).reset_peak_memory_stats()
         run = Run({**case, "settings": settings})
         losses[name] = round(run.train()[-1], 4)
         peaks[name] = device_of(case).peak_memory()
@@ -428,14 +432,14 @@ def loading(case: Case) -> Case:
         settings = {"fsdp_cpu_ram_efficient_loading": True}
         accelerator = new_accelerator({**case, "settings": settings})
         private, growth = private_bytes(), 0
-        if case["device"] == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
+        if case["device"] != "cpu":
+            device_module(case).reset_peak_memory_stats()
+            before = device_module(case).memory_allocated()
         spec = hfp.load_spec(config({**case, "settings": settings}), environ={})
         model = hfp.from_pretrained(str(folder), spec, model_class=LlamaForCausalLM)
         model = accelerator.prepare(model)
-        if case["device"] == "cuda":
-            growth = torch.cuda.max_memory_allocated() - before
+        if case["device"] != "cpu":
+            growth = device_module(case).max_memory_allocated() - before
         private = private_bytes() - private
         state = accelerator.get_state_dict(model)
         expected = bare.state_dict()

@@ -195,7 +195,7 @@ def make_batch(shapes: dict[str, Any], vocab: int, generator: Any) -> dict[str, 
     return {name: made[id(value)] for name, value in shapes.items()}
 
 
-def make_spec(point: Point) -> Any:
+def make_spec(point: Point, *, use_cpu: bool = True) -> Any:
     import hf_fsdp_plugin as hfp
 
     fsdp = {
@@ -223,7 +223,7 @@ def make_spec(point: Point) -> Any:
         {
             "distributed_type": "FSDP",
             "num_processes": point.ranks,
-            "use_cpu": True,
+            "use_cpu": use_cpu,
             "mixed_precision": point.precision,
             "fsdp_config": fsdp,
         }

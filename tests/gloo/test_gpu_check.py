@@ -55,6 +55,14 @@ def test_check_passes_on_cpu_ranks(two_ranks: Ranks, check: str, version: int) -
         assert measurements and json.dumps(measurements)
 
 
+@pytest.mark.parametrize(("check", "version"), cpu_cases())
+def test_check_passes_on_simulated_device(two_accelerator_ranks: Ranks, check: str, version: int) -> None:
+    """The same checks, as on a GPU: the first contact with one does not fail in the check itself."""
+    case = case_of(check, version, device="npu", backend="hccl")
+    for measurements in two_accelerator_ranks.run(run, case):
+        assert measurements and json.dumps(measurements)
+
+
 def test_check_fails_for_another_device(two_ranks: Ranks) -> None:
     with pytest.raises(RankError, match=r"the parameters are on|the report names"):
         two_ranks.run(run, case_of("reports", 2) | {"device": "meta", "top": {"use_cpu": True}})

@@ -155,3 +155,15 @@ def test_unsupported_device_is_refused(
     (problem,) = refusal.value.problems
     assert problem.code == "FSDP-E301"
     assert all(text in problem.message for text in (name, reason, *DEVICES))
+
+
+def test_unknown_memory_of_a_device_is_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class WithoutProperties(Recorder):
+        def __getattr__(self, name: str) -> Any:
+            if name == "get_device_properties":
+                raise AttributeError(name)
+            return super().__getattr__(name)
+
+    register(monkeypatch, "npu", WithoutProperties())
+    assert devices.get_device("npu").total_memory() is None
+    assert (DEVICES["cpu"].total_memory() or 0) > 1 << 30

@@ -194,3 +194,15 @@ def test_overriding_subclass_calls_replacement_once(stock: dict[str, Any], monke
     hfp.uninstall()
     assert (Base()._finalize_training(1), Derived()._finalize_training(2)) == (1, 2)  # type: ignore[call-arg, arg-type]
     assert calls == ["Base", "Derived", "Derived"]
+
+
+def test_module_without_a_name_does_not_stop_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some libraries put objects into sys.modules that are modules without this attribute."""
+    nameless = ModuleType("nameless")
+    for hook in ROWS:
+        if not hook.class_name and hook.name in vars(importlib.import_module(hook.module)):
+            setattr(nameless, hook.name, current(hook))
+    del nameless.__name__
+    monkeypatch.setitem(sys.modules, "nameless", nameless)
+    hfp.install({})
+    hfp.uninstall()

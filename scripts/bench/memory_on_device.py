@@ -1,0 +1,164 @@
+"""Compare predicted memory with the counter of an accelerator: the simulated one of the tests, on two ranks.
+
+Its counter rounds each allocation as torch's CUDA allocator does, and does not see temporary memory of kernels. Each
+point is predicted first, in a process that measures nothing. The second and third step are measured; the result is the
+largest peak of the ranks' smallest ones, as in memory_error.py.
+
+    python scripts/bench/memory_on_device.py           (three minutes on 2 cores; docs/results/memory_on_device.json)
+    python scripts/bench/memory_on_device.py --points version=1,precision=bf16
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, make_parser, run_two_ranks
+from memory_points import Point, make_batch, make_model, make_spec, make_workload, parse_point
+from update_results import write_result
+
+DEVICE = "npu"
+STEPS = 2
+_WIDE = Point(hidden=512, inter=1536, seq=64)
+POINTS = (
+    Point(),
+    Point(version=1),
+    Point(precision="bf16"),
+    Point(version=1, precision="bf16"),
+    Point(checkpointing=True),
+    Point(version=1, checkpointing=True, precision="bf16", batch=8),
+    replace(_WIDE, offload_params=True),
+    replace(_WIDE, version=1, offload_params=True, precision="bf16"),
+    Point(checkpointing=True, offload_activations=True),
+    replace(_WIDE, strategy="shard_grad_op", loop="foreach"),
+)
+
+
+def main() -> int:
+    parser = make_parser(__doc__, "memory_on_device")
+    parser.add_argument("--points", nargs="*", help="points instead of those of the table, as key=value,key=value")
+    parser.add_argument("--predict", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    points = [parse_point(text) for text in args.points] if args.points else list(POINTS)
+    if args.predict:
+        args.predict.write_text(json.dumps([predict(point) for point in points]))
+        return 0
+    if args.measure:
+        measure_all(points, args.measure)
+        return 0
+    sys.path.insert(0, str(ROOT / "tests" / "accelerator"))
+    from accelerator_build import BACKEND, available
+
+    if reason := available():
+        print(f"The simulated accelerator cannot be built: {reason}.", file=sys.stderr)
+        return 1
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BACKEND), str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    chosen = ["--points", *map(str, points)]
+    with tempfile.TemporaryDirectory(prefix="memory_on_device_") as folder:
+        predicted, measured = Path(folder) / "predicted.json", Path(folder) / "measured.json"
+        subprocess.run([sys.executable, __file__, "--predict", predicted, *chosen], check=True, env=environ)
+        if run_two_ranks(__file__, ["--measure", str(measured), *chosen], environ) != 0:
+            return 1
+        pairs = zip(points, json.loads(predicted.read_text()), json.loads(measured.read_text()), strict=True)
+        rows = [row(point, prediction, peak) for point, prediction, peak in pairs]
+    errors = {name: [each["error"][name] for each in rows] for name in ("traced", "closed_form")}
+    summary = {
+        name: {"median": statistics.median(map(abs, found)), "worst": max(found, key=abs)}
+        for name, found in errors.items()
+    }
+    print(summary)
+    if not args.points:
+        write_result("memory_on_device", args.out, {"summary": summary, "points": rows})
+    return 0
+
+
+def predict(point: Point) -> dict[str, int]:
+    """Return the peaks that the methods predict, in bytes."""
+    import torch
+
+    import hf_fsdp_plugin as hfp
+    from hf_fsdp_plugin.estimate.memory import estimate_memory
+    from hf_fsdp_plugin.estimate.trace import trace_memory
+
+    with torch.device("meta"):
+        model = make_model(point)
+    plan = hfp.resolve(make_spec(point, use_cpu=False), model, world_size=2, device_type=DEVICE)
+    methods = {"traced": trace_memory, "closed_form": estimate_memory}
+    return {name: method(plan, model, make_workload(point)).peak.bytes for name, method in methods.items()}
+
+
+def measure_all(points: list[Point], out: Path) -> None:
+    """Write the measured peak of each point in bytes."""
+    import gc
+
+    import torch.distributed as dist
+    from accelerate.state import AcceleratorState, GradientState
+
+    peaks = []
+    for point in points:
+        own = measure(point)
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, own)
+        peaks.append(max(every))
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        gc.collect()
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(peaks))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(point: Point) -> int:
+    """Train, and return the smallest peak of this rank's steps from the second on, above what was allocated before."""
+    import gc
+
+    import torch
+
+    import hf_fsdp_plugin as hfp
+    from hf_fsdp_plugin.estimate.memory.batch import meta_batch
+    from hf_fsdp_plugin.estimate.trace.optimizers import make_optimizers
+
+    accelerator = hfp.accelerator(make_spec(point, use_cpu=False))
+    memory = torch.get_device_module(DEVICE)
+    gc.collect()
+    before = memory.memory_allocated()
+    model = make_model(point)
+    shapes = meta_batch(model, micro_batch=point.batch, seq_len=point.seq)
+    optimizers = make_optimizers(model, make_workload(point), DEVICE)
+    model, *optimizers = accelerator.prepare(model.train(), *optimizers)
+    generator = torch.Generator().manual_seed(1 + accelerator.process_index)
+    peaks = []
+    for _ in range(1 + STEPS):
+        memory.reset_peak_memory_stats()
+        batch = make_batch(shapes, point.vocab, generator)
+        moved = {id(value): value.to(accelerator.device) for value in batch.values()}  # labels may be the inputs
+        batch = {name: moved[id(value)] for name, value in batch.items()}
+        accelerator.backward(model(**batch).loss)
+        if point.clip:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        peaks.append(memory.max_memory_allocated() - before)
+        accelerator.wait_for_everyone()
+    return min(peaks[1:])
+
+
+def row(point: Point, predicted: dict[str, int], peak: int) -> dict[str, Any]:
+    errors = {name: round(size / peak - 1, 5) for name, size in predicted.items()}
+    print(point, f"{peak:,}", {name: f"{error:+.2%}" for name, error in errors.items()}, flush=True)
+    return {"point": str(point), "measured_bytes": peak, "predicted": predicted, "error": errors}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
