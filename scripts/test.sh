@@ -24,11 +24,15 @@ make_environment
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # Without bytecode files, each of the many processes would compile the package again: 1.5 seconds of CPU.
 unset PYTHONDONTWRITEBYTECODE
-if [ $# -eq 0 ]; then
-  "$python" -m ruff check --quiet .
-  "$python" -m ruff format --check --quiet .
-  "$python" -m mypy
-  # Two files at a time: a test often waits for imports, which use one core.
-  set -- -m "not slow and not gpu" -n "${WORKERS:-2}" --dist loadfile
+if [ $# -gt 0 ]; then
+  exec "$python" -m pytest -q "$@"
 fi
-exec "$python" -m pytest -q "$@"
+"$python" -m ruff check --quiet .
+"$python" -m ruff format --check --quiet .
+"$python" -m mypy
+# Two files at a time: a test often waits for imports, which use one core.
+quick=("$python" -m pytest -q -m "not slow and not gpu" -n "${WORKERS:-2}" --dist loadfile)
+echo "tests on ranks of the simulated accelerator (docs/devices.md)"
+RANKS_DEVICE=accelerator "${quick[@]}" tests/gloo/test_{precision,checkpoint_save,moving_average}.py
+echo "all quick tests"
+exec "${quick[@]}"

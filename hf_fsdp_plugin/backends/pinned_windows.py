@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import torch
@@ -57,6 +57,16 @@ class PinnedWindows:
             self._window = torch.empty(WINDOW, dtype=torch.uint8, pin_memory=True)
         elif wait is not None:
             wait()
+
+
+def wait_for_reads(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait until the device has read offloaded shards, before they are changed in host memory.
+
+    A forward without a backward ends while the device still copies them. FSDP waits at the end of a backward only.
+    """
+    device = available_device()
+    if device.type != "cpu" and device.is_initialized() and any(tensor.is_pinned() for tensor in tensors):
+        device.synchronize()
 
 
 def copy_to_device(tensor: torch.Tensor, device: torch.device, windows: PinnedWindows) -> torch.Tensor:

@@ -17,6 +17,7 @@ from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.arrivals import together
 from hf_fsdp_plugin.backends.fsdp2 import reshard, shard_like
 from hf_fsdp_plugin.backends.load import finish_reading
+from hf_fsdp_plugin.backends.pinned_windows import wait_for_reads
 from hf_fsdp_plugin.backends.shard import place_of
 from hf_fsdp_plugin.backends.submodule_calls import free_gathered
 from hf_fsdp_plugin.backends.whole_state import check_not_whole, misuse, refuse_forward, set_whole
@@ -145,6 +146,7 @@ class _Fsdp1(_Whole):
             yield
 
     def write(self) -> None:
+        wait_for_reads(fsdp1.local_shard(flat) for _, flat in self._units)
         for _, flat in self._units:
             shard = fsdp1.local_shard(flat)
             for member in fsdp1.members(flat):
@@ -178,6 +180,7 @@ class _Fsdp2(_Whole):
                 registered[name] = shard
 
     def write(self) -> None:
+        wait_for_reads(shard.to_local() for _, _, shard in self._places)
         for _, _, shard in self._places:
             shard.to_local().copy_(shard_like(shard, self._wholes[id(shard)].data).to_local())
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hf_fsdp_plugin.backends.arrivals import together
+from hf_fsdp_plugin.backends.pinned_windows import wait_for_reads
 from hf_fsdp_plugin.backends.shard import place_of
 from hf_fsdp_plugin.checkpoint import (
     ModelShards,
@@ -172,6 +173,7 @@ def _copies(shards: ModelShards, *, same_dtype: bool = False) -> ModelShards:
 def _copy(source: ModelShards, into: ModelShards) -> None:
     """Copy the values of shards to those with the same names."""
     values = {shard.name: shard for shard in source.tensors}
+    wait_for_reads(piece.tensor for shard in into.tensors for piece in shard.pieces)
     for shard in into.tensors:
         if shard.name in values:
             for old, new in zip(shard.pieces, values[shard.name].pieces, strict=True):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_fsdp_plugin.backends.pinned_windows import PinnedWindows
+from hf_fsdp_plugin.backends.pinned_windows import PinnedWindows, wait_for_reads
 from hf_fsdp_plugin.checkpoint.formats.boxes import intersect, row_major, slices, span
 from hf_fsdp_plugin.checkpoint.formats.stored import StoredTensor
 from hf_fsdp_plugin.checkpoint.io import MAX_SPAN, InputFiles
@@ -59,6 +59,7 @@ def fill(files: InputFiles, work: Iterable[Transfer]) -> None:
     """
     ordered = sorted(work, key=lambda transfer: (transfer.file, transfer.offset))
     total = sum(transfer.into.nbytes for transfer in ordered)
+    wait_for_reads(transfer.into for transfer in ordered)
     windows = PinnedWindows()
     with progress_bar("loading", total) as update:
         for transfer in ordered:
