@@ -175,7 +175,7 @@ def _norm(group: _Group, norm_type: float) -> torch.Tensor:
         for one in norms:
             by_device.setdefault(one.device, []).append(one)
         stacked = [torch.stack(each).to(device) for each in by_device.values()]
-        norm = torch.linalg.vector_norm(torch.cat(stacked), norm_type)
+        norm = torch.linalg.vector_norm(stacked[0] if len(stacked) == 1 else torch.cat(stacked), norm_type)
     for process_group in group.process_groups:
         if math.isinf(norm_type):
             dist.all_reduce(norm, dist.ReduceOp.MAX, group=process_group)

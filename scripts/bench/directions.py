@@ -57,6 +57,9 @@ DIRECTIONS: Final = (
     Direction(r"^combinations/.*/passed$", "larger"),
     Direction(r"^counts/(refused|cannot be tried|cannot be created|layers not found)$", "smaller"),
     Direction(r"^combinations/|^counts/|^names/|^models/", "not compared"),
+    # Host waits, and their largest numbers.
+    Direction(r"^rows/(step|load|save|resume)[^/]*/plugin$", "smaller"),
+    Direction(r"^rows/(step|load|save|resume)[^/]*/allowed$", "not compared"),
     # What the result describes, and other programs.
     _last(_SUBJECT, "not compared"),
     Direction(r"(^|/)(workload|settings|versions|samples|checkpoint_bytes)/", "not compared"),

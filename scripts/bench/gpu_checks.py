@@ -249,6 +249,10 @@ def pinned_saves(case: Case) -> Case:
     return {**seconds, "gpu_bytes_by_process": used, "pids": pids}
 
 
+def on_accelerator(case: Case) -> bool:
+    return case["device"] not in ("cpu", "meta")
+
+
 def device_module(case: Case) -> Any:
     """Return the module of torch with the device's functions, such as ``torch.cuda``."""
     import torch
@@ -273,12 +277,12 @@ def state_dict(case: Case) -> Case:
     run.train(2)
     whole_bytes = 4 * sum(parameter.numel() for parameter in make_llama(**SIZES).parameters())
     growth = 0
-    if case["device"] != "cpu":
+    if on_accelerator(case):
         device_module(case).synchronize()
         device_module(case).reset_peak_memory_stats()
         before = device_module(case).memory_allocated()
     state = run.accelerator.get_state_dict(run.model)
-    if case["device"] != "cpu":
+    if on_accelerator(case):
         growth = device_module(case).max_memory_allocated() - before
         # FSDP1 with offload gathers nothing; otherwise rank 0's part is copied from the device piece by piece.
         expect(growth < whole_bytes / 2, f"the GPU held {growth} of {whole_bytes} bytes")
@@ -319,11 +323,11 @@ def reports(case: Case) -> Case:
     run = Run({**case, "settings": {"fsdp_sync_module_states": True}})
     run.train(2)
     growth = 0
-    if case["device"] != "cpu":
+    if on_accelerator(case):
         device_module(case).reset_peak_memory_stats()
         before = device_module(case).memory_allocated()
     found = hfp.report(run.accelerator).to_json()
-    if case["device"] != "cpu":
+    if on_accelerator(case):
         growth = device_module(case).max_memory_allocated() - before
     differing = [row["setting"] for row in found["settings"] if row["status"] == "differs"]
     expect(not differing, f"settings differ: {differing}")
@@ -404,7 +408,7 @@ def activation_offload(case: Case) -> Case:
     losses, peaks = {}, {}
     offload = {"fsdp_activation_checkpointing": True, "fsdp_activation_cpu_offload": True}
     for name, settings in {"none": {}, "offload": offload}.items():
-        if case["device"] != "cpu":
+        if on_accelerator(case):
             gc.collect()
             device_module(case).reset_peak_memory_stats()
         run = Run({**case, "settings": settings})
@@ -432,13 +436,13 @@ def loading(case: Case) -> Case:
         settings = {"fsdp_cpu_ram_efficient_loading": True}
         accelerator = new_accelerator({**case, "settings": settings})
         private, growth = private_bytes(), 0
-        if case["device"] != "cpu":
+        if on_accelerator(case):
             device_module(case).reset_peak_memory_stats()
             before = device_module(case).memory_allocated()
         spec = hfp.load_spec(config({**case, "settings": settings}), environ={})
         model = hfp.from_pretrained(str(folder), spec, model_class=LlamaForCausalLM)
         model = accelerator.prepare(model)
-        if case["device"] != "cpu":
+        if on_accelerator(case):
             growth = device_module(case).max_memory_allocated() - before
         private = private_bytes() - private
         state = accelerator.get_state_dict(model)
@@ -499,7 +503,7 @@ def collectives(case: Case) -> Case:
     if case["ranks"] > 1 and case["strategy"] == "full_shard":
         expect(any("layers.3" in unit for unit in units), f"units: {sorted(units)}")
     enqueues = {group.enqueues for name, group in own.groups.items() if " of ranks " in name}
-    expect(enqueues == {case["device"] != "cpu" and case["backend"] != "gloo"}, f"enqueues: {enqueues}")
+    expect(enqueues == {on_accelerator(case) and case["backend"] != "gloo"}, f"enqueues: {enqueues}")
     expect(own.wait is None, f"a rank waits: {own.wait}")
     return {"units": sorted(units), "groups": {name: group.last for name, group in own.groups.items()}}
 
