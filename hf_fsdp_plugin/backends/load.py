@@ -10,7 +10,7 @@ broadcast. This broadcast works for both versions and every device type.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -59,10 +59,6 @@ class ReceivedWeights:
     shard_bit_sum: int | None
 
 
-def _zero() -> torch.Tensor:
-    return torch.zeros((), dtype=torch.int64)
-
-
 @dataclass(kw_only=True, slots=True)
 class BroadcastRecord:
     """Collects what this rank receives. Hashes and sums stay on the device, because the host would wait for each."""
@@ -71,9 +67,9 @@ class BroadcastRecord:
     num_filled: int = 0
     num_from_files: int = 0
     before: ParameterMemory | None = None
-    _checksum: torch.Tensor = field(default_factory=_zero)
-    _unit_sum: torch.Tensor | None = field(default_factory=_zero)
-    _shard_sum: torch.Tensor | None = field(default_factory=_zero)
+    _checksum: torch.Tensor | int = 0
+    _unit_sum: torch.Tensor | int | None = 0
+    _shard_sum: torch.Tensor | int | None = 0
 
     def add(self, tensor: torch.Tensor) -> None:
         self.num_tensors += 1
@@ -95,7 +91,7 @@ class BroadcastRecord:
     def read(self) -> ReceivedWeights:
         """Return the hashes and sums as numbers, with one copy from the device."""
         totals = [self._checksum, self._unit_sum, self._shard_sum]
-        known = [total for total in totals if total is not None]
+        known = [torch.as_tensor(total, dtype=torch.int64) for total in totals if total is not None]
         device = next((total.device for total in known if total.device.type != "cpu"), torch.device("cpu"))
         numbers = iter(torch.stack([total.to(device) for total in known]).tolist())
         checksum, bit_sum, shard_bit_sum = (None if total is None else next(numbers) for total in totals)
