@@ -21,9 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, make_parser, run_two_ranks
+from common import ROOT, describe_machine, make_parser, run_two_ranks
 from memory_points import Point, make_batch, make_model, make_spec, make_workload, parse_point
-from update_results import write_result
 
 DEVICE = "npu"
 STEPS = 2
@@ -77,7 +76,7 @@ def main() -> int:
     }
     print(summary)
     if not args.points:
-        write_result("memory_on_device", args.out, {"summary": summary, "points": rows})
+        args.out.write_text(json.dumps({**describe_machine(), "summary": summary, "points": rows}, indent=2) + "\n")
     return 0
 
 

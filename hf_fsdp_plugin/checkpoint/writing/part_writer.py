@@ -20,6 +20,7 @@ from hf_fsdp_plugin.checkpoint.writing.file_parts import (
     record_copies,
     wait_for_copies,
 )
+from hf_fsdp_plugin.devices import DEVICES
 from hf_fsdp_plugin.progress import progress_bar
 
 WINDOW = 32 << 20
@@ -115,11 +116,7 @@ def stage(parts: Sequence[FilePart], memory: torch.Tensor) -> Callable[[], None]
             _clear_gaps(buffer, extent, extent.origin, extent.origin + extent.span)
             fill(buffer[extent.start - extent.origin :], extent, extent.start, extent.stop)
             begin += extent.span
-    return record_copies() if on_accelerator(parts) else _do_nothing
-
-
-def _do_nothing() -> None:
-    pass
+    return record_copies() if on_accelerator(parts) else DEVICES["cpu"].record_event()
 
 
 def _clear_gaps(memory: torch.Tensor, extent: Extent, low: int, high: int) -> None:
