@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, ROOT, describe_machine
-from gpu_checks.base import CHECKS, TINY, Case
+from gpu_checks.base import CHECKS, Case, Unusable
 from gpu_checks.cases import cases, full_name, key
 from gpu_checks.results import NOT_SHOWN, Results, code_version, row_key
 from gpu_checks.workers import Workers
@@ -36,15 +36,11 @@ _SLOWER = 4.0
 """What expected times and limits are multiplied by on CPU ranks and on small devices, which may be simulated."""
 
 
-class Unusable(Exception):
-    """This machine cannot run the checks. The message has the reason and the remedy."""
-
-
 def find_device(*, cpu: bool) -> tuple[str, int, str]:
     """Return the type of the device, the number of devices, and their name.
 
     Raises:
-        Unusable: there is no device, its type is not supported, or it has less free memory than the smallest model.
+        Unusable: there is no device, or its type is not supported.
     """
     import torch
 
@@ -61,16 +57,6 @@ def find_device(*, cpu: bool) -> tuple[str, int, str]:
         raise Unusable("; ".join(f"{problem.message} {problem.fix}" for problem in error.problems)) from None
     module = torch.get_device_module(device_type)
     name = module.get_device_name(0) if hasattr(module, "get_device_name") else device_type
-    if hasattr(module, "mem_get_info"):
-        for index in range(device.count()):
-            free, total = module.mem_get_info(index)
-            needed = (TINY.num_params * 16) + (1 << 30 if device_type == "cuda" else 0)
-            if free < needed:
-                raise Unusable(
-                    f"device {index} ({name}) has {free / 1e9:.2f} of {total / 1e9:.1f} GB free, and the smallest "
-                    f"model needs {needed / 1e9:.2f} GB. End other programs on it, or hide it with "
-                    f"{device.visible_variable or 'the variable of its vendor'}."
-                )
     return device_type, device.count(), f"{device.count()} x {name}"
 
 
@@ -106,7 +92,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if count == 1:
         print(NOT_SHOWN.replace("**", ""), flush=True)
     seconds_left = (options.minutes or 24 * 60) * 60 - (time.monotonic() - started)
-    run_cases(todo, results, seconds_left, slower=_SLOWER if device not in ("cuda", "xpu") else 1.0)
+    try:
+        run_cases(todo, results, seconds_left, slower=_SLOWER if device not in ("cuda", "xpu") else 1.0)
+    except Unusable as error:
+        print(f"gpu_check: {error}", file=sys.stderr)
+        return 1
     return _summarize(every, results)
 
 
@@ -125,6 +115,8 @@ def run_cases(todo: Sequence[Case], results: Results, seconds_left: float, *, sl
             if expected > left:
                 continue  # a shorter one may fit
             result = workers.run(case, left)
+            if result is not None and result["status"] == "unusable":
+                raise Unusable(result["reason"])
             if result is None:
                 print(f"{full_name(case)}: ended, because the time of this call is over", flush=True)
                 continue

@@ -27,6 +27,10 @@ class Skipped(Exception):
     """A check cannot run on this machine. The message is the reason."""
 
 
+class Unusable(Exception):
+    """This machine can run no check. The message has the reason and the remedy."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
     """A check and what it takes.
@@ -102,6 +106,23 @@ def free_memory(case: Case) -> int:
     module = device_module(case)
     module.empty_cache()
     return int(module.mem_get_info()[0]) if hasattr(module, "mem_get_info") else device_of(case).total_memory() or 0
+
+
+def check_free_memory(case: Case) -> None:
+    """Raise :class:`Unusable` if the smallest model does not fit on the device, for example beside other programs.
+
+    Not in the parent of the ranks, because the query makes a context.
+    """
+    module, needed = device_module(case), 32 * TINY.num_params
+    if not hasattr(module, "mem_get_info"):
+        return
+    free, total = module.mem_get_info()
+    if free < needed:
+        variable = device_of(case).visible_variable or "the variable of its vendor"
+        raise Unusable(
+            f"{torch_device(case)} has {free / 1e9:.2f} of {total / 1e9:.1f} GB free, and the smallest model needs "
+            f"{needed / 1e9:.2f} GB. End other programs on it, or hide it with {variable}."
+        )
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------
@@ -262,7 +283,8 @@ class Run:
         self.accelerator = new_accelerator(case, stock=stock, model=model)
         if case.get("scaled") and case["device"] == "cpu":  # CPU ranks have no fp16 training
             self.accelerator.scaler = ShardedGradScaler("cpu", init_scale=1024.0)
-        adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, **optimizer)
+        # The first steps of a large model would not lower its loss at the rate of the tiny one.
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-3 if size is TINY else 1e-4, **optimizer)
         self.model, self.optimizer = self.accelerator.prepare(model, adamw)
         self.batch = size.batches(self.accelerator.device, 1)[0]
 

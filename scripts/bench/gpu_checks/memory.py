@@ -1,8 +1,4 @@
-"""Memory: predicted against the counters of torch's allocator and of the driver.
-
-``python -m gpu_checks.memory POINT DEVICE RANKS`` prints a prediction. It runs beside the measurement, in a process of
-its own, because a trace makes a process group.
-"""
+"""Memory: predicted against the counters of torch's allocator and of the driver."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common import ROOT
-from memory_points import Point, make_model, make_spec, make_workload, parse_point
+from memory_points import Point
 
 from gpu_checks.base import (
     Case,
@@ -103,7 +99,8 @@ def measure(case: Case, size: Size) -> dict[str, int]:
     memory.empty_cache()
     before = {"allocated": memory.memory_allocated(), "reserved": memory.memory_reserved()}
     run = Run(case, size, foreach=True)
-    run.train(2)
+    for _ in range(2):
+        run.step()
     memory.synchronize()
     memory.reset_peak_memory_stats()
     run.step()
@@ -129,43 +126,13 @@ def warm_blas(device: Any) -> None:
         (matrix @ matrix).sum().backward()
 
 
-# ---- prediction, in a process of its own ----------------------------------------------------------------------------
-
-
 def start_prediction(point: Point, case: Case) -> subprocess.Popen[str]:
+    """Start predict.py, which runs beside the measurement."""
     set_for_ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environ = {name: value for name, value in os.environ.items() if name not in set_for_ranks}
     paths = [str(Path(__file__).parents[1]), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environ |= {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(
-        [sys.executable, "-m", "gpu_checks.memory", str(point), case["device"]],
+        [sys.executable, "-m", "gpu_checks.predict", str(point), case["device"]],
         env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-
-
-def predict(point: Point, device_type: str) -> dict[str, dict[str, int | None]]:
-    """Return the predicted bytes of each method, without the workspaces of libraries; ``None`` for no prediction."""
-    import torch
-
-    import hf_fsdp_plugin as hfp
-    from hf_fsdp_plugin.estimate.memory import estimate_memory
-    from hf_fsdp_plugin.estimate.memory.assumptions import framework_bytes
-    from hf_fsdp_plugin.estimate.trace import trace_memory
-
-    with torch.device("meta"):
-        model = make_model(point)
-    spec = make_spec(point, use_cpu=device_type == "cpu")
-    plan = hfp.resolve(spec, model, world_size=point.ranks, device_type=device_type)
-    found: dict[str, dict[str, int | None]] = {}
-    for name, method in {"traced": trace_memory, "closed_form": estimate_memory}.items():
-        estimate = method(plan, model, make_workload(point))
-        found[name] = {
-            "allocated": estimate.peak.bytes - framework_bytes(device_type),
-            "reserved": getattr(estimate, "reserved", None),
-            "total": getattr(estimate, "total", None),
-        }
-    return found
-
-
-if __name__ == "__main__":
-    print(json.dumps(predict(parse_point(sys.argv[1]), sys.argv[2])))

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from gpu_checks.base import CHECKS, Case
+from gpu_checks.base import CHECKS, Case, Skipped, Unusable, check_free_memory, on_accelerator
 
 _START_LIMIT = 180.0
 """Seconds in which ranks import torch and start their process group."""
@@ -116,9 +116,9 @@ class Workers:
                     replies[rank] = {"status": "failed", "reason": reason}
                 if replies[rank]["status"] in ("failed", "refused"):
                     deadline = min(deadline, time.monotonic() + _AFTER_FAILURE)
-        order = ("refused", "failed", "skipped", "passed")
+        order = ("unusable", "refused", "failed", "skipped", "passed")
         found = sorted(replies.items(), key=lambda item: (order.index(item[1]["status"]), item[0]))
-        if not found or (len(found) < len(self._pipes) and found[0][1]["status"] not in ("refused", "failed")):
+        if not found or (len(found) < len(self._pipes) and found[0][1]["status"] in ("skipped", "passed")):
             return None
         return found[0][1]
 
@@ -176,13 +176,13 @@ def _run(case: Case) -> Case:
 
 def _result(run: Any) -> Case:
     """Call a function, and return its result as that of a case."""
-    from gpu_checks.base import Skipped
-
     try:
         figures = run() or {}
         return {"status": "passed", "reason": figures.pop("text", ""), "figures": json.loads(json.dumps(figures))}
     except Skipped as error:
         return {"status": "skipped", "reason": str(error)}
+    except Unusable as error:
+        return {"status": "unusable", "reason": str(error)}
     except Exception as error:
         from hf_fsdp_plugin.problems import SpecError
 
@@ -219,4 +219,6 @@ def _start_process_group(case: Case) -> None:
 
         install_hooks("accelerate")
         PartialState()
+    if on_accelerator(case):
+        check_free_memory(case)
     import transformers  # noqa: F401
