@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -193,4 +194,5 @@ def _head(options: argparse.Namespace, device: str, name: str) -> dict[str, Any]
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the ranks end with this process
     raise SystemExit(main())

@@ -69,7 +69,11 @@ def process_groups(case: Case) -> Case:
         given = str(timedelta(seconds=1234))
         # A group may have been created before, by an earlier check in this process.
         expect(seconds <= {given, str(before)}, f"time-outs of the groups of the mesh: {seconds}")
-        return {"counts": counts, "backend": str(dist.get_backend_config()), "timeouts": sorted(seconds)}
+        backend = str(dist.get_backend_config())
+        expect(
+            not on_accelerator(case) or "cpu:gloo" in backend, f"the group has no backend for CPU tensors: {backend}"
+        )
+        return {"counts": counts, "backend": backend, "timeouts": sorted(seconds)}
     finally:
         if before is not None:
             set_timeout(before)

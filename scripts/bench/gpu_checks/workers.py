@@ -15,7 +15,16 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from gpu_checks.base import CHECKS, Case, Skipped, Unusable, check_free_memory, on_accelerator
+from gpu_checks.base import (
+    CHECKS,
+    Case,
+    Skipped,
+    Unusable,
+    check_free_memory,
+    new_accelerator,
+    on_accelerator,
+    reset_process,
+)
 
 _START_LIMIT = 180.0
 """Seconds in which ranks import torch and start their process group."""
@@ -197,7 +206,7 @@ def _result(run: Any) -> Case:
 
 
 def _start_process_group(case: Case) -> None:
-    """Start the process group, or let the plugin start it, which makes ``cpu:gloo,cuda:nccl`` on GPUs."""
+    """Start the process group. On GPUs an Accelerator starts ``cpu:gloo,cuda:nccl``, as in a script."""
     import torch
     import torch.distributed as dist
 
@@ -213,12 +222,8 @@ def _start_process_group(case: Case) -> None:
         # Clipping with offload reduces CPU tensors.
         dist.init_process_group(f"cpu:gloo,cuda:{case['backend']}")
     else:
-        from accelerate import PartialState
-
-        from hf_fsdp_plugin.integrations.patching import install_hooks
-
-        install_hooks("accelerate")
-        PartialState()
+        new_accelerator(case)
+        reset_process()
     if on_accelerator(case):
         check_free_memory(case)
     import transformers  # noqa: F401
