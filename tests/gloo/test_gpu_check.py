@@ -25,8 +25,8 @@ QUICK = (
     "prediction",
 )  # fmt: skip
 QUICK_ON_CPU = (
-    "clipping", "reports", "process_groups", "ranks_per_machine", "collectives", "nccl", "load_speed", "one_visible_gpu",
-    "pinning", "contexts", "sync_free_steps",
+    "clipping", "reports", "process_groups", "ranks_per_machine", "collectives", "nccl", "load_speed", "pinning",
+    "one_visible_gpu", "contexts", "sync_free_steps",
 )  # fmt: skip
 """The simulated device runs the other quick checks too, and shows more."""
 ON_ACCELERATORS = ("sync_free_steps", "pinning", "contexts")
@@ -92,7 +92,7 @@ def test_changed_weights_fail_load_speed(two_ranks: Ranks) -> None:
 
 
 def test_wrong_prediction_fails(two_accelerator_ranks: Ranks) -> None:
-    with pytest.raises(RankError, match=r"\['traced', 'closed_form'\] is not near the peak"):
+    with pytest.raises(RankError, match=r"\['traced', 'closed_form'\] are not near the peak"):
         two_accelerator_ranks.run(run, case_of("prediction", 2, device="npu", backend="hccl"), fault="memory")
 
 

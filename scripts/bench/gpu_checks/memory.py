@@ -81,7 +81,7 @@ def _compare(case: Case, changed: dict[str, Any]) -> Case:
     wrong = [method for method in errors if abs(errors[method]["allocated"]) > _ERROR[method]]
     gb = ", ".join(f"{name} {number / 1e9:.3f} GB" for name, number in measured.items())
     text = f"{size.name}: {gb}; errors of the predictions {errors}"
-    expect(not wrong, f"{wrong} is not near the peak. {text}")
+    expect(not wrong, f"{wrong} are not near the peak. {text}")
     return {"text": text, "errors": errors, **found}
 
 

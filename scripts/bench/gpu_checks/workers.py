@@ -222,7 +222,7 @@ def _start_process_group(case: Case) -> None:
         # Clipping with offload reduces CPU tensors.
         dist.init_process_group(f"cpu:gloo,cuda:{case['backend']}")
     else:
-        new_accelerator(case)
+        new_accelerator({**case, "strategy": "full_shard", "offload": False})
         reset_process()
     if on_accelerator(case):
         check_free_memory(case)
