@@ -16,7 +16,8 @@ NOT_SHOWN = (
     "shard. Not shown: NCCL, the overlap of communication and computation, prefetch, memory of gathered units, hybrid "
     "sharding, the diagnosis of hangs, and contexts on the GPUs of other ranks. They need two GPUs."
 )
-_CODE = ("hf_fsdp_plugin/**/*.py", "scripts/bench/gpu_check*/*.py", "scripts/bench/*.py")
+_CODE = ("hf_fsdp_plugin/**/*.py", "scripts/bench/gpu_checks/*.py", "scripts/bench/gpu_check.py",
+         "scripts/bench/common.py", "scripts/bench/memory_points.py")  # fmt: skip
 
 
 def code_version() -> str:

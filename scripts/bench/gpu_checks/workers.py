@@ -187,7 +187,8 @@ def _result(run: Any) -> Case:
     """Call a function, and return its result as that of a case."""
     try:
         figures = run() or {}
-        return {"status": "passed", "reason": figures.pop("text", ""), "figures": json.loads(json.dumps(figures))}
+        text = figures.pop("text", None) or _line(figures)
+        return {"status": "passed", "reason": text, "figures": json.loads(json.dumps(figures))}
     except Skipped as error:
         return {"status": "skipped", "reason": str(error)}
     except Unusable as error:
@@ -203,6 +204,12 @@ def _result(run: Any) -> Case:
             "reason": f"{type(error).__name__}: {error}"[:2000],
             "traceback": traceback.format_exc()[-4000:],
         }
+
+
+def _line(figures: Case) -> str:
+    """Return the plain line of a check that has none of its own: its figures."""
+    items = (f"{name.replace('_', ' ')} {value}" for name, value in figures.items())
+    return ", ".join(items)[:200]
 
 
 def _start_process_group(case: Case) -> None:
