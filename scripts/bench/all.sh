@@ -83,7 +83,7 @@ for file in scripts/bench/*.py; do
   grep -q "make_parser(__doc__, \"$name\")" "$file" && names+=("$name")
 done
 names+=(generated_values hangs_healthy ecosystem matrix peers)
-command -v nvidia-smi > /dev/null && { OTHERS[gpu_check]="bash scripts/gpu_check.sh"; names+=(gpu_check); }
+command -v nvidia-smi > /dev/null && { OTHERS[gpu_check]="bash scripts/gpu_check.sh --again"; names+=(gpu_check); }
 for name in "${only[@]}"; do
   [[ " ${names[*]} " == *" $name "* ]] || { echo "all.sh: there is no benchmark $name. --list prints the names." >&2; exit 2; }
 done

@@ -57,6 +57,15 @@ DIRECTIONS: Final = (
     Direction(r"^combinations/.*/passed$", "larger"),
     Direction(r"^counts/(refused|cannot be tried|cannot be created|layers not found)$", "smaller"),
     Direction(r"^combinations/|^counts/|^names/|^models/", "not compared"),
+    # Checks on a GPU: its figures, and those of other systems.
+    Direction(
+        r"/figures/(tokens_per_second/plugin|times_as_fast_as/|gb_per_second|tflop_per_second|overlapped)",
+        "larger",
+        0.01,
+    ),
+    Direction(r"/figures/errors/", "nearer 0", 0.005),
+    Direction(r"/figures/(waits/plugin|peak_bytes/plugin|load_seconds/plugin|\w*stall_seconds|pin_seconds)", "smaller"),
+    Direction(r"/figures/", "not compared"),
     # Host waits, and their largest numbers.
     Direction(r"^rows/(step|load|save|resume)[^/]*/plugin$", "smaller"),
     Direction(r"^rows/(step|load|save|resume)[^/]*/allowed$", "not compared"),

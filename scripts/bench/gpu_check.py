@@ -1,215 +1,198 @@
-"""Test the plugin on the GPUs of this machine: every strategy, and what only a GPU shows. Started by gpu_check.sh.
+"""Test the plugin on the devices of this machine: what only a GPU shows, in parts. Started by gpu_check.sh.
 
-Each case runs in separate processes, because a CUDA error would affect later cases. With one GPU the cases of one rank
-run, and two ranks share the GPU as an experiment. With two or more GPUs, cases of two ranks run too, on one GPU each.
-``--cpu`` runs the same checks on CPU ranks with gloo, to test this program: there is nothing to pin, and no fp16.
+The checks are in gpu_checks/, in the order in which cases.py lists them: those that tell most come first. The ranks of
+a world are processes that run one case after the other. A case that has not passed ends them, because a CUDA error
+would affect later cases.
 
-A case passes, fails, or is refused by the plugin with a ``SpecError``. The checks are in gpu_checks.py, and in
-gpu_checks_launched.py those that start ranks of their own.
+A case passes, fails, is refused by the plugin with a ``SpecError``, or is skipped with a reason. Results are merged
+into one file by name, FSDP version and number of ranks. A call runs the cases that have no result of this code yet, so
+that several calls with ``--minutes`` cover all. Two ranks on one GPU are an experiment, whose failure is recorded only.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
-import traceback
-from collections.abc import Iterator, Sequence
-from itertools import product
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import gpu_checks_launched  # noqa: F401  (adds its checks)
 from common import RESULTS, ROOT, describe_machine
-from gpu_checks import CHECKS, run_check
+from gpu_checks.base import CHECKS, Case, Unusable
+from gpu_checks.cases import cases, full_name, key
+from gpu_checks.results import NOT_SHOWN, Results, code_version, row_key
+from gpu_checks.workers import Workers
 
-from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.text import format_table
+from hf_fsdp_plugin.problems import SpecError
 
 RESULT = RESULTS / "gpu_check.json"
-CASE_TIMEOUT_S = 300
-RESULT_PREFIX = "gpu_check result: "
-NO_GPU = "gpu_check: torch finds no CUDA device. Nothing was checked. --cpu runs the checks on CPU ranks."
-
-Case = dict[str, Any]
-
-
-def cases(*, num_gpus: int, cpu: bool = False) -> list[Case]:
-    """Return every case that this machine can run, as the argument of ``run_case``."""
-    backend = "gloo" if cpu else "nccl"
-    alone: Case = {
-        "check": "training", "device": "cpu" if cpu else "cuda", "ranks": 1, "backend": backend, "offload": False,
-        "strategy": "full_shard", "precision": "bf16",
-    }  # fmt: skip
-    found = [
-        {**alone, "strategy": strategy, "version": version, "precision": precision}
-        for strategy, version, precision in product(STRATEGIES, (1, 2), ("fp32", "bf16", "fp16"))
-    ]
-    found += [
-        {**alone, "strategy": strategy, "version": version, "offload": True}
-        for strategy, version in product(("full_shard", "no_shard"), (1, 2))
-    ]
-    for ranks in (1, 2) if cpu or num_gpus > 1 else (1,):
-        found += [{**alone, **case, "ranks": ranks} for case in _checks(cpu=cpu)]
-        if ranks == 2:
-            found += [
-                {**alone, "ranks": 2, "strategy": strategy, "version": version, "precision": precision}
-                for strategy, version, precision in product(STRATEGIES, (1, 2), ("bf16",) if cpu else ("bf16", "fp16"))
-            ]
-    if not cpu and num_gpus == 1:
-        # NCCL rejects two ranks on one device; gloo copies through host memory and may accept them.
-        found += [
-            {**alone, "ranks": 2, "backend": backend, "version": version, "shared": True}
-            for backend, version in product(("gloo", "nccl"), (1, 2))
-        ]
-    return found
+_START_SECONDS = 15.0
+"""Expected time until ranks have imported torch and Transformers."""
+_SLOWER = 4.0
+"""What expected times and limits are multiplied by on CPU ranks and on small devices, which may be simulated."""
 
 
-def _checks(*, cpu: bool) -> Iterator[Case]:
-    """Yield the other checks under both versions."""
-    for version in (1, 2):
-        for name in CHECKS:
-            if name not in ("training", "scaler", "state_dict", "ignored_modules"):
-                yield {"check": name, "version": version, **({} if name != "clipping" else {"precision": "fp32"})}
-        for precision in ("fp32", "bf16") if cpu else ("fp32", "bf16", "fp16"):
-            yield {"check": "ignored_modules", "version": version, "precision": precision}
-        for offload in (False, True):
-            # With offload, gradients are on the CPU and the scale is on the GPU.
-            yield {"check": "scaler", "version": version, "precision": "fp32" if cpu else "fp16", "offload": offload}
-            yield {"check": "state_dict", "version": version, "offload": offload}
+def find_device(*, cpu: bool) -> tuple[str, int, str]:
+    """Return the type of the device, the number of devices, and their name.
 
-
-def name_of(case: Case) -> str:
-    """Return the name of a case, as ``--only`` matches it: ``scaler fsdp2 fp16 2 ranks nccl``."""
-    words = [case["check"], *([case["strategy"]] if case["check"] == "training" else []), f"fsdp{case['version']}"]
-    words += [case["precision"], *(["offload"] if case["offload"] else [])]
-    words += [f"{case['ranks']} rank{'s' if case['ranks'] > 1 else ''}", case["backend"]]
-    return " ".join([*words, *(["one GPU"] if case.get("shared") else [])])
-
-
-def start_process_group(case: Case) -> None:
-    """Start the process group, or leave it to the plugin, which starts ``cpu:gloo,cuda:nccl`` on GPUs."""
+    Raises:
+        Unusable: there is no device, or its type is not supported.
+    """
     import torch
-    import torch.distributed as dist
 
-    if case["device"] == "cpu":
-        os.environ["ACCELERATE_USE_CPU"] = "true"
-        dist.init_process_group("gloo")
-    elif case.get("shared"):
-        os.environ["LOCAL_RANK"] = "0"
-        torch.cuda.set_device(0)
-        # Clipping with offload reduces CPU tensors, which NCCL does not support.
-        dist.init_process_group(f"cpu:gloo,cuda:{case['backend']}")
-    else:
-        from accelerate import PartialState
+    from hf_fsdp_plugin.devices import accelerator_type, get_device
 
-        from hf_fsdp_plugin.integrations.patching import install_hooks
-
-        install_hooks("accelerate")
-        PartialState()
-
-
-def run_rank(case: Case) -> int:
-    """Run one rank of a case. Rank 0, or the rank that fails, prints the result as one line."""
-    from hf_fsdp_plugin import SpecError
-
+    if cpu:
+        return "cpu", 2, "CPU"
+    device_type = accelerator_type()
+    if device_type == "cpu":
+        raise Unusable(f"{_why_no_device(torch)} --cpu runs the checks on CPU ranks.")
     try:
-        start_process_group(case)
-        result: Case = {"status": "passed", **run_check(case)}
+        device = get_device(device_type)
     except SpecError as error:
-        result = {"status": "refused", "text": str(error)}
-    except Exception as error:
-        result = {"status": "failed", "text": f"{type(error).__name__}: {error}"[:600]}
-        traceback.print_exc()
-    if os.environ["RANK"] == "0" or result["status"] != "passed":
-        print(RESULT_PREFIX + json.dumps(result), flush=True)
-    sys.stdout.flush()
-    os._exit(0 if result["status"] == "passed" else 1)  # teardown could hang on a broken process group
+        raise Unusable("; ".join(f"{problem.message} {problem.fix}" for problem in error.problems)) from None
+    module = torch.get_device_module(device_type)
+    name = module.get_device_name(0) if hasattr(module, "get_device_name") else device_type
+    return device_type, device.count(), f"{device.count()} x {name}"
 
 
-def run_case(case: Case) -> Case:
-    """Start the ranks of a case and return the result."""
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(case["ranks"])]
-    environ = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
-    process = subprocess.Popen(
-        [sys.executable, *ranks, __file__, json.dumps(case)],
-        env=environ,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=CASE_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # also kills the ranks
-        process.communicate()
-        return {"status": "failed", "text": f"did not finish within {CASE_TIMEOUT_S} s"}
-    results = [json.loads(line[len(RESULT_PREFIX) :]) for line in out.splitlines() if line.startswith(RESULT_PREFIX)]
-    # A rank that was refused or failed has the cause; the other ranks only report a lost connection.
-    results.sort(key=lambda result: ("refused", "failed", "passed").index(result["status"]))
-    return results[0] if results else {"status": "failed", "text": err[-600:]}
-
-
-def summary(results: Sequence[Case]) -> list[list[str]]:
-    """Return a row for each check: its name, and the number of cases with each status; a header comes first."""
-    rows: dict[str, dict[str, int]] = {}
-    for result in results:
-        counts = rows.setdefault(result["check"], dict.fromkeys(("passed", "refused", "failed"), 0))
-        counts[result["status"]] += 1
-    return [["check", "passed", "refused", "failed"], *([name, *map(str, row.values())] for name, row in rows.items())]
-
-
-def counts_as_failure(result: Case) -> bool:
-    """Two ranks on one GPU are an experiment: their result is recorded but does not affect the exit code."""
-    return result["status"] == "failed" and not result.get("shared")
+def _why_no_device(torch: Any) -> str:
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"torch {torch.__version__} is built without CUDA. Install a CUDA build of torch."
+    if shutil.which("nvidia-smi") is None and torch.version.hip is None:
+        return f"torch {torch.__version__} finds no device, and there is no nvidia-smi: the driver is not installed."
+    done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    found = " ".join((done.stdout + done.stderr).split())[:200]
+    return f"torch {torch.__version__} finds no device; nvidia-smi prints: {found or 'nothing'}."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    started = time.monotonic()
+    options = _parser().parse_args(argv)
+    try:
+        device, count, name = find_device(cpu=options.cpu) if not options.list else _listed(options)
+        head = _head(options, device, name)
+        out = options.out or (None if options.cpu else RESULT)
+        results = Results(out if not options.list else None, head, code_version())
+    except (Unusable, ValueError) as error:
+        print(f"gpu_check: {error}", file=sys.stderr)
+        return 1
+    every = [case for case in cases(num_devices=count, device=device) if re.search(options.only, full_name(case))]
+    if options.list:
+        print("\n".join(map(full_name, every)))
+        return 0
+    todo = [
+        case for case in every if options.only or options.again or not results.has(key(case), any_code=options.missing)
+    ]
+    print(f"gpu_check: {name}; {len(every)} cases, {len(todo)} without a result of this code", flush=True)
+    if count == 1:
+        print(NOT_SHOWN.replace("**", ""), flush=True)
+    seconds_left = (options.minutes or 24 * 60) * 60 - (time.monotonic() - started)
+    try:
+        run_cases(todo, results, seconds_left, slower=_SLOWER if device not in ("cuda", "xpu") else 1.0)
+    except Unusable as error:
+        print(f"gpu_check: {error}", file=sys.stderr)
+        return 1
+    return _summarize(every, results)
+
+
+def run_cases(todo: Sequence[Case], results: Results, seconds_left: float, *, slower: float) -> None:
+    """Run the cases whose expected time fits into the time that is left, and add their rows to the results."""
+    deadline, workers = time.monotonic() + seconds_left, Workers(slower=slower)
+    try:
+        for case in todo:
+            check = CHECKS[case["check"]]
+            if case["ranks"] < check.min_ranks:
+                reason = f"not seen: needs {check.min_ranks} devices, one for each rank"
+                add(results, case, {"status": "skipped", "seconds": 0.0, "reason": reason})
+                continue
+            expected = check.seconds * slower + (0 if workers.serves(case) else _START_SECONDS)
+            left = deadline - time.monotonic()
+            if expected > left:
+                continue  # a shorter one may fit
+            result = workers.run(case, left)
+            if result is not None and result["status"] == "unusable":
+                raise Unusable(result["reason"])
+            if result is None:
+                print(f"{full_name(case)}: ended, because the time of this call is over", flush=True)
+                continue
+            add(results, case, result)
+    finally:
+        workers.stop()
+
+
+def add(results: Results, case: Case, result: Case) -> None:
+    name, version, ranks = key(case)
+    row = {
+        "name": name, "version": version, "ranks": ranks, "status": result["status"], "seconds": result["seconds"],
+        "reason": result.get("reason", ""), "figures": result.get("figures", {}),
+    }  # fmt: skip
+    row |= {
+        name: value for name, value in (("shared", case.get("shared")), ("traceback", result.get("traceback"))) if value
+    }
+    results.add(row)
+    reason = " ".join(row["reason"].split())
+    print(f"{full_name(case)}: {row['status']} ({row['seconds']:.1f} s) {reason}", flush=True)
+    if "traceback" in row and row["status"] == "failed":
+        print(row["traceback"], flush=True)
+
+
+def _summarize(every: Sequence[Case], results: Results) -> int:
+    rows = {row_key(row): row for row in results.rows.values()}
+    found = [rows[key(case)] for case in every if results.has(key(case), any_code=False)]
+    counts = {
+        status: sum(row["status"] == status for row in found) for status in ("passed", "failed", "refused", "skipped")
+    }
+    print(f"\n{', '.join(f'{count} {status}' for status, count in counts.items())}")
+    failed = [row for row in found if row["status"] == "failed" and not row.get("shared")]
+    for row in failed:
+        reason = " ".join(row["reason"].split())[:300]
+        print(f"failed: {row['name']}, FSDP{row['version']}, ranks {row['ranks']}: {reason}")
+    left = [full_name(case) for case in every if not results.has(key(case), any_code=False)]
+    if left:
+        print(f"{len(left)} cases have no result of this code yet; the next call begins with {left[0]}.")
+    if results.path is not None:
+        print(f"written: {results.path}")
+    return int(bool(failed))
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gpu_check.sh", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--minutes", type=float, help="end after this time; the next call continues")
+    parser.add_argument("--only", default="", metavar="REGEX", help="run these cases, also those with a result")
+    parser.add_argument("--missing", action="store_true", help="keep results of other code: run cases without any")
+    parser.add_argument("--again", action="store_true", help="run cases that have a result of this code, too")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases in order, and run none")
     parser.add_argument("--cpu", action="store_true", help="run the checks on CPU ranks, to test this program")
-    parser.add_argument("--only", default="", help="regular expression for the names of cases (see --list)")
-    parser.add_argument("--list", action="store_true", help="print the names of the cases, and run none")
-    parser.add_argument("--out", type=Path, help=f"path of the JSON (default: {RESULT.relative_to(ROOT)}; none on CPU)")
-    options = parser.parse_args(argv)
+    parser.add_argument("--devices", type=int, help="with --list: for this number of GPUs (default: those here, or 1)")
+    shown = RESULT.relative_to(ROOT)
+    parser.add_argument("--out", type=Path, help=f"file of results, continued (default: {shown}; none on CPU)")
+    return parser
+
+
+def _listed(options: argparse.Namespace) -> tuple[str, int, str]:
+    """Return the devices for which cases are listed: those of this machine, or one GPU."""
+    try:
+        device, count, name = find_device(cpu=options.cpu)
+    except Unusable:
+        device, count, name = "cuda", 1, "no device"
+    return device, options.devices or count, name
+
+
+def _head(options: argparse.Namespace, device: str, name: str) -> dict[str, Any]:
     import torch
 
-    num_gpus = 0 if options.cpu else torch.cuda.device_count()
-    if not (options.cpu or options.list or num_gpus):
-        print(NO_GPU, file=sys.stderr)
-        return 1
-    todo = [
-        case
-        for case in cases(num_gpus=num_gpus or 2 * options.list, cpu=options.cpu)
-        if re.search(options.only, name_of(case))
-    ]
-    if options.list:
-        print("\n".join(map(name_of, todo)))
-        return 0
-    device = "cpu" if options.cpu else f"{num_gpus} x {torch.cuda.get_device_name(0)}"
-    head = {**describe_machine(), "command": f"bash scripts/gpu_check.sh{' --cpu' * options.cpu}", "device": device}
-    head["versions"]["cuda"] = torch.version.cuda
-    out = options.out or (None if options.cpu else RESULT)
-    results = []
-    for number, case in enumerate(todo, 1):
-        result = {**case, **run_case(case)}
-        results.append(result)
-        print(f"[{number:3}/{len(todo)}] {name_of(case)}: {result['status']} {result.get('text', '')}", flush=True)
-        if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(json.dumps({**head, "cases": results}, indent=2) + "\n")
-    print(f"\n{format_table(summary(results), right=(1, 2, 3))}")
-    for result in filter(counts_as_failure, results):
-        print(f"failed: {name_of(result)}: {result['text']}")
-    if out is not None:
-        print(f"\nwritten: {out}")
-    return int(any(map(counts_as_failure, results)))
+    head = {**describe_machine(), "command": f"bash scripts/gpu_check.sh{' --cpu' * options.cpu}", "device": name}
+    if device == "cuda":
+        head["versions"]["cuda"] = str(torch.version.cuda)
+    return head
 
 
 if __name__ == "__main__":
-    raise SystemExit(run_rank(json.loads(sys.argv[1])) if "RANK" in os.environ else main())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the ranks end with this process
+    raise SystemExit(main())

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, ROOT, describe_machine
+from gpu_checks.results import table
 from hang_tables import hang_overhead, hangs, hangs_healthy
 from memory_table import memory_error
 from planning_tables import closed_against_trace, planner_time, preflight_time
@@ -200,22 +201,7 @@ def two_hosts(result: Result) -> list[str]:
 
 
 def gpu_check(result: Result) -> list[str]:
-    """One row per strategy or check and version, one column per precision; problems are listed below the table."""
-    lines = ["| case | fp32 | bf16 | fp16 |", "|---|---|---|---|"]
-    cells: dict[str, dict[str, str]] = {}
-    notes = []
-    for case in result["cases"]:
-        what = case["strategy"] if case["check"] == "training" else case["check"].replace("_", " ")
-        name = f"FSDP{case['version']} {what}{', offload' if case['offload'] else ''}"
-        if case["ranks"] > 1:
-            name += f", {case['ranks']} ranks{' on one GPU' if case.get('shared') else ''} ({case['backend']})"
-        cells.setdefault(name, {})[case["precision"]] = case["status"]
-        if case["status"] != "passed":
-            notes.append(f"- {name}, {case['precision']}: {' '.join(case['text'].split())}")
-    lines += [
-        f"| {name} | {' | '.join(row.get(p, '') for p in ('fp32', 'bf16', 'fp16'))} |" for name, row in cells.items()
-    ]
-    return [*lines, *(["", *notes] if notes else [])]
+    return table(result["rows"])
 
 
 def ecosystem(result: Result) -> list[str]:

@@ -1,11 +1,11 @@
-"""The program that tests the plugin on GPUs, on CPU ranks: every check runs, fails if it should, and is summarized."""
+"""The program that tests the plugin on GPUs: every check runs on CPU ranks and on a simulated device, and may fail."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,52 +15,64 @@ from ranks import RankError, Ranks
 
 SLOW = (
     "training", "launcher", "restart", "compiled", "ignored_modules", "scaler", "activation_offload", "generation",
-    "loading", "pinned_saves", "bench", "profiler", "prediction", "hangs",
+    "loading", "pinned_saves", "bench", "profiler", "checkpointed_prediction", "hangs", "overlap", "resume_on_one_rank",
+    "qlora",
 )  # fmt: skip
 """Checks that take seconds."""
+QUICK = (
+    "state_dict", "clipping", "reports", "process_groups", "ranks_per_machine", "collectives", "sync_free_steps",
+    "throughput", "nccl", "load_speed", "fused_resume", "save_stall", "pinning", "contexts", "lora", "one_visible_gpu",
+    "prediction",
+)  # fmt: skip
+QUICK_ON_CPU = (
+    "clipping", "reports", "process_groups", "ranks_per_machine", "collectives", "nccl", "load_speed", "pinning",
+    "one_visible_gpu", "contexts", "sync_free_steps",
+)  # fmt: skip
+"""The simulated device runs the other quick checks too, and shows more."""
+ON_ACCELERATORS = ("sync_free_steps", "pinning", "contexts")
+"""They have nothing to check on CPU ranks; ``contexts`` nothing on a simulated device either."""
 
 
 @pytest.fixture
-def gpu_check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The modules of the program."""
     monkeypatch.syspath_prepend(str(BENCH))
     import gpu_check
+    from gpu_checks import base, cases, results, workers
 
-    return gpu_check
+    return SimpleNamespace(check=gpu_check, base=base, cases=cases, results=results, workers=workers)
 
 
-def cpu_cases() -> list[Any]:
-    """Each check with two CPU ranks: under FSDP1, under FSDP2 if it is quick."""
-    names = (
-        "state_dict", "clipping", "reports", "process_groups", "ranks_per_machine", "collectives", *SLOW,
-    )  # fmt: skip
+def parameters(quick: tuple[str, ...]) -> list[Any]:
+    """Each check with two ranks: quick ones under one version, the others in the slow run."""
     found: list[Any] = []
-    for number, name in enumerate(names):
+    for number, name in enumerate((*QUICK, *SLOW)):
         for version in (1, 2):
-            is_quick = name not in SLOW and version == 1 + number % 2
+            is_quick = name in quick and version == 1 + number % 2
             found.append((name, version) if is_quick else slow(name, version))
     return found
 
 
 def case_of(check: str, version: int, **changed: Any) -> dict[str, Any]:
-    precision = "bf16" if check == "ignored_modules" else "fp32"
+    precision = "bf16" if check in ("ignored_modules", "throughput", "load_speed") else "fp32"
     return {
         "check": check, "version": version, "device": "cpu", "ranks": 2, "backend": "gloo", "offload": False,
         "strategy": "full_shard", "precision": precision, **changed,
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("check", "version"), cpu_cases())
+@pytest.mark.parametrize(("check", "version"), parameters(QUICK_ON_CPU))
 def test_check_passes_on_cpu_ranks(two_ranks: Ranks, check: str, version: int) -> None:
-    for measurements in two_ranks.run(run, case_of(check, version)):
-        assert measurements and json.dumps(measurements)
+    for figures in two_ranks.run(run, case_of(check, version)):
+        assert json.dumps(figures) and (isinstance(figures, str) == (check in ON_ACCELERATORS))
 
 
-@pytest.mark.parametrize(("check", "version"), cpu_cases())
+@pytest.mark.parametrize(("check", "version"), parameters(QUICK))
 def test_check_passes_on_simulated_device(two_accelerator_ranks: Ranks, check: str, version: int) -> None:
     """The same checks, as on a GPU: the first contact with one does not fail in the check itself."""
     case = case_of(check, version, device="npu", backend="hccl")
-    for measurements in two_accelerator_ranks.run(run, case):
-        assert measurements and json.dumps(measurements)
+    for figures in two_accelerator_ranks.run(run, case):
+        assert json.dumps(figures) and (isinstance(figures, str) == (check in ("contexts", "qlora")))
 
 
 def test_check_fails_for_another_device(two_ranks: Ranks) -> None:
@@ -68,50 +80,180 @@ def test_check_fails_for_another_device(two_ranks: Ranks) -> None:
         two_ranks.run(run, case_of("reports", 2) | {"device": "meta", "top": {"use_cpu": True}})
 
 
+def test_wait_in_a_step_fails_sync_free_steps(two_accelerator_ranks: Ranks) -> None:
+    case = case_of("sync_free_steps", 2, device="npu", backend="hccl")
+    with pytest.raises(RankError, match=r"waits in each step: .*'plugin': \[1, 1, 1, 1, 1\]"):
+        two_accelerator_ranks.run(run, case, fault="wait")
+
+
+def test_changed_weights_fail_load_speed(two_ranks: Ranks) -> None:
+    with pytest.raises(RankError, match="weights differ from those of stock Accelerate"):
+        two_ranks.run(run, case_of("load_speed", 2), fault="weights")
+
+
+def test_wrong_prediction_fails(two_accelerator_ranks: Ranks) -> None:
+    with pytest.raises(RankError, match=r"\['traced', 'closed_form'\] are not near the peak"):
+        two_accelerator_ranks.run(run, case_of("prediction", 2, device="npu", backend="hccl"), fault="memory")
+
+
 def test_refused_case_has_its_codes(two_ranks: Ranks) -> None:
     assert two_ranks.run(run, case_of("generation", 2, precision="fp16")) == [["FSDP-E147"]] * 2
 
 
-def test_every_check_is_tested(gpu_check: ModuleType) -> None:
-    tested = {getattr(values, "values", values)[0] for values in cpu_cases()}
-    assert tested == set(gpu_check.CHECKS)
+def test_every_check_is_tested(gpu: SimpleNamespace) -> None:
+    assert {*QUICK, *SLOW} == set(gpu.base.CHECKS)
 
 
-def test_one_gpu_runs_every_check_and_two_run_more(gpu_check: ModuleType) -> None:
-    one, two, cpu = gpu_check.cases(num_gpus=1), gpu_check.cases(num_gpus=2), gpu_check.cases(num_gpus=0, cpu=True)
-    for found in (one, two, cpu):
-        assert {case["check"] for case in found} == set(gpu_check.CHECKS)
-        assert len(set(map(gpu_check.name_of, found))) == len(found)
+def test_one_gpu_runs_every_check_and_two_run_more(gpu: SimpleNamespace) -> None:
+    one, two, four = (gpu.cases.cases(num_devices=count, device="cuda") for count in (1, 2, 4))
+    cpu = gpu.cases.cases(num_devices=2, device="cpu")
+    for found in (one, two, four, cpu):
+        assert {case["check"] for case in found} == set(gpu.base.CHECKS)
+        assert len(set(map(gpu.cases.key, found))) == len(found)
     assert {case["ranks"] for case in one if not case.get("shared")} == {1}
-    assert {case["check"] for case in two if case["ranks"] == 2} == set(gpu_check.CHECKS)
+    assert {case["check"] for case in two if case["ranks"] == 2} == set(gpu.base.CHECKS)
+    assert {case["strategy"] for case in four if case["ranks"] == 4} == {"hybrid_shard", "hybrid_shard_zero2"}
     assert {case["device"] for case in one + two} == {"cuda"} and {case["device"] for case in cpu} == {"cpu"}
+    assert "fp16" not in {case["precision"] for case in cpu}
 
 
-def test_results_are_summarized(gpu_check: ModuleType) -> None:
-    results = [
-        {"check": "scaler", "status": "passed"}, {"check": "scaler", "status": "failed"},
-        {"check": "training", "status": "refused"}, {"check": "training", "status": "failed", "shared": True},
-    ]  # fmt: skip
-    assert gpu_check.summary(results) == [
-        ["check", "passed", "refused", "failed"], ["scaler", "1", "0", "1"], ["training", "0", "1", "1"],
-    ]  # fmt: skip
-    assert [gpu_check.counts_as_failure(result) for result in results] == [False, True, False, False]
+def test_telling_checks_come_first_and_fit_into_one_call(gpu: SimpleNamespace) -> None:
+    one = gpu.cases.cases(num_devices=1, device="cuda")
+    seconds, reached = 0.0, []
+    for case in one:
+        seconds += gpu.base.CHECKS[case["check"]].seconds
+        reached += [case["check"]] if seconds < 7 * 60 else []
+    told = {"training", "sync_free_steps", "throughput", "prediction", "load_speed", "save_stall"}
+    assert told <= set(reached[:16])
+    assert sum(gpu.base.CHECKS[case["check"]].seconds for case in one if case["ranks"] == 1) < 24 * 60
 
 
-def test_without_gpu_nothing_is_checked(gpu_check: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    if gpu_check.main(["--list"]) == 0 and __import__("torch").cuda.is_available():
-        pytest.skip("this machine has a GPU")
-    assert gpu_check.main([]) == 1
-    assert "no CUDA device" in capsys.readouterr().err
+def fake(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, results: dict[str, Any]) -> list[tuple[str, float]]:
+    """Replace the ranks by results by name of the check, and return the list of what they are asked to run."""
+    asked: list[tuple[str, float]] = []
+
+    def run_case(self: Any, case: dict[str, Any], seconds_left: float) -> Any:
+        asked.append((case["check"], seconds_left))
+        return results.get(case["check"], {"status": "passed", "seconds": 1.0, "reason": "fine", "figures": {"a": 1}})
+
+    monkeypatch.setattr(gpu.workers.Workers, "run", run_case)
+    return asked
+
+
+def test_next_call_runs_what_has_no_result_of_this_code(
+    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    asked = fake(
+        gpu, monkeypatch, {"scaler": None, "clipping": {"status": "failed", "seconds": 2, "reason": "no\nclip"}}
+    )
+    every = ["--cpu", "--out", str(out)]
+    assert gpu.check.main([*every, "--only", "clipping.*1 rank"]) == 1
+    assert "clipping fp32, FSDP2, 1 rank: failed (2.0 s) no clip" in capsys.readouterr().out
+    row = json.loads(out.read_text())["rows"][0]
+    assert {"name", "version", "ranks", "status", "seconds", "figures", "reason", "code"} <= row.keys()
+    asked.clear()
+    assert gpu.check.main(every) == 1
+    names = [check for check, _ in asked]
+    assert "training" in names and "sync_free_steps" in names and names.count("clipping") == 2  # those of two ranks
+    asked.clear()
+    gpu.check.main(every)
+    assert {check for check, _ in asked} == {"scaler"}  # ended before its time limit, so it has no row
+    monkeypatch.setattr(gpu.check, "code_version", lambda: "newer")
+    asked.clear()
+    gpu.check.main([*every, "--missing"])
+    assert {check for check, _ in asked} == {"scaler"}
+    asked.clear()
+    gpu.check.main(every)
+    assert len(asked) > 50
+    assert "the next call begins with" in capsys.readouterr().out
+
+
+def test_minutes_limit_what_is_started(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = fake(gpu, monkeypatch, {})
+    monkeypatch.setattr(gpu.check, "_SLOWER", 1.0)
+    gpu.check.main(["--cpu", "--minutes", "0.4", "--out", str(tmp_path / "out.json")])
+    assert asked and all(gpu.base.CHECKS[check].seconds + 15 <= left <= 24 for check, left in asked)
+    assert "throughput" not in {check for check, _ in asked}
+
+
+def test_case_that_needs_two_devices_is_not_seen_on_one(
+    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake(gpu, monkeypatch, {})
+    monkeypatch.setattr(gpu.check, "find_device", lambda cpu: ("npu", 1, "one device"))
+    monkeypatch.setattr(gpu.cases, "get_device", lambda device: SimpleNamespace(collectives="hccl"))
+    gpu.check.main(["--only", "hangs", "--out", str(tmp_path / "out.json")])
+    assert "hangs bf16, FSDP2, 1 rank: skipped (0.0 s) not seen: needs 2 devices" in capsys.readouterr().out
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert gpu.results.table(result["rows"])[0].startswith("**One GPU.**")
+    assert not gpu.results.table([{**result["rows"][0], "ranks": 2}])[0].startswith("**One GPU.**")
+
+
+def test_file_of_another_device_is_not_continued(
+    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake(gpu, monkeypatch, {})
+    out = tmp_path / "out.json"
+    out.write_text(json.dumps({"device": "1 x another", "rows": []}))
+    assert gpu.check.main(["--cpu", "--out", str(out)]) == 1
+    assert "has results of 1 x another" in capsys.readouterr().err
+    out.write_text("[")
+    assert gpu.check.main(["--cpu", "--out", str(out)]) == 1
+    assert "is not a file of results" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        ("cpu", "is built without CUDA"),
+        ("mps", "device type 'mps' is not supported"),
+        ("npu", "npu:0 has 0.00 of 1.0 GB free"),
+    ],
+)
+def test_unusable_device_causes_one_message(
+    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    device: str, expected: str,
+) -> None:  # fmt: skip
+    import torch
+
+    from hf_fsdp_plugin import devices
+
+    if device == "cpu" and torch.version.cuda:
+        pytest.skip("torch is built for CUDA")
+    monkeypatch.setattr(devices, "accelerator_type", lambda: device)
+    if device == "npu":
+        module = SimpleNamespace(mem_get_info=lambda: (1 << 20, 10**9))
+        monkeypatch.setattr(gpu.base, "device_module", lambda _: module)
+        monkeypatch.setattr(gpu.base, "torch_device", lambda _: "npu:0")
+        monkeypatch.setattr(gpu.base, "device_of", lambda _: SimpleNamespace(visible_variable=""))
+        result = gpu.workers._result(lambda: gpu.base.check_free_memory({"device": "npu"}))
+        fake(gpu, monkeypatch, dict.fromkeys(gpu.base.CHECKS, result))
+    argv = ["--cpu"] if device == "npu" else []
+    assert gpu.check.main([*argv, "--out", str(tmp_path / "out.json")]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("gpu_check: ") and expected in message and message.count("\n") == 1
 
 
 @pytest.mark.slow
-def test_program_runs_cases_and_writes_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))  # torchrun leaves a folder
+def test_ranks_run_cases_in_turn_and_are_ended_by_the_limit(gpu: SimpleNamespace) -> None:
+    workers = gpu.workers.Workers()
+    try:
+        for check in ("ranks_per_machine", "clipping"):
+            assert workers.run(case_of(check, 2), 200)["status"] == "passed"
+            assert workers.serves(case_of("reports", 2))
+        assert workers.run(case_of("training", 2), 0.5) is None and not workers.serves(case_of("reports", 2))
+        refused = workers.run(case_of("generation", 2, precision="fp16"), 200)
+        assert refused["status"] == "refused" and "FSDP-E147" in refused["reason"] and "traceback" in refused
+    finally:
+        workers.stop()
+
+
+@pytest.mark.slow
+def test_program_runs_cases_and_writes_rows(tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "scripts" / "gpu_check.sh"
-    command = ["bash", str(script), "--cpu", "--only", "clipping fsdp2.*2 ranks", "--out", str(tmp_path / "out.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    command = ["bash", str(script), "--cpu", "--only", "clipping.*FSDP2, 2 ranks", "--out", str(tmp_path / "out.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "clipping" in done.stdout.splitlines()[-3] or "clipping" in done.stdout
-    (case,) = json.loads((tmp_path / "out.json").read_text())["cases"]
-    assert case["status"] == "passed" and set(case["norms"]) == {"1.0", "2.0", "inf"}
+    (row,) = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert row["status"] == "passed" and set(row["figures"]["norms"]) == {"1.0", "2.0", "inf"}

@@ -50,6 +50,20 @@ def test_direction_decides_what_is_worse(key: str, increase_is_worse: bool) -> N
     assert worse(more, less) == ([] if increase_is_worse else [key])
 
 
+def test_figures_of_a_gpu_check_have_directions() -> None:
+    figures = {
+        "tokens_per_second": {"plugin": 10.0, "stock": 9.0}, "times_as_fast_as": {"stock": 1.1},
+        "waits": {"plugin": [0, 0], "stock": [0, 1]}, "errors": {"traced": {"allocated": 0.01}}, "peak_bytes": 5,
+        "second_stall_seconds": 0.1, "gb_per_second": {"plugin": 2.0}, "stock_seconds": 3.0, "visible": 1,
+    }  # fmt: skip
+    old = {"rows": [{"name": "check", "version": 2, "ranks": 1, "figures": figures}]}
+    changed = {"tokens_per_second": {"plugin": 5.0, "stock": 1.0}, "second_stall_seconds": 0.2, "stock_seconds": 9.0}
+    new = {"rows": [{**old["rows"][0], "figures": {**figures, **changed}}]}
+    assert sorted(name.partition("/figures/")[2] for name in worse(old, new)) == [
+        "second_stall_seconds", "tokens_per_second/plugin",
+    ]  # fmt: skip
+
+
 def test_error_is_compared_by_its_size() -> None:
     assert worse({"median_error": 0.1}, {"median_error": -0.3}) == ["median_error"]
     assert worse({"median_error": -0.3}, {"median_error": 0.1}) == []

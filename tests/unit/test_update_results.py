@@ -65,22 +65,28 @@ def test_result_has_machine_and_command(tmp_path: Path) -> None:
     assert {"date", "machine", "versions"} <= found.keys() and "| x | 1 |" in done.stdout
 
 
-def test_gpu_check_has_a_row_for_each_case_and_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_check_has_a_row_for_each_case(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     from update_results import gpu_check
 
-    case = {"check": "training", "version": 2, "strategy": "no_shard", "ranks": 1, "backend": "nccl", "offload": False}
-    cases = [
-        {**case, "precision": "bf16", "status": "passed"},
-        {**case, "precision": "fp16", "status": "failed", "text": "not\nfinite"},
-        {**case, "check": "pinned_saves", "precision": "bf16", "status": "passed", "ranks": 2},
-        {**case, "precision": "bf16", "status": "refused", "text": "one device", "ranks": 2, "shared": True},
+    row = {"name": "scaler fp16", "version": 2, "ranks": 1, "status": "passed", "reason": "scale 65536", "code": "a"}
+    rows = [
+        row,
+        {**row, "version": 1, "status": "failed", "reason": "not\nfinite | NaN"},
+        {**row, "name": "nccl bf16", "status": "skipped", "reason": "not seen: needs 2 devices"},
+        {**row, "name": "training bf16 one GPU", "ranks": 2, "shared": True, "reason": "", "code": "b"},
     ]
-    assert gpu_check({"cases": cases})[2:] == [
-        "| FSDP2 no_shard |  | passed | failed |",
-        "| FSDP2 pinned saves, 2 ranks (nccl) |  | passed |  |",
-        "| FSDP2 no_shard, 2 ranks on one GPU (nccl) |  | refused |  |",
+    head, _, *lines = gpu_check({"rows": rows})
+    assert head.startswith("**One GPU.** One rank has nobody to communicate with")
+    assert lines[2:] == [
+        "| scaler fp16 | 1 | passed | failed |",
+        "| nccl bf16 | 1 | skipped |  |",
+        "| training bf16 one GPU | 2 | passed |  |",
         "",
-        "- FSDP2 no_shard, fp16: not finite",
-        "- FSDP2 no_shard, 2 ranks on one GPU (nccl), bf16: one device",
+        "2 passed, 1 failed, 1 skipped. Rows are of 2 versions of the code.",
+        "",
+        "- scaler fp16, FSDP2: scale 65536",
+        "- scaler fp16, FSDP1, failed: not finite / NaN",
+        "- nccl bf16, FSDP2, skipped: not seen: needs 2 devices",
     ]
+    assert not gpu_check({"rows": [{**row, "ranks": 2}]})[0].startswith("**One GPU.**")

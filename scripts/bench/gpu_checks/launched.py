@@ -1,7 +1,4 @@
-"""The checks of gpu_check.py that start ranks of their own: with ``hf-fsdp launch``, ``bench`` and ``profile``.
-
-Only rank 0 of the case starts them. Importing this module adds them to ``gpu_checks.CHECKS``.
-"""
+"""Checks that start ranks of their own: with ``hf-fsdp launch``, ``bench`` and ``profile``. Only rank 0 starts them."""
 
 from __future__ import annotations
 
@@ -10,19 +7,18 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from common import ROOT
-from gpu_checks import SIZES, Case, check, config, device_of, expect
+
+from gpu_checks.base import TINY, Case, Size, check, config, device_of, expect, on_rank_0, size_for
 
 _HANG_LIMIT = 8.0
 """Seconds: longer than the first steps of the small model, for which NCCL starts and kernels are compiled."""
 
 
-@check
+@check(seconds=20, limit=120)
 def launcher(case: Case) -> Case:
     """Start a Trainer with ``hf-fsdp launch``. It runs in processes of its own; only rank 0 starts it."""
     result = on_rank_0(lambda folder: launch(case, folder))
@@ -32,7 +28,7 @@ def launcher(case: Case) -> Case:
     return found
 
 
-@check
+@check(seconds=35, limit=150)
 def restart(case: Case) -> Case:
     """Kill a rank of a launched Trainer. The launcher frees the devices and resumes from the last checkpoint."""
     result = on_rank_0(lambda folder: launch(case, folder, "kill", "--max_restarts", "1"))
@@ -42,31 +38,32 @@ def restart(case: Case) -> Case:
     return {"restarts": restarts["count"], "lost_steps": restarts["lost_steps"]}
 
 
-@check
+@check(seconds=40, limit=150, min_ranks=2)
+def resume_on_one_rank(case: Case) -> Case:
+    """Save with a launched Trainer, and resume on one rank with ``hf-fsdp launch``."""
+
+    def run(folder: Path) -> list[Case]:
+        return [launch(case, folder, "stop"), launch({**case, "ranks": 1, "strategy": "full_shard"}, folder, "resume")]
+
+    saved, resumed = on_rank_0(run)
+    for result in (saved, resumed):
+        expect(result["code"] == 0, f"exit code {result['code']}: {result['text']}")
+    worlds = [result["report"]["world_size"] for result in (saved, resumed)]
+    expect(worlds == [case["ranks"], 1], f"ranks: {worlds}")
+    expect("resumed at step 3" in resumed["text"], resumed["text"])
+    return {"text": f"saved on {worlds[0]} ranks, resumed on one", "worlds": worlds}
+
+
+@check(seconds=40, limit=150, min_ranks=2)
 def hangs(case: Case) -> Case:
     """Let a rank sleep in a launched Trainer: the launcher names it, its place and the unit, and frees the devices."""
     done = on_rank_0(lambda folder: launch(case, folder, "hang", "--hang_timeout", f"{_HANG_LIMIT:g}"))
-    if case["ranks"] == 1:  # nobody waits for it
-        expect(done["code"] == 0, f"exit code {done['code']}: {done['text']}")
-        return {"code": 0}
     last = case["ranks"] - 1
     expect(done["code"] == 75, f"exit code {done['code']}: {done['text']}")
     found = re.search(rf"rank {last} is late: .* waited for (\d+) s in (.*?\))", done["text"])
     expect(found is not None and "time.sleep" in done["text"] and "FSDP-E728" in done["text"], done["text"])
     assert found is not None
     return {"waited_s": int(found[1]), "collective": found[2]}
-
-
-def on_rank_0(run: Callable[[Path], Any]) -> Any:
-    """Call a function with a new folder on rank 0, and return its result on all ranks."""
-    import torch.distributed as dist
-
-    done: list[Any] = [None]
-    if dist.get_rank() == 0:
-        with tempfile.TemporaryDirectory() as folder:
-            done = [run(Path(folder))]
-    dist.broadcast_object_list(done)
-    return done[0]
 
 
 def launch(case: Case, folder: Path, fault: str = "", *flags: str) -> Case:
@@ -84,7 +81,7 @@ def launch(case: Case, folder: Path, fault: str = "", *flags: str) -> Case:
     return {"code": done.returncode, "text": text, "report": kept, "restarts": restarts}
 
 
-@check
+@check(seconds=35, limit=150)
 def bench(case: Case) -> Case:
     """Measure DDP and a sharded case with ``hf-fsdp bench``, in processes of its own: times and peak memory."""
     code, tree, text = on_rank_0(lambda folder: run_bench(case, folder))
@@ -100,47 +97,50 @@ def bench(case: Case) -> Case:
 
 def run_bench(case: Case, folder: Path) -> tuple[int, Case, str]:
     """Run ``hf-fsdp bench`` on the ranks of a case, and return its exit code, its result and its last messages."""
-    model = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES}
+    model = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **TINY.config}
     (folder / "config.json").write_text(json.dumps(model))
     command = [
         sys.executable, "-m", "hf_fsdp_plugin.cli.main", "bench", "--json", "--model", str(folder), "--rounds", "1",
         "--world-sizes", str(case["ranks"]), "--strategies", "ddp,full_shard", "--versions", str(case["version"]),
         "--seq-len", "64", "--steps", "3", *(["--cpu"] if case["device"] == "cpu" else []),
     ]  # fmt: skip
-    set_by_launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC", "ACCELERATE")
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(set_by_launchers)}
-    environ["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200, check=False)
     return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr[-600:]
 
 
-def run_profile(case: Case, folder: Path) -> Case:
+def run_profile(case: Case, folder: Path, size: Size = TINY) -> Case:
     """Run ``hf-fsdp profile`` on the ranks of a case, and return its result, or its last messages after a failure."""
     flags = ["--json", "--output", f"{folder}/profile", "--warmup", "1", "--active", "2", "--after", "1"]
-    done = run_verb(case, folder, "profile", [*flags, "--no_memory"])
+    done = run_verb(case, folder, "profile", [*flags, "--no_memory"], size=size)
     tree: Case = json.loads(done.stdout) if done.returncode == 0 else {"failed": (done.stdout + done.stderr)[-600:]}
     return tree
 
 
 def run_verb(
-    case: Case, folder: Path, verb: str, flags: Sequence[str], more: Sequence[str] = ()
+    case: Case, folder: Path, verb: str, flags: Sequence[str], more: Sequence[str] = (), size: Size = TINY
 ) -> subprocess.CompletedProcess[str]:
     """Run the Trainer's script with a verb that starts ranks."""
     (folder / "config.json").write_text(json.dumps(config(case)))
-    inherited = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
-    environ = {name: value for name, value in os.environ.items() if name not in inherited}
-    environ = {name: value for name, value in environ.items() if not name.startswith(("TORCHELASTIC", "ACCELERATE"))}
-    paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
     command = [
         sys.executable, "-m", "hf_fsdp_plugin.cli.main", verb, "--config_file", str(folder / "config.json"), *flags,
-        str(Path(__file__).parent / "gpu_check_trainer.py"), str(folder / "out"), case["precision"], *more,
+        str(Path(__file__).parent / "trainer.py"), str(folder / "out"), case["precision"],
+        size.name, *more,
     ]  # fmt: skip
-    environ["PYTHONPATH"] = paths
     # In the folder, where the launcher writes what it knows of a hang.
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=200, check=False
+    )
 
 
-@check
+def environment() -> dict[str, str]:
+    """Return the variables of this rank for a program that starts ranks of its own."""
+    set_by_launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC", "ACCELERATE")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(set_by_launchers)}
+    paths = [str(ROOT), str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+@check(seconds=30, limit=150)
 def profiler(case: Case) -> Case:
     """Profile a launched Trainer: the phases add up to the step, and the kernels of collectives are recognized."""
     found = on_rank_0(lambda folder: run_profile(case, folder))
@@ -155,3 +155,21 @@ def profiler(case: Case) -> Case:
     calls = {kind: sums["calls"] for kind, sums in found["collectives"].items()}
     expect(case["ranks"] == 1 or {"all_gather", "reduce_scatter"} <= set(calls), f"collectives: {calls}")
     return {"step_seconds": wall, "exposed_seconds": total["exposed_seconds"], "calls": calls}
+
+
+@check(seconds=60, limit=200, min_ranks=2)
+def overlap(case: Case) -> Case:
+    """Profile a larger model: the share of communication during which the device computes."""
+    size = size_for(case, 24, largest="0.4 B")
+    found = on_rank_0(lambda folder: run_profile(case, folder, size))
+    expect("failed" not in found, f"profile: {found.get('failed')}")
+    communication, exposed = (found["total"][f"{name}_seconds"] for name in ("communication", "exposed"))
+    expect(communication > 0, f"no communication: {found['total']}")
+    share = round(1 - exposed / communication, 3)
+    expect(share > 0.3 or size is TINY, f"only {share:.0%} of the communication is overlapped: {found['total']}")
+    return {
+        "text": f"{size.name}: {share:.0%} of {communication:.4f} s of communication in a step is overlapped",
+        "overlapped_share": share,
+        "communication_seconds": communication,
+        "exposed_seconds": exposed,
+    }

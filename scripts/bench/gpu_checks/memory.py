@@ -1,0 +1,138 @@
+"""Memory: predicted against the counters of torch's allocator and of the driver."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from common import ROOT
+from memory_points import Point
+
+from gpu_checks.base import (
+    Case,
+    Run,
+    Size,
+    broadcast,
+    check,
+    device_module,
+    expect,
+    is_rank_0,
+    on_accelerator,
+    on_all,
+    size_for,
+    torch_device,
+)
+
+_ERROR = {"closed_form": 0.2, "traced": 0.05}
+"""Largest relative error of a predicted peak of allocated memory."""
+FIGURES = ("allocated", "reserved", "total")
+
+
+@check(seconds=40, limit=200, fresh=True)
+def prediction(case: Case) -> Case:
+    """Compare the peak of a step with the closed form and the trace: allocated, and reserved if it is predicted.
+
+    On CPU ranks, torch has no figure for the peak, so only the predictions are compared with each other.
+    """
+    return _compare(case, {})
+
+
+@check(seconds=40, limit=200, fresh=True)
+def checkpointed_prediction(case: Case) -> Case:
+    """The same with activation checkpointing and a batch that is four times as large."""
+    return _compare(case, {"checkpointing": True})
+
+
+def _compare(case: Case, changed: dict[str, Any]) -> Case:
+    size = size_for(case, 24)
+    if changed:
+        size = replace(size, micro_batch=4 * size.micro_batch)
+    c = size.config
+    point = Point(
+        version=case["version"], strategy=case["strategy"], ranks=case["ranks"],
+        precision="no" if case["precision"] == "fp32" else case["precision"],
+        loop="foreach" if on_accelerator(case) else "for_loop",
+        batch=size.micro_batch, seq=size.seq_len, layers=c["num_hidden_layers"], hidden=c["hidden_size"],
+        inter=c["intermediate_size"], vocab=c["vocab_size"], heads=c["num_attention_heads"],
+        kv_heads=c["num_key_value_heads"], **changed,
+    )  # fmt: skip
+    predicting = start_prediction(point, case) if is_rank_0() else None
+    settings = {"fsdp_activation_checkpointing": "checkpointing" in changed}
+    measured = measure({**case, "settings": settings}, size) if on_accelerator(case) else {}
+    output = predicting.communicate(timeout=180) if predicting is not None else ("", "")
+    code, (out, err) = broadcast((predicting.returncode if predicting is not None else 0, output))
+    expect(code == 0, f"the prediction failed: {err[-1500:]}")
+    predicted = json.loads(out.splitlines()[-1])
+    found = {"model": size.name, "point": str(point), "predicted_bytes": predicted, "measured_bytes": measured}
+    if not measured:
+        by_method = {method: row["allocated"] for method, row in predicted.items()}
+        expect(abs(by_method["closed_form"] / by_method["traced"] - 1) < _ERROR["closed_form"], f"{by_method}")
+        return {"text": f"predicted: {by_method}", **found}
+    errors = {
+        method: {name: round(row[name] / measured[name] - 1, 4) for name in FIGURES if row.get(name)}
+        for method, row in predicted.items()
+    }
+    wrong = [method for method in errors if abs(errors[method]["allocated"]) > _ERROR[method]]
+    gb = ", ".join(f"{name} {number / 1e9:.3f} GB" for name, number in measured.items())
+    text = f"{size.name}: {gb}; errors of the predictions {errors}"
+    expect(not wrong, f"{wrong} are not near the peak. {text}")
+    return {"text": text, "errors": errors, **found}
+
+
+def measure(case: Case, size: Size) -> dict[str, int]:
+    """Train, and return the largest of each figure of the ranks in bytes.
+
+    ``allocated`` and ``reserved`` are peaks of the third step without the workspaces of cuBLAS, which are made first
+    and returned as ``workspaces``; ``outside`` is what the driver counts and torch's allocator does not.
+    """
+    memory, device = device_module(case), torch_device(case)
+    memory.synchronize()
+    before_workspaces = memory.memory_allocated()
+    warm_blas(device)
+    gc.collect()
+    memory.empty_cache()
+    before = {"allocated": memory.memory_allocated(), "reserved": memory.memory_reserved()}
+    run = Run(case, size, foreach=True)
+    for _ in range(2):
+        run.step()
+    memory.synchronize()
+    memory.reset_peak_memory_stats()
+    run.step()
+    memory.synchronize()
+    found = {
+        "allocated": memory.max_memory_allocated() - before["allocated"],
+        "reserved": memory.max_memory_reserved() - before["reserved"],
+        "workspaces": before["allocated"] - before_workspaces,
+    }
+    if hasattr(memory, "mem_get_info"):
+        free, total = memory.mem_get_info()
+        found |= {"total": total - free, "outside": total - free - memory.memory_reserved()}
+    ranks = on_all(found)
+    return {name: max(rank[name] for rank in ranks) for name in found}
+
+
+def warm_blas(device: Any) -> None:
+    """Let cuBLAS make its workspaces: one for this thread, one for the thread of the device's backward pass."""
+    import torch
+
+    for dtype in (torch.float32, torch.bfloat16):
+        matrix = torch.ones(64, 64, device=device, dtype=dtype, requires_grad=True)
+        (matrix @ matrix).sum().backward()
+
+
+def start_prediction(point: Point, case: Case) -> subprocess.Popen[str]:
+    """Start predict.py, which runs beside the measurement."""
+    set_for_ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environ = {name: value for name, value in os.environ.items() if name not in set_for_ranks}
+    paths = [str(Path(__file__).parents[1]), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environ |= {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(
+        [sys.executable, "-m", "gpu_checks.predict", str(point), case["device"]],
+        env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip

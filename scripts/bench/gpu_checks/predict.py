@@ -1,0 +1,39 @@
+"""``python -m gpu_checks.predict POINT DEVICE``: print the predicted memory of a point as JSON.
+
+A process of its own, because a trace makes a process group.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from memory_points import Point, make_model, make_spec, make_workload, parse_point
+
+
+def predict(point: Point, device_type: str) -> dict[str, dict[str, int | None]]:
+    """Return the predicted bytes of each method, without the workspaces of libraries; ``None`` for no prediction."""
+    import torch
+
+    import hf_fsdp_plugin as hfp
+    from hf_fsdp_plugin.estimate.memory import estimate_memory
+    from hf_fsdp_plugin.estimate.memory.assumptions import framework_bytes
+    from hf_fsdp_plugin.estimate.trace import trace_memory
+
+    with torch.device("meta"):
+        model = make_model(point)
+    spec = make_spec(point, use_cpu=device_type == "cpu")
+    plan = hfp.resolve(spec, model, world_size=point.ranks, device_type=device_type)
+    found: dict[str, dict[str, int | None]] = {}
+    for name, method in {"traced": trace_memory, "closed_form": estimate_memory}.items():
+        estimate = method(plan, model, make_workload(point))
+        found[name] = {
+            "allocated": estimate.peak.bytes - framework_bytes(device_type),
+            "reserved": getattr(estimate, "reserved", None),
+            "total": getattr(estimate, "total", None),
+        }
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(predict(parse_point(sys.argv[1]), sys.argv[2])))

@@ -1,0 +1,212 @@
+"""Steps: whether the host waits for the device in them, and their time against stock Accelerate and plain torch."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from gpu_checks.base import (
+    TINY,
+    Case,
+    Size,
+    Skipped,
+    check,
+    device_module,
+    device_of,
+    expect,
+    on_accelerator,
+    on_all,
+    reset_accelerate,
+    size_for,
+    spec_of,
+    torch_device,
+)
+
+_LEAST_RATIO = 0.9
+"""Tokens per second over those of another system below which `throughput` fails, unless the model is tiny."""
+
+
+def make_system(case: Case, system: str, size: Size) -> Any:
+    """Return the training loop of this package, of stock Accelerate or of plain torch (``raw``)."""
+    from hf_fsdp_plugin.integrations.bench import cases as bench
+    from hf_fsdp_plugin.integrations.bench.loops import make_loop
+
+    setting = bench.Setting(
+        world_size=case["ranks"], strategy=case["strategy"], version=case["version"], prefetch="pre"
+    )
+    device = torch_device(case)
+    one = bench.Case(setting=setting, system=system)  # type: ignore[arg-type]
+    return make_loop(one, spec_of(case), size.model(device), device)
+
+
+# ---- host waits -----------------------------------------------------------------------------------------------------
+
+
+@check(seconds=8)
+def sync_free_steps(case: Case) -> Case:
+    """Count host waits of steps, with stock Accelerate and with this package, in one process.
+
+    On CUDA, torch's debug mode of synchronizing operations counts them (not waits for events, nor collectives). Where
+    stock has none, a step of this package also runs in the mode ``error``. The first steps count too, because this
+    package observes them.
+    """
+    import torch
+
+    if not on_accelerator(case):
+        raise Skipped("the host waits for accelerators only")
+    if case["device"] != "cuda" and not hasattr(sys.modules.get("torch_npu"), "HostWaits"):
+        raise Skipped(f"not seen: torch.{case['device']} does not list synchronizing operations")
+    found: dict[str, list[list[str]]] = {}
+    for system in ("stock", "plugin"):
+        reset_accelerate()  # hooks stay: the loops install and remove them
+        loop = make_system(case, system, TINY)
+        batch = TINY.batches(torch_device(case), 1)[0]
+        # Without a mask of four dimensions, Transformers reads a value to find packed sequences (masking_utils.py).
+        mask = torch.ones(TINY.seq_len, TINY.seq_len, dtype=torch.bool, device=torch_device(case)).tril()
+        batch["attention_mask"] = mask.expand(TINY.micro_batch, 1, -1, -1)
+        loop.enter()
+        found[system] = [waits_of(case, lambda loop=loop, batch=batch: loop.step(batch)) for _ in range(5)]
+    counts = {system: list(map(len, steps)) for system, steps in found.items()}
+    more = [a > b for a, b in zip(counts["plugin"], counts["stock"], strict=True)]
+    added = Counter(place for step in found["plugin"] for place in step)
+    added -= Counter(place for step in found["stock"] for place in step)
+    places = "; ".join(f"{count} × {place}" for place, count in added.most_common(5))
+    expect(not any(more), f"waits in each step: {counts}, at {places}")
+    if case["device"] == "cuda" and not any(found["stock"]):
+        with sync_mode("error"):
+            loop.step(batch)
+    text = f"host waits in steps 1 to 5: {counts['plugin']}, stock Accelerate {counts['stock']}"
+    return {"text": text, "waits": counts, "places": sorted({place for step in found["plugin"] for place in step})}
+
+
+def waits_of(case: Case, run: Callable[[], Any]) -> list[str]:
+    """Call a function, and return the place of each host wait."""
+    if case["device"] != "cuda":
+        import torch_npu  # the simulated accelerator, the only other device that lists waits
+
+        with torch_npu.HostWaits() as waits:
+            run()
+        return [" < ".join(wait.stack.split(" < ")[:3]) for wait in waits.events if "threading.py" not in wait.stack]
+    with sync_mode("warn"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [f"{each.filename}:{each.lineno}" for each in caught if "synchronizing CUDA" in str(each.message)]
+
+
+@contextmanager
+def sync_mode(mode: str) -> Iterator[None]:
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode(mode)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# ---- throughput -----------------------------------------------------------------------------------------------------
+
+
+@check(seconds=45, limit=200)
+def throughput(case: Case) -> Case:
+    """Compare tokens per second with stock Accelerate and plain torch: the same model, batches and settings.
+
+    All systems are built in one process, and their blocks of steps alternate.
+    """
+    from hf_fsdp_plugin.integrations.bench.cases import Setting, inexpressible
+    from hf_fsdp_plugin.integrations.bench.memory import PeakMemory
+
+    # Each system holds weights and optimizer state (12 bytes), one of them gradients and temporary memory (16).
+    size, device = size_for(case, 3 * 12 + 16), device_of(case)
+    setting = Setting(world_size=case["ranks"], strategy=case["strategy"], version=case["version"], prefetch="pre")
+    systems = ["plugin", *(s for s in ("stock", "raw") if not inexpressible(setting, s, case["device"]))]  # type: ignore[arg-type]
+    batches = size.batches(torch_device(case))
+    memory, loops, peaks, losses = PeakMemory(device), {}, {}, {}
+    for system in systems:
+        reset_accelerate()  # hooks stay: the loops install and remove them
+        held = memory.free()
+        loops[system] = make_system(case, system, size)
+        loops[system].enter()
+        for number in range(3):
+            memory.reset()
+            losses[system] = float(loops[system].step(batches[number]))
+        device.synchronize()
+        peaks[system] = max(on_all((memory.peak() or 0) - (held or 0)))
+        loops[system].leave()
+    expect(max(losses.values()) - min(losses.values()) < 0.05, f"losses of step 3: {losses}")
+    times: dict[str, list[float]] = {system: [] for system in systems}
+    num_blocks, num_steps = (5, 4) if size is not TINY else (2, 2)
+    for block in range(num_blocks):
+        for system in systems if block % 2 == 0 else reversed(systems):
+            times[system].append(_time_of_step(loops[system], batches, num_steps, device))
+    tokens = size.micro_batch * size.seq_len * case["ranks"]
+    rates = {system: round(tokens / statistics.median(found), 1) for system, found in times.items()}
+    ratios = {
+        other: round(statistics.median(b / a for a, b in zip(times["plugin"], times[other], strict=True)), 4)
+        for other in systems[1:]
+    }
+    tflops = round(6 * size.num_params * rates["plugin"] / case["ranks"] / 1e12, 1)
+    slow = [other for other, ratio in ratios.items() if ratio < _LEAST_RATIO and size is not TINY]
+    expect(not slow, f"slower than {slow}: {rates} tokens/s")
+    compared = "; ".join(f"{ratio:.3f} × {other}" for other, ratio in ratios.items())
+    return {
+        "text": f"{size.name}: {rates['plugin']:,.0f} tokens/s, {compared}; {tflops} TFLOP/s per GPU",
+        "model": size.name,
+        "tokens_per_second": rates,
+        "times_as_fast_as": ratios,
+        "tflop_per_second": tflops,
+        "peak_bytes": peaks,
+        "third_losses": {system: round(loss, 4) for system, loss in losses.items()},
+    }
+
+
+def _time_of_step(loop: Any, batches: list[dict[str, Any]], num_steps: int, device: Any) -> float:
+    """Return the seconds of a step, of the slowest rank, from a block of steps."""
+    loop.enter()
+    device.synchronize()
+    start = time.perf_counter()
+    for number in range(num_steps):
+        loop.step(batches[number % len(batches)])
+    device.synchronize()
+    elapsed = time.perf_counter() - start
+    loop.leave()
+    return max(on_all(elapsed)) / num_steps
+
+
+@check(seconds=10, min_ranks=2)
+def nccl(case: Case) -> Case:
+    """Measure an all-gather and a reduce-scatter of 1 GB (64 MB on CPU ranks) on all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    device = torch_device(case)
+    num_bytes = (1 << 30) if case["device"] == "cuda" else (1 << 26)
+    whole = torch.ones(num_bytes // 4, device=device)
+    part = torch.empty(whole.numel() // case["ranks"], device=device)
+    calls = {
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part.fill_(1)),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
+    }
+    rates = {}
+    for name, call in calls.items():
+        call()
+        device_of(case).synchronize()
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(5):
+            call()
+        device_of(case).synchronize()
+        elapsed = max(on_all(time.perf_counter() - start)) / 5
+        # Bus bandwidth, as in nccl-tests: what each rank sends.
+        rates[name] = round(num_bytes * (case["ranks"] - 1) / case["ranks"] / elapsed / 1e9, 2)
+        expect(float(whole[-1]) == 1.0, f"{name}: wrong values")
+    version = ".".join(map(str, device_module(case).nccl.version())) if case["device"] == "cuda" else ""
+    text = f"{dist.get_backend_config()} {version}: {', '.join(f'{name} {rate} GB/s' for name, rate in rates.items())}"
+    return {"text": text, "gb_per_second": rates, "nccl": version}

@@ -1,0 +1,58 @@
+"""The script that checks of gpu_check.py start with a verb: a Trainer that saves and reports."""
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from common import make_dataset, make_llama
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from gpu_checks.base import SIZES, TINY
+
+output_dir, precision, name, *faults = sys.argv[1:]
+size = next(size for size in SIZES if size.name == name)
+
+
+class Fault(TrainerCallback):
+    """Kills the last rank of the first attempt after step 4, or lets it sleep, if the script is asked to.
+
+    If the run resumes, prints the step at which it begins.
+    """
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if faults == ["resume"]:
+            print(f"resumed at step {state.global_step}", flush=True)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+        if (
+            faults not in (["kill"], ["hang"])
+            or not is_last
+            or state.global_step != 4
+            or os.environ["HF_FSDP_RESTART_COUNT"] != "0"
+        ):
+            return
+        if faults == ["kill"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif os.environ["WORLD_SIZE"] != "1":
+            time.sleep(600)
+
+
+arguments = TrainingArguments(
+    output_dir,
+    max_steps=3 if faults == ["stop"] else 6,
+    per_device_train_batch_size=size.micro_batch,
+    save_strategy="steps" if size is TINY else "no",
+    save_steps=3,
+    save_total_limit=1,
+    report_to="none",
+    disable_tqdm=True,
+    bf16=precision == "bf16",
+    fp16=precision == "fp16",
+)
+model = make_llama(**size.config)
+dataset = make_dataset(vocab_size=size.config["vocab_size"], length=size.seq_len)
+trainer = Trainer(model, arguments, train_dataset=dataset, callbacks=[Fault()])
+trainer.train(resume_from_checkpoint=True if faults == ["resume"] else None)
