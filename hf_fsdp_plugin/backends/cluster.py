@@ -32,7 +32,8 @@ def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return torchrun's variables for a rank that ``srun`` has started without a launcher; empty for any other process.
 
     The address of rank 0 is the first node of the job step, unless the script has set ``MASTER_ADDR``. The port is
-    derived from the number of the job, so that all ranks choose the same one.
+    derived from the numbers of job and step, so that all ranks choose the same one, and steps that run at the same time
+    another one.
     """
     size = _integer(environ.get("SLURM_NTASKS"))
     names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_ID", "SLURM_JOB_ID")
@@ -44,10 +45,15 @@ def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
         "WORLD_SIZE": str(size),
         "LOCAL_RANK": environ["SLURM_LOCALID"],
         "MASTER_ADDR": environ.get("MASTER_ADDR") or first_node(nodes),
-        "MASTER_PORT": environ.get("MASTER_PORT") or str(20000 + (_integer(environ["SLURM_JOB_ID"]) or 0) % 20000),
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(_port(environ["SLURM_JOB_ID"], environ["SLURM_STEP_ID"])),
     }
     local_size = _slurm_local_size(environ, size)
     return found if local_size is None else {**found, "LOCAL_WORLD_SIZE": str(local_size)}
+
+
+def _port(job: str, step: str) -> int:
+    """Return a port below those that Linux gives to outgoing connections (32768 and above) and torchrun's 29500."""
+    return 15000 + ((_integer(job) or 0) * 7 + (_integer(step) or 0)) % 14000
 
 
 def first_node(nodes: str) -> str:

@@ -38,6 +38,9 @@ from hf_fsdp_plugin.observe.hang.record import CallRecord
 LIMIT = 0.4
 SLEEPS = "import time; time.sleep(60)"
 WORKS = "while True: pass"
+SPINS = "sum(iter(int, 1))"  # as a thread that waits for a device: it uses a core, and no new memory
+ALLOCATES = "while True: bytearray(64 << 20)"
+STARTS_WORKER = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
 ENDS = "pass"
 
 
@@ -146,6 +149,35 @@ def test_wait_that_ends_is_not_reported(ranks: Make) -> None:
 def test_busy_rank_is_only_named_without_a_flag(ranks: Make) -> None:
     hang, notices = watch_for(ranks(WORKS), 5.0, is_strict=False, limit=2.0)  # long enough on a busy machine
     assert hang is None and len(notices) == 1 and "FSDP-W732" in notices[0] and "rank 1" in notices[0]
+
+
+@pytest.mark.parametrize(
+    ("late", "is_busy"), [(SPINS, False), (SLEEPS, False), (ALLOCATES, True), (STARTS_WORKER, True)]
+)
+def test_rank_on_accelerator_is_busy_if_it_makes_progress(
+    ranks: Make, monkeypatch: pytest.MonkeyPatch, late: str, is_busy: bool
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_backend", lambda group: "nccl")
+    both = ranks(late)
+    assert all(read_calls(rank.rank, rank.files.calls).on_accelerator for rank in both)
+    both[0].record.waited()
+    time.sleep(1.0)  # until the interpreter of the late rank has started
+    hang, notices = watch_for(both, 5.0 if is_busy else 30.0, is_strict=False, limit=2.0)
+    assert (hang is None) == is_busy
+    assert [notice for notice in notices if "FSDP-W732" in notice] == notices and len(notices) == is_busy
+
+
+def test_rank_that_reads_files_has_five_limits(ranks: Make, tmp_path: Path) -> None:
+    both = ranks()
+    both[1].files.stacks.write_text(
+        "main 0x1\nThread 0x1 (most recent call first):\n"
+        f'  File "{tmp_path / "train.py"}", line 2 in <module>\n'
+    )
+    (tmp_path / "train.py").write_text("import json\nconfig = json.loads(file.read())\n")
+    hang, notices = watch_for(both, 30.0, is_strict=False)
+    assert hang is not None and hang.diagnosis.reads and not hang.diagnosis.is_busy
+    assert hang.diagnosis.waiting.seconds >= 5 * LIMIT
+    assert len(notices) == 1 and "FSDP-W732" in notices[0] and "waits for files or data" in notices[0]
 
 
 def test_busy_rank_is_a_hang_with_a_flag(ranks: Make) -> None:
