@@ -20,6 +20,8 @@ from hf_fsdp_plugin.problems import Problem
 
 _LOCAL_SIZES: Final = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE")
 """Variables with the number of ranks on this machine: of torchrun, Open MPI, Intel MPI and MPICH, and HPE's PALS."""
+_LAZY_FROM: Final = 128
+"""Ranks from which gloo connects a pair of ranks when it first uses it. The largest world in which that was measured."""
 _SIOCGIFADDR: Final = 0x8915
 """The request for the IPv4 address of an interface (Linux, ``netdevice(7)``)."""
 _OTHER_FILES: Final = 1024
@@ -94,6 +96,17 @@ def _slurm_local_size(environ: Mapping[str, str], world_size: int) -> int | None
 
 def _integer(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdecimal() else None
+
+
+def gloo_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return variables for gloo in a large world. torch reads them before the first process group.
+
+    Otherwise each group connects every pair of ranks at its start, through the store of rank 0: each of N ranks reads N
+    addresses of N pairs, so the bytes grow with the third power of N (``scripts/bench/gloo_connections.py``).
+    """
+    if (_integer(environ.get("WORLD_SIZE")) or 1) < _LAZY_FROM or "TORCH_GLOO_LAZY_INIT" in environ:
+        return {}
+    return {"TORCH_GLOO_LAZY_INIT": "1"}
 
 
 def gloo_interface(environ: Mapping[str, str]) -> tuple[str, Problem | None]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import DistributedType, check_cuda_p2p_ib_support
 
-from hf_fsdp_plugin.backends.cluster import gloo_interface, raise_file_limit
+from hf_fsdp_plugin.backends.cluster import gloo_interface, gloo_variables, raise_file_limit
 from hf_fsdp_plugin.devices import DEVICES, accelerator_type, select_device
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin
@@ -70,6 +70,7 @@ def _prepare_network() -> None:
     """Prepare this process for the connections of gloo, which every process group has."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return
+    set_variables(**gloo_variables(os.environ))
     interface, problem = gloo_interface(os.environ)
     if interface:
         set_variables(GLOO_SOCKET_IFNAME=interface)

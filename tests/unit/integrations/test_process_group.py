@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from hf_fsdp_plugin.integrations.accelerate import state
@@ -61,15 +62,64 @@ def added(before: dict[str, str]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("device", "supported", "expected"),
-    [("cuda", False, {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}), ("cuda", True, {}), ("xpu", False, {})],
+    ("device", "name", "supported", "expected"),
+    [
+        ("cuda", "NVIDIA GeForce RTX 4090", False, {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}),
+        ("cuda", "NVIDIA GeForce RTX 4090", True, {}),
+        ("cuda", "NVIDIA H100 80GB HBM3", None, {}),
+        ("xpu", "", None, {}),
+    ],
 )
 def test_gpus_without_peer_transfers_get_variables_of_nccl(
-    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, device: str, supported: bool, expected: dict[str, str]
+    environment: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    name: str,
+    supported: bool | None,
+    expected: dict[str, str],
 ) -> None:
-    monkeypatch.setattr(state, "check_cuda_p2p_ib_support", lambda: supported)
+    """Only GPUs that may lack them are asked about with nvidia-smi."""
+
+    def check() -> bool:
+        assert supported is not None, "nvidia-smi was started"
+        return supported
+
+    monkeypatch.setattr(state, "check_cuda_p2p_ib_support", check)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda index: name)
     state._disable_unsupported_transports(device)
     assert added(environment) == expected
+
+
+def test_large_world_sets_gloo_before_the_process_group(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "gloo_interface", lambda environ: ("", None))
+    monkeypatch.setattr(state, "raise_file_limit", lambda world_size: None)
+    monkeypatch.setenv("WORLD_SIZE", "512")
+    seen: list[str | None] = []
+    init_partial_state(
+        lambda *_, **__: seen.append(os.environ.get("TORCH_GLOO_LAZY_INIT")),
+        SimpleNamespace(initialized=False, device=None),
+        cpu=True,
+    )
+    assert seen == ["1"]
+
+
+@pytest.mark.parametrize(("local_rank", "index", "expected"), [(3, 0, [0]), (3, 3, None), (0, 0, None)])
+def test_barrier_uses_the_only_visible_device(
+    monkeypatch: pytest.MonkeyPatch, local_rank: int, index: int, expected: list[int] | None
+) -> None:
+    """Accelerate passes the local rank, which is an invalid ordinal for a rank that sees one device."""
+    barriers: list[list[int]] = []
+    monkeypatch.setattr(dist, "barrier", lambda device_ids: barriers.append(device_ids))
+    stock = lambda: None  # noqa: E731
+    accelerate_state = SimpleNamespace(
+        initialized=True, device=torch.device("cuda", index), local_process_index=local_rank, wait_for_everyone=stock
+    )
+    init_partial_state(lambda *_, **__: None, accelerate_state)
+    accelerate_state.wait_for_everyone()
+    assert barriers == ([] if expected is None else [expected])
 
 
 def test_network_is_prepared_before_the_process_group(
