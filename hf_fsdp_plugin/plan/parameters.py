@@ -105,7 +105,9 @@ def _check_packed(tree: ModuleTree, precision: PrecisionPlan, problems: ProblemC
 
 def _check_own_gather(tree: ModuleTree, problems: ProblemCollector) -> None:
     """Report weights that convert themselves in FSDP2's all-gather, as torchao's do for fp8: copies would lose that."""
-    found = [entry for entry in tree.parameters if hasattr(entry.parameter, "fsdp_pre_all_gather") and not entry.ignored]
+    found = [
+        entry for entry in tree.parameters if hasattr(entry.parameter, "fsdp_pre_all_gather") and not entry.ignored
+    ]
     if found:
         problems.add(
             "FSDP-E121",

@@ -160,7 +160,12 @@ def train_compiled(config: dict[str, Any], how: str) -> dict[str, Any]:
         model.compile(backend=counter)
     model, optimizer = accelerator.prepare(model, sgd(model))
     run = train_prepared(accelerator, model, optimizer, "llama", NUM_STEPS)
-    return {**run, "num_graphs": counter.frame_count, "dynamo": counters["frames"]["ok"], "breaks": list(counters["graph_break"])}
+    return {
+        **run,
+        "num_graphs": counter.frame_count,
+        "dynamo": counters["frames"]["ok"],
+        "breaks": list(counters["graph_break"]),
+    }
 
 
 def train_two(config: dict[str, Any]) -> list[dict[str, Any]]:

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.integrations import install
 from hf_fsdp_plugin.integrations.accelerate import state
 from hf_fsdp_plugin.integrations.accelerate.state import init_partial_state
 from hf_fsdp_plugin.integrations.environment import restore_variables
@@ -120,6 +122,35 @@ def test_barrier_uses_the_only_visible_device(
     init_partial_state(lambda *_, **__: None, accelerate_state)
     accelerate_state.wait_for_everyone()
     assert barriers == ([] if expected is None else [expected])
+
+
+@pytest.mark.parametrize(("local_rank", "use_cpu", "selected"), [("3", False, [3]), ("3", True, []), (None, False, [])])
+def test_install_selects_the_device_of_the_rank(
+    monkeypatch: pytest.MonkeyPatch, local_rank: str | None, use_cpu: bool, selected: list[int]
+) -> None:
+    """Quantized models are placed on the current device, also before the first Accelerator."""
+    found: list[int] = []
+    looked: list[str | None] = []
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
+    monkeypatch.setenv("RANK", "3")
+    if local_rank is None:
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+
+    def accelerator_type() -> str:
+        looked.append(os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"))
+        return "cuda"
+
+    monkeypatch.setattr(install, "accelerator_type", accelerator_type)
+    monkeypatch.setattr(install, "select_device", found.append)
+    try:
+        hfp.install({"distributed_type": "NO", "use_cpu": use_cpu})
+    finally:
+        hfp.uninstall()
+    assert found == selected
+    assert set(looked) <= {"1"}, "torch would initialize CUDA, and processes that are forked could not use it"
+    assert "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ
 
 
 def test_network_is_prepared_before_the_process_group(
