@@ -21,7 +21,7 @@ from hf_fsdp_plugin.problems import Problem
 _LOCAL_SIZES: Final = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE")
 """Variables with the number of ranks on this machine: of torchrun, Open MPI, Intel MPI and MPICH, and HPE's PALS."""
 _LAZY_FROM: Final = 128
-"""Ranks from which gloo connects a pair of ranks when it first uses it. The largest world in which that was measured."""
+"""Ranks from which gloo connects a pair of ranks when it is first used: the largest world in which that was tried."""
 _SIOCGIFADDR: Final = 0x8915
 """The request for the IPv4 address of an interface (Linux, ``netdevice(7)``)."""
 _OTHER_FILES: Final = 1024

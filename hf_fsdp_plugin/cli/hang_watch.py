@@ -89,8 +89,9 @@ class HangWatch:
 
     Args:
         limit: seconds that a rank may wait in a collective.
-        is_strict: whether the limit also holds for late ranks that are busy or wait for files. Otherwise these are named
-            in a notice, and the limit is 0.9 of the time-out of the process groups, and at most five limits for files.
+        is_strict: whether the limit also holds for late ranks that are busy or wait for files. Otherwise these are
+            named in a notice, and the limit is 0.9 of the time-out of the process groups; for files, at most five
+            limits.
         inquiries: asks the launchers of other machines.
         num_local, world_size: number of ranks of this machine, and of the run.
         notice: prints a message for the user.

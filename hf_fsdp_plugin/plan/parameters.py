@@ -114,8 +114,8 @@ def _check_own_gather(tree: ModuleTree, problems: ProblemCollector) -> None:
             None,
             f"{plural(len(found), 'weight')} of class {type(found[0].parameter).__name__} would be converted in the "
             f"all-gather, which is not supported: {format_names([entry.name for entry in found])}.",
-            "Call convert_to_float8_training with Float8LinearConfig(enable_fsdp_float8_all_gather=False), or exclude the "
-            "modules with fsdp_ignored_modules.",
+            "Call convert_to_float8_training with Float8LinearConfig(enable_fsdp_float8_all_gather=False), or exclude "
+            "the modules with fsdp_ignored_modules.",
         )
 
 

@@ -146,9 +146,9 @@ def _sharded_parts(spec: FsdpSpec, model: nn.Module, problems: ProblemCollector)
         problems.add(
             "FSDP-W251",
             unused[0] if unused else None,
-            f"the parameters of {model_class_name(model)} are DTensors already, as tensor parallelism makes them, and it "
-            "has no FSDP units. FSDP is not applied: it shards nothing more, and averages no gradients over ranks with "
-            f"other data.{ignored}",
+            f"the parameters of {model_class_name(model)} are DTensors already, as tensor parallelism makes them, and "
+            "it has no FSDP units. FSDP is not applied: nothing more is sharded, and no gradients are averaged over "
+            f"ranks with other data.{ignored}",
             "Load the model without tp_plan and without parallelize_module to train it with FSDP.",
         )
     if backend == "fsdp1":

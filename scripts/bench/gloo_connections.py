@@ -1,7 +1,7 @@
 """What the start of gloo costs with a connection between all ranks, and with connections when they are needed.
 
-The ranks are forked from one process. They start a process group over a store on rank 0 and a hybrid mesh of 8 ranks per
-shard group, then run each kind of collective once in each group. Bytes are those of each rank's connection to the store.
+The ranks are forked from one process. They start a process group over a store on rank 0 and a hybrid mesh of 8 ranks
+per shard group, then run each kind of collective once in each group. Bytes are those of the connections to the store.
 The plugin sets TORCH_GLOO_LAZY_INIT from the largest world of the result on.
 
     python scripts/bench/gloo_connections.py    (two minutes on 2 cores; writes docs/results/gloo_connections.json)

@@ -109,7 +109,8 @@ def test_ranks_use_their_device_whatever_they_see(tmp_path: Path, visible: str) 
     for rank in ("0", "1"):
         variables = {
             "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "ASCEND_RT_VISIBLE_DEVICES": rank if visible == "own" else "0,1",
+            "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
+            "ASCEND_RT_VISIBLE_DEVICES": rank if visible == "own" else "0,1",
             "PYTHONPATH": os.pathsep.join([str(BACKEND), str(BACKEND.parents[2])]),
         }  # fmt: skip
         command = [sys.executable, "train.py"]

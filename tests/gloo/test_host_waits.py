@@ -30,7 +30,7 @@ def test_waits_do_not_grow_with_the_model(two_accelerator_ranks: Ranks, tmp_path
 def test_shards_cross_the_bus_once_in_the_dtype_of_the_file(
     two_accelerator_ranks: Ranks, tmp_path: Path, version: int
 ) -> None:
-    """The device casts bf16 to fp32: the host has no fp32 copy, and half as many bytes go through page-locked memory."""
+    """The device casts bf16 to fp32: the host has no fp32 copy, and half as many bytes use page-locked memory."""
     config = {**parallel_config("full_shard", version, 2, use_cpu=False), "mixed_precision": "bf16"}
     for found in two_accelerator_ranks.run(cases.traffic_of_loading, str(tmp_path), config):
         assert found["dtypes"] == {"torch.float32"} and "cpu" not in found["devices"]

@@ -195,7 +195,7 @@ def test_compiled_model_trains_with_its_compiler(two_ranks: Ranks, version: int,
 
 @VERSIONS
 def test_compiled_layers_with_ignored_modules_are_one_graph(two_ranks: Ranks, version: int) -> None:
-    """torch.compile takes a module that is marked as managed by FSDP for one with flat parameters, unless it is told."""
+    """torch.compile breaks the graph at modules that are marked as managed by FSDP and as having flat parameters."""
     config = config_of(version, fsdp_ignored_modules=r".*\.mlp")
     run = two_ranks.run(cases.train_compiled, {**config, "dynamo_config": {"dynamo_backend": "aot_eager"}}, "config")[0]
     assert_same_training(run, reference_of("llama"))
