@@ -55,7 +55,7 @@ def _allocate_pinned(size: int) -> torch.Tensor | None:
 
 def _pin(memory: torch.Tensor) -> bool:
     """Pin memory piece by piece. Returns whether all of it is pinned, or else none of it is."""
-    pinned = []
+    pinned: list[torch.Tensor] = []
     for piece in memory.split(PIECE):
         if not available_device().pin(piece):
             for before in pinned:
@@ -74,7 +74,7 @@ def unpin(memory: torch.Tensor) -> None:
 
 def piecewise(into: torch.Tensor) -> list[int]:
     """Return the sizes of the parts of a slice of memory of :func:`allocate_aligned` that each are in one piece."""
-    first = min(PIECE - into.storage_offset() % PIECE, into.numel())
+    first = min(PIECE - int(into.storage_offset()) % PIECE, into.numel())
     rest = into.numel() - first
     return [first, *[PIECE] * (rest // PIECE), *([rest % PIECE] if rest % PIECE else [])]
 
