@@ -260,7 +260,7 @@ def test_machines_answer_each_other_and_name_silent_ones(monkeypatch: pytest.Mon
     assert found == [([RankCalls(rank=1, place="here", idle=1e9)], [2])]
 
 
-def test_requests_of_machines_that_wait_do_not_grow_with_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_machines_ask_for_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """All machines of a job ask at the same time when it hangs, and the store has one process."""
     monkeypatch.setattr(inquiries, "_LIMIT", 1.0)
     checks: list[str] = []
