@@ -205,6 +205,17 @@ def available_device() -> Device:
     return DEVICES["cpu"] if unsupported_device(device_type) else get_device(device_type)
 
 
+def select_device(local_rank: int) -> Device:
+    """Make the accelerator of a rank the calling thread's current device, and return its type.
+
+    A rank that sees only its own accelerator (``srun --gpus-per-task``) selects that one.
+    """
+    device = available_device()
+    if device.type != "cpu":
+        device.set_current(local_rank % device.count())
+    return device
+
+
 def get_device(device_type: str) -> Device:
     """Return a device type: its row, or a device made from what its package has registered with torch.
 

@@ -35,7 +35,9 @@ _SETTLE: Final = 3.0
 LEFT: Final = "left"
 """Key that a rank adds to the store at the end of its script, and its "call" in a round. It makes no call any more."""
 _LONGEST_PAUSE: Final = 0.25
-"""Seconds between two questions to the store. The pauses begin with a millisecond, and grow with the time waited."""
+"""Seconds between two questions to the store. The pauses grow with the time waited."""
+_PAUSE_PER_RANK: Final = 1e-3 / 16
+"""Seconds of the first pause for each rank, and at least a millisecond: one process answers all ranks."""
 
 
 def arrival_store() -> dist.Store:
@@ -116,7 +118,8 @@ class Round:
                 return True
             # Not store.wait: it prints a warning when its time is over, and handles no signals.
             waited = limit - remaining
-            time.sleep(min(max(0.001, waited / 20), _LONGEST_PAUSE, remaining))
+            first = max(0.001, self._world_size * _PAUSE_PER_RANK)
+            time.sleep(min(max(first, waited / 20), _LONGEST_PAUSE, remaining))
         return self._ended(number)
 
     def _end(self, number: int, *, complete: bool) -> None:

@@ -20,6 +20,8 @@ from hf_fsdp_plugin.problems import Problem
 
 _LOCAL_SIZES: Final = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE")
 """Variables with the number of ranks on this machine: of torchrun, Open MPI, Intel MPI and MPICH, and HPE's PALS."""
+_LAZY_FROM: Final = 128
+"""Ranks from which gloo connects a pair of ranks when it is first used: the largest world in which that was tried."""
 _SIOCGIFADDR: Final = 0x8915
 """The request for the IPv4 address of an interface (Linux, ``netdevice(7)``)."""
 _OTHER_FILES: Final = 1024
@@ -32,7 +34,8 @@ def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return torchrun's variables for a rank that ``srun`` has started without a launcher; empty for any other process.
 
     The address of rank 0 is the first node of the job step, unless the script has set ``MASTER_ADDR``. The port is
-    derived from the number of the job, so that all ranks choose the same one.
+    derived from the numbers of job and step, so that all ranks choose the same one, and steps that run at the same time
+    another one.
     """
     size = _integer(environ.get("SLURM_NTASKS"))
     names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_ID", "SLURM_JOB_ID")
@@ -44,10 +47,15 @@ def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
         "WORLD_SIZE": str(size),
         "LOCAL_RANK": environ["SLURM_LOCALID"],
         "MASTER_ADDR": environ.get("MASTER_ADDR") or first_node(nodes),
-        "MASTER_PORT": environ.get("MASTER_PORT") or str(20000 + (_integer(environ["SLURM_JOB_ID"]) or 0) % 20000),
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(_port(environ["SLURM_JOB_ID"], environ["SLURM_STEP_ID"])),
     }
     local_size = _slurm_local_size(environ, size)
     return found if local_size is None else {**found, "LOCAL_WORLD_SIZE": str(local_size)}
+
+
+def _port(job: str, step: str) -> int:
+    """Return a port below those that Linux gives to outgoing connections (32768 and above) and torchrun's 29500."""
+    return 15000 + ((_integer(job) or 0) * 7 + (_integer(step) or 0)) % 14000
 
 
 def first_node(nodes: str) -> str:
@@ -88,6 +96,17 @@ def _slurm_local_size(environ: Mapping[str, str], world_size: int) -> int | None
 
 def _integer(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdecimal() else None
+
+
+def gloo_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return variables for gloo in a large world. torch reads them before the first process group.
+
+    Otherwise each group connects every pair of ranks at its start, through the store of rank 0: each of N ranks reads N
+    addresses of N pairs, so the bytes grow with the third power of N (``scripts/bench/gloo_connections.py``).
+    """
+    if (_integer(environ.get("WORLD_SIZE")) or 1) < _LAZY_FROM or "TORCH_GLOO_LAZY_INIT" in environ:
+        return {}
+    return {"TORCH_GLOO_LAZY_INIT": "1"}
 
 
 def gloo_interface(environ: Mapping[str, str]) -> tuple[str, Problem | None]:

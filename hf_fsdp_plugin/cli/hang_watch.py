@@ -14,7 +14,7 @@ from typing import Final, Protocol
 from hf_fsdp_plugin.cli.inquiries import Inquiries
 from hf_fsdp_plugin.cli.processes import Use, is_halted, processor_use
 from hf_fsdp_plugin.cli.rank_files import RankFiles
-from hf_fsdp_plugin.integrations.places import Frame, find_place, read_stack
+from hf_fsdp_plugin.integrations.places import Frame, find_place, read_stack, waits_for_data
 from hf_fsdp_plugin.integrations.step_count import read_counts
 from hf_fsdp_plugin.observe.hang.call_files import Glance, glance, read_calls
 from hf_fsdp_plugin.observe.hang.calls import LIMIT_VARIABLE, RankCalls
@@ -27,10 +27,16 @@ _TIMEOUT_SHARE: Final = 0.5
 """Longest limit, as a part of the time-out of the process groups."""
 _BUSY_TIMEOUT_SHARE: Final = 0.9
 """The same for late ranks that are busy."""
+_READING_LIMITS: Final = 5.0
+"""Limits for late ranks that wait for a file system or a data loader, which may stall for minutes on a cluster."""
 _STANDSTILL_LIMITS: Final = 5.0
 """Limits without any collective after which a notice is printed."""
 _STACK_SECONDS: Final = 0.2
 """Seconds that ranks have to record their stacks."""
+_MORE_STACKS: Final = 4
+"""Stacks that are read of ranks on accelerators that have not moved: their processor time shows no progress."""
+_FAULTS: Final = 10.0
+"""Page faults per second that are progress: memory that is touched for the first time."""
 _SAMPLE_SECONDS: Final = 1.0
 """Seconds for which the processor time is measured if no rank waits on this machine."""
 
@@ -83,8 +89,9 @@ class HangWatch:
 
     Args:
         limit: seconds that a rank may wait in a collective.
-        is_strict: whether the limit also holds for late ranks that are busy. Otherwise these are named in a notice, and
-            the limit is 0.9 of the time-out of the process groups.
+        is_strict: whether the limit also holds for late ranks that are busy or wait for files. Otherwise these are
+            named in a notice, and the limit is 0.9 of the time-out of the process groups; for files, at most five
+            limits.
         inquiries: asks the launchers of other machines.
         num_local, world_size: number of ranks of this machine, and of the run.
         notice: prints a message for the user.
@@ -164,7 +171,9 @@ class HangWatch:
             self._note_standstill(own, limit, longest)
             return None
         ends_after = _busy_limit(known[rank] for rank in diagnosis.waiting.ranks)
-        if diagnosis.is_busy and not self._is_strict and diagnosis.waiting.seconds < ends_after:
+        if not diagnosis.is_busy:
+            ends_after = min(ends_after, _READING_LIMITS * limit) if diagnosis.reads else 0.0
+        if not self._is_strict and diagnosis.waiting.seconds < ends_after:
             key = (diagnosis.ranks, diagnosis.waiting.group, diagnosis.waiting.number)
             if key not in self._noticed:
                 self._noticed.add(key)
@@ -194,6 +203,13 @@ class HangWatch:
             time.sleep(_SAMPLE_SECONDS)
         after = self._take_sample(ranks)
         seconds = max(after.time - before.time, 1e-3)
+        calls = {rank.rank: read_calls(rank.rank, rank.files.calls) for rank in ranks}
+        moved = _moved(before, after)
+        on_accelerator = {number for number, found in calls.items() if found.on_accelerator}
+        for _ in range(_MORE_STACKS):
+            if on_accelerator <= moved:
+                break
+            moved |= _moved(before, self._take_sample(ranks))
         found = []
         for rank in ranks:
             state, detail = _state(rank)
@@ -201,16 +217,24 @@ class HangWatch:
             counts = read_counts(rank.files.steps)
             place = find_place(stack, counts)
             old, new = before.use.get(rank.pid, Use()), after.use.get(rank.pid, Use())
-            has_moved = bool(stack) and list(stack) != list(before.stacks.get(rank.rank, stack))
+            works = old.runs and new.runs
+            if rank.rank in on_accelerator:
+                works = new.faults - old.faults >= _FAULTS * seconds
+            used, of_children = (
+                max(0.0, getattr(new, name) - getattr(old, name)) / seconds if state == "running" else None
+                for name in ("seconds", "seconds_of_children")
+            )
             found.append(
                 replace(
-                    read_calls(rank.rank, rank.files.calls),
+                    calls[rank.rank],
                     state=state,
                     detail=detail,
                     place=str(place or ""),
                     call=place.call if place is not None else "",
-                    cpu=max(0.0, new.seconds - old.seconds) / seconds if state == "running" else None,
-                    moved=has_moved or (old.runs and new.runs),
+                    cpu=used,
+                    cpu_of_children=of_children,
+                    moved=rank.rank in moved or works,
+                    reads=old.in_file_system or new.in_file_system or waits_for_data(stack),
                     steps=counts.steps if counts is not None else None,
                     forwards=counts.forwards if counts is not None else None,
                 )
@@ -224,6 +248,11 @@ class HangWatch:
                 rank.request_stacks()
         time.sleep(_STACK_SECONDS)
         return _Sample(now, use, {rank.rank: tuple(read_stack(rank.files.stacks)) for rank in ranks})
+
+
+def _moved(before: _Sample, after: _Sample) -> set[int]:
+    """Return the ranks whose Python stacks differ."""
+    return {rank for rank, stack in after.stacks.items() if stack and stack != before.stacks.get(rank, stack)}
 
 
 def _timeout(rank: RankCalls) -> float:

@@ -77,23 +77,33 @@ class StoreInquiries(Inquiries):
             text = _pack(ranks)
             for number in range(self._last + 1, newest + 1):
                 self._store.set(self._store.own(f"hang/{number}"), text)
+                self._store.count(self._num_answers(number), 1)
             self._last = newest
+
+    def _num_answers(self, number: int) -> str:
+        """Return the key of the number of machines that have answered a question, including the one that asks.
+
+        A machine that waits asks for this number only: after a hang of a job, all machines ask at the same time.
+        """
+        return self._store.key(f"hang/{number}/answers")
 
     def _collect(self, ranks: Sequence[RankCalls], found: list[RankCalls], silent: list[int]) -> bool:
         """Move the machines that answer from ``silent`` to ``found``. Returns whether no failure was announced."""
         store = self._store
         number = store.count(store.key(ASKED), 1)
-        deadline = time.monotonic() + _LIMIT
+        deadline, num_read = time.monotonic() + _LIMIT, 0
         while silent and time.monotonic() < deadline:
             if store.has_failure():
                 return False
             self._answer(ranks)  # to other machines that ask at the same time
-            for machine in list(silent):
+            num_answers = store.count(self._num_answers(number))
+            for machine in list(silent) if num_answers > num_read else ():
                 key = store.key(f"hang/{number}/{machine}")
                 if store.has(key):
                     with contextlib.suppress(ValueError):
                         found += _unpack(store.get(key))
                         silent.remove(machine)
+            num_read = num_answers
             time.sleep(POLL_SECONDS)
         return True
 

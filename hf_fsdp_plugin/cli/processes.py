@@ -7,8 +7,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
-_SESSION, _TIMES = 3, slice(11, 15)
-"""Positions in ``/proc/PID/stat`` after the name: the session; user and system time, of the process and of children."""
+_SESSION, _MINOR_FAULTS, _MAJOR_FAULTS = 3, 7, 9
+_OWN_TIMES, _TIMES_OF_CHILDREN = slice(11, 13), slice(13, 15)
+"""Positions in ``/proc/PID/stat`` after the name. Times are user and system time; those of children that have ended."""
 
 
 def is_halted(pid: int) -> bool:
@@ -23,10 +24,16 @@ class Use(NamedTuple):
     Attributes:
         seconds: processor time, in seconds.
         runs: whether one of them is running, or would be if there was a free processor.
+        seconds_of_children: the part of ``seconds`` of all processes but the first, which is the rank itself.
+        faults: page faults. A process that only waits for a device, in a loop, has none.
+        in_file_system: whether one of them is in an uninterruptible wait (state D), as for a file system.
     """
 
     seconds: float = 0.0
     runs: bool = False
+    seconds_of_children: float = 0.0
+    faults: int = 0
+    in_file_system: bool = False
 
 
 def processor_use(sessions: Collection[int]) -> dict[int, Use]:
@@ -36,8 +43,15 @@ def processor_use(sessions: Collection[int]) -> dict[int, Use]:
     for folder in Path("/proc").glob("[0-9]*"):
         fields = _stat(folder)
         if fields and (session := int(fields[_SESSION])) in used:
-            seconds, runs = used[session]
-            used[session] = Use(seconds + sum(map(int, fields[_TIMES])) / ticks, runs or fields[0] == "R")
+            before, is_rank = used[session], folder.name == str(session)
+            own, of_children = (sum(map(int, fields[part])) / ticks for part in (_OWN_TIMES, _TIMES_OF_CHILDREN))
+            used[session] = Use(
+                before.seconds + own + of_children,
+                before.runs or fields[0] == "R",
+                before.seconds_of_children + of_children + (0.0 if is_rank else own),
+                before.faults + int(fields[_MINOR_FAULTS]) + int(fields[_MAJOR_FAULTS]),
+                before.in_file_system or fields[0] == "D",
+            )
     return used
 
 

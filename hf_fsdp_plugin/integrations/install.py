@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from hf_fsdp_plugin.backends.cluster import slurm_variables
-from hf_fsdp_plugin.devices import accelerator_type
+from hf_fsdp_plugin.devices import accelerator_type, select_device
 from hf_fsdp_plugin.integrations.environment import restore_variables, set_loading_variables, set_variables
 from hf_fsdp_plugin.integrations.patching import install_hooks, remove_hooks
 from hf_fsdp_plugin.integrations.run_report import start_reporting, stop_reporting
@@ -66,10 +66,16 @@ def install(
     install_hooks("accelerate", "saving", "transformers", "loading", "trl")
     # The session has read the environment by now, so variables that are set here are not settings of the user.
     set_variables(**slurm_variables(os.environ))
+    if "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ:
+        # Otherwise torch initializes CUDA to look for GPUs, and processes that are forked later cannot use it.
+        set_variables(PYTORCH_NVML_BASED_CUDA_CHECK="1")
     cpu = spec.launch.use_cpu or accelerator_type() == "cpu"
     if "RANK" in os.environ and cpu:
         # Otherwise Accelerate creates no process group on CPU ranks of other launchers.
         set_variables(ACCELERATE_USE_CPU="true")
+    elif "LOCAL_RANK" in os.environ and not cpu:
+        # Libraries that quantize place a model on the current device, also before the first Accelerator.
+        select_device(int(os.environ["LOCAL_RANK"]))
     if session.ambient is not None:
         set_loading_variables(spec)
         if spec.loading.ram_efficient and "RANK" in os.environ:

@@ -53,6 +53,15 @@ _CALLS: Final = {
 """Functions of libraries that users know -> their name in messages. Outer calls are named, not those that they make."""
 
 
+_DATA_LOADER: Final = os.path.join("torch", "utils", "data", "dataloader.py")
+_READING_FILES: Final = tuple(f"{os.sep}{name}" for name in ("socket.py", "ssl.py", "shutil.py", "filelock/_api.py"))
+"""Ends of the paths of libraries that wait for the network or a file system in calls of other names."""
+_READS: Final = re.compile(
+    r"(?<![a-z])(open|read|write|load|save|listdir|scandir|stat|exists|is_file|glob|fsync|download|upload)\w*\("
+)
+"""Calls of functions that read or write files."""
+
+
 @dataclass(frozen=True, slots=True)
 class Frame:
     """One frame of a stack."""
@@ -163,6 +172,19 @@ def find_place(stack: Sequence[Frame], counts: Counts | None = None) -> Place | 
         elif (call := _call_of(frame)) is not None:
             return Place(call, own, counts, collective)
     return Place("", own, counts, collective) if own is not None else None
+
+
+def waits_for_data(stack: Sequence[Frame]) -> bool:
+    """Return whether a stack, outermost frame first, ends in a call of the file system or network, or in a data loader.
+
+    The code of the innermost frame shows the call, which is one of C and has no frame of its own.
+    """
+    if any(frame.file.endswith(_DATA_LOADER) for frame in stack):
+        return True
+    if not stack or _is_collective(stack[-1]):
+        return False
+    code = linecache.getline(stack[-1].file, stack[-1].line)
+    return stack[-1].file.endswith(_READING_FILES) or _READS.search(code) is not None
 
 
 def _is_collective(frame: Frame) -> bool:

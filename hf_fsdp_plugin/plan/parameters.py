@@ -32,6 +32,7 @@ def check_parameters(
     _check_integers(tree, precision, problems)
     _check_complex(tree, problems)
     _check_packed(tree, precision, problems)
+    _check_own_gather(tree, problems)
     owned = {u.name: [e for name in u.parameters if _is_floating(e := entries[name])] for u in units}
     _check_dtypes(tree, units, owned, precision, version, problems)
     if version == 1 and not use_orig:
@@ -100,6 +101,22 @@ def _check_packed(tree: ModuleTree, precision: PrecisionPlan, problems: ProblemC
         f"would cast them to {precision.param}: {format_names([entry.name for entry in packed])}.",
         f"Set bnb_4bit_quant_storage={compute}, or mixed_precision to the dtype {stored} or no.",
     )
+
+
+def _check_own_gather(tree: ModuleTree, problems: ProblemCollector) -> None:
+    """Report weights that convert themselves in FSDP2's all-gather, as torchao's do for fp8: copies would lose that."""
+    found = [
+        entry for entry in tree.parameters if hasattr(entry.parameter, "fsdp_pre_all_gather") and not entry.ignored
+    ]
+    if found:
+        problems.add(
+            "FSDP-E121",
+            None,
+            f"{plural(len(found), 'weight')} of class {type(found[0].parameter).__name__} would be converted in the "
+            f"all-gather, which is not supported: {format_names([entry.name for entry in found])}.",
+            "Call convert_to_float8_training with Float8LinearConfig(enable_fsdp_float8_all_gather=False), or exclude "
+            "the modules with fsdp_ignored_modules.",
+        )
 
 
 def _check_dtypes(

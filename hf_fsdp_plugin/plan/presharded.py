@@ -27,6 +27,13 @@ def sharded_backend(model: nn.Module) -> Backend | None:
     return "fsdp2" if any(isinstance(parameter, DTensor) for parameter in model.parameters()) else None
 
 
+def has_units(model: nn.Module) -> bool:
+    """Return whether FSDP has sharded a model. Other parallelism, such as tensor parallelism, uses ``DTensor`` too."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    return any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
+
+
 def distributed_config_of(model: Any) -> Any:
     """Return the ``DistributedConfig`` with which ``from_pretrained`` sharded a model; ``None`` for other models.
 

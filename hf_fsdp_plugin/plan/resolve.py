@@ -15,6 +15,7 @@ from hf_fsdp_plugin.plan.parameters import check_parameters
 from hf_fsdp_plugin.plan.policy import ignored_modules
 from hf_fsdp_plugin.plan.presharded import (
     distributed_config_of,
+    has_units,
     model_class_name,
     sharded_backend,
     sharded_units,
@@ -116,6 +117,8 @@ def _sharded_parts(spec: FsdpSpec, model: nn.Module, problems: ProblemCollector)
         return None
     version = 1 if backend == "fsdp1" else 2
     function = "FullyShardedDataParallel" if version == 1 else "fully_shard"
+    if not has_units(model):
+        function = "DTensors of another parallelism"
     if spec.fsdp.version != version:
         problems.add(
             "FSDP-W250",
@@ -131,13 +134,22 @@ def _sharded_parts(spec: FsdpSpec, model: nn.Module, problems: ProblemCollector)
     if at_load and not unused:
         message = f"from_pretrained has sharded {model_class_name(model)}: its units, mesh and offload are kept."
         problems.add("FSDP-N280", None, message)
-    else:
+    elif has_units(model):
         problems.add(
             "FSDP-W251",
             unused[0] if unused else None,
             f"{model_class_name(model)} is already sharded with {function}. Its units, sharding, precision and offload "
             f"are kept.{ignored}",
             "Pass the model unwrapped to apply the config.",
+        )
+    else:
+        problems.add(
+            "FSDP-W251",
+            unused[0] if unused else None,
+            f"the parameters of {model_class_name(model)} are DTensors already, as tensor parallelism makes them, and "
+            "it has no FSDP units. FSDP is not applied: nothing more is sharded, and no gradients are averaged over "
+            f"ranks with other data.{ignored}",
+            "Load the model without tp_plan and without parallelize_module to train it with FSDP.",
         )
     if backend == "fsdp1":
         return _Parts(backend=backend, units=sharded_units(model, backend), pre_sharded=True)

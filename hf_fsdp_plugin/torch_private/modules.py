@@ -26,8 +26,11 @@ CONTRACTS = (
                   "the names of parameters", "_checkpoint_wrapped_module"),
     *contracts_of("torch._dynamo.eval_frame:OptimizedModule", "refused", "the names of parameters", "_orig_mod"),
     *contracts_of("torch.distributed.tensor:DTensor", "refused", "writing and reading shards", "_local_tensor"),
-    Contract(target="torch._dynamo.variables.builder:_is_fsdp_managed_module", without="off",
-             use="`torch.compile` of a sharded model", behavior="Dynamo treats marked modules as managed by FSDP."),
+    *(
+        Contract(target=f"torch._dynamo.variables.builder:{name}", without="off",
+                 use="`torch.compile` of a sharded model", behavior="Dynamo treats marked modules as managed by FSDP.")
+        for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+    ),
 )  # fmt: skip
 _COMPILED: Final = "_orig_mod"
 CHECKPOINTED_ATTRIBUTE: Final = "_checkpoint_wrapped_module"
@@ -94,9 +97,12 @@ def mark_fsdp_managed(model: nn.Module) -> None:
     """Mark every module as managed by FSDP.
 
     torch.compile reads the mark. Transformers reads it before skipping a layer or ending a generation on one rank only.
+    FSDP has marked its own modules, so this marks the modules that it ignores. torch.compile breaks the graph at a
+    module that is marked as managed and not as one whose parameters are the original ones.
     """
     for module in model.modules():
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
+        vars(module).setdefault("_fsdp_use_orig_params", True)
 
 
 def is_fsdp_managed(module: nn.Module) -> bool:

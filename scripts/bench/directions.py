@@ -69,6 +69,8 @@ DIRECTIONS: Final = (
     # Host waits, and their largest numbers.
     Direction(r"^rows/(step|load|save|resume)[^/]*/plugin$", "smaller"),
     Direction(r"^rows/(step|load|save|resume)[^/]*/allowed$", "not compared"),
+    # Connections of gloo between all ranks, for comparison.
+    Direction(r"/all pairs/", "not compared"),
     # What the result describes, and other programs.
     _last(_SUBJECT, "not compared"),
     Direction(r"(^|/)(workload|settings|versions|samples|checkpoint_bytes)/", "not compared"),
@@ -88,7 +90,7 @@ DIRECTIONS: Final = (
     Direction(r"step_seconds", "smaller", 0.002),
     Direction(r"seconds|/fastest$|/updated$|/from_pretrained$|/(wall|cpu_of_a_rank|cpu_of_rank_0)$", "smaller", 0.02),
     Direction(r"bytes|_mb(/|$)|/Rss|opened_files$|metadata_reads$|read_over_held$", "smaller"),
-    _last("loss|alarms|notices", "smaller"),
+    _last("loss|alarms|notices|start_sockets|used_sockets", "smaller"),
     _last("share", "smaller", 0.001),
     Direction(r"overhead|(^|_|/)lost(_|$)|difference|false_alarms|missed", "smaller", 0.001),
     Direction(r"(^|/)(num_\w+|\w*count\w*)$", "not compared"),

@@ -342,6 +342,23 @@ def many_ranks(result: Result) -> list[str]:
     ]
 
 
+def gloo_connections(result: Result) -> list[str]:
+    lines = [
+        "| ranks | connections | start | sockets of a rank at its start | after all collectives | through the store |",
+        "|---|---|---|---|---|---|",
+    ]
+    for world, ways in result["worlds"].items():
+        for way, run in ways.items():
+            sockets = f"{run['start_sockets']:.0f} | {run['used_sockets']:.0f}"
+            sent = run["store_bytes"] / 1e6
+            lines.append(f"| {world} | {way} | {run['seconds']:.1f} s | {sockets} | {sent:.2f} MB |")
+    return [
+        *lines,
+        "",
+        "The default group and the groups of a hybrid mesh; medians of the ranks, the bytes of all ranks.",
+    ]
+
+
 def resume(result: Result) -> list[str]:
     lines = [
         "| loaded by | CPU time | time | private memory grows by | kept | bound | bytes read | loaded |",
@@ -486,6 +503,7 @@ def host_waits(result: Result) -> list[str]:
 _ALL = (
     step_overhead, checkpoint_save, merge, verified_reads, resume_parity, survival, gpu_check, ecosystem,
     generated_values, command_start, start, load, resume, computed_weights, readers, many_ranks,
+    gloo_connections,
     large_world, memory_error, step_time, published_runs, unexpressed, throughput, restarts, two_hosts,
     hangs, hangs_healthy, hang_overhead, suggestions,
     planner_time, closed_against_trace, preflight_time, host_waits,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -72,6 +76,44 @@ def train_with_only_models(output_dir: str, **arguments: Any) -> dict[str, Any]:
         "best_checkpoint": trainer.state.best_model_checkpoint,
         "weights": gathered(trainer),
     }
+
+
+OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
+
+
+@contextmanager
+def counted_calls() -> Iterator[Counter[str]]:
+    """Count the collectives of objects and the all-reduces and barriers that this rank calls through torch."""
+    calls: Counter[str] = Counter()
+
+    def counting(name: str) -> Any:
+        original = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    with mock.patch.multiple(dist, **{name: counting(name) for name in (*OBJECTS, "all_reduce", "barrier")}):
+        yield calls
+
+
+def count_calls_of_saves(output_dir: str, **arguments: Any) -> list[dict[str, int]]:
+    """Return the calls of the second save, and of what it waits for, in a Trainer and in ``save_state``."""
+    trainer = make_trainer(output_dir, save_strategy="no", max_steps=2, **arguments)
+    trainer.train()
+    found = []
+    for save in (
+        lambda: trainer._save_checkpoint(trainer.model, trial=None),
+        lambda: trainer.accelerator.save_state(str(Path(output_dir) / "state")),
+    ):
+        save()
+        with counted_calls() as calls:
+            save()
+            found.append({name: calls[name] for name in (*OBJECTS, "all_reduce", "barrier")})
+    manager.wait()
+    return found
 
 
 def load_own_checkpoint(output_dir: str, **arguments: Any) -> dict[str, Any]:

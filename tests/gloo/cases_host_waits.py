@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from bench import host_waits_ranks as bench
+from model_families import FAMILIES
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from training import fresh_accelerator
+
+from hf_fsdp_plugin.checkpoint.shard_layout import local_tensor
 
 
 def count_in_steps(version: int, case: str) -> dict[str, list[int]]:
@@ -20,3 +28,55 @@ def count_in_checkpoints(folder: Path, version: int, num_layers: int) -> dict[st
     waits = bench.load_save_resume("plugin", folder / str(num_layers), num_layers, options)
     dist.barrier()
     return {phase: len(found) for phase, found in waits.items()}
+
+
+class HostTraffic(TorchDispatchMode):
+    """Records the bytes of copies from host memory to the device by dtype, and floats that are computed on the host.
+
+    Attributes:
+        sent: bytes by dtype of the source.
+        pageable: bytes of the sources that are not page-locked.
+        cast: elements of fp32 tensors that an operator has returned in new host memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: dict[str, int] = {}
+        self.pageable = self.cast = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        name = func._schema.name
+        if name in ("aten::copy_", "aten::_to_copy", "aten::to") and isinstance(result, torch.Tensor):
+            source = tensors[-1]
+            if source.device.type == "cpu" and result.device.type != "cpu":
+                dtype = str(source.dtype).removeprefix("torch.")
+                self.sent[dtype] = self.sent.get(dtype, 0) + source.nbytes
+                self.pageable += 0 if source.is_pinned() else source.nbytes
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.dtype == torch.float32:
+                self.cast += leaf.numel()
+        return result
+
+
+def traffic_of_loading(folder: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Save a model in bf16, load it into fp32 shards on the device, and return what went over the bus."""
+    if dist.get_rank() == 0:
+        FAMILIES["llama"].build().to(torch.bfloat16).save_pretrained(folder)
+    dist.barrier()
+    accelerator = fresh_accelerator(config)
+    model = FAMILIES["llama"].model.from_pretrained(folder, dtype=torch.bfloat16)
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    with HostTraffic() as traffic:
+        model = accelerator.prepare(model)
+    shards = [local_tensor(parameter) for parameter in model.parameters()]
+    return {
+        "sent": traffic.sent,
+        "pageable": traffic.pageable,
+        "cast": traffic.cast,
+        "buffers": buffers,
+        "elements": sum(shard.numel() for shard in shards),
+        "dtypes": {str(shard.dtype) for shard in shards},
+        "devices": {shard.device.type for shard in shards},
+    }

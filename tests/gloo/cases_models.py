@@ -149,6 +149,8 @@ def with_dropout() -> nn.Module:
 def train_compiled(config: dict[str, Any], how: str) -> dict[str, Any]:
     """``how``: dynamo settings of the config, or ``torch.compile(model)`` or ``model.compile()`` in the script."""
     torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
     counter = CompileCounter()
     accelerator = fresh_accelerator(config)
     model: Any = tiny_llama()
@@ -158,7 +160,12 @@ def train_compiled(config: dict[str, Any], how: str) -> dict[str, Any]:
         model.compile(backend=counter)
     model, optimizer = accelerator.prepare(model, sgd(model))
     run = train_prepared(accelerator, model, optimizer, "llama", NUM_STEPS)
-    return {**run, "num_graphs": counter.frame_count, "dynamo": torch._dynamo.utils.counters["frames"]["ok"]}
+    return {
+        **run,
+        "num_graphs": counter.frame_count,
+        "dynamo": counters["frames"]["ok"],
+        "breaks": list(counters["graph_break"]),
+    }
 
 
 def train_two(config: dict[str, Any]) -> list[dict[str, Any]]:

@@ -49,6 +49,16 @@ def train_and_save(ranks: Ranks, run: Path, name: str, kind: str) -> tuple[Path,
     return folder, state
 
 
+@pytest.mark.parametrize("kind", ["SHARDED", "FULL", "LOCAL"])
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp1", "fsdp2-async"])
+def test_save_sends_few_objects(two_ranks: Ranks, tmp_path: Path, name: str, kind: str) -> None:
+    """Each rank would send four messages per rank of the world for an object, and there is nothing to report."""
+    for of_rank in two_ranks.run(cases.count_calls_of_saves, str(tmp_path), **arguments(name, kind)):
+        for calls in of_rank:
+            assert sum(calls[name] for name in cases.OBJECTS) == calls["barrier"] == 0, calls
+            assert 4 <= calls["all_reduce"] <= 12 or name.endswith("async"), calls  # which also asks whether it is done
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_sharded_checkpoint_is_readable_by_torch(two_ranks: Ranks, tmp_path: Path, name: str) -> None:
     folder, expected = train_and_save(two_ranks, tmp_path, name, "SHARDED")

@@ -8,6 +8,7 @@ import cases_host_waits as cases
 import pytest
 from bench.host_waits_ranks import STEP_CASES
 from ranks import Ranks
+from tiny import parallel_config
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -23,3 +24,16 @@ def test_waits_do_not_grow_with_the_model(two_accelerator_ranks: Ranks, tmp_path
         for counts in two_accelerator_ranks.run(cases.count_in_checkpoints, tmp_path, version, num_layers):
             assert counts["load"] <= 2 and counts["resume"] == 0, counts
             assert counts["save"] <= 5 and counts["save, asynchronous"] <= 1, counts
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_shards_cross_the_bus_once_in_the_dtype_of_the_file(
+    two_accelerator_ranks: Ranks, tmp_path: Path, version: int
+) -> None:
+    """The device casts bf16 to fp32: the host has no fp32 copy, and half as many bytes use page-locked memory."""
+    config = {**parallel_config("full_shard", version, 2, use_cpu=False), "mixed_precision": "bf16"}
+    for found in two_accelerator_ranks.run(cases.traffic_of_loading, str(tmp_path), config):
+        assert found["dtypes"] == {"torch.float32"} and "cpu" not in found["devices"]
+        assert found["sent"].pop("bfloat16") == 2 * found["elements"]
+        assert sum(found["sent"].values()) <= found["buffers"] and found["cast"] <= found["buffers"]
+        assert found["pageable"] == 0

@@ -194,6 +194,15 @@ def test_compiled_model_trains_with_its_compiler(two_ranks: Ranks, version: int,
 
 
 @VERSIONS
+def test_compiled_layers_with_ignored_modules_are_one_graph(two_ranks: Ranks, version: int) -> None:
+    """torch.compile breaks the graph at modules that are marked as managed by FSDP and as having flat parameters."""
+    config = config_of(version, fsdp_ignored_modules=r".*\.mlp")
+    run = two_ranks.run(cases.train_compiled, {**config, "dynamo_config": {"dynamo_backend": "aot_eager"}}, "config")[0]
+    assert_same_training(run, reference_of("llama"))
+    assert run["dynamo"] > 0 and not [reason for reason in run["breaks"] if "use_orig_params" in reason], run["breaks"]
+
+
+@VERSIONS
 def test_two_models_are_prepared_in_one_call(two_ranks: Ranks, version: int) -> None:
     config = config_of(version, fsdp_auto_wrap_policy="SIZE_BASED_WRAP", fsdp_min_num_params=2000)
     llama, simple = two_ranks.run(cases.train_two, config)[0]

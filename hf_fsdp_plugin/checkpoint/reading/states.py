@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 import torch
 
-from hf_fsdp_plugin.backends.agreement import on_all_ranks
+from hf_fsdp_plugin.backends.agreement import broadcast_object, on_all_ranks
 from hf_fsdp_plugin.checkpoint.checking.against_crc import archive_problems
 from hf_fsdp_plugin.checkpoint.checking.checksums import is_archive, stored_pickles
 from hf_fsdp_plugin.checkpoint.checking.verified_files import VerifiedFiles
@@ -28,7 +28,13 @@ from hf_fsdp_plugin.checkpoint.formats.manifest_reader import read_manifest
 from hf_fsdp_plugin.checkpoint.formats.pickle_scan import excessive
 from hf_fsdp_plugin.checkpoint.formats.zip_directory import ZipError
 from hf_fsdp_plugin.checkpoint.io import read_file
-from hf_fsdp_plugin.checkpoint.names import ACCELERATE_RNG, TRAINER_RNG, TRAINER_STATE
+from hf_fsdp_plugin.checkpoint.names import (
+    ACCELERATE_RNG,
+    TRAINER_RNG,
+    TRAINER_STATE,
+    accelerate_rng_file,
+    trainer_rng_file,
+)
 from hf_fsdp_plugin.problems import CheckpointError, Problem
 from hf_fsdp_plugin.text import format_names
 
@@ -40,7 +46,7 @@ _STATES = re.compile(r"(?:scheduler|sampler|dl_state_dict|scaler|custom_checkpoi
 """The pickles that Accelerate and the Trainer load. Other files in the folder are the user's."""
 _MAX_PICKLES = 5
 """Number of pickles in a file of torch before 1.6, which has no archive."""
-_RNG = re.compile(rf"(?:{TRAINER_RNG}|{ACCELERATE_RNG})(?:_(\d+))?\.\w+")
+_RNG = re.compile(rf"(?:{TRAINER_RNG}|{ACCELERATE_RNG})(?:_\d+)?\.\w+")
 
 
 def check_states(
@@ -58,8 +64,14 @@ def check_states(
     Raises:
         CheckpointError: bytes differ from those that were saved, or a pickle contains a name that is not allowed.
     """
+    shared: list[str] = []
     with on_all_ranks(f"checking {checkpoint}"):
-        files = list(_share(checkpoint, rank, world_size))
+        if rank == 0:
+            shared = _shared_files(checkpoint)
+    # Only rank 0 lists the folder, which has several files for each rank.
+    shared = broadcast_object(shared)
+    with on_all_ranks(f"checking {checkpoint}"):
+        files = [*_own_files(checkpoint, rank), *shared[rank::world_size]]
         if verify:
             _check_bytes(checkpoint, files)
         problems: list[Problem] = []
@@ -72,17 +84,18 @@ def check_states(
         raise_if_any(problems)
 
 
-def _share(checkpoint: Path, rank: int, world_size: int) -> Iterator[str]:
-    """Yield the names of the files that this rank checks."""
-    shared = []
-    for path in sorted(checkpoint.iterdir()):
-        name = path.name
-        if (match := _RNG.fullmatch(name)) is not None:
-            if int(match[1] or 0) == rank:
-                yield name
-        elif name == TRAINER_STATE or _STATES.fullmatch(name):
-            shared.append(name)
-    yield from shared[rank::world_size]
+def _shared_files(checkpoint: Path) -> list[str]:
+    """Return the names of the files that any rank can check."""
+    names = sorted(path.name for path in checkpoint.iterdir())
+    return [name for name in names if name == TRAINER_STATE or _STATES.fullmatch(name)]
+
+
+def _own_files(checkpoint: Path, rank: int) -> list[str]:
+    """Return the names of the files with the random state of a rank that exist."""
+    names = [trainer_rng_file(rank), accelerate_rng_file(rank)]
+    if rank == 0:
+        names.append(trainer_rng_file(None))
+    return [name for name in names if (checkpoint / name).is_file()]
 
 
 def _check_bytes(checkpoint: Path, files: list[str]) -> None:

@@ -20,10 +20,17 @@ from hf_fsdp_plugin.devices import available_device
 
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23  # Linux 2.6.38 and 5.14; if madvise fails, pages are zeroed instead
 _STEP = 64 << 20
+PIECE = 256 << 20
+"""Bytes that are pinned at a time. Kernels of the rank cannot be launched meanwhile.
+
+A copy from or to an accelerator must not cross from one piece to the next: CUDA refuses a range of two registrations.
+"""
 
 
 def allocate_aligned(size: int, *, pinned: bool = False) -> torch.Tensor:
     """Allocate ``size`` bytes of page-aligned memory as a uint8 tensor, pinned for copies from an accelerator."""
+    # Shared memory, although its pages are small: after a fork, a write to private memory would move it to other pages,
+    # while the accelerator still copies to the pinned ones.
     memory = mmap.mmap(-1, round_up(max(size, 1)))
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     _advise(tensor.data_ptr(), tensor.numel(), _MADV_HUGEPAGE)
@@ -31,7 +38,7 @@ def allocate_aligned(size: int, *, pinned: bool = False) -> torch.Tensor:
         # Prefaulted first, because the driver holds a lock of all its calls while it pins, and would allocate the pages
         # under it. torch's pool of pinned memory is not used, because it rounds sizes up to powers of two.
         prefault(tensor)
-        if not available_device().pin(tensor) and (allocated := _allocate_pinned(tensor.numel())) is not None:
+        if not _pin(tensor) and (allocated := _allocate_pinned(tensor.numel())) is not None:
             return allocated
     return tensor
 
@@ -46,10 +53,30 @@ def _allocate_pinned(size: int) -> torch.Tensor | None:
     return memory[start : start + size]
 
 
+def _pin(memory: torch.Tensor) -> bool:
+    """Pin memory piece by piece. Returns whether all of it is pinned, or else none of it is."""
+    pinned: list[torch.Tensor] = []
+    for piece in memory.split(PIECE):
+        if not available_device().pin(piece):
+            for before in pinned:
+                available_device().unpin(before)
+            return False
+        pinned.append(piece)
+    return True
+
+
 def unpin(memory: torch.Tensor) -> None:
     """Unpin memory of :func:`allocate_aligned`, before the last reference to it is deleted and it is unmapped."""
-    if memory.is_pinned():
-        available_device().unpin(memory)
+    for piece in memory.split(PIECE):
+        if piece.is_pinned():
+            available_device().unpin(piece)
+
+
+def piecewise(into: torch.Tensor) -> list[int]:
+    """Return the sizes of the parts of a slice of memory of :func:`allocate_aligned` that each are in one piece."""
+    first = min(PIECE - int(into.storage_offset()) % PIECE, into.numel())
+    rest = into.numel() - first
+    return [first, *[PIECE] * (rest // PIECE), *([rest % PIECE] if rest % PIECE else [])]
 
 
 def prefault(memory: torch.Tensor) -> None:

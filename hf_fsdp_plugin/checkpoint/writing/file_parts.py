@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_fsdp_plugin.checkpoint.io import PAGE, round_up
+from hf_fsdp_plugin.checkpoint.writing.buffers import piecewise
 from hf_fsdp_plugin.devices import available_device
 
 Content = bytes | torch.Tensor
@@ -130,7 +131,10 @@ def fill(target: torch.Tensor, extent: Extent, start: int, stop: int) -> None:
                 source = torch.frombuffer(bytearray(content[low - offset : high - offset]), dtype=torch.uint8)
             else:
                 source = bytes_of(content)[low - offset : high - offset]
-            target[low - start : high - start].copy_(source, non_blocking=True)
+            into = target[low - start : high - start]
+            sizes = piecewise(into)
+            for part, of_source in zip(into.split(sizes), source.split(sizes), strict=True):
+                part.copy_(of_source, non_blocking=True)
 
 
 def _with_offsets(item: Item) -> Iterator[tuple[int, Content]]:

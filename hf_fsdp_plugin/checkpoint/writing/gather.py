@@ -12,10 +12,14 @@ import torch.distributed as dist
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, slices, whole
 from hf_fsdp_plugin.checkpoint.shard_layout import LocalShard
 from hf_fsdp_plugin.checkpoint.shards import ModelShards, shards_to_write
+from hf_fsdp_plugin.messages import print_once
+from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names
 
 _BATCH_BYTES: Final = 1 << 30
 """Size of the whole tensors that are gathered at once."""
+_LARGE: Final = 32 << 30
+"""Bytes from which the ranks wait for about a minute or longer: gloo sends 1 to 3 GB per second to one rank."""
 _Piece = tuple[str, Box, torch.Tensor]
 
 
@@ -27,6 +31,7 @@ def gathered_state(shards: ModelShards) -> dict[str, torch.Tensor]:
     state: dict[str, torch.Tensor] = {}
     missing: dict[str, int] = {}
     mine = {shard.name for shard in shards_to_write(shards.tensors)}
+    _note_size(sum(_whole_bytes(shard) for shard in shards.tensors))
     for batch in _batches(shards.tensors):
         pieces = [
             (shard.name, piece.box, piece.tensor.detach().cpu().contiguous())
@@ -42,13 +47,25 @@ def gathered_state(shards: ModelShards) -> dict[str, torch.Tensor]:
     return state
 
 
+def _note_size(num_bytes: int) -> None:
+    """Name the faster way to whole tensors if these are many. Printed by rank 0."""
+    if num_bytes >= _LARGE and dist.get_world_size() > 1:
+        message = f"{num_bytes / 1e9:.0f} GB are gathered in the memory of rank 0, while all other ranks wait."
+        fix = "Save a checkpoint of the type sharded instead, and run `hf-fsdp merge` on it, or `hf-fsdp export`."
+        print_once(Problem(code="FSDP-N407", message=message, fix=fix))
+
+
+def _whole_bytes(shard: LocalShard) -> int:
+    return math.prod(shard.shape) * shard.dtype.itemsize
+
+
 def _batches(shards: Sequence[LocalShard]) -> Iterator[list[LocalShard]]:
     """Divide tensors into batches of about ``_BATCH_BYTES`` of whole tensors, with the same result on every rank."""
     batch: list[LocalShard] = []
     size = 0
     for shard in shards:
         batch.append(shard)
-        size += math.prod(shard.shape) * shard.dtype.itemsize
+        size += _whole_bytes(shard)
         if size >= _BATCH_BYTES:
             yield batch
             batch, size = [], 0

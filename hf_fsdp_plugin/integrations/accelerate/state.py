@@ -5,6 +5,7 @@ They enable FSDP on CPU ranks, and process groups for both CPU and accelerator t
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,8 +15,8 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import DistributedType, check_cuda_p2p_ib_support
 
-from hf_fsdp_plugin.backends.cluster import gloo_interface, raise_file_limit
-from hf_fsdp_plugin.devices import DEVICES, accelerator_type, available_device
+from hf_fsdp_plugin.backends.cluster import gloo_interface, gloo_variables, raise_file_limit
+from hf_fsdp_plugin.devices import DEVICES, accelerator_type, select_device
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin
 from hf_fsdp_plugin.integrations.environment import set_variables
@@ -38,10 +39,9 @@ def init_partial_state(original: Callable[..., None], state: Any, *args: Any, **
     if not state.initialized and not dist.is_initialized():
         _prepare_network()
     if not state.initialized and not is_given and local_rank >= 0 and not dist.is_initialized():
-        device = available_device()
+        device = select_device(local_rank)
         if device.type != "cpu":
             _disable_unsupported_transports(device.type)
-            device.set_current(local_rank % device.count())
             timeout = {name: value for name, value in kwargs.items() if name == "timeout"}
             dist.init_process_group(device.process_group_backend, **timeout)
     if session.group_timeout is not None:
@@ -54,12 +54,23 @@ def init_partial_state(original: Callable[..., None], state: Any, *args: Any, **
     if not was_started and dist.is_initialized() and "timeout" not in kwargs:
         session.early_group = dist.group.WORLD
     _remove_index_of_cpu(state)
+    _correct_barrier(state)
+
+
+def _correct_barrier(state: Any) -> None:
+    """Make barriers use the device of this rank. Accelerate passes the local rank, which is no device if each rank
+    sees only its own. All objects of ``PartialState`` share their attributes.
+    """
+    device = getattr(state, "device", None)
+    if device is not None and device.index is not None and device.index != state.local_process_index:
+        state.wait_for_everyone = functools.partial(dist.barrier, device_ids=[device.index])
 
 
 def _prepare_network() -> None:
     """Prepare this process for the connections of gloo, which every process group has."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return
+    set_variables(**gloo_variables(os.environ))
     interface, problem = gloo_interface(os.environ)
     if interface:
         set_variables(GLOO_SOCKET_IFNAME=interface)
@@ -71,11 +82,16 @@ def _disable_unsupported_transports(device_type: str) -> None:
 
     With other launchers, Accelerate raises and asks for these variables.
     """
-    if device_type == "cuda" and not check_cuda_p2p_ib_support():
+    # The check starts nvidia-smi, which takes seconds while many ranks start, so it is made for these GPUs only.
+    if device_type == "cuda" and _has_consumer_gpu() and not check_cuda_p2p_ib_support():
         names = [name for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE") if name not in os.environ]
         set_variables(**dict.fromkeys(names, "1"))
         if names:
             print_once(f"{' and '.join(names)} set to 1: these GPUs do not support the transport with this driver.")
+
+
+def _has_consumer_gpu() -> bool:
+    return any("RTX 40" in torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
 
 
 def start_process_group(*, cpu: bool) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 from torch import nn
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
+from hf_fsdp_plugin.backends.cluster import ranks_per_machine
 from hf_fsdp_plugin.backends.shard import shard
+from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator
 from hf_fsdp_plugin.integrations.accelerate.prepare import agree_on_plan
 from hf_fsdp_plugin.integrations.accelerate.private import mark_model_prepared
@@ -72,5 +74,5 @@ def _resolve(spec: FsdpSpec, model: nn.Module, state: Any) -> FsdpPlan:
         model,
         world_size=state.num_processes,
         device_type=state.device.type,
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", state.num_processes)),
+        local_world_size=ranks_per_machine(os.environ, state.num_processes, get_device(state.device.type).count()),
     )

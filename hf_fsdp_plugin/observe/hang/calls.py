@@ -105,7 +105,10 @@ class RankCalls:
         place: where it is, as text (see ``integrations.places``); empty if that is unknown.
         call: the library function that it is in, such as ``generate``; empty outside of known ones.
         cpu: share of one core that its processes have used lately; ``None`` if that was not measured.
-        moved: whether its Python stack has changed meanwhile, or it could have run if a processor had been free.
+        cpu_of_children: the part of it that other processes than the rank's first one have used.
+        moved: whether its Python stack has changed meanwhile, or it could have run if a processor had been free. On an
+            accelerator, where a thread that waits for the device runs in a loop, page faults count instead.
+        reads: whether it waits for a file system or a data loader.
         steps, forwards: optimizer steps, and forwards of sharded models that it has begun; ``None`` if not counted.
     """
 
@@ -119,9 +122,16 @@ class RankCalls:
     place: str = ""
     call: str = ""
     cpu: float | None = None
+    cpu_of_children: float | None = None
     moved: bool = False
+    reads: bool = False
     steps: int | None = None
     forwards: int | None = None
+
+    @property
+    def on_accelerator(self) -> bool:
+        """Whether it has enqueued collectives on an accelerator."""
+        return any(group.enqueues for group in self.groups.values())
 
     def to_json(self) -> dict[str, Any]:
         """Return a value for JSON. :func:`from_json` reads it."""
@@ -130,10 +140,8 @@ class RankCalls:
             for name, g in self.groups.items()
         }
         wait = self.wait and [self.wait.group, self.wait.number, list(self.wait.call), round(self.wait.seconds, 3)]
-        rest = {
-            name: getattr(self, name)
-            for name in ("rank", "last_group", "state", "detail", "place", "call", "cpu", "moved", "steps", "forwards")
-        }
+        names = ("rank", "last_group", "state", "detail", "place", "call", "cpu", "cpu_of_children", "moved", "reads")
+        rest = {name: getattr(self, name) for name in (*names, "steps", "forwards")}
         return {**rest, "idle": min(self.idle, 1e9), "wait": wait, "groups": groups}
 
 

@@ -47,10 +47,11 @@ def describe(diagnosis: Diagnosis, known: Mapping[int, RankCalls]) -> Problem:
 
 def describe_busy(diagnosis: Diagnosis, known: Mapping[int, RankCalls], ends_after: float) -> Problem:
     """Return the notice for ranks that are late, but not idle."""
+    does = "is busy" if diagnosis.is_busy else "waits for files or data"
     return Problem(
         code="FSDP-W732",
         message=_late(diagnosis, known),
-        fix=f"The rank is busy, so the run continues. It ends when the wait has taken {ends_after:,.0f} s.",
+        fix=f"The rank {does}, so the run continues. It ends when the wait has taken {ends_after:,.0f} s.",
     )
 
 

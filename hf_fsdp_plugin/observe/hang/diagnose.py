@@ -86,7 +86,8 @@ class Diagnosis:
         waiting: the collective that has been waited for the longest.
         others: further collectives in which ranks wait.
         difference: the first difference; ``None`` without one.
-        is_busy: whether each late rank uses its processor or changes its stack, so that it may still come.
+        is_busy: whether each late rank makes progress, so that it may still come.
+        reads: whether each late rank is busy, or waits for a file system or a data loader.
     """
 
     kind: Kind
@@ -95,6 +96,7 @@ class Diagnosis:
     others: tuple[Waiting, ...] = ()
     difference: Difference | None = None
     is_busy: bool = False
+    reads: bool = False
 
 
 def diagnose(ranks: Iterable[RankCalls], *, limit: float) -> Diagnosis | None:
@@ -126,7 +128,8 @@ def diagnose(ranks: Iterable[RankCalls], *, limit: float) -> Diagnosis | None:
         return Diagnosis(kind="different", ranks=difference.ranks, **facts)
     if causes:
         is_busy = all(_is_busy(known[rank]) for rank in causes)
-        return Diagnosis(kind="late", ranks=causes, is_busy=is_busy, **facts)
+        reads = all(known[rank].reads or _is_busy(known[rank]) for rank in causes)
+        return Diagnosis(kind="late", ranks=causes, is_busy=is_busy, reads=reads, **facts)
     if circle:
         return Diagnosis(kind="circle", ranks=tuple(sorted({*circle, *longest.ranks})), **facts)
     return Diagnosis(kind="stuck", ranks=(), **facts)
@@ -282,4 +285,6 @@ def _runs(rank: RankCalls) -> bool:
 
 
 def _is_busy(rank: RankCalls) -> bool:
-    return rank.moved or (rank.cpu is not None and rank.cpu >= _BUSY_SHARE)
+    # A thread that waits for an accelerator uses a whole core by default, and so do threads of NCCL.
+    used = rank.cpu_of_children if rank.on_accelerator else rank.cpu
+    return rank.moved or (used is not None and used >= _BUSY_SHARE)

@@ -157,3 +157,15 @@ def test_invalid_limit_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -
     assert [problem.code for problem in caught.value.problems] == ["FSDP-E674"]
     monkeypatch.setenv(arrivals.LIMIT_VARIABLE, "7.5")
     assert arrival_limit() == 7.5
+
+
+@pytest.mark.parametrize(("world_size", "first"), [(2, 0.001), (16, 0.001), (512, 0.032), (8192, 0.25)])
+def test_first_pause_grows_with_the_world(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch, world_size: int, first: float
+) -> None:
+    """One process answers the questions of all ranks."""
+    pauses: list[float] = []
+    monkeypatch.setattr(arrival_rounds.time, "sleep", pauses.append)
+    Round(store, "save", 0, world_size)._wait(0, 0.3)
+    assert pauses[0] == pytest.approx(first, rel=0.2)
+    assert all(pause >= first * 0.8 for pause in pauses[:3])

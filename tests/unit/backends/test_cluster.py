@@ -13,6 +13,7 @@ from hf_fsdp_plugin.backends import cluster
 from hf_fsdp_plugin.backends.cluster import (
     first_node,
     gloo_interface,
+    gloo_variables,
     raise_file_limit,
     ranks_per_machine,
     slurm_variables,
@@ -36,9 +37,28 @@ def test_first_node_of_a_list(nodes: str, first: str) -> None:
 def test_ranks_of_srun_get_variables_of_torchrun() -> None:
     assert slurm_variables(SRUN) == {
         "RANK": "9", "WORLD_SIZE": "11", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "gpu012",
-        "MASTER_PORT": "21234",
+        "MASTER_PORT": str(15000 + 41234 * 7 % 14000),
     }  # fmt: skip
     assert slurm_variables({**SRUN, **FAR})["MASTER_ADDR"] == FAR["MASTER_ADDR"]
+
+
+def test_port_of_a_job_step_is_not_given_to_outgoing_connections() -> None:
+    """Linux gives 32768 to 60999 to connections. Steps of a job, and jobs in succession, have different ports."""
+    jobs = (*range(40_000, 40_100), 2**31)
+    ports = {
+        (job, step): int(slurm_variables({**SRUN, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})["MASTER_PORT"])
+        for job in jobs
+        for step in range(4)
+    }
+    assert all(15_000 <= port < 29_000 for port in ports.values())
+    assert len(set(ports.values())) >= len(ports) - 4
+
+
+def test_large_worlds_connect_when_needed() -> None:
+    large = {"WORLD_SIZE": "128"}
+    assert gloo_variables(large) == {"TORCH_GLOO_LAZY_INIT": "1"}
+    assert gloo_variables({"WORLD_SIZE": "127"}) == gloo_variables({}) == {}
+    assert gloo_variables({**large, "TORCH_GLOO_LAZY_INIT": "0"}) == {}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import signal
@@ -21,14 +22,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from hf_fsdp_plugin.cli import hang_report, hang_watch, inquiries
+from hf_fsdp_plugin.cli import hang_report, hang_watch, inquiries, processes
 from hf_fsdp_plugin.cli.exit_codes import HANG
 from hf_fsdp_plugin.cli.failure_summary import exit_code, format_failures, summarize_hang
 from hf_fsdp_plugin.cli.hang_report import format_hang, write_hang
 from hf_fsdp_plugin.cli.hang_watch import DEFAULT_LIMIT, LIMIT_VARIABLE, Hang, HangWatch, hang_limit
 from hf_fsdp_plugin.cli.inquiries import Inquiries, StoreInquiries
 from hf_fsdp_plugin.cli.launcher_store import LauncherStore
-from hf_fsdp_plugin.cli.processes import is_halted, processor_use
+from hf_fsdp_plugin.cli.processes import Use, is_halted, processor_use
 from hf_fsdp_plugin.cli.rank_files import RankFiles
 from hf_fsdp_plugin.cli.run_result import RunResult
 from hf_fsdp_plugin.observe.hang.call_files import read_calls
@@ -38,6 +39,9 @@ from hf_fsdp_plugin.observe.hang.record import CallRecord
 LIMIT = 0.4
 SLEEPS = "import time; time.sleep(60)"
 WORKS = "while True: pass"
+SPINS = "sum(iter(int, 1))"  # as a thread that waits for a device: it uses a core, and no new memory
+ALLOCATES = "while True: bytearray(64 << 20)"
+STARTS_WORKER = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
 ENDS = "pass"
 
 
@@ -92,7 +96,8 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
     yield make
     for rank in made:
-        rank.process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.pid, signal.SIGKILL)  # with the processes that it has started
         rank.process.wait()
         rank.record.close()
 
@@ -146,6 +151,51 @@ def test_wait_that_ends_is_not_reported(ranks: Make) -> None:
 def test_busy_rank_is_only_named_without_a_flag(ranks: Make) -> None:
     hang, notices = watch_for(ranks(WORKS), 5.0, is_strict=False, limit=2.0)  # long enough on a busy machine
     assert hang is None and len(notices) == 1 and "FSDP-W732" in notices[0] and "rank 1" in notices[0]
+
+
+@pytest.mark.parametrize(
+    ("late", "is_busy"), [(SPINS, False), (SLEEPS, False), (ALLOCATES, True), (STARTS_WORKER, True)]
+)
+def test_rank_on_accelerator_is_busy_if_it_makes_progress(
+    ranks: Make, monkeypatch: pytest.MonkeyPatch, late: str, is_busy: bool
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_backend", lambda group: "nccl")
+    both = ranks(late)
+    assert all(read_calls(rank.rank, rank.files.calls).on_accelerator for rank in both)
+    both[0].record.waited()
+    time.sleep(1.0)  # until the interpreter of the late rank has started
+    hang, notices = watch_for(both, 5.0 if is_busy else 30.0, is_strict=False, limit=2.0)
+    assert (hang is None) == is_busy
+    assert [notice for notice in notices if "FSDP-W732" in notice] == notices and len(notices) == is_busy
+
+
+def test_use_of_a_session_contains_its_children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Fields of ``/proc/PID/stat`` after the name, of two processes of session 7 and one of session 9."""
+    ticks = os.sysconf("SC_CLK_TCK")
+
+    def stat_of(state: str, session: int, faults: int, seconds: int, of_ended: int) -> list[str]:
+        times = [seconds * ticks, 0, of_ended * ticks, 0]
+        return [state, "1", str(session), str(session), "0", "0", "0", str(faults), "0", "2", "0", *map(str, times)]
+
+    known = {7: stat_of("S", 7, 10, 5, 1), 8: stat_of("D", 7, 20, 3, 0), 9: stat_of("R", 9, 0, 4, 0)}
+    monkeypatch.setattr(processes, "_stat", lambda folder: known.get(int(folder.name), []))
+    for pid in known:
+        (tmp_path / str(pid)).mkdir()
+    monkeypatch.setattr(processes, "Path", lambda path: tmp_path)
+    assert processor_use([7]) == {7: Use(9.0, False, 4.0, 34, True)}
+    assert processor_use([9]) == {9: Use(4.0, True, 0.0, 2, False)}
+
+
+def test_rank_that_reads_files_has_five_limits(ranks: Make, tmp_path: Path) -> None:
+    both = ranks()
+    both[1].files.stacks.write_text(
+        f'main 0x1\nThread 0x1 (most recent call first):\n  File "{tmp_path / "train.py"}", line 2 in <module>\n'
+    )
+    (tmp_path / "train.py").write_text("import json\nconfig = json.loads(file.read())\n")
+    hang, notices = watch_for(both, 30.0, is_strict=False)
+    assert hang is not None and hang.diagnosis.reads and not hang.diagnosis.is_busy
+    assert hang.diagnosis.waiting.seconds >= 5 * LIMIT
+    assert len(notices) == 1 and "FSDP-W732" in notices[0] and "waits for files or data" in notices[0]
 
 
 def test_busy_rank_is_a_hang_with_a_flag(ranks: Make) -> None:
@@ -210,12 +260,22 @@ def test_machines_answer_each_other_and_name_silent_ones(monkeypatch: pytest.Mon
     assert found == [([RankCalls(rank=1, place="here", idle=1e9)], [2])]
 
 
+def test_waiting_machines_ask_for_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All machines of a job ask at the same time when it hangs, and the store has one process."""
+    monkeypatch.setattr(inquiries, "_LIMIT", 1.0)
+    checks: list[str] = []
+    monkeypatch.setattr(LauncherStore, "has", lambda self, *keys: checks.append(keys[0]) is not None)
+    assert inquiries_of(dist.HashStore(), 0, 64).ask([RankCalls(rank=0)]) == ([], list(range(1, 64)))
+    assert len([key for key in checks if "hang/" in key]) <= 63, "the answers are looked for when their number changes"
+
+
 @pytest.mark.parametrize("data", [zlib.compress(bytes(inquiries._MAX_ANSWER + 1)), b"no zlib", zlib.compress(b"[1]")])
 def test_machine_with_an_invalid_answer_is_silent(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     monkeypatch.setattr(inquiries, "_LIMIT", 0.3)
     store = dist.HashStore()
     other = LauncherStore(store, 1)
     other.set(other.own("hang/1"), base64.b64encode(data).decode())
+    other.count(other.key("hang/1/answers"), 1)
     assert inquiries_of(store, 0, 2).ask([RankCalls(rank=0)]) == ([], [1])
 
 

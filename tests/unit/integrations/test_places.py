@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.integrations.places import STACK_SIGNAL, Frame, Place, find_place, is_library, read_stack
+from hf_fsdp_plugin.integrations.places import (
+    STACK_SIGNAL,
+    Frame,
+    Place,
+    find_place,
+    is_library,
+    read_stack,
+    waits_for_data,
+)
 from hf_fsdp_plugin.integrations.step_count import Counts, StepCount, read_counts
 
 LIBRARY = str(Path(os.__file__).parent / "site-packages" / "torch")
@@ -109,3 +117,32 @@ def test_steps_are_counted_only_in_an_open_file(tmp_path: Path) -> None:
     counted.step()
     assert read_counts(tmp_path / "steps") == Counts(3, 4)
     assert read_counts(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("text = file.read()", True),
+        ("with open(path) as file:", True),
+        ("weights = safe_open(path)", True),
+        ("names = os.listdir(folder)", True),
+        ("time.sleep(600)", False),
+        ("loss = loss.item()", False),
+        ("weight.copy_(other)", False),
+        ("model.reload()", False),
+        ("", False),
+    ],
+)
+def test_call_of_the_innermost_line_shows_waits_for_files(tmp_path: Path, code: str, expected: bool) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"{code}\n")
+    assert waits_for_data([Frame(str(script), 1, "main")]) == expected
+    assert not waits_for_data([Frame(str(script), 1, "main"), Frame(f"{LIBRARY}/nn/modules/linear.py", 1, "forward")])
+
+
+def test_data_loader_and_libraries_wait_for_data() -> None:
+    loader = Frame(f"{LIBRARY}/utils/data/dataloader.py", 1, "_try_get_data")
+    queue = Frame(str(Path(os.__file__).parent / "multiprocessing" / "connection.py"), 1, "_poll")
+    assert waits_for_data([Frame("train.py", 1, "main"), loader, queue])
+    assert waits_for_data([Frame("train.py", 1, "main"), Frame(str(Path(os.__file__).parent / "ssl.py"), 1, "do")])
+    assert not waits_for_data([Frame("train.py", 1, "main"), queue]) and not waits_for_data([])

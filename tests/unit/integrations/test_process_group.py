@@ -9,8 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.integrations import install
 from hf_fsdp_plugin.integrations.accelerate import state
 from hf_fsdp_plugin.integrations.accelerate.state import init_partial_state
 from hf_fsdp_plugin.integrations.environment import restore_variables
@@ -61,15 +64,93 @@ def added(before: dict[str, str]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("device", "supported", "expected"),
-    [("cuda", False, {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}), ("cuda", True, {}), ("xpu", False, {})],
+    ("device", "name", "supported", "expected"),
+    [
+        ("cuda", "NVIDIA GeForce RTX 4090", False, {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}),
+        ("cuda", "NVIDIA GeForce RTX 4090", True, {}),
+        ("cuda", "NVIDIA H100 80GB HBM3", None, {}),
+        ("xpu", "", None, {}),
+    ],
 )
 def test_gpus_without_peer_transfers_get_variables_of_nccl(
-    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, device: str, supported: bool, expected: dict[str, str]
+    environment: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    name: str,
+    supported: bool | None,
+    expected: dict[str, str],
 ) -> None:
-    monkeypatch.setattr(state, "check_cuda_p2p_ib_support", lambda: supported)
+    """Only GPUs that may lack them are asked about with nvidia-smi."""
+
+    def check() -> bool:
+        assert supported is not None, "nvidia-smi was started"
+        return supported
+
+    monkeypatch.setattr(state, "check_cuda_p2p_ib_support", check)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda index: name)
     state._disable_unsupported_transports(device)
     assert added(environment) == expected
+
+
+def test_large_world_sets_gloo_before_the_process_group(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "gloo_interface", lambda environ: ("", None))
+    monkeypatch.setattr(state, "raise_file_limit", lambda world_size: None)
+    monkeypatch.setenv("WORLD_SIZE", "512")
+    seen: list[str | None] = []
+    init_partial_state(
+        lambda *_, **__: seen.append(os.environ.get("TORCH_GLOO_LAZY_INIT")),
+        SimpleNamespace(initialized=False, device=None),
+        cpu=True,
+    )
+    assert seen == ["1"]
+
+
+@pytest.mark.parametrize(("local_rank", "index", "expected"), [(3, 0, [0]), (3, 3, None), (0, 0, None)])
+def test_barrier_uses_the_only_visible_device(
+    monkeypatch: pytest.MonkeyPatch, local_rank: int, index: int, expected: list[int] | None
+) -> None:
+    """Accelerate passes the local rank, which is an invalid ordinal for a rank that sees one device."""
+    barriers: list[list[int]] = []
+    monkeypatch.setattr(dist, "barrier", lambda device_ids: barriers.append(device_ids))
+    stock = lambda: None  # noqa: E731
+    accelerate_state = SimpleNamespace(
+        initialized=True, device=torch.device("cuda", index), local_process_index=local_rank, wait_for_everyone=stock
+    )
+    init_partial_state(lambda *_, **__: None, accelerate_state)
+    accelerate_state.wait_for_everyone()
+    assert barriers == ([] if expected is None else [expected])
+
+
+@pytest.mark.parametrize(("local_rank", "use_cpu", "selected"), [("3", False, [3]), ("3", True, []), (None, False, [])])
+def test_install_selects_the_device_of_the_rank(
+    monkeypatch: pytest.MonkeyPatch, local_rank: str | None, use_cpu: bool, selected: list[int]
+) -> None:
+    """Quantized models are placed on the current device, also before the first Accelerator."""
+    found: list[int] = []
+    looked: list[str | None] = []
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
+    monkeypatch.setenv("RANK", "3")
+    if local_rank is None:
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+
+    def accelerator_type() -> str:
+        looked.append(os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"))
+        return "cuda"
+
+    monkeypatch.setattr(install, "accelerator_type", accelerator_type)
+    monkeypatch.setattr(install, "select_device", found.append)
+    try:
+        hfp.install({"distributed_type": "NO", "use_cpu": use_cpu})
+    finally:
+        hfp.uninstall()
+    assert found == selected
+    assert set(looked) <= {"1"}, "torch would initialize CUDA, and processes that are forked could not use it"
+    assert "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ
 
 
 def test_network_is_prepared_before_the_process_group(

@@ -282,3 +282,28 @@ def test_standstill_names_the_places() -> None:
     problem = describe_standstill([rank_calls(rank, STEP) for rank in range(2)], 600.0)
     assert problem.code == "FSDP-W733" and problem.severity == "warning"
     assert "rank 0 was at line 0; rank 1 was at line 1" in problem.message and "600 s" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("cpu", "of_children", "moved", "is_busy"),
+    [(1.0, 0.0, False, False), (1.4, 0.4, False, True), (1.0, 0.0, True, True), (0.0, None, False, False)],
+)
+def test_own_cpu_time_is_no_progress_on_accelerator(
+    cpu: float, of_children: float | None, moved: bool, is_busy: bool
+) -> None:
+    """A thread that waits for its GPU in a loop uses a core. Workers of a data loader do not wait for the GPU."""
+    known = [enqueued(rank, STEP, idle=9.0) for rank in range(3)]
+    late = replace(enqueued(3, STEP[:4], idle=10.0), cpu=cpu, cpu_of_children=of_children, moved=moved)
+    found = diagnose([*known, late], limit=LIMIT)
+    assert found is not None and (found.kind, found.ranks, found.is_busy) == ("late", (3,), is_busy)
+
+
+def test_rank_that_waits_for_files_has_its_own_notice() -> None:
+    late = replace(rank_calls(2, STEP[:5]), cpu=0.0, reads=True)
+    found = diagnose(others_wait(late), limit=LIMIT)
+    assert found is not None and found.reads and not found.is_busy
+    problem = describe_busy(found, {rank.rank: rank for rank in others_wait(late)}, 600.0)
+    assert problem.code == "FSDP-W732" and "waits for files or data" in str(problem) and "600 s" in str(problem)
+    other = replace(rank_calls(2, STEP[:5]), cpu=0.0)
+    found = diagnose(others_wait(other), limit=LIMIT)
+    assert found is not None and not found.reads

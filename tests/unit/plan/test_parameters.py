@@ -198,6 +198,21 @@ def test_complex_parameters_are_refused_unless_ignored(version: int) -> None:
     planned(spec_of(version=version, use_orig=True, ignored_modules=r"layers\.\d\.base"), model)
 
 
+class ConvertedInGather(nn.Parameter):
+    """As a weight of torchao with ``enable_fsdp_float8_all_gather``."""
+
+    def fsdp_pre_all_gather(self, mesh: object) -> None: ...
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_weights_with_an_own_gather_are_refused_unless_ignored(version: int) -> None:
+    model = Stack()
+    model.layers[0].base.weight = ConvertedInGather(torch.zeros(4, 4))
+    problem = refused("FSDP-E121", spec_of(version=version, use_orig=True), model)
+    assert "ConvertedInGather" in problem.message and "layers.0.base.weight" in problem.message
+    planned(spec_of(version=version, use_orig=True, ignored_modules=r"layers\.\d\.base"), model)
+
+
 def test_storage_of_quantized_weights_has_the_dtype_of_the_model() -> None:
     model = Stack().to(torch.float16)
     model.layers[0].base.weight = nn.Parameter(torch.zeros(32, 1, dtype=torch.int8), requires_grad=False)

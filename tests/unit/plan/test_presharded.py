@@ -70,6 +70,9 @@ def test_model_of_dtensors_counts_as_sharded() -> None:
     plan = plan_of(distribute_module(stack(), init_device_mesh("cpu", (1,))))
     assert plan.pre_sharded
     assert [(unit.name, unit.num_params) for unit in plan.units] == [("", 162)]
+    [problem] = plan.problems
+    assert problem.code == "FSDP-W251" and "FSDP is not applied" in problem.message
+    assert "fully_shard" not in problem.message and "tp_plan" in problem.fix
 
 
 def test_model_without_fsdp_is_not_sharded() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 
 from hf_fsdp_plugin.checkpoint.writing import buffers
 from hf_fsdp_plugin.checkpoint.writing.buffers import StagingBuffers
+from hf_fsdp_plugin.checkpoint.writing.file_parts import Item, whole_file
+from hf_fsdp_plugin.checkpoint.writing.part_writer import stage
 from hf_fsdp_plugin.devices import Device
 
 SIZE = 1 << 20
@@ -55,7 +58,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> RecordingDevice:
 
     def recorded(memory: torch.Tensor) -> None:
         prefault(memory)
-        device.prefaulted.add(memory.data_ptr())
+        device.prefaulted.update(piece.data_ptr() for piece in memory.split(buffers.PIECE))
 
     monkeypatch.setattr(buffers, "available_device", lambda: device)
     monkeypatch.setattr(buffers, "prefault", recorded)
@@ -81,6 +84,45 @@ def test_buffers_are_pinned_on_the_device_of_the_rank(device: RecordingDevice) -
     assert {(name, is_main) for name, _, is_main in device.calls} == {
         ("pin", False), ("pin", True), ("unpin", False), ("unpin", True),
     }  # fmt: skip
+
+
+def test_memory_is_pinned_in_pieces(device: RecordingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's lock is held for one piece at a time."""
+    monkeypatch.setattr(buffers, "PIECE", 1 << 18)
+    memory = buffers.allocate_aligned(SIZE + 4096, pinned=True)
+    assert {pointer - memory.data_ptr() for pointer in device.pinned} == set(range(0, SIZE + 1, 1 << 18))
+    buffers.unpin(memory)
+    assert device.pinned == set()
+
+
+def test_memory_is_pinned_completely_or_not_at_all(device: RecordingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "PIECE", 1 << 18)
+    monkeypatch.setattr(buffers, "_allocate_pinned", lambda size: None)
+    pin = RecordingDevice.pin
+    monkeypatch.setattr(RecordingDevice, "pin", lambda self, memory: len(self.pinned) < 2 and pin(self, memory))
+    memory = buffers.allocate_aligned(SIZE, pinned=True)
+    assert memory.numel() == SIZE and device.pinned == set()
+    assert [name for name, *_ in device.calls] == ["pin", "pin", "unpin", "unpin"]
+
+
+def test_copies_do_not_cross_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "PIECE", 1 << 16)
+    content = torch.arange(60_000, dtype=torch.int32)
+    part = whole_file("a", [Item(100, (b"head", content)), Item(300_000, (content[:10_000],))])
+    memory = buffers.allocate_aligned(part.span)
+    copies: list[tuple[int, int]] = []
+    copy = torch.Tensor.copy_
+
+    def recorded(into: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        copies.append((into.data_ptr() - memory.data_ptr(), into.numel()))
+        return copy(into, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", recorded)
+    stage([part], memory)()
+    assert sum(size for _, size in copies) == 4 + content.nbytes + 40_000
+    assert all(start >> 16 == start + size - 1 >> 16 for start, size in copies)
+    assert torch.equal(memory[104 : 104 + content.nbytes].clone().view(torch.int32), content)
+    assert torch.equal(memory[300_000:340_000].clone().view(torch.int32), content[:10_000])
 
 
 def test_memory_of_cpu_ranks_is_not_pinned(device: RecordingDevice) -> None:

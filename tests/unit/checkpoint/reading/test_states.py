@@ -1,0 +1,38 @@
+"""Which files each rank checks before a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_fsdp_plugin.checkpoint.reading import states
+from hf_fsdp_plugin.checkpoint.reading.states import check_states
+
+SHARED = ["custom_checkpoint_0.pkl", "scheduler.pt", "trainer_state.json"]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    for name in (*SHARED, "rng_state.pth", *(f"{stem}_{rank}.{end}" for rank in range(3) for stem, end in RNG)):
+        torch.save({"file": name}, tmp_path / name)
+    (tmp_path / "notes.txt").write_text("of the user")
+    return tmp_path
+
+
+RNG = (("rng_state", "pth"), ("random_states", "pkl"))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_only_rank_0_lists_the_folder(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """Each rank knows the names of its own files. The names of the others come from rank 0."""
+    read, listed = [], []
+    listdir = Path.iterdir
+    monkeypatch.setattr(states, "broadcast_object", lambda own: own if rank == 0 else SHARED)
+    monkeypatch.setattr(states, "load_state", lambda path, only_check: read.append(path.name))
+    monkeypatch.setattr(Path, "iterdir", lambda folder: listed.append(folder) or listdir(folder))
+    check_states(checkpoint, rank, 3, verify=False)
+    own = {f"rng_state_{rank}.pth", f"random_states_{rank}.pkl"} | ({"rng_state.pth"} if rank == 0 else set())
+    assert set(read) == own | {SHARED[rank]} - {"trainer_state.json"}
+    assert len(listed) == (rank == 0)

@@ -1,0 +1,22 @@
+"""``hfp.from_pretrained`` plans as ``Accelerator.prepare`` does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from hf_fsdp_plugin.integrations.transformers import from_pretrained
+from hf_fsdp_plugin.spec.model import FsdpSection, FsdpSpec, ShardingSection
+
+
+def test_hybrid_shard_group_is_the_machine_under_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
+    spec = replace(FsdpSpec(fsdp=FsdpSection(version=2)), sharding=ShardingSection(strategy="hybrid_shard"))
+    state = SimpleNamespace(num_processes=8, device=torch.device("cpu"))
+    plan = from_pretrained._resolve(spec, nn.Linear(4, 4), state)
+    assert (plan.mesh.replicate, plan.mesh.shard) == (4, 2)
