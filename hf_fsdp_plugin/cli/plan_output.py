@@ -133,7 +133,8 @@ def _verdict(memory: MemoryEstimate, gpu_memory: int | None) -> str:
     """Return whether it fits, and what limits it."""
     peak = memory.peak
     largest = _KIND_NAMES[_largest(peak)]
-    why = f"The peak is in the {peak.where}; most of it is {largest} ({_size(peak.bytes_by_kind[_largest(peak)])})."
+    size = _size(peak.bytes_by_kind[_largest(peak)])
+    why = f"Allocated memory has its peak in the {peak.where}; most of it is {largest} ({size})."
     if gpu_memory is None:
         return f"Each rank needs {_size(memory.needed_bytes)}. {why} Set --gpu-memory to see whether it fits."
     part = memory.needed_bytes / gpu_memory

@@ -36,7 +36,7 @@ _PCIE_BANDWIDTH: Final = 64e9
 """Bytes/s of PCI Express 5.0 x16: faster links are NVLink."""
 RESERVED_RATIO: Final = 1.3
 NEEDED_RATIO: Final = 1.1
-"""Reserved and needed memory over the allocated peak, in the closed form. See docs/results.md for those of traces."""
+"""Reserved and needed memory over the allocated peak in the closed form: medians of traced steps (docs/results.md)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
