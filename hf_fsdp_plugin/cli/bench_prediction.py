@@ -73,11 +73,12 @@ def predict(
     """
     from hf_fsdp_plugin.estimate.memory import estimate_memory
     from hf_fsdp_plugin.estimate.time import TimeModel
-    from hf_fsdp_plugin.estimate.workload import Workload
+    from hf_fsdp_plugin.estimate.workload import UpdateLoop, Workload
     from hf_fsdp_plugin.plan.resolve import resolve
 
     world = setting.world_size
-    estimated = Workload(micro_batch=workload.micro_batch, seq_len=workload.seq_len)
+    loop: UpdateLoop = "for_loop" if device == "cpu" else "foreach"  # torch's default, which the benchmark uses
+    estimated = Workload(micro_batch=workload.micro_batch, seq_len=workload.seq_len, update_loop=loop)
     plan = resolve(spec, model, world_size=world, device_type=device)
     peak = estimate_memory(plan, model, estimated).peak.bytes
     whole = 4 * sum(parameter.numel() for parameter in model.parameters())

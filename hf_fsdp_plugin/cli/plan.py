@@ -186,10 +186,12 @@ def _advised_pictures(
 
 def _predict(args: argparse.Namespace, planned: Planned, times: TimeModel | None) -> Prediction:
     from hf_fsdp_plugin.estimate.memory import estimate_memory
+    from hf_fsdp_plugin.estimate.memory.device import gpu_of
     from hf_fsdp_plugin.estimate.trace import trace_memory
 
     method = trace_memory if args.trace else estimate_memory
-    return _prediction(args, planned, times, method(planned.plan, planned.model, planned.workload))
+    memory = method(planned.plan, planned.model, planned.workload, gpu=gpu_of(planned.machine))
+    return _prediction(args, planned, times, memory)
 
 
 def _prediction(

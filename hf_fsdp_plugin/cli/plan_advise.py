@@ -45,7 +45,7 @@ def advice_text(advice: Advice, spec: FsdpSpec, launched: Launched, tree: str) -
     width = text_width()
     lines = [*wrap_words(_answer(advice), width, ""), ""]
     if advice.fitting:
-        head = ("settings", "micro-batches", "peak", "tokens/s", "")
+        head = ("settings", "micro-batches", "memory", "tokens/s", "")
         table = [head, *(_cells(row) for row in advice.fitting[:_ROWS])]
         lines += [fit_table(table, width)]
         rest = len(advice.fitting) - _ROWS
@@ -194,7 +194,7 @@ def _answer(advice: Advice) -> str:
         change = " ".join(advice.remedies) or "No number of machines up to 64 times as many would change that."
         return f"{colored('Nothing fits', 'red')} into {limit} ({memory} without headroom). {change}"
     speed = f", {best.tokens_per_second:,.0f} tokens/s" if best.tokens_per_second else ""
-    peak = format_bytes(best.peak_bytes, binary=True)
+    peak = format_bytes(best.needed_bytes, binary=True)
     return f"{colored('Best', 'green')}: {_settings(best)}, {_batches(best)}: {peak} of {limit} ({memory} without " + (
         f"headroom) per GPU{speed}."
     )
@@ -220,7 +220,7 @@ def _batches(row: AdviceRow) -> str:
 def _cells(row: AdviceRow) -> tuple[str, ...]:
     speed = f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "–"
     batches = f"{row.choice.accumulation} of {row.choice.micro_batch}"
-    return _settings(row), batches, format_bytes(row.peak_bytes, binary=True), speed, row.reason
+    return _settings(row), batches, format_bytes(row.needed_bytes, binary=True), speed, row.reason
 
 
 def _row_json(row: AdviceRow) -> dict[str, Any]:
@@ -231,6 +231,7 @@ def _row_json(row: AdviceRow) -> dict[str, Any]:
         "sync_each_batch": row.choice.sync_each_batch,
         "fits": row.fits,
         "peak_bytes": row.peak_bytes,
+        "needed_bytes": row.needed_bytes,
         "peak_at": row.memory.peak.where,
         "host_bytes": row.memory.host_bytes,
         "step_seconds": row.time.step_seconds if row.time is not None else None,

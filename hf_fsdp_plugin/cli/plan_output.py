@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,6 +12,7 @@ from hf_fsdp_plugin.estimate.results import (
     MEMORY_KINDS,
     CollectiveKind,
     CommunicationEstimate,
+    DeviceMemory,
     MemoryEstimate,
     MemoryKind,
     Moment,
@@ -34,7 +35,10 @@ _KIND_NAMES: Final[dict[MemoryKind, str]] = {
     "other": "other",
 }
 _HEADROOM: Final = 0.9
-"""Part of a device's memory above which a prediction that fits is called close."""
+"""Part of a device's memory above which a peak that fits is called close, if only allocated memory is predicted."""
+_WORTHWHILE: Final = 0.03
+"""Smallest part of the reserved memory for which expandable segments are suggested."""
+_EXPANDABLE: Final = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,8 +63,8 @@ class Prediction:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak is at most the device's memory; ``None`` if that is unknown."""
-        return None if self.gpu_memory is None else self.memory.peak.bytes <= self.gpu_memory
+        """Whether the device has the memory that a step needs at least; ``None`` if that is unknown."""
+        return None if self.gpu_memory is None else self.memory.needed_bytes <= self.gpu_memory
 
 
 def plan_json(prediction: Prediction, problems: Iterable[Problem]) -> dict[str, Any]:
@@ -69,6 +73,8 @@ def plan_json(prediction: Prediction, problems: Iterable[Problem]) -> dict[str, 
     return {
         "ok": True,
         "per_rank": memory.to_json(),
+        "device_memory": None if memory.device is None else memory.device.to_json(),
+        "suggestions": list(_suggestions(prediction)),
         "peak_at": memory.peak.where,
         "method": memory.method,
         "fits": prediction.fits,
@@ -99,6 +105,8 @@ def plan_text(prediction: Prediction) -> str:
         _kinds_table(memory),
         "",
         _moments_table(memory),
+        *([] if memory.device is None else ["", _device_table(memory.device)]),
+        *(line for text in _suggestions(prediction) for line in ["", *wrap_words(text, width, "")]),
         *(["", f"CPU memory per rank: {_size(memory.host_bytes)}"] if memory.host_bytes else []),
         "",
         _communication_table(prediction.communication),
@@ -125,17 +133,45 @@ def _verdict(memory: MemoryEstimate, gpu_memory: int | None) -> str:
     """Return whether it fits, and what limits it."""
     peak = memory.peak
     largest = _KIND_NAMES[_largest(peak)]
-    why = f"The peak is in the {peak.where}; most of it is {largest} ({_size(peak.bytes_by_kind[_largest(peak)])})."
+    size = _size(peak.bytes_by_kind[_largest(peak)])
+    why = f"Allocated memory has its peak in the {peak.where}; most of it is {largest} ({size})."
     if gpu_memory is None:
-        return f"Each rank needs {_size(peak.bytes)}. {why} Set --gpu-memory to see whether it fits."
-    part = peak.bytes / gpu_memory
+        return f"Each rank needs {_size(memory.needed_bytes)}. {why} Set --gpu-memory to see whether it fits."
+    part = memory.needed_bytes / gpu_memory
+    need = f"each rank needs {_size(memory.needed_bytes)} of {_size(gpu_memory)}"
     if part > 1:
-        missing = _size(peak.bytes - gpu_memory)
-        answer = colored("It does not fit", "red")
-        return f"{answer}: each rank needs {_size(peak.bytes)} of {_size(gpu_memory)}, {missing} too much. {why}"
-    answer = colored("It fits", "green") if part <= _HEADROOM else colored("It just fits", "yellow")
-    left = _size(gpu_memory - peak.bytes)
-    return f"{answer}: each rank needs {_size(peak.bytes)} of {_size(gpu_memory)} ({part:.0%}), {left} are left. {why}"
+        missing = _size(memory.needed_bytes - gpu_memory)
+        return f"{colored('It does not fit', 'red')}: {need}, {missing} too much. {why}"
+    enough = memory.total_bytes <= gpu_memory and (memory.device is not None or part <= _HEADROOM)
+    answer = colored("It fits", "green") if enough else colored("It just fits", "yellow")
+    left = f"{_size(gpu_memory - memory.needed_bytes)} are left"
+    if memory.total_bytes > gpu_memory:
+        left += f", but {_size(memory.total_bytes)} would be used: torch's allocator must return cached memory in each "
+        left += "step, which waits for the GPU"
+    return f"{answer}: {need} ({part:.0%}), {left}. {why}"
+
+
+def _device_table(device: DeviceMemory) -> str:
+    """Return what the device holds, in the order in which it adds up."""
+    rows = [
+        ("memory of a device", "size"),
+        ("allocated by torch at the peak", _size(device.allocated)),
+        ("reserved by torch's allocator, with that", _size(device.reserved)),
+        ("CUDA context", _size(device.context)),
+        ("NCCL", _size(device.nccl)),
+        ("total", _size(device.total)),
+        ("needed, if cached memory is returned", _size(device.total_needed)),
+    ]
+    return format_table(rows, right=(1,))
+
+
+def _suggestions(prediction: Prediction) -> Iterator[str]:
+    device = prediction.memory.device
+    if device is None or device.expandable is None:
+        return
+    if device.reserved - device.expandable > _WORTHWHILE * device.reserved:
+        saved = f"{_size(device.expandable)} instead of {_size(device.reserved)}"
+        yield f"With {_EXPANDABLE} in the environment, torch's allocator reserves {saved}."
 
 
 def _subject(plan: FsdpPlan, workload: Workload) -> str:

@@ -47,7 +47,7 @@ def compare_with_tree(advice: Advice, num_params: int) -> str:
     if not of_tree.fits:
         return f"{rule}. It does not fit: it {of_tree.reason}."
     reason = f"it {'is ' if of_tree.tokens_per_second else ''}{of_tree.reason}"
-    return f"{rule}. It fits with {format_bytes(of_tree.peak_bytes, binary=True)}, but {reason}."
+    return f"{rule}. It fits with {format_bytes(of_tree.needed_bytes, binary=True)}, but {reason}."
 
 
 def _best_of(rows: Iterable[AdviceRow]) -> AdviceRow | None:

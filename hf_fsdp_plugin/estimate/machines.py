@@ -44,6 +44,7 @@ class Machine:
         matmul, attention, memory: achievable fractions: pessimistic, likely, optimistic.
         intra, inter: links inside a machine and, per rank, between machines.
         host_bandwidth: bytes/s between device and host memory.
+        capability: CUDA's compute capability, such as 9.0; ``None`` if it is unknown or the device is no GPU.
         op_seconds: time to start an operation.
         update_op_seconds: time to start an operation of the optimizer.
         unit_seconds: time of torch's hooks per unit and pass, by backend (``fsdp2``).
@@ -66,6 +67,7 @@ class Machine:
     intra: Link
     inter: Link
     host_bandwidth: float
+    capability: float | None = None
     op_seconds: float = 5e-6
     update_op_seconds: float = 5e-6
     unit_seconds: Mapping[str, float] = field(default_factory=dict)

@@ -17,8 +17,8 @@ from hf_fsdp_plugin.estimate.workload import Attention, Optimizer, UpdateLoop
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spec.model import DtypeName, Version
 
-HEADROOM: Final = 0.9
-"""Part of a device's memory that a row may need. The rest is for fragmentation, the CUDA context and NCCL."""
+HEADROOM: Final = 0.95
+"""Part of a device's memory that a row may need. The rest is for the error of the prediction."""
 
 
 def advise(
@@ -76,7 +76,7 @@ def advise(
         rows += search.rows(offload=True)
     rows += search.with_other_units(sorted((row for row in rows if row.fits), key=row_cost))
     fitting = in_order([row for row in rows if row.fits], limit)
-    rejected = sorted((row for row in rows if not row.fits), key=lambda row: row.peak_bytes)
+    rejected = sorted((row for row in rows if not row.fits), key=lambda row: row.needed_bytes)
     return Advice(
         rows=(*with_reasons(fitting), *rejected),
         gpu_memory=gpu_memory,

@@ -66,13 +66,13 @@ def _shorter(subject: Subject, limit: int, *, offload: bool) -> tuple[int, int] 
 
 
 def _smallest(subject: Subject, *, offload: bool) -> int:
-    """Return the peak of the settings with the least memory."""
+    """Return the memory that the settings with the least memory need."""
     sharding = Sharding(strategy="full_shard", shard=subject.world_size, replicate=1)
     choice = Choice(
         sharding=sharding, checkpointing="full", offload_activations=True, offload_params=offload, micro_batch=1,
         accumulation=1, sync_each_batch=False,
     )  # fmt: skip
-    return Evaluator(subject, None).memory(choice).peak.bytes
+    return Evaluator(subject, None).memory(choice).needed_bytes
 
 
 def _size(size: int) -> str:

@@ -34,7 +34,7 @@ class AdviceRow:
     Attributes:
         settings: FSDP settings by canonical name.
         plan, workload: what the figures are for.
-        fits: whether the peak is within the device's memory without headroom.
+        fits: whether the needed memory is within the device's memory without headroom.
         time: ``None`` without a machine, and for rows that do not fit.
         communicated: bytes of all collectives of a rank per optimizer step.
         reason: why the row is not the best one, in one line; empty for the best one.
@@ -53,6 +53,11 @@ class AdviceRow:
     @property
     def peak_bytes(self) -> int:
         return self.memory.peak.bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """Memory of a device that the step needs: torch's allocator, context and NCCL."""
+        return self.memory.needed_bytes
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -95,7 +100,7 @@ def rejection(memory: MemoryEstimate, limit: int) -> str:
     peak = memory.peak
     kind = max(MEMORY_KINDS, key=lambda kind: peak.bytes_by_kind[kind])
     size = format_bytes(peak.bytes_by_kind[kind], binary=True)
-    needed, available = format_bytes(peak.bytes, binary=True), format_bytes(limit, binary=True)
+    needed, available = format_bytes(memory.needed_bytes, binary=True), format_bytes(limit, binary=True)
     return f"needs {needed} of {available}, {size} of it {_NAMES[kind]}, in the {peak.where}"
 
 
@@ -134,7 +139,7 @@ def _complexity(row: AdviceRow, limit: int) -> tuple[int, ...]:
     """Return the order of rows that are equally fast: memory in steps of :data:`_SAME_MEMORY`, then mesh and units."""
     choice = row.choice
     is_hybrid = choice.sharding.replicate > 1 and choice.sharding.shard > 1
-    memory = int(row.peak_bytes / (limit * _SAME_MEMORY)) if limit else row.peak_bytes
+    memory = int(row.needed_bytes / (limit * _SAME_MEMORY)) if limit else row.needed_bytes
     return (memory, int(is_hybrid), int(bool(choice.units.label)), int(choice.sync_each_batch))
 
 
@@ -154,7 +159,7 @@ def _second_choice(row: AdviceRow, best: AdviceRow) -> str:
     """Return why a row is ranked below the best one, although it is as fast within the error of the prediction."""
     if _extra_work(row.choice) > _extra_work(best.choice):
         return f"as fast although it {_difference(row, best)}"
-    more = row.peak_bytes - best.peak_bytes
+    more = row.needed_bytes - best.needed_bytes
     return f"as fast with {format_bytes(more, binary=True)} more memory" if more > 0 else "as fast"
 
 

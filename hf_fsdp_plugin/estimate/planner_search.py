@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from hf_fsdp_plugin.estimate.memory.device import NEEDED_RATIO
 from hf_fsdp_plugin.estimate.planner_evaluator import Evaluator
 from hf_fsdp_plugin.estimate.planner_rows import AdviceRow, rejection
 from hf_fsdp_plugin.estimate.planner_space import Choice, Sharding, memory_savings, micro_batches, shardings
@@ -73,7 +74,7 @@ class Search:
                 fitting = [each for each in smaller if each.fits]
                 if not fitting:
                     break
-                units = min(fitting, key=lambda each: each.peak_bytes).choice.units
+                units = min(fitting, key=lambda each: each.needed_bytes).choice.units
 
     def _with_smaller_units(self, row: AdviceRow) -> Iterator[AdviceRow]:
         """Yield the same settings with smaller units, if they can fit."""
@@ -86,11 +87,12 @@ class Search:
                 yield self._row(replace(row.choice, units=units))
 
     def _without_units(self, row: AdviceRow) -> int:
-        """Return a lower bound of the peak with any units: without gathered units, buffers and gradients of a unit."""
+        """Return a lower bound of the memory for any units: without gathered ones, buffers and gradients of a unit."""
         choice, kinds = row.choice, row.memory.peak.bytes_by_kind
         of_unit = kinds["grads"] - sum(unit.grad_shard for unit in self.evaluator.sizes(choice))
         keeps_whole = choice.accumulation > 1 and not choice.sync_each_batch
-        return row.peak_bytes - kinds["gathered"] - (0 if keeps_whole else max(0, of_unit))
+        without = kinds["gathered"] + (0 if keeps_whole else max(0, of_unit))
+        return row.needed_bytes - int(NEEDED_RATIO * without)
 
     def with_other_units(self, fastest: Sequence[AdviceRow]) -> Iterator[AdviceRow]:
         """Yield the fastest rows with other units, where these can overlap more communication."""
@@ -103,7 +105,7 @@ class Search:
 
     def _row(self, choice: Choice) -> AdviceRow:
         memory = self.evaluator.memory(choice)
-        fits = memory.peak.bytes <= self.limit
+        fits = memory.needed_bytes <= self.limit
         return AdviceRow(
             choice=choice,
             settings=choice.settings(self.evaluator.subject.version),

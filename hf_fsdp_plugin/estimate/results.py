@@ -38,6 +38,45 @@ class Moment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceMemory:
+    """Memory of a device in bytes, of which torch's allocator manages a part.
+
+    Attributes:
+        allocated: largest allocated memory, as ``torch.cuda.max_memory_allocated`` counts it.
+        reserved: what the allocator then holds on a device with enough memory (``max_memory_reserved``).
+        needed: the least that the allocator must be able to hold. Below `reserved`, it returns cached memory to the
+            device when it needs other memory, which waits for the device.
+        context: the CUDA context.
+        nccl: buffers of NCCL's communicators.
+        expandable: `reserved` with ``expandable_segments:True``; ``None`` if it is not known.
+    """
+
+    allocated: int
+    reserved: int
+    needed: int
+    context: int
+    nccl: int
+    expandable: int | None = None
+
+    @property
+    def total(self) -> int:
+        """What the device shows as used (``nvidia-smi``)."""
+        return self.reserved + self.context + self.nccl
+
+    @property
+    def total_needed(self) -> int:
+        return self.needed + self.context + self.nccl
+
+    def to_json(self) -> dict[str, int | None]:
+        """Return the object ``device_memory`` of ``plan --json``."""
+        return {
+            "allocated_bytes": self.allocated, "reserved_bytes": self.reserved, "context_bytes": self.context,
+            "nccl_bytes": self.nccl, "total_bytes": self.total, "needed_bytes": self.total_needed,
+            "expandable_reserved_bytes": self.expandable,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate:
     """Memory of the rank that needs most, in the steady state: from the second step on.
 
@@ -47,6 +86,7 @@ class MemoryEstimate:
         timeline: moments in the order of a step; every unit's forward and backward pass, clipping and update.
         host_bytes: memory of the host per rank that offload uses.
         assumptions: what the figures assume, one sentence each.
+        device: what the device holds; ``None`` where only the allocated memory, the peak, is predicted.
     """
 
     method: Literal["closed_form", "traced"]
@@ -54,6 +94,17 @@ class MemoryEstimate:
     timeline: tuple[Moment, ...] = ()
     host_bytes: int = 0
     assumptions: tuple[str, ...] = ()
+    device: DeviceMemory | None = None
+
+    @property
+    def needed_bytes(self) -> int:
+        """The least memory of a device on which the step runs."""
+        return self.peak.bytes if self.device is None else self.device.total_needed
+
+    @property
+    def total_bytes(self) -> int:
+        """The memory of a device that the step uses if it is there."""
+        return self.peak.bytes if self.device is None else self.device.total
 
     def to_json(self) -> dict[str, Any]:
         """Return the object ``per_rank`` of ``plan --json``: bytes of each kind at the peak."""

@@ -18,6 +18,7 @@ from hf_fsdp_plugin.estimate.communication import (
     unit_schedules,
 )
 from hf_fsdp_plugin.estimate.machines import Machine
+from hf_fsdp_plugin.estimate.memory.optimizer import update_loop
 from hf_fsdp_plugin.estimate.op_costs import OpCost, UnitCosts, fused, unit_costs
 from hf_fsdp_plugin.estimate.results import Collective, TimeEstimate
 from hf_fsdp_plugin.estimate.schedule import Timeline, UnitTimes, exposed, simulate
@@ -170,7 +171,7 @@ class TimeModel:
         """Return the seconds of clipping and update."""
         plan, workload, local = prepared.plan, self._workload, prepared.local_bytes
         num_tensors = max(1, prepared.num_tensors)
-        loop = workload.update_loop or ("foreach" if machine.overlaps else "for_loop")
+        loop = update_loop(workload, plan.device_type if machine.overlaps else "cpu")
         fused, separate = UPDATE_PASSES[workload.optimizer]
         traffic = local * (fused if loop == "fused" else separate) + (local * 3 if workload.clip_norm else 0)
         throughput = machine.throughput("memory", "fp32", max(1, local // num_tensors) * 3, case)

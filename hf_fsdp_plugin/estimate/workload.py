@@ -22,7 +22,8 @@ class Workload:
         sync_each_batch: whether gradients are reduced after every micro-batch. If not, ranks keep whole gradients of
             all units until the last micro-batch (``no_sync``, Accelerate's default).
         optimizer: adamw_8bit is bitsandbytes' ``AdamW8bit``.
-        update_loop: ``None`` for torch's default on the device: ``foreach`` on accelerators, ``for_loop`` on the CPU.
+        update_loop: ``None`` for the default: ``fused`` for AdamW on CUDA, as the Trainer's; else torch's on the
+            device, ``foreach`` on accelerators and ``for_loop`` on the CPU.
         clip_norm: whether gradients are clipped by their norm before the step (the Trainer's default).
         autocast: whether the script runs the forward pass under ``Accelerator.autocast()`` in mixed precision. Neither
             the Trainer nor this package's ``prepare`` does: FSDP casts parameters and inputs.

@@ -41,6 +41,7 @@ declare -A QUICK=(
   [preflight_time]="--only BERT"
   [published_runs]=""
   [readers]="--rounds 1"
+  [reserved_memory]="--points 1"
   [resume]="--rounds 1"
   [resume_parity]=""
   [start]="--rounds 1"

@@ -43,6 +43,8 @@ DIRECTIONS: Final = (
     # Ratios with others come first, because the rows for what others need would match them too.
     Direction(r"(^|/)cp$", "not compared"),
     Direction(r"times_as_fast", "larger"),
+    # What torch's allocator is predicted to hold.
+    Direction(r"^rows/.*/(reserved|needed|expandable|allocated_bytes)$", "not compared"),
     Direction(r"(^|/)comparisons/.*/(ratio|cpu_ratio)$", "larger", 0.01),
     Direction(r"^targets/|memory_of_stock|peak_of_stock|peak_at_4_gb_of_1_gb/ours", "smaller"),
     Direction(r"^ratios/|(^|/)ratio(_median)?$|_ratio$|^ratios_of_rounds$", "smaller", 0.01),

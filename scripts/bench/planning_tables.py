@@ -28,6 +28,19 @@ def closed_against_trace(result: dict[str, Any]) -> list[str]:
     return [*lines, "", summary, *([f"Refused by one of the methods: {refused}."] if refused else [])]
 
 
+def reserved_memory(result: dict[str, Any]) -> list[str]:
+    """Return the ratios of all points, and of their median and range."""
+    names = {"reserved": "reserved", "needed": "needed", "expandable": "reserved, expandable segments"}
+    lines = [f"| setting | allocated | {' | '.join(names.values())} |", "|---|---|---|---|---|"]
+    for row in result["rows"]:
+        ratios = " | ".join(f"{row[name]:.2f}" for name in names)
+        lines.append(f"| {row['point'].replace(',', ', ')} | {row['allocated_bytes'] / 2**30:.1f} GiB | {ratios} |")
+    for kind in ("median", "least", "largest"):
+        found = (f"{result['ratios'][name][kind]:.2f}" for name in names)
+        lines.append(f"| {kind} | | {' | '.join(found)} |")
+    return lines
+
+
 def preflight_time(result: dict[str, Any]) -> list[str]:
     lines = ["| model | time | CPU time of the command and its ranks |", "|---|---|---|"]
     lines += [f"| {row['model']} | {row['seconds']:.0f} s | {row['cpu_seconds']:.0f} s |" for row in result["rows"]]

@@ -23,7 +23,7 @@ from common import RESULTS, ROOT, describe_machine
 from gpu_checks.results import table
 from hang_tables import hang_overhead, hangs, hangs_healthy
 from memory_table import memory_error
-from planning_tables import closed_against_trace, planner_time, preflight_time
+from planning_tables import closed_against_trace, planner_time, preflight_time, reserved_memory
 from profile_tables import suggestions
 
 BLOCK = re.compile(r"(<!-- results:begin (?P<name>[\w-]+) -->\n).*?(<!-- results:end (?P=name) -->)", re.DOTALL)
@@ -506,7 +506,7 @@ _ALL = (
     gloo_connections,
     large_world, memory_error, step_time, published_runs, unexpressed, throughput, restarts, two_hosts,
     hangs, hangs_healthy, hang_overhead, suggestions,
-    planner_time, closed_against_trace, preflight_time, host_waits,
+    planner_time, closed_against_trace, preflight_time, reserved_memory, host_waits,
 )  # fmt: skip
 TABLES: dict[str, Callable[[Result], list[str]]] = {table.__name__: table for table in _ALL}
 

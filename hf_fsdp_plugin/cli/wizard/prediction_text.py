@@ -21,7 +21,7 @@ MAX_ROWS: Final = 8
 def memory_text(memory: MemoryEstimate, limit: int | None) -> str:
     """Return the peak in one line: ``31.2 GiB of 74.5 GiB per GPU, in the backward of model.layers.3``."""
     of = f" of {_size(limit)}" if limit is not None else ""
-    return f"{_size(memory.peak.bytes)}{of} per GPU, in the {memory.peak.where}"
+    return f"{_size(memory.needed_bytes)}{of} per GPU, in the {memory.peak.where}"
 
 
 def advice_text(advice: Advice, best: AdviceRow | None, state: State, width: int | None) -> str:
@@ -33,7 +33,7 @@ def advice_text(advice: Advice, best: AdviceRow | None, state: State, width: int
         speed = (f"{row.tokens_per_second or 0:,.0f}", row.reason) if timed else (format_bytes(row.communicated),)
         batch = f"{row.choice.micro_batch}{'*' if row.choice.sync_each_batch else ''}"
         lines.append(
-            ("»" if row is best else "", _strategy(row), _checkpointing(row), batch, _size(row.peak_bytes), *speed)
+            ("»" if row is best else "", _strategy(row), _checkpointing(row), batch, _size(row.needed_bytes), *speed)
         )
     parts = [f"Predicted per GPU of {_size(advice.gpu_memory)}, of which {_size(advice.limit)} may be used:"]
     if advice.fitting:
@@ -51,7 +51,7 @@ def rows_text(rows: Iterable[Row], width: int | None) -> str:
     lines: list[Sequence[str]] = [("strategy", "checkpointing", "memory", "collectives")]
     for row in rows:
         names = (str(row.settings["sharding.strategy"]), str(row.settings["activation.checkpointing"]))
-        lines.append((*names, _size(row.memory.peak.bytes), format_bytes(row.communicated)))
+        lines.append((*names, _size(row.memory.needed_bytes), format_bytes(row.communicated)))
     title = "Predicted per GPU with one sample per forward pass: memory at the peak, and bytes of collectives per step:"
     end = "The memory of a GPU is unknown, so nothing is recommended."
     return f"{title}\n\n{_table(lines, (2, 3), width)}\n\n{end}"
@@ -81,7 +81,7 @@ def _rejected(advice: Advice) -> list[str]:
     least: dict[str, AdviceRow] = {}
     for row in advice.rejected:
         name = str(row.settings["sharding.strategy"])
-        if name not in fitting and (name not in least or row.peak_bytes < least[name].peak_bytes):
+        if name not in fitting and (name not in least or row.needed_bytes < least[name].needed_bytes):
             least[name] = row
     return [f"{name} does not fit: {least[name].reason}" for name in STRATEGIES if name in least]
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from hf_fsdp_plugin.estimate.memory.assumptions import assumptions, framework_bytes
+from hf_fsdp_plugin.estimate.memory.assumptions import assumptions
+from hf_fsdp_plugin.estimate.memory.device import UNKNOWN, Gpu, device_memory, framework_bytes
 from hf_fsdp_plugin.estimate.memory.engine import Engine
 from hf_fsdp_plugin.estimate.memory.fsdp1 import Fsdp1Engine
 from hf_fsdp_plugin.estimate.memory.fsdp2 import Fsdp2Engine
@@ -21,7 +22,7 @@ from hf_fsdp_plugin.plan.model import FsdpPlan
 
 
 def estimate_memory(
-    plan: FsdpPlan, model: nn.Module, workload: Workload, *, profile: StepProfile | None = None
+    plan: FsdpPlan, model: nn.Module, workload: Workload, *, profile: StepProfile | None = None, gpu: Gpu = UNKNOWN
 ) -> MemoryEstimate:
     """Return the memory of the rank that needs most, in the steady state, with every moment of a step.
 
@@ -31,12 +32,13 @@ def estimate_memory(
     Args:
         model: on the meta device, not sharded. It is unchanged afterwards.
         profile: what :func:`profile_step` has returned for the same model, units, dtypes, checkpointing and sizes.
+        gpu: what is known of the GPU of a plan for CUDA.
 
     Raises:
         SpecError: the model has other inputs than a batch of text or images (FSDP-E811).
     """
     profile = profile or profile_step(plan, model, workload)
-    return follow_step(plan, unit_sizes(plan, model), ignored_bytes(plan, model), workload, profile)
+    return follow_step(plan, unit_sizes(plan, model), ignored_bytes(plan, model), workload, profile, gpu)
 
 
 def follow_step(
@@ -45,6 +47,7 @@ def follow_step(
     ignored: Mapping[str, int],
     workload: Workload,
     profile: StepProfile,
+    gpu: Gpu = UNKNOWN,
 ) -> MemoryEstimate:
     """Return the estimate from a profile and sizes that are computed already, as the planner does."""
     shards = [shard for unit in sizes for shard in unit.shards]
@@ -55,7 +58,7 @@ def follow_step(
     host = params + state + sum(unit.grad_shard for unit in sizes) if engine.offloads else 0
     ledger.add("params", ignored["params"] + (0 if engine.offloads else params))
     ledger.add("optimizer", 0 if engine.offloads else state)
-    ledger.add("other", ignored["buffers"] + framework_bytes(plan.device_type))
+    ledger.add("other", ignored["buffers"] + framework_bytes(plan.device_type, gpu))
     batches, offloaded = follow_micro_batches(engine, workload, profile)
     if workload.clip_norm:
         ledger.at("clipping")
@@ -63,12 +66,14 @@ def follow_step(
     update = 0 if engine.offloads else update_bytes(workload, plan.device_type, shards)
     ledger.add("other", update)
     ledger.free("other", update)
+    peak = ledger.peak()
     return MemoryEstimate(
         method="closed_form",
-        peak=ledger.peak(),
+        peak=peak,
         timeline=ledger.moments(batches),
         host_bytes=host + offloaded,
-        assumptions=assumptions(plan, workload),
+        assumptions=assumptions(plan, workload, gpu),
+        device=device_memory(plan, gpu, peak.bytes),
     )
 
 

@@ -22,8 +22,16 @@ _CODE_BOOKS = 2 * 256 * 4
 
 
 def update_loop(workload: Workload, device_type: str) -> UpdateLoop:
-    """Return how the optimizer runs over the parameters: torch's default on the device unless the workload sets it."""
-    return workload.update_loop or ("for_loop" if device_type == "cpu" else "foreach")
+    """Return how the optimizer runs over the parameters.
+
+    Unless the workload sets it: the Trainer's default for AdamW on CUDA (``optim`` of TrainingArguments is
+    ``adamw_torch_fused``), else torch's default on the device.
+    """
+    if workload.update_loop is not None:
+        return workload.update_loop
+    if device_type == "cuda" and workload.optimizer == "adamw":
+        return "fused"
+    return "for_loop" if device_type == "cpu" else "foreach"
 
 
 def state_bytes(optimizer: Optimizer, shards: Iterable[Shard]) -> int:

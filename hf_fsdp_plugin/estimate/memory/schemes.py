@@ -8,7 +8,7 @@ from typing import Final
 
 from torch import nn
 
-from hf_fsdp_plugin.estimate.memory.assumptions import framework_bytes
+from hf_fsdp_plugin.estimate.memory.device import framework_bytes
 from hf_fsdp_plugin.estimate.memory.engine import Engine
 from hf_fsdp_plugin.estimate.memory.estimate import estimate_memory, follow_micro_batches
 from hf_fsdp_plugin.estimate.memory.ledger import Ledger

@@ -35,10 +35,10 @@ def document(title: str, parts: Iterable[str]) -> str:
 
 def _verdict(data: PictureData) -> str:
     peak = data.memory.peak
-    need = f"Each rank needs {_size(peak.bytes)}, in the {peak.where}."
+    need = f"Each rank needs {_size(data.memory.needed_bytes)}, in the {peak.where}."
     if data.gpu_memory is None:
         return need
-    fits = "It fits" if peak.bytes <= data.gpu_memory else "It does not fit"
+    fits = "It fits" if data.memory.needed_bytes <= data.gpu_memory else "It does not fit"
     return f"{fits} in {_size(data.gpu_memory)}. {need}"
 
 

@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_fsdp_plugin.backends import activations
-from hf_fsdp_plugin.estimate.memory.assumptions import assumptions, framework_bytes
+from hf_fsdp_plugin.estimate.caching_allocator import MIN_BLOCK
+from hf_fsdp_plugin.estimate.memory.assumptions import assumptions
 from hf_fsdp_plugin.estimate.memory.attention import run_attention
+from hf_fsdp_plugin.estimate.memory.device import Gpu, framework_bytes
 from hf_fsdp_plugin.estimate.results import MemoryKind
 from hf_fsdp_plugin.estimate.trace.recorder import Block, Recorder
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.model import FsdpPlan
 
-_CUDA_BLOCK: Final = 512
-"""Bytes to which torch rounds allocations on GPUs (``kMinBlockSize`` in c10/cuda/CUDACachingAllocator.h)."""
 _KINDS: Final[dict[str, MemoryKind]] = {
     "params": "params", "grads": "grads", "optimizer": "optimizer", "buffers": "other", "gathered": "gathered",
 }  # fmt: skip
@@ -29,15 +29,15 @@ _UPDATE: Final = ("clipping", "optimizer step")
 class Device:
     """The device of a plan."""
 
-    def __init__(self, plan: FsdpPlan) -> None:
-        self.type = plan.device_type
+    def __init__(self, plan: FsdpPlan, gpu: Gpu) -> None:
+        self.type, self._gpu = plan.device_type, gpu
         self.is_cpu = plan.device_type == "cpu"
         self._offloads = plan.offload_params and not self.is_cpu
-        self.framework_bytes = framework_bytes(plan.device_type)
+        self.framework_bytes = framework_bytes(plan.device_type, gpu)
 
     def size_of(self, block: Block) -> int:
         """Return the bytes that the device's allocator takes for a block."""
-        return block.size if self.is_cpu else -(-block.size // _CUDA_BLOCK) * _CUDA_BLOCK
+        return block.size if self.is_cpu else -(-block.size // MIN_BLOCK) * MIN_BLOCK
 
     def kind_of(self, block: Block) -> MemoryKind | None:
         """Return the kind of a block; ``None`` if it is in host memory, while the device is not the CPU."""
@@ -66,7 +66,7 @@ class Device:
 
     def assumptions(self, workload: Workload, plan: FsdpPlan) -> tuple[str, ...]:
         """Return what a traced estimate assumes."""
-        texts = [*assumptions(plan, workload), "Samples are neither padded nor packed."]
+        texts = [*assumptions(plan, workload, self._gpu, traced=True), "Samples are neither padded nor packed."]
         if self.is_cpu:
             texts.append("The collectives are those of gloo; scratch memory of oneDNN is not included.")
             return tuple(texts)
@@ -74,7 +74,6 @@ class Device:
             f"The step was traced on the CPU with the attention, dropout and block size of {self.type}; other "
             "operators allocate as on the CPU, without the scratch memory of kernels."
         )
-        texts.append("Each block is free for others at once; the streams of real collectives can delay this.")
         if self._offloads:
             texts.append("Copies of offloaded shards on the device, before they are gathered, are not included.")
         return tuple(texts)

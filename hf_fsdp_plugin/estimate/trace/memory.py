@@ -8,10 +8,12 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_fsdp_plugin.backends.torch_types import device_mesh
+from hf_fsdp_plugin.estimate.memory.device import UNKNOWN, Gpu
 from hf_fsdp_plugin.estimate.results import MemoryEstimate
 from hf_fsdp_plugin.estimate.trace.device import Device
 from hf_fsdp_plugin.estimate.trace.places import Places
 from hf_fsdp_plugin.estimate.trace.recorder import Event, Recorder
+from hf_fsdp_plugin.estimate.trace.reserved import simulated_memory
 from hf_fsdp_plugin.estimate.trace.step import Step
 from hf_fsdp_plugin.estimate.trace.timeline import merged, moments
 from hf_fsdp_plugin.estimate.trace.values import unpacked_samples
@@ -23,7 +25,7 @@ from hf_fsdp_plugin.torch_private.fake import FakeTensorMode, fake_process_group
 _OTHER_METHOD = "Use the closed form: hf-fsdp plan without --trace, or hf_fsdp_plugin.estimate.memory.estimate_memory."
 
 
-def trace_memory(plan: FsdpPlan, model: nn.Module, workload: Workload) -> MemoryEstimate:
+def trace_memory(plan: FsdpPlan, model: nn.Module, workload: Workload, *, gpu: Gpu = UNKNOWN) -> MemoryEstimate:
     """Return the memory of the rank that needs most, from a training step of ``model`` under fake tensors.
 
     The backends shard a copy of the model in a fake process group of ``plan.world_size`` ranks. A first step creates
@@ -31,6 +33,7 @@ def trace_memory(plan: FsdpPlan, model: nn.Module, workload: Workload) -> Memory
 
     Args:
         model: the model that was planned, for example on the meta device. It is not changed.
+        gpu: what is known of the GPU of a plan for CUDA.
 
     Raises:
         SpecError: this process already has a process group (FSDP-E801), the step cannot run under fake tensors
@@ -39,7 +42,7 @@ def trace_memory(plan: FsdpPlan, model: nn.Module, workload: Workload) -> Memory
     if dist.is_initialized():
         message = "this process is a rank of a run, so it cannot be rank 0 of a world that does not exist."
         raise SpecError([Problem(code="FSDP-E801", message=message, fix="Trace in a process of its own.")])
-    device = Device(plan)
+    device = Device(plan, gpu)
     events, start = _record(_traceable(plan), model, workload, device)
     found, host = moments(events, start, device)
     return MemoryEstimate(
@@ -48,6 +51,7 @@ def trace_memory(plan: FsdpPlan, model: nn.Module, workload: Workload) -> Memory
         timeline=merged(found, lambda where: where.endswith(f" of {plan.model_class}")),
         host_bytes=host,
         assumptions=device.assumptions(workload, plan),
+        device=simulated_memory(plan, gpu, events, start, lambda block: device.kind_of(block) is not None),
     )
 
 

@@ -26,11 +26,13 @@ class Block:
     Attributes:
         label: what it contains, if that does not follow from where it was allocated.
         where: the place in the step at which it was allocated.
+        stream: number of the stream in which it was allocated; 0 for the default stream, which computes.
     """
 
     size: int
     where: str
     label: Label | None = None
+    stream: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class Recorder(TorchDispatchMode):
         self._alive: dict[int, Block] = {}
         self._added: tuple[int, Block, Block] | None = None
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._streams: dict[Any, int] = {torch.cpu.current_stream(): 0}
         self._stack = ExitStack()
         self._is_paused = False
 
@@ -128,7 +131,7 @@ class Recorder(TorchDispatchMode):
         if key in self._alive:
             return
         self._references[key] = weakref.ref(storage, lambda _: self._freed(key))
-        block = Block(storage.nbytes(), self._place())
+        block = self._block(storage.nbytes())
         old = None if replaces is None else self._alive.get(storage_key(replaces))
         self._settle()
         self._alive[key] = block
@@ -137,9 +140,14 @@ class Recorder(TorchDispatchMode):
         else:
             self._record(block, 1)
 
+    def _block(self, size: int, label: Label | None = None) -> Block:
+        # On the CPU, FSDP enters streams that do nothing.
+        stream = self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))
+        return Block(size, self._place(), label, stream)
+
     def _use(self, size: int, label: Label | None = None) -> None:
         self._settle()
-        block = Block(size, self._place(), label)
+        block = self._block(size, label)
         self._record(block, 1)
         self._record(block, -1)
 
@@ -165,7 +173,7 @@ class Recorder(TorchDispatchMode):
             self._see(storage, None)
         elif old.size != size:
             # Only FSDP resizes storages in a step: those of gathered parameters.
-            self._alive[key] = Block(size, self._place(), "gathered")
+            self._alive[key] = self._block(size, "gathered")
             if size:
                 self._record(self._alive[key], 1)
             self._record(old, -1)

@@ -14,7 +14,7 @@ from hf_fsdp_plugin.estimate.communication import estimate_communication
 from hf_fsdp_plugin.estimate.machine_file import calibration_path, read_machine
 from hf_fsdp_plugin.estimate.memory import estimate_memory
 from hf_fsdp_plugin.estimate.time import estimate_time
-from hf_fsdp_plugin.estimate.workload import Optimizer, Workload
+from hf_fsdp_plugin.estimate.workload import Optimizer, UpdateLoop, Workload
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.plan.resolve import resolve
@@ -54,11 +54,21 @@ def predict(
             accumulation=forwards_per_step,
             sync_each_batch=forwards_per_step > 1 and reductions_per_step > 1.5,
             optimizer=kind,
+            update_loop=_update_loop(optimizer, plan.device_type),
             attention=getattr(config, "_attn_implementation", "sdpa"),
         )
         return _predict(plan, _meta_copy(model, config), workload)
     except Exception as error:  # a profile is complete without a prediction
         return {"not_predicted": f"{type(error).__name__}: {error}"[:300]}
+
+
+def _update_loop(optimizer: Any, device_type: str) -> UpdateLoop:
+    """Return how an optimizer runs over the parameters, from its arguments and torch's default on the device."""
+    options = getattr(optimizer, "defaults", {})
+    if options.get("fused"):
+        return "fused"
+    foreach = options.get("foreach")
+    return "foreach" if foreach or (foreach is None and device_type != "cpu") else "for_loop"
 
 
 def _predict(plan: FsdpPlan, model: nn.Module, workload: Workload) -> dict[str, Any]:

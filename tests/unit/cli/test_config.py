@@ -348,9 +348,9 @@ def test_full_disk_leaves_the_file_unchanged(config, monkeypatch, tmp_path):
 
 # GPU memory and FSDP version -> the recommended strategy and checkpointing; "" for a table without a recommendation.
 RECOMMENDED = [
-    slow("2GB", "1", ("no_shard", "none")),
-    ("2GB", "2", ("shard_grad_op", "none")),  # stock Accelerate has no no_shard under FSDP2
-    slow("240MB", "2", ("full_shard", "full")),
+    slow("4GB", "1", ("no_shard", "none")),
+    ("4GB", "2", ("shard_grad_op", "none")),  # stock Accelerate has no no_shard under FSDP2
+    slow("1760MB", "2", ("full_shard", "full")),
     ("100MB", "2", ("full_shard", "none")),  # nothing fits: the general default
     ("", "2", ("full_shard", "none")),
 ]
@@ -379,7 +379,7 @@ def test_recommended_settings_fit_and_are_those_of_plan(config, llama, hf_fsdp, 
         micro_batch, "--json", *syncs, *limit,
     )  # fmt: skip
     assert json.loads(plan)["per_rank"] == result["per_rank"] and code == (memory == "100MB")
-    if (memory, version) == ("2GB", "2"):
+    if (memory, version) == ("4GB", "2"):
         refused, _ = config(*argv, "--force", "--gpu-memory", memory, "--recommendation", "no")
         assert json.loads(refused)["settings"]["sharding.strategy"] == best[0]  # the value of the file
 

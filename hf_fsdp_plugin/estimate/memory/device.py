@@ -1,0 +1,142 @@
+"""What a GPU holds besides tensors: workspaces of cuBLAS, buffers of NCCL, the CUDA context, cached memory.
+
+The table of figures, with their sources, is the constants below. On device types other than ``cuda`` none is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from hf_fsdp_plugin.estimate.machines import Machine
+from hf_fsdp_plugin.estimate.results import DeviceMemory
+from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.strategies import STRATEGIES
+from hf_fsdp_plugin.text import format_bytes, plural
+
+_MIB: Final = 1 << 20
+_WORKSPACES: Final = ((9.0, 32 * _MIB), (0.0, 8 * _MIB + 128 * 1024))
+"""Compute capability from which on -> bytes of a workspace of cuBLAS, which torch allocates for each thread that has a
+handle, and stream (``getChosenWorkspaceSize`` in ATen/cuda/CublasHandlePool.cpp). cuBLASLt shares it."""
+_THREADS: Final = 2
+"""Threads that multiply matrices: the one that runs forward, and autograd's of the device."""
+_CONTEXT: Final = 616 * _MIB
+"""The CUDA context with the kernels that are loaded. Published: 256 MiB (RTX 3090, torch 2.7, invoke-ai/InvokeAI issue
+9413), 426 MiB (RTX 6000 Ada, torch 2.10, unslothai/unsloth-zoo pull request 1053), 616 MiB (a server with 8 GPUs,
+LMCache/LMCache issue 4019). This is the largest."""
+_CONNECTION: Final = 12 * _MIB
+"""Bytes that NCCL allocates for one channel of a connection: buffers of 512 KiB (LL), 4.7 MiB (LL128) and 4 MiB (simple
+protocol, ``NCCL_BUFFSIZE``) and two structures, in allocations of whole 2 MiB (``p2pSendSetup`` and ``p2pRecvSetup`` in
+src/transport/p2p.cc, ``computeBuffSizes`` in src/init.cc; NVIDIA/nccl issue 1685 logs 10 and 2 MiB)."""
+_CHANNELS: Final = {True: 24, False: 4}
+"""Whether GPUs are linked by NVLink -> channels: 24 in logs of 8 A100 (NVIDIA/nccl-tests issue 100), fewer on other
+machines (16 on 8 H800, NVIDIA/nccl issue 892); 4 without NVLink is an assumption."""
+_PCIE_BANDWIDTH: Final = 64e9
+"""Bytes/s of PCI Express 5.0 x16: faster links are NVLink."""
+RESERVED_RATIO: Final = 1.3
+NEEDED_RATIO: Final = 1.1
+"""Reserved and needed memory over the allocated peak in the closed form: medians of traced steps (docs/results.md)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """What is known of the GPUs of a run.
+
+    Attributes:
+        capability: compute capability, such as 9.0; ``None`` if unknown, for which that of newer GPUs is assumed.
+        has_nvlink: ``None`` if unknown, for which NVLink is assumed, as it needs more memory.
+    """
+
+    capability: float | None = None
+    has_nvlink: bool | None = None
+
+
+UNKNOWN: Final = Gpu()
+
+
+def gpu_of(machine: Machine | None) -> Gpu:
+    """Return what is known of the GPUs of a machine."""
+    if machine is None or machine.capability is None:
+        return UNKNOWN
+    return Gpu(capability=machine.capability, has_nvlink=machine.intra.bandwidth > _PCIE_BANDWIDTH)
+
+
+def workspaces(device_type: str, gpu: Gpu = UNKNOWN) -> tuple[int, ...]:
+    """Return the bytes of each workspace of cuBLAS: of the forward's thread, and of the backward's."""
+    if device_type != "cuda":
+        return (0,) * _THREADS
+    capability = _WORKSPACES[0][0] if gpu.capability is None else gpu.capability
+    size = next(size for least, size in _WORKSPACES if capability >= least)
+    return (size,) * _THREADS
+
+
+def framework_bytes(device_type: str, gpu: Gpu = UNKNOWN) -> int:
+    """Return the bytes that torch allocates on a device for its libraries."""
+    return sum(workspaces(device_type, gpu))
+
+
+def communicators(plan: FsdpPlan) -> tuple[int, ...]:
+    """Return the number of ranks of each NCCL communicator of a rank: the world, and the axes of a 2-D mesh."""
+    strategy = STRATEGIES[plan.strategy]
+    is_flat = plan.mesh.replicate == 1 and strategy.is_sharded and not strategy.hybrid
+    axes = () if is_flat else (plan.mesh.replicate, plan.mesh.shard)
+    return tuple(size for size in (plan.world_size, *axes) if size > 1)
+
+
+def nccl_bytes(plan: FsdpPlan, gpu: Gpu = UNKNOWN) -> int:
+    """Return the bytes of the buffers of all communicators.
+
+    Each channel has a ring, and for all-reduces a tree: with one neighbour if there are two ranks, else with one in
+    half of the channels and two in the others. NVIDIA/nccl issue 964 measures 544 MB for 2 A100 and 688 MB for more;
+    this function returns 576 and 720 MiB. NVLink SHARP, and buffers for the network, are not included.
+    """
+    channels = _CHANNELS[gpu.has_nvlink is not False]
+    neighbours = sum(2.0 if size == 2 else 2.5 for size in communicators(plan))
+    return int(channels * neighbours * _CONNECTION)
+
+
+def device_memory(
+    plan: FsdpPlan, gpu: Gpu, allocated: int, simulated: tuple[int, int] | None = None, expandable: int | None = None
+) -> DeviceMemory | None:
+    """Return the memory of a device; ``None`` for device types whose allocator is not known.
+
+    Args:
+        allocated: peak in bytes.
+        simulated: reserved and needed bytes of torch's allocator; by default the ratios of the closed form.
+        expandable: reserved bytes with ``expandable_segments``.
+    """
+    if plan.device_type != "cuda":
+        return None
+    reserved, needed = simulated or (int(allocated * RESERVED_RATIO), int(allocated * NEEDED_RATIO))
+    return DeviceMemory(
+        allocated=allocated,
+        reserved=reserved,
+        needed=needed,
+        context=_CONTEXT,
+        nccl=nccl_bytes(plan, gpu),
+        expandable=expandable,
+    )
+
+
+def library_assumptions(plan: FsdpPlan, gpu: Gpu) -> Iterator[str]:
+    """Yield what is assumed of workspaces, context and NCCL."""
+    if plan.device_type == "cpu":
+        return
+    if plan.device_type != "cuda":
+        yield (
+            f"What the allocator of {plan.device_type} devices reserves beyond the allocated memory, their context, "
+            "and the buffers of their collectives are not known, and not included."
+        )
+        return
+    size, of = format_bytes(workspaces("cuda", gpu)[0], binary=True), "the GPU"
+    if gpu.capability is None:
+        of = "GPUs from compute capability 9.0 on; name a --machine for others"
+    yield f"cuBLAS has two workspaces of {size}, for the threads of forward and backward, as on {of}."
+    groups = communicators(plan)
+    buffers = ""
+    if groups:
+        channels = _CHANNELS[gpu.has_nvlink is not False]
+        count = plural(len(groups), "communicator")
+        buffers = f" NCCL's buffers ({count}, {channels} channels each) are computed, without NVLink SHARP."
+    yield f"The CUDA context has {format_bytes(_CONTEXT, binary=True)}, the largest published figure.{buffers}"

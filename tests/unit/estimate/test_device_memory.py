@@ -1,0 +1,210 @@
+"""What a GPU holds besides the allocated peak: workspaces, NCCL, context, and what torch's allocator reserves."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers as hf
+
+import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.cli.plan_output import Prediction, plan_json, plan_text
+from hf_fsdp_plugin.estimate.caching_allocator import CachingAllocator
+from hf_fsdp_plugin.estimate.communication import estimate_communication
+from hf_fsdp_plugin.estimate.machine_file import machine_named
+from hf_fsdp_plugin.estimate.memory import estimate_memory
+from hf_fsdp_plugin.estimate.memory.device import (
+    UNKNOWN,
+    Gpu,
+    communicators,
+    framework_bytes,
+    gpu_of,
+    nccl_bytes,
+    workspaces,
+)
+from hf_fsdp_plugin.estimate.memory.optimizer import update_loop
+from hf_fsdp_plugin.estimate.trace import trace_memory
+from hf_fsdp_plugin.estimate.trace.recorder import Block, Event
+from hf_fsdp_plugin.estimate.trace.reserved import Replay
+from hf_fsdp_plugin.estimate.workload import Workload
+
+MIB = 1 << 20
+STEP = Workload(micro_batch=1, seq_len=64)
+
+
+def llama():
+    sizes = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+    with torch.device("meta"):
+        return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_hidden_layers=3))
+
+
+def plan_of(model, ranks=8, strategy="full_shard", device="cuda", version=2, **config):
+    config = {"version": version, **config}
+    spec = hfp.load_spec(fsdp=f"{strategy} auto_wrap", fsdp_config=config)
+    return hfp.resolve(spec, model, world_size=ranks, device_type=device)
+
+
+@pytest.mark.parametrize(
+    ("capability", "size"),
+    [(8.0, 8 * MIB + 128 * 1024), (8.9, 8 * MIB + 128 * 1024), (9.0, 32 * MIB), (10.0, 32 * MIB), (None, 32 * MIB)],
+)
+def test_workspaces_follow_the_compute_capability(capability, size):
+    gpu = Gpu(capability=capability)
+    assert workspaces("cuda", gpu) == (size, size) and framework_bytes("cuda", gpu) == 2 * size
+
+
+def test_other_devices_have_no_workspaces():
+    assert framework_bytes("cpu") == framework_bytes("npu") == 0
+
+
+def test_known_machines_tell_capability_and_links():
+    assert gpu_of(machine_named("a100-80gb")) == Gpu(capability=8.0, has_nvlink=True)
+    assert gpu_of(machine_named("h100-pcie:ethernet-25")) == Gpu(capability=9.0, has_nvlink=False)
+    assert gpu_of(machine_named("b200")).capability == 10.0 and gpu_of(None) == UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "config", "groups"),
+    [
+        (1, "full_shard", {}, ()),
+        (8, "full_shard", {}, (8,)),
+        (8, "shard_grad_op", {}, (8,)),
+        (8, "hybrid_shard", {"dp_shard_size": 2}, (8, 4, 2)),
+        (8, "no_shard", {}, (8, 8)),
+    ],
+)
+def test_communicators_are_those_of_the_mesh(ranks, strategy, config, groups):
+    assert communicators(plan_of(llama(), ranks, strategy, **config)) == groups
+
+
+@pytest.mark.parametrize(("ranks", "published"), [(2, 544e6), (4, 688e6)])
+def test_nccl_is_near_the_published_measurement(ranks, published):
+    """NVIDIA/nccl issue 964: one communicator of A100 with NVLink, in MB, taken as the MiB of nvidia-smi."""
+    found = nccl_bytes(plan_of(llama(), ranks), Gpu(capability=8.0, has_nvlink=True))
+    assert found == pytest.approx(published * 1.048576, rel=0.06)
+
+
+def test_slow_links_need_fewer_channels():
+    plan = plan_of(llama())
+    assert nccl_bytes(plan, Gpu(has_nvlink=False)) == nccl_bytes(plan) / 6
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "device", "loop"),
+    [
+        ("adamw", "cuda", "fused"), ("sgd", "cuda", "foreach"), ("muon", "cuda", "foreach"),
+        ("adamw", "npu", "foreach"),
+        ("adamw", "cpu", "for_loop"),
+    ],
+)  # fmt: skip
+def test_default_of_the_update_is_the_trainers(optimizer, device, loop):
+    workload = replace(STEP, optimizer=optimizer)
+    assert update_loop(workload, device) == loop
+    assert update_loop(replace(workload, update_loop="for_loop"), device) == "for_loop"
+
+
+def test_fused_updates_have_no_copy_of_the_shard():
+    model = llama()
+    plan = plan_of(model, ranks=1)
+    found = {loop: estimate_memory(plan, model, replace(STEP, update_loop=loop)) for loop in (None, "fused", "foreach")}
+    shard = sum(parameter.numel() for parameter in model.parameters()) * 4
+    last = {loop: estimate.timeline[-1].bytes for loop, estimate in found.items()}
+    assert last[None] == last["fused"] == last["foreach"] - shard
+    assert any("adamw_torch_fused" in text for text in found[None].assumptions)
+    assert not any("adamw_torch_fused" in text for text in found["fused"].assumptions)
+
+
+def test_only_gpus_of_cuda_have_figures_of_the_device():
+    model = llama()
+    cpu, xpu, cuda = (estimate_memory(plan_of(model, device=name), model, STEP) for name in ("cpu", "xpu", "cuda"))
+    assert cpu.device is None and cpu.needed_bytes == cpu.total_bytes == cpu.peak.bytes
+    assert xpu.device is None and any("xpu devices" in text for text in xpu.assumptions)
+    device = cuda.device
+    assert device.allocated == cuda.peak.bytes < device.needed < device.reserved and device.expandable is None
+    assert cuda.needed_bytes == device.needed + device.context + device.nccl < cuda.total_bytes
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_traced_step_is_replayed_through_the_allocator(version):
+    model = llama()
+    found = trace_memory(plan_of(model, version=version), model, STEP)
+    device = found.device
+    assert found.peak.bytes <= device.allocated <= device.needed <= device.reserved
+    assert device.reserved % (2 * MIB) == 0 and device.expandable % (2 * MIB) == 0
+    assert trace_memory(plan_of(model, device="cpu"), model, STEP).device is None
+
+
+def event(block, sign, where="forward of unit"):
+    return Event(block, sign, where)
+
+
+def test_replay_repeats_the_step_until_it_is_steady():
+    """What a step leaves is freed by the next one, so that repetitions need no more memory."""
+    params = Block(30 * MIB, "preparation")
+    whole = Block(400 * MIB, "preparation")
+    batches = [Block(20 * MIB, "forward of unit") for _ in range(2)]
+    side = Block(40 * MIB, "forward of unit", stream=1)
+    events = [
+        event(whole, 1, "preparation"), event(params, 1, "preparation"), event(whole, -1, "preparation"),
+        event(batches[0], 1),
+        event(batches[1], 1), event(batches[0], -1), event(side, 1), event(side, -1),
+    ]  # fmt: skip
+    allocator = CachingAllocator()
+    Replay(allocator, lambda block: True, defers_frees=False).run(events, 4, (32 * MIB, 8 * MIB))
+    assert allocator.reserved == (30 + 32 + 2 * 20 + 40) * MIB  # no whole model; a pool for the other stream
+    assert allocator.allocated == (30 + 32 + 20) * MIB and allocator.peak_allocated == (30 + 32 + 20 + 40) * MIB
+
+
+def test_deferred_frees_keep_two_blocks():
+    """Under FSDP1, a third all-gather can reuse the memory of the first one, not that of the second."""
+    blocks = [Block(20 * MIB, "forward of unit", stream=1) for _ in range(6)]
+    events = [event(block, sign) for block in blocks for sign in (1, -1)]
+    reserved = {}
+    for defers in (False, True):
+        allocator = CachingAllocator()
+        Replay(allocator, lambda block: True, defers_frees=defers).run(events, 0, (0, 0))
+        reserved[defers] = allocator.peak_reserved
+    assert reserved == {False: 20 * MIB, True: 60 * MIB}
+
+
+@pytest.fixture
+def prediction():
+    model = llama()
+    plan = plan_of(model)
+    memory = estimate_memory(plan, model, STEP)
+    device = replace(memory.device, allocated=10 << 30, needed=11 << 30, reserved=13 << 30, expandable=12 << 30)
+    return Prediction(
+        plan=plan,
+        workload=STEP,
+        memory=replace(memory, device=device),
+        communication=estimate_communication(plan, model, STEP),
+        gpu_memory=80 * 10**9,
+    )
+
+
+def test_plan_shows_what_the_device_holds(prediction):
+    text = plan_text(prediction)
+    assert text.startswith("It fits: each rank needs ")
+    for row in ("allocated by torch at the peak", "13.0 GiB", "CUDA context", "NCCL", "total"):
+        assert row in text
+    found = plan_json(prediction, [])["device_memory"]
+    assert found["total_bytes"] == found["reserved_bytes"] + found["context_bytes"] + found["nccl_bytes"]
+    assert found["needed_bytes"] == prediction.memory.needed_bytes
+
+
+@pytest.mark.parametrize(
+    ("size", "answer", "fits"),
+    [("total", "It fits", True), ("needed", "It just fits", True), ("", "It does not", False)],
+)
+def test_answer_depends_on_total_and_needed_memory(prediction, size, answer, fits):
+    memory = {"total": prediction.memory.total_bytes, "needed": prediction.memory.needed_bytes, "": 12 << 30}[size]
+    found = replace(prediction, gpu_memory=memory)
+    assert plan_text(found).startswith(answer) and found.fits is fits
+    assert ("return cached memory" in plan_text(found).replace("\n", " ")) == (size == "needed")
+
+
+def test_expandable_segments_are_suggested_if_they_save_memory(prediction):
+    assert "expandable_segments:True" in plan_text(prediction)
+    assert len(plan_json(prediction, [])["suggestions"]) == 1
+    device = replace(prediction.memory.device, expandable=(13 << 30) - (100 << 20))
+    small = replace(prediction, memory=replace(prediction.memory, device=device))
+    assert "expandable_segments:True" not in plan_text(small) and plan_json(small, [])["suggestions"] == []
