@@ -36,7 +36,6 @@ def machine_named(name: str) -> Machine:
         raise SpecError([_unknown("network", network, list(table["networks"]))])
     link = table["networks"][network]
     figures = {key: value for key, value in row.items() if key != "network"}
-    figures |= {key: tuple(row[key]) for key in ("matmul", "attention", "memory")}
     figures |= {"intra": Link(**row["intra"]), "inter": Link(bandwidth=link["bandwidth"], latency=link["latency"])}
     return Machine(**{**figures, "name": base if network == row["network"] else f"{base}:{network}"})
 
@@ -101,9 +100,8 @@ def _machine(data: dict[str, Any]) -> Machine:
         for each in data["collectives"]
     )
     links = {name: Link(**data[name]) for name in ("intra", "inter")}
-    fractions = {name: tuple(data[name]) for name in ("matmul", "attention", "memory", "spread")}
-    read = {"curves": curves, "collectives": measured}
-    return Machine(**{**data, **links, **fractions, **read})
+    read = {"curves": curves, "collectives": measured, "spread": tuple(data["spread"])}
+    return Machine(**{**data, **links, **read})
 
 
 def _points(curve: Any) -> tuple[tuple[float, float], ...]:
