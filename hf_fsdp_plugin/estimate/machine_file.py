@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from hf_fsdp_plugin.estimate.machines import Link, Machine, MeasuredCollective
+from hf_fsdp_plugin.estimate.machines import Evidence, Link, Machine, MeasuredCollective
 from hf_fsdp_plugin.problems import Problem, SpecError
 
 
@@ -35,7 +35,8 @@ def machine_named(name: str) -> Machine:
     if network not in table["networks"]:
         raise SpecError([_unknown("network", network, list(table["networks"]))])
     link = table["networks"][network]
-    figures = {key: value for key, value in row.items() if key != "network"}
+    figures = {key: value for key, value in row.items() if key not in ("network", "compared")}
+    figures["evidence"] = Evidence(**table["evidence"][row["compared"]]) if row["compared"] else None
     figures |= {"intra": Link(**row["intra"]), "inter": Link(bandwidth=link["bandwidth"], latency=link["latency"])}
     return Machine(**{**figures, "name": base if network == row["network"] else f"{base}:{network}"})
 
@@ -101,6 +102,8 @@ def _machine(data: dict[str, Any]) -> Machine:
     )
     links = {name: Link(**data[name]) for name in ("intra", "inter")}
     read = {"curves": curves, "collectives": measured, "spread": tuple(data["spread"])}
+    if data.get("evidence"):
+        read["evidence"] = Evidence(**data["evidence"])
     return Machine(**{**data, **links, **read})
 
 

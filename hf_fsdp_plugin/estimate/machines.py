@@ -9,8 +9,9 @@ from typing import Final, Literal
 
 from hf_fsdp_plugin.estimate.results import CollectiveKind
 
-OpKind = Literal["matmul", "attention", "memory", "function"]
-"""Kinds of operations: ``function`` computes exponentials and the like, which limit a CPU more than its memory does."""
+OpKind = Literal["matmul", "attention", "memory", "function", "fused"]
+"""Kinds of operations: ``function`` computes exponentials and the like, which limit a CPU more than its memory does;
+``fused`` is the traffic of kernels that ``torch.compile`` generates."""
 Curve = tuple[tuple[float, float], ...]
 """Points (size, throughput), sorted by size."""
 NCCL_BASE_SECONDS: Final = 8.4e-6
@@ -37,14 +38,16 @@ class MeasuredCollective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """Published runs that were predicted without being used to fit.
+    """Published runs, each predicted by a fit without any run of its source.
 
     Attributes:
+        devices: on which they ran.
         low, high: factors of the predicted time of a step.
         inside: number of runs whose time lies between.
         runs: number of runs.
     """
 
+    devices: str
     low: float
     high: float
     inside: int
@@ -60,7 +63,8 @@ class Machine:
         matmul, attention, memory: achieved fractions of the peak and of the memory bandwidth in a training.
         kernel_seconds: what a kernel takes besides its arithmetic or traffic.
         contention: fraction of the time of overlapped collectives by which they slow computation down.
-        network: achieved fraction of the bandwidth between machines.
+        network_fraction: achieved fraction of the bandwidth between machines.
+        fusion: traffic of compiled kernels over that of a perfect fusion.
         power: power limit over that of the data sheet.
         evidence: how far predictions were from published runs; ``None`` if no run on this device was compared.
         intra, inter: links inside a machine and, per rank, between machines.
@@ -86,7 +90,8 @@ class Machine:
     memory: float = 1.0
     kernel_seconds: float = 0.0
     contention: float = 0.0
-    network: float = 1.0
+    network_fraction: float = 0.9
+    fusion: float = 1.0
     power: float = 1.0
     intra: Link
     inter: Link
@@ -118,9 +123,10 @@ class Machine:
             length: tokens per sample, for attention.
         """
         if self.curves:
+            kind = "memory" if kind == "fused" else kind
             return interpolate(self.curves.get(f"{kind}.{dtype}") or self.curves[f"{kind}.fp32"], size)
         if kind not in ("matmul", "attention"):
-            return self.memory_bandwidth * self.memory
+            return self.memory_bandwidth * self.memory / (self.fusion if kind == "fused" else 1)
         # The clock follows the square root of the power, between the cube root of a scaled voltage and proportion.
         peak = self.peak.get(dtype, self.peak["bf16"]) * self.power**0.5
         return peak * (self.matmul if kind == "matmul" else self.attention * length / (length + ATTENTION_RAMP))
@@ -142,7 +148,7 @@ class Machine:
         rounds = 2 if kind == "all_reduce" else 1
         bandwidth = self.intra.bandwidth
         if machines > 1:
-            bandwidth = min(bandwidth, self.inter.bandwidth * self.network * group_size / machines)
+            bandwidth = min(bandwidth, self.inter.bandwidth * self.network_fraction * group_size / machines)
         steps, between = rounds * (group_size - 1), rounds * (machines - 1) if machines > 1 else 0
         latency = NCCL_BASE_SECONDS + (steps - between) * self.intra.latency + between * self.inter.latency
         return latency + rounds * num_bytes * (group_size - 1) / group_size / bandwidth

@@ -112,7 +112,7 @@ def fused(costs: Mapping[OpCost, int]) -> Counter[OpCost]:
     """
     kept = Counter({cost: count for cost, count in costs.items() if cost.flops})
     for cost, count in list(kept.items()):
-        kept[OpCost(kind="memory", flops=0, bytes=cost.bytes, dtype=cost.dtype)] += count
+        kept[OpCost(kind="fused", flops=0, bytes=cost.bytes, dtype=cost.dtype)] += count
     return kept if kept else Counter(costs)
 
 

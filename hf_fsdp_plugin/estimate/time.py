@@ -17,6 +17,7 @@ from hf_fsdp_plugin.estimate.communication import (
     estimate_communication,
     unit_schedules,
 )
+from hf_fsdp_plugin.estimate.evidence import interval_of
 from hf_fsdp_plugin.estimate.machines import Machine
 from hf_fsdp_plugin.estimate.op_costs import OpCost, UnitCosts, fused, unit_costs
 from hf_fsdp_plugin.estimate.results import Collective, TimeEstimate
@@ -67,6 +68,7 @@ class TimeModel:
 
     def __init__(self, plan: FsdpPlan, model: nn.Module, workload: Workload, *, compiled: bool = False) -> None:
         self._plan, self._model, self._workload = plan, model, workload
+        self._prepared: _Prepared | None = None
         self._costs = unit_costs(plan, model, workload)
         if compiled:
             known = {
@@ -84,22 +86,17 @@ class TimeModel:
         contention = machine.contention * (communication - not_overlapped)
         step = max((span.end for span in timeline.spans), default=0.0) + contention
         tokens = self._workload.tokens * self._workload.accumulation * plan.world_size
-        peak = machine.peak.get(_compute_name(plan)) if machine.peak else None
+        dtype = _compute_name(plan)
+        peak = machine.peak.get(dtype) if machine.peak else None
         flops = self.model_flops() * self._workload.accumulation
-        low, high, evidence = self._interval(machine, plan)
+        interval = interval_of(machine, plan, self._model, dtype)
         return TimeEstimate(
-            step_seconds=step, low_seconds=low and step * low, high_seconds=high and step * high, evidence=evidence,
+            step_seconds=step, low_seconds=interval.low and step * interval.low,
+            high_seconds=interval.high and step * interval.high, evidence=interval.words,
             compute_seconds=compute + contention, communication_seconds=communication, exposed_seconds=not_overlapped,
             tokens_per_second=tokens / step if step else 0.0, mfu=flops / step / peak if peak and step else None,
             machine=machine.label,
         )  # fmt: skip
-
-    def _interval(self, machine: Machine, plan: FsdpPlan) -> tuple[float | None, float | None, str]:
-        """Return the factors of the interval, and what supports them."""
-        if machine.curves:
-            slow, fast = machine.spread
-            return 1 / fast, 1 / slow, "the spread of the measurements on this machine"
-        return None, None, "no interval"
 
     def model_flops(self) -> int:
         """FLOPs of one micro-batch of one rank, forward and backward, without recomputation."""
@@ -109,7 +106,9 @@ class TimeModel:
     def timeline(self, machine: Machine, plan: FsdpPlan | None = None) -> Timeline:
         """Return the simulated streams of a step."""
         plan, workload = plan or self._plan, self._workload
-        prepared = _Prepared(plan, self._model, workload)
+        if self._prepared is None or self._prepared.plan is not plan:
+            self._prepared = _Prepared(plan, self._model, workload)
+        prepared = self._prepared
         known: dict[int, tuple[float, float, float]] = {}
         units = [self._unit_times(prepared, schedule, machine, known) for schedule in prepared.schedules]
         return simulate(
@@ -263,7 +262,7 @@ def _op_seconds(cost: OpCost, machine: Machine) -> float:
     """Return the roofline: the slower of arithmetic and memory."""
     if not cost.bytes:
         return 0.0
-    kind = cost.kind if cost.kind == "function" else "memory"
+    kind = cost.kind if cost.kind in ("function", "fused") else "memory"
     seconds = cost.bytes / machine.throughput(kind, cost.dtype, cost.bytes)
     if cost.flops:
         seconds = max(seconds, cost.flops / machine.throughput(cost.kind, cost.dtype, cost.flops, cost.length))

@@ -1,18 +1,24 @@
-"""Predict runs whose throughput others published, and write the error of each. The runs are in published_runs.yaml.
+"""Predict runs whose throughput others published (published_runs.yaml), and write the error of each.
+
+Achieved fractions of kernels are fitted. The error of a run is that of a fit without any run of its source, and so is
+the interval that it is counted in. All sources together give the figures of machines.yaml.
 
     python scripts/bench/published_runs.py        (minutes; writes docs/results/published_runs.json)
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
+from clock_fit import PRIORS, Array, Linear, fit, folds, held_out, interval, linearize, start, values_of
 from common import make_parser
 from update_results import write_result
 
@@ -23,6 +29,9 @@ from hf_fsdp_plugin.estimate.time import TimeModel
 from hf_fsdp_plugin.estimate.workload import Workload
 
 DATA = Path(__file__).with_suffix(".yaml")
+COVERAGE = 0.9
+SPECIAL = ("accelerate", "automodel")
+"""Sources of mixtures of experts and of LoRA."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,15 +126,25 @@ def model_named(name: str, seq_len: int) -> Any:
     return model
 
 
-def machine_of(run: Run) -> Machine:
+def device_of(run: Run) -> str:
+    """Return the generation of the device, which has parameters of its own."""
+    return "a100" if run.machine.startswith("a100") else "h100"
+
+
+def machine_of(run: Run, values: Mapping[str, float]) -> Machine:
+    """Return the machine of a run with values of the parameters."""
     named = run.network if isinstance(run.network, str) else None
     machine = machine_named(f"{run.machine}:{named}" if named else run.machine)
     if isinstance(run.network, (int, float)):
         bandwidth = run.network / 8 / run.ranks_per_machine * 1e9
         machine = replace(machine, inter=Link(bandwidth=bandwidth, latency=machine.inter.latency))
-    if run.flash == 1:  # FlashAttention-2 is "around 2 times" as fast (arXiv 2307.08691)
-        machine = replace(machine, attention=machine.attention / 2)
-    return replace(machine, ranks_per_machine=run.ranks_per_machine)
+    device = device_of(run)
+    attention = values[f"{device} attention"] * (values["flash 1"] if run.flash == 1 else 1)
+    return replace(
+        machine, ranks_per_machine=run.ranks_per_machine, matmul=values[f"{device} matmul"], attention=attention,
+        memory=values["memory"], fusion=values["fusion"], kernel_seconds=values["kernel seconds"],
+        contention=values["contention"], network_fraction=values["network"], op_seconds=values["op seconds"],
+    )  # fmt: skip
 
 
 @dataclass
@@ -163,21 +182,85 @@ class Prepared:
         )  # fmt: skip
         return TimeModel(plan, model, workload, compiled=run.compiled)
 
-    def estimates(self, machine: Machine) -> list[tuple[float, Any]]:
-        return [(weight, model.estimate(machine)) for weight, model in self.parts]
+    def seconds(self, values: Mapping[str, float]) -> float:
+        machine = machine_of(self.run, values)
+        return sum(weight * model.estimate(machine).step_seconds for weight, model in self.parts)
+
+    def error(self, values: Mapping[str, float]) -> float:
+        """Return the logarithm of predicted over published seconds."""
+        return math.log(self.seconds(values) * self.run.throughput / self.run.tokens)
 
 
-def predict(run: Run) -> dict[str, Any]:
-    machine = machine_of(run)
-    estimates = Prepared(run).estimates(machine)
+def linear_model(prepared: Sequence[Prepared]) -> Linear:
+    """Return the errors of the runs near the best fit to all of them."""
+    sources = [each.run.source for each in prepared]
 
-    def mean(name: str) -> float:
-        return sum(weight * getattr(estimate, name) for weight, estimate in estimates)
+    def errors(values: Mapping[str, float]) -> Array:
+        return np.array([each.error(values) for each in prepared])
 
-    predicted = run.tokens / mean("step_seconds")
+    linear, everything = None, np.ones(len(sources), dtype=bool)
+    for _ in range(3):  # overlap has kinks, so that the derivatives are those at the fit
+        linear = linearize(sources, fit(linear, everything) if linear else start(), errors)
+    assert linear is not None
+    return linear
+
+
+def summary_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
-        "source": run.source, "table": run.table, "run": run.name, "published": run.throughput, "predicted": predicted,
-        "low": 0, "high": 0,
-        "error": predicted / run.throughput - 1, "mfu": mean("mfu"), "exposed_seconds": mean("exposed_seconds"),
-        "step_seconds": mean("step_seconds"),
+        "runs": len(rows), "inside": sum(row["inside"] for row in rows),
+        "median_error": statistics.median(abs(row["error"]) for row in rows),
+        "median_signed_error": statistics.median(row["error"] for row in rows),
     }  # fmt: skip
+
+
+def evaluate(prepared: Sequence[Prepared], linear: Linear) -> dict[str, Any]:
+    """Return the result: rows with errors on runs that were not used to fit, and the interval."""
+    values = values_of(fit(linear, np.ones(len(prepared), dtype=bool)))
+    known = {fold.source: fold for fold in folds(linear, COVERAGE)}
+    low, high = interval(held_out(linear), linear.sources, COVERAGE)
+    rows = []
+    for each, error, slopes in zip(prepared, linear.errors, linear.slopes, strict=True):
+        run, fold = each.run, known[each.run.source]
+        slowdown = math.exp(each.error(values_of(fold.point)))
+        rows.append(
+            {
+                "source": run.source, "table": run.table, "run": run.name, "device": device_of(run),
+                "published": run.throughput,
+                "predicted": run.throughput / slowdown, "error": 1 / slowdown - 1,
+                "inside": fold.low <= 1 / slowdown <= fold.high, "fitted": run.tokens / each.seconds(values),
+                "logarithm": float(error), "slopes": " ".join(f"{slope:.4f}" for slope in slopes),
+            }
+        )  # fmt: skip
+    dense = [row for row in rows if row["source"] not in SPECIAL]
+    groups = {
+        "dense models": dense,
+        "dense models, A100": [row for row in dense if row["device"] == "a100"],
+        "dense models, H100 and H200": [row for row in dense if row["device"] == "h100"],
+        "dense models, all but llm-foundry": [row for row in dense if row["source"] != "llm-foundry"],
+        "first 16 runs": [row for row, each in zip(rows, prepared, strict=True) if was_compared_first(each.run)],
+    } | {name: [row for row in rows if row["source"] == name] for name in dict.fromkeys(linear.sources)}
+    summaries = {name: summary_of(group) for name, group in groups.items()}
+    of_sources = [summaries[name]["median_error"] for name in dict.fromkeys(linear.sources)]
+    return {
+        "parameters": {n: {"value": values[n], "prior": p.value, "source": p.source} for n, p in PRIORS.items()},
+        "point": [float(value) for value in linear.point], "low": low, "high": high, **summary_of(rows),
+        "mean_of_sources": statistics.mean(of_sources), "groups": summaries, "rows": rows,
+        "not_compared": data()["not_compared"],
+    }  # fmt: skip
+
+
+def was_compared_first(run: Run) -> bool:
+    """Whether a run is one of the 16 that were compared before more were found."""
+    if run.source == "torchtitan":
+        return run.table == "H100 500 W"
+    return run.source == "accelerate" or run.model == "llama3-8b-lora" or (run.source == "ibm" and run.compiled)
+
+
+def main() -> None:
+    args = make_parser(__doc__, "published_runs").parse_args()
+    prepared = [Prepared(run) for run in runs()]
+    write_result("published_runs", args.out, evaluate(prepared, linear_model(prepared)))
+
+
+if __name__ == "__main__":
+    main()
