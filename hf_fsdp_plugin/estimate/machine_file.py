@@ -101,9 +101,8 @@ def _machine(data: dict[str, Any]) -> Machine:
         for each in data["collectives"]
     )
     links = {name: Link(**data[name]) for name in ("intra", "inter")}
-    read = {"curves": curves, "collectives": measured, "spread": tuple(data["spread"])}
-    if data.get("evidence"):
-        read["evidence"] = Evidence(**data["evidence"])
+    evidence = Evidence(**data["evidence"]) if data.get("evidence") else None
+    read = {"curves": curves, "collectives": measured, "spread": tuple(data["spread"]), "evidence": evidence}
     return Machine(**{**data, **links, **read})
 
 

@@ -35,7 +35,6 @@ _FUNCTIONS = frozenset(
     }
 )  # fmt: skip
 """Operators that compute exponentials and the like for each element."""
-_GROUPED = torch.ops.aten._grouped_mm.default
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 
@@ -196,7 +195,7 @@ class _Recorder(TorchDispatchMode):
         num_bytes = sum(t.nbytes for t in tensors)
         if func is torch.ops.aten.embedding.default:
             num_bytes = 2 * out.nbytes  # only the rows that are looked up
-        flops = _grouped_flops(args) if func is _GROUPED else flops_of(func, args, kwargs, out)
+        flops = flops_of(func, args, kwargs, out)
         if num_bytes or flops:
             is_function = operator_name(func) in _FUNCTIONS
             self.add("matmul" if flops else "function" if is_function else "memory", flops, num_bytes, _dtype(tensors))
@@ -214,11 +213,6 @@ class _Recorder(TorchDispatchMode):
             found = next((p for p in (path, *_outer_paths(path)) if p in self._names), "")
             self._units[deepest] = self._names.get(found, "")
         return self._units[deepest]
-
-
-def _grouped_flops(args: Any) -> int:
-    """FLOPs of the products of all groups: rows of one operand times both sizes of a group's other operand."""
-    return 2 * args[0].shape[0] * args[0].shape[1] * args[1].shape[-1]
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
