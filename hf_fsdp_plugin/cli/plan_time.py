@@ -24,8 +24,8 @@ def add_time_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--machine",
         metavar="NAME|FILE",
-        help="predict the time of a step on a100-40gb, a100-80gb, h100-sxm, h100-pcie, h200, b200, or with another "
-        "network, as h100-sxm:efa-3200; `calibrated` for the present machine",
+        help="predict the time of a step on a100-40gb, a100-80gb, h100-sxm, h100-pcie, h100-96gb-500w, h200, "
+        "b200, or with another network, as h100-sxm:efa-3200; `calibrated` for the present machine",
     )
     group.add_argument(
         "--calibrate", action="store_true", help="measure the present machine with --world-size ranks, and stop"
@@ -60,6 +60,7 @@ def time_json(estimate: TimeEstimate | None, rows: list[ScalingRow]) -> dict[str
         "time": {
             "low_seconds": estimate.low_seconds,
             "high_seconds": estimate.high_seconds,
+            "evidence": estimate.evidence,
             "compute_seconds": estimate.compute_seconds,
             "communication_seconds": estimate.communication_seconds,
             "exposed_seconds": estimate.exposed_seconds,
@@ -101,10 +102,9 @@ def time_text(
     if estimate is None:
         return ["time: unknown. Set --machine, such as h100-sxm, or measure this one with --calibrate."]
     mfu = f"{estimate.mfu:.1%}" if estimate.mfu is not None else "unknown"
-    interval = f"{_seconds(estimate.low_seconds)} to {_seconds(estimate.high_seconds)}"
     table = [
         ("time per step", _seconds(estimate.step_seconds)),
-        ("expected interval", interval),
+        ("interval", interval_text(estimate)),
         ("computation", _seconds(estimate.compute_seconds)),
         ("communication", _seconds(estimate.communication_seconds)),
         ("not overlapped", _seconds(estimate.exposed_seconds)),
@@ -112,10 +112,16 @@ def time_text(
         ("tokens/s per rank", f"{estimate.tokens_per_second / world_size:,.0f}"),
         ("model FLOP/s utilization", mfu),
     ]
-    lines = [format_table(table, right=(1,)), f"  on {estimate.machine}"]
+    lines = [format_table(table, right=(1,)), f"  {estimate.evidence}", f"  on {estimate.machine}"]
     if rows:
         lines += ["", format_table(_scaling_rows(rows), right=(0, 2, 3, 4, 5))]
     return lines
+
+
+def interval_text(estimate: TimeEstimate) -> str:
+    if estimate.low_seconds is None or estimate.high_seconds is None:
+        return "none"
+    return f"{_seconds(estimate.low_seconds)} to {_seconds(estimate.high_seconds)}"
 
 
 def _scaling_rows(rows: list[ScalingRow]) -> list[tuple[str, ...]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from hf_fsdp_plugin.estimate.machines import Link, Machine, MeasuredCollective
+from hf_fsdp_plugin.estimate.machines import Evidence, Link, Machine, MeasuredCollective
 from hf_fsdp_plugin.problems import Problem, SpecError
 
 
@@ -35,8 +35,8 @@ def machine_named(name: str) -> Machine:
     if network not in table["networks"]:
         raise SpecError([_unknown("network", network, list(table["networks"]))])
     link = table["networks"][network]
-    figures = {key: value for key, value in row.items() if key != "network"}
-    figures |= {key: tuple(row[key]) for key in ("matmul", "attention", "memory")}
+    figures = {key: value for key, value in row.items() if key not in ("network", "compared")}
+    figures["evidence"] = Evidence(**table["evidence"][row["compared"]]) if row["compared"] else None
     figures |= {"intra": Link(**row["intra"]), "inter": Link(bandwidth=link["bandwidth"], latency=link["latency"])}
     return Machine(**{**figures, "name": base if network == row["network"] else f"{base}:{network}"})
 
@@ -101,9 +101,9 @@ def _machine(data: dict[str, Any]) -> Machine:
         for each in data["collectives"]
     )
     links = {name: Link(**data[name]) for name in ("intra", "inter")}
-    fractions = {name: tuple(data[name]) for name in ("matmul", "attention", "memory", "spread")}
-    read = {"curves": curves, "collectives": measured}
-    return Machine(**{**data, **links, **fractions, **read})
+    evidence = Evidence(**data["evidence"]) if data.get("evidence") else None
+    read = {"curves": curves, "collectives": measured, "spread": tuple(data["spread"]), "evidence": evidence}
+    return Machine(**{**data, **links, **read})
 
 
 def _points(curve: Any) -> tuple[tuple[float, float], ...]:

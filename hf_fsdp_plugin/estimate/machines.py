@@ -9,13 +9,14 @@ from typing import Final, Literal
 
 from hf_fsdp_plugin.estimate.results import CollectiveKind
 
-OpKind = Literal["matmul", "attention", "memory", "function"]
-"""Kinds of operations: ``function`` computes exponentials and the like, which limit a CPU more than its memory does."""
+OpKind = Literal["matmul", "attention", "memory", "function", "fused"]
+"""Kinds of operations: ``function`` computes exponentials and the like, which limit a CPU more than its memory does;
+``fused`` is the traffic of kernels that ``torch.compile`` generates."""
 Curve = tuple[tuple[float, float], ...]
 """Points (size, throughput), sorted by size."""
 NCCL_BASE_SECONDS: Final = 8.4e-6
-NETWORK_FRACTION: Final = 0.9
-_LIKELY: Final = (1.0, 1.0, 1.0)
+ATTENTION_RAMP: Final = 400
+"""Tokens per sample at which fused attention reaches half of its throughput of long samples (machines.yaml)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,16 +37,40 @@ class MeasuredCollective:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """Published runs, each predicted by a fit without any run of its source.
+
+    Attributes:
+        devices: on which they ran.
+        low, high: factors of the predicted time of a step.
+        inside: number of runs whose time lies between.
+        runs: number of runs.
+    """
+
+    devices: str
+    low: float
+    high: float
+    inside: int
+    runs: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
     """Figures of a device and of its links. Throughput in FLOP/s and bytes/s.
 
     Attributes:
         peak: dtype (``bf16``) -> FLOP/s of matrix products; empty if unknown.
-        matmul, attention, memory: achievable fractions: pessimistic, likely, optimistic.
+        matmul, attention, memory: achieved fractions of the peak and of the memory bandwidth in a training.
+        kernel_seconds: what a kernel takes besides its arithmetic or traffic.
+        contention: fraction of the time of overlapped collectives by which they slow computation down.
+        network_fraction: achieved fraction of the bandwidth between machines.
+        fusion: traffic of compiled kernels over that of a perfect fusion.
+        power: power limit over that of the data sheet.
+        evidence: how far predictions were from published runs; ``None`` if no run on this device was compared.
         intra, inter: links inside a machine and, per rank, between machines.
         host_bandwidth: bytes/s between device and host memory.
         capability: CUDA's compute capability, such as 9.0; ``None`` if it is unknown or the device is no GPU.
-        op_seconds: time to start an operation.
+        op_seconds: time of the host to start an operation.
         update_op_seconds: time to start an operation of the optimizer.
         unit_seconds: time of torch's hooks per unit and pass, by backend (``fsdp2``).
         overlaps: whether communication and computation run at the same time: no on CPU ranks.
@@ -61,9 +86,14 @@ class Machine:
     peak: Mapping[str, float]
     memory_bandwidth: float
     memory_bytes: float
-    matmul: tuple[float, float, float] = _LIKELY
-    attention: tuple[float, float, float] = _LIKELY
-    memory: tuple[float, float, float] = _LIKELY
+    matmul: float = 1.0
+    attention: float = 1.0
+    memory: float = 1.0
+    kernel_seconds: float = 0.0
+    contention: float = 0.0
+    network_fraction: float = 0.9
+    fusion: float = 1.0
+    power: float = 1.0
     intra: Link
     inter: Link
     host_bandwidth: float
@@ -75,6 +105,7 @@ class Machine:
     curves: Mapping[str, Curve] = field(default_factory=dict)
     collectives: tuple[MeasuredCollective, ...] = ()
     spread: tuple[float, float] = (1.0, 1.0)
+    evidence: Evidence | None = None
 
     @property
     def label(self) -> str:
@@ -86,20 +117,21 @@ class Machine:
         links = f"links {self.intra.bandwidth / 1e9:,.1f} and {self.inter.bandwidth / 1e9:,.1f} GB/s"
         return f"{self.name}: {self.device}, {peak}, {links} per rank inside and between machines"
 
-    def throughput(self, kind: OpKind, dtype: str, size: float, case: int) -> float:
+    def throughput(self, kind: OpKind, dtype: str, size: float, length: int = 0) -> float:
         """Return FLOP/s of products and attention, and bytes/s of other operations.
 
         Args:
             size: FLOPs or bytes of the operation.
-            case: 0 pessimistic, 1 likely, 2 optimistic.
+            length: tokens per sample, for attention.
         """
         if self.curves:
-            curve = self.curves.get(f"{kind}.{dtype}") or self.curves[f"{kind}.fp32"]
-            return interpolate(curve, size) * (self.spread[0], 1.0, self.spread[1])[case]
-        if kind in ("matmul", "attention"):
-            fraction = self.matmul if kind == "matmul" else self.attention
-            return self.peak.get(dtype, self.peak["bf16"]) * fraction[case]
-        return self.memory_bandwidth * self.memory[case]
+            kind = "memory" if kind == "fused" else kind
+            return interpolate(self.curves.get(f"{kind}.{dtype}") or self.curves[f"{kind}.fp32"], size)
+        if kind not in ("matmul", "attention"):
+            return self.memory_bandwidth * self.memory / (self.fusion if kind == "fused" else 1)
+        # The clock follows the square root of the power, between the cube root of a scaled voltage and proportion.
+        peak = self.peak.get(dtype, self.peak["bf16"]) * self.power**0.5
+        return peak * (self.matmul if kind == "matmul" else self.attention * length / (length + ATTENTION_RAMP))
 
     def collective_seconds(self, kind: CollectiveKind, group_size: int, num_bytes: int, machines: int) -> float:
         """Seconds of one call as a ring.
@@ -118,7 +150,7 @@ class Machine:
         rounds = 2 if kind == "all_reduce" else 1
         bandwidth = self.intra.bandwidth
         if machines > 1:
-            bandwidth = min(bandwidth, self.inter.bandwidth * NETWORK_FRACTION * group_size / machines)
+            bandwidth = min(bandwidth, self.inter.bandwidth * self.network_fraction * group_size / machines)
         steps, between = rounds * (group_size - 1), rounds * (machines - 1) if machines > 1 else 0
         latency = NCCL_BASE_SECONDS + (steps - between) * self.intra.latency + between * self.inter.latency
         return latency + rounds * num_bytes * (group_size - 1) / group_size / bandwidth

@@ -40,12 +40,13 @@ _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpCost:
-    """One operation: FLOPs, bytes read and written, and dtype of the computation."""
+    """One operation: FLOPs, bytes read and written, dtype of the computation, and tokens per sample of attention."""
 
     kind: OpKind
     flops: int
     bytes: int
     dtype: str
+    length: int = 0
 
 
 @dataclass(slots=True)
@@ -60,7 +61,7 @@ def unit_costs(plan: FsdpPlan, model: nn.Module, workload: Workload) -> dict[str
     """Return unit name -> operations of one micro-batch, the root's with the loss.
 
     The model runs on the meta device with parameters in the dtype of the computation; attention is counted as one
-    fused operation (causal: half of the products), experts of a mixture as products of the tokens that are routed.
+    fused operation (causal: half of the products).
 
     Args:
         model: the model that was planned, on any device. It is not changed.
@@ -110,7 +111,7 @@ def fused(costs: Mapping[OpCost, int]) -> Counter[OpCost]:
     """
     kept = Counter({cost: count for cost, count in costs.items() if cost.flops})
     for cost, count in list(kept.items()):
-        kept[OpCost(kind="memory", flops=0, bytes=cost.bytes, dtype=cost.dtype)] += count
+        kept[OpCost(kind="fused", flops=0, bytes=cost.bytes, dtype=cost.dtype)] += count
     return kept if kept else Counter(costs)
 
 
@@ -200,11 +201,10 @@ class _Recorder(TorchDispatchMode):
             self.add("matmul" if flops else "function" if is_function else "memory", flops, num_bytes, _dtype(tensors))
         return out
 
-    def add(self, kind: OpKind, flops: int, num_bytes: int, dtype: str, *, backward: bool | None = None) -> None:
+    def add(self, kind: OpKind, flops: int, num_bytes: int, dtype: str, length: int = 0) -> None:
         costs = self.costs[self._unit()]
-        is_backward = self.tracker.is_bw if backward is None else backward
-        cost = OpCost(kind=kind, flops=flops, bytes=num_bytes, dtype=dtype)
-        (costs.backward if is_backward else costs.forward)[cost] += 1
+        cost = OpCost(kind=kind, flops=flops, bytes=num_bytes, dtype=dtype, length=length)
+        (costs.backward if self.tracker.is_bw else costs.forward)[cost] += 1
 
     def _unit(self) -> str:
         deepest = self.tracker.parents.innermost
@@ -262,16 +262,21 @@ class _FusedAttention(TorchFunctionMode):
         dtype = _DTYPES.get(query.dtype, "fp32")
 
         def record(backward: bool) -> None:
-            self._recorder.add(
-                "attention", products * 5 // 2 if backward else products, num_bytes * (2 if backward else 1), dtype
-            )
+            flops = products * 5 // 2 if backward else products
+            self._recorder.add("attention", flops, num_bytes * (2 if backward else 1), dtype, key.shape[-2])
 
         return _Counted.apply(record, (*query.shape[:-1], value.shape[-1]), query, key, value)
 
 
 def _count_experts(model: nn.Module, recorder: _Recorder) -> None:
-    """Count modules of experts by the tokens that are routed to them: their real code depends on values."""
-    top_k = getattr(getattr(model, "config", None), "num_experts_per_tok", None)
+    """Count eager modules of experts by the tokens that are routed to them: their real code depends on values.
+
+    Transformers' grouped products do not depend on them, and run with the dispatch of tokens around them.
+    """
+    config = getattr(model, "config", None)
+    top_k = getattr(config, "num_experts_per_tok", None)
+    if getattr(config, "_experts_implementation", None) == "grouped_mm":
+        return
     for module in model.modules():
         weights = [p for p in module.parameters(recurse=False) if p.dim() == 3]
         if top_k and type(module).__name__.endswith("Experts") and weights:

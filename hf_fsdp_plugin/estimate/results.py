@@ -163,7 +163,8 @@ class TimeEstimate:
 
     Attributes:
         step_seconds: the most likely time.
-        low_seconds, high_seconds: interval in which the time is expected.
+        low_seconds, high_seconds: interval of the time; ``None`` without measurements that support one.
+        evidence: how many measured runs lay inside such intervals, or why there is no interval.
         compute_seconds: forward, backward and update without communication.
         communication_seconds: all collectives, overlapped or not.
         exposed_seconds: communication during which no computation runs.
@@ -174,8 +175,9 @@ class TimeEstimate:
     """
 
     step_seconds: float
-    low_seconds: float
-    high_seconds: float
+    low_seconds: float | None
+    high_seconds: float | None
+    evidence: str
     compute_seconds: float
     communication_seconds: float
     exposed_seconds: float

@@ -17,6 +17,7 @@ from hf_fsdp_plugin.estimate.communication import (
     estimate_communication,
     unit_schedules,
 )
+from hf_fsdp_plugin.estimate.evidence import interval_of
 from hf_fsdp_plugin.estimate.machines import Machine
 from hf_fsdp_plugin.estimate.memory.optimizer import update_loop
 from hf_fsdp_plugin.estimate.op_costs import OpCost, UnitCosts, fused, unit_costs
@@ -39,7 +40,6 @@ that of ``_multi_tensor_adamw``. Muon: five Newton-Schulz iterations, counted as
 """
 UPDATE_OPS: Final = {"adamw": 12, "sgd": 3, "adafactor": 15, "adamw_8bit": 1, "muon": 25}
 """Operations per parameter and update, without ``fused``."""
-PESSIMISTIC, LIKELY, OPTIMISTIC = 0, 1, 2
 
 
 def estimate_time(
@@ -69,6 +69,7 @@ class TimeModel:
 
     def __init__(self, plan: FsdpPlan, model: nn.Module, workload: Workload, *, compiled: bool = False) -> None:
         self._plan, self._model, self._workload = plan, model, workload
+        self._prepared: _Prepared | None = None
         self._costs = unit_costs(plan, model, workload)
         if compiled:
             known = {
@@ -79,18 +80,21 @@ class TimeModel:
     def estimate(self, machine: Machine, plan: FsdpPlan | None = None) -> TimeEstimate:
         """Return the estimate for the plan, or for the same plan with another mesh."""
         plan = plan or self._plan
-        prepared = _Prepared(plan, self._model, self._workload)
-        timelines = [self._simulate(machine, prepared, case) for case in (PESSIMISTIC, LIKELY, OPTIMISTIC)]
-        slow, step, fast = (max((span.end for span in each.spans), default=0.0) for each in timelines)
-        likely = timelines[LIKELY]
+        timeline = self.timeline(machine, plan)
+        compute = sum(span.end - span.start for span in timeline.spans if span.stream == "compute")
+        communication = sum(span.end - span.start for span in timeline.spans if span.stream != "compute")
+        not_overlapped = exposed(timeline)
+        contention = machine.contention * (communication - not_overlapped)
+        step = max((span.end for span in timeline.spans), default=0.0) + contention
         tokens = self._workload.tokens * self._workload.accumulation * plan.world_size
-        compute = sum(span.end - span.start for span in likely.spans if span.stream == "compute")
-        communication = sum(span.end - span.start for span in likely.spans if span.stream != "compute")
-        peak = machine.peak.get(_compute_name(plan)) if machine.peak else None
+        dtype = _compute_name(plan)
+        peak = machine.peak.get(dtype) if machine.peak else None
         flops = self.model_flops() * self._workload.accumulation
+        interval = interval_of(machine, plan, self._model, dtype)
         return TimeEstimate(
-            step_seconds=step, low_seconds=min(fast, step), high_seconds=max(slow, step), compute_seconds=compute,
-            communication_seconds=communication, exposed_seconds=exposed(likely),
+            step_seconds=step, low_seconds=interval.low and step * interval.low,
+            high_seconds=interval.high and step * interval.high, evidence=interval.words,
+            compute_seconds=compute + contention, communication_seconds=communication, exposed_seconds=not_overlapped,
             tokens_per_second=tokens / step if step else 0.0, mfu=flops / step / peak if peak and step else None,
             machine=machine.label,
         )  # fmt: skip
@@ -100,14 +104,14 @@ class TimeModel:
         rows = [(cost, count) for costs in self._costs.values() for cost, count in _all(costs)]
         return sum(cost.flops * count for cost, count in rows)
 
-    def timeline(self, machine: Machine, plan: FsdpPlan | None = None, case: int = LIKELY) -> Timeline:
+    def timeline(self, machine: Machine, plan: FsdpPlan | None = None) -> Timeline:
         """Return the simulated streams of a step."""
-        return self._simulate(machine, _Prepared(plan or self._plan, self._model, self._workload), case)
-
-    def _simulate(self, machine: Machine, prepared: _Prepared, case: int) -> Timeline:
-        plan, workload = prepared.plan, self._workload
+        plan, workload = plan or self._plan, self._workload
+        if self._prepared is None or self._prepared.plan is not plan:
+            self._prepared = _Prepared(plan, self._model, workload)
+        prepared = self._prepared
         known: dict[int, tuple[float, float, float]] = {}
-        units = [self._unit_times(prepared, schedule, machine, case, known) for schedule in prepared.schedules]
+        units = [self._unit_times(prepared, schedule, machine, known) for schedule in prepared.schedules]
         return simulate(
             _in_order(units, prepared.schedules),
             micro_batches=workload.accumulation,
@@ -116,7 +120,7 @@ class TimeModel:
             prefetch=plan.prefetch.backward,
             limited=plan.prefetch.limit_all_gathers,
             overlaps=machine.overlaps,
-            tail=self._tail(prepared, machine, case),
+            tail=self._tail(prepared, machine),
         )
 
     def scaling(self, machine: Machine, worlds: Sequence[int]) -> list[ScalingRow]:
@@ -138,19 +142,18 @@ class TimeModel:
         prepared: _Prepared,
         schedule: UnitSchedule,
         machine: Machine,
-        case: int,
         known: dict[int, tuple[float, float, float]],
     ) -> UnitTimes:
         plan, unit, sizes = prepared.plan, schedule.unit, schedule.sizes
         costs = self._costs[unit.name]
         if id(costs) not in known:  # equal layers share their costs
             again = _recomputed(costs.forward, plan.activation.checkpointing)
-            known[id(costs)] = tuple(_seconds(ops, machine, case) for ops in (costs.forward, costs.backward, again))  # type: ignore[assignment]
+            known[id(costs)] = tuple(_seconds(ops, machine) for ops in (costs.forward, costs.backward, again))  # type: ignore[assignment]
         forward, backward, recomputed = known[id(costs)]
         hooks = machine.unit_seconds.get(plan.backend, 0.0)
         gathers = schedule.backward_gathers / self._workload.accumulation
-        copy_out = _copy_seconds(2 * sizes.gather_bytes, machine, case)
-        copy_in = _copy_seconds(2 * sizes.reduce_bytes, machine, case)
+        copy_out = _copy_seconds(2 * sizes.gather_bytes, machine)
+        copy_in = _copy_seconds(2 * sizes.reduce_bytes, machine)
         # FSDP1 gathers into the memory that the parameters are views of; gloo copies once more.
         copies = copy_out if plan.backend == "fsdp2" or not machine.overlaps else 0.0
         gather = prepared.seconds(machine, unit.name, "all_gather")
@@ -167,14 +170,14 @@ class TimeModel:
             all_reduce=prepared.seconds(machine, unit.name, "all_reduce"),
         )  # fmt: skip
 
-    def _tail(self, prepared: _Prepared, machine: Machine, case: int) -> float:
+    def _tail(self, prepared: _Prepared, machine: Machine) -> float:
         """Return the seconds of clipping and update."""
         plan, workload, local = prepared.plan, self._workload, prepared.local_bytes
         num_tensors = max(1, prepared.num_tensors)
         loop = update_loop(workload, plan.device_type if machine.overlaps else "cpu")
         fused, separate = UPDATE_PASSES[workload.optimizer]
         traffic = local * (fused if loop == "fused" else separate) + (local * 3 if workload.clip_norm else 0)
-        throughput = machine.throughput("memory", "fp32", max(1, local // num_tensors) * 3, case)
+        throughput = machine.throughput("memory", "fp32", max(1, local // num_tensors) * 3)
         if plan.offload_params and machine.overlaps:
             throughput = min(throughput, machine.host_bandwidth)
         num_ops = (UPDATE_OPS[workload.optimizer] + 2) * (num_tensors if loop == "for_loop" else 1)
@@ -249,23 +252,26 @@ def collective_seconds(call: Collective, plan: FsdpPlan, machine: Machine) -> fl
     return machine.collective_seconds(call.kind, call.group_size, call.bytes, machines)
 
 
-def _seconds(ops: Mapping[OpCost, int], machine: Machine, case: int) -> float:
-    return sum(_op_seconds(cost, machine, case) * count for cost, count in ops.items())
+def _seconds(ops: Mapping[OpCost, int], machine: Machine) -> float:
+    """Return the time of a pass: an accelerator waits for the host only if starting takes longer than computing."""
+    seconds = sum(_op_seconds(cost, machine) * count for cost, count in ops.items())
+    starting = machine.op_seconds * sum(ops.values())
+    return max(seconds, starting) if machine.overlaps else seconds + starting
 
 
-def _op_seconds(cost: OpCost, machine: Machine, case: int) -> float:
-    """Return the roofline: the slower of arithmetic and memory. Devices start operations ahead, the CPU does not."""
+def _op_seconds(cost: OpCost, machine: Machine) -> float:
+    """Return the roofline: the slower of arithmetic and memory."""
     if not cost.bytes:
-        return 0.0 if machine.overlaps else machine.op_seconds
-    kind = cost.kind if cost.kind == "function" else "memory"
-    seconds = cost.bytes / machine.throughput(kind, cost.dtype, cost.bytes, case)
+        return 0.0
+    kind = cost.kind if cost.kind in ("function", "fused") else "memory"
+    seconds = cost.bytes / machine.throughput(kind, cost.dtype, cost.bytes)
     if cost.flops:
-        seconds = max(seconds, cost.flops / machine.throughput(cost.kind, cost.dtype, cost.flops, case))
-    return max(seconds, machine.op_seconds) if machine.overlaps else seconds + machine.op_seconds
+        seconds = max(seconds, cost.flops / machine.throughput(cost.kind, cost.dtype, cost.flops, cost.length))
+    return seconds + machine.kernel_seconds
 
 
-def _copy_seconds(num_bytes: int, machine: Machine, case: int) -> float:
-    return num_bytes / machine.throughput("memory", "fp32", num_bytes, case)
+def _copy_seconds(num_bytes: int, machine: Machine) -> float:
+    return num_bytes / machine.throughput("memory", "fp32", num_bytes)
 
 
 def _recomputed(forward: Mapping[OpCost, int], checkpointing: str) -> Counter[OpCost]:

@@ -83,6 +83,10 @@ DIRECTIONS: Final = (
     # Predicted and published times: their error is compared.
     Direction(r"^rows/.*/(low|high|communication|compute|exposed|step|measured)_seconds$", "not compared"),
     Direction(r"^rows/.*/mfu$", "not compared"),
+    Direction(r"^parameters/|^point|^rows/.*/(fitted|logarithm)$", "not compared"),
+    Direction(r"^groups/.*/runs$|^runs$", "not compared"),
+    Direction(r"(^|/)inside$", "larger"),
+    Direction(r"median_signed_error$|^mean_of_sources$", "nearer 0", 0.005),
     # Figures of this package.
     _last("(samples|tokens)_per_second|efficiency|mfu|found|agreement|full_memory_saved_bytes", "larger"),
     Direction(r"relative_difference$|relative_loss_difference$|(loss|weight)_difference$", "smaller", 1e-5),

@@ -1,192 +1,265 @@
-"""Predict runs whose throughput others published, from the table of machines, and write the error of each.
+"""Predict runs whose throughput others published (published_runs.yaml), and write the error of each.
 
-Nothing is fitted to these runs. Settings that a source does not state are assumptions, which the notes name.
+Achieved fractions of kernels are fitted. The error of a run is that of a fit without any run of its source, and so is
+the interval that it is counted in. All sources together give the figures of machines.yaml.
 
-    python scripts/bench/published_runs.py        (seconds; writes docs/results/published_runs.json)
+    python scripts/bench/published_runs.py        (minutes; writes docs/results/published_runs.json)
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import yaml
+from clock_fit import PRIORS, Array, Linear, fit, folds, held_out, interval, linearize, start, values_of
 from common import make_parser
 from update_results import write_result
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.estimate.machine_file import machine_named
 from hf_fsdp_plugin.estimate.machines import Link, Machine
-from hf_fsdp_plugin.estimate.time import estimate_time
+from hf_fsdp_plugin.estimate.time import TimeModel
 from hf_fsdp_plugin.estimate.workload import Workload
 
-_TORCHTITAN = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
-_IBM = "https://github.com/foundation-model-stack/fms-fsdp#training-throughput-benchmarks"
-_ACCELERATE = "https://github.com/huggingface/accelerate/pull/4022"
-_AUTOMODEL = "https://github.com/NVIDIA-NeMo/Automodel/blob/main/docs/performance-summary.mdx"
-
-
-def llama(hidden: int, inner: int, layers: int, heads: int, kv: int, vocab: int = 32000) -> Callable[[], Any]:
-    def make() -> Any:
-        import torch
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        config = LlamaConfig(
-            vocab_size=vocab, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
-            num_attention_heads=heads, num_key_value_heads=kv, use_cache=False,
-        )  # fmt: skip
-        with torch.device("meta"):
-            return LlamaForCausalLM(config)
-
-    return make
-
-
-def qwen3_moe() -> Any:
-    import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    config = Qwen3MoeConfig(
-        vocab_size=151936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48,
-        num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
-        use_cache=False,
-    )  # fmt: skip
-    with torch.device("meta"):
-        return Qwen3MoeForCausalLM(config)
-
-
-def lora_8b() -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    return get_peft_model(LLAMA3_8B(), LoraConfig(r=16, lora_alpha=32, target_modules=targets))
-
-
-LLAMA3_8B = llama(4096, 14336, 32, 32, 8, 128256)
-
-
-def grand_teton() -> Machine:
-    """torchtitan's machine: H100 with 96 GB HBM2e at 2.4 TB/s, limited to 500 W, and 400 Gb/s RDMA per GPU."""
-    return replace(machine_named("h100-sxm:roce-400"), memory_bandwidth=2.4e12, device="NVIDIA H100 96 GB, 500 W")
-
-
-def with_network(name: str, gbits_per_machine: float) -> Machine:
-    machine = machine_named(name)
-    return replace(machine, inter=Link(bandwidth=gbits_per_machine / 8 / 8 * 1e9, latency=30e-6))
+DATA = Path(__file__).with_suffix(".yaml")
+COVERAGE = 0.9
+SPECIAL = ("accelerate", "automodel")
+"""Sources of mixtures of experts and of LoRA."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A published run: tokens/s per GPU, and its settings."""
+    """A published run: tokens/s per GPU, and its settings.
 
-    name: str
+    Attributes:
+        checkpointing: none, full, selective or the fraction of blocks that are recomputed.
+        network: a name of machines.yaml or Gbit/s per machine; ``None`` for the machine's own.
+    """
+
     source: str
-    published: float
-    model: Callable[[], Any]
-    machine: Callable[[], Machine]
+    table: str
+    model: str
+    machine: str
+    throughput: float
     ranks: int
-    batch: int
-    seq: int
+    micro_batch: int
+    seq_len: int
+    version: int
+    reduce: str
+    update_loop: str
     strategy: str = "full_shard"
-    version: int = 2
-    checkpointing: str | bool = False
-    compiled: bool = False
     accumulation: int = 1
-    clip: bool = True
-    reduce: str = "fp32"
-    note: str = ""
+    checkpointing: str | float = "none"
+    compiled: bool = False
+    network: float | str | None = None
+    ranks_per_machine: int = 8
+    sync_each_batch: bool = False
+    clip_norm: bool = True
+    prefetch: str = "pre"
+    flash: int = 2
+    how: str = ""
+
+    @property
+    def name(self) -> str:
+        words = [f"{self.how} {self.model}".strip(), f"{self.ranks} x {self.machine}", "compiled" * self.compiled]
+        batch = f"{self.micro_batch}x{self.accumulation}x{self.seq_len}"
+        recompute = "" if self.checkpointing == "none" else f"recompute {self.checkpointing}"
+        return ", ".join(word for word in (*words, batch, recompute) if word)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per GPU and step."""
+        return self.micro_batch * self.seq_len * self.accumulation
 
 
-def _ibm(size: str, model: Callable[[], Any], a100: float, h100: float, *, hybrid: bool = False) -> list[Run]:
-    common: dict[str, Any] = {
-        "source": _IBM, "model": model, "batch": 2, "seq": 4096, "version": 1, "compiled": True,
-        "reduce": "bf16",
-        "strategy": "hybrid_shard" if hybrid else "full_shard", "checkpointing": False if hybrid else "selective",
-        "note": "" if hybrid else "the selection of recomputed blocks is theirs; the estimate has the plugin's",
+@cache
+def data() -> dict[str, Any]:
+    read: dict[str, Any] = yaml.safe_load(DATA.read_text(encoding="utf-8"))
+    return read
+
+
+def runs() -> Iterator[Run]:
+    for name, source in data()["sources"].items():
+        for table in source["tables"]:
+            for row in table["rows"]:
+                values = dict(zip(table["columns"], row, strict=True))
+                yield Run(source=name, table=table["name"], **{**source["all"], **table.get("all", {}), **values})
+
+
+@cache
+def model_named(name: str, seq_len: int) -> Any:
+    """Return a model on the meta device."""
+    import torch
+    import transformers
+
+    sizes = data()["models"][name]
+    common = {
+        "vocab_size": sizes["vocab"], "hidden_size": sizes["hidden"], "num_hidden_layers": sizes["layers"],
+        "num_attention_heads": sizes["heads"], "use_cache": False, "max_position_embeddings": seq_len,
     }  # fmt: skip
-    return [
-        Run(name=f"fms-fsdp Llama 2 {size}, 128 A100", published=a100, ranks=128,
-            machine=lambda: with_network("a100-80gb", 400), **common),
-        Run(name=f"fms-fsdp Llama 2 {size}, 96 H100", published=h100, ranks=96,
-            machine=lambda: with_network("h100-sxm", 800), **common),
-    ]  # fmt: skip
+    if "inner" in sizes:
+        common |= {"intermediate_size": sizes["inner"], "num_key_value_heads": sizes["kv"]}
+    if "head" in sizes:
+        common["head_dim"] = sizes["head"]
+    if sizes["family"] == "gpt2":
+        common |= {"n_positions": seq_len, "activation_function": "gelu"}
+        common |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    if "experts" in sizes:
+        experts = "num_experts" if sizes["family"] == "qwen3_moe" else "num_local_experts"
+        common |= {experts: sizes["experts"], "num_experts_per_tok": sizes["top_k"]}
+        common["moe_intermediate_size"] = sizes["inner"]
+    config = transformers.AutoConfig.for_model(sizes["family"], **common)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if "lora" in sizes:
+        from peft import LoraConfig, get_peft_model
+
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        model = get_peft_model(model, LoraConfig(r=sizes["lora"], lora_alpha=32, target_modules=targets))
+    return model
 
 
-def _titan(ranks: int, published: float, *, compiled: bool) -> Run:
-    how = ", compiled" if compiled else ""
-    return Run(
-        name=f"torchtitan Llama 3.1 8B, {ranks} H100{how}", source=_TORCHTITAN, published=published, model=LLAMA3_8B,
-        machine=grand_teton, ranks=ranks, batch=2, seq=8192, checkpointing="selective", compiled=compiled,
-        note="power limit of 500 W, below the 700 W of the peak in the table",
+def device_of(run: Run) -> str:
+    """Return the generation of the device, which has parameters of its own."""
+    return "a100" if run.machine.startswith("a100") else "h100"
+
+
+def machine_of(run: Run, values: Mapping[str, float]) -> Machine:
+    """Return the machine of a run with values of the parameters."""
+    named = run.network if isinstance(run.network, str) else None
+    machine = machine_named(f"{run.machine}:{named}" if named else run.machine)
+    if isinstance(run.network, (int, float)):
+        bandwidth = run.network / 8 / run.ranks_per_machine * 1e9
+        machine = replace(machine, inter=Link(bandwidth=bandwidth, latency=machine.inter.latency))
+    device = device_of(run)
+    attention = values[f"{device} attention"] * (values["flash 1"] if run.flash == 1 else 1)
+    return replace(
+        machine, ranks_per_machine=run.ranks_per_machine, matmul=values[f"{device} matmul"], attention=attention,
+        memory=values["memory"], fusion=values["fusion"], kernel_seconds=values["kernel seconds"],
+        contention=values["contention"], network_fraction=values["network"], op_seconds=values["op seconds"],
     )  # fmt: skip
 
 
-def _qwen(how: str, published_ms: float, *, compiled: bool) -> Run:
-    return Run(
-        name=f"{how} Qwen3-30B-A3B, 16 H100", source=_ACCELERATE, published=16384 / published_ms * 1000,
-        model=qwen3_moe, machine=lambda: machine_named("h100-sxm"), ranks=16, batch=1, seq=16384, checkpointing=True,
-        compiled=compiled, note="one sample per rank, which reproduces the published MFU; network not stated",
-    )  # fmt: skip
+@dataclass
+class Prepared:
+    """The counted operations of a run, for predictions with several machines. Fractions of recomputed blocks are the
+    weighted mean of the times with and without recomputation."""
+
+    run: Run
+    parts: list[tuple[float, TimeModel]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        checkpointing = self.run.checkpointing
+        fraction = checkpointing if isinstance(checkpointing, float) else None
+        modes = {checkpointing: 1.0} if fraction is None else {"full": fraction, "none": 1 - fraction}
+        self.parts = [(weight, self._model(str(mode))) for mode, weight in modes.items()]
+
+    def _model(self, checkpointing: str) -> TimeModel:
+        run, model = self.run, model_named(self.run.model, self.run.seq_len)
+        config = {
+            "distributed_type": "FSDP", "num_processes": run.ranks,
+            "fsdp_config": {
+                "fsdp_version": run.version, "fsdp_sharding_strategy": run.strategy.upper(),
+                "fsdp_mixed_precision_policy": {"param_dtype": "bf16", "reduce_dtype": run.reduce},
+                "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+                "fsdp_backward_prefetch": f"BACKWARD_{run.prefetch.upper()}",
+                "fsdp_activation_checkpointing": {"none": False, "full": True}.get(checkpointing, checkpointing),
+            },
+        }  # fmt: skip
+        spec = hfp.load_spec(config, environ={})
+        local = min(run.ranks_per_machine, run.ranks)
+        plan = hfp.resolve(spec, model, world_size=run.ranks, device_type="cuda", local_world_size=local)
+        workload = Workload(
+            micro_batch=run.micro_batch, seq_len=run.seq_len, accumulation=run.accumulation, clip_norm=run.clip_norm,
+            sync_each_batch=run.sync_each_batch, update_loop=run.update_loop,
+        )  # fmt: skip
+        return TimeModel(plan, model, workload, compiled=run.compiled)
+
+    def seconds(self, values: Mapping[str, float]) -> float:
+        machine = machine_of(self.run, values)
+        return sum(weight * model.estimate(machine).step_seconds for weight, model in self.parts)
+
+    def error(self, values: Mapping[str, float]) -> float:
+        """Return the logarithm of predicted over published seconds."""
+        return math.log(self.seconds(values) * self.run.throughput / self.run.tokens)
 
 
-RUNS = [
-    _titan(8, 5762, compiled=False),
-    _titan(8, 6667, compiled=True),
-    _titan(128, 5605, compiled=False),
-    _titan(128, 6514, compiled=True),
-    *_ibm("7B", llama(4096, 11008, 32, 32, 32), 4550, 9600, hybrid=True),
-    *_ibm("13B", llama(5120, 13824, 40, 40, 40), 2150, 4850),
-    *_ibm("34B", llama(8192, 22016, 48, 64, 8), 820, 1830),
-    *_ibm("70B", llama(8192, 28672, 80, 64, 8), 410, 890),
-    _qwen("Accelerate", 4160, compiled=False),
-    _qwen("fully_shard", 3888, compiled=False),
-    _qwen("fully_shard, compiled,", 3031, compiled=True),
-    Run(
-        name="NeMo Automodel Llama 3 8B LoRA, 1 H100", source=_AUTOMODEL, published=12472.87, model=lora_8b,
-        machine=lambda: machine_named("h100-sxm"), ranks=1, batch=2, seq=4096, accumulation=16, compiled=True,
-        clip=False, note="Transformer Engine and Triton kernels, predicted as compiled",
-    ),
-]  # fmt: skip
-NOT_COMPARED = {
-    "torchtitan Llama 3.1 70B on 256 H100 (597 tokens/s per GPU in bf16)": "tensor parallelism of 8",
-    "NeMo Automodel Llama 3 70B on 64 H100 (867)": "context parallelism of 2",
-    "NeMo Automodel Qwen3 30B on 8 H100 (12,040)": "expert parallelism of 8",
-}
+def linear_model(prepared: Sequence[Prepared]) -> Linear:
+    """Return the errors of the runs near the best fit to all of them."""
+    sources = [each.run.source for each in prepared]
+
+    def errors(values: Mapping[str, float]) -> Array:
+        return np.array([each.error(values) for each in prepared])
+
+    linear, everything = None, np.ones(len(sources), dtype=bool)
+    for _ in range(3):  # overlap has kinks, so that the derivatives are those at the fit
+        linear = linearize(sources, fit(linear, everything) if linear else start(), errors)
+    assert linear is not None
+    return linear
 
 
-def predict(run: Run) -> dict[str, Any]:
-    model, machine = run.model(), run.machine()
-    config = {
-        "distributed_type": "FSDP", "num_processes": run.ranks,
-        "fsdp_config": {
-            "fsdp_version": run.version, "fsdp_sharding_strategy": run.strategy.upper(),
-            "fsdp_mixed_precision_policy": {"param_dtype": "bf16", "reduce_dtype": run.reduce},
-            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_activation_checkpointing": run.checkpointing,
-        },
-    }  # fmt: skip
-    spec = hfp.load_spec(config, environ={})
-    local = min(8, run.ranks)
-    plan = hfp.resolve(spec, model, world_size=run.ranks, device_type="cuda", local_world_size=local)
-    workload = Workload(
-        micro_batch=run.batch, seq_len=run.seq, accumulation=run.accumulation, clip_norm=run.clip, update_loop="fused"
-    )
-    estimate = estimate_time(plan, model, workload, machine, compiled=run.compiled)
-    tokens = run.batch * run.seq * run.accumulation
-    predicted = tokens / estimate.step_seconds
+def summary_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
-        "run": run.name, "source": run.source, "machine": machine.device, "published": run.published,
-        "predicted": predicted, "low": tokens / estimate.high_seconds, "high": tokens / estimate.low_seconds,
-        "error": predicted / run.published - 1, "mfu": estimate.mfu, "exposed_seconds": estimate.exposed_seconds,
-        "settings": f"{run.ranks} ranks, FSDP{run.version} {run.strategy}, {run.batch} x {run.seq} tokens, "
-        f"checkpointing {run.checkpointing}, gradients in {run.reduce}", "note": run.note,
+        "runs": len(rows), "inside": sum(row["inside"] for row in rows),
+        "median_error": statistics.median(abs(row["error"]) for row in rows),
+        "median_signed_error": statistics.median(row["error"] for row in rows),
     }  # fmt: skip
+
+
+def evaluate(prepared: Sequence[Prepared], linear: Linear) -> dict[str, Any]:
+    """Return the result: rows with errors on runs that were not used to fit, and the interval."""
+    values = values_of(fit(linear, np.ones(len(prepared), dtype=bool)))
+    known = {fold.source: fold for fold in folds(linear, COVERAGE)}
+    low, high = interval(held_out(linear), linear.sources, COVERAGE)
+    rows = []
+    for each, error, slopes in zip(prepared, linear.errors, linear.slopes, strict=True):
+        run, fold = each.run, known[each.run.source]
+        slowdown = math.exp(each.error(values_of(fold.point)))
+        rows.append(
+            {
+                "source": run.source, "table": run.table, "run": run.name, "device": device_of(run),
+                "published": run.throughput,
+                "predicted": run.throughput / slowdown, "error": 1 / slowdown - 1,
+                "inside": fold.low <= 1 / slowdown <= fold.high, "fitted": run.tokens / each.seconds(values),
+                "logarithm": float(error), "slopes": " ".join(f"{slope:.4f}" for slope in slopes),
+            }
+        )  # fmt: skip
+    dense = [row for row in rows if row["source"] not in SPECIAL]
+    groups = {
+        "dense models": dense,
+        "dense models, A100": [row for row in dense if row["device"] == "a100"],
+        "dense models, H100 and H200": [row for row in dense if row["device"] == "h100"],
+        "dense models, all but llm-foundry": [row for row in dense if row["source"] != "llm-foundry"],
+        "first 16 runs": [row for row, each in zip(rows, prepared, strict=True) if was_compared_first(each.run)],
+    } | {name: [row for row in rows if row["source"] == name] for name in dict.fromkeys(linear.sources)}
+    summaries = {name: summary_of(group) for name, group in groups.items()}
+    of_sources = [summaries[name]["median_error"] for name in dict.fromkeys(linear.sources)]
+    return {
+        "parameters": {n: {"value": values[n], "prior": p.value, "source": p.source} for n, p in PRIORS.items()},
+        "point": [float(value) for value in linear.point], "low": low, "high": high, **summary_of(rows),
+        "mean_of_sources": statistics.mean(of_sources), "groups": summaries, "rows": rows,
+        "not_compared": data()["not_compared"],
+    }  # fmt: skip
+
+
+def was_compared_first(run: Run) -> bool:
+    """Whether a run is one of the 16 that were compared before more were found."""
+    if run.source == "torchtitan":
+        return run.table == "H100 500 W"
+    return run.source == "accelerate" or run.model == "llama3-8b-lora" or (run.source == "ibm" and run.compiled)
 
 
 def main() -> None:
     args = make_parser(__doc__, "published_runs").parse_args()
-    rows = [predict(run) for run in RUNS]
-    median = statistics.median(abs(row["error"]) for row in rows)
-    write_result("published_runs", args.out, {"median_error": median, "rows": rows, "not_compared": NOT_COMPARED})
+    prepared = [Prepared(run) for run in runs()]
+    write_result("published_runs", args.out, evaluate(prepared, linear_model(prepared)))
 
 
 if __name__ == "__main__":

@@ -438,12 +438,30 @@ def step_time(result: Result) -> list[str]:
 
 
 def published_runs(result: Result) -> list[str]:
-    rows = ["| run | machine | published | predicted | interval | error |", "|---|---|---|---|---|---|"]
+    """One row per source and group, the fitted parameters, and one row per run of sources with few runs."""
+    lines = ["| runs | number | median error | median with its sign | inside the interval |", "|---|---|---|---|---|"]
+    for name, group in result["groups"].items():
+        share = f"{group['inside']} of {group['runs']}"
+        errors = f"{group['median_error']:.1%} | {group['median_signed_error']:+.1%}"
+        lines.append(f"| {name} | {group['runs']} | {errors} | {share} |")
+    lines += [
+        "",
+        f"All {result['runs']} runs: median error {result['median_error']:.1%} (mean of the sources' medians "
+        f"{result['mean_of_sources']:.1%}), {result['inside']} inside. The interval of all sources is "
+        f"{result['low']:.2f} to {result['high']:.2f} of the predicted time.",
+        "",
+        "| parameter | fitted | prior | source of the prior |",
+        "|---|---|---|---|",
+    ]
+    for name, each in result["parameters"].items():
+        lines.append(f"| {name} | {each['value']:.3g} | {each['prior']:.3g} | {each['source']} |")
+    lines += ["", "| source | run | published | predicted | error | inside |", "|---|---|---|---|---|---|"]
     for row in result["rows"]:
-        figures = f"{row['published']:,.0f} | {row['predicted']:,.0f} | {row['low']:,.0f} to {row['high']:,.0f}"
-        rows.append(f"| [{row['run']}]({row['source']}) | {row['machine']} | {figures} | {row['error']:+.0%} |")
-    notes = [f"- {row['run']}: {row['note']}" for row in result["rows"] if row["note"]]
-    return [*rows, "", f"Tokens/s per GPU. Median error {result['median_error']:.0%}.", "", *notes]
+        if result["groups"][row["source"]]["runs"] <= 20:
+            figures = f"{row['published']:,.0f} | {row['predicted']:,.0f} | {row['error']:+.0%}"
+            lines.append(f"| {row['source']} | {row['run']} | {figures} | {'yes' if row['inside'] else 'no'} |")
+    other = [f"- {name}: {reason}" for name, reason in result["not_compared"].items()]
+    return [*lines, "", "Tokens/s per GPU. Not compared:", "", *other]
 
 
 def unexpressed(result: Result) -> list[str]:

@@ -86,15 +86,17 @@ def _streams(data: PictureData) -> Iterator[str]:
         return
     end = max(span.end for span in data.spans)
     yield '<section id="streams"><h2>Streams of a step</h2>'
+    low, high = data.time.low_seconds, data.time.high_seconds
+    interval = f" ({format_seconds(low)} to {format_seconds(high)})" if low is not None and high is not None else ""
     yield (
-        f"<p>{format_seconds(data.time.step_seconds)} per step (expected: {format_seconds(data.time.low_seconds)} to "
-        f"{format_seconds(data.time.high_seconds)}), of which {format_seconds(data.time.exposed_seconds)} are "
+        f"<p>{format_seconds(data.time.step_seconds)} per step{interval}, of which "
+        f"{format_seconds(data.time.exposed_seconds)} are "
         f"communication that is not overlapped. {data.time.tokens_per_second:,.0f} tokens/s.</p>"
     )
     yield '<p class="dim">From top to bottom: computation, all-gathers and reduce-scatters, all-reduces.</p>'
     yield stream_lanes(data.spans)
     yield f'<p class="axis"><span>0</span><span>{format_seconds(end)}</span></p>'
-    yield f'<p class="dim">{escape(data.time.machine)}</p></section>'
+    yield f'<p class="dim">{escape(data.time.evidence)}; {escape(data.time.machine)}</p></section>'
 
 
 def _units(data: PictureData) -> Iterator[str]:
