@@ -92,6 +92,16 @@ class Fsdp1Engine(Engine):
         self._complete_pending()
         super().end_backward()
         self._done.clear()
+        if self.offloads:
+            self.ledger.free("grads", sum(self.sizes[name].grad_shard for name in self.reduced))
+            self.reduced.clear()
+
+    def keep_reduced(self, name: str) -> None:
+        """With offload, too, the device keeps the gradient until the end of backward (``_saved_grad_shard``)."""
+        if self.offloads:
+            self.reduced.add(name)
+        else:
+            super().keep_reduced(name)
 
     def _prefetch_backward(self, name: str) -> None:
         target = self.predecessor(name)

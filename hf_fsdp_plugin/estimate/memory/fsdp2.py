@@ -19,8 +19,8 @@ from hf_fsdp_plugin.torch_private.fsdp2_behavior import installed_behavior
 class Fsdp2Engine(Engine):
     """An all-gather has an output buffer, from which the parameters are copied into tensors of their own.
 
-    In forward, the buffer is kept until the next unit's parameters are copied (``FSDPCommContext.all_gather_state``);
-    in backward, it is freed after the copy. The input buffer of a reduce-scatter is kept until the next unit's
+    In forward, the buffer is kept until the next unit's parameters are copied too (``all_gather_state``, which
+    ``FSDPParamGroup.wait_for_unshard`` refers to until it returns); in backward, it is freed after the copy. The input buffer of a reduce-scatter is kept until the next unit's
     reduce-scatter (``reduce_scatter_states``).
     """
 
@@ -44,10 +44,9 @@ class Fsdp2Engine(Engine):
     def pre_forward(self, name: str) -> None:
         if name not in self.gathered:
             self._start(name)
-            if self._held:
-                self.ledger.free("gathered", self._held)
-                self._held = 0
+            previous, self._held = self._held, 0
             self._copy_out(name, keep_buffer=True)
+            self.ledger.free("gathered", previous)
         if self.plan.prefetch.forward and (successor := self._neighbour(name, 1)) is not None:
             self._start(successor)
 

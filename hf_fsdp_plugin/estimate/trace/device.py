@@ -32,7 +32,7 @@ class Device:
     def __init__(self, plan: FsdpPlan) -> None:
         self.type = plan.device_type
         self.is_cpu = plan.device_type == "cpu"
-        self._offloads = plan.offload_params and not self.is_cpu
+        self.offloads = plan.offload_params and not self.is_cpu
         self.framework_bytes = framework_bytes(plan.device_type)
 
     def size_of(self, block: Block) -> int:
@@ -44,7 +44,7 @@ class Device:
         if block.label == "host":
             return None
         kind = _KINDS.get(block.label or "") or ("other" if block.where in _UPDATE else "activations")
-        if self._offloads and (kind in ("params", "grads", "optimizer") or block.where in _UPDATE):
+        if self.offloads and (kind in ("params", "optimizer") or block.where in _UPDATE):
             return None
         return kind
 
@@ -75,8 +75,8 @@ class Device:
             "operators allocate as on the CPU, without the scratch memory of kernels."
         )
         texts.append("Each block is free for others at once; the streams of real collectives can delay this.")
-        if self._offloads:
-            texts.append("Copies of offloaded shards on the device, before they are gathered, are not included.")
+        if self.offloads and plan.backend == "fsdp1" and plan.strategy == "no_shard":
+            texts.append("Copies of offloaded parameters on the device are not included with no_shard.")
         return tuple(texts)
 
 

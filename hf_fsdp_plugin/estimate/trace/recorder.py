@@ -49,16 +49,19 @@ class Recorder(TorchDispatchMode):
         events: what happened so far.
     """
 
-    def __init__(self, place: Callable[[], str], *, uses_gloo: bool = True, casts: bool = True) -> None:
+    def __init__(
+        self, place: Callable[[], str], *, uses_gloo: bool = True, casts: bool = True, offloads: bool = False
+    ) -> None:
         """Create a recorder.
 
         Args:
             place: returns the present place in the step.
             uses_gloo: whether collectives allocate what gloo allocates.
             casts: whether elementwise operators cast operands to temporary tensors, as on the CPU.
+            offloads: whether shards are in host memory, and are copied to the device to be gathered.
         """
         super().__init__()
-        self._uses_gloo, self._casts = uses_gloo, casts
+        self._uses_gloo, self._casts, self._offloads = uses_gloo, casts, offloads
         self.events: list[Event] = []
         self._place = place
         self._alive: dict[int, Block] = {}
@@ -95,6 +98,8 @@ class Recorder(TorchDispatchMode):
             self._use(scratch)
         if self._uses_gloo and (buffer := collective_bytes(func, args)):
             self._use(buffer, "gathered")
+        if self._offloads and func.namespace in ("c10d", "fsdp"):
+            self._copy_to_device(_tensors((args, kwargs)))
         if func.namespace == "c10d":
             self.label(_tensors((args, kwargs)), "gathered")
         elif func.__name__.startswith("resize_"):
@@ -102,12 +107,39 @@ class Recorder(TorchDispatchMode):
         return result
 
     def label(self, tensors: Iterable[torch.Tensor | None], label: Label) -> None:
-        """Set what the storages of tensors contain. A later label replaces an earlier one, except ``gathered``."""
+        """Set what the storages of tensors contain.
+
+        A later label replaces an earlier one, except that ``gathered`` replaces none, and none replaces ``host``.
+        """
         for tensor in tensors:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            block = None if local is None else self._alive.get(storage_key(local))
-            if block is not None and (label != "gathered" or block.label is None):
+            block = self._block_of(tensor)
+            if block is not None and block.label != "host" and (label != "gathered" or block.label is None):
                 block.label = label
+
+    def move_to_host(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Record that the storages of tensors are freed on the device, after they were copied to host memory."""
+        for tensor in tensors:
+            block = self._block_of(tensor)
+            if block is not None and block.label != "host":
+                self._settle()
+                copy = Block(block.size, self._place(), "host")
+                self._alive[storage_key(_local(tensor))] = copy
+                self._record(copy, 1)
+                self._record(block, -1)
+
+    def _block_of(self, tensor: torch.Tensor | None) -> Block | None:
+        return None if tensor is None else self._alive.get(storage_key(_local(tensor)))
+
+    def _copy_to_device(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Record copies of shards that are passed to an operator of the device, which frees them.
+
+        An all-gather of FSDP2 starts with copies of all shards of a unit (``all_gather_inputs`` of ``FSDPParam``), one
+        of FSDP1 with a copy of the flat shard (``FlatParamHandle.pre_unshard``).
+        """
+        blocks = {storage_key(tensor): self._block_of(tensor) for tensor in tensors}
+        size = sum(block.size for block in blocks.values() if block is not None and block.label == "params")
+        if size:
+            self._use(size, "gathered")
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
@@ -180,6 +212,11 @@ class Recorder(TorchDispatchMode):
     def _record(self, block: Block, sign: Literal[1, -1]) -> None:
         if block.size:
             self.events.append(Event(block, sign, self._place()))
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local
 
 
 def _tensors(values: Any) -> Iterable[torch.Tensor]:

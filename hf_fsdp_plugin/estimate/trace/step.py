@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.activations import configs_with_cache
 from hf_fsdp_plugin.backends.clipping import clip_grad_norm
@@ -18,6 +19,7 @@ from hf_fsdp_plugin.backends.shard import shard
 from hf_fsdp_plugin.backends.submodule_calls import free_before_step
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.estimate.memory.batch import meta_batch
+from hf_fsdp_plugin.estimate.trace.device import Device
 from hf_fsdp_plugin.estimate.trace.optimizers import make_optimizers
 from hf_fsdp_plugin.estimate.trace.places import Places
 from hf_fsdp_plugin.estimate.trace.recorder import Recorder
@@ -40,10 +42,11 @@ class Step:
         workload: Workload,
         recorder: Recorder,
         places: Places,
-        device_type: str,
+        device: Device,
     ) -> None:
-        """Shard a copy of ``model``. ``device_type`` is that of the optimizer's defaults."""
+        """Shard a copy of ``model``. ``plan`` is for the CPU; ``device`` is that of the user's plan."""
         self._plan, self._workload, self._recorder, self._places = plan, workload, recorder, places
+        self._offloads_after_backward = device.offloads and plan.backend == "fsdp1"
         sizes = {"micro_batch": workload.micro_batch, "seq_len": workload.seq_len}
         self._batch = meta_batch(model, **sizes)
         model = allocated(model).train()
@@ -52,7 +55,7 @@ class Step:
             set_attention("eager" if workload.attention == "eager" else "sdpa")
         for config in configs_with_cache(model):
             config.use_cache = False
-        self.optimizers = make_optimizers(model, workload, device_type)
+        self.optimizers = make_optimizers(model, workload, device.type)
         self.model = shard(plan, model, torch.device("cpu"), self.optimizers)
         for optimizer in self.optimizers:
             decision = decide(optimizer, plan)
@@ -60,13 +63,20 @@ class Step:
                 raise SpecError([decision.problem])
             set_step_mode(optimizer, decision.mode)
             free_before_step(self.model, optimizer)
+        if device.offloads and plan.backend == "fsdp2":  # it copies each gradient to the host when it is reduced
+            for parameter in self.model.parameters():
+                if isinstance(parameter, DTensor) and parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(lambda each: recorder.move_to_host([each.grad]))
         places.watch(plan, self.model)
 
     def run(self, micro_batches: int) -> None:
         """Run one optimizer step."""
         for index in range(micro_batches):
-            with self._synchronization(is_last=index == micro_batches - 1), self._places.phase("backward"):
+            syncs = self._workload.sync_each_batch or index == micro_batches - 1
+            with nullcontext() if syncs else self._no_sync(), self._places.phase("backward"):
                 self._forward_backward(micro_batches)
+                if syncs and self._offloads_after_backward:
+                    self._recorder.move_to_host(parameter.grad for parameter in self.model.parameters())
         if self._workload.clip_norm:
             with self._places.phase("clipping"):
                 clip_grad_norm([self.model], self.model.parameters(), _MAX_NORM)
@@ -82,9 +92,7 @@ class Step:
         self._recorder.label(self.model.parameters(), "params")
         self._recorder.label(self.model.buffers(), "buffers")
 
-    def _synchronization(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        if is_last or self._workload.sync_each_batch:
-            return nullcontext()
+    def _no_sync(self) -> AbstractContextManager[Any]:
         no_sync: Any = self.model.no_sync
         context: AbstractContextManager[Any] = no_sync()
         return context
