@@ -117,8 +117,18 @@ class Fsdp1Engine(Engine):
         self.ledger.add("gathered", sizes.gathered)
         if self._is_sharded:
             self.copy_of_collective(sizes.gathered)
-        self.ledger.free("gathered", source)
+        if not self._keeps_source(name):
+            self.ledger.free("gathered", source)
         self.gathered.add(name)
+
+    def release(self, name: str) -> None:
+        if name in self.gathered and self._keeps_source(name):
+            self.ledger.free("gathered", self.sizes[name].params)
+        super().release(name)
+
+    def _keeps_source(self, name: str) -> bool:
+        """Whether the original parameters are views of the offloaded shard's copy on the device (``flat_param_to``)."""
+        return self.offloads and self.plan.use_orig and not self.sizes[name].compute_shard
 
     def _reduce(self, name: str, flat: int) -> None:
         """Cast, reduce-scatter and cast back (``_post_backward_hook``, ``_reduce_grad``)."""

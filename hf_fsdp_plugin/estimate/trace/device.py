@@ -14,7 +14,7 @@ from hf_fsdp_plugin.backends import activations
 from hf_fsdp_plugin.estimate.memory.assumptions import assumptions, framework_bytes
 from hf_fsdp_plugin.estimate.memory.attention import run_attention
 from hf_fsdp_plugin.estimate.results import MemoryKind
-from hf_fsdp_plugin.estimate.trace.recorder import Block, Recorder
+from hf_fsdp_plugin.estimate.trace.recorder import Block, Recorder, ShardCopies
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.model import FsdpPlan
 
@@ -33,6 +33,10 @@ class Device:
         self.type = plan.device_type
         self.is_cpu = plan.device_type == "cpu"
         self.offloads = plan.offload_params and not self.is_cpu
+        self.shard_copies: ShardCopies = "until_gathered" if self.offloads else "none"
+        if self.offloads and plan.backend == "fsdp1" and plan.use_orig:
+            # The original parameters are views of the copy until the unit is resharded (``flat_param_to``).
+            self.shard_copies = "while_gathered"
         self.framework_bytes = framework_bytes(plan.device_type)
 
     def size_of(self, block: Block) -> int:

@@ -17,6 +17,8 @@ from hf_fsdp_plugin.torch_private.functions import in_backward, tree_leaves
 from hf_fsdp_plugin.torch_private.tracing import storage_key
 
 Label = Literal["params", "grads", "optimizer", "buffers", "gathered", "host"]
+ShardCopies = Literal["none", "until_gathered", "while_gathered"]
+"""How long the device keeps copies of offloaded shards that it gathers."""
 
 
 @dataclass(slots=True)
@@ -49,19 +51,19 @@ class Recorder(TorchDispatchMode):
         events: what happened so far.
     """
 
-    def __init__(
-        self, place: Callable[[], str], *, uses_gloo: bool = True, casts: bool = True, offloads: bool = False
-    ) -> None:
+    def __init__(self, place: Callable[[], str], *, on_cpu: bool = True, shard_copies: ShardCopies = "none") -> None:
         """Create a recorder.
 
         Args:
             place: returns the present place in the step.
-            uses_gloo: whether collectives allocate what gloo allocates.
-            casts: whether elementwise operators cast operands to temporary tensors, as on the CPU.
-            offloads: whether shards are in host memory, and are copied to the device to be gathered.
+            on_cpu: whether collectives allocate what gloo allocates, and elementwise operators cast operands to
+                temporary tensors, as on the CPU.
+            shard_copies: how long shards of parameters, which are in host memory, are on the device.
         """
         super().__init__()
-        self._uses_gloo, self._casts, self._offloads = uses_gloo, casts, offloads
+        self._on_cpu, self._shard_copies = on_cpu, shard_copies
+        self._copies: dict[int, Block] = {}
+        """Copy of a shard by the storage into which it was gathered."""
         self.events: list[Event] = []
         self._place = place
         self._alive: dict[int, Block] = {}
@@ -94,12 +96,12 @@ class Recorder(TorchDispatchMode):
             if tensor.device.type == "meta":
                 continue
             self._see(tensor.untyped_storage(), replaces=args[0] if in_place else None)
-        if self._casts and (scratch := scratch_bytes(func, args, kwargs, result)):
+        if self._on_cpu and (scratch := scratch_bytes(func, args, kwargs, result)):
             self._use(scratch)
-        if self._uses_gloo and (buffer := collective_bytes(func, args)):
+        if self._on_cpu and (buffer := collective_bytes(func, args)):
             self._use(buffer, "gathered")
-        if self._offloads and func.namespace in ("c10d", "fsdp"):
-            self._copy_to_device(_tensors((args, kwargs)))
+        if self._shard_copies != "none" and func.namespace in ("c10d", "fsdp"):
+            self._copy_shards(list(_tensors((args, kwargs))))
         if func.namespace == "c10d":
             self.label(_tensors((args, kwargs)), "gathered")
         elif func.__name__.startswith("resize_"):
@@ -130,15 +132,19 @@ class Recorder(TorchDispatchMode):
     def _block_of(self, tensor: torch.Tensor | None) -> Block | None:
         return None if tensor is None else self._alive.get(storage_key(_local(tensor)))
 
-    def _copy_to_device(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Record copies of shards that are passed to an operator of the device, which frees them.
+    def _copy_shards(self, tensors: list[torch.Tensor]) -> None:
+        """Record copies of the shards among the tensors of an all-gather, whose output is the first one of FSDP1.
 
-        An all-gather of FSDP2 starts with copies of all shards of a unit (``all_gather_inputs`` of ``FSDPParam``), one
-        of FSDP1 with a copy of the flat shard (``FlatParamHandle.pre_unshard``).
+        FSDP2 copies all shards of a unit (``all_gather_inputs`` of ``FSDPParam``), FSDP1 the flat shard
+        (``FlatParamHandle.pre_unshard``). Shards in another dtype than the computation's were cast before.
         """
         blocks = {storage_key(tensor): self._block_of(tensor) for tensor in tensors}
         size = sum(block.size for block in blocks.values() if block is not None and block.label == "params")
-        if size:
+        if size and self._shard_copies == "while_gathered":
+            self._settle()
+            copy = self._copies[storage_key(tensors[0])] = Block(size, self._place(), "gathered")
+            self._record(copy, 1)
+        elif size:
             self._use(size, "gathered")
 
     @contextmanager
@@ -200,6 +206,8 @@ class Recorder(TorchDispatchMode):
             self._alive[key] = Block(size, self._place(), "gathered")
             if size:
                 self._record(self._alive[key], 1)
+            elif key in self._copies:
+                self._record(self._copies.pop(key), -1)
             self._record(old, -1)
 
     def _settle(self) -> None:
