@@ -79,8 +79,6 @@ class Device:
             "operators allocate as on the CPU, without the scratch memory of kernels."
         )
         texts.append("Each block is free for others at once; the streams of real collectives can delay this.")
-        if self.offloads and plan.backend == "fsdp1" and plan.strategy == "no_shard":
-            texts.append("Copies of offloaded parameters on the device are not included with no_shard.")
         return tuple(texts)
 
 

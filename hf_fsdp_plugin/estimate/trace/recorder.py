@@ -19,6 +19,7 @@ from hf_fsdp_plugin.torch_private.tracing import storage_key
 Label = Literal["params", "grads", "optimizer", "buffers", "gathered", "host"]
 ShardCopies = Literal["none", "until_gathered", "while_gathered"]
 """How long the device keeps copies of offloaded shards that it gathers."""
+_COPY = torch.ops.aten.copy_.default
 
 
 @dataclass(slots=True)
@@ -100,7 +101,7 @@ class Recorder(TorchDispatchMode):
             self._use(scratch)
         if self._on_cpu and (buffer := collective_bytes(func, args)):
             self._use(buffer, "gathered")
-        if self._shard_copies != "none" and func.namespace in ("c10d", "fsdp"):
+        if self._shard_copies != "none" and (func.namespace in ("c10d", "fsdp") or func is _COPY):
             self._copy_shards(list(_tensors((args, kwargs))))
         if func.namespace == "c10d":
             self.label(_tensors((args, kwargs)), "gathered")
@@ -133,10 +134,11 @@ class Recorder(TorchDispatchMode):
         return None if tensor is None else self._alive.get(storage_key(_local(tensor)))
 
     def _copy_shards(self, tensors: list[torch.Tensor]) -> None:
-        """Record copies of the shards among the tensors of an all-gather, whose output is the first one of FSDP1.
+        """Record copies of the shards among the tensors of an all-gather; the first one is the output of FSDP1's.
 
         FSDP2 copies all shards of a unit (``all_gather_inputs`` of ``FSDPParam``), FSDP1 the flat shard
-        (``FlatParamHandle.pre_unshard``). Shards in another dtype than the computation's were cast before.
+        (``FlatParamHandle.pre_unshard``). On one rank FSDP2 copies without an all-gather. Shards in another dtype than
+        the computation's were cast before.
         """
         blocks = {storage_key(tensor): self._block_of(tensor) for tensor in tensors}
         size = sum(block.size for block in blocks.values() if block is not None and block.label == "params")
@@ -146,6 +148,16 @@ class Recorder(TorchDispatchMode):
             self._record(copy, 1)
         elif size:
             self._use(size, "gathered")
+
+    @contextmanager
+    def hold(self, size: int) -> Iterator[None]:
+        """Record copies of parameters of ``size`` bytes that exist in this context."""
+        copies = Block(size, self._place(), "gathered")
+        self._settle()
+        self._record(copies, 1)
+        yield
+        self._settle()
+        self._record(copies, -1)
 
     @contextmanager
     def _pause(self) -> Iterator[None]:

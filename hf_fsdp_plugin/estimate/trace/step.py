@@ -26,6 +26,7 @@ from hf_fsdp_plugin.estimate.trace.recorder import Recorder
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.problems import SpecError
+from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.torch_private.modules import buffers as own_buffers
 from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
 
@@ -46,7 +47,7 @@ class Step:
     ) -> None:
         """Shard a copy of ``model``. ``plan`` is for the CPU; ``device`` is that of the user's plan."""
         self._plan, self._workload, self._recorder, self._places = plan, workload, recorder, places
-        self._offloads_after_backward = device.offloads and plan.backend == "fsdp1"
+        self._offloads = device.offloads
         sizes = {"micro_batch": workload.micro_batch, "seq_len": workload.seq_len}
         self._batch = meta_batch(model, **sizes)
         model = allocated(model).train()
@@ -63,19 +64,22 @@ class Step:
                 raise SpecError([decision.problem])
             set_step_mode(optimizer, decision.mode)
             free_before_step(self.model, optimizer)
-        if device.offloads and plan.backend == "fsdp2":  # it copies each gradient to the host when it is reduced
-            for parameter in self.model.parameters():
-                if isinstance(parameter, DTensor) and parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(lambda each: recorder.move_to_host([each.grad]))
+        if device.offloads:
+            self._free_reduced_gradients()
+        self._copied_bytes = self._bytes_of_copies() if device.offloads else 0
         places.watch(plan, self.model)
 
     def run(self, micro_batches: int) -> None:
         """Run one optimizer step."""
         for index in range(micro_batches):
             syncs = self._workload.sync_each_batch or index == micro_batches - 1
-            with nullcontext() if syncs else self._no_sync(), self._places.phase("backward"):
+            with (
+                nullcontext() if syncs else self._no_sync(),
+                self._recorder.hold(self._copied_bytes),
+                self._places.phase("backward"),
+            ):
                 self._forward_backward(micro_batches)
-                if syncs and self._offloads_after_backward:
+                if syncs and self._offloads:
                     self._recorder.move_to_host(parameter.grad for parameter in self.model.parameters())
         if self._workload.clip_norm:
             with self._places.phase("clipping"):
@@ -91,6 +95,28 @@ class Step:
         """Label parameters and buffers."""
         self._recorder.label(self.model.parameters(), "params")
         self._recorder.label(self.model.buffers(), "buffers")
+
+    def _free_reduced_gradients(self) -> None:
+        """Let the device free each gradient when it is reduced, unless the backend keeps it until the end of backward.
+
+        FSDP1 keeps all (``_saved_grad_shard``), FSDP2 all-reduced ones (``_all_reduce_state``) that it does not cast.
+        """
+        precision = self._plan.precision
+        dtype = torch_dtype(precision.reduce) or torch_dtype(precision.param)
+        for parameter in self.model.parameters():
+            is_kept = self._plan.mesh.replicate > 1 and dtype in (None, parameter.dtype)
+            if isinstance(parameter, DTensor) and parameter.requires_grad and not is_kept:
+                parameter.register_post_accumulate_grad_hook(lambda each: self._recorder.move_to_host([each.grad]))
+
+    def _bytes_of_copies(self) -> int:
+        """Return the bytes of copies of offloaded parameters that FSDP1 does not shard.
+
+        Nothing frees a copy that autograd has saved in forward (``FlatParamHandle.flat_param_to``).
+        """
+        dtype = torch_dtype(self._plan.precision.param)
+        if self._plan.backend == "fsdp2" or STRATEGIES[self._plan.strategy].is_sharded:
+            return 0
+        return sum(p.nbytes for p in self.model.parameters() if dtype in (None, p.dtype))
 
     def _no_sync(self) -> AbstractContextManager[Any]:
         no_sync: Any = self.model.no_sync
