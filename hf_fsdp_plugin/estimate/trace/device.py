@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hf_fsdp_plugin.backends import activations
 from hf_fsdp_plugin.estimate.memory.assumptions import assumptions, framework_bytes
-from hf_fsdp_plugin.estimate.memory.attention import run_attention
+from hf_fsdp_plugin.estimate.memory.attention import dropout_with_byte_mask, run_attention
 from hf_fsdp_plugin.estimate.results import MemoryKind
 from hf_fsdp_plugin.estimate.trace.recorder import Block, Recorder, ShardCopies
 from hf_fsdp_plugin.estimate.workload import Workload
@@ -64,7 +64,7 @@ class Device:
                         return run_attention(self.type, *args, **kwargs)
 
                 stack.enter_context(_replaced(F, "scaled_dot_product_attention", attention))
-                stack.enter_context(_replaced(F, "dropout", _dropout))
+                stack.enter_context(_replaced(F, "dropout", dropout_with_byte_mask))
                 stack.enter_context(_replaced(activations, "save_on_cpu", lambda **_: _host_copies(recorder)))
             yield
 
@@ -80,11 +80,6 @@ class Device:
         )
         texts.append("Each block is free for others at once; the streams of real collectives can delay this.")
         return tuple(texts)
-
-
-def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """Keep a mask of one byte per element, as GPUs do. The CPU keeps one in the dtype of the input."""
-    return torch.native_dropout(input, p, training)[0] if training and p else input
 
 
 def _host_copies(recorder: Recorder) -> saved_tensors_hooks:
