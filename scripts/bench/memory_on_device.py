@@ -2,9 +2,10 @@
 
 Its counter rounds each allocation as torch's CUDA allocator does, and does not see temporary memory of kernels. Each
 point is predicted first, in a process that measures nothing. The second and third step are measured; the result is the
-largest peak of the ranks' smallest ones, as in memory_error.py.
+largest peak of the ranks' smallest ones, as in memory_error.py. Attention is eager at all points: the simulated device
+computes ``scaled_dot_product_attention`` by its formula, for which the estimate of a device assumes a fused kernel.
 
-    python scripts/bench/memory_on_device.py           (three minutes on 2 cores; docs/results/memory_on_device.json)
+    python scripts/bench/memory_on_device.py           (four minutes on 2 cores; docs/results/memory_on_device.json)
     python scripts/bench/memory_on_device.py --points version=1,precision=bf16
 """
 
@@ -21,23 +22,36 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, describe_machine, make_parser, run_two_ranks
+from common import ROOT, make_parser, run_two_ranks
 from memory_points import Point, make_batch, make_model, make_spec, make_workload, parse_point
+from update_results import write_result
 
 DEVICE = "npu"
 STEPS = 2
-_WIDE = Point(hidden=512, inter=1536, seq=64)
+_TOKENS = Point(attention="eager")
+"""Activations need most of the memory."""
+_WIDE = replace(_TOKENS, hidden=512, inter=1536, seq=64)
+"""Parameters, gradients and the optimizer need most of the memory."""
 POINTS = (
-    Point(),
-    Point(version=1),
-    Point(precision="bf16"),
-    Point(version=1, precision="bf16"),
-    Point(checkpointing=True),
-    Point(version=1, checkpointing=True, precision="bf16", batch=8),
+    _TOKENS,
+    replace(_TOKENS, version=1),
+    replace(_TOKENS, precision="bf16"),
+    replace(_TOKENS, version=1, precision="bf16"),
+    replace(_TOKENS, checkpointing=True),
+    replace(_TOKENS, version=1, checkpointing=True, precision="bf16", batch=8),
+    replace(_TOKENS, checkpointing=True, offload_activations=True, batch=8),
+    replace(_TOKENS, version=1, checkpointing=True, offload_activations=True, batch=8),
+    replace(_TOKENS, accumulation=2, precision="bf16"),
     replace(_WIDE, offload_params=True),
+    replace(_WIDE, offload_params=True, precision="bf16", checkpointing=True),
+    replace(_WIDE, offload_params=True, strategy="no_shard"),
+    replace(_WIDE, version=1, offload_params=True),
     replace(_WIDE, version=1, offload_params=True, precision="bf16"),
-    Point(checkpointing=True, offload_activations=True),
+    replace(_WIDE, version=1, offload_params=True, strategy="shard_grad_op"),
     replace(_WIDE, strategy="shard_grad_op", loop="foreach"),
+    replace(_WIDE, version=1, strategy="shard_grad_op", precision="bf16"),
+    replace(_TOKENS, family="gpt2", precision="bf16"),
+    replace(_TOKENS, family="bert", version=1, checkpointing=True, loop="fused"),
 )
 
 
@@ -74,14 +88,13 @@ def main() -> int:
         name: {"median": statistics.median(map(abs, found)), "worst": max(found, key=abs)}
         for name, found in errors.items()
     }
-    print(summary)
-    if not args.points:
-        args.out.write_text(json.dumps({**describe_machine(), "summary": summary, "points": rows}, indent=2) + "\n")
+    command = "python scripts/bench/memory_on_device.py" + "".join(f" {word}" for word in sys.argv[1:])
+    write_result("memory_on_device", args.out.resolve(), {"command": command, "summary": summary, "points": rows})
     return 0
 
 
-def predict(point: Point) -> dict[str, int]:
-    """Return the peaks that the methods predict, in bytes."""
+def predict(point: Point) -> dict[str, Any]:
+    """Return the peaks that the methods predict in bytes, and where they are in the step."""
     import torch
 
     import hf_fsdp_plugin as hfp
@@ -92,7 +105,8 @@ def predict(point: Point) -> dict[str, int]:
         model = make_model(point)
     plan = hfp.resolve(make_spec(point, use_cpu=False), model, world_size=2, device_type=DEVICE)
     methods = {"traced": trace_memory, "closed_form": estimate_memory}
-    return {name: method(plan, model, make_workload(point)).peak.bytes for name, method in methods.items()}
+    peaks = {name: method(plan, model, make_workload(point)).peak for name, method in methods.items()}
+    return {name: {"bytes": peak.bytes, "at": peak.where} for name, peak in peaks.items()}
 
 
 def measure_all(points: list[Point], out: Path) -> None:
@@ -127,7 +141,7 @@ def measure(point: Point) -> int:
     from hf_fsdp_plugin.estimate.memory.batch import meta_batch
     from hf_fsdp_plugin.estimate.trace.optimizers import make_optimizers
 
-    accelerator = hfp.accelerator(make_spec(point, use_cpu=False))
+    accelerator = hfp.accelerator(make_spec(point, use_cpu=False), gradient_accumulation_steps=point.accumulation)
     memory = torch.get_device_module(DEVICE)
     gc.collect()
     before = memory.memory_allocated()
@@ -139,22 +153,24 @@ def measure(point: Point) -> int:
     peaks = []
     for _ in range(1 + STEPS):
         memory.reset_peak_memory_stats()
-        batch = make_batch(shapes, point.vocab, generator)
-        moved = {id(value): value.to(accelerator.device) for value in batch.values()}  # labels may be the inputs
-        batch = {name: moved[id(value)] for name, value in batch.items()}
-        accelerator.backward(model(**batch).loss)
-        if point.clip:
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        for _ in range(point.accumulation):
+            with accelerator.accumulate(model):
+                batch = make_batch(shapes, point.vocab, generator)
+                moved = {id(value): value.to(accelerator.device) for value in batch.values()}  # labels may be inputs
+                batch = {name: moved[id(value)] for name, value in batch.items()}
+                accelerator.backward(model(**batch).loss)
+                if accelerator.sync_gradients and point.clip:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
         peaks.append(memory.max_memory_allocated() - before)
         accelerator.wait_for_everyone()
     return min(peaks[1:])
 
 
-def row(point: Point, predicted: dict[str, int], peak: int) -> dict[str, Any]:
-    errors = {name: round(size / peak - 1, 5) for name, size in predicted.items()}
+def row(point: Point, predicted: dict[str, Any], peak: int) -> dict[str, Any]:
+    errors = {name: round(found["bytes"] / peak - 1, 5) for name, found in predicted.items()}
     print(point, f"{peak:,}", {name: f"{error:+.2%}" for name, error in errors.items()}, flush=True)
     return {"point": str(point), "measured_bytes": peak, "predicted": predicted, "error": errors}
 

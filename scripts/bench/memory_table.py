@@ -1,4 +1,4 @@
-"""The table of ``memory_error.py``."""
+"""The tables of ``memory_error.py`` and ``memory_on_device.py``."""
 
 from __future__ import annotations
 
@@ -22,3 +22,7 @@ def memory_error(result: dict[str, Any]) -> list[str]:
         at = next(row["predicted"][name]["at"] for name in methods if name in row["predicted"])
         lines.append(f"| {point} | {row['measured_bytes'] / 1e6:.1f} MB | {errors} | {at} |")
     return lines
+
+
+def memory_on_device(result: dict[str, Any]) -> list[str]:
+    return [*memory_error(result), "", "On two ranks of a simulated accelerator ([devices.md](devices.md))."]

@@ -22,7 +22,7 @@ from typing import Any
 from common import RESULTS, ROOT, describe_machine
 from gpu_checks.results import table
 from hang_tables import hang_overhead, hangs, hangs_healthy
-from memory_table import memory_error
+from memory_table import memory_error, memory_on_device
 from planning_tables import closed_against_trace, planner_time, preflight_time, reserved_memory
 from profile_tables import suggestions
 
@@ -521,9 +521,8 @@ def host_waits(result: Result) -> list[str]:
 _ALL = (
     step_overhead, checkpoint_save, merge, verified_reads, resume_parity, survival, gpu_check, ecosystem,
     generated_values, command_start, start, load, resume, computed_weights, readers, many_ranks,
-    gloo_connections,
-    large_world, memory_error, step_time, published_runs, unexpressed, throughput, restarts, two_hosts,
-    hangs, hangs_healthy, hang_overhead, suggestions,
+    gloo_connections, large_world, memory_error, memory_on_device, step_time, published_runs, unexpressed, throughput,
+    restarts, two_hosts, hangs, hangs_healthy, hang_overhead, suggestions,
     planner_time, closed_against_trace, preflight_time, reserved_memory, host_waits,
 )  # fmt: skip
 TABLES: dict[str, Callable[[Result], list[str]]] = {table.__name__: table for table in _ALL}

@@ -1,4 +1,4 @@
-"""Makes ``scaled_dot_product_attention`` on meta tensors run the operator that it would run on a device.
+"""Makes ``scaled_dot_product_attention`` and ``dropout`` on meta tensors run the operators that they run on a device.
 
 On ``meta`` it always runs the formula, which keeps the whole matrix of attention weights. A CPU or GPU runs a kernel
 that keeps one number per row, where the kernel supports the inputs.
@@ -21,7 +21,7 @@ _MAX_FLASH_HEAD_DIM = 256
 
 @contextmanager
 def attention_as_on(device_type: str) -> Iterator[None]:
-    """Run the attention operator of a device type in this context."""
+    """Run the operators of attention and dropout of a device type in this context."""
     with _Attention(device_type):
         yield
 
@@ -35,7 +35,16 @@ class _Attention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return run_attention(self._device_type, *args, **kwargs)
+        if func is F.dropout and self._device_type != "cpu":
+            return dropout_with_byte_mask(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def dropout_with_byte_mask(
+    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
+    """Keep a mask of one byte per element, as GPUs do. The CPU keeps one in the dtype of the input."""
+    return torch.native_dropout(input, p, training)[0] if training and p else input
 
 
 def run_attention(

@@ -92,6 +92,18 @@ class Fsdp1Engine(Engine):
         self._complete_pending()
         super().end_backward()
         self._done.clear()
+        if self.offloads:
+            self.ledger.free("grads", sum(self.sizes[name].grad_shard for name in self.reduced))
+            self.reduced.clear()
+            for name in filter(self._keeps_copy, list(self.gathered)):
+                super().release(name)
+
+    def keep_reduced(self, name: str) -> None:
+        """With offload, too, the device keeps the gradient until the end of backward (``_saved_grad_shard``)."""
+        if self.offloads:
+            self.reduced.add(name)
+        else:
+            super().keep_reduced(name)
 
     def _prefetch_backward(self, name: str) -> None:
         target = self.predecessor(name)
@@ -102,13 +114,29 @@ class Fsdp1Engine(Engine):
         sizes = self.sizes[name]
         if name in self.gathered or not sizes.gathered:
             return
-        source = sizes.compute_shard or (sizes.params if self.offloads else 0)
+        source = sizes.compute_shard or (sizes.params if self.offloads and self._is_sharded else 0)
         self.ledger.add("gathered", source)
         self.ledger.add("gathered", sizes.gathered)
         if self._is_sharded:
             self.copy_of_collective(sizes.gathered)
-        self.ledger.free("gathered", source)
+        if not self._keeps_source(name):
+            self.ledger.free("gathered", source)
         self.gathered.add(name)
+
+    def release(self, name: str) -> None:
+        if self._keeps_copy(name):
+            return
+        if name in self.gathered and self._keeps_source(name):
+            self.ledger.free("gathered", self.sizes[name].params)
+        super().release(name)
+
+    def _keeps_copy(self, name: str) -> bool:
+        """Whether autograd keeps the copy of a whole offloaded parameter, which nothing frees before it does."""
+        return self.offloads and not self._is_sharded and self.sizes[name].gathered == self.sizes[name].params
+
+    def _keeps_source(self, name: str) -> bool:
+        """Whether the original parameters are views of the offloaded shard's copy on the device (``flat_param_to``)."""
+        return self.offloads and self._is_sharded and self.plan.use_orig and not self.sizes[name].compute_shard
 
     def _reduce(self, name: str, flat: int) -> None:
         """Cast, reduce-scatter and cast back (``_post_backward_hook``, ``_reduce_grad``)."""

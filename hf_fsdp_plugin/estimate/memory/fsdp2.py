@@ -19,9 +19,9 @@ from hf_fsdp_plugin.torch_private.fsdp2_behavior import installed_behavior
 class Fsdp2Engine(Engine):
     """An all-gather has an output buffer, from which the parameters are copied into tensors of their own.
 
-    In forward, the buffer is kept until the next unit's parameters are copied (``FSDPCommContext.all_gather_state``);
-    in backward, it is freed after the copy. The input buffer of a reduce-scatter is kept until the next unit's
-    reduce-scatter (``reduce_scatter_states``).
+    In forward, the buffer is kept until the next unit's parameters are copied too (``all_gather_state``, to which
+    ``FSDPParamGroup.wait_for_unshard`` refers until it returns); in backward, it is freed after the copy. The input
+    buffer of a reduce-scatter is kept until the next unit's reduce-scatter (``reduce_scatter_states``).
     """
 
     def __init__(self, plan: FsdpPlan, sizes: Sequence[UnitSizes], ledger: Ledger) -> None:
@@ -44,10 +44,9 @@ class Fsdp2Engine(Engine):
     def pre_forward(self, name: str) -> None:
         if name not in self.gathered:
             self._start(name)
-            if self._held:
-                self.ledger.free("gathered", self._held)
-                self._held = 0
+            previous, self._held = self._held, 0
             self._copy_out(name, keep_buffer=True)
+            self.ledger.free("gathered", previous)
         if self.plan.prefetch.forward and (successor := self._neighbour(name, 1)) is not None:
             self._start(successor)
 
@@ -133,6 +132,10 @@ class Fsdp2Engine(Engine):
             return
         self.ledger.add("gathered", sizes.gathered)
         self.gathered.add(name)
+        if self.offloads and not self._is_sharded:  # one parameter after the other is copied to the device
+            copied = max(shard.numel * shard.dtype.itemsize for shard in sizes.shards)
+            self.ledger.add("gathered", copied)
+            self.ledger.free("gathered", copied)
         if name in self._buffered and keep_buffer:
             self._buffered.remove(name)
             self._held = sizes.gathered
@@ -216,6 +219,10 @@ class Fsdp2Engine(Engine):
                 ledger.free("gathered", sizes.reduce_output)
         ledger.free("grads", last)
         self.keep_reduced(name)
+        if self.offloads and self.plan.mesh.replicate > 1 and sizes.reduce_output == sizes.grad_shard:
+            # Offload copies the all-reduced buffer, which is kept until the end of backward (``_all_reduce_state``).
+            ledger.add("gathered", sizes.reduce_output)
+            self._all_reduced += sizes.reduce_output
 
 
 def _in_reduce_dtype(sizes: UnitSizes, grads: int) -> int:

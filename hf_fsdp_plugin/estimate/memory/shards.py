@@ -187,8 +187,9 @@ def _fsdp1(plan: FsdpPlan, unit: UnitPlan, parameters: list[nn.Parameter]) -> Un
         shards = (Shard(shape=(local,), whole=(total,), numel=local, dtype=stored, trainable=trainable),)
     casts = compute != stored
     whole_grads = sum(p.numel() for p in parameters if p.requires_grad) * compute.itemsize
-    # Without sharding, the flat parameter is used in place, or its cast copy.
-    gathered = total * compute.itemsize if is_sharded or casts else 0
+    # Without sharding, the flat parameter is used in place, or its copy, which autograd keeps if it is not cast.
+    copies = casts or (plan.offload_params and plan.device_type != "cpu")
+    gathered = total * compute.itemsize if is_sharded or copies else 0
     return UnitSizes(
         name=unit.name,
         shards=shards if total else (),

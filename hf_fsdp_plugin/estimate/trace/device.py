@@ -13,10 +13,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from hf_fsdp_plugin.backends import activations
 from hf_fsdp_plugin.estimate.caching_allocator import MIN_BLOCK
 from hf_fsdp_plugin.estimate.memory.assumptions import assumptions
-from hf_fsdp_plugin.estimate.memory.attention import run_attention
+from hf_fsdp_plugin.estimate.memory.attention import dropout_with_byte_mask, run_attention
 from hf_fsdp_plugin.estimate.memory.device import Gpu, framework_bytes
 from hf_fsdp_plugin.estimate.results import MemoryKind
-from hf_fsdp_plugin.estimate.trace.recorder import Block, Recorder
+from hf_fsdp_plugin.estimate.trace.recorder import Block, Recorder, ShardCopies
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.model import FsdpPlan
 
@@ -32,7 +32,11 @@ class Device:
     def __init__(self, plan: FsdpPlan, gpu: Gpu) -> None:
         self.type, self._gpu = plan.device_type, gpu
         self.is_cpu = plan.device_type == "cpu"
-        self._offloads = plan.offload_params and not self.is_cpu
+        self.offloads = plan.offload_params and not self.is_cpu
+        self.shard_copies: ShardCopies = "until_gathered" if self.offloads else "none"
+        if self.offloads and plan.backend == "fsdp1" and plan.use_orig:
+            # The original parameters are views of the copy until the unit is resharded (``flat_param_to``).
+            self.shard_copies = "while_gathered"
         self.framework_bytes = framework_bytes(plan.device_type, gpu)
 
     def size_of(self, block: Block) -> int:
@@ -44,7 +48,7 @@ class Device:
         if block.label == "host":
             return None
         kind = _KINDS.get(block.label or "") or ("other" if block.where in _UPDATE else "activations")
-        if self._offloads and (kind in ("params", "grads", "optimizer") or block.where in _UPDATE):
+        if self.offloads and (kind in ("params", "optimizer") or block.where in _UPDATE):
             return None
         return kind
 
@@ -60,7 +64,7 @@ class Device:
                         return run_attention(self.type, *args, **kwargs)
 
                 stack.enter_context(_replaced(F, "scaled_dot_product_attention", attention))
-                stack.enter_context(_replaced(F, "dropout", _dropout))
+                stack.enter_context(_replaced(F, "dropout", dropout_with_byte_mask))
                 stack.enter_context(_replaced(activations, "save_on_cpu", lambda **_: _host_copies(recorder)))
             yield
 
@@ -74,14 +78,8 @@ class Device:
             f"The step was traced on the CPU with the attention, dropout and block size of {self.type}; other "
             "operators allocate as on the CPU, without the scratch memory of kernels."
         )
-        if self._offloads:
-            texts.append("Copies of offloaded shards on the device, before they are gathered, are not included.")
+        texts.append("Each block is free for others at once; the streams of real collectives can delay this.")
         return tuple(texts)
-
-
-def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """Keep a mask of one byte per element, as GPUs do. The CPU keeps one in the dtype of the input."""
-    return torch.native_dropout(input, p, training)[0] if training and p else input
 
 
 def _host_copies(recorder: Recorder) -> saved_tensors_hooks:

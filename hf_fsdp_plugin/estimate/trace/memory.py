@@ -70,12 +70,12 @@ def _traceable(plan: FsdpPlan) -> FsdpPlan:
 def _record(plan: FsdpPlan, model: nn.Module, workload: Workload, device: Device) -> tuple[list[Event], int]:
     """Return all events since the model was created, and the index of the recorded step's first one."""
     places = Places(plan.model_class)
-    recorder = Recorder(places.now, uses_gloo=device.is_cpu, casts=device.is_cpu)
+    recorder = Recorder(places.now, on_cpu=device.is_cpu, shard_copies=device.shard_copies)
     try:
         with fake_process_group(plan.world_size):
             device_mesh(plan)
             with FakeTensorMode(), recorder, unpacked_samples(), device.functions(recorder):
-                step = Step(plan, model, workload, recorder, places, device.type)
+                step = Step(plan, model, workload, recorder, places, device)
                 step.run(1)
                 step.label()
                 start = len(recorder.events)

@@ -17,6 +17,9 @@ from hf_fsdp_plugin.torch_private.functions import in_backward, tree_leaves
 from hf_fsdp_plugin.torch_private.tracing import storage_key
 
 Label = Literal["params", "grads", "optimizer", "buffers", "gathered", "host"]
+ShardCopies = Literal["none", "until_gathered", "while_gathered"]
+"""How long the device keeps copies of offloaded shards that it gathers."""
+_COPY = torch.ops.aten.copy_.default
 
 
 @dataclass(slots=True)
@@ -51,16 +54,19 @@ class Recorder(TorchDispatchMode):
         events: what happened so far.
     """
 
-    def __init__(self, place: Callable[[], str], *, uses_gloo: bool = True, casts: bool = True) -> None:
+    def __init__(self, place: Callable[[], str], *, on_cpu: bool = True, shard_copies: ShardCopies = "none") -> None:
         """Create a recorder.
 
         Args:
             place: returns the present place in the step.
-            uses_gloo: whether collectives allocate what gloo allocates.
-            casts: whether elementwise operators cast operands to temporary tensors, as on the CPU.
+            on_cpu: whether collectives allocate what gloo allocates, and elementwise operators cast operands to
+                temporary tensors, as on the CPU.
+            shard_copies: how long shards of parameters, which are in host memory, are on the device.
         """
         super().__init__()
-        self._uses_gloo, self._casts = uses_gloo, casts
+        self._on_cpu, self._shard_copies = on_cpu, shard_copies
+        self._copies: dict[int, Block] = {}
+        """Copy of a shard by the storage into which it was gathered."""
         self.events: list[Event] = []
         self._place = place
         self._alive: dict[int, Block] = {}
@@ -94,10 +100,12 @@ class Recorder(TorchDispatchMode):
             if tensor.device.type == "meta":
                 continue
             self._see(tensor.untyped_storage(), replaces=args[0] if in_place else None)
-        if self._casts and (scratch := scratch_bytes(func, args, kwargs, result)):
+        if self._on_cpu and (scratch := scratch_bytes(func, args, kwargs, result)):
             self._use(scratch)
-        if self._uses_gloo and (buffer := collective_bytes(func, args)):
+        if self._on_cpu and (buffer := collective_bytes(func, args)):
             self._use(buffer, "gathered")
+        if self._shard_copies != "none" and (func.namespace in ("c10d", "fsdp") or func is _COPY):
+            self._copy_shards(list(_tensors((args, kwargs))))
         if func.namespace == "c10d":
             self.label(_tensors((args, kwargs)), "gathered")
         elif func.__name__.startswith("resize_"):
@@ -105,12 +113,54 @@ class Recorder(TorchDispatchMode):
         return result
 
     def label(self, tensors: Iterable[torch.Tensor | None], label: Label) -> None:
-        """Set what the storages of tensors contain. A later label replaces an earlier one, except ``gathered``."""
+        """Set what the storages of tensors contain.
+
+        A later label replaces an earlier one, except that ``gathered`` replaces none, and none replaces ``host``.
+        """
         for tensor in tensors:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            block = None if local is None else self._alive.get(storage_key(local))
-            if block is not None and (label != "gathered" or block.label is None):
+            block = self._block_of(tensor)
+            if block is not None and block.label != "host" and (label != "gathered" or block.label is None):
                 block.label = label
+
+    def move_to_host(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Record that the storages of tensors are freed on the device, after they were copied to host memory."""
+        for tensor in tensors:
+            block = self._block_of(tensor)
+            if block is not None and block.label != "host":
+                self._settle()
+                copy = Block(block.size, self._place(), "host")
+                self._alive[storage_key(_local(tensor))] = copy
+                self._record(copy, 1)
+                self._record(block, -1)
+
+    def _block_of(self, tensor: torch.Tensor | None) -> Block | None:
+        return None if tensor is None else self._alive.get(storage_key(_local(tensor)))
+
+    def _copy_shards(self, tensors: list[torch.Tensor]) -> None:
+        """Record copies of the shards among the tensors of an all-gather; the first one is the output of FSDP1's.
+
+        FSDP2 copies all shards of a unit (``all_gather_inputs`` of ``FSDPParam``), FSDP1 the flat shard
+        (``FlatParamHandle.pre_unshard``). On one rank FSDP2 copies without an all-gather. Shards in another dtype than
+        the computation's were cast before.
+        """
+        blocks = {storage_key(tensor): self._block_of(tensor) for tensor in tensors}
+        size = sum(block.size for block in blocks.values() if block is not None and block.label == "params")
+        if size and self._shard_copies == "while_gathered":
+            self._settle()
+            copy = self._copies[storage_key(tensors[0])] = self._block(size, "gathered")
+            self._record(copy, 1)
+        elif size:
+            self._use(size, "gathered")
+
+    @contextmanager
+    def hold(self, size: int) -> Iterator[None]:
+        """Record copies of parameters of ``size`` bytes that exist in this context."""
+        copies = self._block(size, "gathered")
+        self._settle()
+        self._record(copies, 1)
+        yield
+        self._settle()
+        self._record(copies, -1)
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
@@ -176,6 +226,8 @@ class Recorder(TorchDispatchMode):
             self._alive[key] = self._block(size, "gathered")
             if size:
                 self._record(self._alive[key], 1)
+            elif key in self._copies:
+                self._record(self._copies.pop(key), -1)
             self._record(old, -1)
 
     def _settle(self) -> None:
@@ -188,6 +240,11 @@ class Recorder(TorchDispatchMode):
     def _record(self, block: Block, sign: Literal[1, -1]) -> None:
         if block.size:
             self.events.append(Event(block, sign, self._place()))
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local
 
 
 def _tensors(values: Any) -> Iterable[torch.Tensor]:

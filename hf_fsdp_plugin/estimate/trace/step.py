@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hf_fsdp_plugin.backends.activations import configs_with_cache
 from hf_fsdp_plugin.backends.clipping import clip_grad_norm
@@ -18,12 +19,14 @@ from hf_fsdp_plugin.backends.shard import shard
 from hf_fsdp_plugin.backends.submodule_calls import free_before_step
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.estimate.memory.batch import meta_batch
+from hf_fsdp_plugin.estimate.trace.device import Device
 from hf_fsdp_plugin.estimate.trace.optimizers import make_optimizers
 from hf_fsdp_plugin.estimate.trace.places import Places
 from hf_fsdp_plugin.estimate.trace.recorder import Recorder
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.problems import SpecError
+from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.torch_private.modules import buffers as own_buffers
 from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
 
@@ -40,10 +43,11 @@ class Step:
         workload: Workload,
         recorder: Recorder,
         places: Places,
-        device_type: str,
+        device: Device,
     ) -> None:
-        """Shard a copy of ``model``. ``device_type`` is that of the optimizer's defaults."""
+        """Shard a copy of ``model``. ``plan`` is for the CPU; ``device`` is that of the user's plan."""
         self._plan, self._workload, self._recorder, self._places = plan, workload, recorder, places
+        self._offloads = device.offloads
         sizes = {"micro_batch": workload.micro_batch, "seq_len": workload.seq_len}
         self._batch = meta_batch(model, **sizes)
         model = allocated(model).train()
@@ -52,7 +56,7 @@ class Step:
             set_attention("eager" if workload.attention == "eager" else "sdpa")
         for config in configs_with_cache(model):
             config.use_cache = False
-        self.optimizers = make_optimizers(model, workload, device_type)
+        self.optimizers = make_optimizers(model, workload, device.type)
         self.model = shard(plan, model, torch.device("cpu"), self.optimizers)
         for optimizer in self.optimizers:
             decision = decide(optimizer, plan)
@@ -60,13 +64,23 @@ class Step:
                 raise SpecError([decision.problem])
             set_step_mode(optimizer, decision.mode)
             free_before_step(self.model, optimizer)
+        if device.offloads:
+            self._free_reduced_gradients()
+        self._copied_bytes = self._bytes_of_copies() if device.offloads else 0
         places.watch(plan, self.model)
 
     def run(self, micro_batches: int) -> None:
         """Run one optimizer step."""
         for index in range(micro_batches):
-            with self._synchronization(is_last=index == micro_batches - 1), self._places.phase("backward"):
+            syncs = self._workload.sync_each_batch or index == micro_batches - 1
+            with (
+                nullcontext() if syncs else self._no_sync(),
+                self._recorder.hold(self._copied_bytes),
+                self._places.phase("backward"),
+            ):
                 self._forward_backward(micro_batches)
+                if syncs and self._offloads:
+                    self._recorder.move_to_host(parameter.grad for parameter in self.model.parameters())
         if self._workload.clip_norm:
             with self._places.phase("clipping"):
                 clip_grad_norm([self.model], self.model.parameters(), _MAX_NORM)
@@ -82,9 +96,29 @@ class Step:
         self._recorder.label(self.model.parameters(), "params")
         self._recorder.label(self.model.buffers(), "buffers")
 
-    def _synchronization(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        if is_last or self._workload.sync_each_batch:
-            return nullcontext()
+    def _free_reduced_gradients(self) -> None:
+        """Let the device free each gradient when it is reduced, unless the backend keeps it until the end of backward.
+
+        FSDP1 keeps all (``_saved_grad_shard``), FSDP2 all-reduced ones (``_all_reduce_state``) that it does not cast.
+        """
+        precision = self._plan.precision
+        dtype = torch_dtype(precision.reduce) or torch_dtype(precision.param)
+        for parameter in self.model.parameters():
+            is_kept = self._plan.mesh.replicate > 1 and dtype in (None, parameter.dtype)
+            if isinstance(parameter, DTensor) and parameter.requires_grad and not is_kept:
+                parameter.register_post_accumulate_grad_hook(lambda each: self._recorder.move_to_host([each.grad]))
+
+    def _bytes_of_copies(self) -> int:
+        """Return the bytes of copies of offloaded parameters that FSDP1 does not shard.
+
+        Nothing frees a copy that autograd has saved in forward (``FlatParamHandle.flat_param_to``).
+        """
+        dtype = torch_dtype(self._plan.precision.param)
+        if self._plan.backend == "fsdp2" or STRATEGIES[self._plan.strategy].is_sharded:
+            return 0
+        return sum(p.nbytes for p in self.model.parameters() if dtype in (None, p.dtype))
+
+    def _no_sync(self) -> AbstractContextManager[Any]:
         no_sync: Any = self.model.no_sync
         context: AbstractContextManager[Any] = no_sync()
         return context

@@ -115,6 +115,30 @@ def test_offload_moves_shards_and_state_to_the_host():
     assert offloaded.host_bytes >= kinds["params"] + kinds["optimizer"]
 
 
+def test_fsdp1_keeps_offloaded_gradients_on_device_in_backward():
+    model = llama()
+    settings = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_offload_params": True}
+    plan = plan_of(model, device="cuda", fsdp_version=1, **settings)
+    traced = trace_memory(plan, model, STEP)
+    first, last = model.get_submodule("model.layers").children()
+    for done, where in (([last], "backward of model.layers.0"), ([first, last], "backward of LlamaForCausalLM")):
+        shards = 4 * sum(p.numel() for layer in done for p in layer.parameters()) // 2
+        assert max(m.bytes_by_kind["grads"] for m in traced.timeline if m.where == where) >= shards
+    assert at(traced, "optimizer step").get("grads", 0) == 0
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_both_methods_agree_about_offload(version: int, strategy: str):
+    model = llama(4)
+    settings = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_sharding_strategy": strategy}
+    plan = plan_of(model, device="cuda", fsdp_version=version, fsdp_offload_params=True, **settings)
+    step = replace(STEP, accumulation=2)
+    traced, closed = (method(plan, model, step).peak for method in (trace_memory, estimate_memory))
+    workspace = 32 << 20
+    assert abs((traced.bytes - workspace) / (closed.bytes - workspace) - 1) < 0.06  # blocks of 512 bytes
+
+
 def test_dropout_mask_has_one_byte_on_gpus():
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     with torch.device("meta"):

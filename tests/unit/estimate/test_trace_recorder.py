@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp  # registers the operators of FSDP2
 
-from hf_fsdp_plugin.estimate.trace.recorder import Event, Recorder
-from hf_fsdp_plugin.torch_private.fake import FakeTensorMode
+from hf_fsdp_plugin.estimate.trace.recorder import Event, Recorder, ShardCopies
+from hf_fsdp_plugin.torch_private.fake import FakeTensorMode, fake_process_group
 
 FLOAT, BF16 = 4, 2
 
@@ -100,6 +101,38 @@ def test_resized_storage_is_gathered_memory():
 
     first, freed, grown = record(resize)
     assert (first.block.size, freed.sign, grown.block.size, grown.block.label) == (40, -1, 400, "gathered")
+
+
+def test_memory_moves_to_the_host_and_stays_there():
+    recorder = Recorder(lambda: "here")
+    with FakeTensorMode(), recorder:
+        gradient = torch.empty(10)
+        recorder.move_to_host([gradient, None])
+        recorder.move_to_host([gradient])
+        recorder.label([gradient], "grads")
+        events = list(recorder.finish())
+    assert [(event.sign, event.block.label) for event in events] == [(1, None), (1, "host"), (-1, None)]
+
+
+def test_held_copies_are_freed_at_the_end():
+    recorder = Recorder(lambda: "here")
+    with FakeTensorMode(), recorder, recorder.hold(100):
+        torch.empty(10)
+    assert peak_and_rest(recorder.finish()) == (140, 0)
+
+
+@pytest.mark.parametrize("copies", ["none", "until_gathered", "while_gathered"])
+def test_offloaded_shards_are_copied_to_be_gathered(copies: ShardCopies):
+    recorder = Recorder(lambda: "here", on_cpu=False, shard_copies=copies)
+    with fake_process_group(2), FakeTensorMode(), recorder:
+        shard, whole = torch.empty(10), torch.empty(20)
+        recorder.label([shard], "params")
+        dist.all_gather(list(whole.chunk(2)), shard)
+        held = peak_and_rest(recorder.events)
+        whole.untyped_storage().resize_(0)
+        freed = peak_and_rest(recorder.finish())
+    assert held == {"none": (120, 120), "until_gathered": (160, 120), "while_gathered": (160, 160)}[copies]
+    assert freed[1] == 40
 
 
 def test_views_and_results_in_place_need_no_memory():

@@ -197,7 +197,13 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
 }
 
+// Composite operators that have a kernel of their own on the CPU and on CUDA. The composition would allocate more.
+constexpr const char* kNotComposite[] = {"mish_backward", "native_channel_shuffle", "silu_backward"};
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  for (const char* name : kNotComposite) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+  }
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
   m.impl("resize_", resize);

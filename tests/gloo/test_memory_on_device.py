@@ -1,0 +1,43 @@
+"""Predicted memory against the counter of the simulated accelerator, by scripts/bench/memory_on_device.py."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from accelerator_build import available
+from matrices import slow
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench" / "memory_on_device.py"
+SMALL = "layers=2,hidden=256,inter=512,heads=4,kv_heads=2,vocab=1000,seq=64,attention=eager"
+QUICK = (
+    f"version=1,offload_params=1,{SMALL}",
+    f"version=2,offload_params=1,precision=bf16,checkpointing=1,{SMALL}",
+    f"version=2,strategy=shard_grad_op,loop=foreach,{SMALL}",
+)
+LONG = (
+    f"version=1,offload_params=1,precision=bf16,{SMALL}",
+    f"version=1,strategy=shard_grad_op,offload_params=1,use_orig=0,{SMALL}",
+    f"version=1,strategy=no_shard,offload_params=1,{SMALL}",
+    f"version=2,strategy=no_shard,offload_params=1,{SMALL}",
+    f"version=2,checkpointing=1,offload_activations=1,{SMALL}",
+    f"version=1,accumulation=2,{SMALL}",
+)
+
+
+@pytest.mark.parametrize("points", [QUICK, slow(LONG)], ids=["quick", "long"])
+def test_predicted_peak_equals_the_counter(points: tuple[str, ...], tmp_path: Path) -> None:
+    if reason := available():
+        pytest.skip(f"no simulated accelerator: {reason}")
+    out = tmp_path / "memory_on_device.json"
+    command = [sys.executable, str(SCRIPT), "--out", str(out), "--points", *points]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(out.read_text())["points"]
+    assert len(rows) == len(points)
+    for row in rows:
+        assert abs(row["error"]["traced"]) < 0.01, row
+        assert abs(row["error"]["closed_form"]) < 0.02, row
