@@ -126,6 +126,11 @@ def warm_blas(device: Any) -> None:
         (matrix @ matrix).sum().backward()
 
 
+def capability(case: Case) -> list[str]:
+    """The compute capability of a CUDA device, which decides the size of cuBLAS' workspaces."""
+    return [".".join(map(str, device_module(case).get_device_capability()))] if case["device"] == "cuda" else []
+
+
 def start_prediction(point: Point, case: Case) -> subprocess.Popen[str]:
     """Start predict.py, which runs beside the measurement."""
     set_for_ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -133,6 +138,6 @@ def start_prediction(point: Point, case: Case) -> subprocess.Popen[str]:
     paths = [str(Path(__file__).parents[1]), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environ |= {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(
-        [sys.executable, "-m", "gpu_checks.predict", str(point), case["device"]],
+        [sys.executable, "-m", "gpu_checks.predict", str(point), case["device"], *capability(case)],
         env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip

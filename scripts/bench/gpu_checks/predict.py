@@ -1,4 +1,4 @@
-"""``python -m gpu_checks.predict POINT DEVICE``: print the predicted memory of a point as JSON.
+"""``python -m gpu_checks.predict POINT DEVICE [CAPABILITY]``: print the predicted memory of a point as JSON.
 
 A process of its own, because a trace makes a process group.
 """
@@ -11,29 +11,35 @@ import sys
 from memory_points import Point, make_model, make_spec, make_workload, parse_point
 
 
-def predict(point: Point, device_type: str) -> dict[str, dict[str, int | None]]:
-    """Return the predicted bytes of each method, without the workspaces of libraries; ``None`` for no prediction."""
+def predict(point: Point, device_type: str, capability: float | None = None) -> dict[str, dict[str, int | None]]:
+    """Return the predicted bytes of each method; ``None`` for no prediction.
+
+    Allocated and reserved memory are without the workspaces of cuBLAS; the total has all that the driver counts.
+    """
     import torch
 
     import hf_fsdp_plugin as hfp
     from hf_fsdp_plugin.estimate.memory import estimate_memory
-    from hf_fsdp_plugin.estimate.memory.assumptions import framework_bytes
+    from hf_fsdp_plugin.estimate.memory.device import Gpu, framework_bytes
     from hf_fsdp_plugin.estimate.trace import trace_memory
 
     with torch.device("meta"):
         model = make_model(point)
     spec = make_spec(point, use_cpu=device_type == "cpu")
     plan = hfp.resolve(spec, model, world_size=point.ranks, device_type=device_type)
+    gpu = Gpu(capability=capability)
+    workspaces = framework_bytes(device_type, gpu)
     found: dict[str, dict[str, int | None]] = {}
     for name, method in {"traced": trace_memory, "closed_form": estimate_memory}.items():
-        estimate = method(plan, model, make_workload(point))
+        estimate = method(plan, model, make_workload(point), gpu=gpu)
+        device = estimate.device
         found[name] = {
-            "allocated": estimate.peak.bytes - framework_bytes(device_type),
-            "reserved": getattr(estimate, "reserved", None),
-            "total": getattr(estimate, "total", None),
+            "allocated": (estimate.peak.bytes if device is None else device.allocated) - workspaces,
+            "reserved": None if device is None else device.reserved - workspaces,
+            "total": None if device is None else device.total,
         }
     return found
 
 
 if __name__ == "__main__":
-    print(json.dumps(predict(parse_point(sys.argv[1]), sys.argv[2])))
+    print(json.dumps(predict(parse_point(sys.argv[1]), sys.argv[2], *map(float, sys.argv[3:]))))
