@@ -49,6 +49,7 @@ def case_of(check: str, version: int, **changed: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.cpu_ranks("the next test runs the checks on devices")
 @pytest.mark.parametrize(("check", "version"), cpu_cases())
 def test_check_passes_on_cpu_ranks(two_ranks: Ranks, check: str, version: int) -> None:
     for measurements in two_ranks.run(run, case_of(check, version)):
