@@ -53,9 +53,9 @@ class _Changes:
                 continue
             for key in before.keys() - changed.keys():
                 caller.pop(key, None)
-            caller.update(
-                {key: value for key, value in changed.items() if key not in before or before[key] is not value}
-            )
+            for key, value in changed.items():
+                if key not in before or before[key] is not value:
+                    caller[key] = value  # outputs of Transformers are dicts that have no update
 
 
 def _dicts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[dict[Any, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakSet, finalize, ref
+from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from hf_fsdp_plugin.backends.outputs import float_outputs
 from hf_fsdp_plugin.backends.shard import sharded_models
 from hf_fsdp_plugin.observe.optimizer import parameters_in
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.torch_private.functions import current_backward
 
 
 def call_in_backward(outputs: Sequence[torch.Tensor], hook: Callable[[torch.Tensor], None]) -> None:
@@ -73,6 +74,10 @@ class UselessStepWatch:
                 raise SpecError([_useless(optimizer, model)])
 
 
+_last_backward = WeakKeyDictionary[torch.optim.Optimizer, int]()
+"""The number of the last backward that has begun for a model of an optimizer."""
+
+
 class GradientWatch:
     """Looks at the gradients of an optimizer's parameters when backwards begin, between its first and second step.
 
@@ -100,6 +105,15 @@ class GradientWatch:
         optimizer = self._optimizer()
         if optimizer is None or self._is_done:
             return
+        backward = current_backward()
+        if backward is not None and _last_backward.get(optimizer) == backward:
+            # Gradients are being reduced on FSDP's stream: of another model of the optimizer, whose watch is enough.
+            if not self._kept:
+                self._is_done = True
+                self._forward_handle.remove()
+            return
+        if backward is not None:
+            _last_backward[optimizer] = backward
         self._kept.append(_norms(optimizer))
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -93,9 +93,15 @@ def num_changes(tensor: torch.Tensor) -> int:
     return int(tensor._version)
 
 
+def current_backward() -> int | None:
+    """Return the number of the backward that autograd runs on this thread; ``None`` outside of one."""
+    number = torch._C._current_graph_task_id()
+    return None if number == -1 else number
+
+
 def in_backward() -> bool:
     """Return whether autograd is running a backward on this thread."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return current_backward() is not None
 
 
 def uses_torch_checkpoint(wrapper: CheckpointWrapper) -> bool:
@@ -125,5 +131,11 @@ def compilation_is_disabled() -> bool:
 guard(
     globals(),
     CONTRACTS,
-    off={"in_backward": False, "num_changes": 0, "profiler_is_running": False, "compilation_is_disabled": False},
+    off={
+        "current_backward": None,
+        "in_backward": False,
+        "num_changes": 0,
+        "profiler_is_running": False,
+        "compilation_is_disabled": False,
+    },
 )

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 SIZE = 1000
 
@@ -277,6 +278,14 @@ def random_numbers() -> dict[str, bool]:
     result["state restored"] = torch.equal(draw(), second)
     torch.npu.manual_seed(1)
     result["seed restored"] = torch.equal(draw(), first)
+    dropped = []
+
+    def dropping(tensor: torch.Tensor) -> torch.Tensor:
+        dropped.append(torch.nn.functional.dropout(tensor))
+        return dropped[-1].square()  # recomputation ends when what this saves is there
+
+    checkpoint(dropping, ones.clone().requires_grad_(), use_reentrant=False).sum().backward()
+    result["repeated in a checkpoint"] = torch.equal(*dropped)
     own = torch.Generator(device="npu").manual_seed(1)
     before = torch.npu.get_rng_state()
     torch.rand(SIZE, device="npu", generator=own)

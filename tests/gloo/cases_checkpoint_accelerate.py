@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.utils import ProjectConfiguration
+from ranks import on_accelerator
 from tiny import global_batch, my_part, parallel_config, tiny_llama
 
 import hf_fsdp_plugin as hfp
@@ -136,7 +137,7 @@ def save_with_function_and_stock_plugin(folder: str, version: int) -> dict[str, 
     import accelerate
     from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
 
-    hfp.install({"distributed_type": "FSDP", "use_cpu": True, "fsdp_config": {"fsdp_version": version}})
+    hfp.install({"distributed_type": "FSDP", "use_cpu": not on_accelerator(), "fsdp_config": {"fsdp_version": version}})
     plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
     accelerator = accelerate.Accelerator(fsdp_plugin=plugin)
     model = accelerator.prepare(tiny_llama())

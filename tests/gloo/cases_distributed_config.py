@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cases_trainer import Batches, gathered, losses, make_trainer
-from ranks import reset_accelerate
+from ranks import on_accelerator, reset_accelerate
 from tiny import GLOBAL_BATCH
 from training import train_prepared
 
@@ -102,7 +102,7 @@ def accelerate(folder: str, output_dir: str, fields: dict[str, Any], num_steps: 
 
     reset_accelerate()
     hfp.install({})
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=not on_accelerator())
     model = load(folder, **fields)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     accelerator.save_state(output_dir)
@@ -150,7 +150,7 @@ def used_before_prepare(folder: str, fields: dict[str, Any], num_steps: int = 3)
 
     reset_accelerate()
     hfp.install({})
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=not on_accelerator())
     model = load(folder, **fields)
     with torch.no_grad():
         model(**global_batch(0))

@@ -147,4 +147,4 @@ def shared_names(state: dict[str, torch.Tensor]) -> list[tuple[str, ...]]:
 
 
 def clones(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in state.items()}
+    return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}

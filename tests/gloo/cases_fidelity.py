@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from cases_trainer import make_trainer
+from ranks import on_accelerator
 from tiny import MODELS, global_batch, my_part
 
 import hf_fsdp_plugin as hfp
@@ -17,7 +18,7 @@ def report_of_file(path: str, model_name: str = "llama") -> dict[str, Any]:
     The number of processes in the file is overridden.
     """
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    overrides = (f"launch.num_processes={world_size}", "launch.use_cpu=true")
+    overrides = (f"launch.num_processes={world_size}", f"launch.use_cpu={not on_accelerator()}".lower())
     accelerator = hfp.accelerator(hfp.load_spec(path, overrides=overrides, environ={}))
     model = MODELS[model_name]()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))

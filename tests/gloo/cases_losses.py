@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cases_sentence_transformer import WORDS, losses, make_base, make_model
-from ranks import reset_accelerate
+from ranks import on_accelerator, reset_accelerate
 from transformers import TrainerCallback
 
 import hf_fsdp_plugin as hfp
@@ -53,7 +53,9 @@ def begin(folder: str, version: int) -> None:
     reset_accelerate()
     make_base(Path(folder) / "base")
     if version:
-        hfp.install({"use_cpu": True, "distributed_type": "FSDP", "fsdp_config": {"fsdp_version": version}})
+        hfp.install(
+            {"use_cpu": not on_accelerator(), "distributed_type": "FSDP", "fsdp_config": {"fsdp_version": version}}
+        )
 
 
 def parameters_of_loss(trainer: Any) -> list[torch.Tensor]:

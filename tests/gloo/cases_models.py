@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils.fsdp_utils import get_parameters_from_modules
 from cases_trainer import losses, make_trainer
+from ranks import own_device
 from tiny import MODELS, SimpleModel, tiny_bert, tiny_llama
 from torch import nn
 from torch._dynamo.testing import CompileCounter
@@ -24,7 +25,7 @@ def wrap_by_author(model: nn.Module, version: int, use_orig: bool) -> nn.Module:
     """Shard a model as torch's tutorials do."""
     layers = {type(model.model.layers[0])} if hasattr(model, "model") else {nn.Linear}
     if version == 1:
-        policy, device = ModuleWrapPolicy(layers), torch.device("cpu")
+        policy, device = ModuleWrapPolicy(layers), own_device()
         return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=device, use_orig_params=use_orig)
     for module in [m for m in model.modules() if type(m) in layers]:
         fully_shard(module)
@@ -51,7 +52,7 @@ def train_wrapped_by_author(
 
 def wrap_with_fields(accelerator: Any, model: nn.Module) -> nn.Module:
     """Shard a model with the plugin's fields, as TRL's ``prepare_fsdp`` does."""
-    plugin = accelerator.state.fsdp_plugin
+    plugin, model = accelerator.state.fsdp_plugin, model.to(accelerator.device)
     if plugin.fsdp_version == 1:
         plugin.set_auto_wrap_policy(model)
         return FullyShardedDataParallel(
@@ -119,7 +120,7 @@ def dropout_step(config: dict[str, Any], native: bool = False) -> tuple[dict[str
     """One SGD step with dropout active: of the bare model with averaged gradients, and of the prepared one."""
     accelerator = fresh_accelerator(config)
     rank, world_size = accelerator.process_index, accelerator.num_processes
-    bare = with_dropout()
+    bare = with_dropout().to(accelerator.device)
     torch.manual_seed(100 + rank)
     loss_of(bare, "llama", 0, rank, world_size).backward()
     for parameter in bare.parameters():

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import own_device
 from tiny import MODELS, global_batch, my_part
 from torch import nn
 from training import fresh_accelerator
@@ -25,17 +26,17 @@ from hf_fsdp_plugin.observe.report import BatchShape, Report
 from hf_fsdp_plugin.observe.units import observe_units
 from hf_fsdp_plugin.plan.model import FsdpPlan
 
-CPU = torch.device("cpu")
-
 
 def make(config: dict[str, Any], name: str = "llama") -> tuple[nn.Module, FsdpPlan]:
     model = MODELS[name]()
-    return model, resolve(load_spec(config, environ={}), model, world_size=dist.get_world_size())
+    return model, resolve(
+        load_spec(config, environ={}), model, world_size=dist.get_world_size(), device_type=own_device().type
+    )
 
 
 def make_sharded(config: dict[str, Any], name: str = "llama") -> tuple[Any, FsdpPlan]:
     model, plan = make(config, name)
-    return shard(plan, model, CPU), plan
+    return shard(plan, model, own_device()), plan
 
 
 def backward(model: nn.Module) -> None:
@@ -119,7 +120,7 @@ def wrapped_by_hand(version: int) -> list[dict[str, Any]]:
     for index, layer in enumerate(layers):
         if version == 1:
             low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            layers[index] = FullyShardedDataParallel(layer, device_id=CPU, mixed_precision=low)
+            layers[index] = FullyShardedDataParallel(layer, device_id=own_device(), mixed_precision=low)
         else:
             fully_shard(layer)
     return [unit.to_json() for unit in observe_units(model)]

@@ -22,11 +22,11 @@ def mask_gradients(model: nn.Module) -> None:
     embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
     mask = torch.zeros_like(embeddings.weight)
     mask[-16:] = 1.0
-    embeddings.weight.register_hook(lambda gradient: gradient * mask)
+    embeddings.weight.register_hook(lambda gradient: gradient * mask.to(gradient.device))
     for name, parameter in model.named_parameters():
         if name.endswith("down_proj.weight"):
             columns = torch.arange(parameter.shape[1]) % 3
-            parameter.register_hook(lambda gradient, columns=columns: gradient.mul_(columns))
+            parameter.register_hook(lambda gradient, columns=columns: gradient.mul_(columns.to(gradient.device)))
 
 
 def train_with_hooks(name: str, config: dict[str, Any], *, remove: bool = False) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cases_trainer import Batches, losses, make_trainer
+from ranks import own_device
 from tiny import GLOBAL_BATCH, MODELS, tiny_llama
 from torch import nn
 from training import fresh_accelerator, loss_of, sgd, train, train_prepared, train_without_accelerate
@@ -263,7 +264,7 @@ def _evaluate(model: Any, rank: int, world_size: int) -> float:
 
 def quantized_reference(folder: str, storage: str, dtype: str, double: bool) -> dict[str, Any]:
     """The results of :func:`train_quantized` in one process."""
-    model: Any = quantized_llama(folder, storage, dtype, double)
+    model: Any = quantized_llama(folder, storage, dtype, double).to(own_device())
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False  # its evaluation computes in bf16, and training after it fails

@@ -177,7 +177,7 @@ def cast_to_bf16(run: Live) -> None:
 
 
 def autocast(run: Live) -> None:
-    run.context = lambda: torch.autocast("cpu", torch.bfloat16)
+    run.context = lambda: torch.autocast(run.accelerator.device.type, torch.bfloat16)
 
 
 def other_reduce_dtype(run: Live) -> None:

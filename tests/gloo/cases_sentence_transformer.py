@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import reset_accelerate
+from ranks import on_accelerator, reset_accelerate
 from transformers import TrainerCallback
 
 import hf_fsdp_plugin as hfp
@@ -97,7 +97,7 @@ def train(output: str, version: int, kind: str) -> dict[str, Any]:
     folder = Path(output)
     reset_accelerate()
     make_base(folder / "base")
-    hfp.install({"use_cpu": True, "distributed_type": "FSDP", "fsdp_config": {"fsdp_version": version}})
+    hfp.install({"use_cpu": not on_accelerator(), "distributed_type": "FSDP", "fsdp_config": {"fsdp_version": version}})
     trainer, record = make_trainer(folder, version, kind, load_best_model_at_end=True)
     trainer.train()
     best = gathered(trainer)

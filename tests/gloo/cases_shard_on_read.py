@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from cases_families import clones
 from model_families import FAMILIES
+from ranks import own_device
 from torch import nn
 from training import fresh_accelerator
 
@@ -191,7 +192,7 @@ def load_sharded(folder: str, config: dict[str, Any], *, with_plan: bool) -> dic
     target: Any = spec
     if with_plan:
         whole = FAMILIES["llama"].build()
-        target = hfp.resolve(spec, whole, world_size=dist.get_world_size(), device_type="cpu")
+        target = hfp.resolve(spec, whole, world_size=dist.get_world_size(), device_type=own_device().type)
     before = {name: os.environ.get(name) for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")}
     model = hfp.from_pretrained(folder, target)
     assert before == {name: os.environ.get(name) for name in before}

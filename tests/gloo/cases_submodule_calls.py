@@ -121,6 +121,7 @@ def train_with_submodules(
 def loss_by_parts(model: Any, batch: Batch) -> torch.Tensor:
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
+    batch = {name: value.to(model.device) for name, value in batch.items()}
     hidden = model.model(batch["input_ids"]).last_hidden_state
     logits = model.lm_head(hidden)
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import on_accelerator
 from tiny import tiny_llama
 
 import hf_fsdp_plugin as hfp
@@ -47,6 +48,8 @@ def text(seed: int, length: int) -> str:
 
 
 def config_arguments(folder: str, world_size: int, **arguments: Any) -> dict[str, Any]:
+    if on_accelerator():  # TRL asks for device_map="auto" in worlds of other devices than GPUs
+        arguments = {"model_init_kwargs": {"device_map": None}, **arguments}
     return {
         "output_dir": f"{folder}/out", "per_device_train_batch_size": GLOBAL_BATCH // world_size,
         "max_steps": NUM_STEPS, "learning_rate": 1e-2, "logging_steps": 1, "report_to": "none", "disable_tqdm": True,

@@ -43,6 +43,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     cases: dict[object, list[pytest.Function]] = {}
     for item in items:
+        if (only := item.get_closest_marker("cpu_ranks")) and _DEVICE == "accelerator":
+            item.add_marker(pytest.mark.skip(reason=f"runs on CPU ranks only: {only.args[0]}"))
         is_here = item.path.parent == Path(__file__).parent and isinstance(item, pytest.Function)
         if is_here and hasattr(item, "callspec") and item.get_closest_marker("slow") is None:
             cases.setdefault((item.path, item.originalname), []).append(item)

@@ -210,6 +210,19 @@ def _on_cpu(value: Any) -> Any:
     return type(value)(map(_on_cpu, value)) if type(value) in (list, tuple) else value
 
 
+def on_accelerator() -> bool:
+    """Whether this rank has a device of the simulated accelerator, which cases that choose a device must use."""
+    return os.environ.get("ACCELERATE_USE_CPU") != "true"
+
+
+def own_device() -> Any:
+    """The device of this rank."""
+    import torch
+
+    kind = torch.accelerator.current_accelerator() if on_accelerator() else None
+    return torch.device(kind.type, int(os.environ["LOCAL_RANK"])) if kind else torch.device("cpu")
+
+
 def _take_findings() -> list[str]:
     """What the simulated accelerator has found in this case."""
     device = sys.modules.get("torch_npu")

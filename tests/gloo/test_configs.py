@@ -52,6 +52,7 @@ def test_hybrid_config_matches_single_process(four_ranks: Ranks, config: Path) -
     check_run(config, four_ranks)
 
 
+@pytest.mark.cpu_ranks("an accelerator computes in fp16")
 @pytest.mark.parametrize("config", FP16, ids=lambda config: config.stem)
 def test_fp16_is_rejected_on_cpu_ranks(two_ranks: Ranks, config: Path) -> None:
     with pytest.raises(RankError, match="FSDP-E147"):

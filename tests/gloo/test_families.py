@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,7 +15,8 @@ from model_families import FAMILIES
 from ranks import Ranks
 from tiny import parallel_config
 
-RELATIVE = 1e-5
+# Attention has no fused kernel on the simulated accelerator, so more intermediate results are rounded.
+RELATIVE = 2e-5 if os.environ.get("RANKS_DEVICE") == "accelerator" else 1e-5
 reference_of = cache(reference)
 
 

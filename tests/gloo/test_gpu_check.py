@@ -61,6 +61,7 @@ def case_of(check: str, version: int, **changed: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.cpu_ranks("the next test runs the checks on devices")
 @pytest.mark.parametrize(("check", "version"), parameters(QUICK_ON_CPU))
 def test_check_passes_on_cpu_ranks(two_ranks: Ranks, check: str, version: int) -> None:
     for figures in two_ranks.run(run, case_of(check, version)):

@@ -17,6 +17,7 @@ LOADED = ["llama-tied", "bert-mlm", "mixtral"]
 OTHERS = [slow(family) for family in ("llama", "t5", "clip", "gemma")]
 both_versions = pytest.mark.parametrize("version", [1, 2])
 # The file contains fp32: read as fp32 it is mapped, read as bf16 one rank casts it for both.
+SHARED = pytest.mark.cpu_ranks("ranks share weights in host memory; those of devices do not")
 both_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"], ids=["mapped", "cast"])
 
 
@@ -48,6 +49,7 @@ def row(report: dict[str, Any]) -> dict[str, Any]:
     return next(row for row in report["settings"] if row["setting"] == "loading.ram_efficient")
 
 
+@SHARED
 @both_versions
 @pytest.mark.parametrize("family", [*LOADED, *OTHERS])
 def test_ranks_share_weights_and_results_are_equal(two_ranks: Ranks, tmp_path: Path, family: str, version: int) -> None:
@@ -66,6 +68,7 @@ def test_ranks_share_weights_and_results_are_equal(two_ranks: Ranks, tmp_path: P
     assert all(equal(efficient[rank]["buffers"], normal[rank]["buffers"]) for rank in (0, 1))
 
 
+@SHARED
 @both_versions
 def test_cast_weights_are_shared_and_kept_in_fp32(two_ranks: Ranks, tmp_path: Path, version: int) -> None:
     two_ranks.run(cases.save_plain, "llama-tied", str(tmp_path))
@@ -220,6 +223,7 @@ def test_private_weights_are_a_warning_with_their_size(
     assert ("FSDP-W660" in printed and "kB on each rank" in printed) == is_private
 
 
+@pytest.mark.cpu_ranks("a quantized model on devices is whole on each of them by design, without FSDP-W660")
 def test_quantized_model_is_whole_on_every_rank(two_ranks: Ranks, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     two_ranks.run(cases.save_plain, "llama", str(tmp_path))

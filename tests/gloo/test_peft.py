@@ -173,7 +173,7 @@ def test_quantized_weights_train_as_in_one_process(
 ) -> None:
     pytest.importorskip("bitsandbytes")
     cases.save_tiny_llama(str(tmp_path))
-    expected = cases.quantized_reference(str(tmp_path), storage, dtype, double)
+    expected = two_ranks.run(cases.quantized_reference, str(tmp_path), storage, dtype, double)[0]
     run = two_ranks.run(cases.train_quantized, config_of(backend), str(tmp_path), storage, dtype, double)[0]
     for name in ("losses", "norms", "evaluations"):
         assert run[name] == pytest.approx(expected[name], rel=1e-4), name

@@ -6,6 +6,7 @@ from typing import Any
 
 import cases_trl as cases
 import pytest
+from matrices import FSDP1_RACE
 from ranks import Ranks
 from tiny import parallel_config
 from training import differing
@@ -56,7 +57,7 @@ def test_dpo_has_losses_of_one_process(
 
 
 @pytest.mark.parametrize("how", ["path", pytest.param("peft", marks=SLOW)])
-@VERSIONS
+@pytest.mark.parametrize("version", [pytest.param(1, marks=FSDP1_RACE), 2])
 def test_grpo_has_losses_of_unsharded_ranks(two_ranks: Ranks, folder: str, version: int, how: str) -> None:
     expected = two_ranks.run(cases.train_grpo, folder, None, how)[0]
     run = two_ranks.run(cases.train_grpo, folder, config_of(version), how)[0]

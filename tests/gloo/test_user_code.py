@@ -112,6 +112,7 @@ def test_counts_of_parameters_are_those_of_one_process(two_ranks: Ranks, name: s
         assert run["after"] == run["before"]
 
 
+@pytest.mark.cpu_ranks("FSDP1 adds gradients of flat shards that are in a loss on two streams")
 @VERSIONS
 def test_flat_shards_in_a_loss_are_reported_once(two_ranks: Ranks, version: int) -> None:
     config = parallel_config("full_shard", version, 2)

@@ -40,9 +40,11 @@ def fresh_accelerator(config: dict[str, Any], **training_arguments: Any) -> Any:
 
 def loss_of(model: nn.Module, name: str, step: int, part: int = 0, num_parts: int = 1) -> torch.Tensor:
     """The loss of one of ``num_parts`` equal parts of a global batch."""
+    device = next(model.parameters()).device
     if name == "simple":
-        return model(simple_batch(step).chunk(num_parts)[part]).square().mean()
-    return model(**my_part(global_batch(step), part, num_parts)).loss
+        return model(simple_batch(step).chunk(num_parts)[part].to(device)).square().mean()
+    batch = my_part(global_batch(step), part, num_parts)
+    return model(**{key: value.to(device) for key, value in batch.items()}).loss
 
 
 def reference(name: str, optimizer_of: OptimizerOf = adamw, num_steps: int = NUM_STEPS) -> dict[str, Any]:

@@ -7,11 +7,12 @@ that keeps one number per row, where the kernel supports the inputs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from hf_fsdp_plugin.torch_private.tracing import cpu_attention, efficient_attention, flash_attention
@@ -78,6 +79,8 @@ def run_attention(
         mask = attn_mask.expand(*query.shape[:-1], key.shape[-2]) if attn_mask is not None else None
         output = efficient_attention(query, key, value, mask, query.requires_grad, dropout_p, is_causal, **options)[0]
         return output
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    # On meta tensors the formula runs anyway, on the CPU's fake ones a kernel of the CPU would.
+    with nullcontext() if device_type == "cpu" else sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )

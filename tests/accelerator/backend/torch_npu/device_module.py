@@ -68,6 +68,9 @@ def _visible_index(device: DeviceLike) -> int:
     return index
 
 
+_initialized = True
+"""``torch.utils.checkpoint`` asks for it before it keeps the random state of a device."""
+
 # ---- devices --------------------------------------------------------------------------------------------------------
 
 

@@ -224,8 +224,8 @@ WorkPtr CollectivesBackend::allgather(Lists& outputs, Tensors& inputs, const c10
 
 WorkPtr CollectivesBackend::_allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) {
   return run("allgather_base", {input}, {output}, [&] {
-    auto to = cpu_alias(output);
-    auto from = cpu_alias(input);
+    auto to = cpu_alias(output).flatten();  // libraries rely on numbers of elements, gloo compares shapes
+    auto from = cpu_alias(input).flatten();
     wait_for_gloo(gloo_->_allgather_base(to, from, options));
     return WorkPtr();
   });
@@ -278,8 +278,8 @@ WorkPtr CollectivesBackend::reduce_scatter(
 WorkPtr CollectivesBackend::_reduce_scatter_base(
     Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) {
   return run("reduce_scatter_base", {input}, {output}, [&] {
-    auto to = cpu_alias(output);
-    auto from = cpu_alias(input);
+    auto to = cpu_alias(output).flatten();
+    auto from = cpu_alias(input).flatten();
     auto sum = options;
     bool is_average = replace_average(sum.reduceOp);
     wait_for_gloo(gloo_->_reduce_scatter_base(to, from, sum));
