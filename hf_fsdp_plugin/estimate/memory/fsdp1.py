@@ -114,7 +114,7 @@ class Fsdp1Engine(Engine):
         sizes = self.sizes[name]
         if name in self.gathered or not sizes.gathered:
             return
-        source = sizes.compute_shard or (sizes.params if self.offloads and self._is_sharded else 0)
+        source = sizes.compute_shard or (sizes.params if self.offloads and not self._keeps_copy(name) else 0)
         self.ledger.add("gathered", source)
         self.ledger.add("gathered", sizes.gathered)
         if self._is_sharded:

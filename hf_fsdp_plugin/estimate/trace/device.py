@@ -79,6 +79,11 @@ class Device:
             "operators allocate as on the CPU, without the scratch memory of kernels."
         )
         texts.append("Each block is free for others at once; the streams of real collectives can delay this.")
+        if self.offloads and plan.backend == "fsdp1" and plan.strategy == "no_shard":
+            texts.append(
+                "With no_shard, offloaded parameters are counted once from forward to backward; FSDP1 has two copies "
+                "of the units whose backward runs or comes next, unless it casts them."
+            )
         return tuple(texts)
 
 

@@ -105,7 +105,8 @@ class Recorder(TorchDispatchMode):
         if self._on_cpu and (buffer := collective_bytes(func, args)):
             self._use(buffer, "gathered")
         if self._shard_copies != "none" and (func.namespace in ("c10d", "fsdp") or func is _COPY):
-            self._copy_shards(list(_tensors((args, kwargs))))
+            keeps = self._shard_copies == "while_gathered" and func is not _COPY
+            self._copy_shards(list(_tensors((args, kwargs))), keeps=keeps)
         if func.namespace == "c10d":
             self.label(_tensors((args, kwargs)), "gathered")
         elif func.__name__.startswith("resize_"):
@@ -136,16 +137,15 @@ class Recorder(TorchDispatchMode):
     def _block_of(self, tensor: torch.Tensor | None) -> Block | None:
         return None if tensor is None else self._alive.get(storage_key(_local(tensor)))
 
-    def _copy_shards(self, tensors: list[torch.Tensor]) -> None:
+    def _copy_shards(self, tensors: list[torch.Tensor], *, keeps: bool) -> None:
         """Record copies of the shards among the tensors of an all-gather; the first one is the output of FSDP1's.
 
         FSDP2 copies all shards of a unit (``all_gather_inputs`` of ``FSDPParam``), FSDP1 the flat shard
-        (``FlatParamHandle.pre_unshard``). On one rank FSDP2 copies without an all-gather. Shards in another dtype than
-        the computation's were cast before.
+        (``FlatParamHandle.pre_unshard``). Without an all-gather, FSDP2 copies on one rank and FSDP1 to cast.
         """
         blocks = {storage_key(tensor): self._block_of(tensor) for tensor in tensors}
         size = sum(block.size for block in blocks.values() if block is not None and block.label == "params")
-        if size and self._shard_copies == "while_gathered":
+        if size and keeps:
             self._settle()
             copy = self._copies[storage_key(tensors[0])] = self._block(size, "gathered")
             self._record(copy, 1)
