@@ -3,6 +3,7 @@
 #
 #   bash scripts/test.sh                  all checks
 #   bash scripts/test.sh tests/unit -x    pytest alone, with these arguments
+#   bash scripts/test.sh --accelerator    the quick tests of ranks, all of them on the simulated accelerator (45 minutes)
 #   bash scripts/test.sh -m slow          the combinations and long runs that the quick set omits (hours)
 #
 # Creates .venv on the first run. Environment variables: VENV, PYTHON, TORCH (see scripts/environment.sh), WORKERS
@@ -12,7 +13,7 @@ cd "$(dirname "$0")/.."
 
 case "${1:-}" in
   -h | --help)
-    sed -n '2,9s/^# \{0,1\}//p' "$0"
+    sed -n '2,10s/^# \{0,1\}//p' "$0"
     exit 0
     ;;
 esac
@@ -24,15 +25,19 @@ make_environment
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # Without bytecode files, each of the many processes would compile the package again: 1.5 seconds of CPU.
 unset PYTHONDONTWRITEBYTECODE
+# Two files at a time: a test often waits for imports, which use one core.
+quick=("$python" -m pytest -q -m "not slow and not gpu" -n "${WORKERS:-2}" --dist loadfile)
+if [ "${1:-}" = --accelerator ]; then
+  shared_ranks=$(grep -l "_ranks: Ranks" tests/gloo/test_*.py)
+  RANKS_DEVICE=accelerator exec "${quick[@]}" $shared_ranks "${@:2}"
+fi
 if [ $# -gt 0 ]; then
   exec "$python" -m pytest -q "$@"
 fi
 "$python" -m ruff check --quiet .
 "$python" -m ruff format --check --quiet .
 "$python" -m mypy
-# Two files at a time: a test often waits for imports, which use one core.
-quick=("$python" -m pytest -q -m "not slow and not gpu" -n "${WORKERS:-2}" --dist loadfile)
 echo "tests on ranks of the simulated accelerator (docs/devices.md)"
-RANKS_DEVICE=accelerator "${quick[@]}" tests/gloo/test_{precision,checkpoint_save,moving_average}.py
+RANKS_DEVICE=accelerator "${quick[@]}" tests/gloo/test_{precision,checkpoint_save,moving_average,resume,submodule_calls,several_models,inputs}.py
 echo "all quick tests"
 exec "${quick[@]}"

@@ -146,7 +146,7 @@ def test_other_units_are_those_that_differ():
 
 
 def test_slow_networks_are_compared_with_larger_units():
-    found = advice(machine=machine_named("a100-80gb:ethernet-25"), num_machines=2, global_batch=32)
+    found = advice(machine=machine_named("a100-80gb:ethernet-25"), num_machines=2, gpus_per_machine=8, global_batch=32)
     labels = {row.choice.units.label for row in found.rows}
     assert "one unit" in labels and found.best is not None
     rows = {(row.choice, row.tokens_per_second) for row in found.fitting}
