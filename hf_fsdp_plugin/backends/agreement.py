@@ -126,7 +126,7 @@ def _any_rank_failed(failed: bool) -> bool:
     group = dist.group.WORLD
     if group is None or not supports_cpu(group):
         return True
-    flag = torch.tensor([failed], dtype=torch.int32)
+    flag = torch.tensor([failed], dtype=torch.int32, device="cpu")  # whatever the default device is
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     return bool(flag)
 

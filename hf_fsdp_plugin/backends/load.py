@@ -85,7 +85,7 @@ class BroadcastRecord:
     def add_shard(self, bits: torch.Tensor | int | None) -> None:
         """Add the sum of the bits of a shard that this rank took from a whole weight."""
         if isinstance(bits, int):
-            bits = torch.tensor((bits + (1 << 63)) % (1 << 64) - (1 << 63))  # in the range of int64
+            bits = torch.tensor((bits + (1 << 63)) % (1 << 64) - (1 << 63), device="cpu")  # in the range of int64
         self._shard_sum = None if self._shard_sum is None or bits is None else self._shard_sum + bits
 
     def read(self) -> ReceivedWeights:

@@ -128,5 +128,5 @@ def view_of(memory: mmap.mmap | None, offset: int, shape: Sequence[int], dtype: 
     for length in shape:
         num_bytes *= length
     if memory is None or not num_bytes:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=offset).view(dtype).view(shape)

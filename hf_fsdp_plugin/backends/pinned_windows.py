@@ -54,7 +54,7 @@ class PinnedWindows:
         if full is not None:
             self._other, self._wait_for_other = full, available_device().record_event()
         if self._window is None:
-            self._window = torch.empty(WINDOW, dtype=torch.uint8, pin_memory=True)
+            self._window = torch.empty(WINDOW, dtype=torch.uint8, pin_memory=True, device="cpu")
         elif wait is not None:
             wait()
 

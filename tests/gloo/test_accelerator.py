@@ -17,7 +17,7 @@ from launching import environment, write
 from matrices import alternating
 from ranks import Ranks
 from tiny import parallel_config
-from training import assert_same_training, reference, train
+from training import assert_same_training, reference, resume_with_default_device, train
 
 reference_of = cache(reference)
 
@@ -67,6 +67,17 @@ def test_bf16_with_accumulation_trains_on_device(two_accelerator_ranks: Ranks, v
 def test_hybrid_mesh_matches_on_device(four_accelerator_ranks: Ranks, version: int) -> None:
     found = four_accelerator_ranks.run(train, "llama", _config(version, "hybrid_shard", 4))[0]
     assert_same_training(found, reference_of("llama"))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_default_device_of_a_script_changes_nothing(
+    two_accelerator_ranks: Ranks, tmp_path: Path, version: int, asynchronous: bool
+) -> None:
+    """After ``torch.set_default_device``, buffers in host memory are still made there."""
+    config = _config(version, fsdp_cpu_ram_efficient_loading=True, async_save=asynchronous)
+    before, again = two_accelerator_ranks.run(resume_with_default_device, str(tmp_path), config)[0]
+    assert before == again
 
 
 ONE_DEVICE = """

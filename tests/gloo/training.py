@@ -6,12 +6,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import reset_accelerate
+from ranks import own_device, reset_accelerate
 from tiny import MODELS, NUM_STEPS, global_batch, my_part, parallel_config, simple_batch, tiny_llama
 from torch import nn
 
@@ -198,3 +199,24 @@ def assert_same_weights(weights: dict[str, Any], expected: dict[str, Any], relat
 def differing(report: dict[str, Any]) -> list[str]:
     """The settings that differ from the requested ones."""
     return [row["setting"] for row in report["settings"] if row["status"] == "differs"]
+
+
+def resume_with_default_device(folder: str, config: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Load, train, save and resume while tensors are made on the device by default. Returns both runs of a step."""
+    path = Path(folder)
+    if dist.get_rank() == 0:
+        MODELS["llama"]().save_pretrained(path / "model")
+    dist.barrier()
+    torch.set_default_device(own_device())
+    try:
+        accelerator = fresh_accelerator(config)
+        model = type(MODELS["llama"]()).from_pretrained(path / "model")
+        model, optimizer = accelerator.prepare(model, adamw(model))
+        runs = [train_prepared(accelerator, model, optimizer, "llama", 1) for _ in range(2)]
+        accelerator.save_state(str(path / "checkpoint"))
+        runs = [train_prepared(accelerator, model, optimizer, "llama", 2)]
+        accelerator.load_state(str(path / "checkpoint"))
+        runs.append(train_prepared(accelerator, model, optimizer, "llama", 2))
+        return runs[0]["losses"], runs[1]["losses"]
+    finally:
+        torch.set_default_device(None)

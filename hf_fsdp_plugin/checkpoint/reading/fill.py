@@ -83,7 +83,7 @@ def _copy(
     num_bytes = span(strides, into.shape) * dtype.itemsize
     if num_bytes <= MAX_SPAN:
         pinned = into.device.type != "cpu"
-        buffer = windows.take(num_bytes) if pinned else torch.empty(num_bytes, dtype=torch.uint8)
+        buffer = windows.take(num_bytes) if pinned else torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         files.read(file, offset, _memory(buffer))
         into.copy_(buffer.view(dtype).as_strided(into.shape, strides), non_blocking=pinned)
         return

@@ -111,7 +111,7 @@ class _Reads:
 
     def whole(self, stored: StoredTensor) -> torch.Tensor:
         """Allocate a whole tensor on the CPU, and add the reads that fill it. It is equal on all ranks."""
-        tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+        tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="cpu")
         self.transfers += transfers(stored, [Piece(whole(stored.shape), tensor)])
         return tensor
 

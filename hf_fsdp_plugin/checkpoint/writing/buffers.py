@@ -46,7 +46,7 @@ def allocate_aligned(size: int, *, pinned: bool = False) -> torch.Tensor:
 def _allocate_pinned(size: int) -> torch.Tensor | None:
     """Allocate page-aligned memory in torch's pool, for devices that cannot pin other memory; ``None`` if it fails."""
     try:
-        memory = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=True)
+        memory = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=True, device="cpu")
     except RuntimeError:  # the system limits locked memory
         return None
     start = -memory.data_ptr() % PAGE

@@ -160,7 +160,7 @@ def _frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
 
     ``skip_data`` leaves a hole for the data. The data's checksum in the archive is 0, which torch accepts.
     """
-    tensor = torch.empty(shape, dtype=dtype)  # never used, so it takes no memory
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")  # never used, so it takes no memory
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "archive.pt"  # torch uses the stem as the name of the archive
         with skip_data():

@@ -86,7 +86,7 @@ def _place(
 ) -> None:
     """Copy the pieces of one batch to whole tensors in ``state``, and subtract them from the ``missing`` elements."""
     for shard in batch:
-        state[shard.name] = torch.empty(shard.shape, dtype=shard.dtype)
+        state[shard.name] = torch.empty(shard.shape, dtype=shard.dtype, device="cpu")
         missing[shard.name] = math.prod(shard.shape)
     for name, box, tensor in pieces:
         state[name][slices(box, whole(state[name].shape))] = tensor

@@ -151,7 +151,7 @@ class Save:
             group: a process group for CPU tensors; ``None`` for the default group.
         """
         state = self._state
-        seen = torch.tensor([state == _FAILED, state == _WRITING], dtype=torch.int32)
+        seen = torch.tensor([state == _FAILED, state == _WRITING], dtype=torch.int32, device="cpu")
         dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=group)
         failed, writing = (bool(flag) for flag in seen)
         if failed:
