@@ -57,6 +57,7 @@ def _compare(case: Case, changed: dict[str, Any]) -> Case:
     point = Point(
         version=case["version"], strategy=case["strategy"], ranks=case["ranks"],
         precision="no" if case["precision"] == "fp32" else case["precision"],
+        prefetch="none",  # as in the config of the checks
         loop="foreach" if on_accelerator(case) else "for_loop",
         batch=size.micro_batch, seq=size.seq_len, layers=c["num_hidden_layers"], hidden=c["hidden_size"],
         inter=c["intermediate_size"], vocab=c["vocab_size"], heads=c["num_attention_heads"],
