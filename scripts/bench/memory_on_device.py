@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from common import ROOT, make_parser, run_two_ranks
-from memory_points import Point, make_batch, make_model, make_spec, make_workload, parse_point
+from memory_points import Point, make_model, make_spec, make_workload, parse_point, train_step
 from update_results import write_result
 
 DEVICE = "npu"
@@ -153,17 +153,7 @@ def measure(point: Point) -> int:
     peaks = []
     for _ in range(1 + STEPS):
         memory.reset_peak_memory_stats()
-        for _ in range(point.accumulation):
-            with accelerator.accumulate(model):
-                batch = make_batch(shapes, point.vocab, generator)
-                moved = {id(value): value.to(accelerator.device) for value in batch.values()}  # labels may be inputs
-                batch = {name: moved[id(value)] for name, value in batch.items()}
-                accelerator.backward(model(**batch).loss)
-                if accelerator.sync_gradients and point.clip:
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
+        train_step(point, accelerator, model, optimizers, shapes, generator)
         peaks.append(memory.max_memory_allocated() - before)
         accelerator.wait_for_everyone()
     return min(peaks[1:])

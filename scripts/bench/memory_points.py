@@ -261,18 +261,25 @@ def measure(rank: int, report: Callable[..., None], point: Point, steps: int) ->
     peaks = []
     for _ in range(1 + steps):
         counter.reset_peak()
-        for _ in range(point.accumulation):
-            with accelerator.accumulate(model):
-                batch = make_batch(shapes, point.vocab, generator)
-                accelerator.backward(model(**batch).loss)
-                if accelerator.sync_gradients and point.clip:
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
+        train_step(point, accelerator, model, optimizers, shapes, generator)
         peaks.append(counter.peak - before)
         accelerator.wait_for_everyone()
     report("peaks", peaks[1:])
+
+
+def train_step(point: Point, accelerator: Any, model: Any, optimizers: Any, shapes: Any, generator: Any) -> None:
+    """One optimizer step, with a new batch for each micro-batch."""
+    for _ in range(point.accumulation):
+        with accelerator.accumulate(model):
+            batch = make_batch(shapes, point.vocab, generator)
+            moved = {id(value): value.to(accelerator.device) for value in batch.values()}  # labels may be inputs
+            batch = {name: moved[id(value)] for name, value in batch.items()}
+            accelerator.backward(model(**batch).loss)
+            if accelerator.sync_gradients and point.clip:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 _LLAMA = Point(family="llama")

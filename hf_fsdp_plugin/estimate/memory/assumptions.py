@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from hf_fsdp_plugin.estimate.memory.device import NEEDED_RATIO, RESERVED_RATIO, UNKNOWN, Gpu, library_assumptions
-from hf_fsdp_plugin.estimate.memory.device import framework_bytes as framework_bytes
 from hf_fsdp_plugin.estimate.memory.optimizer import update_loop
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.model import FsdpPlan
