@@ -14,8 +14,8 @@ from __future__ import annotations
 import os
 import sys
 
-from hf_fsdp_plugin.cli.launch_flags import LaunchArguments, UsageError, parse_launch_arguments
-from hf_fsdp_plugin.cli.script_path import check_script
+from hf_fsdp_plugin.launcher.flags import LaunchArguments, UsageError, parse_launch_arguments
+from hf_fsdp_plugin.launcher.script_path import check_script
 from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.sources.command_line import flag_name
 
@@ -69,8 +69,8 @@ def main() -> int:
         os.environ.setdefault("TQDM_DISABLE", "1")
     # These imports load torch and the libraries that are patched.
     import hf_fsdp_plugin
-    from hf_fsdp_plugin.cli.run_script import is_failure, run
     from hf_fsdp_plugin.integrations.run_report import stop_reporting
+    from hf_fsdp_plugin.launcher.run_script import is_failure, run
     from hf_fsdp_plugin.messages import print_error
 
     try:

@@ -11,22 +11,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_plugin.cli.accelerators import Accelerators, find_accelerators
 from hf_fsdp_plugin.cli.bench_arguments import OWN_FLAGS, Request, not_compared, read_request, words_of
 from hf_fsdp_plugin.cli.bench_arguments import add_arguments as add_arguments
 from hf_fsdp_plugin.cli.bench_output import bench_text
 from hf_fsdp_plugin.cli.bench_prediction import available, fit_problems, machine_of, predict, too_large
 from hf_fsdp_plugin.cli.bench_worlds import Bench, failures
 from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS, USAGE
-from hf_fsdp_plugin.cli.launch_flags import UsageError, split_setting_flags
 from hf_fsdp_plugin.cli.model_plan import load_model
 from hf_fsdp_plugin.cli.output import print_json
 from hf_fsdp_plugin.cli.parser import make_parser
 from hf_fsdp_plugin.cli.plan_arguments import sequence_length
 from hf_fsdp_plugin.cli.terminal import print_problems
-from hf_fsdp_plugin.cli.world import num_cores, resolve_world
 from hf_fsdp_plugin.integrations.bench.cases import Case, Setting
 from hf_fsdp_plugin.integrations.bench.results import Results, read_results
+from hf_fsdp_plugin.launcher.accelerators import Accelerators, find_accelerators
+from hf_fsdp_plugin.launcher.flags import UsageError, split_setting_flags
+from hf_fsdp_plugin.launcher.world import num_cores, resolve_world
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
 from hf_fsdp_plugin.sources.config_file import ConfigFile
 from hf_fsdp_plugin.sources.handover import user_variables

@@ -15,9 +15,9 @@ from hf_fsdp_plugin.text import format_bytes, plural
 if TYPE_CHECKING:
     from torch import nn
 
-    from hf_fsdp_plugin.cli.accelerators import Accelerators
     from hf_fsdp_plugin.estimate.machines import Machine
     from hf_fsdp_plugin.integrations.bench.jobs import Workload as Measured
+    from hf_fsdp_plugin.launcher.accelerators import Accelerators
     from hf_fsdp_plugin.plan.model import FsdpPlan
     from hf_fsdp_plugin.spec.model import FsdpSpec
 

@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_fsdp_plugin.cli.bench_arguments import Request
-from hf_fsdp_plugin.cli.failure_summary import first_failure, summarize
-from hf_fsdp_plugin.cli.launch_flags import LaunchArguments
-from hf_fsdp_plugin.cli.rank_env import rank_env, settings_env
-from hf_fsdp_plugin.cli.ranks import Ranks
-from hf_fsdp_plugin.cli.rendezvous import Peers, meet_locally
-from hf_fsdp_plugin.cli.run_result import RunResult
-from hf_fsdp_plugin.cli.world import World
 from hf_fsdp_plugin.integrations.bench.cases import Case, Setting
 from hf_fsdp_plugin.integrations.bench.jobs import Events, Job, Task
 from hf_fsdp_plugin.integrations.bench.results import Results
+from hf_fsdp_plugin.launcher.flags import LaunchArguments
+from hf_fsdp_plugin.launcher.rank_env import rank_env, settings_env
+from hf_fsdp_plugin.launcher.ranks import Ranks
+from hf_fsdp_plugin.launcher.rendezvous import Peers, meet_locally
+from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.runs.exits import RunResult
+from hf_fsdp_plugin.runs.failure_summary import first_failure, summarize
 from hf_fsdp_plugin.sources.handover import LaunchHandover
 from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.spec.model import FsdpSpec, LaunchSection
@@ -93,7 +93,7 @@ class Bench:
         base = {**os.environ, **settings_env(spec, world, LaunchArguments()), **handover.to_env()}
         base |= {"OMP_NUM_THREADS": str(self.threads), "TMPDIR": str(folder)}
         ranks = Ranks(show_all=False, show_first=False, log_dir=None, scratch=folder, notice=lambda _: None)
-        command = [sys.executable, "-u", "-m", "hf_fsdp_plugin.cli.run_script", "-m", _RANK, str(folder)]
+        command = [sys.executable, "-u", "-m", "hf_fsdp_plugin.launcher.run_script", "-m", _RANK, str(folder)]
         try:
             for rank in range(world.size):
                 ranks.start(rank, command, {**base, **rank_env(world, rendezvous, rank, role="default")})

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli.check_output import settings_table, to_json, verdict
 from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS, USAGE, exit_code
-from hf_fsdp_plugin.cli.launch_flags import UsageError, split_setting_flags
 from hf_fsdp_plugin.cli.model_plan import plan_of_model
 from hf_fsdp_plugin.cli.output import print_json
 from hf_fsdp_plugin.cli.parser import make_parser, needless_flag
 from hf_fsdp_plugin.cli.run_words import RUN_FLAG, add_run_arguments, request_of, split_run_words, why_refused
 from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems, text_width
+from hf_fsdp_plugin.launcher.flags import UsageError, split_setting_flags
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.sources.accelerate_launch import default_config_file
 from hf_fsdp_plugin.sources.config_file import MAX_BYTES, ConfigFile, read_text
@@ -283,7 +283,7 @@ def _fix(args: argparse.Namespace, files: Sequence[ConfigFile | None]) -> int:
 
 def _plan(spec: FsdpSpec, args: argparse.Namespace) -> tuple[FsdpPlan | None, tuple[Problem, ...]]:
     """Return the plan for the device that ``launch`` would use on this machine, and its problems."""
-    from hf_fsdp_plugin.cli.accelerators import find_accelerators
+    from hf_fsdp_plugin.launcher.accelerators import find_accelerators
 
     device_type = args.device or ("cpu" if spec.launch.use_cpu else find_accelerators().kind)
     world_size = args.world_size or smallest_world_size(spec)

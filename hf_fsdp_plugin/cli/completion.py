@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from hf_fsdp_plugin.cli import launch_flags
 from hf_fsdp_plugin.cli.parser import make_parser
 from hf_fsdp_plugin.cli.profile_arguments import FLAG_ROWS
 from hf_fsdp_plugin.cli.verbs import VERBS
+from hf_fsdp_plugin.launcher import flags as launch_flags
 from hf_fsdp_plugin.vocabulary import BY_KEY, PREFIXES, ROWS, Row
 
 HELP = "Print a script that completes the verbs, flags and values of hf-fsdp in bash, zsh or fish."

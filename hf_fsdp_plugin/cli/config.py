@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from hf_fsdp_plugin.cli.accelerators import AcceleratorSearch
 from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS, USAGE
 from hf_fsdp_plugin.cli.output import print_json
 from hf_fsdp_plugin.cli.terminal import print_problems
@@ -32,6 +31,7 @@ from hf_fsdp_plugin.cli.wizard.settings import (
 )
 from hf_fsdp_plugin.cli.wizard.target import Target, assess_text, find_target, write
 from hf_fsdp_plugin.cli.wizard.training_arguments import arguments_of, code_of
+from hf_fsdp_plugin.launcher.accelerators import AcceleratorSearch
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError, has_errors
 from hf_fsdp_plugin.spec.load import Assessment
 from hf_fsdp_plugin.text import printable

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Final
 
-from hf_fsdp_plugin.cli.accelerators import find_accelerators
 from hf_fsdp_plugin.cli.check_output import settings_table, to_json, verdict
 from hf_fsdp_plugin.cli.exit_codes import exit_code
-from hf_fsdp_plugin.cli.launch_flags import LaunchArguments
 from hf_fsdp_plugin.cli.model_plan import plan_of_model
 from hf_fsdp_plugin.cli.output import print_json
-from hf_fsdp_plugin.cli.rank_env import settings_env
-from hf_fsdp_plugin.cli.rendezvous import describe
-from hf_fsdp_plugin.cli.run_script import LAUNCHER_VARIABLE
 from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems, text_width
-from hf_fsdp_plugin.cli.world import World, resolve_world
+from hf_fsdp_plugin.launcher.accelerators import find_accelerators
+from hf_fsdp_plugin.launcher.flags import LaunchArguments
+from hf_fsdp_plugin.launcher.rank_env import settings_env
+from hf_fsdp_plugin.launcher.rendezvous import describe
+from hf_fsdp_plugin.launcher.run_script import LAUNCHER_VARIABLE
+from hf_fsdp_plugin.launcher.world import World, resolve_world
 from hf_fsdp_plugin.problems import SpecError, has_errors
 from hf_fsdp_plugin.sources.config_file import ConfigFile
 from hf_fsdp_plugin.sources.model import Sources

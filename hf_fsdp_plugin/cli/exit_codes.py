@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+from hf_fsdp_plugin.hangs.hang_watch import HANG as HANG
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.text import printable
 
@@ -14,8 +15,6 @@ OK: Final = 0
 PROBLEMS: Final = 1
 USAGE: Final = 2
 """Wrong usage: an unknown flag, a missing argument, or an argument that is not the path of a file or folder."""
-HANG: Final = 75
-"""Ranks waited in a collective for too long, and the launcher has ended them. EX_TEMPFAIL of sysexits.h: try again."""
 INTERRUPTED: Final = 130
 """128 plus the number of SIGINT, as in a shell."""
 

@@ -9,22 +9,22 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hf_fsdp_plugin.cli.accelerators import find_accelerators
-from hf_fsdp_plugin.cli.attempts import Job, first_restarts, run_attempts
 from hf_fsdp_plugin.cli.dry_run import show_run
 from hf_fsdp_plugin.cli.exit_codes import USAGE, exit_code
-from hf_fsdp_plugin.cli.exit_watch import LIMIT_VARIABLE, exit_limit
-from hf_fsdp_plugin.cli.hang_watch import hang_limit
-from hf_fsdp_plugin.cli.launch_flags import LaunchArguments, UsageError, add_help, parse_launch_arguments
-from hf_fsdp_plugin.cli.machines import meet_machines
-from hf_fsdp_plugin.cli.pulse import LIMIT_VARIABLE as MACHINE_VARIABLE
-from hf_fsdp_plugin.cli.pulse import silence_limit
-from hf_fsdp_plugin.cli.rank_env import settings_env
-from hf_fsdp_plugin.cli.rendezvous import describe, endpoint, meet_locally
-from hf_fsdp_plugin.cli.script_path import check_script
 from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems
-from hf_fsdp_plugin.cli.world import World, resolve_world
-from hf_fsdp_plugin.observe.hang.calls import LIMIT_VARIABLE as HANG_VARIABLE
+from hf_fsdp_plugin.hangs.calls import LIMIT_VARIABLE as HANG_VARIABLE
+from hf_fsdp_plugin.hangs.exit_watch import LIMIT_VARIABLE, exit_limit
+from hf_fsdp_plugin.hangs.hang_watch import hang_limit
+from hf_fsdp_plugin.launcher.accelerators import find_accelerators
+from hf_fsdp_plugin.launcher.attempts import Job, first_restarts, run_attempts
+from hf_fsdp_plugin.launcher.flags import LaunchArguments, UsageError, add_help, parse_launch_arguments
+from hf_fsdp_plugin.launcher.machines import meet_machines
+from hf_fsdp_plugin.launcher.pulse import LIMIT_VARIABLE as MACHINE_VARIABLE
+from hf_fsdp_plugin.launcher.pulse import silence_limit
+from hf_fsdp_plugin.launcher.rank_env import settings_env
+from hf_fsdp_plugin.launcher.rendezvous import describe, endpoint, meet_locally
+from hf_fsdp_plugin.launcher.script_path import check_script
+from hf_fsdp_plugin.launcher.world import World, resolve_world
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.sources.command_line import flag_name
 from hf_fsdp_plugin.sources.config_file import ConfigFile
@@ -195,7 +195,7 @@ def _with_absolute_path(flag: str) -> str:
 
 def _command(arguments: LaunchArguments) -> list[str]:
     module = ["-m"] if "module" in arguments.options else []
-    program = [sys.executable, "-u", "-m", "hf_fsdp_plugin.cli.run_script"]
+    program = [sys.executable, "-u", "-m", "hf_fsdp_plugin.launcher.run_script"]
     return [*program, *module, arguments.script, *arguments.script_args]
 
 

@@ -18,8 +18,8 @@ import hf_fsdp_plugin
 from hf_fsdp_plugin.cli.exit_codes import INTERRUPTED, OK, PROBLEMS, USAGE
 from hf_fsdp_plugin.cli.help import usage
 from hf_fsdp_plugin.cli.parser import PROG, make_parser
-from hf_fsdp_plugin.cli.store_threads import exit_beside_store_threads
 from hf_fsdp_plugin.cli.verbs import VERBS
+from hf_fsdp_plugin.launcher.store_threads import exit_beside_store_threads
 from hf_fsdp_plugin.supported import unsupported_versions
 from hf_fsdp_plugin.text import printable
 

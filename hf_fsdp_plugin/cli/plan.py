@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final
 
 from hf_fsdp_plugin.cli import check
 from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS, USAGE, exit_code
-from hf_fsdp_plugin.cli.launch_flags import UsageError, split_setting_flags
 from hf_fsdp_plugin.cli.output import print_json
 from hf_fsdp_plugin.cli.parser import make_parser
 from hf_fsdp_plugin.cli.plan_arguments import (
@@ -25,6 +24,7 @@ from hf_fsdp_plugin.cli.plan_subject import Planned, read_subject
 from hf_fsdp_plugin.cli.plan_time import FLAGS, add_time_arguments, calibrate_verb, scaling_of, time_model
 from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems
 from hf_fsdp_plugin.cli.zero_table import scheme_table_verb, zero_table_verb
+from hf_fsdp_plugin.launcher.flags import UsageError, split_setting_flags
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 
 if TYPE_CHECKING:

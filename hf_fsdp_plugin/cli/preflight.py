@@ -13,15 +13,8 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from hf_fsdp_plugin.cli.dry_run import model_of_script
-from hf_fsdp_plugin.cli.failure_summary import first_failure, summarize
-from hf_fsdp_plugin.cli.launch_flags import LaunchArguments
 from hf_fsdp_plugin.cli.progress import StageProgress
-from hf_fsdp_plugin.cli.rank_env import rank_env, settings_env
-from hf_fsdp_plugin.cli.ranks import Ranks
-from hf_fsdp_plugin.cli.rendezvous import Peers, meet_locally
-from hf_fsdp_plugin.cli.run_result import RunResult
 from hf_fsdp_plugin.cli.run_words import Request
-from hf_fsdp_plugin.cli.world import World
 from hf_fsdp_plugin.devices import DEVICES
 from hf_fsdp_plugin.integrations.preflight.stages import (
     FOLDER_VARIABLE,
@@ -33,7 +26,14 @@ from hf_fsdp_plugin.integrations.preflight.stages import (
     running_stages,
     stage_results,
 )
+from hf_fsdp_plugin.launcher.flags import LaunchArguments
+from hf_fsdp_plugin.launcher.rank_env import rank_env, settings_env
+from hf_fsdp_plugin.launcher.ranks import Ranks
+from hf_fsdp_plugin.launcher.rendezvous import Peers, meet_locally
+from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.problems import Problem, has_errors
+from hf_fsdp_plugin.runs.exits import RunResult
+from hf_fsdp_plugin.runs.failure_summary import first_failure, summarize
 from hf_fsdp_plugin.sources.config_file import ConfigFile
 from hf_fsdp_plugin.sources.handover import LaunchHandover, user_variables
 from hf_fsdp_plugin.sources.model import Sources
@@ -250,7 +250,7 @@ def _run_ranks(
 
 def _command(request: Request) -> list[str]:
     script = list(request.script) or ["-m", _BUILTIN]
-    return [sys.executable, "-u", "-m", "hf_fsdp_plugin.cli.run_script", *script]
+    return [sys.executable, "-u", "-m", "hf_fsdp_plugin.launcher.run_script", *script]
 
 
 def _read(result: RunResult, reason: str, folder: Path) -> Preflight:

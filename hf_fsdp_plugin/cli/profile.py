@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli import launch
 from hf_fsdp_plugin.cli.exit_codes import PROBLEMS, USAGE
-from hf_fsdp_plugin.cli.launch_flags import UsageError
 from hf_fsdp_plugin.cli.output import print_json
 from hf_fsdp_plugin.cli.profile_arguments import ProfileArguments, help_lines, parse_profile_arguments
 from hf_fsdp_plugin.cli.terminal import print_problems
@@ -26,6 +25,7 @@ from hf_fsdp_plugin.integrations.profiling.options import (
     ProfileOptions,
     write_file,
 )
+from hf_fsdp_plugin.launcher.flags import UsageError
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.text import plural
 

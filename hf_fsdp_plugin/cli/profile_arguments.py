@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from hf_fsdp_plugin.cli.launch_flags import LaunchArguments, UsageError, parse_launch_arguments, takes_value
 from hf_fsdp_plugin.integrations.profiling.options import ProfileOptions
+from hf_fsdp_plugin.launcher.flags import LaunchArguments, UsageError, parse_launch_arguments, takes_value
 from hf_fsdp_plugin.sources.command_line import flag_name
 
 DEFAULT_FOLDER: Final = "fsdp_profile"

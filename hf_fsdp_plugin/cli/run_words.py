@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from hf_fsdp_plugin.cli.launch_flags import FLAGS, LaunchArguments, UsageError
-from hf_fsdp_plugin.cli.script_path import check_script
+from hf_fsdp_plugin.launcher.flags import FLAGS, LaunchArguments, UsageError
+from hf_fsdp_plugin.launcher.script_path import check_script
 from hf_fsdp_plugin.sources.command_line import flag_name
 
 RUN_FLAG: Final = "--run"

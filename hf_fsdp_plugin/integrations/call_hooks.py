@@ -1,4 +1,4 @@
-"""Replacements of torch's collectives that record each call (see :mod:`hf_fsdp_plugin.observe.hang.record`).
+"""Replacements of torch's collectives that record each call (see :mod:`hf_fsdp_plugin.hangs.record`).
 
 Those of waits and of FSDP1's units also mark the call in a profile.
 
@@ -14,8 +14,8 @@ from contextlib import nullcontext
 from types import FrameType
 from typing import Any, Final
 
-from hf_fsdp_plugin.observe.hang.calls import POINT_TO_POINT
-from hf_fsdp_plugin.observe.hang.record import record
+from hf_fsdp_plugin.hangs.calls import POINT_TO_POINT
+from hf_fsdp_plugin.hangs.record import record
 from hf_fsdp_plugin.torch_private.unit_names import unit_name
 
 Function = Callable[..., Any]

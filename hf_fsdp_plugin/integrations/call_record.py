@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
+from hf_fsdp_plugin.hangs.call_files import CallFiles
+from hf_fsdp_plugin.hangs.record import record
 from hf_fsdp_plugin.integrations.patching import install_hooks
-from hf_fsdp_plugin.observe.hang.call_files import CallFiles
-from hf_fsdp_plugin.observe.hang.record import record
 from hf_fsdp_plugin.torch_private.unit_names import set_unit_names
 
 if TYPE_CHECKING:  # the launcher imports this module without torch

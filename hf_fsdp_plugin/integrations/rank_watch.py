@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.arrival_rounds import place_key, place_store
 from hf_fsdp_plugin.backends.arrivals import arrival_limit, arrivals
-from hf_fsdp_plugin.integrations.places import Frame, RanksAt, find_place, merged
-from hf_fsdp_plugin.integrations.step_count import Counts, step_count
-from hf_fsdp_plugin.observe.hang.calls import LIMIT_VARIABLE
+from hf_fsdp_plugin.hangs.calls import LIMIT_VARIABLE
+from hf_fsdp_plugin.hangs.places import Frame, RanksAt, find_place, merged
+from hf_fsdp_plugin.hangs.step_count import Counts, step_count
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.checkpoint import stored_state_dict_type
+from hf_fsdp_plugin.hangs.step_count import step_count
 from hf_fsdp_plugin.integrations.accelerate.private import (
     is_accelerator,
     prepared_dataloaders,
@@ -15,7 +16,6 @@ from hf_fsdp_plugin.integrations.accelerate.private import (
 )
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import session
-from hf_fsdp_plugin.integrations.step_count import step_count
 from hf_fsdp_plugin.integrations.transformers.private import is_trainer, train_batch_size
 from hf_fsdp_plugin.observe.build import build_report_of_trained
 from hf_fsdp_plugin.observe.live_run import common_value

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.agreement import broadcast_object, on_all_ranks
 from hf_fsdp_plugin.checkpoint import Manifest, check_visible, read_manifest, recover_run, why_incomplete
+from hf_fsdp_plugin.hangs.step_count import step_count
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import session
-from hf_fsdp_plugin.integrations.step_count import step_count
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import CheckpointError, Problem, SpecError
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_fsdp_plugin.observe.memory import MemoryObservation
-from hf_fsdp_plugin.observe.restarts import Restarts
 from hf_fsdp_plugin.observe.settings import SettingObservation
 from hf_fsdp_plugin.observe.tables import (
     difference_lines,
@@ -25,6 +24,7 @@ from hf_fsdp_plugin.observe.tables import (
 )
 from hf_fsdp_plugin.observe.units import UnitObservation
 from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.runs.restarts import Restarts
 from hf_fsdp_plugin.text import plural
 from hf_fsdp_plugin.version import SCHEMA_VERSION
 

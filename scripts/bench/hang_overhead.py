@@ -64,9 +64,9 @@ def measure(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
+    from hf_fsdp_plugin.hangs.call_files import CallFiles, glance
+    from hf_fsdp_plugin.hangs.record import record
     from hf_fsdp_plugin.integrations.call_record import record_calls
-    from hf_fsdp_plugin.observe.hang.call_files import CallFiles, glance
-    from hf_fsdp_plugin.observe.hang.record import record
 
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])

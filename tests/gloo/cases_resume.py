@@ -8,9 +8,9 @@ import torch.distributed as dist
 from cases_trainer import make_trainer
 from transformers import TrainerCallback
 
+from hf_fsdp_plugin.hangs.step_count import step_count
 from hf_fsdp_plugin.integrations.session import session
-from hf_fsdp_plugin.integrations.step_count import step_count
-from hf_fsdp_plugin.observe.restarts import FailedAttempt, Restarts
+from hf_fsdp_plugin.runs.restarts import FailedAttempt, Restarts
 
 NUM_STEPS = 14
 """Steps of the whole run. It is interrupted at several steps; ten steps are compared after the last interruption."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hf_fsdp_plugin.cli.accelerators import Accelerators
+from hf_fsdp_plugin.launcher.accelerators import Accelerators
 from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS
 

@@ -27,6 +27,7 @@ from hf_fsdp_plugin.backends.shared_weights import exchange
 from hf_fsdp_plugin.backends.submodule_calls import free_after_forward, free_before_step
 from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.estimate.padding import with_padding_warning
+from hf_fsdp_plugin.hangs.step_count import step_count
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.batches import check_even_batches
 from hf_fsdp_plugin.integrations.accelerate.plugin import planned_plugin
@@ -37,7 +38,6 @@ from hf_fsdp_plugin.integrations.profiling.run import profiling
 from hf_fsdp_plugin.integrations.rank_watch import rank_watch
 from hf_fsdp_plugin.integrations.run_report import track
 from hf_fsdp_plugin.integrations.saving import prepare_buffers_after_first_step
-from hf_fsdp_plugin.integrations.step_count import step_count
 from hf_fsdp_plugin.integrations.torchao import private as torchao_private
 from hf_fsdp_plugin.messages import print_warnings
 from hf_fsdp_plugin.plan.further import spec_of_further_model

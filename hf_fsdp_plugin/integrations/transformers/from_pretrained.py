@@ -12,6 +12,7 @@ from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.cluster import ranks_per_machine
 from hf_fsdp_plugin.backends.shard import shard
 from hf_fsdp_plugin.devices import get_device
+from hf_fsdp_plugin.hangs.step_count import step_count
 from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator
 from hf_fsdp_plugin.integrations.accelerate.prepare import agree_on_plan
 from hf_fsdp_plugin.integrations.accelerate.private import mark_model_prepared
@@ -19,7 +20,6 @@ from hf_fsdp_plugin.integrations.call_record import name_units
 from hf_fsdp_plugin.integrations.environment import loading_ram_efficiently
 from hf_fsdp_plugin.integrations.profiling.run import profiling
 from hf_fsdp_plugin.integrations.rank_watch import rank_watch
-from hf_fsdp_plugin.integrations.step_count import step_count
 from hf_fsdp_plugin.plan.load_model import model_class_of
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.plan.resolve import resolve

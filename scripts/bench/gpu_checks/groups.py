@@ -98,11 +98,11 @@ def collectives(case: Case) -> Case:
     import torch
     import torch.distributed as dist
 
+    from hf_fsdp_plugin.hangs.call_files import CallFiles, read_calls
+    from hf_fsdp_plugin.hangs.calls import from_json
+    from hf_fsdp_plugin.hangs.diagnose import compare
+    from hf_fsdp_plugin.hangs.record import record
     from hf_fsdp_plugin.integrations.call_record import record_calls
-    from hf_fsdp_plugin.observe.hang.call_files import CallFiles, read_calls
-    from hf_fsdp_plugin.observe.hang.calls import from_json
-    from hf_fsdp_plugin.observe.hang.diagnose import compare
-    from hf_fsdp_plugin.observe.hang.record import record
 
     with tempfile.TemporaryDirectory() as folder:
         files = CallFiles(Path(folder) / "calls", Path(folder) / "names")

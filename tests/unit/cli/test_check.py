@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from hf_fsdp_plugin.cli import accelerators
 from hf_fsdp_plugin.cli.main import main
 from hf_fsdp_plugin.cli.verbs import VERBS
+from hf_fsdp_plugin.launcher import accelerators
 from hf_fsdp_plugin.sources.config_file import ConfigFile
 from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.spec.load import assess

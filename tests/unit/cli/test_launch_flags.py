@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.cli.launch_flags import UsageError, parse_launch_arguments
+from hf_fsdp_plugin.launcher.flags import UsageError, parse_launch_arguments
 from hf_fsdp_plugin.sources.config_file import ConfigFile
 from hf_fsdp_plugin.sources.handover import LAUNCH_VARIABLE, LaunchHandover
 from hf_fsdp_plugin.sources.model import Sources
@@ -96,7 +96,7 @@ def test_dry_run_prints_command_and_rendezvous(launch: Callable, folder: Path) -
     code, out, _ = launch("--dry-run", "--num_processes", "4", "--cpu", "train", "a b")
     assert code == 0
     assert "rendezvous: 1 machine, 4 ranks, 127.0.0.1:" in out
-    assert "hf_fsdp_plugin.cli.run_script train 'a b'" in out
+    assert "hf_fsdp_plugin.launcher.run_script train 'a b'" in out
     assert not (folder / "started").exists()
 
 

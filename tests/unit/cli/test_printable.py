@@ -10,7 +10,7 @@ import pytest
 import saved
 from merge_inputs import save as save_local
 
-from hf_fsdp_plugin.cli.machines import Machines
+from hf_fsdp_plugin.launcher.machines import Machines
 from hf_fsdp_plugin.problems import MAX_SHOWN, CheckpointError, Problem
 from hf_fsdp_plugin.text import fit_table, format_table, printable
 

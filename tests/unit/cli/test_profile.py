@@ -7,10 +7,10 @@ import pytest
 from json_schema import assert_valid
 
 from hf_fsdp_plugin.cli import launch, profile
-from hf_fsdp_plugin.cli.launch_flags import UsageError
 from hf_fsdp_plugin.cli.profile_arguments import parse_profile_arguments
 from hf_fsdp_plugin.integrations.profiling import options as options_module
 from hf_fsdp_plugin.integrations.profiling.options import ProfileOptions, rank_files, write_file
+from hf_fsdp_plugin.launcher.flags import UsageError
 from hf_fsdp_plugin.observe.profile.phases import Segment
 from hf_fsdp_plugin.observe.profile.rank_profile import RankProfile, Times
 

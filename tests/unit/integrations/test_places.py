@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.integrations.places import (
+from hf_fsdp_plugin.hangs.places import (
     STACK_SIGNAL,
     Frame,
     Place,
@@ -18,13 +18,13 @@ from hf_fsdp_plugin.integrations.places import (
     read_stack,
     waits_for_data,
 )
-from hf_fsdp_plugin.integrations.step_count import Counts, StepCount, read_counts
+from hf_fsdp_plugin.hangs.step_count import Counts, StepCount, read_counts
 
 LIBRARY = str(Path(os.__file__).parent / "site-packages" / "torch")
 CODE = """
 import os, sys, threading
 from pathlib import Path
-from hf_fsdp_plugin.integrations.places import record_stacks
+from hf_fsdp_plugin.hangs.places import record_stacks
 record_stacks(Path(sys.argv[1]))
 stop = threading.Event()
 threading.Thread(target=stop.wait, daemon=True).start()

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.hangs.step_count import step_count
 from hf_fsdp_plugin.integrations import restarts as subject
 from hf_fsdp_plugin.integrations.session import session
-from hf_fsdp_plugin.integrations.step_count import step_count
-from hf_fsdp_plugin.observe.restarts import FailedAttempt, Restarts
+from hf_fsdp_plugin.runs.restarts import FailedAttempt, Restarts
 
 
 @pytest.fixture

@@ -1,0 +1,174 @@
+"""What is known of the collectives of one rank, for the diagnosis and between launchers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+LIMIT_VARIABLE: Final = "HF_FSDP_HANG_TIMEOUT"
+"""Environment variable with the limit in seconds; 0 switches the watch and the records of the ranks off."""
+ARRIVALS: Final = "arrivals"
+"""The group of the plugin's own calls, before which it waits for all ranks (``backends.arrivals``)."""
+POINT_TO_POINT: Final = "point to point"
+"""The group of sends and receives, which have no common order."""
+_UNEVEN: Final = "all-gather (list)", "gather", "scatter"
+"""Operations in which ranks may have tensors of different sizes."""
+_ANY_TENSORS: Final = "all-to-all"
+"""The operation in which ranks may also have no tensor."""
+_DTYPES: Final = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+class Call(NamedTuple):
+    """One collective call of one rank.
+
+    Attributes:
+        operation: such as ``all-gather``.
+        num_elements: elements of the tensor that this rank passes; 0 without one.
+        dtype: torch's name of its dtype; empty without a tensor.
+        unit: the FSDP unit for which torch calls it, such as ``model.layers.3``; empty for other calls.
+    """
+
+    operation: str
+    num_elements: int = 0
+    dtype: str = ""
+    unit: str = ""
+
+    def __str__(self) -> str:
+        of_unit = f" of {self.unit}" if self.unit else ""
+        dtype = _DTYPES.get(self.dtype, self.dtype)
+        return f"{self.operation}{of_unit}" + (f" ({self.num_elements:,} × {dtype})" if dtype else "")
+
+    @property
+    def compared(self) -> tuple[Any, ...]:
+        """What all ranks of the group must have in common."""
+        if self.operation == _ANY_TENSORS:
+            return (self.operation, self.unit)
+        if self.operation in _UNEVEN:
+            return (self.operation, self.dtype, self.unit)
+        return tuple(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A collective in which a rank waits.
+
+    Attributes:
+        group: its process group.
+        number: its number among the collectives of the group, from 1.
+        seconds: for how long.
+    """
+
+    group: str
+    number: int
+    call: Call
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCalls:
+    """The newest collectives of one rank in one process group.
+
+    Attributes:
+        ranks: the ranks of the group, as :func:`pack_ranks` writes them; empty if they are unknown.
+        last: number of the newest collective; 0 before the first.
+        calls: the newest ones without gaps, the last at the end.
+        enqueues: whether collectives are enqueued on an accelerator, and the thread does not wait in them.
+        timeout: time-out of the group in seconds; 0 if it is unknown.
+    """
+
+    ranks: str
+    last: int = 0
+    calls: tuple[Call, ...] = ()
+    enqueues: bool = False
+    timeout: float = 0.0
+
+    def call(self, number: int) -> Call | None:
+        """Return a collective by its number; ``None`` if it was not made, or is too old."""
+        position = number - self.last + len(self.calls) - 1
+        return self.calls[position] if 0 <= position < len(self.calls) else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankCalls:
+    """What is known of one rank.
+
+    Attributes:
+        groups: its process groups, by name.
+        last_group: the group of its newest collective; empty before the first.
+        wait: the collective in which its main thread waits; ``None`` if it does not. Collectives of accelerators are
+            only enqueued, so that a rank waits in none.
+        idle: seconds since it began its newest collective; infinite before the first.
+        state: ``running``, ``halted`` (by SIGSTOP or a debugger), ``ended`` (its script), ``exited`` (its process),
+            or ``unreachable`` (its launcher does not answer).
+        detail: more about the state, such as ``exit code 0``.
+        place: where it is, as text (see ``hangs.places``); empty if that is unknown.
+        call: the library function that it is in, such as ``generate``; empty outside of known ones.
+        cpu: share of one core that its processes have used lately; ``None`` if that was not measured.
+        cpu_of_children: the part of it that other processes than the rank's first one have used.
+        moved: whether its Python stack has changed meanwhile, or it could have run if a processor had been free. On an
+            accelerator, where a thread that waits for the device runs in a loop, page faults count instead.
+        reads: whether it waits for a file system or a data loader.
+        steps, forwards: optimizer steps, and forwards of sharded models that it has begun; ``None`` if not counted.
+    """
+
+    rank: int
+    groups: Mapping[str, GroupCalls] = field(default_factory=dict)
+    last_group: str = ""
+    wait: Wait | None = None
+    idle: float = float("inf")
+    state: str = "running"
+    detail: str = ""
+    place: str = ""
+    call: str = ""
+    cpu: float | None = None
+    cpu_of_children: float | None = None
+    moved: bool = False
+    reads: bool = False
+    steps: int | None = None
+    forwards: int | None = None
+
+    @property
+    def on_accelerator(self) -> bool:
+        """Whether it has enqueued collectives on an accelerator."""
+        return any(group.enqueues for group in self.groups.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a value for JSON. :func:`from_json` reads it."""
+        groups = {
+            name: [g.ranks, g.last, [list(call) for call in g.calls], g.enqueues, g.timeout]
+            for name, g in self.groups.items()
+        }
+        wait = self.wait and [self.wait.group, self.wait.number, list(self.wait.call), round(self.wait.seconds, 3)]
+        names = ("rank", "last_group", "state", "detail", "place", "call", "cpu", "cpu_of_children", "moved", "reads")
+        rest = {name: getattr(self, name) for name in (*names, "steps", "forwards")}
+        return {**rest, "idle": min(self.idle, 1e9), "wait": wait, "groups": groups}
+
+
+def from_json(content: Mapping[str, Any]) -> RankCalls:
+    """Return what :meth:`RankCalls.to_json` has written."""
+    rest = {name: value for name, value in content.items() if name not in ("groups", "wait")}
+    wait = content["wait"]
+    groups = {
+        name: GroupCalls(ranks, last, tuple(Call(*call) for call in calls), enqueues, timeout)
+        for name, (ranks, last, calls, enqueues, timeout) in content["groups"].items()
+    }
+    return RankCalls(groups=groups, wait=wait and Wait(wait[0], wait[1], Call(*wait[2]), wait[3]), **rest)
+
+
+def pack_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as text: ``0-7`` for a range, ``0-28:4`` for every fourth, ``0,1,5`` for others."""
+    if len(ranks) > 2:
+        step = ranks[1] - ranks[0]
+        if step > 0 and list(ranks) == list(range(ranks[0], ranks[-1] + 1, step)):
+            return f"{ranks[0]}-{ranks[-1]}" + (f":{step}" if step != 1 else "")
+    return ",".join(map(str, ranks))
+
+
+def unpack_ranks(text: str) -> list[int]:
+    """Return the ranks that :func:`pack_ranks` has written."""
+    if "-" not in text:
+        return [int(rank) for rank in text.split(",") if rank]
+    first, _, rest = text.partition("-")
+    last, _, step = rest.partition(":")
+    return list(range(int(first), int(last) + 1, int(step or 1)))

@@ -1,0 +1,296 @@
+"""Watches whether the ranks of this machine hang: reads their records, asks the other machines, and reports the cause.
+
+A hang is a collective that a rank has waited for longer than a limit. See docs/hangs.md for the rules.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol
+
+from hf_fsdp_plugin.hangs.call_files import Glance, glance, read_calls
+from hf_fsdp_plugin.hangs.calls import LIMIT_VARIABLE, RankCalls
+from hf_fsdp_plugin.hangs.describe import describe, describe_busy, describe_standstill
+from hf_fsdp_plugin.hangs.diagnose import Diagnosis, diagnose
+from hf_fsdp_plugin.hangs.inquiries import Inquiries
+from hf_fsdp_plugin.hangs.places import Frame, find_place, read_stack, waits_for_data
+from hf_fsdp_plugin.hangs.processes import Use, is_halted, processor_use
+from hf_fsdp_plugin.hangs.rank_files import RankFiles
+from hf_fsdp_plugin.hangs.step_count import read_counts
+from hf_fsdp_plugin.problems import Problem
+
+HANG: Final = 75
+"""Exit code of a run that was ended because of a hang. EX_TEMPFAIL of sysexits.h: try again."""
+DEFAULT_LIMIT: Final = 120.0
+_TIMEOUT_SHARE: Final = 0.5
+"""Longest limit, as a part of the time-out of the process groups."""
+_BUSY_TIMEOUT_SHARE: Final = 0.9
+"""The same for late ranks that are busy."""
+_READING_LIMITS: Final = 5.0
+"""Limits for late ranks that wait for a file system or a data loader, which may stall for minutes on a cluster."""
+_STANDSTILL_LIMITS: Final = 5.0
+"""Limits without any collective after which a notice is printed."""
+_STACK_SECONDS: Final = 0.2
+"""Seconds that ranks have to record their stacks."""
+_MORE_STACKS: Final = 4
+"""Stacks that are read of ranks on accelerators that have not moved: their processor time shows no progress."""
+_FAULTS: Final = 10.0
+"""Page faults per second that are progress: memory that is touched for the first time."""
+_SAMPLE_SECONDS: Final = 1.0
+"""Seconds for which the processor time is measured if no rank waits on this machine."""
+
+
+class WatchedRank(Protocol):
+    """A rank of this machine, as the launcher started it."""
+
+    rank: int
+    files: RankFiles
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def request_stacks(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hang:
+    """A hang that ends the run.
+
+    Attributes:
+        problem: the message.
+        ranks: what is known of all ranks of the run, by rank.
+        stacks: the Python stacks of the ranks of this machine, outermost frame first.
+    """
+
+    problem: Problem
+    diagnosis: Diagnosis
+    ranks: Mapping[int, RankCalls]
+    stacks: Mapping[int, Sequence[Frame]]
+
+
+@dataclass(slots=True)
+class _Sample:
+    """Processor time and stacks of the ranks of this machine at one time."""
+
+    time: float
+    use: Mapping[int, Use]
+    stacks: Mapping[int, Sequence[Frame]]
+
+
+@dataclass(slots=True)
+class _Progress:
+    count: int = -1
+    since: float = field(default_factory=time.monotonic)
+
+
+class HangWatch:
+    """Finds hangs of the ranks of this machine.
+
+    Args:
+        limit: seconds that a rank may wait in a collective.
+        is_strict: whether the limit also holds for late ranks that are busy or wait for files. Otherwise these are
+            named in a notice, and the limit is 0.9 of the time-out of the process groups; for files, at most five
+            limits.
+        inquiries: asks the launchers of other machines.
+        num_local, world_size: number of ranks of this machine, and of the run.
+        notice: prints a message for the user.
+    """
+
+    def __init__(
+        self,
+        *,
+        limit: float,
+        is_strict: bool,
+        inquiries: Inquiries,
+        num_local: int,
+        world_size: int,
+        notice: Callable[[object], None],
+    ) -> None:
+        self._limit = limit
+        self._is_strict = is_strict
+        self._inquiries = inquiries
+        self._num_local, self._world_size = num_local, world_size
+        self._notice = notice
+        self._pause = min(1.0, limit / 8)
+        self._next_poll = 0.0
+        self._next_diagnosis = 0.0
+        self._sample: _Sample | None = None
+        self._noticed: set[tuple[object, ...]] = set()
+        self._progress: dict[int, _Progress] = {}
+        self._has_stood_still = False
+
+    def poll(self, ranks: Sequence[WatchedRank]) -> Hang | None:
+        """Return a hang that ends the run, if there is one. Reads some bytes per rank and second until ranks wait."""
+        if self._inquiries.is_asked():
+            self._inquiries.answer(self._read(ranks)[0])
+        now = time.monotonic()
+        if now < self._next_poll:
+            return None
+        self._next_poll = now + self._pause
+        glances = {rank.rank: found for rank in ranks if (found := glance(rank.files.calls.calls)) is not None}
+        longest = self._longest_wait(glances, now)
+        limit = self._effective_limit(ranks, glances) if longest >= min(1.0, self._limit / 2) else self._limit
+        if longest < limit / 2:
+            self._sample = None
+            return None
+        if self._sample is None:
+            self._sample = self._take_sample(ranks)
+        if longest < limit or now < self._next_diagnosis:
+            return None
+        self._next_diagnosis = now + limit / 4
+        return self._diagnose(ranks, limit, longest)
+
+    def _longest_wait(self, glances: Mapping[int, Glance], now: float) -> float:
+        """Return the longest wait in a collective or, if no rank is in one, the shortest time without a new one."""
+        for number, found in glances.items():
+            progress = self._progress.setdefault(number, _Progress())
+            if progress.count != found.count:
+                self._progress[number] = _Progress(found.count, now)
+        waiting = max((found.waiting for found in glances.values()), default=0.0)
+        has_begun = [number for number, found in glances.items() if found.count]
+        if waiting or not has_begun:
+            return waiting
+        return min(now - self._progress[number].since for number in has_begun)
+
+    def _effective_limit(self, ranks: Sequence[WatchedRank], glances: Mapping[int, Glance]) -> float:
+        """Return the limit for the rank that waits the longest. Groups have different time-outs."""
+        longest = max(ranks, key=lambda rank: glances[rank.rank].waiting if rank.rank in glances else 0.0)
+        timeout = _timeout(read_calls(longest.rank, longest.files.calls))
+        return min(self._limit, _TIMEOUT_SHARE * timeout) if timeout else self._limit
+
+    def _diagnose(self, ranks: Sequence[WatchedRank], limit: float, longest: float) -> Hang | None:
+        own, stacks = self._read(ranks)
+        answers = self._inquiries.ask(own)
+        if answers is None:
+            return None
+        others, silent = answers
+        known = {rank.rank: rank for rank in (*own, *others, *self._unreachable(silent))}
+        diagnosis = diagnose(known.values(), limit=limit)
+        if diagnosis is None:
+            self._note_standstill(own, limit, longest)
+            return None
+        ends_after = _busy_limit(known[rank] for rank in diagnosis.waiting.ranks)
+        if not diagnosis.is_busy:
+            ends_after = min(ends_after, _READING_LIMITS * limit) if diagnosis.reads else 0.0
+        if not self._is_strict and diagnosis.waiting.seconds < ends_after:
+            key = (diagnosis.ranks, diagnosis.waiting.group, diagnosis.waiting.number)
+            if key not in self._noticed:
+                self._noticed.add(key)
+                self._notice(describe_busy(diagnosis, known, ends_after))
+            self._sample = self._take_sample(ranks)
+            self._next_diagnosis = time.monotonic() + limit / 2  # measures the processor time for that long
+            return None
+        return Hang(problem=describe(diagnosis, known), diagnosis=diagnosis, ranks=known, stacks=stacks)
+
+    def _note_standstill(self, own: Sequence[RankCalls], limit: float, longest: float) -> None:
+        if longest >= _STANDSTILL_LIMITS * limit and not self._has_stood_still:
+            self._has_stood_still = True
+            self._notice(describe_standstill(own, longest))
+
+    def _unreachable(self, silent: Sequence[int]) -> list[RankCalls]:
+        return [
+            RankCalls(rank=rank, state="unreachable", detail=f"machine {machine}")
+            for machine in silent
+            for rank in range(machine * self._num_local, min((machine + 1) * self._num_local, self._world_size))
+        ]
+
+    def _read(self, ranks: Sequence[WatchedRank]) -> tuple[list[RankCalls], dict[int, Sequence[Frame]]]:
+        """Return what is known of the ranks of this machine, and their stacks."""
+        before = self._sample
+        if before is None:
+            before = self._take_sample(ranks)
+            time.sleep(_SAMPLE_SECONDS)
+        after = self._take_sample(ranks)
+        seconds = max(after.time - before.time, 1e-3)
+        calls = {rank.rank: read_calls(rank.rank, rank.files.calls) for rank in ranks}
+        moved = _moved(before, after)
+        on_accelerator = {number for number, found in calls.items() if found.on_accelerator}
+        for _ in range(_MORE_STACKS):
+            if on_accelerator <= moved:
+                break
+            moved |= _moved(before, self._take_sample(ranks))
+        found = []
+        for rank in ranks:
+            state, detail = _state(rank)
+            stack = after.stacks[rank.rank]
+            counts = read_counts(rank.files.steps)
+            place = find_place(stack, counts)
+            old, new = before.use.get(rank.pid, Use()), after.use.get(rank.pid, Use())
+            works = old.runs and new.runs
+            if rank.rank in on_accelerator:
+                works = new.faults - old.faults >= _FAULTS * seconds
+            used, of_children = (
+                max(0.0, getattr(new, name) - getattr(old, name)) / seconds if state == "running" else None
+                for name in ("seconds", "seconds_of_children")
+            )
+            found.append(
+                replace(
+                    calls[rank.rank],
+                    state=state,
+                    detail=detail,
+                    place=str(place or ""),
+                    call=place.call if place is not None else "",
+                    cpu=used,
+                    cpu_of_children=of_children,
+                    moved=rank.rank in moved or works,
+                    reads=old.in_file_system or new.in_file_system or waits_for_data(stack),
+                    steps=counts.steps if counts is not None else None,
+                    forwards=counts.forwards if counts is not None else None,
+                )
+            )
+        return found, dict(after.stacks)
+
+    def _take_sample(self, ranks: Sequence[WatchedRank]) -> _Sample:
+        now, use = time.monotonic(), processor_use([rank.pid for rank in ranks])  # before the ranks handle a signal
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.request_stacks()
+        time.sleep(_STACK_SECONDS)
+        return _Sample(now, use, {rank.rank: tuple(read_stack(rank.files.stacks)) for rank in ranks})
+
+
+def _moved(before: _Sample, after: _Sample) -> set[int]:
+    """Return the ranks whose Python stacks differ."""
+    return {rank for rank, stack in after.stacks.items() if stack and stack != before.stacks.get(rank, stack)}
+
+
+def _timeout(rank: RankCalls) -> float:
+    """Return the time-out of the group in which a rank waits, or else of its newest collective; 0 if it is unknown."""
+    group = rank.wait.group if rank.wait is not None else rank.last_group
+    return rank.groups[group].timeout if group in rank.groups else 0.0
+
+
+def _busy_limit(waiting: Iterable[RankCalls]) -> float:
+    timeouts = [timeout for rank in waiting if (timeout := _timeout(rank))]
+    return _BUSY_TIMEOUT_SHARE * min(timeouts) if timeouts else float("inf")
+
+
+def _state(rank: WatchedRank) -> tuple[str, str]:
+    code = rank.poll()
+    if rank.files.ended.exists():
+        return "ended", ""
+    if code is not None:
+        return "exited", f"exit code {code}"
+    return ("halted", "") if is_halted(rank.pid) else ("running", "")
+
+
+def hang_limit(given: str | None) -> tuple[float, bool]:
+    """Return the limit in seconds (0: off), and whether it was set by the flag or the environment.
+
+    Raises:
+        ValueError: the value is not a number of at least 0. Its text is the name of the flag or the variable.
+    """
+    text = given if given is not None else os.environ.get(LIMIT_VARIABLE, "").strip()
+    if not text:
+        return DEFAULT_LIMIT, False
+    name = "--hang_timeout" if given is not None else LIMIT_VARIABLE
+    try:
+        limit = float(text)
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}; expected seconds, or 0 to switch the diagnosis of hangs off.") from None
+    if not 0 <= limit < float("inf"):
+        raise ValueError(f"{name} is {text!r}; expected seconds, or 0 to switch the diagnosis of hangs off.")
+    return limit, True

@@ -1,0 +1,248 @@
+"""Where a rank was: the call that it was in, from the frames of its Python stack.
+
+A rank records the stack of its main thread in a file when native code crashes, and when the launcher asks for it with a
+signal. ``faulthandler`` does both, also while the main thread waits in a collective, and costs nothing until then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import io
+import linecache
+import os
+import re
+import signal
+import site
+import sysconfig
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from hf_fsdp_plugin.hangs.step_count import Counts
+from hf_fsdp_plugin.text import format_names, plural
+
+STACK_SIGNAL: Final = getattr(signal, "SIGRTMAX", 0) - 3 if hasattr(signal, "SIGRTMAX") else None
+"""The signal with which the launcher asks a rank for its stack: a real-time signal, which libraries do not use."""
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+).*\(most recent call first\):")
+_FRAME = re.compile(r'  File "(.*)", line (\d+|\?+) in (.*)')
+_FORWARD: Final = ("module.py", "call_impl")
+"""File of torch's modules, and the end of the name of the function that calls a module."""
+_CALLS: Final = {
+    "save_checkpoint": "saving a checkpoint",
+    "evaluation_loop": "evaluate",
+    "report_run": "the report",
+    "_at_exit": "the report at the end of the script",
+    "__next__": "the data loader",
+    **{
+        name: name
+        for name in (
+            *("save_state", "load_state", "save_model", "get_state_dict", "save_pretrained", "push_to_hub"),
+            *("clip_grad_norm_", "clip_grad_norm", "evaluate", "predict", "generate", "prepare", "end_training"),
+            *("backward", "wait_for_everyone", "init_process_group", "destroy_process_group"),
+            *("barrier", "all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce", "gather"),
+            *("all_gather_object", "broadcast_object_list", "gather_object"),
+        )
+    },
+}
+"""Functions of libraries that users know -> their name in messages. Outer calls are named, not those that they make."""
+
+
+_DATA_LOADER: Final = os.path.join("torch", "utils", "data", "dataloader.py")
+_READING_FILES: Final = tuple(f"{os.sep}{name}" for name in ("socket.py", "ssl.py", "shutil.py", "filelock/_api.py"))
+"""Ends of the paths of libraries that wait for the network or a file system in calls of other names."""
+_READS: Final = re.compile(
+    r"(?<![a-z])(open|read|write|load|save|listdir|scandir|stat|exists|is_file|glob|fsync|download|upload)\w*\("
+)
+"""Calls of functions that read or write files."""
+_NUM_LAST_FRAMES = 2
+_RECORDING = os.path.join("integrations", "call_hooks.py")
+"""The file whose functions are called around each collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One frame of a stack."""
+
+    file: str
+    line: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank was.
+
+    Attributes:
+        call: the outermost known call; empty if it was in none.
+        frame: the frame of the script that has made the call; ``None`` outside of the script.
+        counts: optimizer steps and forwards until then; ``None`` if they were not counted.
+        collective: the collective of torch in which it waited; empty if it was in none.
+    """
+
+    call: str
+    frame: Frame | None
+    counts: Counts | None = None
+    collective: str = ""
+
+    def __str__(self) -> str:
+        parts = [f"in {self.call}"] if self.call else []
+        if self.collective not in ("", self.call):
+            parts.append(f"({self.collective})" if self.call else f"in {self.collective}")
+        if self.frame is not None:
+            code = linecache.getline(self.frame.file, self.frame.line).strip()
+            parts.append(f"at {relative(self.frame.file)}:{self.frame.line}" + (f" `{code}`" if code else ""))
+        if self.counts is not None:
+            parts.append(f"after {plural(self.counts.steps, 'optimizer step')}")
+            if self.counts.forwards:
+                parts.append(f"({plural(self.counts.forwards, 'forward')})")
+        return " ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class RanksAt:
+    """Ranks that were at the same place.
+
+    Attributes:
+        state: what had happened to them before, such as ``had ended the script``; may be empty.
+        place: the text of their :class:`Place`; empty if it is unknown.
+    """
+
+    ranks: tuple[int, ...]
+    state: str
+    place: str
+
+    def __str__(self) -> str:
+        is_one = len(self.ranks) == 1
+        was = f"{'was' if is_one else 'were'} {self.place}" if self.place else ""
+        ranks = f"rank {self.ranks[0]}" if is_one else f"ranks {format_names(self.ranks, 16)}"
+        return f"{ranks} {' and '.join(part for part in (self.state, was) if part)}"
+
+
+def merged(groups: Iterable[RanksAt]) -> list[RanksAt]:
+    """Return one group for each state and place."""
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for group in groups:
+        ranks.setdefault((group.state, group.place), []).extend(group.ranks)
+    return [RanksAt(tuple(sorted(numbers)), *where) for where, numbers in ranks.items()]
+
+
+def record_stacks(path: Path) -> None:
+    """Record the stacks of this process in ``path``: at a crash in native code, and for each ``STACK_SIGNAL``."""
+    # The file stays open, because faulthandler keeps only its descriptor.
+    with contextlib.suppress(ValueError, OSError, io.UnsupportedOperation, RuntimeError):
+        descriptor = os.open(path.with_suffix(".part"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND, 0o600)
+        os.write(descriptor, f"main 0x{threading.main_thread().ident or 0:x}\n".encode())
+        faulthandler.enable(descriptor, all_threads=True)
+        if STACK_SIGNAL is not None:
+            faulthandler.register(STACK_SIGNAL, descriptor, all_threads=True)
+        # The name appears when the handler is installed: before, the signal would end the process.
+        os.replace(path.with_suffix(".part"), path)
+
+
+def read_stack(path: Path) -> list[Frame]:
+    """Return the last recorded stack of the main thread, outermost frame first; empty if there is none."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    main = int(lines[0].partition(" ")[2] or "0", 16) if lines and lines[0].startswith("main 0x") else 0
+    stack: list[Frame] = []
+    is_main = False
+    for line in lines:
+        if (thread := _THREAD.match(line)) is not None:
+            is_main = int(thread[1], 16) == main
+            if is_main:
+                stack = []
+        elif is_main and (frame := _FRAME.match(line)) is not None:
+            stack.append(Frame(frame[1], int(frame[2]) if frame[2].isdigit() else 0, frame[3]))
+    return stack[::-1]
+
+
+def find_place(stack: Sequence[Frame], counts: Counts | None = None) -> Place | None:
+    """Return the place that a stack, outermost frame first, shows; ``None`` for an empty stack."""
+    # A collective of objects calls those of tensors: the outer one is named.
+    collective = next((frame.name for frame in stack if _is_collective(frame)), "")
+    own: Frame | None = None
+    for frame in stack:
+        if not is_library(frame.file):
+            own = frame
+        elif (call := _call_of(frame)) is not None:
+            return Place(call, own, counts, collective)
+    return Place("", own, counts, collective) if own is not None else None
+
+
+def waits_for_data(stack: Sequence[Frame]) -> bool:
+    """Return whether a stack, outermost frame first, ends in a call of the file system or network, or in a data loader.
+
+    The code of the innermost frame shows the call, which is one of C and has no frame of its own.
+    """
+    if any(frame.file.endswith(_DATA_LOADER) for frame in stack):
+        return True
+    if not stack or _is_collective(stack[-1]):
+        return False
+    code = linecache.getline(stack[-1].file, stack[-1].line)
+    return stack[-1].file.endswith(_READING_FILES) or _READS.search(code) is not None
+
+
+def _is_collective(frame: Frame) -> bool:
+    return frame.file.endswith(os.path.join("distributed", "distributed_c10d.py"))
+
+
+def is_library(file: str) -> bool:
+    """Return whether a source file belongs to this package, to Python or to an installed package."""
+    return file.startswith("<") or file.startswith(_library_roots())
+
+
+@functools.cache
+def _library_roots() -> tuple[str, ...]:
+    roots = [_PACKAGE, sysconfig.get_paths()["stdlib"], *site.getsitepackages(), site.getusersitepackages()]
+    return tuple(root + os.sep for root in roots)
+
+
+def _call_of(frame: Frame) -> str | None:
+    folder, file = os.path.split(frame.file)
+    if file == _FORWARD[0] and frame.name.endswith(_FORWARD[1]) and folder.endswith(os.path.join("nn", "modules")):
+        return "forward"
+    if frame.name == "step" and folder.endswith("optim"):
+        return "optimizer.step"
+    return _CALLS.get(frame.name)
+
+
+def relative(path: str) -> str:
+    """Return a path relative to the working directory if it is in it."""
+    shorter = os.path.relpath(path)
+    return path if shorter.startswith("..") else shorter
+
+
+def _described(frame: Frame) -> dict[str, Any]:
+    code = linecache.getline(frame.file, frame.line).strip()
+    return {"file": frame.file, "line": frame.line, "name": frame.name, "code": code, "library": is_library(frame.file)}
+
+
+def format_stack(stack: Sequence[Frame]) -> list[str]:
+    """Format a stack, outermost frame first: the frames of user code and the last frames."""
+    return format_frames([_described(frame) for frame in stack])
+
+
+def format_frames(frames: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Format the frames of user code and the last frames. Earlier library frames are only counted."""
+    lines: list[str] = []
+    num_skipped = 0
+    frames = [frame for frame in frames if not frame["file"].endswith(_RECORDING)]
+    for position, frame in enumerate(frames):
+        if frame["library"] and position < len(frames) - _NUM_LAST_FRAMES:
+            num_skipped += 1
+            continue
+        if num_skipped:
+            lines.append(f"  … {plural(num_skipped, 'frame')} in libraries (--debug shows them)")
+            num_skipped = 0
+        lines.append(f"  {relative(frame['file'])}:{frame['line']}, in {frame['name']}")
+        if frame["code"]:
+            lines.append(f"    {frame['code']}")
+    return lines

@@ -1,0 +1,221 @@
+"""Records the collectives of this process in memory that its launcher reads, also while the process is stopped or dead.
+
+:mod:`calls` describes the files. A record takes about a microsecond. Nothing is recorded before ``open``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import mmap
+import threading
+from collections.abc import Sequence
+from threading import get_ident
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
+
+from hf_fsdp_plugin.hangs.call_files import (
+    CALL_WORDS,
+    COUNT_AT,
+    FORMAT,
+    HEADER_WORDS,
+    NUM_SLOTS,
+    SINCE_AT,
+    SLOTS_AT,
+    WAITING_AT,
+    WORD,
+    CallFiles,
+)
+from hf_fsdp_plugin.hangs.calls import ARRIVALS, pack_ranks
+
+if TYPE_CHECKING:  # torch is imported with the first process group
+    import torch
+    import torch.distributed as dist
+
+_MAX_LINES: Final = 0xFFFF
+_MAX_PENDING: Final = 4096
+
+
+class _GroupCount:
+    """The number of collectives of one process group, and its line in the table of names, shifted."""
+
+    __slots__ = ("line", "number")
+
+    def __init__(self, line: int) -> None:
+        self.line = line << 48
+        self.number = 0
+
+
+class CallRecord:
+    """The record of this process.
+
+    Attributes:
+        is_open: whether collectives are recorded.
+        unit: name of the FSDP unit whose collectives are being called; empty for none.
+    """
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self.is_open = False
+        self.unit = ""
+        self._words: Any = [0] * HEADER_WORDS
+        self._memory: mmap.mmap | None = None
+        self._names: BinaryIO | None = None
+        self._lines: dict[str, int] = {}
+        self._num_lines = 0
+        self._dtypes: dict[Any, int] = {}
+        self._groups: dict[str, _GroupCount] = {}
+        self._pending: dict[int, int] = {}
+        self._positions = itertools.count()
+        self._last = 0
+        self._main = threading.main_thread().ident
+
+    def open(self, files: CallFiles) -> None:
+        """Record from now on. The files survive a crash of the process. Raises ``OSError``."""
+        self.close()
+        self._names = files.names.open("wb", buffering=0)
+        self._line("")
+        size = (HEADER_WORDS + NUM_SLOTS * CALL_WORDS) * WORD
+        with files.calls.open("w+b") as file:
+            file.truncate(size)
+            self._memory = mmap.mmap(file.fileno(), size)
+        self._words = memoryview(self._memory).cast("Q")
+        self._words[SLOTS_AT] = NUM_SLOTS
+        self._words[0] = FORMAT
+        self.is_open = True
+
+    def close(self) -> None:
+        """Stop recording, and forget what was recorded."""
+        if self._memory is not None:
+            self._words.release()
+            self._memory.close()
+        if self._names is not None:
+            self._names.close()
+        self._reset()
+
+    def _line(self, name: str) -> int:
+        """Return the line of a name in the table, which is appended if it is new; 0 if the table is full."""
+        line = self._lines.get(name)
+        if line is None:
+            line = self._lines[name] = self._append(name)
+        return line
+
+    def _append(self, content: Any) -> int:
+        if self._num_lines >= _MAX_LINES or self._names is None:
+            return 0
+        self._names.write(f"{json.dumps(content)}\n".encode())  # before a call refers to it
+        self._num_lines += 1
+        return self._num_lines - 1
+
+    def begin(self, group: dist.ProcessGroup, operation: str, tensors: Any) -> int:
+        """Record a collective before it is called, and return its position in the record.
+
+        Args:
+            operation: its name in messages.
+            tensors: the tensor that this rank passes, a list of tensors, or a list of such lists; ``None`` without one.
+        """
+        try:
+            count = self._groups.get(group.group_name) or self._add_group(group)
+            while isinstance(tensors, (list, tuple)):
+                tensors = tensors[0] if tensors else None
+            lines = self._lines
+            packed = (lines.get(operation) or self._line(operation)) << 32
+            if self.unit:
+                packed |= lines.get(self.unit) or self._line(self.unit)
+            if tensors is None:
+                return self._write(count, 0, packed)
+            dtype = self._dtypes.get(tensors.dtype) or self._dtype(tensors.dtype)
+            return self._write(count, tensors.numel(), packed | dtype << 16)
+        except Exception:  # a full disk, or tensors of an unknown kind: the collective itself must not fail
+            return self._last
+
+    def begin_named(self, group: str, operation: str) -> int:
+        """Record a call of all ranks that is no collective of torch. See :meth:`begin`."""
+        count = self._groups.get(group)
+        if count is None:
+            count = self._groups[group] = _GroupCount(self._append({"group": group, "ranks": "", "timeout": 0}))
+        return self._write(count, 0, self._line(operation) << 32)
+
+    def _write(self, count: _GroupCount, num_elements: int, packed: int) -> int:
+        position = next(self._positions)  # atomic: other threads have collectives too
+        words = self._words
+        count.number = number = count.number + 1
+        start = HEADER_WORDS + position % NUM_SLOTS * CALL_WORDS
+        words[start] = number
+        words[start + 1] = num_elements
+        words[start + 2] = count.line | packed
+        words[start + 3] = monotonic_ns()
+        words[COUNT_AT] = position + 1
+        self._last = position
+        return position
+
+    def started(self, work: Any, position: int) -> None:
+        """Remember which collective a ``Work`` belongs to, until it is waited for."""
+        if len(self._pending) >= _MAX_PENDING:  # works for which nobody waits
+            self._pending.clear()
+        self._pending[id(work)] = position
+
+    def position_of(self, work: Any) -> int:
+        """Return the position of the collective of a ``Work``; that of the newest one if it is unknown."""
+        return self._pending.pop(id(work), self._last)
+
+    @property
+    def last(self) -> int:
+        """Position of the newest collective."""
+        return self._last
+
+    def waits(self, position: int) -> None:
+        """Record that this thread begins to wait for a collective.
+
+        Other threads than the main thread are ignored: they may wait for long in the background, as in a save.
+        """
+        if get_ident() == self._main:
+            words = self._words
+            words[SINCE_AT] = monotonic_ns()
+            words[WAITING_AT] = position + 1
+
+    def waited(self) -> None:
+        """Record that the wait is over."""
+        if get_ident() == self._main:
+            self._words[WAITING_AT] = 0
+
+    def on_arrival(self, call: str | None) -> None:
+        """Record the plugin's own waits for all ranks: a call at its begin, ``None`` at its end."""
+        if not self.is_open:
+            return
+        if call is None:
+            self.waited()
+        else:
+            self.waits(self.begin_named(ARRIVALS, call))
+
+    def _dtype(self, dtype: torch.dtype) -> int:
+        line = self._dtypes[dtype] = self._line(str(dtype).removeprefix("torch."))
+        return line
+
+    def _add_group(self, group: dist.ProcessGroup) -> _GroupCount:
+        import torch.distributed as dist
+
+        from hf_fsdp_plugin.torch_private.process_groups import timeout_of
+
+        try:
+            ranks: Sequence[int] = dist.get_process_group_ranks(group)
+        except (KeyError, ValueError, RuntimeError):  # a group that torch does not know, such as a test's
+            ranks = ()
+        timeout = timeout_of(group)
+        seconds = timeout.total_seconds() if timeout is not None else 0
+        line = self._append(
+            {
+                "group": group.group_name,
+                "ranks": pack_ranks(ranks),
+                "timeout": seconds,
+                "enqueues": dist.get_backend(group) not in ("gloo", "mpi"),
+            }
+        )
+        count = self._groups[group.group_name] = _GroupCount(line)
+        return count
+
+
+record = CallRecord()
+"""The record of this process."""

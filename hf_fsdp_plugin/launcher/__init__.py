@@ -1,0 +1,1 @@
+"""The processes of ``hf-fsdp launch``: flags, world, environment, ranks."""

@@ -1,0 +1,152 @@
+"""Determines the number of ranks of a run and their device, from the config and the machine."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, replace
+
+from hf_fsdp_plugin.devices import get_device
+from hf_fsdp_plugin.launcher.accelerators import Accelerators
+from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.spec.rules import check_mesh_size
+from hf_fsdp_plugin.text import plural
+
+NUM_CPU_RANKS = 2
+"""Default number of ranks without an accelerator: the smallest number for which FSDP shards."""
+
+MIN_CPU_LIMIT = 64
+CPU_RANKS_PER_CORE = 8
+"""Maximum number of CPU ranks. A larger number is most likely a typing error, and would exhaust the memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """The ranks of a run.
+
+    Attributes:
+        device: a key of ``devices.DEVICES``.
+        num_local: ranks on each machine.
+        gpu_ids: value for ``CUDA_VISIBLE_DEVICES`` or its equivalent; empty leaves the variable unchanged.
+        problems: warnings.
+    """
+
+    device: str
+    num_machines: int
+    machine_rank: int
+    num_local: int
+    gpu_ids: str = ""
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return self.num_machines * self.num_local
+
+    @property
+    def backend(self) -> str:
+        """Name of the library for collectives, for display."""
+        return get_device(self.device).collectives
+
+
+def resolve_world(spec: FsdpSpec, found: Accelerators) -> World:
+    """Decide the number of ranks and their device.
+
+    Raises:
+        SpecError: there are more ranks than accelerators, the mesh does not fit, or rendezvous settings are invalid.
+    """
+    launch = spec.launch
+    use_cpu = launch.use_cpu or found.count == 0
+    device = get_device("cpu" if use_cpu else found.kind)
+    ids = [] if use_cpu else _gpu_ids(spec, found)
+    num_devices = len(ids) or found.count
+    if launch.num_processes == "auto":
+        num_local = _num_cpu_ranks(spec) if use_cpu else num_devices
+    else:
+        num_local, rest = divmod(launch.num_processes, launch.num_machines)
+        assert not rest, "a rule of the spec checks that num_processes is divisible by num_machines"
+    if use_cpu:
+        _check_cores(spec, num_local)
+    else:
+        _check_devices(spec, num_local, num_devices, ids)
+    _check_machines(spec)
+    _check_mesh(spec, num_local * launch.num_machines)
+    problems = []
+    if use_cpu and not launch.use_cpu:
+        message = f"torch finds no accelerator on this machine. The run uses {plural(num_local, 'CPU rank')} with gloo."
+        problems.append(Problem(code="FSDP-W712", message=message, fix="Pass --cpu if this is intended."))
+    return World(
+        device=device.type,
+        num_machines=launch.num_machines,
+        machine_rank=launch.machine_rank,
+        num_local=num_local,
+        gpu_ids=",".join(ids),
+        problems=tuple(problems),
+    )
+
+
+def num_threads(num_local: int) -> int:
+    """Return the number of threads of a CPU rank: its share of the cores."""
+    return max(1, num_cores() // num_local)
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _gpu_ids(spec: FsdpSpec, found: Accelerators) -> list[str]:
+    """Return the devices in ``launch.gpu_ids``; an empty list means all devices."""
+    ids = [word for word in spec.launch.gpu_ids.replace(" ", "").split(",") if word]
+    if [word.lower() for word in ids] == ["all"]:
+        return []
+    if len(ids) > found.count:
+        message = f"{','.join(ids)} lists {plural(len(ids), 'device')}, but this machine has {found.count}."
+        raise _error(spec, "FSDP-E703", "launch.gpu_ids", message, "List only devices that exist.")
+    return ids
+
+
+def _check_devices(spec: FsdpSpec, num_local: int, num_devices: int, ids: list[str]) -> None:
+    if num_local > num_devices:
+        usable = plural(num_devices, "GPU") + (f" ({','.join(ids)} in gpu_ids)" if ids else "")
+        message = f"{num_local} ranks were requested on this machine, which has {usable}."
+        fix = f"Pass --num_processes {num_devices * spec.launch.num_machines}, or --cpu for CPU ranks."
+        raise _error(spec, "FSDP-E701", "launch.num_processes", message, fix)
+
+
+def _check_cores(spec: FsdpSpec, num_local: int) -> None:
+    num_machines, limit = spec.launch.num_machines, max(MIN_CPU_LIMIT, CPU_RANKS_PER_CORE * num_cores())
+    if num_local > limit:
+        message = f"{num_local} CPU ranks were requested on this machine, which has {plural(num_cores(), 'core')}."
+        fix = f"Pass --num_processes {num_cores() * num_machines}, or at most {limit * num_machines}."
+        raise _error(spec, "FSDP-E702", "launch.num_processes", message, fix)
+
+
+def _num_cpu_ranks(spec: FsdpSpec) -> int:
+    """Return the number of ranks of the mesh on one machine, or ``NUM_CPU_RANKS`` if the config sets no mesh."""
+    sizes = [size for size in (spec.mesh.shard, spec.mesh.replicate) if size != "auto"]
+    return max(NUM_CPU_RANKS, math.prod(sizes) // spec.launch.num_machines)
+
+
+def _check_mesh(spec: FsdpSpec, size: int) -> None:
+    """Check that the mesh has `size` ranks, before a rank starts."""
+    if problems := list(check_mesh_size(replace(spec, launch=replace(spec.launch, num_processes=size)))):
+        raise SpecError(problems)
+
+
+def _check_machines(spec: FsdpSpec) -> None:
+    launch = spec.launch
+    if launch.num_machines == 1:
+        return
+    if not launch.main_process_ip:
+        message = f"num_machines is {launch.num_machines}, but main_process_ip is not set."
+        fix = "Pass --main_process_ip with the address of machine 0, on every machine."
+        raise _error(spec, "FSDP-E704", "launch.main_process_ip", message, fix)
+    if spec.asked("launch.main_process_port") and launch.main_process_port == 0:
+        message = "port 0 selects a free port on machine 0, which the other machines cannot know."
+        fix = "Set a port that is free on machine 0, such as 29500."
+        raise _error(spec, "FSDP-E705", "launch.main_process_port", message, fix)
+
+
+def _error(spec: FsdpSpec, code: str, setting: str, message: str, fix: str) -> SpecError:
+    return SpecError([Problem(code=code, message=message, fix=fix, setting=setting, origin=spec.origin(setting))])

@@ -1,1 +1,0 @@
-"""Hang diagnosis: each rank records its collectives for its launcher; a pure function compares them."""

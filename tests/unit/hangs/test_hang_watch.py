@@ -1,0 +1,376 @@
+"""The launcher's watch over records of made-up ranks, its questions to other machines, its messages and its dump."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from hf_fsdp_plugin.cli.exit_codes import HANG
+from hf_fsdp_plugin.hangs import hang_report, hang_watch, inquiries, processes
+from hf_fsdp_plugin.hangs.call_files import read_calls
+from hf_fsdp_plugin.hangs.calls import RankCalls
+from hf_fsdp_plugin.hangs.hang_report import format_hang, write_hang
+from hf_fsdp_plugin.hangs.hang_watch import DEFAULT_LIMIT, LIMIT_VARIABLE, Hang, HangWatch, hang_limit
+from hf_fsdp_plugin.hangs.inquiries import Inquiries, StoreInquiries
+from hf_fsdp_plugin.hangs.processes import Use, is_halted, processor_use
+from hf_fsdp_plugin.hangs.rank_files import RankFiles
+from hf_fsdp_plugin.hangs.record import CallRecord
+from hf_fsdp_plugin.launcher.launcher_store import LauncherStore
+from hf_fsdp_plugin.runs.exits import RunResult
+from hf_fsdp_plugin.runs.failure_summary import exit_code, format_failures, summarize_hang
+
+LIMIT = 0.4
+SLEEPS = "import time; time.sleep(60)"
+WORKS = "while True: pass"
+SPINS = "sum(iter(int, 1))"  # as a thread that waits for a device: it uses a core, and no new memory
+ALLOCATES = "while True: bytearray(64 << 20)"
+STARTS_WORKER = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
+ENDS = "pass"
+
+
+class Group:
+    """A process group of two ranks, whose time-out is known."""
+
+    group_name = "0"
+
+
+@dataclass
+class Rank:
+    """A process that records nothing, and the record that stands for it."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    files: RankFiles
+    record: CallRecord
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def poll(self) -> int | None:
+        return self.process.poll()
+
+    def request_stacks(self) -> None:
+        pass
+
+
+Make = Callable[..., list[Rank]]
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr("torch.distributed.get_backend", lambda group: "gloo")
+    monkeypatch.setattr("hf_fsdp_plugin.torch_private.process_groups.timeout_of", lambda group: None)
+    made: list[Rank] = []
+
+    def make(late: str = SLEEPS) -> list[Rank]:
+        for number, program in enumerate((SLEEPS, late)):
+            process = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
+            made.append(Rank(number, process, RankFiles(tmp_path / f"rank_{number}"), CallRecord()))
+        deadline = time.monotonic() + 20
+        while late == WORKS and not processor_use([process.pid])[process.pid].seconds and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for rank in made:
+            rank.record.open(rank.files.calls)
+            rank.record.begin(Group(), "barrier", None)  # type: ignore[arg-type]
+        made[0].record.waits(made[0].record.begin(Group(), "all-reduce", None))  # type: ignore[arg-type]
+        return made
+
+    yield make
+    for rank in made:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.pid, signal.SIGKILL)  # with the processes that it has started
+        rank.process.wait()
+        rank.record.close()
+
+
+def watch_for(ranks: list[Rank], seconds: float, **options: object) -> tuple[Hang | None, list[str]]:
+    notices: list[str] = []
+    watch = HangWatch(
+        **{  # type: ignore[arg-type]
+            "limit": LIMIT,
+            "is_strict": True,
+            "inquiries": Inquiries(),
+            "num_local": 2,
+            "world_size": 2,
+            "notice": lambda notice: notices.append(str(notice)),
+            **options,
+        }
+    )
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if (hang := watch.poll(ranks)) is not None:
+            return hang, notices
+        time.sleep(0.02)
+    return None, notices
+
+
+def test_late_rank_is_reported_after_the_limit(ranks: Make, tmp_path: Path) -> None:
+    both = ranks()
+    assert watch_for(both, LIMIT / 2)[0] is None
+    hang, _ = watch_for(both, 20.0)
+    assert hang is not None and hang.problem.code == "FSDP-E728" and hang.diagnosis.ranks == (1,)
+    path = write_hang(hang, tmp_path, limit=LIMIT)
+    assert path is not None and path.parent == tmp_path
+    dump = json.loads(path.read_text())
+    assert dump["ranks"] == [1] and dump["waiting"][0]["operation"] == "all-reduce" and dump["code"] == "FSDP-E728"
+    assert [rank["rank"] for rank in dump["calls_of_ranks"]] == [0, 1]
+    assert str(path) in format_hang(hang, path)
+    result = RunResult(exits=(), hang=hang)
+    assert exit_code(result) == HANG and format_failures(result) == ""
+    assert exit_code(RunResult(exits=(), remote_failure=f"machine 1: {summarize_hang(hang)}")) == HANG
+
+
+def test_wait_that_ends_is_not_reported(ranks: Make) -> None:
+    both = ranks()
+    timer = threading.Timer(LIMIT * 0.7, both[0].record._words.__setitem__, (3, 0))
+    timer.start()
+    hang, notices = watch_for(both, LIMIT * 3)
+    timer.join()
+    assert hang is None and notices == []
+
+
+def test_busy_rank_is_only_named_without_a_flag(ranks: Make) -> None:
+    hang, notices = watch_for(ranks(WORKS), 5.0, is_strict=False, limit=2.0)  # long enough on a busy machine
+    assert hang is None and len(notices) == 1 and "FSDP-W732" in notices[0] and "rank 1" in notices[0]
+
+
+@pytest.mark.parametrize(
+    ("late", "is_busy"), [(SPINS, False), (SLEEPS, False), (ALLOCATES, True), (STARTS_WORKER, True)]
+)
+def test_rank_on_accelerator_is_busy_if_it_makes_progress(
+    ranks: Make, monkeypatch: pytest.MonkeyPatch, late: str, is_busy: bool
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_backend", lambda group: "nccl")
+    both = ranks(late)
+    assert all(read_calls(rank.rank, rank.files.calls).on_accelerator for rank in both)
+    both[0].record.waited()
+    time.sleep(1.0)  # until the interpreter of the late rank has started
+    hang, notices = watch_for(both, 5.0 if is_busy else 30.0, is_strict=False, limit=2.0)
+    assert (hang is None) == is_busy
+    assert [notice for notice in notices if "FSDP-W732" in notice] == notices and len(notices) == is_busy
+
+
+def test_use_of_a_session_contains_its_children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Fields of ``/proc/PID/stat`` after the name, of two processes of session 7 and one of session 9."""
+    ticks = os.sysconf("SC_CLK_TCK")
+
+    def stat_of(state: str, session: int, faults: int, seconds: int, of_ended: int) -> list[str]:
+        times = [seconds * ticks, 0, of_ended * ticks, 0]
+        return [state, "1", str(session), str(session), "0", "0", "0", str(faults), "0", "2", "0", *map(str, times)]
+
+    known = {7: stat_of("S", 7, 10, 5, 1), 8: stat_of("D", 7, 20, 3, 0), 9: stat_of("R", 9, 0, 4, 0)}
+    monkeypatch.setattr(processes, "_stat", lambda folder: known.get(int(folder.name), []))
+    for pid in known:
+        (tmp_path / str(pid)).mkdir()
+    monkeypatch.setattr(processes, "Path", lambda path: tmp_path)
+    assert processor_use([7]) == {7: Use(9.0, False, 4.0, 34, True)}
+    assert processor_use([9]) == {9: Use(4.0, True, 0.0, 2, False)}
+
+
+def test_rank_that_reads_files_has_five_limits(ranks: Make, tmp_path: Path) -> None:
+    both = ranks()
+    both[1].files.stacks.write_text(
+        f'main 0x1\nThread 0x1 (most recent call first):\n  File "{tmp_path / "train.py"}", line 2 in <module>\n'
+    )
+    (tmp_path / "train.py").write_text("import json\nconfig = json.loads(file.read())\n")
+    hang, notices = watch_for(both, 30.0, is_strict=False)
+    assert hang is not None and hang.diagnosis.reads and not hang.diagnosis.is_busy
+    assert hang.diagnosis.waiting.seconds >= 5 * LIMIT
+    assert len(notices) == 1 and "FSDP-W732" in notices[0] and "waits for files or data" in notices[0]
+
+
+def test_busy_rank_is_a_hang_with_a_flag(ranks: Make) -> None:
+    hang, _ = watch_for(ranks(WORKS), 20.0)
+    assert hang is not None and hang.diagnosis.ranks == (1,) and hang.diagnosis.is_busy
+
+
+def test_sleeping_rank_is_a_hang_without_a_flag(ranks: Make) -> None:
+    hang, _ = watch_for(ranks(), 20.0, is_strict=False)
+    assert hang is not None and not hang.diagnosis.is_busy
+
+
+@pytest.mark.parametrize(("late", "number"), [(SLEEPS, signal.SIGSTOP), (ENDS, None)])
+def test_state_of_the_process_is_named(ranks: Make, late: str, number: int | None) -> None:
+    both = ranks(late)
+    if number is not None:
+        os.kill(both[1].pid, number)
+    hang, _ = watch_for(both, 20.0, is_strict=False)
+    assert hang is not None and hang.diagnosis.ranks == (1,)
+    assert ("SIGSTOP" if number is not None else "exit code 0") in hang.problem.message
+
+
+def test_time_out_of_the_group_shortens_the_limit(ranks: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter((timedelta(seconds=2), timedelta(seconds=2), timedelta(seconds=1)))
+    monkeypatch.setattr("hf_fsdp_plugin.torch_private.process_groups.timeout_of", lambda group: next(seconds))
+    both = ranks()
+    hang, _ = watch_for(both, 20.0, limit=1000.0)
+    assert hang is not None
+    assert 1.0 <= hang.diagnosis.waiting.seconds < 15
+    other = Group()
+    other.group_name = "1"
+    both[0].record.begin(other, "barrier", None)  # type: ignore[arg-type]
+    assert hang_watch._timeout(read_calls(0, both[0].files.calls)) == 2.0, "another group has a shorter time-out"
+
+
+@pytest.mark.slow
+def test_standstill_is_noticed_once(ranks: Make) -> None:
+    both = ranks()
+    both[0].record.waited()
+    hang, notices = watch_for(both, LIMIT * 14)
+    assert hang is None and len(notices) == 1 and "FSDP-W733" in notices[0]
+
+
+def inquiries_of(store: dist.Store, machine: int, num_machines: int) -> StoreInquiries:
+    shared = LauncherStore(store, machine)
+    return StoreInquiries(shared, num_machines, lambda: shared.count(shared.key(inquiries.ASKED)))
+
+
+def test_machines_answer_each_other_and_name_silent_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inquiries, "_LIMIT", 2.0)
+    store = dist.HashStore()
+    machines = [inquiries_of(store, machine, 3) for machine in range(3)]
+    found: list[tuple[list[RankCalls], list[int]]] = []
+    thread = threading.Thread(target=lambda: found.append(machines[0].ask([RankCalls(rank=0)])))
+    thread.start()
+    deadline = time.monotonic() + 5
+    while not machines[1].is_asked() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    machines[1].answer([RankCalls(rank=1, place="here")])
+    assert not machines[1].is_asked()
+    thread.join()
+    assert found == [([RankCalls(rank=1, place="here", idle=1e9)], [2])]
+
+
+def test_waiting_machines_ask_for_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All machines of a job ask at the same time when it hangs, and the store has one process."""
+    monkeypatch.setattr(inquiries, "_LIMIT", 1.0)
+    checks: list[str] = []
+    monkeypatch.setattr(LauncherStore, "has", lambda self, *keys: checks.append(keys[0]) is not None)
+    assert inquiries_of(dist.HashStore(), 0, 64).ask([RankCalls(rank=0)]) == ([], list(range(1, 64)))
+    assert len([key for key in checks if "hang/" in key]) <= 63, "the answers are looked for when their number changes"
+
+
+@pytest.mark.parametrize("data", [zlib.compress(bytes(inquiries._MAX_ANSWER + 1)), b"no zlib", zlib.compress(b"[1]")])
+def test_machine_with_an_invalid_answer_is_silent(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(inquiries, "_LIMIT", 0.3)
+    store = dist.HashStore()
+    other = LauncherStore(store, 1)
+    other.set(other.own("hang/1"), base64.b64encode(data).decode())
+    other.count(other.key("hang/1/answers"), 1)
+    assert inquiries_of(store, 0, 2).ask([RankCalls(rank=0)]) == ([], [1])
+
+
+def test_hang_dump_in_a_shared_folder_has_no_known_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(hang_report, "_content", lambda hang, limit: {})
+    paths = [write_hang(None, tmp_path / "missing", limit=LIMIT) for _ in range(2)]  # type: ignore[arg-type]
+    folders = {path.parent for path in paths if path is not None}
+    assert len(folders) == 2 and all(stat.S_IMODE(folder.stat().st_mode) == 0o700 for folder in folders)
+
+
+def test_machines_that_ask_at_once_answer_each_other() -> None:
+    store = dist.HashStore()
+    found: dict[int, tuple[list[RankCalls], list[int]] | None] = {}
+
+    def ask(machine: int) -> None:
+        own = [RankCalls(rank=machine)]
+        mine = inquiries_of(store, machine, 2)
+        found[machine] = mine.ask(own)
+        deadline = time.monotonic() + 10
+        while len(found) < 2 and time.monotonic() < deadline:  # the launcher polls: the other may have asked later
+            if mine.is_asked():
+                mine.answer(own)
+            time.sleep(0.01)
+
+    threads = [threading.Thread(target=ask, args=(machine,)) for machine in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {0: ([RankCalls(rank=1, idle=1e9)], []), 1: ([RankCalls(rank=0, idle=1e9)], [])}
+
+
+def test_machine_that_has_reported_is_not_silent(ranks: Make) -> None:
+    store = dist.HashStore()
+    LauncherStore(store, 1).announce("rank 3 hangs")
+    both = ranks()
+    both[1].record.begin(Group(), "all-reduce", None)  # type: ignore[arg-type]
+    hang, _ = watch_for(both, LIMIT * 3, inquiries=inquiries_of(store, 0, 2), world_size=4)
+    assert hang is None
+
+
+def test_silent_machine_is_late(ranks: Make) -> None:
+    class Silent(Inquiries):
+        def ask(self, ranks: object) -> tuple[list[RankCalls], list[int]]:
+            return [], [1]
+
+    both = ranks()
+    both[1].record.begin(Group(), "all-reduce", None)  # type: ignore[arg-type]
+    for rank in both:
+        rank.files.calls.names.write_text(rank.files.calls.names.read_text().replace("0,1", "0-3"))
+    hang, _ = watch_for(both, 20.0, inquiries=Silent(), world_size=4)
+    assert hang is not None and hang.diagnosis.ranks == (2, 3)
+    assert "machine 1, whose launcher does not answer" in hang.problem.message
+
+
+@pytest.mark.parametrize(
+    ("flag", "variable", "expected"),
+    [
+        (None, "", (DEFAULT_LIMIT, False)),
+        ("30", "60", (30.0, True)),
+        (None, "60.5", (60.5, True)),
+        ("0", "", (0.0, True)),
+    ],
+)
+def test_limit_is_read_from_flag_then_environment(
+    monkeypatch: pytest.MonkeyPatch, flag: str | None, variable: str, expected: tuple[float, bool]
+) -> None:
+    monkeypatch.setenv(LIMIT_VARIABLE, variable)
+    assert hang_limit(flag) == expected
+
+
+@pytest.mark.parametrize("value", ["soon", "-1", "inf", "nan"])
+def test_wrong_limit_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    with pytest.raises(ValueError, match="--hang_timeout"):
+        hang_limit(value)
+    monkeypatch.setenv(LIMIT_VARIABLE, value)
+    with pytest.raises(ValueError, match=LIMIT_VARIABLE):
+        hang_limit(None)
+
+
+def test_state_and_time_of_processes_are_read(ranks: Make) -> None:
+    both = ranks(WORKS)
+    assert not is_halted(both[0].pid)
+    os.kill(both[0].pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 10
+    while not is_halted(both[0].pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert is_halted(both[0].pid)
+    before = processor_use([rank.pid for rank in both])
+    while (
+        processor_use([both[1].pid])[both[1].pid].seconds < before[both[1].pid].seconds + 0.05
+        and time.monotonic() < deadline
+    ):
+        time.sleep(0.05)
+    after = processor_use([rank.pid for rank in both])
+    assert after[both[0].pid] == before[both[0].pid] and not after[both[0].pid].runs
+    assert after[both[1].pid].seconds > before[both[1].pid].seconds and after[both[1].pid].runs

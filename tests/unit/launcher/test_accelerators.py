@@ -1,0 +1,40 @@
+"""The search for accelerators of this machine starts a process with torch only if there may be some."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+from typing import Any
+
+import pytest
+
+from hf_fsdp_plugin.launcher import accelerators
+from hf_fsdp_plugin.launcher.accelerators import Accelerators, AcceleratorSearch, find_accelerators
+
+
+class Finished:
+    """A process that has printed one accelerator."""
+
+    returncode = 0
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        pass
+
+    def communicate(self) -> tuple[str, str]:
+        return '{"kind": "sdaa", "count": 4}\n', ""
+
+
+@pytest.fixture(autouse=True)
+def no_device_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerators, "_DEVICE_FILES", ())
+    monkeypatch.setattr(subprocess, "Popen", Finished)
+
+
+def test_package_with_a_device_type_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [group])
+    assert find_accelerators() == Accelerators(kind="sdaa", count=4)
+
+
+def test_nothing_is_started_without_files_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
+    assert AcceleratorSearch().result() == Accelerators()

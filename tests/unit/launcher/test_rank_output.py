@@ -1,0 +1,59 @@
+"""The output of ranks is read to its end, whatever happens to the log and to the terminal."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_fsdp_plugin.launcher.rank_output import RankOutput
+
+NUM_BYTES = 300_000  # more than a pipe holds
+
+
+def run_rank(output: RankOutput, code: str) -> subprocess.Popen[bytes]:
+    """Run code as rank 0 with this output, until it exits."""
+    stdout, stderr = output.streams(is_first=True)
+    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", code], stdout=stdout, stderr=stderr)
+    output.forward(0, process, is_first=True)
+    assert process.wait(30) == 0
+    output.finish()
+    return process
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_full_log_is_reported_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rank_0.log").symlink_to("/dev/full")
+    notices: list[object] = []
+    output = RankOutput(show_all=False, log_dir=tmp_path, notice=notices.append)
+    run_rank(output, f"print('x' * {NUM_BYTES})")
+    assert len(notices) == 1 and "FSDP-W745" in str(notices[0]) and "rank_0.log is incomplete" in str(notices[0])
+    assert capfd.readouterr().out.count("x") == NUM_BYTES
+
+
+def test_log_that_cannot_be_opened_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "rank_0.log").mkdir()
+    notices: list[object] = []
+    run_rank(RankOutput(show_all=False, log_dir=tmp_path, notice=notices.append), "print('shown')")
+    assert len(notices) == 1 and "FSDP-W745" in str(notices[0])
+
+
+def test_exited_reader_is_noticed_and_pipe_is_read(tmp_path: Path) -> None:
+    code = f"""
+import subprocess, sys
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_rank_output import RankOutput, run_rank
+output = RankOutput(show_all=True, log_dir=None, notice=print)
+run_rank(output, "print('x\\\\n' * {NUM_BYTES})")
+sys.exit(0 if output.reader_exited else 1)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert (process.wait(30), errors) == (0, b"")

@@ -1,0 +1,138 @@
+"""The summary of a failed run says where the ranks were, if that may be the cause."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+from hf_fsdp_plugin.hangs.calls import Call, GroupCalls, RankCalls
+from hf_fsdp_plugin.hangs.places import Frame, RanksAt
+from hf_fsdp_plugin.hangs.step_count import Counts
+from hf_fsdp_plugin.launcher.run_script import __file__ as LIBRARY_FILE
+from hf_fsdp_plugin.runs.exits import RankExit, RunResult
+from hf_fsdp_plugin.runs.failure_summary import exit_code, format_failures
+
+SAVE = (Frame("/work/train.py", 30, "main"), Frame(LIBRARY_FILE, 9, "save_state"))
+BACKWARD = (Frame("/work/train.py", 20, "main"), Frame(LIBRARY_FILE, 9, "backward"))
+LOST: dict[str, Any] = {
+    "kind": "exception",
+    "type": "RuntimeError",
+    "message": "RuntimeError: Connection closed by peer",
+    "traceback": "",
+    "time": 2.0,
+    "frames": [],
+}
+ABORTED = -signal.SIGABRT
+
+
+def rank(number: int, code: int = 1, *, stopped: bool = False, **more: Any) -> RankExit:
+    return RankExit(rank=number, pid=1, code=code, stopped=stopped, time=1.0, **{"failure": None, "tail": (), **more})
+
+
+def summary(*exits: RankExit) -> str:
+    return format_failures(RunResult(exits=exits))
+
+
+def test_aborted_rank_names_all_places() -> None:
+    lost = [rank(number, failure=LOST, stack=BACKWARD, counts=Counts(7, 0)) for number in (1, 2)]
+    result = RunResult(exits=(rank(0, ABORTED, stack=SAVE, counts=Counts(7, 0)), *lost))
+    text = format_failures(result)
+    assert "FSDP-E743" in text
+    assert "rank 0 was in save_state at /work/train.py:30 after 7 optimizer steps; " in text
+    assert "ranks 1, 2 was in backward" not in text
+    assert "ranks 1, 2 were in backward at /work/train.py:20 after 7 optimizer steps." in text
+    assert "/work/train.py:30, in main" in text, "the stack of the aborted rank"
+    assert exit_code(result) == 134
+
+
+def test_rank_that_has_ended_is_named() -> None:
+    text = summary(rank(0, ABORTED, stack=BACKWARD), rank(1, 0, ended=True))
+    assert "rank 1 had ended the script" in text
+
+
+@pytest.mark.parametrize(
+    "exits",
+    [
+        (rank(0, ABORTED, stack=SAVE, counts=Counts(7, 0)), rank(1, failure=LOST, stack=SAVE, counts=Counts(7, 0))),
+        (rank(0, ABORTED, stack=SAVE), rank(1, -signal.SIGTERM, stopped=True)),
+        (
+            rank(0, failure={**LOST, "message": "KeyError: 'a'"}, stack=SAVE),
+            rank(1, -signal.SIGTERM, stopped=True, stack=BACKWARD),
+        ),
+    ],
+    ids=["same place", "unknown place", "exception of the script"],
+)
+def test_places_are_not_named_without_reason(exits: tuple[RankExit, ...]) -> None:
+    assert "FSDP-E743" not in summary(*exits)
+
+
+def test_halted_rank_is_named() -> None:
+    stopped = rank(1, -signal.SIGKILL, stopped=True, halted=True)
+    text = summary(rank(0, failure={**LOST, "message": "RuntimeError: Timed out waiting 3000ms"}, stack=SAVE), stopped)
+    assert "FSDP-E743" in text and "rank 1 did not run, because its process was stopped by SIGSTOP" in text
+
+
+def test_places_of_other_machines_are_merged() -> None:
+    lost, note = rank(0, failure=LOST, stack=BACKWARD, counts=Counts(7, 0)), "machine 2 is not included"
+    same = RanksAt((4, 5), "", "in backward at /work/train.py:20 after 7 optimizer steps")
+    other = RanksAt((6,), "", "in save_state")
+    text = format_failures(RunResult(exits=(lost,), elsewhere=(same, other), notes=(note,)))
+    assert "ranks 0, 4, 5 were in backward" in text and "; rank 6 was in save_state." in text and note in text
+    assert "FSDP-E743" not in format_failures(RunResult(exits=(lost,), elsewhere=(same,), notes=(note,)))
+
+
+def test_many_places_are_shortened() -> None:
+    lost = rank(0, failure=LOST, stack=BACKWARD)
+    text = format_failures(RunResult(exits=(lost,), elsewhere=tuple(RanksAt((n,), "", f"in {n}") for n in range(9))))
+    assert "; rank 6 was in 6; and 2 more places." in text and "rank 7" not in text
+
+
+@pytest.mark.parametrize("stack", [SAVE, BACKWARD])
+def test_stopped_run_names_different_places(stack: tuple[Frame, ...]) -> None:
+    exits = (rank(0, -2, stack=BACKWARD, counts=Counts(7, 0)), rank(1, -2, stack=stack, counts=Counts(7, 0)))
+    text = format_failures(RunResult(exits=exits, signal_number=signal.SIGINT))
+    assert text.startswith("hf-fsdp: stopped by SIGINT; ranks 0, 1 exited")
+    assert ("\nhf-fsdp: rank 1 was in save_state at /work/train.py:30 after 7 optimizer steps" in text) is (
+        stack is SAVE
+    )
+    assert ("rank 0" in text) is (stack is SAVE)
+
+
+@pytest.mark.parametrize(("code", "named"), [("FSDP-E670", True), ("FSDP-E201", False)])
+def test_places_explain_a_call_that_ranks_did_not_make(code: str, named: bool) -> None:
+    failure = {**LOST, "kind": "spec", "message": f"rank 1 did not call it. [{code}]"}
+    text = summary(
+        rank(0, failure=failure), rank(1, -signal.SIGTERM, stopped=True, stack=BACKWARD, counts=Counts(1, 0))
+    )
+    assert ("rank 1 was in backward at /work/train.py:20 after 1 optimizer step" in text) is named
+
+
+def calls_of(number: int, *units: str) -> RankCalls:
+    calls = tuple(Call("all-gather", 8, "float32", unit) for unit in units)
+    group = "0 of ranks 0,1"
+    return RankCalls(rank=number, groups={group: GroupCalls("0,1", len(calls), calls)}, last_group=group)
+
+
+def test_first_different_collective_is_named() -> None:
+    lost = rank(1, failure=LOST, stack=SAVE, calls=calls_of(1, "layers.0", "layers.2"))
+    text = summary(rank(0, ABORTED, stack=SAVE, calls=calls_of(0, "layers.0", "layers.1", "layers.2")), lost)
+    assert "FSDP-E743" in text and "different places" not in text
+    assert "Number 2 of process group 0 of ranks 0,1 was on rank 0: all-gather of layers.1 (8 × fp32)" in text
+    assert "Rank 1 left out all-gather of layers.1" in text
+
+
+def test_killed_rank_is_named_with_its_last_collective() -> None:
+    text = summary(rank(0, -signal.SIGKILL, calls=calls_of(0, "layers.0")), rank(1, failure=LOST))
+    assert "Its last collective was all-gather of layers.0 (8 × fp32), number 1 of process group" in text
+
+
+def test_rank_that_left_silently_is_named() -> None:
+    lost = rank(0, failure=LOST, stack=BACKWARD, calls=calls_of(0, "layers.0", "layers.1"))
+    gone = rank(1, 0, counts=Counts(3, 3), calls=calls_of(1, "layers.0"))
+    text = summary(lost, gone)
+    assert "rank 1 exited with code 0 before the end of the script after 3 optimizer steps." in text
+    assert "Only rank 0 had begun all-gather of layers.1" in text and "FSDP-E734" in text and "FSDP-E743" not in text
+    assert "FSDP-E734" not in summary(lost, rank(1, 0, ended=True))
+    assert "FSDP-E734" not in summary(lost, rank(1, 0, stopped=True))

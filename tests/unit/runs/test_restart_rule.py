@@ -1,0 +1,111 @@
+"""Which failures are restarted: the rule, and what the launchers exchange about an attempt."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hf_fsdp_plugin.hangs.step_count import Counts
+from hf_fsdp_plugin.runs.exits import RankExit, RunResult
+from hf_fsdp_plugin.runs.restart_rule import Decision, Verdict, decide, lost_machine
+from hf_fsdp_plugin.runs.restarts import FailedAttempt, Restarts
+from hf_fsdp_plugin.runs.verdicts import assess_attempt
+
+RUN = Restarts(run_id="a", max_restarts=2)
+
+
+def failure(name: str, line: int = 7, **more: Any) -> dict[str, Any]:
+    frames = [{"file": "/work/train.py", "line": line, "name": "main", "library": False}]
+    how = {"kind": "exception", "type": name, "message": f"{name}: no", "frames": frames, "traceback": "", "time": 1.0}
+    return how | more
+
+
+def rank(code: int = 1, how: dict[str, Any] | None = None, counts: Counts | None = None, **more: Any) -> RankExit:
+    return RankExit(rank=1, pid=1, code=code, stopped=False, time=1.0, failure=how, tail=(), counts=counts, **more)
+
+
+def decision(restarts: Restarts, *exits: RankExit, signal_number: int = 0) -> Decision:
+    result = RunResult(exits=exits, signal_number=signal_number)
+    return decide([assess_attempt(result, restarts, machine=0, seconds=1.0)], restarts)
+
+
+def code_of(found: Decision) -> str:
+    return found.problem.code if found.problem is not None else "restart"
+
+
+@pytest.mark.parametrize(
+    ("exit", "steps_before", "expected"),
+    [
+        (rank(-signal.SIGKILL), 0, "restart"),
+        (rank(1, failure("ImportError")), 0, "FSDP-E714"),
+        (rank(1, failure("ModuleNotFoundError")), 0, "FSDP-E714"),
+        (rank(1, failure("TypeError"), Counts(0, 1)), 0, "FSDP-E714"),
+        (rank(1, failure("TypeError"), Counts(1, 1)), 0, "restart"),
+        (rank(1, failure("TypeError")), 5, "restart"),  # the program has run before
+        (rank(1, failure("RuntimeError")), 0, "restart"),
+        (rank(1, failure("SpecError", kind="spec")), 0, "FSDP-E714"),
+        (rank(1, failure("SpecError", kind="spec", message="[FSDP-E670] waited")), 0, "restart"),
+        (rank(2, failure("SystemExit", kind="exit", frames=[])), 0, "FSDP-E714"),
+        (rank(3, failure("SystemExit", kind="exit", frames=[])), 0, "restart"),
+    ],
+)
+def test_errors_of_the_program_are_not_restarted(exit: RankExit, steps_before: int, expected: str) -> None:
+    before = RUN.after(FailedAttempt(failure="rank 0: killed", began=0, steps=steps_before)) if steps_before else RUN
+    assert code_of(decision(before, exit)) == expected
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (rank(1, failure("OSError"), Counts(4, 4)), rank(1, failure("OSError"), Counts(2, 2, 2)), "FSDP-E714"),
+        (rank(1, failure("OSError"), Counts(4, 4)), rank(1, failure("OSError"), Counts(3, 3, 2)), "restart"),
+        (rank(1, failure("OSError"), Counts(4, 4)), rank(1, failure("OSError", 8), Counts(4, 4)), "restart"),
+        (rank(1, failure("OSError"), Counts(4, 4)), rank(1, failure("ValueError"), Counts(4, 4)), "restart"),
+        (rank(1, failure("OSError")), rank(1, failure("OSError")), "FSDP-E714"),
+        (rank(-signal.SIGSEGV, None, Counts(4, 4)), rank(-signal.SIGSEGV, None, Counts(4, 4)), "FSDP-E714"),
+        (rank(-signal.SIGKILL, None, Counts(4, 4)), rank(-signal.SIGKILL, None, Counts(4, 4)), "restart"),
+        (rank(9, None, Counts(4, 4)), rank(9, None, Counts(4, 4)), "FSDP-E714"),
+    ],
+)
+def test_same_failure_at_the_same_step_is_not_restarted(first: RankExit, second: RankExit, expected: str) -> None:
+    once = decision(RUN, first)
+    assert once.problem is None
+    assert code_of(decision(once.restarts, second)) == expected
+
+
+def test_number_of_restarts_is_limited() -> None:
+    restarts = RUN
+    for _ in range(RUN.max_restarts):
+        found = decision(restarts, rank(-signal.SIGKILL))
+        assert found.problem is None
+        restarts = found.restarts
+    found = decision(restarts, rank(-signal.SIGKILL))
+    assert code_of(found) == "FSDP-E716" and "failed 3 times" in str(found.problem)
+    assert code_of(decision(Restarts(), rank(-signal.SIGKILL))) == "FSDP-E716"
+
+
+def test_signal_to_the_launcher_is_not_restarted() -> None:
+    found = decision(RUN, rank(-signal.SIGTERM), signal_number=signal.SIGTERM)
+    assert code_of(found) == "FSDP-E714" and "received SIGTERM" in str(found.problem)
+
+
+def test_cause_is_found_among_machines() -> None:
+    lost = failure("RuntimeError", message="RuntimeError: Connection closed by peer")
+    mine = assess_attempt(RunResult(exits=(rank(1, lost, Counts(4, 4)),)), RUN, machine=0, seconds=1.0)
+    theirs = assess_attempt(RunResult(exits=(rank(-signal.SIGKILL),)), RUN, machine=1, seconds=1.0)
+    attempt = decide([mine, theirs], RUN).restarts.failures[0]
+    assert (attempt.failure, attempt.machine, attempt.steps) == ("rank 1: killed by SIGKILL", 1, 4)
+    silent = RunResult(exits=(rank(-signal.SIGTERM),), remote_failure="machine 1 has not answered for 15 s")
+    silent = replace(silent, exits=(replace(silent.exits[0], stopped=True),))
+    assert assess_attempt(silent, RUN, machine=0, seconds=1.0).attempt.failure == silent.remote_failure
+    assert decide([mine, lost_machine(1)], RUN).restarts.failures[0].failure == "machine 1 was lost"
+
+
+def test_launchers_exchange_verdicts_and_decisions() -> None:
+    verdict = assess_attempt(RunResult(exits=(rank(1, failure("OSError")),)), RUN, machine=1, seconds=1.0)
+    assert Verdict.from_text(verdict.to_text()) == verdict
+    for found in (decide([verdict], RUN), decide([verdict], Restarts())):
+        assert Decision.from_text(found.to_text()) == found
