@@ -1,4 +1,4 @@
-"""What the system knows of processes: whether they are stopped, and the processor time that they have used. Linux."""
+"""What the system knows of processes: parents, states, and the processor time that they have used. Linux."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
-_SESSION, _MINOR_FAULTS, _MAJOR_FAULTS = 3, 7, 9
+_PARENT, _SESSION, _MINOR_FAULTS, _MAJOR_FAULTS, _START = 1, 3, 7, 9, 19
 _OWN_TIMES, _TIMES_OF_CHILDREN = slice(11, 13), slice(13, 15)
 """Positions in ``/proc/PID/stat`` after the name. Times are user and system time; those of children that have ended."""
 
@@ -16,6 +16,30 @@ def is_halted(pid: int) -> bool:
     """Return whether a process is stopped, by SIGSTOP or a debugger."""
     fields = _stat(Path(f"/proc/{pid}"))
     return bool(fields) and fields[0] in ("T", "t")
+
+
+def parent_of(pid: int) -> int:
+    """Return the parent of a process; 0 if it has exited."""
+    fields = _stat(Path(f"/proc/{pid}"))
+    return int(fields[_PARENT]) if fields else 0
+
+
+def start_of(pid: int) -> int:
+    """Return when a process has started, in clock ticks of the machine; 0 if it has exited.
+
+    Together with the pid it identifies a process: the system uses the numbers of processes again.
+    """
+    fields = _stat(Path(f"/proc/{pid}"))
+    return int(fields[_START]) if fields else 0
+
+
+def environment_of(pid: int) -> frozenset[str]:
+    """Return the variables of a process as it was started, each as ``NAME=VALUE``; empty if they are not readable."""
+    try:
+        text = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return frozenset()
+    return frozenset(text.decode(errors="replace").split("\0"))
 
 
 class Use(NamedTuple):
