@@ -5,32 +5,38 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import hf_fsdp_plugin
 from hf_fsdp_plugin.cli.dry_run import show_run
 from hf_fsdp_plugin.cli.exit_codes import USAGE, exit_code
 from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems
 from hf_fsdp_plugin.hangs.calls import LIMIT_VARIABLE as HANG_VARIABLE
 from hf_fsdp_plugin.hangs.exit_watch import LIMIT_VARIABLE, exit_limit
 from hf_fsdp_plugin.hangs.hang_watch import hang_limit
+from hf_fsdp_plugin.hangs.rank_files import LOG_DIR_VARIABLE
 from hf_fsdp_plugin.launcher.accelerators import find_accelerators
-from hf_fsdp_plugin.launcher.attempts import Job, first_restarts, run_attempts
+from hf_fsdp_plugin.launcher.environment import settings_env
 from hf_fsdp_plugin.launcher.flags import LaunchArguments, UsageError, add_help, parse_launch_arguments
-from hf_fsdp_plugin.launcher.machines import meet_machines
-from hf_fsdp_plugin.launcher.pulse import LIMIT_VARIABLE as MACHINE_VARIABLE
-from hf_fsdp_plugin.launcher.pulse import silence_limit
-from hf_fsdp_plugin.launcher.rank_env import settings_env
-from hf_fsdp_plugin.launcher.rendezvous import describe, endpoint, meet_locally
+from hf_fsdp_plugin.launcher.peers import LIMIT_VARIABLE as MACHINE_VARIABLE
+from hf_fsdp_plugin.launcher.peers import silence_limit
 from hf_fsdp_plugin.launcher.script_path import check_script
-from hf_fsdp_plugin.launcher.world import World, resolve_world
+from hf_fsdp_plugin.launcher.world import World, describe, endpoint, resolve_world
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.runs.identity import RUN_ID_VARIABLE
 from hf_fsdp_plugin.sources.command_line import flag_name
 from hf_fsdp_plugin.sources.config_file import ConfigFile
 from hf_fsdp_plugin.sources.handover import LaunchHandover, absolute, user_variables
 from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.spec.model import FsdpSpec
+
+if TYPE_CHECKING:
+    from hf_fsdp_plugin.launcher.rendezvous import Facts
 
 HELP = "Check a config, then run an unmodified script on every rank with the plugin installed."
 EXAMPLES = (
@@ -38,6 +44,8 @@ EXAMPLES = (
     "hf-fsdp launch --num_processes 4 --cpu --dry_run --model ./llama -m package.train",
 )
 DEFAULT_GRACE = 30.0
+_OF_ONE_MACHINE = frozenset({"launch.machine_rank", "launch.main_process_ip", "launch.gpu_ids"})
+"""Settings that may differ between machines."""
 _NUMBERS = (("grace", r"\d+(\.\d+)?"), ("num_cpu_threads_per_process", r"\d+"), ("max_restarts", r"\d{1,6}"))
 
 
@@ -81,50 +89,85 @@ def _launch(arguments: LaunchArguments) -> int:
     world = resolve_world(spec, find_accelerators())
     _print_notices(arguments, *world.problems)
     _note_missing_config(arguments, sources)
-    restarts = first_restarts(_max_restarts(arguments))
-    if world.num_machines > 1:
-        _print_notices(arguments, f"waiting for {world.num_machines} machines at {endpoint(spec.launch)}")
-        rdzv_conf = arguments.options.get("rdzv_conf", "")
-        rendezvous = meet_machines(spec.launch, world, rdzv_conf=rdzv_conf, restarts=restarts)
-    else:
-        rendezvous, problems = meet_locally(spec.launch)
-        _print_notices(arguments, *problems)
-    _print_notices(arguments, describe(world, spec.launch, rendezvous=rendezvous))
-    return run_attempts(_job(arguments, spec, world, handover), rendezvous, restarts)
+    return _run_ranks(arguments, spec, world, handover)
 
 
-def _note_missing_config(arguments: LaunchArguments, sources: Sources) -> None:
-    if sources.config is None and not sources.command_line and not sources.overrides:
-        message = "no config: FSDP runs only if the script's own TrainingArguments or Accelerator enables it."
-        _print_notices(arguments, Problem(code="FSDP-N713", message=message))
+def _run_ranks(arguments: LaunchArguments, spec: FsdpSpec, world: World, handover: LaunchHandover) -> int:
+    from hf_fsdp_plugin.launcher.agent import Job, first_restarts, run_attempts  # lazy: imports torch
+    from hf_fsdp_plugin.launcher.rendezvous import MachinesRendezvous, Rendezvous
 
-
-def _max_restarts(arguments: LaunchArguments) -> int:
-    return int(arguments.options.get("max_restarts", 0))
-
-
-def _job(arguments: LaunchArguments, spec: FsdpSpec, world: World, handover: LaunchHandover) -> Job:
     options = arguments.options
-    limit, is_strict = hang_limit(options.get("hang_timeout"))
-    return Job(
-        launch=spec.launch,
-        world=world,
+    launch = spec.launch
+    restarts = first_restarts(int(options.get("max_restarts", 0)), _run_id(options))
+    rendezvous: Rendezvous
+    if world.num_machines > 1:
+        min_machines = int(options.get("min_machines", world.num_machines))
+        facts = _facts(arguments, spec, world)
+        rendezvous = MachinesRendezvous(
+            launch, world, facts, restarts, conf=options.get("rdzv_conf", ""), min_machines=min_machines
+        )
+        some = f"{min_machines} to " if min_machines < world.num_machines else ""
+        _print_notices(arguments, f"waiting for {some}{world.num_machines} machines at {endpoint(launch)}")
+    else:
+        rendezvous = Rendezvous(restarts, launch.main_process_port)
+        if problem := rendezvous.reserve():
+            _print_notices(arguments, problem)
+
+    def describe_start() -> None:
+        met = replace(world, num_machines=rendezvous.peers.num_machines)
+        machine, address = rendezvous.peers.machine, rendezvous.address
+        _print_notices(arguments, describe(met, launch, machine=machine, address=address))
+
+    limits = {HANG_VARIABLE: options["hang_timeout"]} if "hang_timeout" in options else {}
+    folders = {LOG_DIR_VARIABLE: str(absolute(options["log_dir"]))} if "log_dir" in options else {}
+    job = Job(
         command=_command(arguments),
+        num_local=world.num_local,
         env={
-            **os.environ,
             **settings_env(spec, world, arguments),
-            HANG_VARIABLE: f"{limit:g}",
+            **limits,
+            **folders,
             **handover.to_env(),
             **arguments.env,
         },
         role=options.get("role", "default"),
         grace=float(options.get("grace", DEFAULT_GRACE)),
         show_all=options.get("show_ranks") == "all" or options.get("tee", "0") != "0",
+        show_first=True,
         log_dir=Path(options["log_dir"]) if "log_dir" in options else None,
         notice=lambda notice: _print_notices(arguments, notice),
-        hang_limit=limit,
-        hang_limit_is_strict=is_strict,
+        debug=launch.debug,
     )
+    return run_attempts(job, rendezvous, describe_start)
+
+
+def _run_id(options: Mapping[str, str]) -> str:
+    """Return the id that the user or the batch system has given the run; empty without one."""
+    return options.get("run_id") or os.environ.get(RUN_ID_VARIABLE, "")
+
+
+def _facts(arguments: LaunchArguments, spec: FsdpSpec, world: World) -> Facts:
+    """Return what must be the same on all machines."""
+    from hf_fsdp_plugin.launcher.rendezvous import Facts
+
+    options = arguments.options
+    settings = {name: repr(value) for name, value, _ in spec.settings() if name not in _OF_ONE_MACHINE}
+    return Facts(
+        ranks=world.num_local,
+        device=world.device,
+        max_restarts=int(options.get("max_restarts", 0)),
+        machines=f"{options.get('min_machines', world.num_machines)}:{world.num_machines}",
+        version=hf_fsdp_plugin.__version__,
+        run=_run_id(options) or os.environ.get("SLURM_JOB_ID", ""),
+        command=shlex.join([arguments.script, *arguments.script_args]),
+        settings=settings,
+    )
+
+
+def _note_missing_config(arguments: LaunchArguments, sources: Sources) -> None:
+    if sources.config is None and not sources.command_line and not sources.overrides:
+        message = "no config: FSDP runs only if the script's own TrainingArguments or Accelerator enables it."
+        _print_notices(arguments, Problem(code="FSDP-N713", message=message))
 
 
 def _check_usage(arguments: LaunchArguments) -> None:

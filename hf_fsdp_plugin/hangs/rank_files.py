@@ -13,6 +13,10 @@ FILES_VARIABLE = "HF_FSDP_RANK_FILES"
 """Environment variable with the path of a rank's files, without their suffix."""
 
 
+LOG_DIR_VARIABLE = "HF_FSDP_LOG_DIR"
+"""Environment variable with the folder for what is written about a hang; the working directory without it."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankFiles:
     """The files of one rank.
@@ -52,6 +56,11 @@ class RankFiles:
     def restarts(self) -> Path:
         """JSON: the failed attempts of the run (``runs.restarts``). The launcher writes it for all its ranks."""
         return self.stem.with_name("restarts.json")
+
+    @property
+    def hang(self) -> Path:
+        """JSON: the hang because of which the ranks of this machine end themselves (``runs.exits.FoundHang``)."""
+        return self.stem.with_name("hang.json")
 
     @property
     def calls(self) -> CallFiles:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from hf_fsdp_plugin.launcher.store_threads import PREFIX
+PREFIX = "hf_fsdp_store_"
 from hf_fsdp_plugin.runs.restart_rule import Decision, Verdict
 
 POLL_SECONDS = 0.1

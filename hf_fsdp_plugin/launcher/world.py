@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.launcher.accelerators import Accelerators
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.spec.model import FsdpSpec, LaunchSection
 from hf_fsdp_plugin.spec.rules import check_mesh_size
 from hf_fsdp_plugin.text import plural
 
+DEFAULT_PORT = 29500
 NUM_CPU_RANKS = 2
 """Default number of ranks without an accelerator: the smallest number for which FSDP shards."""
 
@@ -83,6 +84,34 @@ def resolve_world(spec: FsdpSpec, found: Accelerators) -> World:
         gpu_ids=",".join(ids),
         problems=tuple(problems),
     )
+
+
+def describe(world: World, launch: LaunchSection, *, machine: int | None = None, address: str = "") -> str:
+    """Return one line: ``rendezvous: 1 machine, 2 ranks, 127.0.0.1:41234, static, gloo on cpu``.
+
+    Args:
+        machine: number of this machine, after the machines have met.
+        address: where the ranks meet; empty if that is not known yet.
+    """
+    ranks = plural(world.size, "rank")
+    if world.num_machines > 1:
+        number = launch.machine_rank if machine is None else machine
+        ranks += f", machine {number}"
+        if machine is not None or launch.rdzv_backend == "static":
+            first = number * world.num_local
+            last = first + world.num_local - 1
+            ranks += f" runs rank {first}" if first == last else f" runs ranks {first} to {last}"
+    if not address:
+        single = f"127.0.0.1:{launch.main_process_port or 'a free port'}"
+        address = endpoint(launch) if world.num_machines > 1 else single
+    backend = launch.rdzv_backend if world.num_machines > 1 else "static"
+    machines = plural(world.num_machines, "machine")
+    return f"rendezvous: {machines}, {ranks}, {address}, {backend}, {world.backend} on {world.device}"
+
+
+def endpoint(launch: LaunchSection) -> str:
+    """Return the address at which several machines meet: ``10.0.0.1:29500``."""
+    return f"{launch.main_process_ip}:{launch.main_process_port or DEFAULT_PORT}"
 
 
 def num_threads(num_local: int) -> int:

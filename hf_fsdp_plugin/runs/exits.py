@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.hangs.calls import RankCalls
-from hf_fsdp_plugin.hangs.hang_watch import Hang
 from hf_fsdp_plugin.hangs.places import Frame, Place, RanksAt, find_place
 from hf_fsdp_plugin.hangs.step_count import Counts
 
@@ -54,6 +55,32 @@ class RankExit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FoundHang:
+    """A hang that the ranks of a machine have found, and ended because of it.
+
+    Attributes:
+        text: what is printed.
+        message: one line.
+        same_as: what identifies the same hang in another attempt.
+        elsewhere: whether a rank of another machine has found it.
+    """
+
+    text: str
+    message: str
+    code: str
+    same_as: str
+    elsewhere: bool = False
+
+    @classmethod
+    def read(cls, path: Path) -> FoundHang | None:
+        """Return what the ranks have written (``RankFiles.hang``); ``None`` if they have found no hang."""
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunResult:
     """How the ranks of this machine exited.
 
@@ -62,7 +89,8 @@ class RunResult:
         remote_failure: the failure of a rank on another machine, if any.
         elsewhere: where the ranks of other machines were.
         notes: what is not known of other machines.
-        hang: why the run was ended, if ranks of this machine waited for too long.
+        hang: why the run was ended, if ranks waited for too long.
+        joins: whether the attempt was ended because a machine joins the run.
     """
 
     exits: tuple[RankExit, ...]
@@ -70,4 +98,5 @@ class RunResult:
     remote_failure: str | None = None
     elsewhere: tuple[RanksAt, ...] = ()
     notes: tuple[str, ...] = ()
-    hang: Hang | None = None
+    hang: FoundHang | None = None
+    joins: bool = False

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hf_fsdp_plugin.hangs.describe import SILENT_EXIT, describe_comparison, last_call
-from hf_fsdp_plugin.hangs.hang_watch import HANG, Hang
+from hf_fsdp_plugin.hangs.hang_watch import HANG
 from hf_fsdp_plugin.hangs.places import RanksAt, format_frames, format_stack, merged
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.runs.exits import RankExit, RunResult
+from hf_fsdp_plugin.runs.exits import FoundHang, RankExit, RunResult
 from hf_fsdp_plugin.text import plural, truncate_lines
 
 _CONNECTION_LOST = re.compile(
@@ -88,7 +88,7 @@ def format_failures(result: RunResult, *, debug: bool = False, shown_live: Itera
         shown_live: ranks whose stderr went to the terminal, so that its last lines are not repeated.
     """
     if result.hang is not None:
-        return ""  # it was printed before the ranks were ended
+        return result.hang.text
     first = first_failure(result.exits)
     if result.signal_number and first is not None:
         name = _signal_name(result.signal_number)
@@ -151,9 +151,9 @@ def _disagreement(result: RunResult) -> str:
     return " ".join(sentences)
 
 
-def summarize_hang(hang: Hang) -> str:
+def summarize_hang(hang: FoundHang) -> str:
     """Return one line for the launchers of other machines."""
-    return f"{_HANG.removeprefix(': ')}{hang.problem.message}"
+    return f"{_HANG.removeprefix(': ')}{hang.message}"
 
 
 def needs_places(result: RunResult) -> bool:

@@ -23,6 +23,7 @@ class FailedAttempt:
         steps: optimizer steps of the run when it failed; ``None`` if it trained nothing.
         seconds: duration of the attempt.
         same_as: what identifies the same failure in another attempt: type and place; empty for one from outside.
+        counts: whether it counts as a restart: not if the attempt was ended because a machine joined the run.
     """
 
     failure: str
@@ -31,6 +32,7 @@ class FailedAttempt:
     steps: int | None = None
     seconds: float = 0.0
     same_as: str = ""
+    counts: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,8 +50,13 @@ class Restarts:
 
     @property
     def count(self) -> int:
-        """Number of restarts so far."""
+        """Number of attempts before this one."""
         return len(self.failures)
+
+    @property
+    def num_failures(self) -> int:
+        """Number of attempts that have failed; each allows one restart less."""
+        return sum(attempt.counts for attempt in self.failures)
 
     def after(self, attempt: FailedAttempt) -> Restarts:
         """Return the restarts after one more failed attempt."""
@@ -86,14 +93,14 @@ class Restarts:
             }
             for attempt, steps in zip(self.failures, lost, strict=True)
         ]
-        return {"count": self.count, "max": self.max_restarts, "lost_steps": sum(lost), "failures": rows}
+        return {"count": self.num_failures, "max": self.max_restarts, "lost_steps": sum(lost), "failures": rows}
 
     def summary(self, began: int | None) -> str:
         """Return one line; empty without restarts."""
         if not self.failures:
             return ""
         lost = plural(sum(self.lost_steps(began)), "optimizer step")
-        return f"{plural(self.count, 'restart')} of at most {self.max_restarts}, {lost} trained again"
+        return f"{plural(self.num_failures, 'restart')} of at most {self.max_restarts}, {lost} trained again"
 
     def to_json(self) -> dict[str, Any]:
         """Return what :meth:`from_json` reads."""
