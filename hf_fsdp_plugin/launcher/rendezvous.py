@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -52,7 +53,7 @@ def _variable(name: str, value: str) -> Iterator[None]:
 
 
 # C++ stacks of a closed store are hidden. Torch reads the variable when it is imported. Python still raises the errors.
-with _variable("TORCH_CPP_LOG_LEVEL", os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")):
+with _variable("TORCH_CPP_LOG_LEVEL", os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")):
     from torch.distributed import HashStore, PrefixStore, Store, TCPStore
     from torch.distributed.elastic.rendezvous import (
         RendezvousClosedError,
@@ -229,12 +230,13 @@ class MachinesRendezvous(Rendezvous):
             if self._handler is None or self.peers.is_cut:  # machine 0 may come back
                 self._connect()
             # The store of the ranks is hosted below, one for each attempt.
-            with _variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"):
+            with _variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"), self._shown_alive():
                 info = self._handler.next_rendezvous()
             return self._meet(info)
         except RendezvousTimeoutError as error:
             raise self._not_met("not all of them came in time", again) from error
         except RendezvousClosedError as error:
+            self._raise_refused()
             raise self._not_met("the run has ended on the other machines", again) from error
         except (TorchError, RuntimeError, OSError) as error:
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
@@ -270,18 +272,46 @@ class MachinesRendezvous(Rendezvous):
                     raise
                 time.sleep(1.0)  # machine 0 is not started yet
         self._store = PrefixStore(_NAME, store)
-        self._compare()
-        self._claim()
-        self._handler = create_handler(store, backend, parameters)
-
-    def _compare(self) -> None:
-        first = self._store.compare_set("facts", "", json.dumps(asdict(self._facts)))
-        try:
-            others = Facts(**json.loads(first))
-        except (ValueError, TypeError):
-            raise _error("FSDP-E708", "the store has the facts of another version of this package.", _SAME) from None
-        if problem := differing(self._facts, others):
+        handler = create_handler(store, backend, parameters)
+        mine = json.dumps(asdict(self._facts))
+        if problem := self._difference(self._store.compare_set("facts", "", mine)):
+            if not self._store.check(["met"]):  # a run that goes on is left alone; machines that wait learn it, too
+                self._store.set("refused", mine)
+                handler.set_closed()
             raise RendezvousError([problem])
+        self._claim()
+        self._handler = handler
+
+    def _difference(self, others: bytes) -> Problem | None:
+        """Return a problem unless this machine runs what the facts of another one say."""
+        try:
+            return differing(self._facts, Facts(**json.loads(others)))
+        except (ValueError, TypeError):
+            message = "another machine of the run has another version of this package."
+            return Problem(code="FSDP-E708", message=message, fix=_SAME)
+
+    def _raise_refused(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            if self._store.check(["refused"]) and (problem := self._difference(self._store.get("refused"))):
+                raise RendezvousError([problem])
+
+    @contextlib.contextmanager
+    def _shown_alive(self) -> Iterator[None]:
+        """Show that this launcher lives while it waits for the others (see :meth:`_claim`)."""
+        done = threading.Event()
+
+        def beat() -> None:
+            with contextlib.suppress(RuntimeError):
+                while not done.wait(1.0):
+                    self._store.add(self._alive, 1)
+
+        thread = threading.Thread(target=beat, name="hf_fsdp_alive", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
     def _claim(self) -> None:
         """Claim the number of this machine. Another launcher with this number must be gone."""
@@ -308,6 +338,7 @@ class MachinesRendezvous(Rendezvous):
             meeting.add("left", 1)
             self._wait_for_others(meeting, size)
             raise RendezvousError([Problem(**go["problem"])])
+        self._store.set("met", "")
         number, self.restarts = go["number"], Restarts.from_json(go["restarts"])
         attempt = PrefixStore(go["token"], meeting)
         if number == 0:
@@ -377,8 +408,8 @@ class MachinesRendezvous(Rendezvous):
 _SAME: Final = "Give every machine the same command, config and package. Give each run a port of its own."
 
 
-def differing(mine: Facts, first: Facts) -> Problem | None:
-    """Return a problem unless this machine is about to run what the first one that came runs."""
+def differing(mine: Facts, other: Facts) -> Problem | None:
+    """Return a problem unless this machine is about to run what another one runs."""
     pairs = (
         ("run", "the run {}", "the run {}"),
         ("version", "hf_fsdp_plugin {}", "hf_fsdp_plugin {}"),
@@ -386,16 +417,16 @@ def differing(mine: Facts, first: Facts) -> Problem | None:
         ("max_restarts", "--max_restarts {}", "--max_restarts {}"),
         ("command", "`{}`", "`{}`"),
     )
-    if (mine.ranks, mine.device) != (first.ranks, first.device):
-        here, there = (f"{plural(each.ranks, 'rank')} on {each.device}" for each in (mine, first))
-        message = f"this machine starts {here}, but the first one starts {there}."
-    elif found := next((pair for pair in pairs if getattr(mine, pair[0]) != getattr(first, pair[0])), None):
+    if (mine.ranks, mine.device) != (other.ranks, other.device):
+        here, there = (f"{plural(each.ranks, 'rank')} on {each.device}" for each in (mine, other))
+        message = f"this machine starts {here}, but another one starts {there}."
+    elif found := next((pair for pair in pairs if getattr(mine, pair[0]) != getattr(other, pair[0])), None):
         name, here, there = found
-        mine_text, first_text = (printable(str(getattr(each, name)))[:200] or "without an id" for each in (mine, first))
-        message = f"this machine has {here.format(mine_text)}, but the first one {there.format(first_text)}."
-    elif names := [name for name, value in mine.settings.items() if first.settings.get(name, value) != value]:
-        shown = [f"{name} is {mine.settings[name]}, not {printable(first.settings[name])[:100]}" for name in names[:4]]
-        message = f"this machine has other settings than the first one: {'; '.join(shown)}."
+        mine_text, other_text = (printable(str(getattr(each, name)))[:200] or "without an id" for each in (mine, other))
+        message = f"this machine has {here.format(mine_text)}, but another one {there.format(other_text)}."
+    elif names := [name for name, value in mine.settings.items() if other.settings.get(name, value) != value]:
+        shown = [f"{name} is {mine.settings[name]}, not {printable(other.settings[name])[:100]}" for name in names[:4]]
+        message = f"this machine has other settings than another one: {'; '.join(shown)}."
     else:
         return None
     return Problem(code="FSDP-E708", message=message, fix=_SAME)

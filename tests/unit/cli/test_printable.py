@@ -9,8 +9,9 @@ import numpy
 import pytest
 import saved
 from merge_inputs import save as save_local
+from torch.distributed import HashStore
 
-from hf_fsdp_plugin.launcher.machines import Machines
+from hf_fsdp_plugin.launcher.peers import Peers
 from hf_fsdp_plugin.problems import MAX_SHOWN, CheckpointError, Problem
 from hf_fsdp_plugin.text import fit_table, format_table, printable
 
@@ -124,12 +125,11 @@ def test_escapes_in_a_config_are_escaped_in_output(tmp_path: Path, hf_fsdp: Any,
     assert_printable(out + err)
 
 
-def test_text_of_other_launchers_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
-    machines = object.__new__(Machines)
-    monkeypatch.setattr(machines, "_pulse", type("Pulse", (), {"announced": f"machine 1: {ESCAPES}"}), raising=False)
-    monkeypatch.setattr(machines, "_store", type("Store", (), {"machine": 0}), raising=False)
-    text = machines.failure()
-    assert text is not None and text.startswith("machine 1: ")
+def test_text_of_other_launchers_is_escaped() -> None:
+    store = HashStore()
+    Peers(store, 1, 2).announce(ESCAPES)
+    text = str(Peers(store, 0, 2).failure())
+    assert text.startswith("machine 1: ")
     assert_printable(text)
 
 
