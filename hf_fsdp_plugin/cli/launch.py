@@ -26,7 +26,7 @@ from hf_fsdp_plugin.launcher.flags import LaunchArguments, UsageError, add_help,
 from hf_fsdp_plugin.launcher.peers import LIMIT_VARIABLE as MACHINE_VARIABLE
 from hf_fsdp_plugin.launcher.peers import silence_limit
 from hf_fsdp_plugin.launcher.script_path import check_script
-from hf_fsdp_plugin.launcher.world import World, describe, endpoint, resolve_world
+from hf_fsdp_plugin.launcher.world import World, check_elastic, describe, endpoint, resolve_world
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.runs.identity import RUN_ID_VARIABLE
 from hf_fsdp_plugin.sources.command_line import flag_name
@@ -88,6 +88,7 @@ def _launch(arguments: LaunchArguments) -> int:
     _print_notices(arguments, *(problem for problem in spec.problems if problem.severity == "warning"))
     world = resolve_world(spec, find_accelerators())
     _print_notices(arguments, *world.problems)
+    check_elastic(spec, world, int(arguments.options.get("min_machines", world.num_machines)))
     _note_missing_config(arguments, sources)
     return _run_ranks(arguments, spec, world, handover)
 

@@ -122,12 +122,12 @@ def _run_attempt(job: Job, rendezvous: Rendezvous, on_start: Callable[[], None])
         return 0
     seconds = time.monotonic() - began
     code = exit_code(result)
-    _print_failures(job, result)
     restarts, peers = rendezvous.restarts, rendezvous.peers
     if result.joins and not result.signal_number:
         rendezvous.restarts = restarts.after(FailedAttempt(failure="a machine joined", seconds=seconds, counts=False))
         job.notice("a machine joins the run: the ranks of all machines are started again")
         return None
+    _print_failures(job, result)
     if not code or not restarts.max_restarts:
         return code
     verdict = assess_attempt(result, restarts, machine=peers.machine, seconds=seconds)

@@ -163,6 +163,16 @@ def _check_mesh(spec: FsdpSpec, size: int) -> None:
         raise SpecError(problems)
 
 
+def check_elastic(spec: FsdpSpec, world: World, min_machines: int) -> None:
+    """Check that the mesh can be formed with each number of machines from the minimum on. Raises ``SpecError``."""
+    for num_machines in range(min_machines, world.num_machines):
+        size = num_machines * world.num_local
+        launch = replace(spec.launch, num_machines=num_machines, num_processes=size)
+        if problems := list(check_mesh_size(replace(spec, launch=launch))):
+            allowed = f"--num_machines {min_machines}:{world.num_machines} allows {plural(num_machines, 'machine')}"
+            raise SpecError([replace(each, message=f"{allowed}, but {each.message}") for each in problems])
+
+
 def _check_machines(spec: FsdpSpec) -> None:
     launch = spec.launch
     if launch.num_machines == 1:
