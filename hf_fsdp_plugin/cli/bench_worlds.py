@@ -85,7 +85,7 @@ class Bench:
 
     def _run_ranks(self, world: World, folder: Path, follower: _Follower) -> RunResult:
         from hf_fsdp_plugin.launcher.agent import Job as RankJob  # lazy: imports torch
-        from hf_fsdp_plugin.launcher.agent import run_locally
+        from hf_fsdp_plugin.launcher.attempts import run_locally
 
         handover = LaunchHandover(sources=self.sources, quiet=True)
         spec = replace(self.spec, launch=replace(self.spec.launch, num_processes=world.size))

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import hf_fsdp_plugin
 from hf_fsdp_plugin.cli.dry_run import show_run
@@ -22,6 +21,7 @@ from hf_fsdp_plugin.hangs.hang_watch import hang_limit
 from hf_fsdp_plugin.hangs.rank_files import LOG_DIR_VARIABLE
 from hf_fsdp_plugin.launcher.accelerators import find_accelerators
 from hf_fsdp_plugin.launcher.environment import settings_env
+from hf_fsdp_plugin.launcher.facts import Facts
 from hf_fsdp_plugin.launcher.flags import LaunchArguments, UsageError, add_help, parse_launch_arguments
 from hf_fsdp_plugin.launcher.peers import LIMIT_VARIABLE as MACHINE_VARIABLE
 from hf_fsdp_plugin.launcher.peers import silence_limit
@@ -34,9 +34,6 @@ from hf_fsdp_plugin.sources.config_file import ConfigFile
 from hf_fsdp_plugin.sources.handover import LaunchHandover, absolute, user_variables
 from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.spec.model import FsdpSpec
-
-if TYPE_CHECKING:
-    from hf_fsdp_plugin.launcher.rendezvous import Facts
 
 HELP = "Check a config, then run an unmodified script on every rank with the plugin installed."
 EXAMPLES = (
@@ -94,7 +91,8 @@ def _launch(arguments: LaunchArguments) -> int:
 
 
 def _run_ranks(arguments: LaunchArguments, spec: FsdpSpec, world: World, handover: LaunchHandover) -> int:
-    from hf_fsdp_plugin.launcher.agent import Job, first_restarts, run_attempts  # lazy: imports torch
+    from hf_fsdp_plugin.launcher.agent import Job  # lazy: imports torch
+    from hf_fsdp_plugin.launcher.attempts import first_restarts, run_attempts
     from hf_fsdp_plugin.launcher.rendezvous import MachinesRendezvous, Rendezvous
 
     options = arguments.options
@@ -149,8 +147,6 @@ def _run_id(options: Mapping[str, str]) -> str:
 
 def _facts(arguments: LaunchArguments, spec: FsdpSpec, world: World) -> Facts:
     """Return what must be the same on all machines."""
-    from hf_fsdp_plugin.launcher.rendezvous import Facts
-
     options = arguments.options
     settings = {name: repr(value) for name, value, _ in spec.settings() if name not in _OF_ONE_MACHINE}
     return Facts(

@@ -228,7 +228,8 @@ class _Limit:
 def _run_ranks(
     spec: FsdpSpec, world: World, handover: LaunchHandover, request: Request, scratch: Path, folder: Path
 ) -> tuple[RunResult, str]:
-    from hf_fsdp_plugin.launcher.agent import Job, run_locally  # lazy: imports torch
+    from hf_fsdp_plugin.launcher.agent import Job  # lazy: imports torch
+    from hf_fsdp_plugin.launcher.attempts import run_locally
 
     limit = _Limit(request.limit, folder)
     env = {**settings_env(spec, world, LaunchArguments()), **handover.to_env()}

@@ -1,4 +1,4 @@
-"""The ranks of this machine under torch's elastic agent: each attempt of a run, and what follows a failure.
+"""The ranks of this machine under torch's elastic agent, in one attempt of a run.
 
 Torch's agent meets the other machines, sets torch's variables, starts the processes and handles signals. Added to it
 are what users miss in it: ranks have a moment to fail by themselves before they are stopped, so that the summary names
@@ -12,10 +12,8 @@ import json
 import logging
 import os
 import signal
-import sys
 import tempfile
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -33,9 +31,7 @@ from hf_fsdp_plugin.launcher.run_script import LAUNCHER_VARIABLE
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.runs.exits import FoundHang, RunResult
 from hf_fsdp_plugin.runs.failure_summary import (
-    exit_code,
     first_failure,
-    format_failures,
     has_lost_connection,
     needs_places,
     places_of,
@@ -43,9 +39,7 @@ from hf_fsdp_plugin.runs.failure_summary import (
     summarize_hang,
 )
 from hf_fsdp_plugin.runs.identity import RUN_ID_VARIABLE
-from hf_fsdp_plugin.runs.restart_rule import decide
-from hf_fsdp_plugin.runs.restarts import RESTART_VARIABLE, FailedAttempt, Restarts
-from hf_fsdp_plugin.runs.verdicts import assess_attempt
+from hf_fsdp_plugin.runs.restarts import RESTART_VARIABLE
 from hf_fsdp_plugin.text import plural
 
 # isort: split
@@ -91,60 +85,6 @@ class Job:
     should_stop: Callable[[], str | None] = lambda: None
 
 
-def first_restarts(max_restarts: int, run_id: str = "") -> Restarts:
-    """Return the state of a run that has not started yet."""
-    return Restarts(run_id=run_id or uuid.uuid4().hex, max_restarts=max_restarts)
-
-
-def run_attempts(job: Job, rendezvous: Rendezvous, on_start: Callable[[], None] = lambda: None) -> int:
-    """Run the ranks until they succeed, or until no restart is left or helps. Returns the exit code of the launcher.
-
-    Args:
-        on_start: called when the machines have met, before ranks are started.
-
-    Raises:
-        RendezvousError: the machines did not meet.
-    """
-    try:
-        while (code := _run_attempt(job, rendezvous, on_start)) is None:
-            pass
-        return code
-    finally:
-        rendezvous.shutdown()
-
-
-def _run_attempt(job: Job, rendezvous: Rendezvous, on_start: Callable[[], None]) -> int | None:
-    """Run the ranks once. Returns the exit code, or ``None`` if they are to be started again."""
-    began = time.monotonic()
-    result = run_once(job, rendezvous, on_start)
-    if result is None:
-        job.notice("the run has ended without this machine, which was a spare")
-        return 0
-    seconds = time.monotonic() - began
-    code = exit_code(result)
-    restarts, peers = rendezvous.restarts, rendezvous.peers
-    if result.joins and not result.signal_number:
-        rendezvous.restarts = restarts.after(FailedAttempt(failure="a machine joined", seconds=seconds, counts=False))
-        job.notice("a machine joins the run: the ranks of all machines are started again")
-        return None
-    _print_failures(job, result)
-    if not code or not restarts.max_restarts:
-        return code
-    verdict = assess_attempt(result, restarts, machine=peers.machine, seconds=seconds)
-    if peers.num_ended() and not verdict.final:
-        verdict = replace(verdict, final="the ranks of another machine have ended.")
-    decision = decide([peers.agree(verdict)], restarts)
-    rendezvous.restarts = decision.restarts
-    if decision.problem is not None:
-        print(f"hf-fsdp: {decision.problem}", file=sys.stderr, flush=True)
-        return code
-    last = decision.restarts.failures[-1]
-    after = f" after step {last.steps} of the run" if last.steps is not None else ""
-    count = f"{decision.restarts.num_failures} of {restarts.max_restarts}"
-    job.notice(f"restart {count}: {last.failure}{after}")
-    return None
-
-
 def run_once(job: Job, rendezvous: Rendezvous, on_start: Callable[[], None] = lambda: None) -> RunResult | None:
     """Run the ranks of this machine once. No process of theirs is left afterwards.
 
@@ -174,17 +114,6 @@ def run_once(job: Job, rendezvous: Rendezvous, on_start: Callable[[], None] = la
                 return attempt.result(signal_number=stop.sigval)
             except _BrokenPipe:
                 return attempt.result(signal_number=signal.SIGPIPE)
-
-
-def run_locally(job: Job) -> RunResult:
-    """Run ranks on this machine only, once, with hidden output. Returns how they exited."""
-    rendezvous = Rendezvous(first_restarts(0))
-    try:
-        result = run_once(job, rendezvous)
-    finally:
-        rendezvous.shutdown()
-    assert result is not None  # no machine is a spare
-    return result
 
 
 class _BrokenPipe(Exception):
@@ -410,15 +339,6 @@ def _print_stopping(number: int, num_ranks: int, grace: float) -> None:
     how = f"they have {grace:g} s, and the next {name} kills them" if grace else "they are killed"
     with suppress(OSError):
         os.write(2, f"hf-fsdp: {name}: stopping {plural(num_ranks, 'rank')}; {how}\n".encode())
-
-
-def _print_failures(job: Job, result: RunResult) -> None:
-    live = [rank.rank for rank in (result.exits if job.show_all else result.exits[:1])]
-    sys.stdout.flush()
-    if text := format_failures(result, debug=job.debug, shown_live=live):
-        print(text, file=sys.stderr, flush=True)
-        if job.log_dir is not None and first_failure(result.exits) is not None:
-            print(f"hf-fsdp: all output is in {job.log_dir}{os.sep}rank_*.log", file=sys.stderr)
 
 
 def _prepare_torch() -> None:

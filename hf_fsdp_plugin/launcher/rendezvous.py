@@ -15,10 +15,10 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
 from typing import Any, Final
 
+from hf_fsdp_plugin.launcher.facts import Facts, compare
 from hf_fsdp_plugin.launcher.peers import Peers, silence_limit
 from hf_fsdp_plugin.launcher.world import World, endpoint
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -70,27 +70,6 @@ with _variable("TORCH_CPP_LOG_LEVEL", os.environ.get("TORCH_CPP_LOG_LEVEL", "FAT
 
 class RendezvousError(SpecError):
     """Not all machines joined, or they are about to run different things."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
-    """What all machines of a run must have in common.
-
-    Attributes:
-        ranks: on each machine.
-        run: the id that the user or the batch system gave the run; empty without one.
-        command: script and arguments.
-        settings: from outside the script, without those that may differ between machines.
-    """
-
-    ranks: int
-    device: str
-    max_restarts: int
-    machines: str
-    version: str = ""
-    run: str = ""
-    command: str = ""
-    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 class Rendezvous(RendezvousHandler):
@@ -273,8 +252,8 @@ class MachinesRendezvous(Rendezvous):
                 time.sleep(1.0)  # machine 0 is not started yet
         self._store = PrefixStore(_NAME, store)
         handler = create_handler(store, backend, parameters)
-        mine = json.dumps(asdict(self._facts))
-        if problem := self._difference(self._store.compare_set("facts", "", mine)):
+        mine = self._facts.to_text()
+        if problem := compare(self._facts, self._store.compare_set("facts", "", mine)):
             if not self._store.check(["met"]):  # a run that goes on is left alone; machines that wait learn it, too
                 self._store.set("refused", mine)
                 handler.set_closed()
@@ -282,17 +261,9 @@ class MachinesRendezvous(Rendezvous):
         self._claim()
         self._handler = handler
 
-    def _difference(self, others: bytes) -> Problem | None:
-        """Return a problem unless this machine runs what the facts of another one say."""
-        try:
-            return differing(self._facts, Facts(**json.loads(others)))
-        except (ValueError, TypeError):
-            message = "another machine of the run has another version of this package."
-            return Problem(code="FSDP-E708", message=message, fix=_SAME)
-
     def _raise_refused(self) -> None:
         with contextlib.suppress(RuntimeError):
-            if self._store.check(["refused"]) and (problem := self._difference(self._store.get("refused"))):
+            if self._store.check(["refused"]) and (problem := compare(self._facts, self._store.get("refused"))):
                 raise RendezvousError([problem])
 
     @contextlib.contextmanager
@@ -403,33 +374,6 @@ class MachinesRendezvous(Rendezvous):
             "machines have the same --machine_rank."
         )
         return _error("FSDP-E707", message, fix)
-
-
-_SAME: Final = "Give every machine the same command, config and package. Give each run a port of its own."
-
-
-def differing(mine: Facts, other: Facts) -> Problem | None:
-    """Return a problem unless this machine is about to run what another one runs."""
-    pairs = (
-        ("run", "the run {}", "the run {}"),
-        ("version", "hf_fsdp_plugin {}", "hf_fsdp_plugin {}"),
-        ("machines", "--num_machines {}", "--num_machines {}"),
-        ("max_restarts", "--max_restarts {}", "--max_restarts {}"),
-        ("command", "`{}`", "`{}`"),
-    )
-    if (mine.ranks, mine.device) != (other.ranks, other.device):
-        here, there = (f"{plural(each.ranks, 'rank')} on {each.device}" for each in (mine, other))
-        message = f"this machine starts {here}, but another one starts {there}."
-    elif found := next((pair for pair in pairs if getattr(mine, pair[0]) != getattr(other, pair[0])), None):
-        name, here, there = found
-        mine_text, other_text = (printable(str(getattr(each, name)))[:200] or "without an id" for each in (mine, other))
-        message = f"this machine has {here.format(mine_text)}, but another one {there.format(other_text)}."
-    elif names := [name for name, value in mine.settings.items() if other.settings.get(name, value) != value]:
-        shown = [f"{name} is {mine.settings[name]}, not {printable(other.settings[name])[:100]}" for name in names[:4]]
-        message = f"this machine has other settings than another one: {'; '.join(shown)}."
-    else:
-        return None
-    return Problem(code="FSDP-E708", message=message, fix=_SAME)
 
 
 def _already_here(machine: int) -> Problem:

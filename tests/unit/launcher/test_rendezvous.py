@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from hf_fsdp_plugin import SpecError
-from hf_fsdp_plugin.launcher.agent import first_restarts
-from hf_fsdp_plugin.launcher.rendezvous import Facts, MachinesRendezvous, Rendezvous, differing
+from hf_fsdp_plugin.launcher.attempts import first_restarts
+from hf_fsdp_plugin.launcher.facts import Facts, compare
+from hf_fsdp_plugin.launcher.rendezvous import MachinesRendezvous, Rendezvous
 from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.runs.restarts import FailedAttempt, Restarts
 from hf_fsdp_plugin.spec.model import LaunchSection
@@ -124,7 +125,7 @@ def test_machine_that_does_not_come_back_is_an_error(port: int) -> None:
 def test_another_job_on_the_same_port_is_refused(two: list[MachinesRendezvous], port: int) -> None:
     other = machine(1, port, facts=replace(FACTS, command="other.py"))
     (found,) = at_once(other.next_rendezvous)
-    assert code_of(found) == "FSDP-E708" and "`other.py`, but another one `train.py`" in str(found)
+    assert code_of(found) == "FSDP-E708" and "this machine has `other.py`, another one `train.py`" in str(found)
 
 
 def test_second_launcher_of_a_live_machine_is_refused(two: list[MachinesRendezvous], port: int) -> None:
@@ -165,8 +166,8 @@ def test_machines_that_wait_learn_why_they_do_not_start(port: int) -> None:
     other = machine(1, port, facts=replace(FACTS, ranks=2))
     results = at_once(machine(0, port).next_rendezvous, other.next_rendezvous)
     assert [code_of(result) for result in results] == ["FSDP-E708", "FSDP-E708"]
-    assert "starts 1 rank on cpu, but another one starts 2" in str(results[0])
-    assert "starts 2 ranks on cpu, but another one starts 1" in str(results[1])
+    assert "this machine has 1 rank on cpu, another one 2 ranks on cpu" in str(results[0])
+    assert "this machine has 2 ranks on cpu, another one 1 rank on cpu" in str(results[1])
 
 
 def test_address_without_a_machine_is_refused_at_once() -> None:
@@ -187,17 +188,18 @@ def test_port_in_use_is_refused_at_once(port: int) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"ranks": 2}, "this machine starts 2 ranks on cpu, but another one starts 1 rank on cpu."),
-        ({"max_restarts": 0}, "this machine has --max_restarts 0, but another one --max_restarts 3."),
-        ({"run": "b"}, "this machine has the run b, but another one the run without an id."),
-        ({"settings": {"fsdp.version": "1"}}, "fsdp.version is 1, not 2"),
-        ({"machines": "1:2"}, "--num_machines 1:2"),
+        ({"ranks": 2}, "this machine has 2 ranks on cpu, another one 1 rank on cpu."),
+        ({"max_restarts": 0}, "this machine has --max_restarts 0, another one 3."),
+        ({"run": "b"}, "this machine has the run b, another one without an id."),
+        ({"settings": {"fsdp.version": "1"}}, "fsdp.version 1, another one 2"),
+        ({"machines": "1:2"}, "--num_machines 1:2, another one 2:2"),
     ],
 )
 def test_differences_are_named(change: dict[str, Any], text: str) -> None:
-    problem = differing(replace(FACTS, **change), FACTS)
+    problem = compare(replace(FACTS, **change), FACTS.to_text().encode())
     assert problem is not None and problem.code == "FSDP-E708" and text in problem.message
-    assert differing(FACTS, FACTS) is None
+    assert compare(FACTS, FACTS.to_text().encode()) is None
+    assert compare(FACTS, b"[1]") is not None
 
 
 def test_machine_with_the_store_that_was_killed_may_come_back(port: int) -> None:
