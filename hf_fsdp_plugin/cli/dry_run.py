@@ -12,11 +12,11 @@ from hf_fsdp_plugin.cli.exit_codes import exit_code
 from hf_fsdp_plugin.cli.model_plan import plan_of_model
 from hf_fsdp_plugin.cli.output import print_json
 from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems, text_width
+from hf_fsdp_plugin.hangs.rank_files import LAUNCHER_VARIABLE
 from hf_fsdp_plugin.launcher.accelerators import find_accelerators
 from hf_fsdp_plugin.launcher.flags import LaunchArguments
 from hf_fsdp_plugin.launcher.rank_env import settings_env
 from hf_fsdp_plugin.launcher.rendezvous import describe
-from hf_fsdp_plugin.launcher.run_script import LAUNCHER_VARIABLE
 from hf_fsdp_plugin.launcher.world import World, resolve_world
 from hf_fsdp_plugin.problems import SpecError, has_errors
 from hf_fsdp_plugin.sources.config_file import ConfigFile

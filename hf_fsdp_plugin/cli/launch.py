@@ -15,6 +15,7 @@ from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems
 from hf_fsdp_plugin.hangs.calls import LIMIT_VARIABLE as HANG_VARIABLE
 from hf_fsdp_plugin.hangs.exit_watch import LIMIT_VARIABLE, exit_limit
 from hf_fsdp_plugin.hangs.hang_watch import hang_limit
+from hf_fsdp_plugin.hangs.rank_files import LOG_VARIABLE
 from hf_fsdp_plugin.launcher.accelerators import find_accelerators
 from hf_fsdp_plugin.launcher.attempts import Job, first_restarts, run_attempts
 from hf_fsdp_plugin.launcher.flags import LaunchArguments, UsageError, add_help, parse_launch_arguments
@@ -105,7 +106,7 @@ def _max_restarts(arguments: LaunchArguments) -> int:
 
 def _job(arguments: LaunchArguments, spec: FsdpSpec, world: World, handover: LaunchHandover) -> Job:
     options = arguments.options
-    limit, is_strict = hang_limit(options.get("hang_timeout"))
+    given = {HANG_VARIABLE: options.get("hang_timeout"), LOG_VARIABLE: options.get("log_dir")}
     return Job(
         launch=spec.launch,
         world=world,
@@ -113,7 +114,7 @@ def _job(arguments: LaunchArguments, spec: FsdpSpec, world: World, handover: Lau
         env={
             **os.environ,
             **settings_env(spec, world, arguments),
-            HANG_VARIABLE: f"{limit:g}",
+            **{name: value for name, value in given.items() if value is not None},
             **handover.to_env(),
             **arguments.env,
         },
@@ -122,8 +123,6 @@ def _job(arguments: LaunchArguments, spec: FsdpSpec, world: World, handover: Lau
         show_all=options.get("show_ranks") == "all" or options.get("tee", "0") != "0",
         log_dir=Path(options["log_dir"]) if "log_dir" in options else None,
         notice=lambda notice: _print_notices(arguments, notice),
-        hang_limit=limit,
-        hang_limit_is_strict=is_strict,
     )
 
 

@@ -44,14 +44,15 @@ _SAMPLE_SECONDS: Final = 1.0
 
 
 class WatchedRank(Protocol):
-    """A rank of this machine, as the launcher started it."""
-
-    rank: int
-    files: RankFiles
+    """A rank of this machine."""
 
     @property
+    def rank(self) -> int: ...
+    @property
+    def files(self) -> RankFiles: ...
+    @property
     def pid(self) -> int: ...
-    def poll(self) -> int | None: ...
+    def is_gone(self) -> bool: ...
     def request_stacks(self) -> None: ...
 
 
@@ -94,8 +95,7 @@ class HangWatch:
         is_strict: whether the limit also holds for late ranks that are busy or wait for files. Otherwise these are
             named in a notice, and the limit is 0.9 of the time-out of the process groups; for files, at most five
             limits.
-        inquiries: asks the launchers of other machines.
-        num_local, world_size: number of ranks of this machine, and of the run.
+        inquiries: asks the other machines.
         notice: prints a message for the user.
     """
 
@@ -105,14 +105,11 @@ class HangWatch:
         limit: float,
         is_strict: bool,
         inquiries: Inquiries,
-        num_local: int,
-        world_size: int,
         notice: Callable[[object], None],
     ) -> None:
         self._limit = limit
         self._is_strict = is_strict
         self._inquiries = inquiries
-        self._num_local, self._world_size = num_local, world_size
         self._notice = notice
         self._pause = min(1.0, limit / 8)
         self._next_poll = 0.0
@@ -163,11 +160,10 @@ class HangWatch:
 
     def _diagnose(self, ranks: Sequence[WatchedRank], limit: float, longest: float) -> Hang | None:
         own, stacks = self._read(ranks)
-        answers = self._inquiries.ask(own)
-        if answers is None:
+        others = self._inquiries.ask(own)
+        if others is None:
             return None
-        others, silent = answers
-        known = {rank.rank: rank for rank in (*own, *others, *self._unreachable(silent))}
+        known = {rank.rank: rank for rank in (*own, *others)}
         diagnosis = diagnose(known.values(), limit=limit)
         if diagnosis is None:
             self._note_standstill(own, limit, longest)
@@ -190,13 +186,6 @@ class HangWatch:
             self._has_stood_still = True
             self._notice(describe_standstill(own, longest))
 
-    def _unreachable(self, silent: Sequence[int]) -> list[RankCalls]:
-        return [
-            RankCalls(rank=rank, state="unreachable", detail=f"machine {machine}")
-            for machine in silent
-            for rank in range(machine * self._num_local, min((machine + 1) * self._num_local, self._world_size))
-        ]
-
     def _read(self, ranks: Sequence[WatchedRank]) -> tuple[list[RankCalls], dict[int, Sequence[Frame]]]:
         """Return what is known of the ranks of this machine, and their stacks."""
         before = self._sample
@@ -214,7 +203,7 @@ class HangWatch:
             moved |= _moved(before, self._take_sample(ranks))
         found = []
         for rank in ranks:
-            state, detail = _state(rank)
+            state = _state(rank)
             stack = after.stacks[rank.rank]
             counts = read_counts(rank.files.steps)
             place = find_place(stack, counts)
@@ -230,7 +219,6 @@ class HangWatch:
                 replace(
                     calls[rank.rank],
                     state=state,
-                    detail=detail,
                     place=str(place or ""),
                     call=place.call if place is not None else "",
                     cpu=used,
@@ -246,7 +234,7 @@ class HangWatch:
     def _take_sample(self, ranks: Sequence[WatchedRank]) -> _Sample:
         now, use = time.monotonic(), processor_use([rank.pid for rank in ranks])  # before the ranks handle a signal
         for rank in ranks:
-            if rank.poll() is None:
+            if not rank.is_gone():
                 rank.request_stacks()
         time.sleep(_STACK_SECONDS)
         return _Sample(now, use, {rank.rank: tuple(read_stack(rank.files.stacks)) for rank in ranks})
@@ -268,13 +256,12 @@ def _busy_limit(waiting: Iterable[RankCalls]) -> float:
     return _BUSY_TIMEOUT_SHARE * min(timeouts) if timeouts else float("inf")
 
 
-def _state(rank: WatchedRank) -> tuple[str, str]:
-    code = rank.poll()
+def _state(rank: WatchedRank) -> str:
     if rank.files.ended.exists():
-        return "ended", ""
-    if code is not None:
-        return "exited", f"exit code {code}"
-    return ("halted", "") if is_halted(rank.pid) else ("running", "")
+        return "ended"
+    if rank.is_gone():
+        return "exited"
+    return "halted" if is_halted(rank.pid) else "running"
 
 
 def hang_limit(given: str | None) -> tuple[float, bool]:

@@ -18,8 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hf_fsdp_plugin.hangs.hang_report import format_hang, write_hang
-from hf_fsdp_plugin.hangs.hang_watch import Hang, HangWatch
 from hf_fsdp_plugin.hangs.rank_files import RankFiles, write_atomically
 from hf_fsdp_plugin.launcher.rank_env import rank_env, restart_env
 from hf_fsdp_plugin.launcher.ranks import Ranks
@@ -33,7 +31,6 @@ from hf_fsdp_plugin.runs.failure_summary import (
     needs_places,
     places_of,
     summarize,
-    summarize_hang,
 )
 from hf_fsdp_plugin.runs.restarts import Restarts
 from hf_fsdp_plugin.runs.verdicts import assess_attempt
@@ -50,8 +47,6 @@ class Job:
         role: role name of the ranks, as in torchrun.
         grace: seconds that ranks have to exit after a signal to the launcher.
         notice: prints a message for the user.
-        hang_limit: seconds that a rank may wait in a collective; 0 for any time.
-        hang_limit_is_strict: whether that includes waits for busy ranks.
     """
 
     launch: LaunchSection
@@ -63,8 +58,6 @@ class Job:
     show_all: bool
     log_dir: Path | None
     notice: Callable[[object], None]
-    hang_limit: float = 0.0
-    hang_limit_is_strict: bool = False
 
 
 def first_restarts(max_restarts: int) -> Restarts:
@@ -126,35 +119,17 @@ def _run_ranks(job: Job, rendezvous: Rendezvous, restarts: Restarts) -> RunResul
             result = ranks.watch(
                 grace=job.grace,
                 peers=rendezvous.peers,
-                hangs=_hang_watch(job, rendezvous) if job.hang_limit else None,
-                report_hang=lambda hang: _report_hang(job, rendezvous, hang),
             )
         finally:
             ranks.close()
         first = first_failure(result.exits)
         if first is not None:
-            rendezvous.peers.announce(f"rank {first.rank}: {summarize(first)}")
+            hang = result.hang
+            rendezvous.peers.announce(hang.message if hang is not None else f"rank {first.rank}: {summarize(first)}")
             if needs_places(result):
                 elsewhere, notes = rendezvous.peers.share_places(places_of(result.exits))
                 result = replace(result, elsewhere=tuple(elsewhere), notes=tuple(notes))
     return result
-
-
-def _hang_watch(job: Job, rendezvous: Rendezvous) -> HangWatch:
-    return HangWatch(
-        limit=job.hang_limit,
-        is_strict=job.hang_limit_is_strict,
-        inquiries=rendezvous.peers.inquiries,
-        num_local=job.world.num_local,
-        world_size=job.world.size,
-        notice=job.notice,
-    )
-
-
-def _report_hang(job: Job, rendezvous: Rendezvous, hang: Hang) -> None:
-    rendezvous.peers.announce(summarize_hang(hang))
-    text = format_hang(hang, write_hang(hang, job.log_dir, limit=job.hang_limit))
-    print(text, file=sys.stderr, flush=True)
 
 
 def _print_failures(job: Job, rendezvous: Rendezvous, result: RunResult) -> None:

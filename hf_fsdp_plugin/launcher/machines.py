@@ -12,7 +12,6 @@ import json
 import time
 from collections.abc import Sequence
 
-from hf_fsdp_plugin.hangs.inquiries import Inquiries, StoreInquiries
 from hf_fsdp_plugin.hangs.places import RanksAt
 from hf_fsdp_plugin.launcher.launcher_store import POLL_SECONDS, LauncherStore, StoreLost, in_thread
 from hf_fsdp_plugin.launcher.meeting import Meeting
@@ -86,13 +85,8 @@ class Machines(Peers):
         self._meeting, self._launch, self._world, self._store = meeting, launch, world, store
         watched = range(1, world.num_machines) if store.machine == 0 else [0]
         self._pulse = Pulse(store, watched)
-        self._inquiries = StoreInquiries(store, world.num_machines, lambda: self._pulse.num_asked)
         self._first_to_fail = ""
         self._lost = False
-
-    @property
-    def inquiries(self) -> Inquiries:
-        return self._inquiries
 
     def failure(self) -> str | None:
         pulse = self._pulse

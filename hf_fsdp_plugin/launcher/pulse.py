@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Sequence
 
-from hf_fsdp_plugin.hangs.inquiries import ASKED
 from hf_fsdp_plugin.launcher.launcher_store import LauncherStore, beat_key
 from hf_fsdp_plugin.launcher.store_threads import PREFIX
 
@@ -37,7 +36,6 @@ class Pulse:
     Attributes:
         announced: the failure of a rank that a machine has announced; empty without one.
         broken: whether the store is gone.
-        num_asked: how often a machine has asked what the ranks of the others do (see ``inquiries``).
     """
 
     def __init__(self, store: LauncherStore, watched: Sequence[int]) -> None:
@@ -51,7 +49,6 @@ class Pulse:
         self._closed = threading.Event()
         self.announced = ""
         self.broken = False
-        self.num_asked = 0
         self._thread = threading.Thread(target=self._run, name=f"{PREFIX}pulse", daemon=True)
         self._thread.start()
 
@@ -87,7 +84,6 @@ class Pulse:
         failed = self._store.key("failed")
         if not self.announced and self._store.has(failed):
             self.announced = self._store.get(failed)
-        self.num_asked = self._store.count(self._store.key(ASKED))
         machines = [machine for machine in self._seen if machine not in self._left]
         keys = [beat_key(machine) for machine in machines]
         if not keys or not self._store.has(*keys):  # at the beginning

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 from hf_fsdp_plugin.devices import get_device
+from hf_fsdp_plugin.hangs.rank_files import LAUNCHER_VARIABLE
 from hf_fsdp_plugin.launcher.flags import LaunchArguments
 from hf_fsdp_plugin.launcher.rendezvous import Rendezvous
-from hf_fsdp_plugin.launcher.run_script import LAUNCHER_VARIABLE
 from hf_fsdp_plugin.launcher.world import World, num_threads
 from hf_fsdp_plugin.runs.restarts import RESTART_VARIABLE, Restarts
 from hf_fsdp_plugin.spec.model import FsdpSpec

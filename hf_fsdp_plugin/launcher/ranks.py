@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_fsdp_plugin.hangs.hang_watch import Hang, HangWatch
+from hf_fsdp_plugin.hangs.hang_report import FoundHang
 from hf_fsdp_plugin.hangs.rank_files import FILES_VARIABLE, RankFiles
 from hf_fsdp_plugin.launcher.leftovers import RUN_VARIABLE, Guard, Leftover, end_processes, run_name
 from hf_fsdp_plugin.launcher.rank_output import RankOutput
@@ -94,17 +94,12 @@ class Ranks:
         *,
         grace: float,
         peers: Peers,
-        hangs: HangWatch | None = None,
-        report_hang: Callable[[Hang], None] = lambda hang: None,
     ) -> RunResult:
         """Wait for the ranks and forward signals. If a rank fails, here or on another machine, stop all.
 
         Args:
             grace: seconds ranks have to exit after SIGINT or SIGTERM.
-            hangs: finds ranks that wait for others for too long.
-            report_hang: called before the ranks are ended because of a hang.
         """
-        hang: Hang | None = None
         remote_failure: str | None = None
         failed_at: float | None = None
         with self._forwarded_signals(grace):
@@ -115,9 +110,6 @@ class Ranks:
                     if remote_failure or any(rank.has_failed for rank in self._ranks):
                         failed_at = now
                         self._request_stacks()
-                    elif hangs is not None and (hang := hangs.poll(self._ranks)) is not None:
-                        failed_at = now - _SETTLE_SECONDS
-                        report_hang(hang)
                 if failed_at is not None:
                     self._stop_after_failure(now - failed_at)
                 if now > self._kill_at:
@@ -136,6 +128,7 @@ class Ranks:
         self._output.finish()
         self._print_notices()
         exits = tuple(rank.result() for rank in self._ranks)
+        hang = FoundHang.read(RankFiles(self._scratch / "rank").hang)
         return RunResult(exits=exits, signal_number=self._signal, remote_failure=remote_failure, hang=hang)
 
     def close(self) -> None:

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from hf_fsdp_plugin.hangs.inquiries import Inquiries
 from hf_fsdp_plugin.hangs.places import RanksAt
 from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -36,11 +35,6 @@ class Peers:
 
     def announce(self, text: str) -> None:
         """Announce to the other machines that a rank failed here."""
-
-    @property
-    def inquiries(self) -> Inquiries:
-        """How the launchers ask each other what their ranks do."""
-        return Inquiries()
 
     def share_places(self, places: Sequence[RanksAt]) -> tuple[list[RanksAt], list[str]]:
         """Share where the ranks of this machine were when the run failed.

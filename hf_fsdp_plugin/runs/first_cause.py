@@ -1,0 +1,87 @@
+"""Why a rank has lost the connection to others, from the files of the ranks of its machine: under every launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from hf_fsdp_plugin.hangs.call_files import read_calls
+from hf_fsdp_plugin.hangs.peers import Peer, find_peers
+from hf_fsdp_plugin.hangs.places import Frame, read_stack
+from hf_fsdp_plugin.hangs.rank_files import RankFiles
+from hf_fsdp_plugin.hangs.step_count import read_counts
+from hf_fsdp_plugin.runs.exits import RankExit, RunResult
+from hf_fsdp_plugin.runs.failure_summary import explain, first_failure, has_lost_connection, summarize
+
+_SECONDS: Final = 2.0
+"""Seconds that the ranks of the machine have to record their failures."""
+_POLL_SECONDS: Final = 0.1
+
+
+def find_first_cause(rank: int, files: RankFiles) -> str:
+    """Return what the other ranks of this machine show of the cause; empty if that is nothing, or no lost connection.
+
+    Waits until one of them has failed otherwise or has exited, and for at most two seconds.
+
+    Args:
+        rank, files: of this process, which has recorded its failure.
+    """
+    exits: Sequence[RankExit] = ()
+    deadline = time.monotonic() + _SECONDS
+    while True:
+        exits = [exit_of(peer) for peer in find_peers(files.stem.parent)]
+        own = next((each for each in exits if each.rank == rank), None)
+        if own is None or not has_lost_connection(own) or files.hang.exists():
+            return ""
+        first = first_failure(exits)
+        is_known = first is not None and not has_lost_connection(first)
+        others = [each for each in exits if each is not own]
+        is_known |= any(each.left_silently for each in others) or all(each.failure is not None for each in others)
+        if is_known or time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_SECONDS)
+    if first is not None and not has_lost_connection(first):
+        place = f" {first.place}" if first.place is not None else ""
+        return f"rank {first.rank} failed first{place}: {summarize(first)}"
+    problem = explain(own, RunResult(exits=tuple(exits)))
+    return str(problem or "")
+
+
+def exit_of(peer: Peer) -> RankExit:
+    """Return what another rank can know of how a rank exited, or that it runs."""
+    failure = _read(peer.files.failure)
+    frames = [Frame(frame["file"], frame["line"], frame["name"]) for frame in failure["frames"]] if failure else []
+    counts, calls = read_counts(peer.files.steps), read_calls(peer.rank, peer.files.calls)
+    if counts is not None:
+        calls = replace(calls, steps=counts.steps, forwards=counts.forwards)
+    is_gone = peer.is_gone()
+    if failure is None and not is_gone and peer.pid != os.getpid():
+        peer.request_stacks()
+        time.sleep(0.05)
+    return RankExit(
+        rank=peer.rank,
+        pid=peer.pid,
+        code=0,
+        code_is_known=False,
+        stopped=not is_gone,
+        time=failure["time"] if failure is not None else time.time(),
+        failure=failure,
+        tail=(),
+        stack=tuple(frames or read_stack(peer.files.stacks)),
+        counts=counts,
+        ended=peer.files.ended.exists(),
+        calls=calls,
+    )
+
+
+def _read(path: Path) -> Mapping[str, Any] | None:
+    try:
+        content: Mapping[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return content
