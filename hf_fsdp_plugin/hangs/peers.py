@@ -6,11 +6,10 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_fsdp_plugin.hangs.places import STACK_SIGNAL
+from hf_fsdp_plugin.hangs.places import request_stack, stack_file
 from hf_fsdp_plugin.hangs.processes import is_gone, start_of
 from hf_fsdp_plugin.hangs.rank_files import RankFiles, write_atomically
 
@@ -33,9 +32,11 @@ class Peer:
         return is_gone(self.pid, self.start)
 
     def request_stacks(self) -> None:
-        """Make it record its stacks."""
-        if STACK_SIGNAL is not None and self.files.stacks.exists():
-            self.send(STACK_SIGNAL)
+        """Make it record its stack."""
+        if self.pid == os.getpid():
+            stack_file.record()
+        elif not self.is_gone():
+            request_stack(self.files.stacks, self.pid)
 
     def send(self, number: int) -> None:
         if not self.is_gone():
@@ -58,8 +59,3 @@ def find_peers(folder: Path) -> list[Peer]:
             if content["host"] == socket.gethostname():
                 found.append(Peer(content["rank"], RankFiles(path.with_suffix("")), content["pid"], content["start"]))
     return sorted(found, key=lambda peer: peer.rank)
-
-
-def running(peers: Sequence[Peer]) -> list[Peer]:
-    """Return the ranks whose process has not exited."""
-    return [peer for peer in peers if not peer.is_gone()]

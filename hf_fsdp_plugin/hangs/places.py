@@ -8,6 +8,7 @@ interpreter's lock, and costs nothing until then.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import functools
 import io
@@ -32,6 +33,7 @@ STACK_SIGNAL: Final = getattr(signal, "SIGRTMAX", 0) - 3 if hasattr(signal, "SIG
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+).*\(most recent call first\):")
+_OF_SIGNAL: Final = "Stack (most recent call first):"
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?+) in (.*)')
 _FORWARD: Final = ("module.py", "call_impl")
 """File of torch's modules, and the end of the name of the function that calls a module."""
@@ -153,22 +155,28 @@ class StackFile:
         with contextlib.suppress(ValueError, OSError, io.UnsupportedOperation, RuntimeError):
             part = path.with_suffix(".part")
             self._descriptor = os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND, 0o600)
-            self.follow_thread(threading.main_thread().ident or 0)
+            self.follow_thread(threading.main_thread())
             self._enables = crashes
             if crashes:
                 faulthandler.enable(self._descriptor, all_threads=True)
             if STACK_SIGNAL is not None:
-                faulthandler.register(STACK_SIGNAL, self._descriptor, all_threads=True)
+                # Only the thread that receives the signal: others may run, and to read their frames then can crash.
+                faulthandler.register(STACK_SIGNAL, self._descriptor, all_threads=False)
                 self._sigterm = signal.getsignal(signal.SIGTERM)
-                faulthandler.register(signal.SIGTERM, self._descriptor, all_threads=True, chain=True)
+                faulthandler.register(signal.SIGTERM, self._descriptor, all_threads=False, chain=True)
             # The name appears when the handler is installed: before, the signal would end the process.
             os.replace(part, path)
 
-    def follow_thread(self, thread: int) -> None:
+    def follow_thread(self, thread: threading.Thread) -> None:
         """Record which thread is the one whose stack :func:`read_stack` returns."""
         if self._descriptor is not None:
             with contextlib.suppress(OSError):
-                os.write(self._descriptor, f"main 0x{thread:x}\n".encode())
+                os.write(self._descriptor, f"main 0x{thread.ident or 0:x} {thread.native_id}\n".encode())
+
+    def record(self) -> None:
+        """Record the stacks of all threads now, from another thread than the one that trains."""
+        if self._descriptor is not None:
+            faulthandler.dump_traceback(self._descriptor, all_threads=True)
 
     def close(self) -> None:
         """Stop recording."""
@@ -185,6 +193,18 @@ class StackFile:
         self._descriptor = None
 
 
+stack_file = StackFile()
+"""The file of this process."""
+
+
+def request_stack(path: Path, pid: int) -> None:
+    """Make another process record the stack of the thread that trains in ``path``. Does nothing if it cannot yet."""
+    with contextlib.suppress(OSError, ValueError, IndexError, AttributeError):
+        lines = [line for line in path.read_text(errors="replace").splitlines() if line.startswith("main 0x")]
+        if STACK_SIGNAL is not None:
+            ctypes.CDLL(None).tgkill(pid, int(lines[-1].split()[2]), STACK_SIGNAL)
+
+
 def read_stack(path: Path) -> list[Frame]:
     """Return the last recorded stack of the thread that trains, outermost frame first; empty if there is none."""
     try:
@@ -196,7 +216,9 @@ def read_stack(path: Path) -> list[Frame]:
     is_main = False
     for line in lines:
         if line.startswith("main 0x"):
-            main = int(line.partition(" ")[2], 16)
+            main = int(line.split()[1], 16)
+        elif line.startswith(_OF_SIGNAL):
+            is_main, stack = True, []
         elif (thread := _THREAD.match(line)) is not None:
             is_main = int(thread[1], 16) == main
             if is_main:

@@ -12,6 +12,7 @@ import faulthandler
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Final
 
@@ -22,7 +23,7 @@ from hf_fsdp_plugin.hangs.exit_watch import ExitWatch, exit_limit
 from hf_fsdp_plugin.hangs.failures import failure_of, write_error_file
 from hf_fsdp_plugin.hangs.hang_watch import hang_limit
 from hf_fsdp_plugin.hangs.peers import find_peers, register
-from hf_fsdp_plugin.hangs.places import StackFile
+from hf_fsdp_plugin.hangs.places import format_frames, stack_file
 from hf_fsdp_plugin.hangs.rank_files import (
     FILES_VARIABLE,
     LAUNCHER_VARIABLE,
@@ -61,7 +62,6 @@ class Watch:
         self._pid = 0
         self._is_given = False
         self._watcher: Watcher | None = None
-        self._stacks = StackFile()
         self._failed: BaseException | None = None
         self._knows_forks = False
 
@@ -118,7 +118,7 @@ class Watch:
             if not find_peers(files.stem.parent):  # the first rank: a hang of an earlier run with the same name
                 files.hang.unlink(missing_ok=True)
         crashes = self.has_launcher or not faulthandler.is_enabled()
-        self._stacks.open(files.stacks, crashes=crashes)
+        stack_file.open(files.stacks, crashes=crashes)
         step_count.open(files.steps)
         session.in_flight_file = files.saving
         with contextlib.suppress(OSError, ValueError):
@@ -131,7 +131,7 @@ class Watch:
     def follow_thread(self) -> None:
         """Take the calling thread as the one that trains, which is not always the main thread of the process."""
         record.follow_thread()
-        self._stacks.follow_thread(record.main)
+        stack_file.follow_thread(threading.current_thread())
 
     def _exit_watch(self, limit: float, watcher: Watcher) -> ExitWatch:
         def fail(problem: Problem) -> None:
@@ -164,8 +164,8 @@ class Watch:
         write_atomically(self.files.failure, json.dumps(failure))
         note = find_first_cause(self._rank, self.files) if not self.has_launcher else ""
         message = failure["message"] or f"exit code {getattr(error, 'code', 1)}"
-        details = "\n".join(part for part in (failure["traceback"] or message, note and f"hf-fsdp: {note}") if part)
-        write_error_file(message, details)
+        lines = [message, *format_frames(failure["frames"]), *([f"hf-fsdp: {note}"] if note else [])]
+        write_error_file(message, "\n".join(lines))
         return note
 
     def _at_exit(self) -> None:
@@ -209,7 +209,7 @@ class Watch:
     def _close(self) -> None:
         from hf_fsdp_plugin.backends.arrivals import arrivals
 
-        self._stacks.close()
+        stack_file.close()
         arrivals.listen(lambda call: None)
         record.close()
         step_count.close()
@@ -217,7 +217,7 @@ class Watch:
     def _forget(self) -> None:
         """Leave the records to the parent of this forked process."""
         if self.files is not None:
-            self._stacks.close()
+            stack_file.close()
             record.forget()
             step_count.forget()
             self.files = self._watcher = session.in_flight_file = None

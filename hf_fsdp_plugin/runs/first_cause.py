@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +20,14 @@ from hf_fsdp_plugin.hangs.step_count import read_counts
 from hf_fsdp_plugin.runs.exits import RankExit, RunResult
 from hf_fsdp_plugin.runs.failure_summary import explain, first_failure, has_lost_connection, summarize
 
+_CRASHES: Final = {
+    "Aborted": signal.SIGABRT,
+    "Segmentation fault": signal.SIGSEGV,
+    "Bus error": signal.SIGBUS,
+    "Floating-point exception": signal.SIGFPE,
+    "Illegal instruction": signal.SIGILL,
+}
+"""Words of ``faulthandler`` -> the signal that has ended the process."""
 _SECONDS: Final = 2.0
 """Seconds that the ranks of the machine have to record their failures."""
 _POLL_SECONDS: Final = 0.1
@@ -45,11 +55,12 @@ def find_first_cause(rank: int, files: RankFiles) -> str:
         if is_known or time.monotonic() > deadline:
             break
         time.sleep(_POLL_SECONDS)
-    if first is not None and not has_lost_connection(first):
-        place = f" {first.place}" if first.place is not None else ""
-        return f"rank {first.rank} failed first{place}: {summarize(first)}"
-    problem = explain(own, RunResult(exits=tuple(exits)))
-    return str(problem or "")
+    problem = explain(first or own, RunResult(exits=tuple(exits)))
+    if first is None or has_lost_connection(first):
+        return str(problem or "")
+    place = f" {first.place}" if first.place is not None else ""
+    more = f". {problem}" if problem is not None else ""
+    return f"rank {first.rank} failed first{place}: {summarize(first)}{more}"
 
 
 def exit_of(peer: Peer) -> RankExit:
@@ -60,14 +71,15 @@ def exit_of(peer: Peer) -> RankExit:
     if counts is not None:
         calls = replace(calls, steps=counts.steps, forwards=counts.forwards)
     is_gone = peer.is_gone()
+    crash = _crash(peer.files.stacks) if is_gone and failure is None else 0
     if failure is None and not is_gone and peer.pid != os.getpid():
         peer.request_stacks()
         time.sleep(0.05)
     return RankExit(
         rank=peer.rank,
         pid=peer.pid,
-        code=0,
-        code_is_known=False,
+        code=-crash,
+        code_is_known=bool(crash),
         stopped=not is_gone,
         time=failure["time"] if failure is not None else time.time(),
         failure=failure,
@@ -77,6 +89,14 @@ def exit_of(peer: Peer) -> RankExit:
         ended=peer.files.ended.exists(),
         calls=calls,
     )
+
+
+def _crash(path: Path) -> int:
+    """Return the signal of a crash in native code, whose stack a process has recorded; 0 without one."""
+    with contextlib.suppress(OSError):
+        text = path.read_text(errors="replace")
+        return next((number for words, number in _CRASHES.items() if f"Fatal Python error: {words}" in text), 0)
+    return 0
 
 
 def _read(path: Path) -> Mapping[str, Any] | None:
