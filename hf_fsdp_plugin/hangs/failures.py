@@ -6,10 +6,11 @@ import json
 import os
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from hf_fsdp_plugin.hangs.places import is_library
+from hf_fsdp_plugin.hangs.places import Frame, is_library
 from hf_fsdp_plugin.hangs.rank_files import write_atomically
 from hf_fsdp_plugin.problems import SpecError
 
@@ -45,6 +46,20 @@ def failure_of(error: BaseException) -> dict[str, Any]:
         "message": "".join(details.format_exception_only()).strip(),
         "traceback": "".join(details.format()),
     }
+
+
+def read_failure(path: Path) -> dict[str, Any] | None:
+    """Return the failure that a rank has recorded; ``None`` if it has recorded none."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return content
+
+
+def stack_of(failure: Mapping[str, Any] | None) -> list[Frame]:
+    """Return the stack of a failure, outermost frame first; empty without one."""
+    return [Frame(each["file"], each["line"], each["name"]) for each in failure["frames"]] if failure else []
 
 
 def write_error_file(message: str, details: str = "") -> None:

@@ -15,6 +15,7 @@ from hf_fsdp_plugin.hangs.call_files import Glance, glance, read_calls
 from hf_fsdp_plugin.hangs.calls import LIMIT_VARIABLE, RankCalls
 from hf_fsdp_plugin.hangs.describe import describe, describe_busy, describe_standstill
 from hf_fsdp_plugin.hangs.diagnose import Diagnosis, diagnose
+from hf_fsdp_plugin.hangs.failures import read_failure, stack_of
 from hf_fsdp_plugin.hangs.inquiries import Inquiries
 from hf_fsdp_plugin.hangs.places import Frame, find_place, read_stack, waits_for_data
 from hf_fsdp_plugin.hangs.processes import Use, is_halted, processor_use
@@ -121,8 +122,7 @@ class HangWatch:
 
     def poll(self, ranks: Sequence[WatchedRank]) -> Hang | None:
         """Return a hang that ends the run, if there is one. Reads some bytes per rank and second until ranks wait."""
-        if self._inquiries.is_asked():
-            self._inquiries.answer(self._read(ranks)[0])
+        self.answer(ranks)
         now = time.monotonic()
         if now < self._next_poll:
             return None
@@ -139,6 +139,11 @@ class HangWatch:
             return None
         self._next_diagnosis = now + limit / 4
         return self._diagnose(ranks, limit, longest)
+
+    def answer(self, ranks: Sequence[WatchedRank]) -> None:
+        """Answer the questions of other machines."""
+        if self._inquiries.is_asked():
+            self._inquiries.answer(self._read(ranks)[0])
 
     def _longest_wait(self, glances: Mapping[int, Glance], now: float) -> float:
         """Return the longest wait in a collective or, if no rank is in one, the shortest time without a new one."""
@@ -204,7 +209,7 @@ class HangWatch:
         found = []
         for rank in ranks:
             state = _state(rank)
-            stack = after.stacks[rank.rank]
+            stack = stack_of(read_failure(rank.files.failure)) or after.stacks[rank.rank]
             counts = read_counts(rank.files.steps)
             place = find_place(stack, counts)
             old, new = before.use.get(rank.pid, Use()), after.use.get(rank.pid, Use())

@@ -32,7 +32,7 @@ THREAD: Final = "hf_fsdp_store"
 """Name of the threads that are in a request to the store."""
 _MAX_ANSWER: Final = 64 << 20
 """Maximum number of bytes of the records of a machine."""
-_LIMIT: Final = 10.0
+ANSWER_SECONDS: Final = 10.0
 """Seconds that a machine has to answer, in which it reads its ranks' stacks."""
 _REQUEST_SECONDS: Final = 10.0
 """Seconds that a request to the store may take."""
@@ -109,13 +109,14 @@ class Inquiries:
     def answer(self, ranks: Sequence[RankCalls]) -> None:
         """Answer with the ranks of this machine."""
 
-    def ask(self, ranks: Sequence[RankCalls]) -> list[RankCalls] | None:
+    def ask(self, ranks: Sequence[RankCalls], seconds: float = ANSWER_SECONDS) -> list[RankCalls] | None:
         """Return the ranks of the other machines; those of machines that did not answer are unreachable.
 
         Returns ``None`` if a machine has announced a hang: it does not answer any more.
 
         Args:
             ranks: the ranks of this machine, in case another one asks at the same time.
+            seconds: time to answer.
         """
         return []
 
@@ -184,11 +185,12 @@ class StoreInquiries(Inquiries):
             store.add(f"{question}/answers", 1)
         self._answered = self._asked = newest
 
-    def ask(self, ranks: Sequence[RankCalls]) -> list[RankCalls] | None:
+    def ask(self, ranks: Sequence[RankCalls], seconds: float = ANSWER_SECONDS) -> list[RankCalls] | None:
         found: list[RankCalls] = []
         silent: dict[int, Mapping[str, Any]] = {}
         with contextlib.suppress(StoreLost):
-            if not self._store.ask(lambda store: self._collect(store, ranks, found, silent), 2 * _LIMIT):
+            deadline = time.monotonic() + seconds
+            if not self._store.ask(lambda store: self._collect(store, ranks, found, silent, deadline), 2 * seconds):
                 return None
         known = list(found)
         missing = set(range(self._world_size)) - set(self._ranks) - {rank.rank for rank in known}
@@ -199,7 +201,12 @@ class StoreInquiries(Inquiries):
         ]
 
     def _collect(
-        self, store: Any, ranks: Sequence[RankCalls], found: list[RankCalls], silent: dict[int, Mapping[str, Any]]
+        self,
+        store: Any,
+        ranks: Sequence[RankCalls],
+        found: list[RankCalls],
+        silent: dict[int, Mapping[str, Any]],
+        deadline: float,
     ) -> bool:
         """Add the ranks of the machines that answer to ``found``. Returns whether no hang was announced."""
         self._look(store)
@@ -208,7 +215,7 @@ class StoreInquiries(Inquiries):
                 silent[machine] = _machine(store.get(f"machine/{machine}"))
         question = store.add("asked", 1)
         store.add("news", 1)
-        deadline, num_read = time.monotonic() + _LIMIT, 0
+        num_read = 0
         while silent and time.monotonic() < deadline:
             if self._has_announcement(store):
                 return False

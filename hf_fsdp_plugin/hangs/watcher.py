@@ -16,12 +16,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from hf_fsdp_plugin.hangs.call_files import glance
+from hf_fsdp_plugin.hangs.calls import RankCalls
 from hf_fsdp_plugin.hangs.exit_watch import ExitWatch
 from hf_fsdp_plugin.hangs.failures import write_error_file
 from hf_fsdp_plugin.hangs.hang_report import FoundHang, found_hang, write_hang
@@ -44,6 +45,8 @@ _MISSING_SECONDS: Final = 60.0
 """Seconds from the start of the process group until ranks that have not registered are not waited for."""
 _FAILURE_SECONDS: Final = 30.0
 """Seconds that the ranks have to exit after the exception of one, before a hang is looked for again."""
+_FAILURE_ANSWER_SECONDS: Final = 5.0
+"""Seconds that other machines have to answer after a failure: a rank that has failed too exits soon."""
 _LEAD: Final = 1.0
 """Seconds that the rank which reports a hang exits before the others: a launcher reports what exits first."""
 _FLUSH_SECONDS: Final = 1.0
@@ -166,14 +169,14 @@ class Watcher:
             self._hangs = None
             return
         if self._hangs is None:
-            self._inquiries = self._make_inquiries()
+            self._inquiries = self._make_inquiries(self._questions, [peer.rank for peer in peers])
             self._hangs = HangWatch(
                 limit=watched.limit, is_strict=watched.is_strict, inquiries=self._inquiries, notice=self.notice
             )
         is_failing = any(_age(peer.files.failure) < _FAILURE_SECONDS for peer in peers)
         hang = None
         if is_failing:
-            self._inquiries.is_asked()  # looks for announcements
+            self._hangs.answer(peers)
         else:
             hang = self._hangs.poll(peers)
         if hang is not None and not self._stopped.is_set():
@@ -181,24 +184,29 @@ class Watcher:
         if self._inquiries.announced:
             self._end(self._announced_hang())
 
-    def _make_inquiries(self) -> Inquiries:
-        watched = self._watched
-        if len(self._peers) >= watched.world_size:
+    def ask_others(self, ranks: Sequence[RankCalls]) -> list[RankCalls]:
+        """Return the ranks of other machines after a failure. Call it in the thread that has failed."""
+        if not self._watched.limit or not _has_group():
+            return []
+        store = JobStore(_store_of_questions)
+        found = self._make_inquiries(store, [rank.rank for rank in ranks]).ask(ranks, _FAILURE_ANSWER_SECONDS)
+        store.join(_STOP_SECONDS)
+        return found or []
+
+    def _make_inquiries(self, store: JobStore, ranks: Sequence[int]) -> Inquiries:
+        if len(ranks) >= self._watched.world_size:
             return Inquiries()
         host = socket.gethostname()
         # A rank that takes over goes on with the machine's number.
-        file = watched.files.stem.with_name(f"machine_{host}")
+        file = self._watched.files.stem.with_name(f"machine_{host}")
+        number: int | None = None
         with contextlib.suppress(OSError, ValueError):
             number = int(file.read_text())
-            return self._inquiries_of(host, number, file)
-        return self._inquiries_of(host, None, file)
-
-    def _inquiries_of(self, host: str, number: int | None, file: Path) -> Inquiries:
         machine = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID")
         return StoreInquiries(
-            self._questions,
+            store,
             name=f"machine {machine} ({host})" if machine else f"machine {host}",
-            ranks=sorted(self._peers),
+            ranks=ranks,
             world_size=self._watched.world_size,
             number=number,
             registered=lambda number: write_atomically(file, str(number)),

@@ -162,7 +162,10 @@ class Watch:
             return ""
         failure = failure_of(error)
         write_atomically(self.files.failure, json.dumps(failure))
-        note = find_first_cause(self._rank, self.files) if not self.has_launcher else ""
+        watcher = self._watcher
+        note = ""
+        if not self.has_launcher and watcher is not None:
+            note = find_first_cause(self._rank, self.files, watcher.ask_others)
         message = failure["message"] or f"exit code {getattr(error, 'code', 1)}"
         lines = [message, *format_frames(failure["frames"]), *([f"hf-fsdp: {note}"] if note else [])]
         write_error_file(message, "\n".join(lines))

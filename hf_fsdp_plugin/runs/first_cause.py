@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from hf_fsdp_plugin.hangs.call_files import read_calls
+from hf_fsdp_plugin.hangs.calls import RankCalls
+from hf_fsdp_plugin.hangs.failures import read_failure, stack_of
 from hf_fsdp_plugin.hangs.peers import Peer, find_peers
-from hf_fsdp_plugin.hangs.places import Frame, read_stack
+from hf_fsdp_plugin.hangs.places import RanksAt, read_stack
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
 from hf_fsdp_plugin.hangs.step_count import read_counts
 from hf_fsdp_plugin.runs.exits import RankExit, RunResult
@@ -33,13 +34,17 @@ _SECONDS: Final = 2.0
 _POLL_SECONDS: Final = 0.1
 
 
-def find_first_cause(rank: int, files: RankFiles) -> str:
-    """Return what the other ranks of this machine show of the cause; empty if that is nothing, or no lost connection.
+def find_first_cause(
+    rank: int, files: RankFiles, ask_others: Callable[[Sequence[RankCalls]], Sequence[RankCalls]]
+) -> str:
+    """Return what other ranks show of the cause of a lost connection; empty if that is nothing, or for another failure.
 
-    Waits until one of them has failed otherwise or has exited, and for at most two seconds.
+    Waits for at most two seconds until one of this machine has failed otherwise or has exited. Then the lowest of its
+    ranks that have lost the connection asks the other machines.
 
     Args:
         rank, files: of this process, which has recorded its failure.
+        ask_others: returns what is known of the ranks of other machines.
     """
     exits: Sequence[RankExit] = ()
     deadline = time.monotonic() + _SECONDS
@@ -55,7 +60,12 @@ def find_first_cause(rank: int, files: RankFiles) -> str:
         if is_known or time.monotonic() > deadline:
             break
         time.sleep(_POLL_SECONDS)
-    problem = explain(first or own, RunResult(exits=tuple(exits)))
+    elsewhere: Sequence[RankCalls] = ()
+    if not any(each.left_silently or (each.failure is not None and each.rank < rank) for each in others):
+        elsewhere = ask_others([each.calls for each in exits if each.calls is not None])
+    places = [RanksAt((each.rank,), _state(each), each.place) for each in elsewhere if each.place or _state(each)]
+    result = RunResult(exits=(*exits, *map(_exit_elsewhere, elsewhere)), elsewhere=tuple(places))
+    problem = explain(first or own, result)
     if first is None or has_lost_connection(first):
         return str(problem or "")
     place = f" {first.place}" if first.place is not None else ""
@@ -65,8 +75,7 @@ def find_first_cause(rank: int, files: RankFiles) -> str:
 
 def exit_of(peer: Peer) -> RankExit:
     """Return what another rank can know of how a rank exited, or that it runs."""
-    failure = _read(peer.files.failure)
-    frames = [Frame(frame["file"], frame["line"], frame["name"]) for frame in failure["frames"]] if failure else []
+    failure = read_failure(peer.files.failure)
     counts, calls = read_counts(peer.files.steps), read_calls(peer.rank, peer.files.calls)
     if counts is not None:
         calls = replace(calls, steps=counts.steps, forwards=counts.forwards)
@@ -84,11 +93,32 @@ def exit_of(peer: Peer) -> RankExit:
         time=failure["time"] if failure is not None else time.time(),
         failure=failure,
         tail=(),
-        stack=tuple(frames or read_stack(peer.files.stacks)),
+        stack=tuple(stack_of(failure) or read_stack(peer.files.stacks)),
         counts=counts,
         ended=peer.files.ended.exists(),
         calls=calls,
     )
+
+
+def _exit_elsewhere(rank: RankCalls) -> RankExit:
+    """Return the same of a rank of another machine. Its place is not in it."""
+    return RankExit(
+        rank=rank.rank,
+        pid=0,
+        code=0,
+        code_is_known=False,
+        stopped=rank.state != "exited",
+        time=time.time(),
+        failure=None,
+        tail=(),
+        calls=rank,
+    )
+
+
+def _state(rank: RankCalls) -> str:
+    if rank.state == "unreachable":
+        return f"is on {rank.detail}, which does not answer"
+    return "had ended the script" if rank.state == "ended" else ""
 
 
 def _crash(path: Path) -> int:
@@ -97,11 +127,3 @@ def _crash(path: Path) -> int:
         text = path.read_text(errors="replace")
         return next((number for words, number in _CRASHES.items() if f"Fatal Python error: {words}" in text), 0)
     return 0
-
-
-def _read(path: Path) -> Mapping[str, Any] | None:
-    try:
-        content: Mapping[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return content

@@ -1,4 +1,4 @@
-"""Hangs of every kind, provoked on real ranks by scripts/bench/hangs.py: the launcher names rank, unit and place."""
+"""Hangs of every kind, provoked on real ranks by scripts/bench/hangs.py: the output names rank, unit and place."""
 
 from __future__ import annotations
 
@@ -11,24 +11,41 @@ from launching import launch, write
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
 
-from hangs import EXPECTED, WAYS, provoke, train_healthily  # type: ignore[import-not-found]
+from hangs import EXPECTED, LAUNCHERS, WAYS, provoke, train_healthily  # type: ignore[import-not-found]
 
 from hf_fsdp_plugin.cli.exit_codes import HANG
 
-QUICK = {("sleep", 1, "loop")}  # a skipped call under FSDP2: test_rank_watch.py
-CASES = [(kind, version, way) for kind in EXPECTED for version in (1, 2) for way in WAYS.get(kind, ("loop", "trainer"))]
+QUICK = {
+    ("sleep", 1, "loop", "hf-fsdp"),
+    ("stop", 2, "loop", "torchrun"),
+    ("skip", 1, "loop", "srun"),
+}
+CASES = [
+    (kind, version, way, launcher)
+    for launcher in LAUNCHERS
+    for kind in EXPECTED
+    for version in (1, 2)
+    for way in WAYS.get(kind, ("loop", "trainer") if launcher == "hf-fsdp" else ("loop",))
+]
 
 
-def slow_unless_quick(case: tuple[str, int, str]) -> Any:
+def slow_unless_quick(case: tuple[str, int, str, str]) -> Any:
     return pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("kind", "version", "way"), [slow_unless_quick(case) for case in CASES])
-def test_hang_is_named(kind: str, version: int, way: str) -> None:
-    outcome = provoke(kind, version, way)
+@pytest.mark.parametrize(("kind", "version", "way", "launcher"), [slow_unless_quick(case) for case in CASES])
+def test_hang_is_named(kind: str, version: int, way: str, launcher: str) -> None:
+    outcome = provoke(kind, version, way, launcher)
     assert outcome.named, outcome.output
-    assert outcome.exit_code == HANG or outcome.code in ("FSDP-E743", "FSDP-E734", "FSDP-E670"), outcome.output
-    assert "fsdp_hang_" in outcome.output or outcome.exit_code != HANG
+    is_hang = outcome.code not in ("FSDP-E743", "FSDP-E734", "FSDP-E670")
+    if launcher in ("hf-fsdp", "srun"):  # the others exit with 1
+        assert (outcome.exit_code == HANG) == is_hang, outcome.output
+    assert ("fsdp_hang_" in outcome.output) == is_hang, outcome.output
+    if is_hang:
+        assert outcome.output.count("hf-fsdp: hang:") == 1, outcome.output
+    if is_hang and launcher == "torchrun":
+        cause = outcome.output.partition("Root Cause")[2]
+        assert f"[{outcome.code}]" in cause and "exitcode  : 75" in cause, outcome.output
 
 
 @pytest.mark.slow

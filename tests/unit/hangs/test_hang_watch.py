@@ -254,12 +254,12 @@ def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inquiries, "_LOOK_SECONDS", 0.0)
 
 
-def test_machines_answer_each_other_and_name_silent_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inquiries, "_LIMIT", 2.0)
+def test_machines_answer_each_other_and_name_silent_ones() -> None:
+    seconds = 2.0
     store = dist.HashStore()
     machines = [inquiries_of(store, machine, 4) for machine in range(3)]
     found: list[list[RankCalls] | None] = []
-    thread = threading.Thread(target=lambda: found.append(machines[0].ask([RankCalls(rank=0)])))
+    thread = threading.Thread(target=lambda: found.append(machines[0].ask([RankCalls(rank=0)], seconds)))
     thread.start()
     deadline = time.monotonic() + 5
     while not machines[1].is_asked() and time.monotonic() < deadline:
@@ -273,9 +273,9 @@ def test_machines_answer_each_other_and_name_silent_ones(monkeypatch: pytest.Mon
     assert found == [[answer, silent, unknown]], "texts are escaped, and each machine answers for its own ranks"
 
 
-def test_waiting_machines_ask_for_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_machines_ask_for_one_number() -> None:
     """All machines of a job ask at the same time when it hangs, and the store has one process."""
-    monkeypatch.setattr(inquiries, "_LIMIT", 1.0)
+    seconds = 1.0
     store = dist.HashStore()
     others = [inquiries_of(store, machine, 64) for machine in range(64)]
     checks: list[str] = []
@@ -289,28 +289,28 @@ def test_waiting_machines_ask_for_one_number(monkeypatch: pytest.MonkeyPatch) ->
             return getattr(store, name)
 
     others[0]._store = JobStore(Counted)
-    answers = others[0].ask([RankCalls(rank=0)])
+    answers = others[0].ask([RankCalls(rank=0)], seconds)
     assert answers is not None and [each.state for each in answers] == 63 * ["unreachable"]
     assert len([key for key in checks if key.startswith("1/")]) <= 63, "they are looked for when their number changes"
 
 
 @pytest.mark.parametrize("data", [zlib.compress(bytes(inquiries._MAX_ANSWER + 1)), b"no zlib", zlib.compress(b"[1]")])
-def test_machine_with_an_invalid_answer_is_silent(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
-    monkeypatch.setattr(inquiries, "_LIMIT", 0.3)
+def test_machine_with_an_invalid_answer_is_silent(data: bytes) -> None:
+    seconds = 0.3
     store = dist.HashStore()
     first, _ = inquiries_of(store, 0, 2), inquiries_of(store, 1, 2)
     store.set("1/1", base64.b64encode(data).decode())
     store.add("1/answers", 1)
-    assert first.ask([RankCalls(rank=0)]) == [RankCalls(rank=1, state="unreachable", detail="machine 1")]
+    assert first.ask([RankCalls(rank=0)], seconds) == [RankCalls(rank=1, state="unreachable", detail="machine 1")]
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", '{"name": 1, "ranks": "all"}', '{"ranks": [[1]]}'])
-def test_machine_with_an_invalid_name_is_unreachable(monkeypatch: pytest.MonkeyPatch, content: str) -> None:
-    monkeypatch.setattr(inquiries, "_LIMIT", 0.3)
+def test_machine_with_an_invalid_name_is_unreachable(content: str) -> None:
+    seconds = 0.3
     store = dist.HashStore()
     first, _ = inquiries_of(store, 0, 2), inquiries_of(store, 1, 2)
     store.set("machine/1", content)
-    assert first.ask([RankCalls(rank=0)]) == [RankCalls(rank=1, state="unreachable", detail="another machine")]
+    assert first.ask([RankCalls(rank=0)], seconds) == [RankCalls(rank=1, state="unreachable", detail="another machine")]
 
 
 def test_request_that_does_not_end_blocks_no_other() -> None:
@@ -374,7 +374,7 @@ def test_first_announcement_ends_all_machines(ranks: Make) -> None:
 
 def test_silent_machine_is_late(ranks: Make) -> None:
     class Silent(Inquiries):
-        def ask(self, ranks: object) -> list[RankCalls]:
+        def ask(self, ranks: object, seconds: float = 0.0) -> list[RankCalls]:
             return [RankCalls(rank=rank, state="unreachable", detail="machine 1 (b)") for rank in (2, 3)]
 
     both = ranks()
