@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import faulthandler
 import functools
-import io
 import linecache
 import os
 import re
@@ -23,7 +22,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from hf_fsdp_plugin.hangs.step_count import Counts
 from hf_fsdp_plugin.text import format_names, plural
@@ -145,20 +144,21 @@ class StackFile:
         self._enables = False
         self._sigterm: Any = None
 
-    def open(self, path: Path, *, crashes: bool) -> None:
+    def open(self, path: Path, *, crashes: Literal["record", "print"], takes_over: bool = False) -> None:
         """Record the stacks for each ``STACK_SIGNAL`` and at SIGTERM, whose own handler still runs.
 
         Args:
-            crashes: also record crashes in native code, if nobody has enabled ``faulthandler``, which has one file.
+            crashes: what to do with the stacks at a crash in native code.
+            takes_over: also if somebody has enabled ``faulthandler``, which has one file.
         """
         # The file stays open, because faulthandler keeps only its descriptor.
-        with contextlib.suppress(ValueError, OSError, io.UnsupportedOperation, RuntimeError):
+        with contextlib.suppress(ValueError, OSError, RuntimeError):
+            self._enables = takes_over or not faulthandler.is_enabled()
             part = path.with_suffix(".part")
             self._descriptor = os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND, 0o600)
             self.follow_thread(threading.main_thread())
-            self._enables = crashes
-            if crashes:
-                faulthandler.enable(self._descriptor, all_threads=True)
+            if self._enables:
+                faulthandler.enable(self._descriptor if crashes == "record" else 2, all_threads=True)
             if STACK_SIGNAL is not None:
                 # Only the thread that receives the signal: others may run, and to read their frames then can crash.
                 faulthandler.register(STACK_SIGNAL, self._descriptor, all_threads=False)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
 import json
 import os
+import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -84,9 +85,11 @@ class Watch:
         self.has_launcher = bool(os.environ.pop(LAUNCHER_VARIABLE, ""))
         given = os.environ.pop(FILES_VARIABLE, "")
         self._is_given = bool(given)
+        local_text = environ.get("LOCAL_WORLD_SIZE", "")
+        local_size = int(local_text) if local_text.isdecimal() else world_size
         try:
             files = RankFiles(Path(given) if given else _own_stem(environ, self._rank))
-            self._open(files, records=bool(limit) and world_size > 1)
+            self._open(files, records=bool(limit) and world_size > 1, is_alone=local_size == 1)
         except OSError as error:
             print_block(f"hf-fsdp: rank {self._rank}: hangs are not diagnosed: {error.filename}: {error.strerror}")
             return
@@ -97,12 +100,11 @@ class Watch:
             self._knows_forks = True
             os.register_at_fork(after_in_child=self._forget)
         if world_size > 1 or self._is_given:
-            local_size = environ.get("LOCAL_WORLD_SIZE", "")
             watched = Watched(
                 files=files,
                 rank=self._rank,
                 world_size=world_size,
-                local_size=int(local_size) if local_size.isdecimal() else world_size,
+                local_size=local_size,
                 limit=limit if world_size > 1 else 0.0,
                 is_strict=is_strict,
                 has_launcher=self.has_launcher,
@@ -111,14 +113,14 @@ class Watch:
             self._watcher = Watcher(watched, lambda watcher: self._exit_watch(exit_seconds, watcher))
             self._watcher.start()
 
-    def _open(self, files: RankFiles, *, records: bool) -> None:
+    def _open(self, files: RankFiles, *, records: bool, is_alone: bool) -> None:
         if not self._is_given:
             private_folder(files.stem.parent)
             remove_files(files.stem)
             if not find_peers(files.stem.parent):  # the first rank: a hang of an earlier run with the same name
                 files.hang.unlink(missing_ok=True)
-        crashes = self.has_launcher or not faulthandler.is_enabled()
-        stack_file.open(files.stacks, crashes=crashes)
+        is_read = self.has_launcher or not is_alone
+        stack_file.open(files.stacks, crashes="record" if is_read else "print", takes_over=self.has_launcher)
         step_count.open(files.steps)
         session.in_flight_file = files.saving
         with contextlib.suppress(OSError, ValueError):
@@ -165,7 +167,8 @@ class Watch:
         watcher = self._watcher
         note = ""
         if not self.has_launcher and watcher is not None:
-            note = find_first_cause(self._rank, self.files, watcher.ask_others)
+            with contextlib.suppress(_Stopped), _stoppable():
+                note = find_first_cause(self._rank, self.files, watcher.ask_others)
         message = failure["message"] or f"exit code {getattr(error, 'code', 1)}"
         lines = [message, *format_frames(failure["frames"]), *([f"hf-fsdp: {note}"] if note else [])]
         write_error_file(message, "\n".join(lines))
@@ -224,6 +227,28 @@ class Watch:
             record.forget()
             step_count.forget()
             self.files = self._watcher = session.in_flight_file = None
+
+
+class _Stopped(Exception):
+    """SIGTERM while this rank looks for the cause of its failure, which must still be printed."""
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """Raise :class:`_Stopped` at SIGTERM, unless the script has a handler of its own."""
+
+    def stop(*_: object) -> None:
+        raise _Stopped
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 watch = Watch()

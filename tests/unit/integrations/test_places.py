@@ -27,7 +27,7 @@ import os, sys, threading
 from pathlib import Path
 from hf_fsdp_plugin.hangs.places import StackFile, request_stack
 stacks = StackFile()
-stacks.open(Path(sys.argv[1]), crashes=True)
+stacks.open(Path(sys.argv[1]), crashes="record")
 stop = threading.Event()
 threading.Thread(target=stop.wait, daemon=True).start()
 def outer(): inner()
