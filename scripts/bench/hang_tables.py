@@ -48,12 +48,17 @@ def hangs_healthy(result: dict[str, Any]) -> list[str]:
 def hang_overhead(result: dict[str, Any]) -> list[str]:
     """The cost of the records in a step."""
     low, high = result["ratio_median_95"]
+    watcher = result.get("watcher_share")
+    thread = (
+        [f"| the thread that watches the ranks, as a part of a core | {watcher:.4%} |"] if watcher is not None else []
+    )
     return [
         "| | |",
         "|---|---|",
         f"| collectives in a step | {result['calls_per_step']:.0f} |",
         f"| processor time of the record of a collective | {result['microseconds_per_call']:.2f} µs |",
         f"| their product, as a part of a step of {result['step_seconds']:.3f} s | {result['share']:.4%} |",
+        *thread,
         f"| step with records / without, median of {result['pairs']} alternating pairs | {result['ratio_median']:.4f} "
         f"(95%: {low:.4f} to {high:.4f}) |",
         "",
