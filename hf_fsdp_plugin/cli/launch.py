@@ -18,7 +18,7 @@ from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems
 from hf_fsdp_plugin.hangs.calls import LIMIT_VARIABLE as HANG_VARIABLE
 from hf_fsdp_plugin.hangs.exit_watch import LIMIT_VARIABLE, exit_limit
 from hf_fsdp_plugin.hangs.hang_watch import hang_limit
-from hf_fsdp_plugin.hangs.rank_files import LOG_DIR_VARIABLE
+from hf_fsdp_plugin.hangs.rank_files import LOG_VARIABLE
 from hf_fsdp_plugin.launcher.accelerators import find_accelerators
 from hf_fsdp_plugin.launcher.environment import settings_env
 from hf_fsdp_plugin.launcher.facts import Facts
@@ -117,15 +117,13 @@ def _run_ranks(arguments: LaunchArguments, spec: FsdpSpec, world: World, handove
         machine, address = rendezvous.peers.machine, rendezvous.address
         _print_notices(arguments, describe(met, launch, machine=machine, address=address))
 
-    limits = {HANG_VARIABLE: options["hang_timeout"]} if "hang_timeout" in options else {}
-    folders = {LOG_DIR_VARIABLE: str(absolute(options["log_dir"]))} if "log_dir" in options else {}
+    given = {HANG_VARIABLE: options.get("hang_timeout"), LOG_VARIABLE: options.get("log_dir")}
     job = Job(
         command=_command(arguments),
         num_local=world.num_local,
         env={
             **settings_env(spec, world, arguments),
-            **limits,
-            **folders,
+            **{name: value for name, value in given.items() if value is not None},
             **handover.to_env(),
             **arguments.env,
         },

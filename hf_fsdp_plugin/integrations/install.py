@@ -13,6 +13,7 @@ from hf_fsdp_plugin.integrations.environment import restore_variables, set_loadi
 from hf_fsdp_plugin.integrations.patching import install_hooks, remove_hooks
 from hf_fsdp_plugin.integrations.run_report import start_reporting, stop_reporting
 from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.watch import watch
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources.handover import LaunchHandover, absolute
@@ -47,7 +48,8 @@ def install(
     Raises:
         SpecError: any source has an error. The exception contains all problems of all sources.
     """
-    printer.install_excepthook(_add_remedy)
+    printer.install_excepthook(_add_remedy, watch.failed)
+    watch.arm()
     handover = LaunchHandover.from_env(os.environ)
     if handover is not None and handover.quiet:
         printer.quiet = True
@@ -95,10 +97,9 @@ def uninstall() -> None:
     """
     from hf_fsdp_plugin.backends.load_failures import load_failures
     from hf_fsdp_plugin.backends.shared_weights import exchange
-    from hf_fsdp_plugin.integrations.rank_watch import rank_watch
     from hf_fsdp_plugin.integrations.saving import manager
 
-    rank_watch.stop()
+    watch.disarm()
     manager.close()
     exchange.close()
     load_failures.close()

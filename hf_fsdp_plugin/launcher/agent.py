@@ -21,22 +21,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from hf_fsdp_plugin.hangs.rank_files import FILES_VARIABLE, RankFiles, write_atomically
+from hf_fsdp_plugin.hangs.hang_report import FoundHang
+from hf_fsdp_plugin.hangs.rank_files import FILES_VARIABLE, LAUNCHER_VARIABLE, RankFiles, write_atomically
 from hf_fsdp_plugin.launcher.leftovers import RUN_VARIABLE, Guard, Leftover, end_processes, run_name
 from hf_fsdp_plugin.launcher.output import RankOutput
 from hf_fsdp_plugin.launcher.peers import Announced, Peers
 from hf_fsdp_plugin.launcher.ranks import RankProcess, Ranks
 from hf_fsdp_plugin.launcher.rendezvous import Rendezvous  # imports torch with less output
-from hf_fsdp_plugin.launcher.run_script import LAUNCHER_VARIABLE
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.runs.exits import FoundHang, RunResult
+from hf_fsdp_plugin.runs.exits import RunResult
 from hf_fsdp_plugin.runs.failure_summary import (
     first_failure,
     has_lost_connection,
     needs_places,
     places_of,
     summarize,
-    summarize_hang,
 )
 from hf_fsdp_plugin.runs.identity import RUN_ID_VARIABLE
 from hf_fsdp_plugin.runs.restarts import RESTART_VARIABLE
@@ -267,7 +266,7 @@ class Attempt(LogsSpecs):
         hang = FoundHang.read(self._files.hang)
         first = first_failure(rank.result() for rank in self.ranks if rank.has_failed)
         if hang is not None:
-            text = summarize_hang(hang)
+            text = hang.message
         elif first is not None:
             text = f"rank {first.rank}: {summarize(first)}"
         else:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.hangs.calls import RankCalls
+from hf_fsdp_plugin.hangs.hang_report import FoundHang
 from hf_fsdp_plugin.hangs.places import Frame, Place, RanksAt, find_place
 from hf_fsdp_plugin.hangs.step_count import Counts
 
@@ -21,13 +20,14 @@ class RankExit:
         code: exit code, or minus the number of the signal.
         stopped: whether the launcher stopped it.
         time: time of its exception or, if it recorded none, of its exit, in seconds since the epoch.
-        failure: what the rank recorded (see ``run_script``); None if it recorded nothing.
+        failure: what the rank recorded (see ``hangs.failures``); None if it recorded nothing.
         tail: last lines of its stderr; empty if stderr went to the terminal.
         stack: its stack at the failure, outermost frame first; empty if that is unknown.
         counts: its optimizer steps and forwards; ``None`` if they were not counted.
         ended: whether its script had ended without an error.
         halted: whether SIGSTOP or a debugger had stopped its process when it was asked for its stack.
         calls: its collectives; ``None`` if they are unknown.
+        code_is_known: whether it is, to the launcher. Another rank, which takes it to be 0, does not know it.
     """
 
     rank: int
@@ -42,6 +42,7 @@ class RankExit:
     ended: bool = False
     halted: bool = False
     calls: RankCalls | None = None
+    code_is_known: bool = True
 
     @property
     def left_silently(self) -> bool:
@@ -52,32 +53,6 @@ class RankExit:
     def place(self) -> Place | None:
         """Where it was at the failure; ``None`` if that is unknown."""
         return find_place(self.stack, self.counts)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FoundHang:
-    """A hang that the ranks of a machine have found, and ended because of it.
-
-    Attributes:
-        text: what is printed.
-        message: one line.
-        same_as: what identifies the same hang in another attempt.
-        elsewhere: whether a rank of another machine has found it.
-    """
-
-    text: str
-    message: str
-    code: str
-    same_as: str
-    elsewhere: bool = False
-
-    @classmethod
-    def read(cls, path: Path) -> FoundHang | None:
-        """Return what the ranks have written (``RankFiles.hang``); ``None`` if they have found no hang."""
-        try:
-            return cls(**json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError):
-            return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

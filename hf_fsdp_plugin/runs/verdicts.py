@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import signal
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Final
 
 from hf_fsdp_plugin.runs.exits import RankExit, RunResult
@@ -15,7 +14,6 @@ from hf_fsdp_plugin.runs.failure_summary import (
     has_waited,
     only_stopped,
     summarize,
-    summarize_hang,
 )
 from hf_fsdp_plugin.runs.restart_rule import Verdict
 from hf_fsdp_plugin.runs.restarts import FailedAttempt, Restarts
@@ -36,9 +34,12 @@ def assess_attempt(result: RunResult, restarts: Restarts, *, machine: int, secon
     if result.signal_number:
         final = f"the launcher of machine {machine} received {signal.Signals(result.signal_number).name}."
     if result.hang is not None and not final:
-        text = summarize_hang(result.hang)[:_MAX_TEXT]
-        attempt = FailedAttempt(failure=text, machine=machine, began=began, steps=steps, seconds=seconds)
-        return Verdict(attempt=replace(attempt, same_as=result.hang.same_as), order=(result.hang.elsewhere, False, 0.0))
+        # The same code in the same unit after the same step comes from the program.
+        text, same_as = result.hang.message[:_MAX_TEXT], result.hang.same_as
+        attempt = FailedAttempt(
+            failure=text, machine=machine, began=began, steps=steps, seconds=seconds, same_as=same_as
+        )
+        return Verdict(attempt=attempt)
     first = first_failure(result.exits)
     is_cause = first is not None and not only_stopped(first) and not has_lost_connection(first)
     text = f"rank {first.rank}: {summarize(first)}" if first is not None else ""

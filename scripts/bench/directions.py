@@ -98,6 +98,7 @@ DIRECTIONS: Final = (
     Direction(r"bytes|_mb(/|$)|/Rss|opened_files$|metadata_reads$|read_over_held$", "smaller"),
     _last("loss|alarms|notices|start_sockets|used_sockets", "smaller"),
     _last("share", "smaller", 0.001),
+    _last("watcher_share", "smaller", 0.001),
     Direction(r"overhead|(^|_|/)lost(_|$)|difference|false_alarms|missed", "smaller", 0.001),
     Direction(r"(^|/)(num_\w+|\w*count\w*)$", "not compared"),
 )

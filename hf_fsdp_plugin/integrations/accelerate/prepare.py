@@ -35,10 +35,10 @@ from hf_fsdp_plugin.integrations.call_record import name_units
 from hf_fsdp_plugin.integrations.peft.checks import check_adapters
 from hf_fsdp_plugin.integrations.preflight.run import preflight
 from hf_fsdp_plugin.integrations.profiling.run import profiling
-from hf_fsdp_plugin.integrations.rank_watch import rank_watch
 from hf_fsdp_plugin.integrations.run_report import track
 from hf_fsdp_plugin.integrations.saving import prepare_buffers_after_first_step
 from hf_fsdp_plugin.integrations.torchao import private as torchao_private
+from hf_fsdp_plugin.integrations.watch import watch
 from hf_fsdp_plugin.messages import print_warnings
 from hf_fsdp_plugin.plan.further import spec_of_further_model
 from hf_fsdp_plugin.plan.model import FsdpPlan
@@ -93,7 +93,6 @@ def prepare_objects(accelerator: Any, objects: Sequence[Any]) -> Any:
     _set_step_modes(new_optimizers, models)
     for optimizer in new_optimizers:
         step_count.watch(optimizer)
-        rank_watch.watch_steps(optimizer)
         optimizer.register_step_pre_hook(first_step.announce)
         if preflight.active:
             _own_loop().watch_optimizer(optimizer)
@@ -193,7 +192,7 @@ def _shard_on_all_ranks(
     _compile_units(accelerator, plan, model)
     sharded = shard(plan, model, accelerator.device, optimizers)
     step_count.watch_forwards(sharded)
-    rank_watch.start(sharded, plan.model_class)
+    watch.follow_thread()
     name_units(sharded)
     profiling.watch(sharded)
     if compiler is not None:
