@@ -278,6 +278,24 @@ probed on the installed versions ([contracts.md](contracts.md)). `--json` is mea
 {doctor}
 {_END}
 
+## enable
+
+`hf-fsdp enable` lets stock commands use the plugin in the Python environment in which it runs, with unmodified scripts:
+
+```bash
+hf-fsdp enable
+accelerate launch --config_file fsdp.yaml train.py
+torchrun --nproc_per_node 8 train.py                  # with TrainingArguments(fsdp="full_shard") or an FSDP plugin
+hf-fsdp disable
+```
+
+It writes one file, `hf_fsdp_plugin_enabled.pth` in `site-packages`, which `hf-fsdp disable` removes; `hf-fsdp doctor` shows it.
+Python runs its line at each start, which looks up a variable ([results](results.md#start-of-an-enabled-environment)). The
+plugin runs in ranks of the two launchers only, and changes nothing before FSDP is asked for: by the config of
+`accelerate launch`, `TrainingArguments`, or an FSDP plugin. Launchers, processes that a rank starts, and `python -I`, `-E` or
+`-S` run without it. A script that calls `hfp.install()` runs as before. Settings, their order and errors are those of
+`-m hf_fsdp_plugin`. Disable the plugin before the package is uninstalled; a file that is left does nothing.
+
 ## schema
 
 `hf-fsdp schema` prints the JSON Schema of the config for editors. Editors with the YAML language server (Visual Studio

@@ -6,6 +6,7 @@ The verb writes one ``.pth`` file to the environment. Python runs the line of su
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import site
@@ -99,7 +100,7 @@ def report(problems: list[Problem], text: str, *, as_json: bool) -> int:
     """Print the result of ``enable`` or ``disable``, and return the exit code."""
     if as_json:
         listed = [problem.to_json() for problem in problems]
-        print_json({"ok": not has_errors(problems), **find().to_json(), "problems": listed})
+        print_json({"ok": not has_errors(problems), "enabled": find().to_json(), "problems": listed})
     else:
         print_problems(problems)
         if not problems:
@@ -144,7 +145,8 @@ def _write(file: Path) -> list[Problem]:
         partial.write_text(TEXT, encoding="utf-8")
         os.replace(partial, file)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
         return [cannot_change(file, error)]
     return []
 

@@ -30,6 +30,8 @@ _imports = ImportCallbacks()
 
 def start() -> None:
     """Wait for the first import of Accelerate or Transformers if this process is a rank of a stock launcher."""
+    if _imports in sys.meta_path:  # Python reads the files of a virtual environment twice
+        return
     program = _program()
     if "RANK" not in os.environ or program in _LAUNCHERS or sys.flags.ignore_environment:
         return
