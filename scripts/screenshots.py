@@ -289,12 +289,16 @@ torchrun --nproc_per_node 8 train.py                  # with TrainingArguments(f
 hf-fsdp disable
 ```
 
-It writes one file, `hf_fsdp_plugin_enabled.pth` in `site-packages`, which `hf-fsdp disable` removes; `hf-fsdp doctor` shows it.
-Python runs its line at each start, which looks up a variable ([results](results.md#start-of-an-enabled-environment)). The
-plugin runs in ranks of the two launchers only, and changes nothing before FSDP is asked for: by the config of
-`accelerate launch`, `TrainingArguments`, or an FSDP plugin. Launchers, processes that a rank starts, and `python -I`, `-E` or
-`-S` run without it. A script that calls `hfp.install()` runs as before. Settings, their order and errors are those of
-`-m hf_fsdp_plugin`. Disable the plugin before the package is uninstalled; a file that is left does nothing.
+It writes one file, `hf_fsdp_plugin_enabled.pth` in `site-packages`, which `hf-fsdp disable` removes; `hf-fsdp doctor`
+shows it. Python runs the line of this file at each start, and the line looks up a variable
+([results](results.md#start-of-an-enabled-environment)).
+
+- The plugin runs in the ranks that a launcher has started, once FSDP is asked for: by the config of `accelerate launch`, by
+  `TrainingArguments`, or by an FSDP plugin. Settings, precedence and errors are those of `-m hf_fsdp_plugin`.
+- Runs without FSDP, launchers, processes that a rank starts, and `python -I`, `-E` or `-S` are as without the plugin.
+- A script that calls `hfp.install()` runs as before. Ranks that `srun` starts still need this call.
+- Several machines need the file in each environment.
+- A file that is left after `pip uninstall` does nothing.
 
 ## schema
 

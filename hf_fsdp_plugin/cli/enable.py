@@ -36,17 +36,15 @@ FILE_NAME: Final = "hf_fsdp_plugin_enabled.pth"
 """Python reads these files in the order of their names: this one after those that editable installs write."""
 _HEADER: Final = "# Written by `hf-fsdp enable` of hf_fsdp_plugin "
 # Processes that are no ranks only look up a variable. If the package is gone, nothing happens.
-_LINE: Final = (
-    "import os; 'LOCAL_RANK' in os.environ and {launch!r} not in os.environ and exec({code!r})".format(
-        launch=LAUNCH_VARIABLE,
-        code="try:\n from hf_fsdp_plugin.integrations.startup import start\n"
-        "except ModuleNotFoundError:\n pass\n"
-        # Versions that are not supported. Children of the rank do not repeat the message.
-        "except ImportError as error:\n"
-        " if os.environ.setdefault('HF_FSDP_RANK_PID', str(os.getpid())) == str(os.getpid()):\n"
-        "  os.environ.get('RANK') == '0' and os.write(2, f'hf-fsdp: not used: {error}\\n'.encode())\n"
-        "else:\n start()\n",
-    )
+_LINE: Final = "import os; 'LOCAL_RANK' in os.environ and {launch!r} not in os.environ and exec({code!r})".format(
+    launch=LAUNCH_VARIABLE,
+    code="try:\n from hf_fsdp_plugin.integrations.startup import start\n"
+    "except ModuleNotFoundError:\n pass\n"
+    # Versions that are not supported. Children of the rank do not repeat the message.
+    "except ImportError as error:\n"
+    " if os.environ.setdefault('HF_FSDP_RANK_PID', str(os.getpid())) == str(os.getpid()):\n"
+    "  os.environ.get('RANK') == '0' and os.write(2, f'hf-fsdp: not used: {error}\\n'.encode())\n"
+    "else:\n start()\n",
 )
 TEXT: Final = f"{_HEADER}{__version__}; `hf-fsdp disable` removes it.\n{_LINE}\n"
 _PROBE: Final = "import sys; sys.exit('hf_fsdp_plugin.integrations.startup' not in sys.modules)"
