@@ -293,7 +293,7 @@ It writes one file, `hf_fsdp_plugin_enabled.pth` in `site-packages`, which `hf-f
 shows it. Python runs the line of this file at each start, and the line looks up a variable
 ([results](results.md#start-of-an-enabled-environment)).
 
-- The plugin runs in the ranks that a launcher has started, once FSDP is asked for: by the config of `accelerate launch`,
+- The plugin runs in the ranks that a launcher starts, once FSDP is asked for by the config of `accelerate launch`,
   `TrainingArguments` or an FSDP plugin. Settings, precedence and errors are those of `-m hf_fsdp_plugin`.
 - Runs without FSDP, launchers, processes that a rank starts, and `python -I`, `-E` or `-S` are as without the plugin.
 - A script that calls `hfp.install()` runs as before. Ranks that `srun` starts still need this call.

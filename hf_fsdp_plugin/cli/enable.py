@@ -20,6 +20,7 @@ from typing import Any, Final
 from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS
 from hf_fsdp_plugin.cli.output import print_json
 from hf_fsdp_plugin.cli.terminal import print_problems
+from hf_fsdp_plugin.integrations.startup import RANK_VARIABLE
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.sources.handover import LAUNCH_VARIABLE
 from hf_fsdp_plugin.version import __version__
@@ -35,17 +36,23 @@ EXAMPLES = (
 FILE_NAME: Final = "hf_fsdp_plugin_enabled.pth"
 """Python reads these files in the order of their names: this one after those that editable installs write."""
 _HEADER: Final = "# Written by `hf-fsdp enable` of hf_fsdp_plugin "
-# Processes that are no ranks only look up a variable. If the package is gone, nothing happens.
-_LINE: Final = "import os; 'LOCAL_RANK' in os.environ and {launch!r} not in os.environ and exec({code!r})".format(
-    launch=LAUNCH_VARIABLE,
-    code="try:\n from hf_fsdp_plugin.integrations.startup import start\n"
-    "except ModuleNotFoundError:\n pass\n"
-    # Versions that are not supported. Children of the rank do not repeat the message.
-    "except ImportError as error:\n"
-    " if os.environ.setdefault('HF_FSDP_RANK_PID', str(os.getpid())) == str(os.getpid()):\n"
-    "  os.environ.get('RANK') == '0' and os.write(2, f'hf-fsdp: not used: {error}\\n'.encode())\n"
-    "else:\n start()\n",
+_CODE: Final = f"""\
+try:
+ from hf_fsdp_plugin.integrations.startup import start
+except ModuleNotFoundError:
+ pass
+except ImportError as error:
+ os.environ[{RANK_VARIABLE!r}] = str(os.getpid())
+ os.environ.get('RANK') == '0' and os.write(2, f'hf-fsdp: not used: {{error}}\\n'.encode())
+else:
+ start()
+"""
+"""Does nothing if the package is gone. Reports versions of libraries that are not supported, not in children again."""
+_LINE: Final = (
+    f"import os; 'LOCAL_RANK' in os.environ and {LAUNCH_VARIABLE!r} not in os.environ "
+    f"and os.environ.get({RANK_VARIABLE!r}, str(os.getpid())) == str(os.getpid()) and exec({_CODE!r})"
 )
+"""Only looks up variables in processes that are no ranks."""
 TEXT: Final = f"{_HEADER}{__version__}; `hf-fsdp disable` removes it.\n{_LINE}\n"
 _PROBE: Final = "import sys; sys.exit('hf_fsdp_plugin.integrations.startup' not in sys.modules)"
 _LIMIT: Final = 60.0
@@ -157,7 +164,7 @@ def cannot_change(file: Path, error: OSError) -> Problem:
 
 def _starts() -> bool:
     """Return whether the plugin runs in a rank that is started now."""
-    hidden = (LAUNCH_VARIABLE, "HF_FSDP_RANK_PID")
+    hidden = (LAUNCH_VARIABLE, RANK_VARIABLE)
     environ = {name: value for name, value in os.environ.items() if name not in hidden}
     environ |= {"RANK": "0", "LOCAL_RANK": "0"}
     command = [sys.executable, "-c", _PROBE]

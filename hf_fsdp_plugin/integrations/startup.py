@@ -2,8 +2,8 @@
 
 A launcher's rank gets the hooks when the script has imported Accelerate or Transformers. ``install()`` runs when FSDP
 is first asked for: at the first call of a hooked function if ``accelerate launch`` has FSDP settings, else when the
-script creates an FSDP plugin or ``TrainingArguments`` with FSDP. Other processes, and ranks without FSDP, run as without
-the plugin. A script that calls ``install()`` itself runs as if the plugin were not enabled.
+script creates an FSDP plugin or ``TrainingArguments`` with FSDP. Other processes, and ranks without FSDP, run as
+without the plugin. A script that calls ``install()`` itself runs as if the plugin were not enabled.
 """
 
 from __future__ import annotations

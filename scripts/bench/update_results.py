@@ -284,10 +284,10 @@ def command_start(result: Result) -> list[str]:
 
 
 def enabled_start(result: Result) -> list[str]:
-    lines = ["| process | not enabled | enabled: added, median | quartiles |", "|---|---|---|---|"]
+    lines = ["| process | not enabled | added | added CPU time | its quartiles |", "|---|---|---|---|---|"]
     return lines + [
-        f"| {name} | {row['disabled_ms']:.1f} ms | {row['added_ms']:+.2f} ms "
-        f"| {row['added_ms_low']:+.2f} to {row['added_ms_high']:+.2f} ms |"
+        f"| {name} | {row['disabled_ms']:.1f} ms | {row['added_ms']:+.2f} ms | {row['added_cpu_ms']:+.2f} ms "
+        f"| {row['added_cpu_ms_low']:+.2f} to {row['added_cpu_ms_high']:+.2f} ms |"
         for name, row in result["cases"].items()
     ]
 

@@ -106,7 +106,7 @@ def test_other_processes_do_not_run_the_plugin(
 
 
 def test_children_of_a_rank_do_not_run_the_plugin(enabled: Environment, tmp_path: Path) -> None:
-    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {STARTED!r}])"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {LOADED!r}])"
     assert enabled.printed("-c", child, **RANK) == "[]\n"
     # A forked process has the finder of the rank, but gets no hooks.
     (tmp_path / "accelerate.py").touch()
