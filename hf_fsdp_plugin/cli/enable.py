@@ -29,10 +29,7 @@ HELP = (
     "Let stock accelerate launch and torchrun use the plugin in this Python environment, without -m hf_fsdp_plugin and "
     "without a line in the script. Ranks without FSDP settings, and all other processes, run as before."
 )
-EXAMPLES = (
-    "hf-fsdp enable && accelerate launch --config_file fsdp.yaml train.py",
-    "hf-fsdp enable && torchrun --nproc_per_node 8 train.py --fsdp full_shard",
-)
+EXAMPLES = ("hf-fsdp enable", "hf-fsdp enable --user")
 FILE_NAME: Final = "hf_fsdp_plugin_enabled.pth"
 """Python reads these files in the order of their names: this one after those that editable installs write."""
 _HEADER: Final = "# Written by `hf-fsdp enable` of hf_fsdp_plugin "
