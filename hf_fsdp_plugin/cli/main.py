@@ -23,7 +23,7 @@ from hf_fsdp_plugin.supported import unsupported_versions
 from hf_fsdp_plugin.text import printable
 
 _HELP_FLAGS = ("-h", "--help")
-_ANY_VERSION = frozenset({"completion", "doctor", "explain", "help"})
+_ANY_VERSION = frozenset({"completion", "disable", "doctor", "explain", "help"})
 """The verbs that run with unsupported versions of other libraries too."""
 
 

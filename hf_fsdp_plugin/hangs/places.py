@@ -316,6 +316,8 @@ def format_frames(frames: Sequence[Mapping[str, Any]]) -> list[str]:
     lines: list[str] = []
     num_skipped = 0
     frames = [frame for frame in frames if not frame["file"].endswith(_RECORDING)]
+    own = next((position for position, frame in enumerate(frames) if not frame["library"]), 0)
+    frames = frames[own:]  # without what has started the script
     for position, frame in enumerate(frames):
         if frame["library"] and position < len(frames) - _NUM_LAST_FRAMES:
             num_skipped += 1

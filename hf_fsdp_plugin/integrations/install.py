@@ -48,6 +48,10 @@ def install(
     Raises:
         SpecError: any source has an error. The exception contains all problems of all sources.
     """
+    session.defer(None)
+    if session.is_automatic:  # the sources and the environment are those that the script has found
+        restore_variables()
+        session.installed = session.is_automatic = False
     printer.install_excepthook(_add_remedy, watch.failed)
     watch.arm()
     handover = LaunchHandover.from_env(os.environ)

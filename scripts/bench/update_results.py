@@ -283,6 +283,15 @@ def command_start(result: Result) -> list[str]:
     ]
 
 
+def enabled_start(result: Result) -> list[str]:
+    lines = ["| process | not enabled | added | added CPU time | its quartiles |", "|---|---|---|---|---|"]
+    return lines + [
+        f"| {name} | {row['disabled_ms']:.1f} ms | {row['added_ms']:+.2f} ms | {row['added_cpu_ms']:+.2f} ms "
+        f"| {row['added_cpu_ms_low']:+.2f} to {row['added_cpu_ms_high']:+.2f} ms |"
+        for name, row in result["cases"].items()
+    ]
+
+
 def start(result: Result) -> list[str]:
     titles = {
         "script": "first line of the script",
@@ -520,7 +529,7 @@ def host_waits(result: Result) -> list[str]:
 
 _ALL = (
     step_overhead, checkpoint_save, merge, verified_reads, resume_parity, survival, gpu_check, ecosystem,
-    generated_values, command_start, start, load, resume, computed_weights, readers, many_ranks,
+    generated_values, command_start, enabled_start, start, load, resume, computed_weights, readers, many_ranks,
     gloo_connections, large_world, memory_error, memory_on_device, step_time, published_runs, unexpressed, throughput,
     restarts, two_hosts, hangs, hangs_healthy, hang_overhead, suggestions,
     planner_time, closed_against_trace, preflight_time, reserved_memory, host_waits,

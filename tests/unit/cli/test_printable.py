@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,16 @@ def test_escapes_in_copied_files_are_escaped_in_output(checkpoint: Path, tmp_pat
         assert code == 0 and "tokenizer\\u001b]0;pwn\\u0007" in out, err
         assert ("is skipped" in err) == (verb[0] == "export")
         assert_printable(out + err)
+
+
+def test_escapes_in_a_written_file_are_escaped_in_output(tmp_path: Path, hf_fsdp: Any) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    page = tmp_path / f"page{ESCAPES.replace(chr(0), '').replace('/', '')}.html"
+    code, out, err = hf_fsdp("plan", "--model", tmp_path, "--seq-len", "16", "--html", page)
+    assert code == 0 and page.exists() and "written: " in out, err
+    assert_printable(out + err)
 
 
 VALID = """\
