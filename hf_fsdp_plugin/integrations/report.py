@@ -80,7 +80,7 @@ def _next_state_dict(accelerator: Any) -> str | None:
 
 def _loader_batch(accelerator: Any) -> BatchShape | None:
     for loader in prepared_dataloaders(accelerator):
-        sampler = getattr(loader, "batch_sampler", None)
+        sampler: Any = getattr(loader, "batch_sampler", None)
         if size := getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None):
             if getattr(sampler, "split_batches", False):
                 size //= sampler.num_processes

@@ -91,7 +91,6 @@ def batch_before_restart(checkpoint: Path) -> dict[str, Any]:
     Returns:
         Empty without a restart, and for a checkpoint of another run.
     """
-    session.first_samples_per_step = None
     if not session.restarts.count:
         return {}
     batch: dict[str, Any] = {}

@@ -81,7 +81,7 @@ def restarted(run_id: str, num_restarts: int) -> Iterator[list[str]]:
         step_count.resume_at(0)
 
 
-def train_loop(folder: str, num_restarts: int, until: int, length: str, accumulation: int, **loop: Any) -> dict[str, Any]:
+def train_loop(folder: str, num_restarts: int, until: int, length: str, accumulation: int, **loop: Any) -> Any:
     """Train in an Accelerate loop with ``accumulate`` to step ``until`` of ``NUM_STEPS``, and save there.
 
     Args:
@@ -134,4 +134,4 @@ def _loop(folder: Path, until: int, length: str, accumulation: int, version: int
                 break
     accelerator.save_state(folder / f"step-{step}")
     samples = hfp.report(accelerator).effective_batch_size
-    return {"losses": losses, "rates": rates, "accumulation": accelerator.gradient_accumulation_steps, "samples": samples}
+    return {"losses": losses, "rates": rates, "accumulation": num_micro, "samples": samples}

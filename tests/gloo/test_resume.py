@@ -116,7 +116,7 @@ def test_restarted_run_resumes_from_its_own_checkpoint(
     assert again["start"] == 0, "without a checkpoint it begins as at the first start"
 
 
-def in_changing_worlds(four_ranks: Ranks, two_ranks: Ranks, folder: Path, case: Any, stops: Any) -> list[dict[str, Any]]:
+def in_changing_worlds(four_ranks: Ranks, two_ranks: Ranks, folder: Path, case: Any, stops: Any) -> list[Any]:
     """Run a case on 4, 2 and 4 ranks, each time until the next of the steps."""
     worlds = zip((four_ranks, two_ranks, four_ranks), stops, strict=True)
     return [case(world, str(folder), number, until) for number, (world, until) in enumerate(worlds)]

@@ -1,7 +1,7 @@
 """The batches of an Accelerate loop: their number on each rank, and the samples of an optimizer step after a restart.
 
-A restart may have another number of ranks. Then the gradient accumulation changes, so that a step has as many samples as
-before. Schedulers that ``prepare`` has wrapped advance once per rank in each step, and scripts give them a length that
+A restart may have another number of ranks. Then the gradient accumulation changes, so that a step has as many samples
+as before. Schedulers that ``prepare`` has wrapped advance once per rank in each step. Scripts give them a length that
 either counts the batches of all ranks, which stays the same, or is multiplied by the number of ranks.
 """
 
@@ -140,10 +140,12 @@ def _keep_schedule(scheduler: Any, saved: Mapping[str, Any], *, by_samples: bool
         Whether the schedule is the same function of the steps.
     """
     steps, before = _scheduler_steps(scheduler), saved["steps"]
-    if steps != before and _is_same(_factors(scheduler, steps), saved["factors"]):
+    if steps == before:
+        return True
+    if _is_same(_factors(scheduler, steps), saved["factors"]):
         scheduler.scheduler.last_epoch = scheduler.scheduler.last_epoch * steps // before
         return True
-    if steps != before and not by_samples:
+    if not by_samples:
         scheduler.split_batches = True  # one step of the scheduler for each call
         scheduler.step = _Steps(scheduler, before)
     return _is_same(_factors(scheduler, before), saved["factors"]) is not False

@@ -127,9 +127,7 @@ def _batch(trainer: Any) -> dict[str, Any]:
         "per_device": per_device,
         "accumulation": accumulation,
         "world_size": dist.get_world_size(),
-        "samples_per_step": (
-            per_device * accumulation if is_split else trainer.get_total_train_batch_size(arguments)
-        ),
+        "samples_per_step": per_device * accumulation if is_split else trainer.get_total_train_batch_size(arguments),
         "seed": arguments.seed,
         "data_seed": arguments.data_seed,
     }
@@ -140,9 +138,9 @@ def _batch(trainer: Any) -> dict[str, Any]:
         batch["steps_per_epoch"] = math.ceil(len(loader) / accumulation)
     depends = []
     if arguments.train_sampling_strategy == "group_by_length":
-        depends.append("train_sampling_strategy groups samples by length in batches of a step, in another order")
+        depends.append("group_by_length sorts samples in groups whose size depends on the gradient accumulation")
     if trainer.model_accepts_loss_kwargs and not arguments.average_tokens_across_devices:
-        depends.append("average_tokens_across_devices=False weights the tokens of each rank apart")
+        depends.append("average_tokens_across_devices=False averages the loss of each rank's tokens separately")
     return {**batch, "depends_on_accumulation": depends} if depends else batch
 
 
@@ -303,6 +301,7 @@ def checkpoint_to_resume(trainer: Any, resume: Any) -> Any:
     Raises:
         CheckpointError: the selected checkpoint is incomplete, or all checkpoints are.
     """
+    session.first_samples_per_step = None  # of an earlier training in this script
     if (own := checkpoint_after_restart(Path(trainer.args.output_dir), TRAINER_PREFIX)) is not None:
         if saved := batch_before_restart(own):
             _keep_samples_per_step(trainer, saved)
