@@ -177,6 +177,7 @@ def test_samples_per_step_that_cannot_be_kept_are_reported(
     ]
     assert [(run["accumulation"], run["samples"]) for run in runs] == [(2, 8), (3, 9), (2, 8)]
     assert [any("FSDP-W434" in line for line in run["printed"]) for run in runs] == [False, True, True]
+    assert [runs[step - 1]["rates"][step] for step in (1, 2)] == pytest.approx([5e-4, 1e-3]), "8 steps of warm-up"
     runs = [
         world.run(
             cases.train_loop, str(tmp_path / "two"), number, number + 1, "ranks", 1, version=2, uses_accumulate=False

@@ -81,9 +81,8 @@ def batch_of(accelerator: Any) -> dict[str, Any]:
         "accumulation": accumulation,
         "accumulates": getattr(accelerator, _ACCUMULATES, False),
         "schedules": [
-            {"steps": steps, "factors": _factors(scheduler, steps)}
-            for scheduler in private.prepared_schedulers(accelerator)
-            for steps in [_scheduler_steps(scheduler)]
+            {"steps": _scheduler_steps(each), "factors": _factors(each, _scheduler_steps(each))}
+            for each in private.prepared_schedulers(accelerator)
         ],
     }
     if (samples := next(filter(None, map(_samples, private.prepared_dataloaders(accelerator))), None)) is not None:
@@ -109,32 +108,33 @@ def keep_samples_per_step(accelerator: Any, checkpoint: Path, saved: Mapping[str
     """
     given = accelerator.gradient_accumulation_steps
     if saved.get("accumulates"):
+        setattr(accelerator, _ACCUMULATES, True)
         accelerator.gradient_accumulation_steps = kept_accumulation(saved, batch_of(accelerator))
         # Accelerate counts batches, and makes a step when the accumulation divides their number.
         accelerator.step = accelerator.step // saved["accumulation"] * accelerator.gradient_accumulation_steps
     now = batch_of(accelerator)
     print_accumulation(saved, now, given)
-    is_kept = saved.get("samples_per_step") == now.get("samples_per_step") is not None
+    before, samples = saved.get("samples_per_step"), now.get("samples_per_step")
+    ratio = samples / before if before and samples else None
+    schedulers, schedules = private.prepared_schedulers(accelerator), saved.get("schedules", ())
     further = [
         "the schedule of the learning rate is not the one that was saved"
-        for scheduler, schedule in zip(
-            private.prepared_schedulers(accelerator), saved.get("schedules", ()), strict=False
-        )
-        if not _keep_schedule(scheduler, schedule, by_samples=not is_kept)
+        for scheduler, schedule in zip(schedulers, schedules, strict=False)
+        if not _keep_schedule(scheduler, schedule, ratio)
     ]
     if (problem := samples_problem(checkpoint, saved, now, further)) is not None:
         print_once(problem)
 
 
-def _keep_schedule(scheduler: Any, saved: Mapping[str, Any], *, by_samples: bool) -> bool:
+def _keep_schedule(scheduler: Any, saved: Mapping[str, Any], ratio: float | None) -> bool:
     """Advance a scheduler as far in each step as before the restart.
 
-    torch's schedulers load their length from the checkpoint, and continue as many steps at a time as before. The length
-    of a ``LambdaLR``, such as all of ``transformers.get_scheduler``, is the script's. If the script has multiplied
-    it by the number of ranks, the scheduler continues at the same place of it, and advances as Accelerate does.
+    torch's schedulers load their length from the checkpoint, and advance with the samples, as Accelerate has it. The
+    length of a ``LambdaLR``, such as all of ``transformers.get_scheduler``, is the script's. If the script has
+    multiplied it by the number of ranks, the scheduler continues at the same place of it, and advances as before.
 
     Args:
-        by_samples: advance with the samples, as Accelerate does: a step has another number of them.
+        ratio: samples of a step, now to before; ``None`` if unknown.
 
     Returns:
         Whether the schedule is the same function of the steps.
@@ -145,9 +145,10 @@ def _keep_schedule(scheduler: Any, saved: Mapping[str, Any], *, by_samples: bool
     if _is_same(_factors(scheduler, steps), saved["factors"]):
         scheduler.scheduler.last_epoch = scheduler.scheduler.last_epoch * steps // before
         return True
-    if not by_samples:
+    wanted = steps if ratio is None else max(1, round(before * ratio))
+    if wanted != steps:
         scheduler.split_batches = True  # one step of the scheduler for each call
-        scheduler.step = _Steps(scheduler, before)
+        scheduler.step = _Steps(scheduler, wanted)
     return _is_same(_factors(scheduler, before), saved["factors"]) is not False
 
 
