@@ -97,9 +97,11 @@ def main() -> None:
         accelerator.save_state(folder)
         accelerator.print(f"saved {folder}")
 
-    steps_per_epoch = math.ceil(len(train_loader) / args.gradient_accumulation_steps)
+    # A restart on another number of ranks changes it, so that a step has as many sequences as before.
+    accumulation = accelerator.gradient_accumulation_steps
+    steps_per_epoch = math.ceil(len(train_loader) / accumulation)
     while step < args.max_steps:
-        done = (step % steps_per_epoch) * args.gradient_accumulation_steps
+        done = (step % steps_per_epoch) * accumulation
         batches = accelerator.skip_first_batches(train_loader, done) if done else train_loader
         micro_losses = []
         for batch in batches:

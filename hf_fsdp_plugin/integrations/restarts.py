@@ -85,6 +85,23 @@ def count_from(checkpoint: Path) -> None:
         step_count.resume_at(steps)
 
 
+def batch_before_restart(checkpoint: Path) -> dict[str, Any]:
+    """Return the field ``batch`` of a checkpoint that this run has written before a restart. Collective.
+
+    Returns:
+        Empty without a restart, and for a checkpoint of another run.
+    """
+    if not session.restarts.count:
+        return {}
+    batch: dict[str, Any] = {}
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        manifest = _read(checkpoint)
+        batch = manifest.batch if manifest is not None and _is_of_this_run(manifest, None) else {}
+    batch = dict(broadcast_object(batch)) if dist.is_initialized() else batch
+    session.first_samples_per_step = batch.get("first_samples_per_step", batch.get("samples_per_step"))
+    return batch
+
+
 def _find(folder: Path, prefix: str, *, this_run: bool, training: int | None) -> Path | None:
     is_distributed = dist.is_initialized()
     manager.wait()  # _look removes the staging folders of interrupted saves

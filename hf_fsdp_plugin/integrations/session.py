@@ -35,6 +35,7 @@ class Session:
         ambient: the spec of the sources; ``None`` if they do not enable FSDP.
         restarts: the failed attempts of the run, from the launcher.
         num_trainings: number of calls of the Trainer's ``train`` so far.
+        first_samples_per_step: samples of an optimizer step in the first attempt of the run, after a restart.
         in_flight_file: path of a file that exists while a checkpoint is written in the background, for the launcher.
         early_group: the process group that was started without a time-out, by ``install`` or by ``PartialState()``.
     """
@@ -48,6 +49,7 @@ class Session:
         self.in_flight_file: Path | None = None
         self.restarts = Restarts()
         self.num_trainings = 0
+        self.first_samples_per_step: int | None = None
         self.early_group: Any = None
         self.close()
 

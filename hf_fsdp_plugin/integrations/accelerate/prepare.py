@@ -29,7 +29,7 @@ from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.estimate.padding import with_padding_warning
 from hf_fsdp_plugin.hangs.step_count import step_count
 from hf_fsdp_plugin.integrations.accelerate import private
-from hf_fsdp_plugin.integrations.accelerate.batches import check_even_batches
+from hf_fsdp_plugin.integrations.accelerate.batches import check_even_batches, notice_accumulation
 from hf_fsdp_plugin.integrations.accelerate.plugin import planned_plugin
 from hf_fsdp_plugin.integrations.call_record import name_units
 from hf_fsdp_plugin.integrations.peft.checks import check_adapters
@@ -94,6 +94,7 @@ def prepare_objects(accelerator: Any, objects: Sequence[Any]) -> Any:
     for optimizer in new_optimizers:
         step_count.watch(optimizer)
         optimizer.register_step_pre_hook(first_step.announce)
+        notice_accumulation(accelerator, optimizer)
         if preflight.active:
             _own_loop().watch_optimizer(optimizer)
         for model in models:
