@@ -51,11 +51,6 @@ class StepCount:
         self._memory = None
 
     @property
-    def is_open(self) -> bool:
-        """Whether the launcher watches this process."""
-        return self._memory is not None
-
-    @property
     def total(self) -> int:
         """Optimizer steps of the run, without those that were trained again."""
         return self._before + self._num_steps

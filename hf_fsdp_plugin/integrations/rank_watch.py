@@ -25,7 +25,8 @@ from hf_fsdp_plugin.backends.arrival_rounds import place_key, place_store
 from hf_fsdp_plugin.backends.arrivals import arrival_limit, arrivals
 from hf_fsdp_plugin.hangs.calls import LIMIT_VARIABLE
 from hf_fsdp_plugin.hangs.places import Frame, RanksAt, find_place, merged
-from hf_fsdp_plugin.hangs.step_count import Counts, step_count
+from hf_fsdp_plugin.hangs.step_count import Counts
+from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_names
 
@@ -112,7 +113,7 @@ class RankWatch:
             SpecError: the limit is not a positive number (FSDP-E674).
         """
         is_off = os.environ.get(LIMIT_VARIABLE, "").strip() == "0"
-        if step_count.is_open or is_off or not dist.is_initialized() or dist.get_world_size() == 1:
+        if session.in_flight_file is not None or is_off or not dist.is_initialized() or dist.get_world_size() == 1:
             return
         model.register_forward_pre_hook(partial(self._add_forward, name), prepend=True)
         if self._thread is None or not self._thread.is_alive():

@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
+from hf_fsdp_plugin.runs.identity import RunIdentity
 from hf_fsdp_plugin.runs.restarts import Restarts
 from hf_fsdp_plugin.sources.accelerate_launch import locate_config
 from hf_fsdp_plugin.sources.model import Sources
@@ -32,7 +33,9 @@ class Session:
         report_table: whether to print the tables of the report instead of a summary.
         uses_fsdp: whether any source has asked for FSDP so far. Before, no function of another library is changed.
         ambient: the spec of the sources; ``None`` if they do not enable FSDP.
-        restarts: the failed attempts of the run, from the launcher.
+        identity: the run of this process, from the variables of its launcher.
+        restarts: the failed attempts of the run. Under launchers that do not say them, ``integrations.attempts`` adds
+            them when the process group exists.
         num_trainings: number of calls of the Trainer's ``train`` so far.
         in_flight_file: path of a file that exists while a checkpoint is written in the background, for the launcher.
         early_group: the process group that was started without a time-out, by ``install`` or by ``PartialState()``.
@@ -45,6 +48,7 @@ class Session:
         self._timeout: ContextVar[timedelta | None] = ContextVar("hf_fsdp_timeout", default=None)
         self.ambient: FsdpSpec | None = None
         self.in_flight_file: Path | None = None
+        self.identity = RunIdentity()
         self.restarts = Restarts()
         self.num_trainings = 0
         self.early_group: Any = None

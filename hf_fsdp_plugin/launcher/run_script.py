@@ -28,13 +28,12 @@ from hf_fsdp_plugin.hangs.calls import LIMIT_VARIABLE
 from hf_fsdp_plugin.hangs.exit_watch import exit_limit, watch_exit
 from hf_fsdp_plugin.hangs.places import is_library, record_stacks
 from hf_fsdp_plugin.hangs.rank_files import FILES_VARIABLE, RankFiles, write_atomically
-from hf_fsdp_plugin.hangs.step_count import step_count
+from hf_fsdp_plugin.integrations.attempts import begin_attempt
 from hf_fsdp_plugin.integrations.call_record import record_calls
 from hf_fsdp_plugin.integrations.preflight.run import preflight
 from hf_fsdp_plugin.integrations.profiling.in_rank import profiled_run
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.problems import SpecError
-from hf_fsdp_plugin.runs.restarts import Restarts
 
 LAUNCHER_VARIABLE = "HF_FSDP_LAUNCHER_PID"
 _PR_SET_PDEATHSIG = 1
@@ -50,10 +49,7 @@ def main() -> None:
     if files is not None:
         record_stacks(files.stacks)
         session.in_flight_file = files.saving
-        with contextlib.suppress(OSError):
-            session.restarts = Restarts.from_json(json.loads(files.restarts.read_text()))
-        with contextlib.suppress(OSError):
-            step_count.open(files.steps)
+        begin_attempt(files)
         if float(os.environ.get(LIMIT_VARIABLE) or 0):
             record_calls(files.calls)
     module = sys.argv[1] == "-m"
