@@ -25,7 +25,6 @@ from hf_fsdp_plugin.problems import CheckpointError, Problem, SpecError
 
 def run_fact() -> dict[str, Any]:
     """Return the field ``run`` of the manifest of a checkpoint that is written now; empty without an identity."""
-    agree_on_attempt()
     if not session.restarts.run_id:
         return {}
     run = {"id": session.restarts.run_id, "steps": step_count.total, "training": session.num_trainings}
@@ -33,8 +32,7 @@ def run_fact() -> dict[str, Any]:
 
 
 def is_started_again() -> bool:
-    """Return whether this run may have written checkpoints before this process. Collective."""
-    agree_on_attempt()
+    """Return whether this run may have written checkpoints before this process, which has agreed on its attempt."""
     return bool(session.restarts.count) or session.identity.may_have_checkpoints
 
 
@@ -58,7 +56,7 @@ def newest_checkpoint(folder: str | os.PathLike[str], *, this_run: bool = False)
         message = "newest_checkpoint was called before the process group exists."
         fix = "Call it on all ranks, after the Accelerator has been created."
         raise SpecError([Problem(code="FSDP-E718", message=message, fix=fix)])
-    agree_on_attempt()
+    agree_on_attempt("newest_checkpoint")
     return _find(Path(folder), "", this_run=this_run, training=None)
 
 

@@ -35,6 +35,7 @@ from hf_fsdp_plugin.runs.failure_summary import (
     summarize,
     summarize_hang,
 )
+from hf_fsdp_plugin.runs.identity import RUN_ID_VARIABLE
 from hf_fsdp_plugin.runs.restarts import Restarts
 from hf_fsdp_plugin.runs.verdicts import assess_attempt
 from hf_fsdp_plugin.spec.model import LaunchSection
@@ -69,7 +70,7 @@ class Job:
 
 def first_restarts(max_restarts: int) -> Restarts:
     """Return the state of a run that has not started yet."""
-    return Restarts(run_id=uuid.uuid4().hex, max_restarts=max_restarts)
+    return Restarts(run_id=os.environ.get(RUN_ID_VARIABLE) or uuid.uuid4().hex, max_restarts=max_restarts)
 
 
 def run_attempts(job: Job, rendezvous: Rendezvous, restarts: Restarts) -> int:

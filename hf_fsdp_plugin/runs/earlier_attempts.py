@@ -41,6 +41,8 @@ _FATAL: Final = {
 }
 """What ``faulthandler`` writes before the stack of a crash -> its signal."""
 _NO_RECORD: Final = {"kind": "exception", "type": "", "frames": [], "traceback": ""}
+_DAMAGED: Final = (OSError, ValueError, KeyError, TypeError, AttributeError)
+"""Errors of files that are incomplete, as on a full disk, or gone. They must not end a training."""
 _UNKNOWN: Final = FailedAttempt(failure="an attempt of which no record is left")
 
 
@@ -134,7 +136,7 @@ def remember(folder: Path, agreed: Offer, attempt: int) -> None:
 
 
 def _read_memory(run: Path) -> dict[str, Any] | None:
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(*_DAMAGED):
         tree = json.loads((run / _MEMORY).read_text())
         Decision.from_text(tree["known"])
         return {"known": tree["known"], "num_agreed": int(tree["num_agreed"]), "attempt": int(tree["attempt"])}
@@ -143,8 +145,10 @@ def _read_memory(run: Path) -> dict[str, Any] | None:
 
 def _earlier(folder: Path) -> list[Path]:
     """Return the folders of the other attempts on this machine, oldest first."""
-    found = [path for path in folder.parent.iterdir() if path.is_dir() and path != folder]
-    return sorted(found, key=_began)
+    with suppress(OSError):
+        found = [path for path in folder.parent.iterdir() if path.is_dir() and path != folder]
+        return sorted(found, key=_began)
+    return []
 
 
 def mark_begin(folder: Path) -> None:
@@ -167,15 +171,18 @@ def _verdicts(folder: Path, first: int, known: Restarts, machine: int) -> Iterat
     for path, after in pairwise([*_earlier(folder), folder]):
         yield from [None] * (attempt_number(path) - number - 1)
         number = attempt_number(path)
-        exits = _exits(path)
-        if not all(each.ended and each.failure is None for each in exits):
-            yield _verdict(path, exits, known, machine, _began(after) - _began(path))
+        try:
+            exits = _exits(path)
+            if not all(each.ended and each.failure is None for each in exits):
+                yield _verdict(path, exits, known, machine, _began(after) - _began(path))
+        except _DAMAGED:
+            yield None
     yield from [None] * (attempt_number(folder) - number - 1)
 
 
 def _verdict(folder: Path, exits: Sequence[RankExit], known: Restarts, machine: int, seconds: float) -> Verdict:
     verdict = assess_attempt(RunResult(exits=tuple(exits)), known, machine=machine, seconds=seconds)
-    with suppress(OSError, ValueError, KeyError):
+    with suppress(*_DAMAGED):
         hang: Mapping[str, str] = json.loads((folder / "hang.json").read_text())
         attempt = replace(verdict.attempt, failure=f"hang: {hang['message']}"[:200], same_as=hang["same_as"])
         return Verdict(attempt=attempt)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from json_schema import assert_valid
@@ -56,7 +57,9 @@ LOOP = r"""
             raise RuntimeError("the sample of step 5 is damaged")
         if step % 3 == 0:
             accelerator.save_state(f"out/step_{step}")
-        if len(sys.argv) == 1 and os.environ["GROUP_WORLD_SIZE"] == "2" and attempt == 0 and step == 4:
+        waits = len(sys.argv) == 1 and os.environ["GROUP_WORLD_SIZE"] == "2" and attempt == 0
+        waits |= sys.argv[1:] == ["joins"] and os.environ["GROUP_WORLD_SIZE"] == "1"
+        if waits and step == 4:
             open(f"ready_{rank}", "w").write(str(os.getpid()))
             __import__("time").sleep(120)
     accelerator.end_training()
@@ -257,6 +260,28 @@ def test_requeued_job_of_srun_resumes(tmp_path: Path) -> None:
     assert counts == [*"12345", *"12345", *"45678"], "another job begins at the first step, the requeued one does not"
     found = report(tmp_path)
     assert (found["count"], found["max"], found["lost_steps"]) == (1, 0, 2)
+
+
+@pytest.mark.slow
+def test_machine_that_joins_torchrun_resumes_the_run(tmp_path: Path) -> None:
+    """Torch starts the ranks again with the same number of the attempt. The new machine may get rank 0."""
+    write(tmp_path, LOOP)
+    flags = ["--nnodes", "1:2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", "--rdzv_id", "none"]
+    flags += ["--rdzv_endpoint", f"127.0.0.1:{free_port()}", "-m", "hf_fsdp_plugin", "--config_file", "fsdp.yaml"]
+    command = [sys.executable, "-m", "torch.distributed.run", *flags, "train.py", "joins"]
+    env = environment(tmp_path, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    options: dict[str, Any] = {"cwd": tmp_path, "env": env, "text": True, "stdout": subprocess.PIPE}
+    agents = [subprocess.Popen(command, stderr=subprocess.PIPE, **options)]
+    wait_for(tmp_path / "ready_0", seconds=200)
+    agents.append(subprocess.Popen(command, stderr=subprocess.PIPE, **options))
+    done = [finish(agent, timeout=300) for agent in agents]
+    assert [each.returncode for each in done] == [0, 0], done
+    counts = [line.split()[0] for line in (tmp_path / "losses_0").read_text().splitlines()]
+    assert counts == [*"1234", *"45678"]
+    found = report(tmp_path)
+    assert (found["count"], found["lost_steps"]) == (1, 1)
+    (memory,) = {path.read_text() for path in tmp_path.glob("hf_fsdp_*/*/run.json")}
+    assert "none-" in memory, "both machines remember the id of the first one"
 
 
 @pytest.mark.slow

@@ -160,8 +160,9 @@ def _shard_model(
     Raises ``SpecError`` if the attempts before have failed in the same way.
     """
     load_failures.close()  # this rank continues, even if a load failed
-    with _together(type(unwrapped(compiled_module(model) or model)).__name__.removeprefix("FSDP")):
-        agree_on_attempt()
+    name = type(unwrapped(compiled_module(model) or model)).__name__.removeprefix("FSDP")
+    with _together(name):
+        agree_on_attempt(name)
         return _shard_on_all_ranks(accelerator, model, optimizers, is_first=is_first, is_trained=is_trained)
 
 

@@ -19,7 +19,6 @@ from hf_fsdp_plugin.backends.cluster import gloo_interface, gloo_variables, rais
 from hf_fsdp_plugin.devices import DEVICES, accelerator_type, select_device
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin
-from hf_fsdp_plugin.integrations.attempts import offer_attempt
 from hf_fsdp_plugin.integrations.environment import set_variables
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import print_once, print_warnings
@@ -52,7 +51,6 @@ def init_partial_state(original: Callable[..., None], state: Any, *args: Any, **
     if "timeout" in kwargs and _is_early_group():
         set_timeout(kwargs["timeout"])
     original(*args, **kwargs)
-    offer_attempt()
     if not was_started and dist.is_initialized() and "timeout" not in kwargs:
         session.early_group = dist.group.WORLD
     _remove_index_of_cpu(state)

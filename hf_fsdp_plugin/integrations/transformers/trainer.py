@@ -27,6 +27,7 @@ from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX
 from hf_fsdp_plugin.integrations.accelerate.adoption import is_left_to_transformers
 from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned, planned_plugin
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
+from hf_fsdp_plugin.integrations.attempts import agree_on_attempt
 from hf_fsdp_plugin.integrations.patching import install_hooks, override_hooked_methods
 from hf_fsdp_plugin.integrations.restarts import is_started_again
 from hf_fsdp_plugin.integrations.run_report import report_run, set_output_dir
@@ -162,6 +163,7 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     replicate_parameters_of_losses(trainer)
     session.num_trainings += 1
     resume = found = args[0] if args else kwargs.get("resume_from_checkpoint")
+    agree_on_attempt(f"{type(trainer).__name__}.train")
     if is_started_again() or resume:
         found = checkpoint_to_resume(trainer, resume)
         args, kwargs = (found, *args[1:]), {k: v for k, v in kwargs.items() if k != "resume_from_checkpoint"}

@@ -233,6 +233,24 @@ def test_damaged_memory_is_ignored(tmp_path: Path, content: str) -> None:
     assert texts(one.agree(one.start(1)).restarts) == ["rank 0: RuntimeError: no"]
 
 
+@pytest.mark.parametrize("content", ["{", "[]", '{"time": 1.0}'])
+def test_damaged_record_of_a_failure_is_an_unknown_one(tmp_path: Path, content: str) -> None:
+    one = Machine(tmp_path)
+    one.agree(one.start(0))
+    one.leave(0, steps=5).failure.write_text(content)
+    found = one.agree(one.start(1)).restarts
+    assert found.count == 1 and texts(found)[0] in (f"rank 0: {KILLED}", "an attempt of which no record is left")
+
+
+def test_folder_that_is_gone_does_not_end_the_training(tmp_path: Path) -> None:
+    one = Machine(tmp_path)
+    one.agree(one.start(0))
+    identity = RunIdentity(id="run0", attempt=1, max_restarts=5)
+    offer = make_offer(tmp_path / "gone" / "1-1", identity, rank=0, machine=0)
+    remember(tmp_path / "gone" / "1-1", merge([offer]), 1)
+    assert merge([offer]).known.restarts.count == 1
+
+
 def test_message_of_a_machine_does_not_grow_with_its_ranks(tmp_path: Path) -> None:
     sizes = []
     for number, ranks in enumerate((1, 64)):
