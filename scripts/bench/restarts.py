@@ -6,7 +6,7 @@ SIGKILL: during the imports, at a random moment of the training, or while a chec
 exit code 0, and every loss, also of steps that were trained again, must equal that of the run that is not killed.
 
     python scripts/bench/restarts.py           (20 minutes on 2 cores; writes docs/results/restarts.json)
-    python scripts/bench/restarts.py --launcher torchrun --ways loop --out torchrun.json
+    python scripts/bench/restarts.py --launcher torchrun       (keeps the other rows of the file)
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,7 @@ def measure(launcher: str, version: int, way: str, kills: int, seed: int, root: 
     reported = json.loads((folder / "fsdp_report.json").read_text())["restarts"] if code == 0 else {}
     return {
         "launcher": launcher,
+        "date": date.today().isoformat(),
         "version": version,
         "way": way,
         "exit_code": code,
@@ -192,12 +194,14 @@ def main() -> int:
             for way in args.ways
             for version in args.versions
         ]
+    before = json.loads(args.out.read_text())["runs"] if args.out.exists() else []
+    kept = [run for run in before if run["launcher"] not in args.launcher]
     result = {
         "command": f"python scripts/bench/restarts.py --kills {args.kills} --seed {args.seed}",
         "model": "Llama, 4 layers, hidden 128, fp32, AdamW, 2 gloo ranks",
         "steps": STEPS,
         "steps_between_saves": SAVE_STEPS,
-        "runs": runs,
+        "runs": sorted([*runs, *kept], key=lambda run: list(LAUNCHERS).index(run["launcher"])),
     }
     write_result("restarts", args.out, result)
     print(format_table(table(runs), right=range(3, 10)))

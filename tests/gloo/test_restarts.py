@@ -220,7 +220,7 @@ def test_torchrun_resumes_its_own_run_only(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", [1, 2])
-def test_loop_under_torchrun_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, version: int) -> None:
+def test_loop_under_torchrun_has_the_uninterrupted_losses(tmp_path: Path, version: int) -> None:
     for name, words in {"whole": ("never",), "killed": ("1 5 0",)}.items():
         folder = tmp_path / name
         folder.mkdir()

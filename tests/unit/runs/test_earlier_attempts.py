@@ -157,7 +157,7 @@ def test_attempts_without_files_are_counted(tmp_path: Path) -> None:
     assert merge([make_offer(None, identity, rank=0, machine=0)]).known.restarts.count == 1
 
 
-def test_attempts_of_which_the_machines_did_not_agree_are_counted(tmp_path: Path) -> None:
+def test_attempts_without_an_agreement_are_counted(tmp_path: Path) -> None:
     """Ranks can fail before their process group exists, so that they only leave their files."""
     one = Machine(tmp_path)
     for attempt in range(3):
