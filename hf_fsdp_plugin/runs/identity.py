@@ -77,7 +77,7 @@ def identify(environ: Mapping[str, str], argv: tuple[str, ...] = ()) -> RunIdent
     """
     requeues = _number(environ, "SLURM_RESTART_COUNT")
     job = _slurm_job(environ, argv)
-    given = environ.get(RUN_ID_VARIABLE) or environ.get("PET_RDZV_ID") or _ray_run()
+    given = environ.get(RUN_ID_VARIABLE) or _id_of_pod(environ) or _ray_run()
     if given:
         run_id = given
     elif _AGENT_VARIABLE in environ:
@@ -133,6 +133,12 @@ def _start(environ: Mapping[str, str]) -> str:
         with suppress(OSError):
             known.append(str(logs.stat().st_mtime_ns))
     return _short_hash("\0".join(known))
+
+
+def _id_of_pod(environ: Mapping[str, str]) -> str:
+    """Return the id that the job of Kubernetes has, unless the command line of torchrun has replaced it."""
+    given = environ.get("PET_RDZV_ID", "")
+    return given if environ.get(_AGENT_VARIABLE, given) == given else ""
 
 
 def _ray_run() -> str:

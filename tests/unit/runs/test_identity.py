@@ -83,10 +83,17 @@ def test_requeued_job_with_a_new_agent_keeps_its_job(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["HF_FSDP_RUN_ID", "PET_RDZV_ID"])
 def test_given_id_is_the_same_in_all_starts(tmp_path: Path, name: str) -> None:
-    starts = [identify(torch_agent(tmp_path / agent, 0, **{name: "llama"})) for agent in ("none_a", "none_b")]
+    more = {name: "llama", "TORCHELASTIC_RUN_ID": "llama"}
+    starts = [identify(torch_agent(tmp_path / agent, 0, **more)) for agent in ("none_a", "none_b")]
     assert [(each.id, each.given) for each in starts] == [("llama", True)] * 2
     assert all(each.may_have_checkpoints for each in starts)
     assert identify({"HF_FSDP_RUN_ID": "mine", "PET_RDZV_ID": "job"}).id == "mine"
+
+
+def test_id_of_a_pod_is_that_of_its_torchrun_only(tmp_path: Path) -> None:
+    """A pod can start several runs with `--rdzv_id` or `--standalone`, which override the variable."""
+    other = identify(torch_agent(tmp_path / "none_a", 0, PET_RDZV_ID="job"))
+    assert not other.given and other.id.startswith("none-")
 
 
 def test_worker_of_ray_train_has_the_name_of_its_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
