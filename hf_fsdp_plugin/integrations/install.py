@@ -9,6 +9,7 @@ from typing import Any
 
 from hf_fsdp_plugin.backends.cluster import slurm_variables
 from hf_fsdp_plugin.devices import accelerator_type, select_device
+from hf_fsdp_plugin.integrations.attempts import begin_attempt
 from hf_fsdp_plugin.integrations.environment import restore_variables, set_loading_variables, set_variables
 from hf_fsdp_plugin.integrations.patching import install_hooks, remove_hooks
 from hf_fsdp_plugin.integrations.run_report import start_reporting, stop_reporting
@@ -72,6 +73,7 @@ def install(
     install_hooks("accelerate", "saving", "transformers", "loading", "trl")
     # The session has read the environment by now, so variables that are set here are not settings of the user.
     set_variables(**slurm_variables(os.environ))
+    begin_attempt()
     if "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ:
         # Otherwise torch initializes CUDA to look for GPUs, and processes that are forked later cannot use it.
         set_variables(PYTORCH_NVML_BASED_CUDA_CHECK="1")

@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
+from hf_fsdp_plugin.runs.identity import RunIdentity
 from hf_fsdp_plugin.runs.restarts import Restarts
 from hf_fsdp_plugin.sources.accelerate_launch import locate_config
 from hf_fsdp_plugin.sources.model import Sources
@@ -33,7 +34,9 @@ class Session:
         is_automatic: whether ``hf-fsdp enable`` started the session, which an ``install`` of the script replaces.
         waits_for_call: whether the next call of a hooked function starts the deferred session.
         ambient: the spec of the sources; ``None`` if they do not enable FSDP.
-        restarts: the failed attempts of the run, from the launcher.
+        identity: the run of this process, from the variables of its launcher.
+        restarts: the failed attempts of the run. Under launchers that do not say them, ``integrations.attempts`` adds
+            them when the process group exists.
         num_trainings: number of calls of the Trainer's ``train`` so far.
         first_samples_per_step: samples of an optimizer step in the first attempt of the run, after a restart.
         in_flight_file: path of a file that exists while a checkpoint is written in the background, for the launcher.
@@ -47,6 +50,7 @@ class Session:
         self._timeout: ContextVar[timedelta | None] = ContextVar("hf_fsdp_timeout", default=None)
         self.ambient: FsdpSpec | None = None
         self.in_flight_file: Path | None = None
+        self.identity = RunIdentity()
         self.restarts = Restarts()
         self.num_trainings = 0
         self.first_samples_per_step: int | None = None

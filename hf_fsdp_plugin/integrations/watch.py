@@ -37,12 +37,12 @@ from hf_fsdp_plugin.hangs.rank_files import (
 from hf_fsdp_plugin.hangs.record import record
 from hf_fsdp_plugin.hangs.step_count import step_count
 from hf_fsdp_plugin.hangs.watcher import Watched, Watcher, has_failed, print_block
+from hf_fsdp_plugin.integrations.attempts import begin_attempt
 from hf_fsdp_plugin.integrations.call_record import record_calls
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.runs.first_cause import find_first_cause
 from hf_fsdp_plugin.runs.identity import attempt_folder, identify
-from hf_fsdp_plugin.runs.restarts import Restarts
 
 _PROCESS_VARIABLE: Final = "HF_FSDP_RANK_PROCESS"
 """Environment variable with the process that is the rank: its children have the rank's environment, and are none."""
@@ -121,10 +121,8 @@ class Watch:
                 files.hang.unlink(missing_ok=True)
         is_read = self.has_launcher or not is_alone
         stack_file.open(files.stacks, crashes="record" if is_read else "print", takes_over=self.has_launcher)
-        step_count.open(files.steps)
         session.in_flight_file = files.saving
-        with contextlib.suppress(OSError, ValueError):
-            session.restarts = Restarts.from_json(json.loads(files.restarts.read_text()))
+        begin_attempt(files)
         if records:
             record_calls(files.calls)
         self.follow_thread()

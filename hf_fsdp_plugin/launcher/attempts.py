@@ -65,10 +65,7 @@ def _run_attempt(job: Job, rendezvous: Rendezvous, on_start: Callable[[], None])
     if decision.problem is not None:
         print(f"hf-fsdp: {decision.problem}", file=sys.stderr, flush=True)
         return code
-    last = decision.restarts.failures[-1]
-    after = f" after step {last.steps} of the run" if last.steps is not None else ""
-    count = f"{decision.restarts.num_failures} of {restarts.max_restarts}"
-    job.notice(f"restart {count}: {last.failure}{after}")
+    job.notice(f"{decision.restarts.title}: {decision.restarts.last_failure}")
     return None
 
 

@@ -149,18 +149,19 @@ def survival(result: Result) -> list[str]:
 
 def restarts(result: Result) -> list[str]:
     lines = [
-        "| version | script | kills | during imports, training, a save | exit code | steps trained again | "
-        "equal bit for bit | largest relative difference |",
-        "|---|---|---|---|---|---|---|---|",
+        "| launcher | version | script | kills | during imports, training, a save | exit code | restarts | "
+        "steps trained again | equal bit for bit | largest relative difference | measured |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for run in result["runs"]:
         moments = [
             sum(kill["moment"] == moment for kill in run["kills"]) for moment in ("imports", "training", "saving")
         ]
         lines.append(
-            f"| FSDP{run['version']} | {run['way']} | {len(run['kills'])} | {', '.join(map(str, moments))} | "
-            f"{run['exit_code']} | {run['lost_steps']} | {run['bitwise_equal']} of {run['losses']} losses | "
-            f"{run['largest_relative_difference']:.1g} |"
+            f"| {run['launcher']} | FSDP{run['version']} | {run['way']} | {len(run['kills'])} | "
+            f"{', '.join(map(str, moments))} | {run['exit_code']} | {run['restarts']} | {run['lost_steps']} | "
+            f"{run['bitwise_equal']} of {run['losses']} losses | "
+            f"{run['largest_relative_difference']:.1g} | {run['date']} |"
         )
     what = f"{result['steps']} steps, a checkpoint every {result['steps_between_saves']}"
     return [

@@ -31,6 +31,7 @@ from hf_fsdp_plugin.hangs.step_count import step_count
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.batches import check_even_batches, notice_accumulation
 from hf_fsdp_plugin.integrations.accelerate.plugin import planned_plugin
+from hf_fsdp_plugin.integrations.attempts import agree_on_attempt
 from hf_fsdp_plugin.integrations.call_record import name_units
 from hf_fsdp_plugin.integrations.peft.checks import check_adapters
 from hf_fsdp_plugin.integrations.preflight.run import preflight
@@ -154,9 +155,14 @@ def _shard_model(
     is_first: bool = True,
     is_trained: bool = True,
 ) -> nn.Module:
-    """Plan and shard one model, after all ranks have arrived. Raises the error of a rank that could not load it."""
+    """Plan and shard one model, after all ranks have arrived. Raises the error of a rank that could not load it.
+
+    Raises ``SpecError`` if the attempts before have failed in the same way.
+    """
     load_failures.close()  # this rank continues, even if a load failed
-    with _together(type(unwrapped(compiled_module(model) or model)).__name__.removeprefix("FSDP")):
+    name = type(unwrapped(compiled_module(model) or model)).__name__.removeprefix("FSDP")
+    with _together(name):
+        agree_on_attempt(name)
         return _shard_on_all_ranks(accelerator, model, optimizers, is_first=is_first, is_trained=is_trained)
 
 
