@@ -57,6 +57,20 @@ class Decision:
     restarts: Restarts
     problem: Problem | None = None
 
+    def to_text(self) -> str:
+        return json.dumps({"restarts": self.restarts.to_json(), "problem": made_from(self.problem)})
+
+    @classmethod
+    def from_text(cls, text: str) -> Decision:
+        tree = json.loads(text)
+        problem = Problem(**tree["problem"]) if tree["problem"] is not None else None
+        return cls(restarts=Restarts.from_json(tree["restarts"]), problem=problem)
+
+
+def made_from(problem: Problem | None) -> dict[str, str] | None:
+    """Return the arguments from which another launcher makes this problem."""
+    return None if problem is None else {"code": problem.code, "message": problem.message, "fix": problem.fix}
+
 
 def lost_machine(machine: int, known: FailedAttempt | None = None) -> Verdict:
     """Return the verdict for a machine whose launcher has gone.
