@@ -191,6 +191,16 @@ def two_hosts(result: Result) -> list[str]:
             for row in result["losses"]
         ),
     ]
+    if row := result.get("elastic"):
+        ranks = " → ".join(map(str, row["ranks"]))
+        lines += [
+            "",
+            f"With `--num_machines 1:2`, the run went on with {ranks} ranks: the first step on one host came "
+            f"{row['seconds_until_the_first_step_on_one_host']} s after the SIGKILL, the first one on both "
+            f"{row['seconds_until_the_first_step_on_both']} s after the return of host 1; {row['restarts']} restart, "
+            f"{row['lost_steps']} steps trained again; losses differ from those of an uninterrupted run by at most "
+            f"{row['largest_relative_difference_of_losses']:g} of their value.",
+        ]
     factors = result["bytes"][0]["factors"] if result["bytes"] else {}
     measured = ", ".join(f"{name} {value:.2f}" for name, value in factors.items())
     return [
