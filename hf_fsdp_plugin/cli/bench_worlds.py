@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_fsdp_plugin.cli.bench_arguments import Request
+from hf_fsdp_plugin.hangs.calls import LIMIT_VARIABLE
 from hf_fsdp_plugin.integrations.bench.cases import Case, Setting
 from hf_fsdp_plugin.integrations.bench.jobs import Events, Job, Task
 from hf_fsdp_plugin.integrations.bench.results import Results
@@ -91,6 +92,7 @@ class Bench:
         handover = LaunchHandover(sources=self.sources, quiet=True)
         spec = replace(self.spec, launch=replace(self.spec.launch, num_processes=world.size))
         base = {**os.environ, **settings_env(spec, world, LaunchArguments()), **handover.to_env()}
+        base[LIMIT_VARIABLE] = "0"  # records of collectives would be a part of what is measured
         base |= {"OMP_NUM_THREADS": str(self.threads), "TMPDIR": str(folder)}
         ranks = Ranks(show_all=False, show_first=False, log_dir=None, scratch=folder, notice=lambda _: None)
         command = [sys.executable, "-u", "-m", "hf_fsdp_plugin.launcher.run_script", "-m", _RANK, str(folder)]
