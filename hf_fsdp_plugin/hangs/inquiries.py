@@ -147,6 +147,7 @@ class StoreInquiries(Inquiries):
     ) -> None:
         self._store, self._name, self._ranks, self._world_size = store, name, tuple(ranks), world_size
         self._number, self._registered = number, registered
+        self._is_registered = False
         self._news = self._asked = self._answered = 0
         self._next_look = 0.0
 
@@ -159,11 +160,12 @@ class StoreInquiries(Inquiries):
         return self._asked > self._answered
 
     def _look(self, store: Any) -> None:
-        if self._number is None:
+        if self._number is None or not (self._is_registered or store.check([f"machine/{self._number}"])):
             number = store.add("machines", 1) - 1
             store.set(f"machine/{number}", json.dumps({"name": self._name, "ranks": self._ranks}))
             self._number = number
             self._registered(number)
+        self._is_registered = True
         if (news := store.add("news", 0)) != self._news:
             self._asked = store.add("asked", 0)
             self._has_announcement(store)

@@ -9,7 +9,6 @@ one of each machine sends one message per second to the store.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -27,13 +26,12 @@ from hf_fsdp_plugin.hangs.exit_watch import ExitWatch
 from hf_fsdp_plugin.hangs.failures import write_error_file
 from hf_fsdp_plugin.hangs.hang_report import FoundHang, found_hang, write_hang
 from hf_fsdp_plugin.hangs.hang_watch import HANG, Hang, HangWatch
-from hf_fsdp_plugin.hangs.inquiries import Inquiries, JobStore, StoreInquiries, StoreLost
+from hf_fsdp_plugin.hangs.inquiries import Inquiries, JobStore, StoreInquiries
 from hf_fsdp_plugin.hangs.peers import Peer, find_peers
-from hf_fsdp_plugin.hangs.places import current_stack, find_place
+from hf_fsdp_plugin.hangs.place_in_store import PlaceInStore
 from hf_fsdp_plugin.hangs.processes import is_halted
 from hf_fsdp_plugin.hangs.rank_files import RankFiles, write_atomically
 from hf_fsdp_plugin.hangs.record import record
-from hf_fsdp_plugin.hangs.step_count import read_counts
 from hf_fsdp_plugin.problems import SpecError
 
 RUN_VARIABLE: Final = "HF_FSDP_RUN_ID"
@@ -93,7 +91,7 @@ class Watcher:
         self._hangs: HangWatch | None = None
         self._inquiries = Inquiries()
         self._group_since = self._last_turn = self._hold_until = 0.0
-        self._place: _PlaceInStore | None = None
+        self._place: PlaceInStore | None = None
 
     def start(self) -> None:
         self._thread.start()
@@ -152,7 +150,7 @@ class Watcher:
             limit = DEFAULT_LIMIT
             with contextlib.suppress(SpecError):  # the first call that needs it raises this error
                 limit = arrival_limit()
-            self._place = _PlaceInStore(self._places, self._watched, limit / 2)
+            self._place = PlaceInStore(self._places, self._watched.rank, self._watched.files, limit / 2)
         self._place.poll()
 
     def _watch(self, now: float) -> None:
@@ -249,50 +247,6 @@ class Watcher:
         if not self._watched.has_launcher:
             time.sleep(_LEAD)
         _exit()
-
-
-class _PlaceInStore:
-    """Writes where this rank is to the store of the job, while it does not move: other ranks may wait for it in a call.
-
-    Args:
-        limit: seconds without a change after which the place is written.
-    """
-
-    def __init__(self, store: JobStore, watched: Watched, limit: float) -> None:
-        self._store, self._watched, self._limit = store, watched, limit
-        self._position: tuple[Any, ...] = ()
-        self._since = self._next_poll = 0.0
-        self._is_written = False
-
-    def poll(self) -> None:
-        now = time.monotonic()
-        if now < self._next_poll:
-            return
-        self._next_poll = now + min(1.0, self._limit / 4)
-        stack, position = current_stack(record.main)
-        if position != self._position:
-            self._position, self._since = position, now
-            if self._is_written:
-                self._is_written = False
-                self._send(None)
-        elif not self._is_written and now - self._since >= self._limit:
-            self._is_written = True
-            self._send(str(find_place(stack, read_counts(self._watched.files.steps)) or ""))
-
-    def _send(self, place: str | None) -> None:
-        from hf_fsdp_plugin.backends.arrival_rounds import place_key, place_store
-
-        key = place_key(self._watched.rank)
-
-        def request(store: Any) -> None:
-            places = place_store(store)
-            if place is None:
-                places.delete_key(key)
-            else:
-                places.set(key, json.dumps({"place": place}))
-
-        with contextlib.suppress(StoreLost):
-            self._store.ask(request)
 
 
 def print_block(text: str) -> None:

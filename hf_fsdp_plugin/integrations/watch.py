@@ -117,8 +117,10 @@ class Watch:
         if not self._is_given:
             private_folder(files.stem.parent)
             remove_files(files.stem)
-            if not find_peers(files.stem.parent):  # the first rank: a hang of an earlier run with the same name
-                files.hang.unlink(missing_ok=True)
+            if all(peer.is_gone() for peer in find_peers(files.stem.parent)):
+                # The first rank. An earlier run, or the ranks before a change of the number of machines, had this name.
+                for path in (files.hang, *files.stem.parent.glob("machine_*")):
+                    path.unlink(missing_ok=True)
         is_read = self.has_launcher or not is_alone
         stack_file.open(files.stacks, crashes="record" if is_read else "print", takes_over=self.has_launcher)
         session.in_flight_file = files.saving

@@ -111,7 +111,7 @@ def _exit_elsewhere(rank: RankCalls) -> RankExit:
         time=time.time(),
         failure=None,
         tail=(),
-        calls=rank,
+        calls=rank if rank.state != "unreachable" else None,
     )
 
 

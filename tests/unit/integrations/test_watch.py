@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ import pytest
 from hf_fsdp_plugin import SpecError
 from hf_fsdp_plugin.hangs.failures import ERROR_FILE_VARIABLE
 from hf_fsdp_plugin.hangs.peers import find_peers
+from hf_fsdp_plugin.hangs.processes import start_of
 from hf_fsdp_plugin.hangs.rank_files import FILES_VARIABLE, LAUNCHER_VARIABLE, RankFiles
 from hf_fsdp_plugin.hangs.record import record
 from hf_fsdp_plugin.hangs.step_count import read_counts, step_count
@@ -72,6 +74,23 @@ def test_rank_under_the_launcher_keeps_its_files(as_rank: Path, monkeypatch: pyt
     assert FILES_VARIABLE not in os.environ, "children of the rank are none"
     watch.disarm()
     assert files.steps.exists()
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_hang_of_earlier_ranks_does_not_end_new_ones(as_rank: Path, lives: bool) -> None:
+    files = armed_files()
+    watch.disarm()
+    files.stem.parent.mkdir(parents=True, mode=0o700)
+    start = start_of(os.getpid()) if lives else 1
+    content = {"rank": 1, "pid": os.getpid(), "start": start, "host": socket.gethostname()}
+    other = RankFiles(files.stem.with_name("rank_1"))
+    other.process.write_text(json.dumps(content))
+    files.hang.write_text("{}")
+    watch._open(files, records=False, is_alone=False)
+    assert files.hang.exists() == lives
+    watch.files = files
+    watch.disarm()
+    other.process.unlink()
 
 
 @pytest.mark.parametrize("what", ["link", "open folder"])
