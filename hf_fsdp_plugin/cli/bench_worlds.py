@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_fsdp_plugin.cli.bench_arguments import Request
-from hf_fsdp_plugin.hangs.calls import LIMIT_VARIABLE
 from hf_fsdp_plugin.integrations.bench.cases import Case, Setting
 from hf_fsdp_plugin.integrations.bench.jobs import Events, Job, Task
 from hf_fsdp_plugin.integrations.bench.results import Results
@@ -91,6 +90,7 @@ class Bench:
         handover = LaunchHandover(sources=self.sources, quiet=True)
         spec = replace(self.spec, launch=replace(self.spec.launch, num_processes=world.size))
         env = {**settings_env(spec, world, LaunchArguments()), **handover.to_env()}
+        env[LIMIT_VARIABLE] = "0"  # records of collectives would be a part of what is measured
         env |= {"OMP_NUM_THREADS": str(self.threads), "TMPDIR": str(folder)}
         command = [sys.executable, "-u", "-m", "hf_fsdp_plugin.launcher.run_script", "-m", _RANK, str(folder)]
         return run_locally(
