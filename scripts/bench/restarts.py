@@ -195,9 +195,10 @@ def main() -> int:
             for version in args.versions
         ]
     before = json.loads(args.out.read_text())["runs"] if args.out.exists() else []
+    words = f"--kills {args.kills} --seed {args.seed} --launcher {' '.join(args.launcher)}"
     kept = [run for run in before if run["launcher"] not in args.launcher]
     result = {
-        "command": f"python scripts/bench/restarts.py --kills {args.kills} --seed {args.seed}",
+        "command": f"python scripts/bench/restarts.py {words}",
         "model": "Llama, 4 layers, hidden 128, fp32, AdamW, 2 gloo ranks",
         "steps": STEPS,
         "steps_between_saves": SAVE_STEPS,
