@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_fsdp_plugin.cli.bench_arguments import Request
+from hf_fsdp_plugin.hangs.calls import LIMIT_VARIABLE
 from hf_fsdp_plugin.integrations.bench.cases import Case, Setting
 from hf_fsdp_plugin.integrations.bench.jobs import Events, Job, Task
 from hf_fsdp_plugin.integrations.bench.results import Results

@@ -99,7 +99,7 @@ def batch_before_restart(checkpoint: Path) -> dict[str, Any]:
     Returns:
         Empty without a restart, and for a checkpoint of another run.
     """
-    if not session.restarts.count:
+    if not is_started_again():
         return {}
     batch: dict[str, Any] = {}
     if not dist.is_initialized() or dist.get_rank() == 0:

@@ -122,20 +122,30 @@ def kept_accumulation(saved: Mapping[str, Any], now: Mapping[str, Any]) -> int:
             it.
 
     Returns:
-        The nearest number if it does not divide; that of ``now`` if the samples per step are not known.
+        The nearest number if it does not divide; that of ``now`` if nothing is known of the steps.
     """
-    target, samples = saved.get("first_samples_per_step", saved.get("samples_per_step")), now.get("samples_per_step")
+    before, size, unit = _step_sizes(saved, now)
+    target = saved.get("first_samples_per_step", before) if unit == "samples" else before
     accumulation: int = now["accumulation"]
-    return max(1, round(target * accumulation / samples)) if target and samples else accumulation
+    return max(1, round(target * accumulation / size)) if target and size else accumulation
+
+
+def _step_sizes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[int, int, str]:
+    """Return what a step had and has, and the unit: the batches of all ranks if the samples of one are not known."""
+    samples = saved.get("samples_per_step"), now.get("samples_per_step")
+    if samples[0] and samples[1]:
+        return samples[0], samples[1], "samples"
+    before, size = (each.get("accumulation", 0) * each.get("world_size", 0) for each in (saved, now))
+    return before, size, "batches"
 
 
 def print_accumulation(saved: Mapping[str, Any], now: Mapping[str, Any], given: int) -> None:
     """Print that a restart has changed the gradient accumulation from ``given``."""
     if now["accumulation"] != given:
+        before, size, unit = _step_sizes(saved, now)
         print_once(
             f"{saved['world_size']} ranks have saved, {now['world_size']} resume: gradient_accumulation_steps is "
-            f"{now['accumulation']} instead of {given}, and a step has {now['samples_per_step']} samples "
-            f"(before: {saved['samples_per_step']})."
+            f"{now['accumulation']} instead of {given}, and a step has {size} {unit} (before: {before})."
         )
 
 
@@ -149,18 +159,18 @@ def samples_problem(
         further: other differences that the caller has found.
     """
     differences = list(further)
-    before, samples = saved.get("samples_per_step"), now.get("samples_per_step")
+    before, size, unit = _step_sizes(saved, now)
     fix = "The training continues; only these steps differ."
-    if before and samples and before != samples:
+    if before and size and before != size:
         differences.insert(
             0,
-            f"it was saved with {before} samples per step, but this run has {samples}: data is skipped by steps, so "
+            f"it was saved with {before} {unit} per step, but this run has {size}: data is skipped by steps, so "
             "the training resumes at another sample",
         )
         fix = f"Set batch size x gradient accumulation x ranks to {before} to resume at the same sample."
     if any(saved.get(name) != now.get(name) for name in ("accumulation", "world_size") if name in saved):
         lengths = saved.get("steps_per_epoch"), now.get("steps_per_epoch")
-        if before == samples and all(lengths) and lengths[0] != lengths[1]:
+        if before == size and all(lengths) and lengths[0] != lengths[1]:
             differences.append(f"an epoch had {lengths[0]} steps and has {lengths[1]}, because its last batches differ")
         differences += now.get("depends_on_accumulation", ())
     if not differences:

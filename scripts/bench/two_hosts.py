@@ -32,7 +32,7 @@ from two_hosts_link import ADDRESSES, FOLDER, Hosts
 from update_results import write_result
 
 NUM_STEPS, LOSE_AT, RETURN_AT = 12, 7, 14
-NUM_ELASTIC_STEPS, ELASTIC_PAUSE_S = 60, 0.5
+NUM_ELASTIC_STEPS, ELASTIC_PAUSE_S = 40, 0.5
 LIMIT_S = 600.0
 INSIDE = "HF_FSDP_TWO_HOSTS"
 FACTORS = {"all_gather": 1.0, "reduce_scatter": 2.0, "all_reduce": 2.0}
