@@ -170,8 +170,10 @@ class Watch:
             with contextlib.suppress(_Stopped), _stoppable():
                 note = find_first_cause(self._rank, self.files, watcher.ask_others)
         message = failure["message"] or f"exit code {getattr(error, 'code', 1)}"
-        lines = [message, *format_frames(failure["frames"]), *([f"hf-fsdp: {note}"] if note else [])]
-        write_error_file(message, "\n".join(lines))
+        is_spec = failure["kind"] == "spec"  # the same on all ranks; one of the machine writes it, as one prints it
+        frames = [] if is_spec else format_frames(failure["frames"])
+        if not is_spec or os.environ.get("LOCAL_RANK", "0") == "0":
+            write_error_file(message, "\n".join([message, *frames, *([f"hf-fsdp: {note}"] if note else [])]))
         return note
 
     def _at_exit(self) -> None:
