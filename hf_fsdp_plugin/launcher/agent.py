@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from hf_fsdp_plugin.hangs.hang_report import FoundHang
 from hf_fsdp_plugin.hangs.rank_files import FILES_VARIABLE, LAUNCHER_VARIABLE, RankFiles, write_atomically
@@ -40,11 +40,10 @@ from hf_fsdp_plugin.runs.failure_summary import (
 from hf_fsdp_plugin.runs.identity import RUN_ID_VARIABLE
 from hf_fsdp_plugin.runs.restarts import RESTART_VARIABLE
 from hf_fsdp_plugin.text import plural
+from hf_fsdp_plugin.torch_private.elastic import AttemptAgent
 
 # isort: split
-from torch.distributed.elastic.agent.server.api import RunResult as AgentResult
-from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 
 _POLL_SECONDS: Final = 0.05
@@ -105,7 +104,7 @@ def run_once(job: Job, rendezvous: Rendezvous, on_start: Callable[[], None] = la
             entrypoint=job.command[0],
             args=tuple(job.command[1:]),
         )
-        agent = Agent(spec, attempt)
+        agent = AttemptAgent(spec, attempt, attempt)
         with attempt:
             try:
                 return attempt.result() if agent.run() is not None else None
@@ -117,37 +116,6 @@ def run_once(job: Job, rendezvous: Rendezvous, on_start: Callable[[], None] = la
 
 class _BrokenPipe(Exception):
     """Nobody reads the output of the launcher any more."""
-
-
-class Agent(LocalElasticAgent):
-    """Torch's agent for the ranks of one attempt."""
-
-    def __init__(self, spec: WorkerSpec, attempt: Attempt) -> None:
-        super().__init__(spec, logs_specs=attempt, start_method="spawn")
-        self._attempt = attempt
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._attempt.begin()
-        pids: dict[int, Any] = super()._start_workers(worker_group)
-        self._attempt.watch(pids)
-        return pids
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> AgentResult:
-        attempt = self._attempt
-        if attempt.has_failed():
-            attempt.stop()
-        elif attempt.ranks.running():
-            return AgentResult(state=WorkerState.HEALTHY)
-        else:
-            attempt.wait_for_others()
-        return super()._monitor_workers(worker_group)  # all ranks have exited: torch reaps them
-
-    def _exit_barrier(self) -> None:
-        """Do nothing: the attempt has waited for the other machines."""
-
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        self._attempt.end(death_sig)
-        super()._shutdown(death_sig, timeout)
 
 
 class Attempt(LogsSpecs):
@@ -233,7 +201,17 @@ class Attempt(LogsSpecs):
             files = RankFiles(self._scratch / f"rank_{rank}")
             self.ranks.append(RankProcess(rank=rank, pid=pid, files=files, tail=self._tails[local_rank]))
 
-    def has_failed(self) -> bool:
+    def is_over(self) -> bool:
+        """Return whether all ranks have exited. Stops them if one has failed, and waits for the other machines."""
+        if self._has_failed():
+            self._stop()
+        elif self.ranks.running():
+            return False
+        else:
+            self._wait_for_others()
+        return True
+
+    def _has_failed(self) -> bool:
         """Return whether the ranks have to be stopped: one has failed, here or elsewhere, or a machine joins."""
         self._print_notices()
         if self._output.reader_exited:
@@ -245,7 +223,7 @@ class Attempt(LogsSpecs):
         has_failed = any(rank.has_failed for rank in self.ranks)
         return has_failed or self._announced is not None or bool(self._stopped_by) or self._files.hang.exists()
 
-    def stop(self) -> None:
+    def _stop(self) -> None:
         """Stop all ranks, after they had time to fail by themselves, and tell the other machines why."""
         began = time.monotonic()
         self.ranks.request_stacks()
@@ -274,7 +252,7 @@ class Attempt(LogsSpecs):
         may_follow = hang.elsewhere if hang is not None else first is not None and has_lost_connection(first)
         self._announced = self._peers.failure() if wait and may_follow else self._peers.announce(text)
 
-    def wait_for_others(self) -> None:
+    def _wait_for_others(self) -> None:
         """Wait for machines whose ranks end later. Returns if those of one fail."""
         self._peers.end()
         self._peers.wait_for_end(_EXIT_BARRIER_SECONDS)
