@@ -87,6 +87,11 @@ def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: environ[name].strip() for name in known if environ.get(name, "").strip()}
 
 
+def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a rank that another launcher has started, without those that were for its launcher."""
+    return {name: value for name, value in environ.items() if name not in TORCHRUN_KEYS}
+
+
 def torchrun_options(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the options of ``hf-fsdp launch`` that variables of ``torchrun`` set, such as ``max_restarts``."""
     given = torchrun_variables(environ)
@@ -97,7 +102,7 @@ def torchrun_options(environ: Mapping[str, str]) -> dict[str, str]:
 
 def read_torchrun(sources: Sources) -> SourceSettings | None:
     """Read the ``PET_*`` variables of a cluster: number and address of the machines, and ranks of each."""
-    given = {} if sources.as_launched else torchrun_variables(variables_of(sources))
+    given = torchrun_variables(variables_of(sources))
     if not given.keys() & TORCHRUN_KEYS.keys():
         return None
     out = Collector(SOURCE)

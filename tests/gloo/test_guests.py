@@ -261,7 +261,7 @@ def test_hf_fsdp_launch_reads_the_variables_of_a_pod(tmp_path: Path) -> None:
     assert "rendezvous: 2 machines, 2 ranks, machine 1 runs rank 1" in done[1].stderr
     assert starts(tmp_path, 1) == [["0", "2", "2"]] and report(tmp_path)["world_size"] == 2
     (manifest, *_) = [json.loads(path.read_text()) for path in (tmp_path / "out" / "step_6").glob("*manifest*.json")]
-    assert manifest["run_id"] == "job", manifest.keys()
+    assert manifest["run"]["id"] == "job"
 
 
 @pytest.mark.slow
