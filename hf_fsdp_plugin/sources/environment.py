@@ -120,7 +120,9 @@ def _add_torchrun(out: Collector, name: str, value: str, machines: tuple[str, st
     if name == "PET_NNODES":
         if (found := machine_range(value)) is None:
             message = f"{name} is {value!r}; expected a number, or MIN:MAX with MIN from 1 to MAX."
-            out.report("FSDP-E101", entry, message, "Correct it, or pass --num_machines.", setting="launch.num_machines")
+            out.report(
+                "FSDP-E101", entry, message, "Correct it, or pass --num_machines.", setting="launch.num_machines"
+            )
         else:
             out.add("launch.num_machines", entry, value=found[1])
     elif name == "PET_NPROC_PER_NODE" and value.isdecimal():

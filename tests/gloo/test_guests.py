@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -118,8 +117,12 @@ def starts_of(launcher: str, what: str, restarts: int) -> list[tuple[list[str], 
     """The commands that start two ranks, and their variables."""
     script = ["train.py", what]
     if launcher == "accelerate launch":
-        flags = ["--main_process_port", "0", "--max_restarts", str(restarts)]
-        return [([*_ACCELERATE, *flags, *script], {"ACCELERATE_USE_CPU": "true"})]
+        # With the static rendezvous, the ranks of a restart wait for addresses of those before.
+        flags = ["--rdzv_backend", "c10d", "--max_restarts", str(restarts)]
+        own = {"PET_RDZV_ENDPOINT": "localhost:0", "ACCELERATE_USE_CPU": "true"}
+        return [([*_ACCELERATE, *flags, *script], own)]
+    if launcher == "torchrun":
+        return [([*_AGENT, "--standalone", "--nproc_per_node", "2", "--max_restarts", str(restarts), *script], {})]
     if launcher == "PyTorchJob":
         return [([*_AGENT, *script], pod(free_port(), PET_MAX_RESTARTS=str(restarts)))]
     own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -196,13 +199,17 @@ def test_hang_is_named(tmp_path: Path, launcher: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["accelerate launch", "PyTorchJob"])
+@pytest.mark.parametrize("launcher", ["accelerate launch", "PyTorchJob", "srun"])
 def test_third_identical_failure_is_refused(tmp_path: Path, launcher: str) -> None:
-    (done,) = run(tmp_path, launcher, "fail", restarts=3)
-    assert done.returncode == 1
-    assert [first for first, *_ in starts(tmp_path)] == ["0", "3"], done.stderr
-    assert "RuntimeError: the sample of step 5 is damaged" in done.stderr
-    assert "FSDP-E714" in done.stderr.partition("Root Cause")[2], done.stderr
+    requeues = ("0", "1", "2") if launcher == "srun" else ("0",)
+    done = [
+        each for count in requeues for each in run(tmp_path, launcher, "fail", restarts=3, SLURM_RESTART_COUNT=count)
+    ]
+    assert {each.returncode for each in done} == {1}, errors(done)
+    assert [first for first, *_ in starts(tmp_path)] == ["0", "3"], errors(done)
+    assert "RuntimeError: the sample of step 5 is damaged" in errors(done)
+    last = done[-2].stderr if launcher == "srun" else done[0].stderr.partition("Root Cause")[2]
+    assert "FSDP-E714" in last, errors(done)
 
 
 @pytest.mark.slow
@@ -220,10 +227,18 @@ def test_failure_is_recorded_with_its_place(tmp_path: Path, launcher: str) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate launch", "PyTorchJob", "srun"])
+def test_lost_connection_names_the_rank_that_ended(tmp_path: Path, launcher: str) -> None:
+    text = errors(run(tmp_path, launcher, "kill"))
+    assert re.search(r"rank 1 exited without an exception .* after 5 optimizer steps.*FSDP-E734", text), text
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["accelerate launch", "PyTorchJob", "srun"])
 def test_threads_after_the_script_are_named(tmp_path: Path, launcher: str) -> None:
     done = run(tmp_path, launcher, "threads", HF_FSDP_EXIT_TIMEOUT="7")
     assert "FSDP-W741" in errors(done) and "uploader" in errors(done), errors(done)
+    assert report(tmp_path)["world_size"] == 2
 
 
 @pytest.mark.slow
@@ -273,6 +288,17 @@ def test_start_with_fewer_ranks_keeps_samples_per_step(tmp_path: Path, launcher:
     done = finish(start(tmp_path, command, {**variables, "SLURM_RESTART_COUNT": "1"}), timeout=300)
     assert done.returncode == 0, done.stderr
     assert starts(tmp_path) == [["0", "2", "2"], ["3", "1", "4"]]
+
+
+@pytest.mark.slow
+def test_accelerate_launch_with_more_ranks_keeps_samples(tmp_path: Path) -> None:
+    """Started again with the same HF_FSDP_RUN_ID."""
+    run(tmp_path, "accelerate launch", "kill", HF_FSDP_RUN_ID="mine")
+    ((command, variables),) = starts_of("accelerate launch", "no", 0)
+    command[command.index("--num_processes") + 1] = "4"
+    done = finish(start(tmp_path, command, {**variables, "HF_FSDP_RUN_ID": "mine"}), timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert starts(tmp_path) == [["0", "2", "2"], ["3", "4", "1"]]
 
 
 @pytest.mark.slow

@@ -94,21 +94,6 @@ TRAINER = r"""
     )
     Trainer(Model(), arguments, train_dataset=samples, callbacks=[Kill()]).train()
 """
-RECORD = r"""
-    # Records how this rank fails, as the ranks of every launcher do.
-    import json, os, sys
-    from hf_fsdp_plugin.hangs.rank_files import RankFiles
-    from hf_fsdp_plugin.integrations.session import session
-    from hf_fsdp_plugin.launcher.run_script import _failure_of
-    from hf_fsdp_plugin.runs.identity import attempt_folder
-
-    def hook(kind, error, trace, before=sys.excepthook):
-        folder = attempt_folder(session.identity, os.environ)
-        RankFiles(folder / f"rank_{os.environ['RANK']}").failure.write_text(json.dumps(_failure_of(error)))
-        before(kind, error, trace)
-
-    sys.excepthook = hook
-"""
 
 
 def torchrun(folder: Path, max_restarts: int, *words: str, **env: str) -> Done:
@@ -236,7 +221,7 @@ def test_loop_under_torchrun_has_the_uninterrupted_losses(tmp_path: Path, versio
 
 @pytest.mark.slow
 def test_torchrun_refuses_a_third_identical_failure(tmp_path: Path) -> None:
-    write(tmp_path, RECORD + LOOP)
+    write(tmp_path, LOOP)
     done = torchrun(tmp_path, 4, "train.py", "fail")
     assert done.returncode == 1
     # Steps 4 and 5 are trained by two attempts. The later ones, which torchrun starts too, train nothing.
