@@ -52,7 +52,7 @@ _PLACE: Final = "failure_is_recorded_with_its_place"
 _LOST: Final = "lost_connection_names_the_rank_that_ended"
 _THREADS: Final = "threads_after_the_script_are_named"
 _JOINS: Final = "machine_joins_and_samples_stay_the_same"
-_FEWER: Final = "start_with_fewer_ranks_keeps_samples_per_step"
+_OTHER_RANKS: Final = "start_on_other_ranks_keeps_samples_per_step"
 
 FEATURES: Final[Mapping[str, Mapping[str, Cell]]] = {
     "settings applied, report": _row(
@@ -130,10 +130,10 @@ FEATURES: Final[Mapping[str, Mapping[str, Cell]]] = {
     "samples per step kept on other ranks": _row(
         _guest(_JOINS, "hf-fsdp launch"),
         _guest(_JOINS, "torchrun"),
-        Shown("guests::accelerate_launch_with_more_ranks_keeps_samples", "new start"),
-        _guest(_FEWER, "srun", "when requeued"),
+        _guest(_OTHER_RANKS, "accelerate launch-4", "new start"),
+        _guest(_OTHER_RANKS, "srun-4", "when requeued"),
         _guest(_JOINS, "PyTorchJob"),
-        _guest(_FEWER, "Ray Train"),
+        _guest(_OTHER_RANKS, "Ray Train-1"),
     ),
     "lost machine noticed, and waited for": _row(
         Shown("restarts::lost_machine_comes_back[1]", "after 15 s"), NO, NO, OWN, NO, OWN

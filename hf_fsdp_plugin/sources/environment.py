@@ -97,7 +97,7 @@ def torchrun_options(environ: Mapping[str, str]) -> dict[str, str]:
     given = torchrun_variables(environ)
     options = {flag: given[name] for name, flag in TORCHRUN_FLAGS.items() if name in given}
     machines = machine_range(given.get("PET_NNODES", ""))
-    return {**options, "min_machines": machines[0]} if machines is not None else options
+    return {**options, "min_machines": machines[0]} if machines and machines[0] != machines[1] else options
 
 
 def read_torchrun(sources: Sources) -> SourceSettings | None:

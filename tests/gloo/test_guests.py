@@ -33,7 +33,8 @@ LOOP = r"""
         accelerator = Accelerator(gradient_accumulation_steps=2)
         rank, world_size = accelerator.process_index, accelerator.num_processes
         model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
-        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        loader = torch.utils.data.DataLoader([torch.ones(8)] * 1000, batch_size=4)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader)
         step = 0
         checkpoint = hfp.newest_checkpoint("out", this_run=True)
         if checkpoint is not None:
@@ -42,12 +43,13 @@ LOOP = r"""
         is_first = checkpoint is None
         with open(f"starts_{rank}", "a") as file:
             file.write(f"{step} {world_size} {accelerator.gradient_accumulation_steps} {thread.name}\n")
-        while step < 6:
-            for _ in range(accelerator.gradient_accumulation_steps):
-                with accelerator.accumulate(model):
-                    accelerator.backward(model(torch.ones(4, 8)).square().mean())
-                    optimizer.step()
-                    optimizer.zero_grad()
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            if not accelerator.sync_gradients:
+                continue
             step += 1
             if what == "kill" and is_first and (rank, step) == (1, 5):
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -60,6 +62,8 @@ LOOP = r"""
                 time.sleep(120)
             if step % 3 == 0:
                 accelerator.save_state(f"out/step_{step}")
+            if step == 6:
+                break
         accelerator.end_training()
         if what == "threads":
             threading.Thread(target=time.sleep, args=(8,), name="uploader").start()
@@ -104,7 +108,7 @@ RAY = """
         trainer.fit()
 """
 _AGENT = [sys.executable, "-m", "torch.distributed.run"]
-_ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "fsdp.yaml", "--num_processes", "2"]
+_ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "fsdp.yaml"]
 
 
 def pod(port: int, *, ranks: int = 2, **more: str) -> dict[str, str]:
@@ -113,12 +117,12 @@ def pod(port: int, *, ranks: int = 2, **more: str) -> dict[str, str]:
     return {**job, "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}", "PET_MAX_RESTARTS": "0", "RANK": "0", **more}
 
 
-def starts_of(launcher: str, what: str, restarts: int) -> list[tuple[list[str], dict[str, str]]]:
-    """The commands that start two ranks, and their variables."""
+def starts_of(launcher: str, what: str, restarts: int, ranks: int = 2) -> list[tuple[list[str], dict[str, str]]]:
+    """The commands that start the ranks, and their variables."""
     script = ["train.py", what]
     if launcher == "accelerate launch":
         # With the static rendezvous, the ranks of a restart wait for addresses of those before.
-        flags = ["--rdzv_backend", "c10d", "--max_restarts", str(restarts)]
+        flags = ["--num_processes", str(ranks), "--rdzv_backend", "c10d", "--max_restarts", str(restarts)]
         own = {"PET_RDZV_ENDPOINT": "localhost:0", "ACCELERATE_USE_CPU": "true"}
         return [([*_ACCELERATE, *flags, *script], own)]
     if launcher == "torchrun":
@@ -127,12 +131,13 @@ def starts_of(launcher: str, what: str, restarts: int) -> list[tuple[list[str], 
         return [([*_AGENT, *script], pod(free_port(), PET_MAX_RESTARTS=str(restarts)))]
     own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     if launcher == "Ray Train":
-        own |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        script = [*script, "experiment"]
-        return [([sys.executable, *script], {**own, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
-    own |= {"SLURM_JOB_ID": "71", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2"}
-    own |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_NODEID": "0"}
-    return [([sys.executable, *script], {**own, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}) for rank in "01"]
+        own |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        names, script = ("RANK", "LOCAL_RANK"), [*script, "experiment"]
+    else:
+        own |= {"SLURM_JOB_ID": "71", "SLURM_STEP_ID": "0", "SLURM_NTASKS": str(ranks), "SLURM_NODEID": "0"}
+        own |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_TASKS_PER_NODE": str(ranks)}
+        names = ("SLURM_PROCID", "SLURM_LOCALID")
+    return [([sys.executable, *script], {**own, **dict.fromkeys(names, str(rank))}) for rank in range(ranks)]
 
 
 def start(folder: Path, command: list[str], variables: Mapping[str, str]) -> subprocess.Popen[str]:
@@ -141,11 +146,12 @@ def start(folder: Path, command: list[str], variables: Mapping[str, str]) -> sub
     return subprocess.Popen(command, cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True)
 
 
-def run(folder: Path, launcher: str, what: str, *, restarts: int = 0, **variables: str) -> list[Done]:
-    """Run the loop on two ranks, in a thread as Ray Train does."""
+def run(folder: Path, launcher: str, what: str, *, restarts: int = 0, ranks: int = 2, **variables: str) -> list[Done]:
+    """Run the loop on two ranks or more, in a thread as Ray Train does."""
     write(folder, LOOP + (THREAD if launcher == "Ray Train" else MAIN))
-    started = [start(folder, command, {**own, **variables}) for command, own in starts_of(launcher, what, restarts)]
-    if launcher == "Ray Train" and what == "kill":  # its controller kills the other ranks
+    commands = starts_of(launcher, what, restarts, ranks)
+    started = [start(folder, command, {**own, **variables}) for command, own in commands]
+    if launcher == "Ray Train" and what == "kill" and ranks == 2:  # its controller kills the other ranks
         started[1].wait(timeout=300)
         started[0].kill()
     return [finish(process, timeout=300) for process in started]
@@ -178,7 +184,7 @@ def errors(done: list[Done]) -> str:
 def test_killed_run_resumes_and_reports_lost_steps(tmp_path: Path, launcher: str) -> None:
     done = run(tmp_path, launcher, "kill", restarts=1)
     if launcher == "Ray Train":
-        done = run(tmp_path, launcher, "kill")
+        done = run(tmp_path, launcher, "again")
     assert {each.returncode for each in done} == {0}, errors(done)
     assert [first for first, *_ in starts(tmp_path)] == ["0", "3"]
     tree = report(tmp_path)
@@ -280,25 +286,14 @@ def test_hf_fsdp_launch_reads_the_variables_of_a_pod(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["srun", "Ray Train"])
-def test_start_with_fewer_ranks_keeps_samples_per_step(tmp_path: Path, launcher: str) -> None:
-    run(tmp_path, launcher, "kill")
-    (command, variables), *_ = starts_of(launcher, "kill", 0)
-    variables |= {name: "1" for name in variables if name.endswith(("WORLD_SIZE", "NTASKS", "TASKS_PER_NODE"))}
-    done = finish(start(tmp_path, command, {**variables, "SLURM_RESTART_COUNT": "1"}), timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert starts(tmp_path) == [["0", "2", "2"], ["3", "1", "4"]]
-
-
-@pytest.mark.slow
-def test_accelerate_launch_with_more_ranks_keeps_samples(tmp_path: Path) -> None:
-    """Started again with the same HF_FSDP_RUN_ID."""
-    run(tmp_path, "accelerate launch", "kill", HF_FSDP_RUN_ID="mine")
-    ((command, variables),) = starts_of("accelerate launch", "no", 0)
-    command[command.index("--num_processes") + 1] = "4"
-    done = finish(start(tmp_path, command, {**variables, "HF_FSDP_RUN_ID": "mine"}), timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert starts(tmp_path) == [["0", "2", "2"], ["3", "4", "1"]]
+@pytest.mark.parametrize(("launcher", "ranks"), [("accelerate launch", 4), ("srun", 4), ("Ray Train", 1)])
+def test_start_on_other_ranks_keeps_samples_per_step(tmp_path: Path, launcher: str, ranks: int) -> None:
+    run(tmp_path, launcher, "kill", HF_FSDP_RUN_ID="mine" if launcher == "accelerate launch" else "")
+    # With srun, script and arguments are a part of the id.
+    more = {"HF_FSDP_RUN_ID": "mine"} if launcher == "accelerate launch" else {"SLURM_RESTART_COUNT": "1"}
+    done = run(tmp_path, launcher, "kill", ranks=ranks, **more)
+    assert {each.returncode for each in done} == {0}, errors(done)
+    assert starts(tmp_path) == [["0", "2", "2"], ["3", str(ranks), str(4 // ranks)]]
 
 
 @pytest.mark.slow

@@ -138,5 +138,5 @@ def test_invalid_variable_of_torchrun_is_one_error(problems, name, value, settin
 def test_options_from_variables_of_torchrun():
     found = environment.torchrun_options(POD | {"PET_RDZV_CONF": "timeout=60"})
     assert found == {"max_restarts": "3", "rdzv_conf": "timeout=60", "min_machines": "2"}
-    assert environment.torchrun_options(STATIC) == {"min_machines": "2"}
+    assert environment.torchrun_options(STATIC) == {}
     assert environment.torchrun_options(POD | {"TORCHELASTIC_RUN_ID": "job"}) == {}
