@@ -28,9 +28,10 @@ from hf_fsdp_plugin.launcher.peers import silence_limit
 from hf_fsdp_plugin.launcher.script_path import check_script
 from hf_fsdp_plugin.launcher.world import World, check_elastic, describe, endpoint, resolve_world
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.runs.identity import RUN_ID_VARIABLE
-from hf_fsdp_plugin.sources.command_line import flag_name
+from hf_fsdp_plugin.runs.identity import POD_ID_VARIABLE, RUN_ID_VARIABLE
+from hf_fsdp_plugin.sources.command_line import flag_name, parse_flags
 from hf_fsdp_plugin.sources.config_file import ConfigFile
+from hf_fsdp_plugin.sources.environment import torchrun_options, torchrun_variables
 from hf_fsdp_plugin.sources.handover import LaunchHandover, absolute, user_variables
 from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.spec.model import FsdpSpec
@@ -63,6 +64,7 @@ def parse_argv(argv: Sequence[str]) -> LaunchArguments:
 def run(arguments: LaunchArguments) -> int:
     """Run the script. Returns its exit code, 1 for a config with errors, or 2 for wrong usage."""
     try:
+        arguments = _with_variables(arguments)
         _check_usage(arguments)
         return _launch(arguments)
     except UsageError as error:
@@ -71,6 +73,18 @@ def run(arguments: LaunchArguments) -> int:
     except SpecError as error:
         print_problems(problem for problem in in_line_order(error.problems) if problem.severity != "note")
         return exit_code(error.problems, arguments.options.get("config_file"))
+
+
+def _with_variables(arguments: LaunchArguments) -> LaunchArguments:
+    """Add the options that the variables of torchrun set, as in a pod of Kubernetes, and that no flag sets."""
+    found = torchrun_options(os.environ)
+    if any(flag.name == "num_machines" for flag in parse_flags(arguments.command_line)):
+        found.pop("min_machines", None)
+    given = {name: value for name, value in found.items() if name not in arguments.options}
+    restarts = given.get("max_restarts", "0")
+    if not re.fullmatch(dict(_NUMBERS)["max_restarts"], restarts):
+        raise UsageError(f"PET_MAX_RESTARTS is {restarts!r}; expected a number.")
+    return replace(arguments, options={**given, **arguments.options})
 
 
 def _launch(arguments: LaunchArguments) -> int:
@@ -139,8 +153,8 @@ def _run_ranks(arguments: LaunchArguments, spec: FsdpSpec, world: World, handove
 
 
 def _run_id(options: Mapping[str, str]) -> str:
-    """Return the id that the user or the batch system has given the run; empty without one."""
-    return options.get("run_id") or os.environ.get(RUN_ID_VARIABLE, "")
+    """Return the id that the user or the cluster has given the run; empty without one."""
+    return options.get("run_id") or os.environ.get(RUN_ID_VARIABLE) or os.environ.get(POD_ID_VARIABLE, "")
 
 
 def _facts(arguments: LaunchArguments, spec: FsdpSpec, world: World) -> Facts:
@@ -216,7 +230,7 @@ def _handover(arguments: LaunchArguments) -> LaunchHandover:
         config=config,
         command_line=tuple(_with_absolute_path(flag) for flag in arguments.command_line),
         overrides=arguments.overrides,
-        environ=user_variables(os.environ),
+        environ={**user_variables(os.environ), **torchrun_variables(os.environ)},
     )
     report = absolute(arguments.options.get("report"))
     options = arguments.options

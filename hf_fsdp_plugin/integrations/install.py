@@ -17,6 +17,7 @@ from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.watch import watch
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.sources.environment import rank_variables
 from hf_fsdp_plugin.sources.handover import LaunchHandover, absolute
 from hf_fsdp_plugin.sources.model import Sources, config_of
 from hf_fsdp_plugin.spec.model import FsdpSpec
@@ -128,4 +129,4 @@ def _before(handover: LaunchHandover | None) -> tuple[Sources, str | None, bool]
         return session.sources, session.report, session.report_table
     if handover is not None:
         return handover.sources, handover.report, handover.report_table
-    return Sources(environ=dict(os.environ), as_launched=True), None, False
+    return Sources(environ=rank_variables(os.environ), as_launched=True), None, False

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hf_fsdp_plugin.sources.command_line import RENAMED, SWITCHES, flag_name, remedy_of_switch
+from hf_fsdp_plugin.sources.command_line import RENAMED, SWITCHES, flag_name, machine_range, remedy_of_switch
 from hf_fsdp_plugin.text import printable
 from hf_fsdp_plugin.vocabulary import Scope, find, suggest
 
@@ -189,10 +189,10 @@ def parse_launch_arguments(argv: Sequence[str]) -> LaunchArguments:
 
 def _machine_range(text: str) -> tuple[str, str]:
     """Return the limits of ``MIN:MAX``. Raises ``UsageError``."""
-    low, _, high = text.partition(":")
-    if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
+    machines = machine_range(text)
+    if machines is None:
         raise UsageError(f"--num_machines is {text!r}; expected a number, or MIN:MAX with MIN from 1 to MAX.")
-    return low, high
+    return machines
 
 
 def takes_value(written: str) -> bool:

@@ -223,7 +223,7 @@ class MachinesRendezvous(Rendezvous):
 
     def _connect(self) -> None:
         """Open the store of the launchers, on machine 0, or connect to it, and compare what the machines run."""
-        _check_address(self._launch, is_host=self._is_host)
+        _check_address(self._launch, is_host=self._is_host, seconds=self._seconds)
         limit = max(3, round(silence_limit()))
         parameters = RendezvousParameters(
             backend="c10d",
@@ -382,14 +382,24 @@ def _already_here(machine: int) -> Problem:
     return Problem(code="FSDP-E719", message=message, fix=fix)
 
 
-def _check_address(launch: LaunchSection, *, is_host: bool) -> None:
-    """Check what needs no waiting: the name of machine 0 and, on it, that the port is free."""
+def _check_address(launch: LaunchSection, *, is_host: bool, seconds: float) -> None:
+    """Check the name of machine 0 and, on it, that the port is free.
+
+    Args:
+        seconds: how long to wait for the name in a pod of Kubernetes, which has no name before it runs.
+    """
     host, port = endpoint(launch).rsplit(":", 1)
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        message = f"the address of machine 0, {printable(host)}, is unknown here: {error.strerror or error}."
-        raise _error("FSDP-E707", message, "Pass the address of machine 0 as --main_process_ip.") from None
+    deadline = time.monotonic() + (seconds if "KUBERNETES_SERVICE_HOST" in os.environ else 0.0)
+    while True:
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+            break
+        except OSError as error:
+            if time.monotonic() < deadline:
+                time.sleep(1.0)
+                continue
+            message = f"the address of machine 0, {printable(host)}, is unknown here: {error.strerror or error}."
+            raise _error("FSDP-E707", message, "Pass the address of machine 0 as --main_process_ip.") from None
     if not is_host:
         return
     with socket.socket(family, kind) as probe:

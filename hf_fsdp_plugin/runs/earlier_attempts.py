@@ -88,7 +88,8 @@ def make_offer(folder: Path | None, identity: RunIdentity, *, rank: int, machine
         return offer
     memory = _read_memory(folder.parent)
     known = Decision.from_text(memory["known"]) if memory is not None else new
-    if known.problem is not None and (identity.given or identity.requeued):
+    is_later = memory is not None and identity.attempt > memory["attempt"]  # of the launcher whose attempt was refused
+    if known.problem is not None and (identity.requeued or (identity.given and not is_later)):
         # A user may have removed the cause and started the run again, so the attempt that was refused is forgotten.
         last = replace(known.restarts.failures[-1], same_as="")
         failures = (*known.restarts.failures[:-1], last)

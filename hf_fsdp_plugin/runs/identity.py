@@ -36,6 +36,8 @@ from typing import Final
 from hf_fsdp_plugin.hangs.processes import environment_of, parent_of, start_of
 
 RUN_ID_VARIABLE: Final = "HF_FSDP_RUN_ID"
+POD_ID_VARIABLE: Final = "PET_RDZV_ID"
+"""Environment variable with the id that a job of Kubernetes has, if its user sets one."""
 _AGENT_VARIABLE: Final = "TORCHELASTIC_RUN_ID"
 _ERROR_VARIABLE: Final = "TORCHELASTIC_ERROR_FILE"
 """Its value is ``LOGS/ID_RANDOM/attempt_N/LOCAL_RANK/error.json``, unless the agent writes no logs."""
@@ -137,7 +139,7 @@ def _start(environ: Mapping[str, str]) -> str:
 
 def _id_of_pod(environ: Mapping[str, str]) -> str:
     """Return the id that the job of Kubernetes has, unless the command line of torchrun has replaced it."""
-    given = environ.get("PET_RDZV_ID", "")
+    given = environ.get(POD_ID_VARIABLE, "")
     return given if environ.get(_AGENT_VARIABLE, given) == given else ""
 
 

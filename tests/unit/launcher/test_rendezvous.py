@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from hf_fsdp_plugin import SpecError
 from hf_fsdp_plugin.launcher.attempts import first_restarts
 from hf_fsdp_plugin.launcher.facts import Facts, compare
-from hf_fsdp_plugin.launcher.rendezvous import MachinesRendezvous, Rendezvous
+from hf_fsdp_plugin.launcher.rendezvous import MachinesRendezvous, Rendezvous, _check_address
 from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.runs.restarts import FailedAttempt, Restarts
 from hf_fsdp_plugin.spec.model import LaunchSection
@@ -175,6 +176,24 @@ def test_address_without_a_machine_is_refused_at_once() -> None:
     world = World(device="cpu", num_machines=2, machine_rank=1, num_local=1)
     (found,) = at_once(MachinesRendezvous(launch, world, FACTS, RUN).next_rendezvous)
     assert code_of(found) == "FSDP-E707" and "no.such.host.invalid, is unknown here" in str(found)
+
+
+def test_name_of_a_pod_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [socket.gaierror(-2, "Name or service not known")] * 2
+
+    def look_up(*_: Any, **__: Any) -> list[Any]:
+        if answers:
+            raise answers.pop()
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 23456))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    launch = LaunchSection(num_machines=2, main_process_ip="job-worker-0", main_process_port=23456)
+    with pytest.raises(SpecError, match="job-worker-0, is unknown here"):
+        _check_address(launch, is_host=False, seconds=60)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    _check_address(launch, is_host=False, seconds=60)
+    assert not answers
 
 
 def test_port_in_use_is_refused_at_once(port: int) -> None:

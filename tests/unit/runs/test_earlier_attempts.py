@@ -97,8 +97,9 @@ def test_crash_is_known_by_its_stack(tmp_path: Path) -> None:
     assert (found.failure, found.same_as) == ("rank 1: killed by SIGSEGV", "SIGSEGV")
 
 
-def test_third_attempt_after_the_same_failure_is_refused(tmp_path: Path) -> None:
-    one = Machine(tmp_path)
+@pytest.mark.parametrize("given", [False, True])
+def test_third_attempt_after_the_same_failure_is_refused(tmp_path: Path, given: bool) -> None:
+    one = Machine(tmp_path, given=given)
     one.agree(one.start(0))
     one.leave(0, failure(), steps=5)
     assert one.agree(one.start(1)).problem is None
