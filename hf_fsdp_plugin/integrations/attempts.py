@@ -75,6 +75,12 @@ class Attempt:
             session.restarts = Restarts(run_id=identity.id, max_restarts=identity.max_restarts)
             self._is_open = True
 
+    def end(self) -> None:
+        """Forget the attempt: the plugin is uninstalled in this process, and may be installed again."""
+        self._identity = RunIdentity()
+        self._has_begun = self._is_open = False
+        self._folder = self._refusal = None
+
     def agree(self, call: str) -> None:
         """Complete ``session.restarts`` with what the machines know. Collective, at the first call.
 
@@ -125,4 +131,4 @@ class Attempt:
 
 
 _attempt = Attempt()
-begin_attempt, agree_on_attempt = _attempt.begin, _attempt.agree
+begin_attempt, agree_on_attempt, end_attempt = _attempt.begin, _attempt.agree, _attempt.end

@@ -37,10 +37,11 @@ from hf_fsdp_plugin.hangs.rank_files import (
 from hf_fsdp_plugin.hangs.record import record
 from hf_fsdp_plugin.hangs.step_count import step_count
 from hf_fsdp_plugin.hangs.watcher import Watched, Watcher, has_failed, print_block
-from hf_fsdp_plugin.integrations.attempts import begin_attempt
+from hf_fsdp_plugin.integrations.attempts import begin_attempt, end_attempt
 from hf_fsdp_plugin.integrations.call_record import record_calls
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.runs.earlier_attempts import forget
 from hf_fsdp_plugin.runs.first_cause import find_first_cause
 from hf_fsdp_plugin.runs.identity import attempt_folder, identify
 
@@ -212,6 +213,7 @@ class Watch:
             self.files.hang.unlink(missing_ok=True)
             _remove_folders(self.files.stem.parent)
         os.environ.pop(_PROCESS_VARIABLE, None)
+        end_attempt()
         self.files = self._failed = session.in_flight_file = None
 
     def _close(self) -> None:
@@ -278,5 +280,6 @@ def _remove_folders(folder: Path) -> None:
     with contextlib.suppress(OSError):
         for path in folder.glob("machine_*"):
             path.unlink()
+        forget(folder)
         for each in (folder, *folder.parents[:2]):
             each.rmdir()

@@ -157,6 +157,12 @@ def mark_begin(folder: Path) -> None:
     write_atomically(folder / _BEGAN, str(time.time()))
 
 
+def forget(folder: Path) -> None:
+    """Remove what this machine remembers of an attempt, and of its run: it has ended without a failure."""
+    (folder / _BEGAN).unlink(missing_ok=True)
+    (folder.parent / _MEMORY).unlink(missing_ok=True)
+
+
 def _began(folder: Path) -> float:
     with suppress(OSError, ValueError):
         return float((folder / _BEGAN).read_text())

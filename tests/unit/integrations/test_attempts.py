@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 import threading
 from collections import Counter
@@ -19,7 +20,7 @@ from hf_fsdp_plugin.hangs.rank_files import RankFiles
 from hf_fsdp_plugin.hangs.step_count import step_count
 from hf_fsdp_plugin.integrations import attempts as subject
 from hf_fsdp_plugin.integrations.session import session
-from hf_fsdp_plugin.runs.identity import RunIdentity
+from hf_fsdp_plugin.runs.identity import RunIdentity, attempt_folder, identify
 from hf_fsdp_plugin.runs.restarts import FailedAttempt, Restarts
 
 AGENT = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": "3"}
@@ -88,7 +89,11 @@ class World:
         # Machines have different agents and folders.
         logs = f"/logs/none_{machine}/attempt_0/{local_rank}/error.json"
         own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self.local)}
-        attempt = subject.Attempt({**more, **own, "TORCHELASTIC_ERROR_FILE": logs})
+        environ = {**more, **own, "TORCHELASTIC_ERROR_FILE": logs}
+        attempt = subject.Attempt(environ)
+        folder = attempt_folder(identify(environ, tuple(sys.argv)), environ)
+        folder.mkdir(parents=True, exist_ok=True)
+        attempt.begin(RankFiles(folder / f"rank_{rank}"))
         for _ in range(agreements):
             try:
                 attempt.agree("Trainer.train")
@@ -162,13 +167,3 @@ def test_process_without_a_launcher_has_no_attempts(tmp_path: Path, monkeypatch:
     world = World(monkeypatch)
     subject.Attempt({"RANK": "0", "WORLD_SIZE": "1"}).agree("Trainer.train")
     assert session.restarts == Restarts() and not list(tmp_path.iterdir()) and not world.store.messages
-
-
-def test_folder_of_someone_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.setattr("os.getuid", lambda: 4242)
-    (tmp_path / "hf_fsdp_4242").symlink_to(tmp_path / "elsewhere")
-    assert {restarts.count for restarts in World(monkeypatch).run(1)} == {1}, (
-        "the number of the attempt is known all the same"
-    )
-    assert not list((tmp_path / "elsewhere").iterdir())

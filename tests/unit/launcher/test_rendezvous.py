@@ -29,7 +29,7 @@ FACTS = Facts(ranks=1, device="cpu", max_restarts=3, machines="2:2", command="tr
 
 @pytest.fixture(autouse=True)
 def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_FSDP_MACHINE_TIMEOUT", "4")
+    monkeypatch.setenv("HF_FSDP_MACHINE_TIMEOUT", "8")
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def machine(
         num_machines=size, machine_rank=number, main_process_ip="127.0.0.1", main_process_port=port, use_cpu=True
     )
     world = World(device="cpu", num_machines=size, machine_rank=number, num_local=1)
-    return MachinesRendezvous(launch, world, facts, restarts, **({"conf": "timeout=20"} | more))
+    return MachinesRendezvous(launch, world, facts, restarts, **({"conf": "timeout=120"} | more))
 
 
 def at_once(*functions: Callable[[], Any]) -> list[Any]:

@@ -20,9 +20,13 @@ from hf_fsdp_plugin.runs.restart_rule import Decision
 from hf_fsdp_plugin.runs.restarts import Restarts
 
 KILLED = "ended without an error record"
-CRASH = "import sys\nfrom pathlib import Path\nfrom hf_fsdp_plugin.hangs.places import record_stacks\n" + (
-    "record_stacks(Path(sys.argv[1]))\nimport os\nos.kill(os.getpid(), int(sys.argv[2]))"
-)
+CRASH = """\
+import os, sys
+from pathlib import Path
+from hf_fsdp_plugin.hangs.places import stack_file
+stack_file.open(Path(sys.argv[1]), crashes="record", takes_over=True)
+os.kill(os.getpid(), int(sys.argv[2]))
+"""
 
 
 def failure(name: str = "RuntimeError", line: int = 7, **more: Any) -> dict[str, Any]:
