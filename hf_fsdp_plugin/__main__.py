@@ -16,7 +16,6 @@ import sys
 
 from hf_fsdp_plugin.launcher.flags import LaunchArguments, UsageError, parse_launch_arguments
 from hf_fsdp_plugin.launcher.script_path import check_script
-from hf_fsdp_plugin.problems import SpecError
 from hf_fsdp_plugin.sources.command_line import flag_name
 
 _USAGE = """\
@@ -54,7 +53,7 @@ _SETTING_FLAGS = ("fsdp", "parallelism_config_", "mixed_precision")
 
 
 def main() -> int:
-    """Run the script. Returns 2 for wrong usage, 1 for a config with errors, otherwise 0."""
+    """Run the script. Returns 2 for wrong usage."""
     if sys.argv[1:] in (["-h"], ["--help"]):
         print(_HELP)
         return 0
@@ -64,37 +63,33 @@ def main() -> int:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"python -m hf_fsdp_plugin: {error}", file=sys.stderr)
         return 2
-    if os.environ["RANK"] != "0":
+    if _rank() != "0":
         # tqdm reads this when it is imported. Only rank 0 shows progress bars.
         os.environ.setdefault("TQDM_DISABLE", "1")
-    # These imports load torch and the libraries that are patched.
-    import hf_fsdp_plugin
-    from hf_fsdp_plugin.integrations.run_report import stop_reporting
-    from hf_fsdp_plugin.launcher.run_script import is_failure, run
-    from hf_fsdp_plugin.messages import print_error
+    # It loads torch and the libraries that are patched.
+    from hf_fsdp_plugin.launcher.run_script import run_rank
 
-    try:
-        hf_fsdp_plugin.install(
-            arguments.options.get("config_file"),
-            command_line=arguments.command_line,
-            overrides=arguments.overrides,
-            report=arguments.options.get("report"),
-            report_table="report_table" in arguments.options,
-        )
-        run(arguments.script, arguments.script_args, module="module" in arguments.options)
-    except SpecError as error:
-        print_error(error)
-        return 1
-    except BaseException as error:
-        if is_failure(error):
-            stop_reporting()
-        raise
+    run_rank(
+        arguments.script,
+        arguments.script_args,
+        module="module" in arguments.options,
+        config=arguments.options.get("config_file"),
+        command_line=arguments.command_line,
+        overrides=arguments.overrides,
+        report=arguments.options.get("report"),
+        report_table="report_table" in arguments.options,
+    )
     return 0
+
+
+def _rank() -> str | None:
+    """Return the rank of this process; ``None`` if it is none."""
+    return os.environ.get("RANK") or os.environ.get("SLURM_PROCID")
 
 
 def _parse_arguments(argv: list[str]) -> LaunchArguments:
     arguments = parse_launch_arguments(argv)
-    if "RANK" not in os.environ:
+    if _rank() is None:
         # The only variable that `accelerate launch` sets in every mode.
         raise UsageError(_PLAIN_PROCESS if "ACCELERATE_MIXED_PRECISION" in os.environ else _USAGE)
     others = [f"--{name}" for name in arguments.options if name not in _OPTIONS]

@@ -39,6 +39,7 @@ class MessagePrinter:
         self._printed: set[str] = set()
         self._previous_hook: Callable[..., object] | None = None
         self._add_remedy: Callable[[BaseException], None] = lambda error: None
+        self._record: Callable[[BaseException], None] = lambda error: None
 
     def print_once(self, message: object, *, printed_by_launcher: bool = False) -> None:
         """Print ``hf-fsdp: MESSAGE`` unless this process, or the launcher, has printed it before."""
@@ -56,21 +57,26 @@ class MessagePrinter:
             if problem.severity == "warning":
                 self.print_once(problem, printed_by_launcher=printed_by_launcher)
 
-    def install_excepthook(self, add_remedy: Callable[[BaseException], None]) -> None:
+    def install_excepthook(
+        self, add_remedy: Callable[[BaseException], None], record: Callable[[BaseException], None]
+    ) -> None:
         """Print a ``SpecError`` that ends the script with :func:`print_error`.
 
         Args:
             add_remedy: called with other exceptions before they are printed.
+            record: called with every exception before it is printed, after ``add_remedy``.
         """
-        self._add_remedy = add_remedy
+        self._add_remedy, self._record = add_remedy, record
         if self._previous_hook is None:
             self._previous_hook, sys.excepthook = sys.excepthook, self._excepthook
 
     def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, SpecError):
+            self._add_remedy(error)
+        self._record(error)
         if isinstance(error, SpecError):
             print_error(error)
         else:
-            self._add_remedy(error)
             (self._previous_hook or sys.__excepthook__)(kind, error, trace)
 
     def close(self) -> None:

@@ -278,6 +278,28 @@ probed on the installed versions ([contracts.md](contracts.md)). `--json` is mea
 {doctor}
 {_END}
 
+## enable
+
+`hf-fsdp enable` lets stock commands use the plugin in the Python environment in which it runs, with unmodified scripts:
+
+```bash
+hf-fsdp enable
+accelerate launch --config_file fsdp.yaml train.py
+torchrun --nproc_per_node 8 train.py                  # with TrainingArguments(fsdp="full_shard") or an FSDP plugin
+hf-fsdp disable
+```
+
+It writes one file, `hf_fsdp_plugin_enabled.pth` in `site-packages`, which `hf-fsdp disable` removes; `hf-fsdp doctor`
+shows it. Python runs the line of this file at each start, and the line looks up a variable
+([results](results.md#start-of-an-enabled-environment)).
+
+- The plugin runs in the ranks that a launcher starts, once FSDP is asked for by the config of `accelerate launch`,
+  `TrainingArguments` or an FSDP plugin. Settings, precedence and errors are those of `-m hf_fsdp_plugin`.
+- Runs without FSDP, launchers, processes that a rank starts, and `python -I`, `-E` or `-S` are as without the plugin.
+- A script that calls `hfp.install()` runs as before. Ranks that `srun` starts still need this call.
+- Several machines need the file in each environment.
+- A file that is left after `pip uninstall` does nothing.
+
 ## schema
 
 `hf-fsdp schema` prints the JSON Schema of the config for editors. Editors with the YAML language server (Visual Studio

@@ -2,6 +2,7 @@
 
 accelerate launch --config_file configs/fsdp2_full_shard.yaml scripts/train_loop.py --max_steps 20
 hf-fsdp launch --max_restarts 3 --config_file configs/fsdp2_full_shard.yaml scripts/train_loop.py --save_every 5
+torchrun --nproc_per_node 2 --max_restarts 3 -m hf_fsdp_plugin --config_file CONFIG scripts/train_loop.py --save_every 5
 python scripts/train_loop.py --max_steps 2 --num_layers 2 --cpu              (one process, no FSDP)
 """
 
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from pathlib import Path
 
 import torch
@@ -18,6 +18,8 @@ from accelerate.utils import DataLoaderConfiguration, set_seed
 from data import PYTHON_DOCS, SMOLLM2, load_causal_lm, load_text, load_tokenizer, pack
 from torch.utils.data import DataLoader
 from transformers import DataCollatorForLanguageModeling, get_scheduler
+
+import hf_fsdp_plugin as hfp
 
 
 def parse_args() -> argparse.Namespace:
@@ -81,11 +83,8 @@ def main() -> None:
         model, optimizer, train_loader, eval_loader, scheduler
     )
 
-    if int(os.environ.get("HF_FSDP_RESTART_COUNT", "0")):  # hf-fsdp launch --max_restarts has started the run again
-        import hf_fsdp_plugin as hfp
-
-        args.resume = hfp.newest_checkpoint(args.output_dir, this_run=True) or args.resume
-
+    # After a restart by any launcher: the newest checkpoint of this run. At the first start there is none.
+    args.resume = hfp.newest_checkpoint(args.output_dir, this_run=True) or args.resume
     step = 0
     if args.resume is not None:
         accelerator.load_state(args.resume)
@@ -97,9 +96,11 @@ def main() -> None:
         accelerator.save_state(folder)
         accelerator.print(f"saved {folder}")
 
-    steps_per_epoch = math.ceil(len(train_loader) / args.gradient_accumulation_steps)
+    # A restart on another number of ranks changes it, so that a step has as many sequences as before.
+    accumulation = accelerator.gradient_accumulation_steps
+    steps_per_epoch = math.ceil(len(train_loader) / accumulation)
     while step < args.max_steps:
-        done = (step % steps_per_epoch) * args.gradient_accumulation_steps
+        done = (step % steps_per_epoch) * accumulation
         batches = accelerator.skip_first_batches(train_loader, done) if done else train_loader
         micro_losses = []
         for batch in batches:

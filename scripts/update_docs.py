@@ -1,4 +1,4 @@
-"""Write the generated documents in docs/: settings, hooks, problem codes and the command line.
+"""Write the generated documents in docs/: settings, hooks, problem codes, the command line, a table of launchers.
 
 python scripts/update_docs.py            write them
 python scripts/update_docs.py --check    change nothing; exit code 1 if a document is out of date
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from launcher_features import clusters
 from screenshots import command_line
 
 from hf_fsdp_plugin.cli.explain import read_entries
@@ -59,6 +60,9 @@ Highest precedence first. The sections are the tables below.
 | `FullyShardedDataParallelPlugin` | the arguments of its constructor, which are keys of `fsdp_config`. |
 | Accelerate's `ParallelismConfig` | the sizes of `parallelism_config`. Two data sizes of 1 are not set. It does not \
 enable FSDP. |
+| variables of torchrun: `PET_NNODES`, `PET_NPROC_PER_NODE`, `PET_NODE_RANK`, `PET_MASTER_ADDR`, `PET_MASTER_PORT`, \
+`PET_RDZV_ENDPOINT`, `PET_RDZV_BACKEND` | number, address and ranks of the machines, as a cluster sets them for a job \
+([clusters](clusters.md#kubernetes-pytorchjob)). Ranks of torchrun ignore them. |
 | Accelerate's file, or `load_spec(config)` with a path or a dict | its top level has the keys of that section and of \
 `TrainingArguments`. Keys of `fsdp_config` or `parallelism_config` at the top level are accepted with the warning \
 FSDP-W021. `fsdp_config` may also have the keys of `parallelism_config` and `fsdp_mixed_precision_policy`. |
@@ -337,6 +341,7 @@ DOCUMENTS: dict[str, Callable[[], str]] = {
     "contracts.md": contracts,
     "problems.md": problems,
     "command_line.md": command_line,
+    "clusters.md": clusters,
 }
 """File in docs/ -> the function that returns its text."""
 

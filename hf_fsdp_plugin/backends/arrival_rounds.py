@@ -45,9 +45,13 @@ def arrival_store() -> dist.Store:
     return dist.PrefixStore("hf_fsdp_arrivals", default_store())
 
 
-def place_store() -> dist.Store:
-    """Return the part of the store in which ranks that do not move write where they are: JSON with ``place``."""
-    return dist.PrefixStore("hf_fsdp_places", default_store())
+def place_store(store: dist.Store | None = None) -> dist.Store:
+    """Return the part of the store in which ranks that do not move write where they are: JSON with ``place``.
+
+    Args:
+        store: a clone of the store of the process group, which is the default.
+    """
+    return dist.PrefixStore("hf_fsdp_places", default_store() if store is None else store)
 
 
 def place_key(rank: int) -> str:

@@ -33,6 +33,7 @@ from hf_fsdp_plugin.sources.handover import user_variables
 from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.text import printable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -262,7 +263,7 @@ def _finish(args: argparse.Namespace, results: Results, problems: list[Problem],
         print_problems(failed)
         print(bench_text(tree))
         for name in written:
-            print(f"written: {name}")
+            print(printable(f"written: {name}"))
     return OK if tree["ok"] else PROBLEMS
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import tempfile
@@ -13,20 +12,19 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_fsdp_plugin.cli.bench_arguments import Request
+from hf_fsdp_plugin.hangs.calls import LIMIT_VARIABLE
 from hf_fsdp_plugin.integrations.bench.cases import Case, Setting
 from hf_fsdp_plugin.integrations.bench.jobs import Events, Job, Task
 from hf_fsdp_plugin.integrations.bench.results import Results
+from hf_fsdp_plugin.launcher.environment import settings_env
 from hf_fsdp_plugin.launcher.flags import LaunchArguments
-from hf_fsdp_plugin.launcher.rank_env import rank_env, settings_env
-from hf_fsdp_plugin.launcher.ranks import Ranks
-from hf_fsdp_plugin.launcher.rendezvous import Peers, meet_locally
 from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.runs.exits import RunResult
 from hf_fsdp_plugin.runs.failure_summary import first_failure, summarize
 from hf_fsdp_plugin.sources.handover import LaunchHandover
 from hf_fsdp_plugin.sources.model import Sources
-from hf_fsdp_plugin.spec.model import FsdpSpec, LaunchSection
+from hf_fsdp_plugin.spec.model import FsdpSpec
 
 _GRACE: Final = 3.0
 _RANK: Final = "hf_fsdp_plugin.integrations.bench.rank"
@@ -87,23 +85,21 @@ class Bench:
             return result.signal_number
 
     def _run_ranks(self, world: World, folder: Path, follower: _Follower) -> RunResult:
-        rendezvous, _ = meet_locally(LaunchSection())
+        from hf_fsdp_plugin.launcher.agent import Job as RankJob  # lazy: imports torch
+        from hf_fsdp_plugin.launcher.attempts import run_locally
+
         handover = LaunchHandover(sources=self.sources, quiet=True)
         spec = replace(self.spec, launch=replace(self.spec.launch, num_processes=world.size))
-        base = {**os.environ, **settings_env(spec, world, LaunchArguments()), **handover.to_env()}
-        base |= {"OMP_NUM_THREADS": str(self.threads), "TMPDIR": str(folder)}
-        ranks = Ranks(show_all=False, show_first=False, log_dir=None, scratch=folder, notice=lambda _: None)
+        env = {**settings_env(spec, world, LaunchArguments()), **handover.to_env()}
+        env[LIMIT_VARIABLE] = "0"  # records of collectives would be a part of what is measured
+        env |= {"OMP_NUM_THREADS": str(self.threads), "TMPDIR": str(folder)}
         command = [sys.executable, "-u", "-m", "hf_fsdp_plugin.launcher.run_script", "-m", _RANK, str(folder)]
-        try:
-            for rank in range(world.size):
-                ranks.start(rank, command, {**base, **rank_env(world, rendezvous, rank, role="default")})
-            return ranks.watch(grace=_GRACE, peers=follower)
-        finally:
-            ranks.close()
-            rendezvous.close()
+        return run_locally(
+            RankJob(command=command, num_local=world.size, env=env, grace=_GRACE, should_stop=follower.reason_to_stop)
+        )
 
 
-class _Follower(Peers):
+class _Follower:
     """Takes the events of the ranks over into the results, and stops the ranks if there are none for too long.
 
     Attributes:
@@ -119,7 +115,8 @@ class _Follower(Peers):
         self._measured: set[tuple[str, int]] = set()
         self.failed: list[str] = []
 
-    def failure(self) -> str | None:
+    def reason_to_stop(self) -> str | None:
+        """Return why the ranks are stopped; ``None`` if they are not."""
         self.read()
         if time.monotonic() - self._changed <= self._limit:
             return None

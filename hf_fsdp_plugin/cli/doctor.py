@@ -16,6 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
+from hf_fsdp_plugin.cli.enable import Enabled, check, find
 from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS
 from hf_fsdp_plugin.cli.output import print_json
 from hf_fsdp_plugin.launcher.accelerators import AcceleratorSearch
@@ -52,11 +53,13 @@ class Diagnosis:
     Attributes:
         versions: package -> version; packages that are not installed are left out.
         devices: kind, number, name and memory of the accelerators.
+        enabled: the file of ``hf-fsdp enable``.
         contracts: the rows of :func:`hf_fsdp_plugin.integrations.contract_probe.probe_contracts`, as JSON objects.
     """
 
     versions: Mapping[str, str]
     devices: Mapping[str, Any]
+    enabled: Enabled
     contracts: Sequence[Mapping[str, Any]]
     problems: Sequence[Problem]
 
@@ -71,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
                 "platform": _platform(),
                 "versions": found.versions,
                 "devices": found.devices,
+                "enabled": found.enabled.to_json(),
                 "contracts": found.contracts,
                 "problems": [problem.to_json() for problem in found.problems],
             }
@@ -99,9 +103,11 @@ def diagnose() -> Diagnosis:
             )
         )
     problems += check_contracts(contracts)
+    enabled = find()
+    problems += check(enabled)
     accelerators = search.result()
     devices = {name: getattr(accelerators, name) for name in accelerators.__slots__}
-    return Diagnosis(versions=versions, devices=devices, contracts=contracts, problems=problems)
+    return Diagnosis(versions=versions, devices=devices, enabled=enabled, contracts=contracts, problems=problems)
 
 
 def check_contracts(contracts: Sequence[Mapping[str, Any]]) -> list[Problem]:
@@ -195,6 +201,8 @@ def _text(found: Diagnosis) -> str:
     versions = [("python", platform.python_version(), ""), ("system", platform.platform(), "")]
     versions += [(name, number, supported.get(name, "")) for name, number in found.versions.items()]
     blocks = [format_table(versions), "devices: " + _devices_text(found.devices)]
+    file = f"yes, by {found.enabled.file}" if found.enabled.file is not None else "no"
+    blocks[-1] += f"\nenabled for stock launchers in {sys.prefix}: {file}"
     if found.contracts:
         blocks.append(_contracts_text(found.contracts))
     shown = [str(problem) if problem.severity != "error" else problem.text("error: ") for problem in found.problems]

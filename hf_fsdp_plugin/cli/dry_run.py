@@ -13,16 +13,13 @@ from hf_fsdp_plugin.cli.model_plan import plan_of_model
 from hf_fsdp_plugin.cli.output import print_json
 from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems, text_width
 from hf_fsdp_plugin.launcher.accelerators import find_accelerators
+from hf_fsdp_plugin.launcher.environment import settings_env
 from hf_fsdp_plugin.launcher.flags import LaunchArguments
-from hf_fsdp_plugin.launcher.rank_env import settings_env
-from hf_fsdp_plugin.launcher.rendezvous import describe
-from hf_fsdp_plugin.launcher.run_script import LAUNCHER_VARIABLE
-from hf_fsdp_plugin.launcher.world import World, resolve_world
+from hf_fsdp_plugin.launcher.world import World, describe, resolve_world
 from hf_fsdp_plugin.problems import SpecError, has_errors
 from hf_fsdp_plugin.sources.config_file import ConfigFile
 from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.spec.load import assess
-from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.spec.rules import check_defaults_without_script, fsdp_is_off
 from hf_fsdp_plugin.text import printable
 
@@ -57,7 +54,7 @@ def show_run(arguments: LaunchArguments, sources: Sources, command: Sequence[str
         unknown = not is_own and any(problem.code == "FSDP-E709" for problem in found)
         problems += [problem for problem in found if problem not in problems and not unknown]
     problems = in_line_order(dict.fromkeys(problems))
-    env = _variables(spec, world, arguments) if world is not None else {}
+    env = settings_env(spec, world, arguments) if world is not None else {}
     if "json" in arguments.options:
         result = to_json(spec, problems, config)
         started = _world_json(world) if world is not None else None
@@ -104,11 +101,6 @@ def _no_units(model: str) -> str:
     if model:
         return f"units: unknown, {model} cannot be built here. Pass --model with a folder that has a config.json."
     return "units: unknown without the model. Pass --model DIR|ID to show them."
-
-
-def _variables(spec: FsdpSpec, world: World, arguments: LaunchArguments) -> dict[str, str]:
-    env = settings_env(spec, world, arguments)
-    return {name: value for name, value in env.items() if name != LAUNCHER_VARIABLE}
 
 
 def _world_json(world: World) -> dict[str, Any]:

@@ -153,7 +153,7 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
         ("tied", "; ".join(" = ".join(tie) for tie in summary.ties)),
         ("files", f"{len(summary.files):,}, {format_bytes(sum(summary.files.values()))}"),
         ("settings", _pairs(manifest.settings) if manifest else ""),
-        ("batch", _pairs(manifest.batch) if manifest else ""),
+        ("batch", _pairs(_numbers(manifest.batch)) if manifest else ""),
         ("versions", _pairs(summary.versions)),
     ]
 
@@ -177,6 +177,10 @@ def _kind(kind: tuple[str, tuple[int, ...]]) -> tuple[str, str]:
 
 def _pairs(table: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {_shown(value)}" for key, value in table.items())
+
+
+def _numbers(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {key: value for key, value in table.items() if not isinstance(value, (list, dict))}
 
 
 def _shown(value: Any) -> str:

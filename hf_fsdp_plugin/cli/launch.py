@@ -5,29 +5,33 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import hf_fsdp_plugin
 from hf_fsdp_plugin.cli.dry_run import show_run
 from hf_fsdp_plugin.cli.exit_codes import USAGE, exit_code
 from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems
 from hf_fsdp_plugin.hangs.calls import LIMIT_VARIABLE as HANG_VARIABLE
 from hf_fsdp_plugin.hangs.exit_watch import LIMIT_VARIABLE, exit_limit
 from hf_fsdp_plugin.hangs.hang_watch import hang_limit
+from hf_fsdp_plugin.hangs.rank_files import LOG_VARIABLE
 from hf_fsdp_plugin.launcher.accelerators import find_accelerators
-from hf_fsdp_plugin.launcher.attempts import Job, first_restarts, run_attempts
+from hf_fsdp_plugin.launcher.environment import settings_env
+from hf_fsdp_plugin.launcher.facts import Facts
 from hf_fsdp_plugin.launcher.flags import LaunchArguments, UsageError, add_help, parse_launch_arguments
-from hf_fsdp_plugin.launcher.machines import meet_machines
-from hf_fsdp_plugin.launcher.pulse import LIMIT_VARIABLE as MACHINE_VARIABLE
-from hf_fsdp_plugin.launcher.pulse import silence_limit
-from hf_fsdp_plugin.launcher.rank_env import settings_env
-from hf_fsdp_plugin.launcher.rendezvous import describe, endpoint, meet_locally
+from hf_fsdp_plugin.launcher.peers import LIMIT_VARIABLE as MACHINE_VARIABLE
+from hf_fsdp_plugin.launcher.peers import silence_limit
 from hf_fsdp_plugin.launcher.script_path import check_script
-from hf_fsdp_plugin.launcher.world import World, resolve_world
+from hf_fsdp_plugin.launcher.world import World, check_elastic, describe, endpoint, resolve_world
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.sources.command_line import flag_name
+from hf_fsdp_plugin.runs.identity import POD_ID_VARIABLE, RUN_ID_VARIABLE
+from hf_fsdp_plugin.sources.command_line import flag_name, parse_flags
 from hf_fsdp_plugin.sources.config_file import ConfigFile
+from hf_fsdp_plugin.sources.environment import torchrun_options, torchrun_variables
 from hf_fsdp_plugin.sources.handover import LaunchHandover, absolute, user_variables
 from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.spec.model import FsdpSpec
@@ -38,6 +42,8 @@ EXAMPLES = (
     "hf-fsdp launch --num_processes 4 --cpu --dry_run --model ./llama -m package.train",
 )
 DEFAULT_GRACE = 30.0
+_OF_ONE_MACHINE = frozenset({"launch.machine_rank", "launch.main_process_ip", "launch.gpu_ids"})
+"""Settings that may differ between machines."""
 _NUMBERS = (("grace", r"\d+(\.\d+)?"), ("num_cpu_threads_per_process", r"\d+"), ("max_restarts", r"\d{1,6}"))
 
 
@@ -58,6 +64,7 @@ def parse_argv(argv: Sequence[str]) -> LaunchArguments:
 def run(arguments: LaunchArguments) -> int:
     """Run the script. Returns its exit code, 1 for a config with errors, or 2 for wrong usage."""
     try:
+        arguments = _with_variables(arguments)
         _check_usage(arguments)
         return _launch(arguments)
     except UsageError as error:
@@ -66,6 +73,18 @@ def run(arguments: LaunchArguments) -> int:
     except SpecError as error:
         print_problems(problem for problem in in_line_order(error.problems) if problem.severity != "note")
         return exit_code(error.problems, arguments.options.get("config_file"))
+
+
+def _with_variables(arguments: LaunchArguments) -> LaunchArguments:
+    """Add the options that the variables of torchrun set, as in a pod of Kubernetes, and that no flag sets."""
+    found = torchrun_options(os.environ)
+    if any(flag.name == "num_machines" for flag in parse_flags(arguments.command_line)):
+        found.pop("min_machines", None)
+    given = {name: value for name, value in found.items() if name not in arguments.options}
+    restarts = given.get("max_restarts", "0")
+    if not re.fullmatch(dict(_NUMBERS)["max_restarts"], restarts):
+        raise UsageError(f"PET_MAX_RESTARTS is {restarts!r}; expected a number.")
+    return replace(arguments, options={**given, **arguments.options})
 
 
 def _launch(arguments: LaunchArguments) -> int:
@@ -80,51 +99,84 @@ def _launch(arguments: LaunchArguments) -> int:
     _print_notices(arguments, *(problem for problem in spec.problems if problem.severity == "warning"))
     world = resolve_world(spec, find_accelerators())
     _print_notices(arguments, *world.problems)
+    check_elastic(spec, world, int(arguments.options.get("min_machines", world.num_machines)))
     _note_missing_config(arguments, sources)
-    restarts = first_restarts(_max_restarts(arguments))
-    if world.num_machines > 1:
-        _print_notices(arguments, f"waiting for {world.num_machines} machines at {endpoint(spec.launch)}")
-        rdzv_conf = arguments.options.get("rdzv_conf", "")
-        rendezvous = meet_machines(spec.launch, world, rdzv_conf=rdzv_conf, restarts=restarts)
-    else:
-        rendezvous, problems = meet_locally(spec.launch)
-        _print_notices(arguments, *problems)
-    _print_notices(arguments, describe(world, spec.launch, rendezvous=rendezvous))
-    return run_attempts(_job(arguments, spec, world, handover), rendezvous, restarts)
+    return _run_ranks(arguments, spec, world, handover)
 
 
-def _note_missing_config(arguments: LaunchArguments, sources: Sources) -> None:
-    if sources.config is None and not sources.command_line and not sources.overrides:
-        message = "no config: FSDP runs only if the script's own TrainingArguments or Accelerator enables it."
-        _print_notices(arguments, Problem(code="FSDP-N713", message=message))
+def _run_ranks(arguments: LaunchArguments, spec: FsdpSpec, world: World, handover: LaunchHandover) -> int:
+    from hf_fsdp_plugin.launcher.agent import Job  # lazy: imports torch
+    from hf_fsdp_plugin.launcher.attempts import first_restarts, run_attempts
+    from hf_fsdp_plugin.launcher.rendezvous import MachinesRendezvous, Rendezvous
 
-
-def _max_restarts(arguments: LaunchArguments) -> int:
-    return int(arguments.options.get("max_restarts", 0))
-
-
-def _job(arguments: LaunchArguments, spec: FsdpSpec, world: World, handover: LaunchHandover) -> Job:
     options = arguments.options
-    limit, is_strict = hang_limit(options.get("hang_timeout"))
-    return Job(
-        launch=spec.launch,
-        world=world,
+    launch = spec.launch
+    restarts = first_restarts(int(options.get("max_restarts", 0)), _run_id(options))
+    rendezvous: Rendezvous
+    if world.num_machines > 1:
+        min_machines = int(options.get("min_machines", world.num_machines))
+        facts = _facts(arguments, spec, world)
+        rendezvous = MachinesRendezvous(
+            launch, world, facts, restarts, conf=options.get("rdzv_conf", ""), min_machines=min_machines
+        )
+        some = f"{min_machines} to " if min_machines < world.num_machines else ""
+        _print_notices(arguments, f"waiting for {some}{world.num_machines} machines at {endpoint(launch)}")
+    else:
+        rendezvous = Rendezvous(restarts, launch.main_process_port)
+        if problem := rendezvous.reserve():
+            _print_notices(arguments, problem)
+
+    def describe_start() -> None:
+        met = replace(world, num_machines=rendezvous.peers.num_machines)
+        machine, address = rendezvous.peers.machine, rendezvous.address
+        _print_notices(arguments, describe(met, launch, machine=machine, address=address))
+
+    given = {HANG_VARIABLE: options.get("hang_timeout"), LOG_VARIABLE: options.get("log_dir")}
+    job = Job(
         command=_command(arguments),
+        num_local=world.num_local,
         env={
-            **os.environ,
             **settings_env(spec, world, arguments),
-            HANG_VARIABLE: f"{limit:g}",
+            **{name: value for name, value in given.items() if value is not None},
             **handover.to_env(),
             **arguments.env,
         },
         role=options.get("role", "default"),
         grace=float(options.get("grace", DEFAULT_GRACE)),
         show_all=options.get("show_ranks") == "all" or options.get("tee", "0") != "0",
+        show_first=True,
         log_dir=Path(options["log_dir"]) if "log_dir" in options else None,
         notice=lambda notice: _print_notices(arguments, notice),
-        hang_limit=limit,
-        hang_limit_is_strict=is_strict,
+        debug=launch.debug,
     )
+    return run_attempts(job, rendezvous, describe_start)
+
+
+def _run_id(options: Mapping[str, str]) -> str:
+    """Return the id that the user or the cluster has given the run; empty without one."""
+    return options.get("run_id") or os.environ.get(RUN_ID_VARIABLE) or os.environ.get(POD_ID_VARIABLE, "")
+
+
+def _facts(arguments: LaunchArguments, spec: FsdpSpec, world: World) -> Facts:
+    """Return what must be the same on all machines."""
+    options = arguments.options
+    settings = {name: repr(value) for name, value, _ in spec.settings() if name not in _OF_ONE_MACHINE}
+    return Facts(
+        ranks=world.num_local,
+        device=world.device,
+        max_restarts=int(options.get("max_restarts", 0)),
+        machines=f"{options.get('min_machines', world.num_machines)}:{world.num_machines}",
+        version=hf_fsdp_plugin.__version__,
+        run=_run_id(options) or os.environ.get("SLURM_JOB_ID", ""),
+        command=shlex.join([arguments.script, *arguments.script_args]),
+        settings=settings,
+    )
+
+
+def _note_missing_config(arguments: LaunchArguments, sources: Sources) -> None:
+    if sources.config is None and not sources.command_line and not sources.overrides:
+        message = "no config: FSDP runs only if the script's own TrainingArguments or Accelerator enables it."
+        _print_notices(arguments, Problem(code="FSDP-N713", message=message))
 
 
 def _check_usage(arguments: LaunchArguments) -> None:
@@ -178,7 +230,7 @@ def _handover(arguments: LaunchArguments) -> LaunchHandover:
         config=config,
         command_line=tuple(_with_absolute_path(flag) for flag in arguments.command_line),
         overrides=arguments.overrides,
-        environ=user_variables(os.environ),
+        environ={**user_variables(os.environ), **torchrun_variables(os.environ)},
     )
     report = absolute(arguments.options.get("report"))
     options = arguments.options

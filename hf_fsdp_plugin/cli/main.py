@@ -19,12 +19,11 @@ from hf_fsdp_plugin.cli.exit_codes import INTERRUPTED, OK, PROBLEMS, USAGE
 from hf_fsdp_plugin.cli.help import usage
 from hf_fsdp_plugin.cli.parser import PROG, make_parser
 from hf_fsdp_plugin.cli.verbs import VERBS
-from hf_fsdp_plugin.launcher.store_threads import exit_beside_store_threads
 from hf_fsdp_plugin.supported import unsupported_versions
 from hf_fsdp_plugin.text import printable
 
 _HELP_FLAGS = ("-h", "--help")
-_ANY_VERSION = frozenset({"completion", "doctor", "explain", "help"})
+_ANY_VERSION = frozenset({"completion", "disable", "doctor", "explain", "help"})
 """The verbs that run with unsupported versions of other libraries too."""
 
 
@@ -43,9 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[0] not in _ANY_VERSION and (messages := unsupported_versions()):
         print("\n".join(messages), file=sys.stderr)
         return PROBLEMS
-    code = _run(argv[0], argv[1:])
-    exit_beside_store_threads(code)
-    return code
+    return _run(argv[0], argv[1:])
 
 
 def parse_arguments(verb: str, module: ModuleType, argv: Sequence[str]) -> Any:

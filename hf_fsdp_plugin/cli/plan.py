@@ -26,6 +26,7 @@ from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems
 from hf_fsdp_plugin.cli.zero_table import scheme_table_verb, zero_table_verb
 from hf_fsdp_plugin.launcher.flags import UsageError, split_setting_flags
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
+from hf_fsdp_plugin.text import printable
 
 if TYPE_CHECKING:
     from hf_fsdp_plugin.estimate.planner_rows import AdviceRow
@@ -122,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
         print_problems(problem for problem in problems if problem.severity != "note")
         print(plan_text(prediction))
         for name in written:
-            print(f"written: {name}")
+            print(printable(f"written: {name}"))
     return PROBLEMS if prediction.fits is False else OK
 
 
@@ -163,7 +164,7 @@ def _advise(args: argparse.Namespace, planned: Planned, problems: list[Problem],
     else:
         print_problems(dict.fromkeys(more))
         for name in written:
-            print(f"written: {name}")
+            print(printable(f"written: {name}"))
         print(advice_text(advice, spec, launched, tree))
     return OK if advice.best is not None else PROBLEMS
 

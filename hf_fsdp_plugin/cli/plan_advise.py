@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_fsdp_plugin.cli.terminal import colored, text_width
-from hf_fsdp_plugin.launcher.rendezvous import DEFAULT_PORT
+from hf_fsdp_plugin.launcher.world import DEFAULT_PORT
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import fit_table, format_bytes, plural, truncate_lines, wrap_words
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from hf_fsdp_plugin.cli.exit_codes import OK
 from hf_fsdp_plugin.cli.output import print_json
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.text import format_table, plural
+from hf_fsdp_plugin.text import format_table, plural, printable
 
 if TYPE_CHECKING:
     from hf_fsdp_plugin.cli.plan_subject import Planned
@@ -45,7 +45,7 @@ def calibrate_verb(args: argparse.Namespace, num_ranks: int) -> int:
         print_json({"ok": True, "machine": machine.label, "file": str(path), "ranks": num_ranks})
     else:
         print(f"{machine.label}\nMeasured with {plural(num_ranks, 'rank')} at work. Use it with --machine calibrated.")
-        print(f"written: {path}")
+        print(printable(f"written: {path}"))
     return OK
 
 

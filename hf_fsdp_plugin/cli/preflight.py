@@ -26,10 +26,8 @@ from hf_fsdp_plugin.integrations.preflight.stages import (
     running_stages,
     stage_results,
 )
+from hf_fsdp_plugin.launcher.environment import settings_env
 from hf_fsdp_plugin.launcher.flags import LaunchArguments
-from hf_fsdp_plugin.launcher.rank_env import rank_env, settings_env
-from hf_fsdp_plugin.launcher.ranks import Ranks
-from hf_fsdp_plugin.launcher.rendezvous import Peers, meet_locally
 from hf_fsdp_plugin.launcher.world import World
 from hf_fsdp_plugin.problems import Problem, has_errors
 from hf_fsdp_plugin.runs.exits import RunResult
@@ -37,7 +35,7 @@ from hf_fsdp_plugin.runs.failure_summary import first_failure, summarize
 from hf_fsdp_plugin.sources.config_file import ConfigFile
 from hf_fsdp_plugin.sources.handover import LaunchHandover, user_variables
 from hf_fsdp_plugin.sources.model import Sources
-from hf_fsdp_plugin.spec.model import FsdpSpec, LaunchSection
+from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_names
 
@@ -200,8 +198,8 @@ def _world_size(spec: FsdpSpec) -> int:
     return _NUM_HYBRID_RANKS if is_hybrid else _NUM_RANKS
 
 
-class _Limit(Peers):
-    """Reports a failure, which stops the ranks, when a run takes too long or does not progress."""
+class _Limit:
+    """Ends a run that takes too long or does not progress."""
 
     def __init__(self, limit: float, folder: Path) -> None:
         self._limit, self._folder = limit, folder
@@ -213,7 +211,8 @@ class _Limit(Peers):
     def close(self) -> None:
         self._progress.show(None)
 
-    def failure(self) -> str | None:
+    def reached(self) -> str | None:
+        """Return why the ranks are stopped; ``None`` if they are not."""
         now = time.monotonic()
         self._progress.show(next(iter(running_stages(read_events(self._folder))), None))
         size = sum(file.stat().st_size for file in self._folder.glob("rank_*.jsonl"))
@@ -229,23 +228,19 @@ class _Limit(Peers):
 def _run_ranks(
     spec: FsdpSpec, world: World, handover: LaunchHandover, request: Request, scratch: Path, folder: Path
 ) -> tuple[RunResult, str]:
-    rendezvous, _ = meet_locally(LaunchSection())
+    from hf_fsdp_plugin.launcher.agent import Job  # lazy: imports torch
+    from hf_fsdp_plugin.launcher.attempts import run_locally
+
     limit = _Limit(request.limit, folder)
-    base = {**os.environ, **settings_env(spec, world, LaunchArguments()), **handover.to_env()}
-    base |= {FOLDER_VARIABLE: str(folder), "TMPDIR": str(scratch), "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
+    env = {**settings_env(spec, world, LaunchArguments()), **handover.to_env()}
+    env |= {FOLDER_VARIABLE: str(folder), "TMPDIR": str(scratch), "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
     # Accelerators are hidden, so that a script cannot take them.
-    base |= {device.visible_variable: "" for device in DEVICES.values() if device.visible_variable}
-    ranks = Ranks(show_all=False, show_first=False, log_dir=None, scratch=scratch, notice=lambda _: None)
+    env |= {device.visible_variable: "" for device in DEVICES.values() if device.visible_variable}
+    job = Job(command=_command(request), num_local=world.size, env=env, grace=_GRACE, should_stop=limit.reached)
     try:
-        for rank in range(world.size):
-            env = {**base, **rank_env(world, rendezvous, rank, role="default")}
-            ranks.start(rank, _command(request), env)
-        result = ranks.watch(grace=_GRACE, peers=limit)
+        return run_locally(job), limit.reason
     finally:
-        ranks.close()
-        rendezvous.close()
         limit.close()
-    return result, limit.reason
 
 
 def _command(request: Request) -> list[str]:

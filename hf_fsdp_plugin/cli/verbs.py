@@ -20,6 +20,8 @@ VERBS: Final[Mapping[str, str]] = MappingProxyType(
         "merge": "write any checkpoint as a Hugging Face folder, for from_pretrained",
         "export": "merge the newest complete checkpoint of a run, or its best one",
         "doctor": "show versions, devices, and what this package relies on in other libraries",
+        "enable": "let stock accelerate launch and torchrun use the plugin in this environment",
+        "disable": "undo enable",
         "explain": "print the documentation of a problem code",
         "completion": "print a script that completes flags in bash, zsh or fish",
         "help": "print the help of a verb",

@@ -5,7 +5,8 @@ bits in the byte order of the machine. The file ``names`` has one JSON value per
 
 ::
 
-    header   FORMAT, slots in the ring, recorded calls, 1 + number of the call that is waited for (0: none), since when
+    header   FORMAT, slots in the ring, recorded calls, 1 + number of the call that is waited for (0: none), since when,
+             last heartbeat of the thread that watches the rank
     call     number in its group, elements, line of the group << 48 | operation << 32 | dtype << 16 | unit, begin
 
 Times are those of the monotonic clock in nanoseconds, which all processes of a machine share.
@@ -29,7 +30,7 @@ HEADER_WORDS: Final = 8
 CALL_WORDS: Final = 4
 NUM_SLOTS: Final = 512
 """Calls in the ring: those of several steps of a model with some dozens of units."""
-SLOTS_AT, COUNT_AT, WAITING_AT, SINCE_AT = 1, 2, 3, 4
+SLOTS_AT, COUNT_AT, WAITING_AT, SINCE_AT, BEAT_AT = 1, 2, 3, 4, 5
 """Positions in the header."""
 
 
@@ -47,10 +48,12 @@ class Glance:
     Attributes:
         count: recorded calls.
         waiting: seconds for which the rank waits in a collective; 0 if it does not.
+        beat: seconds since the last heartbeat of the rank's watcher; infinite before the first.
     """
 
     count: int
     waiting: float
+    beat: float = float("inf")
 
 
 def glance(path: Path) -> Glance | None:
@@ -62,7 +65,11 @@ def glance(path: Path) -> Glance | None:
         return None
     if words[0] != FORMAT:
         return None
-    return Glance(words[COUNT_AT], _seconds_since(words[SINCE_AT]) if words[WAITING_AT] else 0.0)
+    return Glance(
+        words[COUNT_AT],
+        _seconds_since(words[SINCE_AT]) if words[WAITING_AT] else 0.0,
+        _seconds_since(words[BEAT_AT]) if words[BEAT_AT] else float("inf"),
+    )
 
 
 def read_calls(rank: int, files: CallFiles) -> RankCalls:

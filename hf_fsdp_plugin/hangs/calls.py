@@ -1,4 +1,4 @@
-"""What is known of the collectives of one rank, for the diagnosis and between launchers."""
+"""What is known of the collectives of one rank, for the diagnosis and between machines."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ class RankCalls:
             only enqueued, so that a rank waits in none.
         idle: seconds since it began its newest collective; infinite before the first.
         state: ``running``, ``halted`` (by SIGSTOP or a debugger), ``ended`` (its script), ``exited`` (its process),
-            or ``unreachable`` (its launcher does not answer).
-        detail: more about the state, such as ``exit code 0``.
+            or ``unreachable`` (its machine does not answer).
+        detail: the machine that does not answer.
         place: where it is, as text (see ``hangs.places``); empty if that is unknown.
         call: the library function that it is in, such as ``generate``; empty outside of known ones.
         cpu: share of one core that its processes have used lately; ``None`` if that was not measured.

@@ -132,11 +132,11 @@ def _where(rank: RankCalls, group: str = "") -> str:
     if rank.state == "halted":
         return f"did not run, because its process was stopped by SIGSTOP or a debugger{_after(rank, group)}"
     if rank.state == "exited":
-        return f"had exited before the end of its script ({rank.detail}){_after(rank, group)}"
+        return f"had exited before the end of its script{_after(rank, group)}"
     if rank.state == "ended":
         return "had ended the script"
     if rank.state == "unreachable":
-        return f"is on {rank.detail}, whose launcher does not answer"
+        return f"is on {rank.detail}, which does not answer"
     place = f"was {rank.place}" if rank.place else "was at an unknown place"
     return place if rank.cpu is None else f"{place}, and its processes used {rank.cpu:.0%} of a core"
 

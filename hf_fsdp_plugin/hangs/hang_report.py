@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +21,58 @@ from hf_fsdp_plugin.version import SCHEMA_VERSION
 
 _MAX_STACKS: Final = 2
 _MAX_PLACES: Final = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundHang:
+    """A hang that ends the ranks of this machine, in ``RankFiles.hang``.
+
+    Attributes:
+        text: the whole output.
+        message: the same in one line.
+        code: of the problem.
+        same_as: identifies the hang in another attempt.
+        elsewhere: whether a rank of another machine has found it.
+    """
+
+    text: str
+    message: str
+    code: str
+    same_as: str
+    elsewhere: bool = False
+
+    @classmethod
+    def read(cls, path: Path) -> FoundHang | None:
+        """Return the hang that a file describes; ``None`` if there is no such file."""
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def claim(self, path: Path) -> bool:
+        """Write the file. Returns ``False`` if another rank has written it before."""
+        part = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            part.write_text(json.dumps(asdict(self)))
+            os.link(part, path)
+        except FileExistsError:
+            return False
+        except OSError:  # such as a full disk: the other ranks of the machine end later
+            return True
+        finally:
+            part.unlink(missing_ok=True)
+        return True
+
+
+def found_hang(hang: Hang, dump: Path | None) -> FoundHang:
+    """Return what the ranks of this machine need to know of a hang."""
+    waiting = hang.diagnosis.waiting
+    return FoundHang(
+        text=format_hang(hang, dump),
+        message=f"hang: {hang.problem.message} [{hang.problem.code}]",
+        code=hang.problem.code,
+        same_as=f"{hang.problem.code} in {waiting.call.operation} of {waiting.call.unit}",
+    )
 
 
 def format_hang(hang: Hang, dump: Path | None) -> str:

@@ -15,6 +15,7 @@ from hf_fsdp_plugin.hangs.call_files import Glance, glance, read_calls
 from hf_fsdp_plugin.hangs.calls import LIMIT_VARIABLE, RankCalls
 from hf_fsdp_plugin.hangs.describe import describe, describe_busy, describe_standstill
 from hf_fsdp_plugin.hangs.diagnose import Diagnosis, diagnose
+from hf_fsdp_plugin.hangs.failures import read_failure, stack_of
 from hf_fsdp_plugin.hangs.inquiries import Inquiries
 from hf_fsdp_plugin.hangs.places import Frame, find_place, read_stack, waits_for_data
 from hf_fsdp_plugin.hangs.processes import Use, is_halted, processor_use
@@ -44,14 +45,15 @@ _SAMPLE_SECONDS: Final = 1.0
 
 
 class WatchedRank(Protocol):
-    """A rank of this machine, as the launcher started it."""
-
-    rank: int
-    files: RankFiles
+    """A rank of this machine."""
 
     @property
+    def rank(self) -> int: ...
+    @property
+    def files(self) -> RankFiles: ...
+    @property
     def pid(self) -> int: ...
-    def poll(self) -> int | None: ...
+    def is_gone(self) -> bool: ...
     def request_stacks(self) -> None: ...
 
 
@@ -94,8 +96,7 @@ class HangWatch:
         is_strict: whether the limit also holds for late ranks that are busy or wait for files. Otherwise these are
             named in a notice, and the limit is 0.9 of the time-out of the process groups; for files, at most five
             limits.
-        inquiries: asks the launchers of other machines.
-        num_local, world_size: number of ranks of this machine, and of the run.
+        inquiries: asks the other machines.
         notice: prints a message for the user.
     """
 
@@ -105,14 +106,11 @@ class HangWatch:
         limit: float,
         is_strict: bool,
         inquiries: Inquiries,
-        num_local: int,
-        world_size: int,
         notice: Callable[[object], None],
     ) -> None:
         self._limit = limit
         self._is_strict = is_strict
         self._inquiries = inquiries
-        self._num_local, self._world_size = num_local, world_size
         self._notice = notice
         self._pause = min(1.0, limit / 8)
         self._next_poll = 0.0
@@ -124,8 +122,7 @@ class HangWatch:
 
     def poll(self, ranks: Sequence[WatchedRank]) -> Hang | None:
         """Return a hang that ends the run, if there is one. Reads some bytes per rank and second until ranks wait."""
-        if self._inquiries.is_asked():
-            self._inquiries.answer(self._read(ranks)[0])
+        self.answer(ranks)
         now = time.monotonic()
         if now < self._next_poll:
             return None
@@ -142,6 +139,11 @@ class HangWatch:
             return None
         self._next_diagnosis = now + limit / 4
         return self._diagnose(ranks, limit, longest)
+
+    def answer(self, ranks: Sequence[WatchedRank]) -> None:
+        """Answer the questions of other machines."""
+        if self._inquiries.is_asked():
+            self._inquiries.answer(self._read(ranks)[0])
 
     def _longest_wait(self, glances: Mapping[int, Glance], now: float) -> float:
         """Return the longest wait in a collective or, if no rank is in one, the shortest time without a new one."""
@@ -163,11 +165,10 @@ class HangWatch:
 
     def _diagnose(self, ranks: Sequence[WatchedRank], limit: float, longest: float) -> Hang | None:
         own, stacks = self._read(ranks)
-        answers = self._inquiries.ask(own)
-        if answers is None:
+        others = self._inquiries.ask(own)
+        if others is None:
             return None
-        others, silent = answers
-        known = {rank.rank: rank for rank in (*own, *others, *self._unreachable(silent))}
+        known = {rank.rank: rank for rank in (*own, *others)}
         diagnosis = diagnose(known.values(), limit=limit)
         if diagnosis is None:
             self._note_standstill(own, limit, longest)
@@ -190,13 +191,6 @@ class HangWatch:
             self._has_stood_still = True
             self._notice(describe_standstill(own, longest))
 
-    def _unreachable(self, silent: Sequence[int]) -> list[RankCalls]:
-        return [
-            RankCalls(rank=rank, state="unreachable", detail=f"machine {machine}")
-            for machine in silent
-            for rank in range(machine * self._num_local, min((machine + 1) * self._num_local, self._world_size))
-        ]
-
     def _read(self, ranks: Sequence[WatchedRank]) -> tuple[list[RankCalls], dict[int, Sequence[Frame]]]:
         """Return what is known of the ranks of this machine, and their stacks."""
         before = self._sample
@@ -214,8 +208,8 @@ class HangWatch:
             moved |= _moved(before, self._take_sample(ranks))
         found = []
         for rank in ranks:
-            state, detail = _state(rank)
-            stack = after.stacks[rank.rank]
+            state = _state(rank)
+            stack = stack_of(read_failure(rank.files.failure)) or after.stacks[rank.rank]
             counts = read_counts(rank.files.steps)
             place = find_place(stack, counts)
             old, new = before.use.get(rank.pid, Use()), after.use.get(rank.pid, Use())
@@ -230,7 +224,6 @@ class HangWatch:
                 replace(
                     calls[rank.rank],
                     state=state,
-                    detail=detail,
                     place=str(place or ""),
                     call=place.call if place is not None else "",
                     cpu=used,
@@ -246,7 +239,7 @@ class HangWatch:
     def _take_sample(self, ranks: Sequence[WatchedRank]) -> _Sample:
         now, use = time.monotonic(), processor_use([rank.pid for rank in ranks])  # before the ranks handle a signal
         for rank in ranks:
-            if rank.poll() is None:
+            if not rank.is_gone():
                 rank.request_stacks()
         time.sleep(_STACK_SECONDS)
         return _Sample(now, use, {rank.rank: tuple(read_stack(rank.files.stacks)) for rank in ranks})
@@ -268,13 +261,12 @@ def _busy_limit(waiting: Iterable[RankCalls]) -> float:
     return _BUSY_TIMEOUT_SHARE * min(timeouts) if timeouts else float("inf")
 
 
-def _state(rank: WatchedRank) -> tuple[str, str]:
-    code = rank.poll()
+def _state(rank: WatchedRank) -> str:
     if rank.files.ended.exists():
-        return "ended", ""
-    if code is not None:
-        return "exited", f"exit code {code}"
-    return ("halted", "") if is_halted(rank.pid) else ("running", "")
+        return "ended"
+    if rank.is_gone():
+        return "exited"
+    return "halted" if is_halted(rank.pid) else "running"
 
 
 def hang_limit(given: str | None) -> tuple[float, bool]:

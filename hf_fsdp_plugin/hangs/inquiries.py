@@ -1,6 +1,17 @@
-"""How the launcher of one machine asks the others what their ranks do, over the store of the rendezvous.
+"""How the machines of a job ask each other what their ranks do, over a connection of their own to the job's store.
 
-Each question has a number. Each machine writes one answer per question, and only the asking machine reads them.
+One rank of each machine watches it, and asks or answers for it. It reads one counter per second; everything else is
+sent only if ranks have waited for long. So the number of messages grows with the number of machines only.
+
+::
+
+    machines        number of machines that have registered
+    machine/<m>     JSON: name and ranks of a machine
+    news            increased with each question and announcement: the counter that is read each second
+    asked           number of questions
+    <q>/answers     number of machines that have answered question q, including the one that asks
+    <q>/<m>         the records of the ranks of a machine
+    announced       JSON: the hang that ends the ranks of all machines
 """
 
 from __future__ import annotations
@@ -8,24 +19,88 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 from hf_fsdp_plugin.hangs.calls import RankCalls, from_json
-from hf_fsdp_plugin.launcher.launcher_store import POLL_SECONDS, LauncherStore, StoreLost
+from hf_fsdp_plugin.text import printable
 
-ASKED: Final = "hang/asked"
-"""Key of the number of questions."""
+THREAD: Final = "hf_fsdp_store"
+"""Name of the threads that are in a request to the store."""
 _MAX_ANSWER: Final = 64 << 20
 """Maximum number of bytes of the records of a machine."""
-_LIMIT: Final = 10.0
+ANSWER_SECONDS: Final = 10.0
 """Seconds that a machine has to answer, in which it reads its ranks' stacks."""
+_REQUEST_SECONDS: Final = 10.0
+"""Seconds that a request to the store may take."""
+_LOOK_SECONDS: Final = 1.0
+_POLL_SECONDS: Final = 0.1
+
+_T = TypeVar("_T")
+
+
+class StoreLost(Exception):
+    """The store is gone, or does not answer."""
+
+
+class JobStore:
+    """A connection to the store of the job whose requests never wait without end: each has a thread and a limit.
+
+    Args:
+        connect: returns the connection.
+        waiting: called several times per second during a request.
+    """
+
+    def __init__(self, connect: Callable[[], Any], waiting: Callable[[], None] = lambda: None) -> None:
+        self._connect, self._waiting = connect, waiting
+        self._store: Any = None
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def ask(self, request: Callable[[Any], _T], seconds: float = _REQUEST_SECONDS) -> _T:
+        """Return the result of requests to the store. Raises ``StoreLost`` if they fail, or take too long."""
+        if self._is_closed or (self._thread is not None and self._thread.is_alive()):
+            raise StoreLost  # the request before has not ended: the host of the store is stopped, or the network down
+        results: list[_T] = []
+
+        def call() -> None:
+            with contextlib.suppress(Exception):  # the process that hosts the store can fail in many ways
+                if self._store is None:
+                    self._store = self._connect()
+                results.append(request(self._store))
+
+        self._thread = threading.Thread(target=call, name=THREAD, daemon=True)
+        self._thread.start()
+        deadline = time.monotonic() + seconds
+        while self._thread.is_alive() and time.monotonic() < deadline and not self._is_closed:
+            self._thread.join(_POLL_SECONDS)
+            self._waiting()
+        if not results:
+            raise StoreLost
+        return results[0]
+
+    def close(self) -> None:
+        """Allow no more requests, and end the one that another thread waits for."""
+        self._is_closed = True
+
+    def join(self, seconds: float) -> bool:
+        """Return whether no request is left after at most ``seconds``."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+        return self._thread is None or not self._thread.is_alive()
 
 
 class Inquiries:
-    """The questions of a single machine: there is nobody to ask."""
+    """The questions of a single machine: there is nobody to ask.
+
+    Attributes:
+        announced: the hang that another machine has announced; empty without one.
+    """
+
+    announced: Mapping[str, str] = {}
 
     def is_asked(self) -> bool:
         """Return whether another machine waits for the answer of this one."""
@@ -34,78 +109,157 @@ class Inquiries:
     def answer(self, ranks: Sequence[RankCalls]) -> None:
         """Answer with the ranks of this machine."""
 
-    def ask(self, ranks: Sequence[RankCalls]) -> tuple[list[RankCalls], list[int]] | None:
-        """Return the ranks of the other machines, and the machines that did not answer.
+    def ask(self, ranks: Sequence[RankCalls], seconds: float = ANSWER_SECONDS) -> list[RankCalls] | None:
+        """Return the ranks of the other machines; those of machines that did not answer are unreachable.
 
-        Returns ``None`` if a machine announces a failure meanwhile: it reports the cause, and does not answer any more.
+        Returns ``None`` if a machine has announced a hang: it does not answer any more.
 
         Args:
             ranks: the ranks of this machine, in case another one asks at the same time.
+            seconds: time to answer.
         """
-        return [], []
+        return []
+
+    def announce(self, hang: Mapping[str, str]) -> bool:
+        """Announce a hang, which ends the ranks of all machines. Returns whether no other machine was first."""
+        return True
 
 
 class StoreInquiries(Inquiries):
     """The questions of several machines that share a store.
 
     Args:
-        num_asked: returns how many questions there were, without waiting for the store.
+        name: of this machine, for messages.
+        ranks: of this machine.
+        number: of this machine in the store, if another of its ranks has registered it before.
+        registered: called with the number when it is registered.
     """
 
-    def __init__(self, store: LauncherStore, num_machines: int, num_asked: Callable[[], int]) -> None:
-        self._store, self._num_machines, self._num_asked = store, num_machines, num_asked
-        self._last = 0
+    def __init__(
+        self,
+        store: JobStore,
+        *,
+        name: str,
+        ranks: Sequence[int],
+        world_size: int,
+        number: int | None = None,
+        registered: Callable[[int], None] = lambda number: None,
+    ) -> None:
+        self._store, self._name, self._ranks, self._world_size = store, name, tuple(ranks), world_size
+        self._number, self._registered = number, registered
+        self._is_registered = False
+        self._news = self._asked = self._answered = 0
+        self._next_look = 0.0
 
     def is_asked(self) -> bool:
-        return self._num_asked() > self._last
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + _LOOK_SECONDS
+            with contextlib.suppress(StoreLost):
+                self._store.ask(self._look)
+        return self._asked > self._answered
+
+    def _look(self, store: Any) -> None:
+        if self._number is None or not (self._is_registered or store.check([f"machine/{self._number}"])):
+            number = store.add("machines", 1) - 1
+            store.set(f"machine/{number}", json.dumps({"name": self._name, "ranks": self._ranks}))
+            self._number = number
+            self._registered(number)
+        self._is_registered = True
+        if (news := store.add("news", 0)) != self._news:
+            self._asked = store.add("asked", 0)
+            self._has_announcement(store)
+            self._news = news
+
+    def _has_announcement(self, store: Any) -> bool:
+        if not self.announced and store.check(["announced"]):
+            self.announced = _escaped(_mapping(store.get("announced")))
+        return bool(self.announced)
 
     def answer(self, ranks: Sequence[RankCalls]) -> None:
-        with contextlib.suppress(StoreLost):  # the machine that asks reports this one as silent
-            self._store.ask(lambda: self._answer(ranks))
+        with contextlib.suppress(StoreLost):  # the machine that asks reports this one as unreachable
+            self._store.ask(lambda store: self._answer(store, ranks))
 
-    def ask(self, ranks: Sequence[RankCalls]) -> tuple[list[RankCalls], list[int]] | None:
+    def _answer(self, store: Any, ranks: Sequence[RankCalls]) -> None:
+        newest = store.add("asked", 0)
+        for question in range(self._answered + 1, newest + 1):
+            store.set(f"{question}/{self._number}", _pack(ranks))
+            store.add(f"{question}/answers", 1)
+        self._answered = self._asked = newest
+
+    def ask(self, ranks: Sequence[RankCalls], seconds: float = ANSWER_SECONDS) -> list[RankCalls] | None:
         found: list[RankCalls] = []
-        silent = [machine for machine in range(self._num_machines) if machine != self._store.machine]
+        silent: dict[int, Mapping[str, Any]] = {}
         with contextlib.suppress(StoreLost):
-            if not self._store.ask(lambda: self._collect(ranks, found, silent), 2 * _LIMIT):
+            deadline = time.monotonic() + seconds
+            if not self._store.ask(lambda store: self._collect(store, ranks, found, silent, deadline), 2 * seconds):
                 return None
-        return list(found), list(silent)
+        known = list(found)
+        missing = set(range(self._world_size)) - set(self._ranks) - {rank.rank for rank in known}
+        where = {rank: str(machine["name"]) for machine in list(silent.values()) for rank in machine["ranks"]}
+        return known + [
+            RankCalls(rank=rank, state="unreachable", detail=where.get(rank, "another machine"))
+            for rank in sorted(missing)
+        ]
 
-    def _answer(self, ranks: Sequence[RankCalls]) -> None:
-        newest = self._store.count(self._store.key(ASKED))
-        if newest > self._last:
-            text = _pack(ranks)
-            for number in range(self._last + 1, newest + 1):
-                self._store.set(self._store.own(f"hang/{number}"), text)
-                self._store.count(self._num_answers(number), 1)
-            self._last = newest
-
-    def _num_answers(self, number: int) -> str:
-        """Return the key of the number of machines that have answered a question, including the one that asks.
-
-        A machine that waits asks for this number only: after a hang of a job, all machines ask at the same time.
-        """
-        return self._store.key(f"hang/{number}/answers")
-
-    def _collect(self, ranks: Sequence[RankCalls], found: list[RankCalls], silent: list[int]) -> bool:
-        """Move the machines that answer from ``silent`` to ``found``. Returns whether no failure was announced."""
-        store = self._store
-        number = store.count(store.key(ASKED), 1)
-        deadline, num_read = time.monotonic() + _LIMIT, 0
+    def _collect(
+        self,
+        store: Any,
+        ranks: Sequence[RankCalls],
+        found: list[RankCalls],
+        silent: dict[int, Mapping[str, Any]],
+        deadline: float,
+    ) -> bool:
+        """Add the ranks of the machines that answer to ``found``. Returns whether no hang was announced."""
+        self._look(store)
+        for machine in range(store.add("machines", 0)):
+            if machine != self._number and store.check([f"machine/{machine}"]):
+                silent[machine] = _machine(store.get(f"machine/{machine}"))
+        question = store.add("asked", 1)
+        store.add("news", 1)
+        num_read = 0
         while silent and time.monotonic() < deadline:
-            if store.has_failure():
+            if self._has_announcement(store):
                 return False
-            self._answer(ranks)  # to other machines that ask at the same time
-            num_answers = store.count(self._num_answers(number))
+            self._answer(store, ranks)  # to other machines that ask at the same time
+            # A machine that waits asks for this number only: after a hang of a job, all machines ask at the same time.
+            num_answers = store.add(f"{question}/answers", 0)
             for machine in list(silent) if num_answers > num_read else ():
-                key = store.key(f"hang/{number}/{machine}")
-                if store.has(key):
+                if store.check([f"{question}/{machine}"]):
                     with contextlib.suppress(ValueError):
-                        found += _unpack(store.get(key))
-                        silent.remove(machine)
+                        answers = _unpack(store.get(f"{question}/{machine}").decode())
+                        own = set(silent.pop(machine)["ranks"])
+                        found += [answer for answer in answers if answer.rank in own]
             num_read = num_answers
-            time.sleep(POLL_SECONDS)
+            time.sleep(_POLL_SECONDS)
         return True
+
+    def announce(self, hang: Mapping[str, str]) -> bool:
+        text = json.dumps(hang)
+        try:
+            return self._store.ask(lambda store: self._announce(store, text))
+        except StoreLost:  # the other machines find the hang themselves
+            return True
+
+    def _announce(self, store: Any, text: str) -> bool:
+        is_first = bool(store.compare_set("announced", "", text).decode() == text)
+        store.add("news", 1)
+        return is_first or not self._has_announcement(store)
+
+
+def _machine(data: bytes) -> Mapping[str, Any]:
+    """Return name and ranks of another machine; of none, if the text is invalid."""
+    content = _mapping(data)
+    ranks = content.get("ranks")
+    numbers = [rank for rank in ranks if isinstance(rank, int)] if isinstance(ranks, list) else []
+    return {"name": printable(str(content.get("name", ""))), "ranks": numbers}
+
+
+def _mapping(data: bytes) -> dict[str, Any]:
+    with contextlib.suppress(ValueError, RecursionError):
+        if isinstance(content := json.loads(data[:_MAX_ANSWER]), dict):
+            return content
+    return {}
 
 
 def _pack(ranks: Sequence[RankCalls]) -> str:
@@ -119,6 +273,15 @@ def _unpack(text: str) -> list[RankCalls]:
         data = inflated.decompress(base64.b64decode(text), _MAX_ANSWER)
         if not inflated.eof:
             raise ValueError(f"an answer with more than {_MAX_ANSWER:,} bytes, or a part of one")
-        return [from_json(content) for content in json.loads(data)]
+        return [from_json(content) for content in _escaped(json.loads(data))]
     except (zlib.error, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(str(error)) from error
+
+
+def _escaped(content: Any) -> Any:
+    """Return JSON of another machine with texts that can be printed."""
+    if isinstance(content, str):
+        return printable(content)
+    if isinstance(content, list):
+        return [_escaped(each) for each in content]
+    return {key: _escaped(value) for key, value in content.items()} if isinstance(content, dict) else content

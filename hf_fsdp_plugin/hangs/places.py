@@ -1,35 +1,38 @@
 """Where a rank was: the call that it was in, from the frames of its Python stack.
 
-A rank records the stack of its main thread in a file when native code crashes, and when the launcher asks for it with a
-signal. ``faulthandler`` does both, also while the main thread waits in a collective, and costs nothing until then.
+A rank records the stacks of its threads in a file when native code crashes, when another rank or the launcher asks for
+them with a signal, and at SIGTERM. ``faulthandler`` does this, also while a thread waits in a collective or holds the
+interpreter's lock, and costs nothing until then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import functools
-import io
 import linecache
 import os
 import re
 import signal
 import site
+import sys
 import sysconfig
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from hf_fsdp_plugin.hangs.step_count import Counts
 from hf_fsdp_plugin.text import format_names, plural
 
 STACK_SIGNAL: Final = getattr(signal, "SIGRTMAX", 0) - 3 if hasattr(signal, "SIGRTMAX") else None
-"""The signal with which the launcher asks a rank for its stack: a real-time signal, which libraries do not use."""
+"""The signal with which a rank is asked for its stack: a real-time signal, which libraries do not use."""
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+).*\(most recent call first\):")
+_OF_SIGNAL: Final = "Stack (most recent call first):"
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?+) in (.*)')
 _FORWARD: Final = ("module.py", "call_impl")
 """File of torch's modules, and the end of the name of the function that calls a module."""
@@ -61,6 +64,7 @@ _READS: Final = re.compile(
 )
 """Calls of functions that read or write files."""
 _NUM_LAST_FRAMES = 2
+_ROUND: Final = os.path.join("backends", "arrival_rounds.py")
 _RECORDING = os.path.join("integrations", "call_hooks.py")
 """The file whose functions are called around each collective."""
 
@@ -132,36 +136,113 @@ def merged(groups: Iterable[RanksAt]) -> list[RanksAt]:
     return [RanksAt(tuple(sorted(numbers)), *where) for where, numbers in ranks.items()]
 
 
-def record_stacks(path: Path) -> None:
-    """Record the stacks of this process in ``path``: at a crash in native code, and for each ``STACK_SIGNAL``."""
-    # The file stays open, because faulthandler keeps only its descriptor.
-    with contextlib.suppress(ValueError, OSError, io.UnsupportedOperation, RuntimeError):
-        descriptor = os.open(path.with_suffix(".part"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND, 0o600)
-        os.write(descriptor, f"main 0x{threading.main_thread().ident or 0:x}\n".encode())
-        faulthandler.enable(descriptor, all_threads=True)
+class StackFile:
+    """The file in which this process records its stacks, while it is open."""
+
+    def __init__(self) -> None:
+        self._descriptor: int | None = None
+        self._enables = False
+        self._sigterm: Any = None
+
+    def open(self, path: Path, *, crashes: Literal["record", "print"], takes_over: bool = False) -> None:
+        """Record the stacks for each ``STACK_SIGNAL`` and at SIGTERM, whose own handler still runs.
+
+        Args:
+            crashes: what to do with the stacks at a crash in native code.
+            takes_over: also if somebody has enabled ``faulthandler``, which has one file.
+        """
+        # The file stays open, because faulthandler keeps only its descriptor.
+        with contextlib.suppress(ValueError, OSError, RuntimeError):
+            self._enables = takes_over or not faulthandler.is_enabled()
+            part = path.with_suffix(".part")
+            self._descriptor = os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND, 0o600)
+            self.follow_thread(threading.main_thread())
+            if self._enables:
+                faulthandler.enable(self._descriptor if crashes == "record" else 2, all_threads=True)
+            if STACK_SIGNAL is not None:
+                # Only the thread that receives the signal: others may run, and to read their frames then can crash.
+                faulthandler.register(STACK_SIGNAL, self._descriptor, all_threads=False)
+                self._sigterm = signal.getsignal(signal.SIGTERM)
+                faulthandler.register(signal.SIGTERM, self._descriptor, all_threads=False, chain=True)
+            # The name appears when the handler is installed: before, the signal would end the process.
+            os.replace(part, path)
+
+    def follow_thread(self, thread: threading.Thread) -> None:
+        """Record which thread is the one whose stack :func:`read_stack` returns."""
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.write(self._descriptor, f"main 0x{thread.ident or 0:x} {thread.native_id}\n".encode())
+
+    def record(self) -> None:
+        """Record the stacks of all threads now, from another thread than the one that trains."""
+        if self._descriptor is not None:
+            faulthandler.dump_traceback(self._descriptor, all_threads=True)
+
+    def close(self) -> None:
+        """Stop recording."""
+        if self._descriptor is None:
+            return
+        if self._enables:
+            faulthandler.disable()
         if STACK_SIGNAL is not None:
-            faulthandler.register(STACK_SIGNAL, descriptor, all_threads=True)
-        # The name appears when the handler is installed: before, the signal would end the process.
-        os.replace(path.with_suffix(".part"), path)
+            faulthandler.unregister(STACK_SIGNAL)
+            # Otherwise the script has installed a handler, which must stay.
+            if signal.getsignal(signal.SIGTERM) is self._sigterm:
+                faulthandler.unregister(signal.SIGTERM)
+        os.close(self._descriptor)
+        self._descriptor = None
+
+
+stack_file = StackFile()
+"""The file of this process."""
+
+
+def request_stack(path: Path, pid: int) -> None:
+    """Make another process record the stack of the thread that trains in ``path``. Does nothing if it cannot yet."""
+    with contextlib.suppress(OSError, ValueError, IndexError, AttributeError):
+        lines = [line for line in path.read_text(errors="replace").splitlines() if line.startswith("main 0x")]
+        if STACK_SIGNAL is not None:
+            ctypes.CDLL(None).tgkill(pid, int(lines[-1].split()[2]), STACK_SIGNAL)
 
 
 def read_stack(path: Path) -> list[Frame]:
-    """Return the last recorded stack of the main thread, outermost frame first; empty if there is none."""
+    """Return the last recorded stack of the thread that trains, outermost frame first; empty if there is none."""
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError:
         return []
-    main = int(lines[0].partition(" ")[2] or "0", 16) if lines and lines[0].startswith("main 0x") else 0
+    main = 0
     stack: list[Frame] = []
     is_main = False
     for line in lines:
-        if (thread := _THREAD.match(line)) is not None:
+        if line.startswith("main 0x"):
+            main = int(line.split()[1], 16)
+        elif line.startswith(_OF_SIGNAL):
+            is_main, stack = True, []
+        elif (thread := _THREAD.match(line)) is not None:
             is_main = int(thread[1], 16) == main
             if is_main:
                 stack = []
         elif is_main and (frame := _FRAME.match(line)) is not None:
             stack.append(Frame(frame[1], int(frame[2]) if frame[2].isdigit() else 0, frame[3]))
     return stack[::-1]
+
+
+def current_stack(thread: int) -> tuple[list[Frame], tuple[Any, ...]]:
+    """Return the stack of a thread of this process, outermost frame first, and what changes when the thread moves."""
+    frame = sys._current_frames().get(thread)
+    stack: list[Frame] = []
+    position: list[tuple[int, int]] = []
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.endswith(_ROUND):  # the loop that waits for other ranks
+            stack.clear()
+            position.clear()
+        else:
+            position.append((id(frame), frame.f_lasti))
+        stack.append(Frame(file, frame.f_lineno or 0, frame.f_code.co_name))
+        frame = frame.f_back
+    return stack[::-1], tuple(position)
 
 
 def find_place(stack: Sequence[Frame], counts: Counts | None = None) -> Place | None:
@@ -235,6 +316,8 @@ def format_frames(frames: Sequence[Mapping[str, Any]]) -> list[str]:
     lines: list[str] = []
     num_skipped = 0
     frames = [frame for frame in frames if not frame["file"].endswith(_RECORDING)]
+    own = next((position for position, frame in enumerate(frames) if not frame["library"]), 0)
+    frames = frames[own:]  # without what has started the script
     for position, frame in enumerate(frames):
         if frame["library"] and position < len(frames) - _NUM_LAST_FRAMES:
             num_skipped += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +33,12 @@ def start_of(pid: int) -> int:
     return int(fields[_START]) if fields else 0
 
 
+def is_gone(pid: int, start: int) -> bool:
+    """Return whether a process that has started at ``start`` has exited. A process for which nobody waits has too."""
+    fields = _stat(Path(f"/proc/{pid}"))
+    return not fields or int(fields[_START]) != start or fields[0] in ("Z", "X")
+
+
 def environment_of(pid: int) -> frozenset[str]:
     """Return the variables of a process as it was started, each as ``NAME=VALUE``; empty if they are not readable."""
     try:
@@ -43,7 +49,7 @@ def environment_of(pid: int) -> frozenset[str]:
 
 
 class Use(NamedTuple):
-    """What the processes of a session have used.
+    """What a rank and the processes that it has started have used.
 
     Attributes:
         seconds: processor time, in seconds.
@@ -60,16 +66,17 @@ class Use(NamedTuple):
     in_file_system: bool = False
 
 
-def processor_use(sessions: Collection[int]) -> dict[int, Use]:
-    """Return what the processes of each session have used. Reads one file per process of the machine."""
-    used = dict.fromkeys(sessions, Use())
+def processor_use(ranks: Collection[int]) -> dict[int, Use]:
+    """Return what each rank, its descendants and its session have used. Reads one file per process of the machine."""
+    used = dict.fromkeys(ranks, Use())
     ticks = os.sysconf("SC_CLK_TCK")
-    for folder in Path("/proc").glob("[0-9]*"):
-        fields = _stat(folder)
-        if fields and (session := int(fields[_SESSION])) in used:
-            before, is_rank = used[session], folder.name == str(session)
+    read = {int(folder.name): fields for folder in Path("/proc").glob("[0-9]*") if (fields := _stat(folder))}
+    for pid, fields in read.items():
+        rank = _rank_of(pid, read, used)
+        if rank:
+            before, is_rank = used[rank], pid == rank
             own, of_children = (sum(map(int, fields[part])) / ticks for part in (_OWN_TIMES, _TIMES_OF_CHILDREN))
-            used[session] = Use(
+            used[rank] = Use(
                 before.seconds + own + of_children,
                 before.runs or fields[0] == "R",
                 before.seconds_of_children + of_children + (0.0 if is_rank else own),
@@ -77,6 +84,15 @@ def processor_use(sessions: Collection[int]) -> dict[int, Use]:
                 before.in_file_system or fields[0] == "D",
             )
     return used
+
+
+def _rank_of(pid: int, read: Mapping[int, Sequence[str]], ranks: Collection[int]) -> int:
+    """Return the rank that has started a process, or whose session it is in; 0 without one."""
+    while pid in read and pid not in ranks:
+        if (session := int(read[pid][_SESSION])) in ranks:
+            return session
+        pid = int(read[pid][_PARENT])
+    return pid if pid in ranks else 0
 
 
 def _stat(folder: Path) -> list[str]:

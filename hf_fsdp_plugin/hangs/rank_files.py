@@ -1,8 +1,10 @@
-"""The files in which a rank tells its launcher what it does. They are in the launcher's temporary folder."""
+"""The files in which a rank records what it does, for the other ranks of its machine and for its launcher."""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +12,11 @@ from pathlib import Path
 from hf_fsdp_plugin.hangs.call_files import CallFiles
 
 FILES_VARIABLE = "HF_FSDP_RANK_FILES"
-"""Environment variable with the path of a rank's files, without their suffix."""
+"""Environment variable with the path of a rank's files, without their suffix; set by ``hf-fsdp launch``."""
+LAUNCHER_VARIABLE = "HF_FSDP_LAUNCHER_PID"
+"""Environment variable with the process of ``hf-fsdp launch``, which prints what its ranks report."""
+LOG_VARIABLE = "HF_FSDP_LOG_DIR"
+"""Environment variable with the folder of ``--log_dir``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +31,7 @@ class RankFiles:
 
     @property
     def failure(self) -> Path:
-        """JSON: how the script failed, written before the rank exits (see ``run_script``)."""
+        """JSON: how the script failed, written before the rank exits (see ``hangs.failures``)."""
         return self.stem.with_suffix(".json")
 
     @property
@@ -37,6 +43,16 @@ class RankFiles:
     def ended(self) -> Path:
         """Exists if the script has ended without an error."""
         return self.stem.with_suffix(".ended")
+
+    @property
+    def process(self) -> Path:
+        """JSON: the rank's process, its start and its machine (see ``hangs.peers``)."""
+        return self.stem.with_suffix(".pid")
+
+    @property
+    def hang(self) -> Path:
+        """JSON: the hang that ends the ranks of this machine (``hangs.hang_report.FoundHang``). One for all of them."""
+        return self.stem.with_name("hang.json")
 
     @property
     def stacks(self) -> Path:
@@ -62,6 +78,29 @@ class RankFiles:
     def saving(self) -> Path:
         """Exists while a checkpoint is written in the background."""
         return self.stem.with_suffix(".saving")
+
+
+SUFFIXES = (".json", ".notice", ".ended", ".pid", ".stacks", ".steps", ".calls", ".names", ".saving")
+"""Those of the files of one rank."""
+
+
+def remove_files(stem: Path) -> None:
+    """Remove the files of one rank."""
+    for suffix in SUFFIXES:
+        stem.with_suffix(suffix).unlink(missing_ok=True)
+
+
+def private_folder(folder: Path) -> None:
+    """Make a folder below another one that both belong to this user only.
+
+    Raises:
+        OSError: it cannot be made, or another user has made it, or a link.
+    """
+    for each in (*reversed(folder.parents[:2]), folder):
+        each.mkdir(mode=0o700, exist_ok=True)
+        found = each.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+            raise PermissionError(errno.EPERM, "it is not a folder of this user only", str(each))
 
 
 def write_atomically(path: Path, text: str) -> None:

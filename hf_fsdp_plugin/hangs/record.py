@@ -1,4 +1,4 @@
-"""Records the collectives of this process in memory that its launcher reads, also while the process is stopped or dead.
+"""Records the collectives of this process in memory that other ranks read, also while the process is stopped or dead.
 
 :mod:`calls` describes the files. A record takes about a microsecond. Nothing is recorded before ``open``.
 """
@@ -15,6 +15,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from hf_fsdp_plugin.hangs.call_files import (
+    BEAT_AT,
     CALL_WORDS,
     COUNT_AT,
     FORMAT,
@@ -70,7 +71,26 @@ class CallRecord:
         self._pending: dict[int, int] = {}
         self._positions = itertools.count()
         self._last = 0
-        self._main = threading.main_thread().ident
+        self._main = threading.main_thread().ident or 0
+
+    @property
+    def main(self) -> int:
+        """The thread that trains: its waits are recorded, and its stack is the place of the rank."""
+        return self._main
+
+    def follow_thread(self) -> None:
+        """Take the calling thread as the one that trains, which is not always the main thread of the process."""
+        self._main = get_ident()
+
+    def beat(self) -> None:
+        """Record that the watcher of this rank runs."""
+        if self.is_open:
+            self._words[BEAT_AT] = monotonic_ns()
+
+    def forget(self) -> None:
+        """Stop recording in a forked child, which must not change what its parent has recorded."""
+        self._memory = self._names = None
+        self._reset()
 
     def open(self, files: CallFiles) -> None:
         """Record from now on. The files survive a crash of the process. Raises ``OSError``."""
@@ -84,6 +104,7 @@ class CallRecord:
         self._words = memoryview(self._memory).cast("Q")
         self._words[SLOTS_AT] = NUM_SLOTS
         self._words[0] = FORMAT
+        self.follow_thread()
         self.is_open = True
 
     def close(self) -> None:
@@ -169,7 +190,7 @@ class CallRecord:
     def waits(self, position: int) -> None:
         """Record that this thread begins to wait for a collective.
 
-        Other threads than the main thread are ignored: they may wait for long in the background, as in a save.
+        Other threads than the one that trains are ignored: they may wait for long in the background, as in a save.
         """
         if get_ident() == self._main:
             words = self._words

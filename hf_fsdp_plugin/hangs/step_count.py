@@ -1,4 +1,4 @@
-"""The numbers of optimizer steps and forwards of this process, in memory that the launcher reads after a crash."""
+"""The numbers of optimizer steps and forwards of this process, in memory that others read after a crash."""
 
 from __future__ import annotations
 
@@ -45,15 +45,14 @@ class StepCount:
             self._memory = mmap.mmap(file.fileno(), struct.calcsize(_FORMAT))
         self._num_steps = self._num_forwards = self._before = 0
 
+    def forget(self) -> None:
+        """Stop counting in a forked child, which must not change what its parent has counted."""
+        self._memory = None
+
     def close(self) -> None:
         if self._memory is not None:
             self._memory.close()
         self._memory = None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the launcher watches this process."""
-        return self._memory is not None
 
     @property
     def total(self) -> int:

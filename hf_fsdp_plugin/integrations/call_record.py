@@ -1,4 +1,4 @@
-"""Arms the record of collectives in this process, from which the launcher diagnoses hangs."""
+"""Arms the record of collectives in this process, from which hangs are diagnosed."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from hf_fsdp_plugin.torch_private.live_objects import has_part, live_objects
 Status = Literal["holds", "changed", "missing", "not installed", "not in this version"]
 
 PRIVATE_FILES: Final = (
-    *(f"torch_private.{name}" for name in ("fake", "fsdp1", "fsdp2", "functions", "grad_scaler", "modules")),
+    *(f"torch_private.{name}" for name in ("elastic", "fake", "fsdp1", "fsdp2", "functions", "grad_scaler", "modules")),
     *(f"torch_private.{name}" for name in ("process_groups", "tensor_hooks", "tracing", "unit_names")),
     *(f"integrations.{name}.private" for name in ("accelerate", "torchao", "transformers")),
 )

@@ -29,7 +29,7 @@ GROUPS: Final[dict[Group, str]] = {
     "trl": "Installed together with the hooks of Accelerate. TRL is optional.",
     "preflight": "Installed in the ranks of `hf-fsdp check --run` only.",
     "calls": "Installed together with the groups `hangs` and `profile`.",
-    "hangs": "Installed in the ranks of `hf-fsdp launch` only, unless `--hang_timeout 0` is set. They call the "
+    "hangs": "Installed in ranks, unless `--hang_timeout 0` or `HF_FSDP_HANG_TIMEOUT=0` is set. They call the "
     "original and record the call (see [hangs.md](hangs.md)).",
     "profile": "Installed in the ranks of `hf-fsdp profile`, and by `ProfilerCallback`.",
 }

@@ -9,12 +9,15 @@ from typing import Any
 
 from hf_fsdp_plugin.backends.cluster import slurm_variables
 from hf_fsdp_plugin.devices import accelerator_type, select_device
+from hf_fsdp_plugin.integrations.attempts import begin_attempt
 from hf_fsdp_plugin.integrations.environment import restore_variables, set_loading_variables, set_variables
 from hf_fsdp_plugin.integrations.patching import install_hooks, remove_hooks
 from hf_fsdp_plugin.integrations.run_report import start_reporting, stop_reporting
 from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.watch import watch
 from hf_fsdp_plugin.messages import printer
 from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.sources.environment import rank_variables
 from hf_fsdp_plugin.sources.handover import LaunchHandover, absolute
 from hf_fsdp_plugin.sources.model import Sources, config_of
 from hf_fsdp_plugin.spec.model import FsdpSpec
@@ -47,7 +50,12 @@ def install(
     Raises:
         SpecError: any source has an error. The exception contains all problems of all sources.
     """
-    printer.install_excepthook(_add_remedy)
+    session.defer(None)
+    if session.is_automatic:  # the sources and the environment are those that the script has found
+        restore_variables()
+        session.installed = session.is_automatic = False
+    printer.install_excepthook(_add_remedy, watch.failed)
+    watch.arm()
     handover = LaunchHandover.from_env(os.environ)
     if handover is not None and handover.quiet:
         printer.quiet = True
@@ -66,6 +74,7 @@ def install(
     install_hooks("accelerate", "saving", "transformers", "loading", "trl")
     # The session has read the environment by now, so variables that are set here are not settings of the user.
     set_variables(**slurm_variables(os.environ))
+    begin_attempt()
     if "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ:
         # Otherwise torch initializes CUDA to look for GPUs, and processes that are forked later cannot use it.
         set_variables(PYTORCH_NVML_BASED_CUDA_CHECK="1")
@@ -95,10 +104,9 @@ def uninstall() -> None:
     """
     from hf_fsdp_plugin.backends.load_failures import load_failures
     from hf_fsdp_plugin.backends.shared_weights import exchange
-    from hf_fsdp_plugin.integrations.rank_watch import rank_watch
     from hf_fsdp_plugin.integrations.saving import manager
 
-    rank_watch.stop()
+    watch.disarm()
     manager.close()
     exchange.close()
     load_failures.close()
@@ -121,4 +129,4 @@ def _before(handover: LaunchHandover | None) -> tuple[Sources, str | None, bool]
         return session.sources, session.report, session.report_table
     if handover is not None:
         return handover.sources, handover.report, handover.report_table
-    return Sources(environ=dict(os.environ), as_launched=True), None, False
+    return Sources(environ=rank_variables(os.environ), as_launched=True), None, False

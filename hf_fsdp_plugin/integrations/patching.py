@@ -88,6 +88,8 @@ def _replace(hook: Hook, owner: Any) -> Callable[[], None]:
 
     @functools.wraps(function)
     def replacing(*args: Any, **kwargs: Any) -> Any:
+        if session.waits_for_call:
+            session.start_deferred()
         if not active or not (always or session.is_active()):
             return function(*args, **kwargs)
         if is_method and not args:  # torch binds methods with functools.partial(method, self=module)

@@ -79,8 +79,10 @@ def _next_state_dict(accelerator: Any) -> str | None:
 
 
 def _loader_batch(accelerator: Any) -> BatchShape | None:
-    sizes = (getattr(loader, "batch_size", None) for loader in prepared_dataloaders(accelerator))
-    per_device = next((size for size in sizes if size), None)
-    if per_device is None:
-        return None
-    return BatchShape(per_device=per_device, accumulation=accelerator.gradient_accumulation_steps)
+    for loader in prepared_dataloaders(accelerator):
+        sampler: Any = getattr(loader, "batch_sampler", None)
+        if size := getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None):
+            if getattr(sampler, "split_batches", False):
+                size //= sampler.num_processes
+            return BatchShape(per_device=size, accumulation=accelerator.gradient_accumulation_steps)
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +110,69 @@ def warn_differences(checkpoint: Path, batch: dict[str, Any]) -> None:
             "dropout and other random operations differ from those of the uninterrupted run."
         )
         print_once(Problem(code="FSDP-W433", message=message))
-    before, now = manifest.batch.get("samples_per_step"), batch.get("samples_per_step")
-    if before is not None and now is not None and before != now:
-        message = (
-            f"{checkpoint} was saved with {before} samples per step, but this run has {now}: the Trainer skips data by "
-            "steps, so it resumes at another sample."
+    if (problem := samples_problem(checkpoint, manifest.batch, batch)) is not None:
+        print_once(problem)
+
+
+def kept_accumulation(saved: Mapping[str, Any], now: Mapping[str, Any]) -> int:
+    """Return the gradient accumulation with which a step has as many samples as in the first attempt of a run.
+
+    Args:
+        saved, now: the field ``batch`` of the manifest, as the checkpoint contains it and as this attempt would write
+            it.
+
+    Returns:
+        The nearest number if it does not divide; that of ``now`` if nothing is known of the steps.
+    """
+    before, size, unit = _step_sizes(saved, now)
+    target = saved.get("first_samples_per_step", before) if unit == "samples" else before
+    accumulation: int = now["accumulation"]
+    return max(1, round(target * accumulation / size)) if target and size else accumulation
+
+
+def _step_sizes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[int, int, str]:
+    """Return what a step had and has, and the unit: the batches of all ranks if the samples of one are not known."""
+    samples = saved.get("samples_per_step"), now.get("samples_per_step")
+    if samples[0] and samples[1]:
+        return samples[0], samples[1], "samples"
+    before, size = (each.get("accumulation", 0) * each.get("world_size", 0) for each in (saved, now))
+    return before, size, "batches"
+
+
+def print_accumulation(saved: Mapping[str, Any], now: Mapping[str, Any], given: int) -> None:
+    """Print that a restart has changed the gradient accumulation from ``given``."""
+    if now["accumulation"] != given:
+        before, size, unit = _step_sizes(saved, now)
+        print_once(
+            f"{saved['world_size']} ranks have saved, {now['world_size']} resume: gradient_accumulation_steps is "
+            f"{now['accumulation']} instead of {given}, and a step has {size} {unit} (before: {before})."
+        )
+
+
+def samples_problem(
+    checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any], further: Sequence[str] = ()
+) -> Problem | None:
+    """Return a warning if the steps after a checkpoint have other samples than those of an uninterrupted run.
+
+    Args:
+        saved, now: as in :func:`kept_accumulation`, for this attempt with its present accumulation.
+        further: other differences that the caller has found.
+    """
+    differences = list(further)
+    before, size, unit = _step_sizes(saved, now)
+    fix = "The training continues; only these steps differ."
+    if before and size and before != size:
+        differences.insert(
+            0,
+            f"it was saved with {before} {unit} per step, but this run has {size}: data is skipped by steps, so "
+            "the training resumes at another sample",
         )
         fix = f"Set batch size x gradient accumulation x ranks to {before} to resume at the same sample."
-        print_once(Problem(code="FSDP-W434", message=message, fix=fix))
+    if any(saved.get(name) != now.get(name) for name in ("accumulation", "world_size") if name in saved):
+        lengths = saved.get("steps_per_epoch"), now.get("steps_per_epoch")
+        if before == size and all(lengths) and lengths[0] != lengths[1]:
+            differences.append(f"an epoch had {lengths[0]} steps and has {lengths[1]}, because its last batches differ")
+        differences += now.get("depends_on_accumulation", ())
+    if not differences:
+        return None
+    return Problem(code="FSDP-W434", message=f"{checkpoint}: {'; '.join(differences)}.", fix=fix)

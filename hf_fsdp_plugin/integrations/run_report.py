@@ -15,7 +15,6 @@ from hf_fsdp_plugin.backends.agreement import gather_objects
 from hf_fsdp_plugin.backends.arrivals import announce_end
 from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_optimizers
-from hf_fsdp_plugin.integrations.rank_watch import rank_watch
 from hf_fsdp_plugin.integrations.report import report_accelerator
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.session import session
@@ -66,12 +65,6 @@ class RunReporter:
         atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:
-        try:
-            self._report_at_exit()
-        finally:
-            rank_watch.stop()
-
-    def _report_at_exit(self) -> None:
         # After an exception, a collective may hang, because other ranks may have exited.
         if getattr(sys, "last_type", None) is not None:
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
+from hf_fsdp_plugin.runs.identity import RunIdentity
 from hf_fsdp_plugin.runs.restarts import Restarts
 from hf_fsdp_plugin.sources.accelerate_launch import locate_config
 from hf_fsdp_plugin.sources.model import Sources
@@ -30,10 +31,14 @@ class Session:
         sources: the sources given to ``install`` or by the launcher.
         report: path of the report; ``None`` for the output folder of the script.
         report_table: whether to print the tables of the report instead of a summary.
-        uses_fsdp: whether any source has asked for FSDP so far. Before, no function of another library is changed.
+        is_automatic: whether ``hf-fsdp enable`` started the session, which an ``install`` of the script replaces.
+        waits_for_call: whether the next call of a hooked function starts the deferred session.
         ambient: the spec of the sources; ``None`` if they do not enable FSDP.
-        restarts: the failed attempts of the run, from the launcher.
+        identity: the run of this process, from the variables of its launcher.
+        restarts: the failed attempts of the run. Under launchers that do not say them, ``integrations.attempts`` adds
+            them when the process group exists.
         num_trainings: number of calls of the Trainer's ``train`` so far.
+        first_samples_per_step: samples of an optimizer step in the first attempt of the run, after a restart.
         in_flight_file: path of a file that exists while a checkpoint is written in the background, for the launcher.
         early_group: the process group that was started without a time-out, by ``install`` or by ``PartialState()``.
     """
@@ -45,10 +50,11 @@ class Session:
         self._timeout: ContextVar[timedelta | None] = ContextVar("hf_fsdp_timeout", default=None)
         self.ambient: FsdpSpec | None = None
         self.in_flight_file: Path | None = None
+        self.identity = RunIdentity()
         self.restarts = Restarts()
         self.num_trainings = 0
+        self.first_samples_per_step: int | None = None
         self.early_group: Any = None
-        self.uses_fsdp = False
         self.close()
 
     def begin(self, sources: Sources, *, report: str | None = None, report_table: bool = False) -> FsdpSpec:
@@ -66,7 +72,34 @@ class Session:
         self._set(Sources(environ={}), installed=False)
         self._of_arguments.clear()
         self.early_group = None
-        self.uses_fsdp = False
+        self._uses_fsdp = self.is_automatic = False
+        self.defer(None)
+
+    def defer(self, install: Callable[[], None] | None, *, until_call: bool = False) -> None:
+        """Call ``install`` when FSDP is first asked for, or forget it (``None``).
+
+        Args:
+            until_call: call it already at the next call of a hooked function, because the launcher asked for FSDP.
+        """
+        self._deferred, self.waits_for_call = install, until_call
+
+    def start_deferred(self) -> None:
+        """Call the deferred ``install``, if there is one."""
+        install = self._deferred
+        self.defer(None)
+        if install is not None:
+            install()
+
+    @property
+    def uses_fsdp(self) -> bool:
+        """Whether any source has asked for FSDP so far. Before, no function of another library is changed."""
+        return self._uses_fsdp
+
+    @uses_fsdp.setter
+    def uses_fsdp(self, value: bool) -> None:
+        self._uses_fsdp = value
+        if value:
+            self.start_deferred()
 
     def _set(self, sources: Sources, *, installed: bool, report: str | None = None, report_table: bool = False) -> None:
         self.installed, self.sources, self.report, self.ambient = installed, sources, report, None
@@ -91,13 +124,15 @@ class Session:
         errors = {problem.code for problem in assessment.problems if problem.severity == "error"}
         if not assessment.spec.enabled and errors and errors <= _OTHER_RUNS:
             return assessment.spec  # a script with install() that is started without FSDP runs as without install()
+        if self._deferred is not None and not assessment.spec.enabled:
+            return assessment.spec  # the same, in an environment in which the plugin is enabled
         spec = assessment.checked_spec()
         self.uses_fsdp |= spec.enabled
         return spec
 
     def is_active(self) -> bool:
         """Whether FSDP was asked for, or a model is sharded. Called at each call of a replaced function."""
-        if self.uses_fsdp:
+        if self._uses_fsdp:
             return True
         shard = sys.modules.get("hf_fsdp_plugin.backends.shard")  # which imports torch
         return shard is not None and shard.has_sharded_models()

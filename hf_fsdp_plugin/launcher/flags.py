@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hf_fsdp_plugin.sources.command_line import RENAMED, SWITCHES, flag_name, remedy_of_switch
+from hf_fsdp_plugin.sources.command_line import RENAMED, SWITCHES, flag_name, machine_range, remedy_of_switch
 from hf_fsdp_plugin.text import printable
 from hf_fsdp_plugin.vocabulary import Scope, find, suggest
 
@@ -74,6 +74,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag(name="role", kind="launcher", help="role name of the ranks, as in torchrun"),
     Flag(name="tee", kind="launcher", help="0 (default); any other value means --show_ranks all (also -t)"),
     Flag(name="max_restarts", kind="launcher", help="restarts after failures, from the newest checkpoint (default: 0)"),
+    Flag(name="run_id", kind="launcher", help="name of the run, the same in all its starts (default: random)"),
     Flag(name="quiet", kind="launcher", help="print errors only, no notices (also -q)"),
     Flag(name="monitor_interval", kind="ignored"),
     Flag(name="use_parallelism_config", kind="ignored"),
@@ -81,7 +82,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag(name="fsdp", help='as in TrainingArguments: "full_shard auto_wrap"'),
     Flag(name="fsdp_config", help="as in TrainingArguments: JSON, or the path of a JSON or YAML file"),
     Flag(name="num_processes", help="total ranks of all machines; auto: one per accelerator, or 2 on CPU"),
-    Flag(name="num_machines", help="number of machines"),
+    Flag(name="num_machines", help="number of machines, or MIN:MAX if some may be missing"),
     Flag(name="machine_rank", help="number of this machine, from 0"),
     Flag(name="main_process_ip", help="address of machine 0"),
     Flag(name="main_process_port", help="port on machine 0; 0 selects a free one (one machine only)"),
@@ -167,6 +168,8 @@ def parse_launch_arguments(argv: Sequence[str]) -> LaunchArguments:
         if flag.kind == "unsupported":
             raise UsageError(f"{written} is not supported: {flag.help}")
         value = _take_value(flag, written, value if equals else None, rest)
+        if flag.name == "num_machines" and ":" in value:
+            options["min_machines"], value = _machine_range(value)
         if flag.kind == "setting":
             command_line.append(f"{written}={value}" if flag.takes_value else written)
         elif flag.name == "set":
@@ -182,6 +185,14 @@ def parse_launch_arguments(argv: Sequence[str]) -> LaunchArguments:
         script=rest[0] if rest else "",
         script_args=tuple(rest[1:]),
     )
+
+
+def _machine_range(text: str) -> tuple[str, str]:
+    """Return the limits of ``MIN:MAX``. Raises ``UsageError``."""
+    machines = machine_range(text)
+    if machines is None:
+        raise UsageError(f"--num_machines is {text!r}; expected a number, or MIN:MAX with MIN from 1 to MAX.")
+    return machines
 
 
 def takes_value(written: str) -> bool:
@@ -266,7 +277,7 @@ def _find_flag(written: str, own: Collection[str] | None = None) -> Flag:
 
 _METAVARS = {
     "set": "NAME=VALUE", "report": "PATH", "show_ranks": "main|all", "grace": "SECONDS", "hang_timeout": "SECONDS",
-    "role": "NAME", "tee": "N",
+    "role": "NAME", "tee": "N", "run_id": "NAME",
     "num_cpu_threads_per_process": "N", "rdzv_conf": "KEY=VALUE,…", "max_restarts": "N", "fsdp": "WORDS",
     "fsdp_config": "JSON|PATH", "num_processes": "N", "num_machines": "N", "machine_rank": "N",
     "main_process_ip": "ADDRESS", "mixed_precision": "KIND", "log_dir": "DIR", "model": "DIR|ID",

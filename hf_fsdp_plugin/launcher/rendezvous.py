@@ -1,154 +1,416 @@
-"""The rendezvous: the address and port at which all ranks meet.
+"""How the launchers of a run meet before each attempt: torch's rendezvous, and what this launcher adds to it.
 
-On one machine the launcher imports no torch, which saves seconds: rank 0 hosts the store, on a port that the launcher
-reserves, another one for each attempt. :mod:`hf_fsdp_plugin.launcher.machines` is the rendezvous of several machines.
+One machine needs no network: its ranks meet on the loopback interface. Several machines meet by torch's c10d
+rendezvous. Added to it are numbers of the machines that ``--machine_rank`` decides, the comparison of what each
+machine is about to run, and a store for the ranks of each attempt that the launcher hosts: a rank that is stopped or
+killed does not take it away, and nothing of the attempt before is in it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import secrets
 import socket
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, Final
 
-from hf_fsdp_plugin.hangs.inquiries import Inquiries
-from hf_fsdp_plugin.hangs.places import RanksAt
-from hf_fsdp_plugin.launcher.world import World
+from hf_fsdp_plugin.launcher.facts import Facts, compare
+from hf_fsdp_plugin.launcher.peers import Peers, silence_limit
+from hf_fsdp_plugin.launcher.world import World, endpoint
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.runs.restart_rule import Decision, Verdict, decide
 from hf_fsdp_plugin.runs.restarts import Restarts
 from hf_fsdp_plugin.spec.model import LaunchSection
-from hf_fsdp_plugin.text import plural
+from hf_fsdp_plugin.text import plural, printable
 
-DEFAULT_PORT = 29500
+MEET_SECONDS: Final = 600.0
+"""Seconds that machines wait for each other. Same as torchrun's rendezvous."""
+_LAST_CALL_SECONDS: Final = 10
+"""Seconds that a run with fewer machines than the maximum waits for more of them."""
+_LEAVE_SECONDS: Final = 5.0
+"""Seconds that the machine with the store keeps it for the others, which may still read it."""
+_BEATS_SECONDS: Final = 2.5
+"""Seconds in which a launcher that lives shows it."""
+_NAME: Final = "hf_fsdp"
+"""Name of the rendezvous, the same for all runs: two runs on one port have to meet to be refused."""
+
+
+@contextlib.contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable for a while only, because the ranks inherit the environment."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+# C++ stacks of a closed store are hidden. Torch reads the variable when it is imported. Python still raises the errors.
+with _variable("TORCH_CPP_LOG_LEVEL", os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")):
+    from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousClosedError,
+        RendezvousHandler,
+        RendezvousInfo,
+        RendezvousParameters,
+        RendezvousStoreInfo,
+        RendezvousTimeoutError,
+    )
+    from torch.distributed.elastic.rendezvous.api import RendezvousError as TorchError
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 
 class RendezvousError(SpecError):
-    """Not all machines joined, or their settings differ."""
+    """Not all machines joined, or they are about to run different things."""
 
 
-class Peers:
-    """The launchers of the other machines. This base class is for a single machine, without other launchers."""
-
-    def failure(self) -> str | None:
-        """Return the failure that another machine has announced, if any."""
-        return None
-
-    def announce(self, text: str) -> None:
-        """Announce to the other machines that a rank failed here."""
-
-    @property
-    def inquiries(self) -> Inquiries:
-        """How the launchers ask each other what their ranks do."""
-        return Inquiries()
-
-    def share_places(self, places: Sequence[RanksAt]) -> tuple[list[RanksAt], list[str]]:
-        """Share where the ranks of this machine were when the run failed.
-
-        Returns:
-            On the machine that has announced its failure first: where the ranks of the other machines were. On the
-            others: nothing. And notes on the machines that are not included.
-        """
-        return [], []
-
-    def decide(self, verdict: Verdict, restarts: Restarts) -> Decision:
-        """Return whether the ranks of all machines are started again. Call it after the ranks of this machine ended."""
-        return decide([verdict], restarts)
-
-    def meet_again(self, launch: LaunchSection, restarts: Restarts) -> Rendezvous:
-        """Return the rendezvous of the next attempt.
-
-        Raises:
-            RendezvousError: a machine did not come back in time.
-        """
-        return meet_locally(replace(launch, main_process_port=0))[0]
-
-    def leave(self) -> None:
-        """Announce that the ranks of this machine have exited. Returns when the store is no longer needed."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rendezvous:
-    """The address and port at which the ranks meet, and this machine's place in the run.
+class Rendezvous(RendezvousHandler):
+    """The rendezvous of one machine. Each attempt has a store of its own on the loopback interface.
 
     Attributes:
-        machine: number of this machine.
-        first_rank: the global rank of this machine's local rank 0.
-        hosted: True if the launcher of machine 0 hosts the store, False if rank 0 does.
-        restarts: the failed attempts of the run; ``None`` if this launcher knows them itself.
-        reserved: the sockets that reserve the port until rank 0 listens on it.
+        restarts: the failed attempts of the run, from the machine that knows most.
+        peers: the other machines during the present attempt.
+        address: where the ranks of the present attempt meet.
     """
 
-    address: str
-    port: int
-    machine: int
-    first_rank: int
-    hosted: bool
-    restarts: Restarts | None = None
-    peers: Peers = field(default_factory=Peers)
-    reserved: tuple[socket.socket, ...] = ()
+    def __init__(self, restarts: Restarts, port: int = 0) -> None:
+        self.restarts = restarts
+        self.peers = Peers(None, 0, 1)
+        self.address = ""
+        self._rank_store: Store | None = None
+        self._listening: socket.socket | None = None
+        self._port = port
 
-    def close(self) -> None:
-        """Release the port."""
-        for each in self.reserved:
-            each.close()
+    def reserve(self) -> Problem | None:
+        """Listen on the requested port. Returns a warning if it is in use: then another port is used."""
+        try:
+            self._listening = _listen(self._port)
+        except OSError:
+            message = f"port {self._port} is in use on this machine. A free port is used instead."
+            return Problem(code="FSDP-W711", setting="launch.main_process_port", message=message)
+        return None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        listening = self._listening or _listen(0)
+        self._listening = None
+        host, port = listening.getsockname()
+        # The store keeps the socket until the next attempt has one.
+        self._rank_store = TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
+        self.address = f"{host}:{port}"
+        self.peers = Peers(None, 0, 1)
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(host, port))
+
+    def is_waiting(self) -> bool:
+        """Return whether a machine wants to join the run. Asks once per second."""
+        return False
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return "static"
+
+    def get_run_id(self) -> str:
+        return self.restarts.run_id
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0: the launcher decides itself when an attempt ends, see :meth:`is_waiting`."""
+        return 0
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing: nobody else is there."""
+
+    def shutdown(self) -> bool:
+        if self._listening is not None:
+            self._listening.close()
+        return True
 
 
-def meet_locally(launch: LaunchSection) -> tuple[Rendezvous, tuple[Problem, ...]]:
-    """Return the rendezvous of one machine, and a warning if the requested port is in use."""
-    problems: tuple[Problem, ...] = ()
-    reserved = _reserve(launch.main_process_port)
-    if not reserved:
-        message = f"port {launch.main_process_port} is in use on this machine. A free port is used instead."
-        problems = (Problem(code="FSDP-W711", setting="launch.main_process_port", message=message),)
-        reserved = _reserve(0)
-    address, port = reserved[0].getsockname()
-    return Rendezvous(address=address, port=port, machine=0, first_rank=0, hosted=False, reserved=reserved), problems
-
-
-def describe(world: World, launch: LaunchSection, *, rendezvous: Rendezvous | None = None) -> str:
-    """Return one line: ``rendezvous: 1 machine, 2 ranks, 127.0.0.1:41234, static, gloo on cpu``."""
-    ranks = plural(world.size, "rank")
-    if world.num_machines > 1:
-        first = rendezvous.first_rank if rendezvous is not None else launch.machine_rank * world.num_local
-        ranks += f", machine {rendezvous.machine if rendezvous is not None else launch.machine_rank}"
-        if rendezvous is not None or launch.rdzv_backend == "static":
-            last = first + world.num_local - 1
-            ranks += f" runs rank {first}" if first == last else f" runs ranks {first} to {last}"
-    if rendezvous is not None:
-        address = f"{rendezvous.address}:{rendezvous.port}"
-    elif world.num_machines > 1:
-        address = endpoint(launch)
-    else:
-        address = f"127.0.0.1:{launch.main_process_port or 'a free port'}"
-    backend = launch.rdzv_backend if world.num_machines > 1 else "static"
-    machines = plural(world.num_machines, "machine")
-    return f"rendezvous: {machines}, {ranks}, {address}, {backend}, {world.backend} on {world.device}"
-
-
-def endpoint(launch: LaunchSection) -> str:
-    """Return the address at which several machines meet: ``10.0.0.1:29500``."""
-    return f"{launch.main_process_ip}:{launch.main_process_port or DEFAULT_PORT}"
-
-
-def _reserve(port: int) -> tuple[socket.socket, ...]:
-    """Bind sockets that do not listen, so that no other process gets the port; none if the port is in use.
-
-    Rank 0 can still listen on the port, because the first socket has SO_REUSEADDR, as its own. So has that of another
-    launcher, which could bind the same port until one of the two runs listens. The second socket, whose name only
-    launchers use, keeps them apart.
-    """
-    reserved = [socket.socket(socket.AF_INET, socket.SOCK_STREAM)]
+def _listen(port: int) -> socket.socket:
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        reserved[0].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved[0].bind(("127.0.0.1", port))
-        if sys.platform.startswith("linux"):
-            reserved.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            reserved[1].bind(f"\0hf_fsdp_port_{reserved[0].getsockname()[1]}")  # an abstract name: no file
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(("127.0.0.1", port))
+        listening.listen(socket.SOMAXCONN)
     except OSError:
-        for each in reserved:
-            each.close()
-        if port == 0:
-            raise
-        return ()
-    return tuple(reserved)
+        listening.close()
+        raise
+    return listening
+
+
+class MachinesRendezvous(Rendezvous):
+    """The rendezvous of several machines.
+
+    Args:
+        conf: options as in torchrun's ``--rdzv_conf``.
+        min_machines: smallest number of machines with which the run may start or go on.
+    """
+
+    def __init__(
+        self,
+        launch: LaunchSection,
+        world: World,
+        facts: Facts,
+        restarts: Restarts,
+        *,
+        conf: str = "",
+        min_machines: int = 0,
+    ) -> None:
+        super().__init__(restarts)
+        self._launch, self._world, self._facts = launch, world, facts
+        self._min_machines = min_machines or world.num_machines
+        self._conf: dict[str, Any] = dict(pair.split("=", 1) for pair in conf.split(",") if "=" in pair)
+        self._seconds = float(self._conf.pop("timeout", self._conf.get("join_timeout", MEET_SECONDS)))
+        self._launcher = f"{socket.gethostname()} {os.getpid()} {time.time_ns()}"
+        self._is_numbered = launch.rdzv_backend == "static"
+        self._store: Any = None
+        self._handler: Any = None
+        self._num_met = 0
+        self._next_look = 0.0
+
+    @property
+    def _is_host(self) -> bool:
+        return self._is_numbered and self._launch.machine_rank == 0
+
+    @property
+    def _alive(self) -> str:
+        """Key of a counter that the launcher of this machine increases once per second while ranks run."""
+        return f"alive/{self._launch.machine_rank}"
+
+    @property
+    def _is_local(self) -> bool:
+        return self._launch.main_process_ip in ("127.0.0.1", "localhost", "::1")
+
+    def get_backend(self) -> str:
+        return self._launch.rdzv_backend
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for the other machines.
+
+        Raises:
+            RendezvousError: they did not come in time, or run something else.
+        """
+        again = bool(self._num_met)
+        try:
+            if self._handler is None or self.peers.is_cut:  # machine 0 may come back
+                self._connect()
+            # The store of the ranks is hosted below, one for each attempt.
+            with _variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"), self._shown_alive():
+                info = self._handler.next_rendezvous()
+            return self._meet(info)
+        except RendezvousTimeoutError as error:
+            raise self._not_met("not all of them came in time", again) from error
+        except RendezvousClosedError as error:
+            self._raise_refused()
+            raise self._not_met("the run has ended on the other machines", again) from error
+        except (TorchError, RuntimeError, OSError) as error:
+            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise self._not_met(printable(reason[:300]), again) from error
+
+    def _connect(self) -> None:
+        """Open the store of the launchers, on machine 0, or connect to it, and compare what the machines run."""
+        _check_address(self._launch, is_host=self._is_host, seconds=self._seconds)
+        limit = max(3, round(silence_limit()))
+        parameters = RendezvousParameters(
+            backend="c10d",
+            endpoint=endpoint(self._launch),
+            run_id=_NAME,
+            min_nodes=self._min_machines,
+            max_nodes=self._world.num_machines,
+            local_addr=self._launch.main_process_ip if self._is_local else None,
+            **{
+                "join_timeout": str(round(self._seconds)),
+                "last_call_timeout": str(_LAST_CALL_SECONDS),
+                "keep_alive_interval": str(max(1, limit // 3)),
+                "read_timeout": str(limit),
+                **({"is_host": str(self._is_host)} if self._is_numbered else {}),
+                **self._conf,
+            },
+        )
+        deadline = time.monotonic() + self._seconds
+        while True:
+            try:
+                backend, store = create_backend(parameters)
+                break
+            except TorchError:
+                if self._is_host or time.monotonic() > deadline:
+                    raise
+                time.sleep(1.0)  # machine 0 is not started yet
+        self._store = PrefixStore(_NAME, store)
+        handler = create_handler(store, backend, parameters)
+        mine = self._facts.to_text()
+        if problem := compare(self._facts, self._store.compare_set("facts", "", mine)):
+            if not self._store.check(["met"]):  # a run that goes on is left alone; machines that wait learn it, too
+                self._store.set("refused", mine)
+                handler.set_closed()
+            raise RendezvousError([problem])
+        self._claim()
+        self._handler = handler
+
+    def _raise_refused(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            if self._store.check(["refused"]) and (problem := compare(self._facts, self._store.get("refused"))):
+                raise RendezvousError([problem])
+
+    @contextlib.contextmanager
+    def _shown_alive(self) -> Iterator[None]:
+        """Show that this launcher lives while it waits for the others (see :meth:`_claim`)."""
+        done = threading.Event()
+
+        def beat() -> None:
+            with contextlib.suppress(RuntimeError):
+                while not done.wait(1.0):
+                    self._store.add(self._alive, 1)
+
+        thread = threading.Thread(target=beat, name="hf_fsdp_alive", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def _claim(self) -> None:
+        """Claim the number of this machine. Another launcher with this number must be gone."""
+        if not self._is_numbered:
+            return
+        number = self._launch.machine_rank
+        holder = self._store.compare_set(f"machine/{number}", "", self._launcher).decode()
+        if holder != self._launcher:
+            beats = self._store.add(self._alive, 0)
+            time.sleep(_BEATS_SECONDS)
+            if self._store.add(self._alive, 0) != beats:
+                raise RendezvousError([_already_here(number)])
+            self._store.set(f"machine/{number}", self._launcher)
+
+    def _meet(self, info: RendezvousInfo) -> RendezvousInfo:
+        """Exchange what each machine knows, number them, and open the store of the ranks."""
+        meeting, node, size = info.store, info.rank, info.world_size
+        mine = {"rank": self._launch.machine_rank if self._is_numbered else node, "restarts": self.restarts.to_json()}
+        meeting.set(f"joined/{node}", json.dumps(mine))
+        if node == 0:
+            self._open(meeting, size)
+        go = json.loads(meeting.get(f"go/{node}"))
+        if go["problem"] is not None:
+            meeting.add("left", 1)
+            self._wait_for_others(meeting, size)
+            raise RendezvousError([Problem(**go["problem"])])
+        self._store.set("met", "")
+        number, self.restarts = go["number"], Restarts.from_json(go["restarts"])
+        attempt = PrefixStore(go["token"], meeting)
+        if number == 0:
+            local = self._launch.main_process_ip if self._is_local or self._is_host else socket.getfqdn()
+            self._rank_store = TCPStore(local, 0, is_master=True, wait_for_workers=False)
+            attempt.set("address", json.dumps([local, self._rank_store.port]))
+        host, port = json.loads(attempt.get("address"))
+        self.address = f"{host}:{port}"
+        self.peers = Peers(attempt, number, size, on_beat=lambda: self._store.add(self._alive, 1))
+        self._num_met = size
+        return RendezvousInfo(attempt, number, size, RendezvousStoreInfo(host, port))
+
+    def _open(self, meeting: Store, size: int) -> None:
+        """Read what the machines bring, and write what each needs. On one machine."""
+        joined = [json.loads(text) for text in meeting.multi_get([f"joined/{node}" for node in range(size)])]
+        ranks = [each["rank"] for each in joined]
+        restarts = max((Restarts.from_json(each["restarts"]) for each in joined), key=lambda each: each.count)
+        double = next((rank for rank in ranks if ranks.count(rank) > 1), None)
+        problem = _already_here(double) if double is not None else None
+        go: dict[str, Any] = {
+            "problem": problem and {"code": problem.code, "message": problem.message, "fix": problem.fix},
+            "restarts": restarts.to_json(),
+            "token": secrets.token_hex(16),
+        }
+        for node, rank in enumerate(ranks):
+            meeting.set(f"go/{node}", json.dumps(go | {"number": sorted(ranks).index(rank)}))
+
+    def is_waiting(self) -> bool:
+        now = time.monotonic()
+        if self._num_met == self._world.num_machines or now < self._next_look:
+            return False
+        self._next_look = now + 1.0
+        return bool(self._handler.num_nodes_waiting())
+
+    def shutdown(self) -> bool:
+        if self._handler is None:
+            return True
+        with contextlib.suppress(RuntimeError, TorchError):  # the machine with the store has ended
+            self._store.add("left", 1)
+            self._handler.shutdown()
+            if self._is_host or not self._is_numbered:
+                self._wait_for_others(self._store, self._num_met)
+        return True
+
+    def _wait_for_others(self, store: Any, size: int) -> None:
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while store.add("left", 0) < size and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+    def _not_met(self, reason: str, again: bool) -> RendezvousError:
+        at = endpoint(self._launch)
+        if again:
+            message = f"the machines did not meet again at {at}: {reason}."
+            fix = (
+                "Start the launcher on every machine. --rdzv_conf timeout=SECONDS changes the limit. If machine 0 was "
+                "lost, start the whole run again: it resumes from its newest checkpoint with the same --run_id."
+            )
+            return _error("FSDP-E717", message, fix)
+        message = f"the {plural(self._world.num_machines, 'machine')} did not meet at {at}: {reason}."
+        fix = (
+            "Check that machine 0 is started, that its address and port are reachable from here, and that no two "
+            "machines have the same --machine_rank."
+        )
+        return _error("FSDP-E707", message, fix)
+
+
+def _already_here(machine: int) -> Problem:
+    message = f"machine {machine} has already joined this run, and the run has not lost it."
+    fix = "Give each machine its own --machine_rank. After a failure, start all machines again."
+    return Problem(code="FSDP-E719", message=message, fix=fix)
+
+
+def _check_address(launch: LaunchSection, *, is_host: bool, seconds: float) -> None:
+    """Check the name of machine 0 and, on it, that the port is free.
+
+    Args:
+        seconds: how long to wait for the name in a pod of Kubernetes, which has no name before it runs.
+    """
+    host, port = endpoint(launch).rsplit(":", 1)
+    deadline = time.monotonic() + (seconds if "KUBERNETES_SERVICE_HOST" in os.environ else 0.0)
+    while True:
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+            break
+        except OSError as error:
+            if time.monotonic() < deadline:
+                time.sleep(1.0)
+                continue
+            message = f"the address of machine 0, {printable(host)}, is unknown here: {error.strerror or error}."
+            raise _error("FSDP-E707", message, "Pass the address of machine 0 as --main_process_ip.") from None
+    if not is_host:
+        return
+    with socket.socket(family, kind) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            message = f"machine 0 cannot listen at {endpoint(launch)}: {error.strerror or error}."
+            fix = "Pass an address of this machine as --main_process_ip, and a free port as --main_process_port."
+            raise _error("FSDP-E707", message, fix) from None
+
+
+def _error(code: str, message: str, fix: str) -> RendezvousError:
+    return RendezvousError([Problem(code=code, message=message, fix=fix)])

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.launcher.accelerators import Accelerators
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.spec.model import FsdpSpec, LaunchSection
 from hf_fsdp_plugin.spec.rules import check_mesh_size
 from hf_fsdp_plugin.text import plural
 
+DEFAULT_PORT = 29500
 NUM_CPU_RANKS = 2
 """Default number of ranks without an accelerator: the smallest number for which FSDP shards."""
 
@@ -85,6 +86,34 @@ def resolve_world(spec: FsdpSpec, found: Accelerators) -> World:
     )
 
 
+def describe(world: World, launch: LaunchSection, *, machine: int | None = None, address: str = "") -> str:
+    """Return one line: ``rendezvous: 1 machine, 2 ranks, 127.0.0.1:41234, static, gloo on cpu``.
+
+    Args:
+        machine: number of this machine, after the machines have met.
+        address: where the ranks meet; empty if that is not known yet.
+    """
+    ranks = plural(world.size, "rank")
+    if world.num_machines > 1:
+        number = launch.machine_rank if machine is None else machine
+        ranks += f", machine {number}"
+        if machine is not None or launch.rdzv_backend == "static":
+            first = number * world.num_local
+            last = first + world.num_local - 1
+            ranks += f" runs rank {first}" if first == last else f" runs ranks {first} to {last}"
+    if not address:
+        single = f"127.0.0.1:{launch.main_process_port or 'a free port'}"
+        address = endpoint(launch) if world.num_machines > 1 else single
+    backend = launch.rdzv_backend if world.num_machines > 1 else "static"
+    machines = plural(world.num_machines, "machine")
+    return f"rendezvous: {machines}, {ranks}, {address}, {backend}, {world.backend} on {world.device}"
+
+
+def endpoint(launch: LaunchSection) -> str:
+    """Return the address at which several machines meet: ``10.0.0.1:29500``."""
+    return f"{launch.main_process_ip}:{launch.main_process_port or DEFAULT_PORT}"
+
+
 def num_threads(num_local: int) -> int:
     """Return the number of threads of a CPU rank: its share of the cores."""
     return max(1, num_cores() // num_local)
@@ -132,6 +161,16 @@ def _check_mesh(spec: FsdpSpec, size: int) -> None:
     """Check that the mesh has `size` ranks, before a rank starts."""
     if problems := list(check_mesh_size(replace(spec, launch=replace(spec.launch, num_processes=size)))):
         raise SpecError(problems)
+
+
+def check_elastic(spec: FsdpSpec, world: World, min_machines: int) -> None:
+    """Check that the mesh can be formed with each number of machines from the minimum on. Raises ``SpecError``."""
+    for num_machines in range(min_machines, world.num_machines):
+        size = num_machines * world.num_local
+        launch = replace(spec.launch, num_machines=num_machines, num_processes=size)
+        if problems := list(check_mesh_size(replace(spec, launch=launch))):
+            allowed = f"--num_machines {min_machines}:{world.num_machines} allows {plural(num_machines, 'machine')}"
+            raise SpecError([replace(each, message=f"{allowed}, but {each.message}") for each in problems])
 
 
 def _check_machines(spec: FsdpSpec) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_fsdp_plugin.hangs.calls import RankCalls
-from hf_fsdp_plugin.hangs.hang_watch import Hang
+from hf_fsdp_plugin.hangs.hang_report import FoundHang
 from hf_fsdp_plugin.hangs.places import Frame, Place, RanksAt, find_place
 from hf_fsdp_plugin.hangs.step_count import Counts
 
@@ -20,13 +20,14 @@ class RankExit:
         code: exit code, or minus the number of the signal.
         stopped: whether the launcher stopped it.
         time: time of its exception or, if it recorded none, of its exit, in seconds since the epoch.
-        failure: what the rank recorded (see ``run_script``); None if it recorded nothing.
+        failure: what the rank recorded (see ``hangs.failures``); None if it recorded nothing.
         tail: last lines of its stderr; empty if stderr went to the terminal.
         stack: its stack at the failure, outermost frame first; empty if that is unknown.
         counts: its optimizer steps and forwards; ``None`` if they were not counted.
         ended: whether its script had ended without an error.
         halted: whether SIGSTOP or a debugger had stopped its process when it was asked for its stack.
         calls: its collectives; ``None`` if they are unknown.
+        code_is_known: whether it is, to the launcher. Another rank, which takes it to be 0, does not know it.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class RankExit:
     ended: bool = False
     halted: bool = False
     calls: RankCalls | None = None
+    code_is_known: bool = True
 
     @property
     def left_silently(self) -> bool:
@@ -62,7 +64,8 @@ class RunResult:
         remote_failure: the failure of a rank on another machine, if any.
         elsewhere: where the ranks of other machines were.
         notes: what is not known of other machines.
-        hang: why the run was ended, if ranks of this machine waited for too long.
+        hang: why the run was ended, if ranks waited for too long.
+        joins: whether the attempt was ended because a machine joins the run.
     """
 
     exits: tuple[RankExit, ...]
@@ -70,4 +73,5 @@ class RunResult:
     remote_failure: str | None = None
     elsewhere: tuple[RanksAt, ...] = ()
     notes: tuple[str, ...] = ()
-    hang: Hang | None = None
+    hang: FoundHang | None = None
+    joins: bool = False

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hf_fsdp_plugin.hangs.describe import SILENT_EXIT, describe_comparison, last_call
-from hf_fsdp_plugin.hangs.hang_watch import HANG, Hang
+from hf_fsdp_plugin.hangs.hang_watch import HANG
 from hf_fsdp_plugin.hangs.places import RanksAt, format_frames, format_stack, merged
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.runs.exits import RankExit, RunResult
@@ -24,7 +24,7 @@ _CONNECTION_LOST = re.compile(
 """Matches messages of exceptions that a rank raises when a peer has exited."""
 
 _HANG = ": hang: "
-"""Part of what the launcher of another machine announces when it ends its ranks because of a hang."""
+"""Part of what the launcher of another machine announces when its ranks have ended because of a hang."""
 _WAITED = "[FSDP-E670]"
 """Part of the message of a rank that has waited for others in a collective call."""
 _HALTED = "did not run, because its process was stopped by SIGSTOP or a debugger"
@@ -43,6 +43,8 @@ def exit_code(result: RunResult) -> int:
     if result.hang is not None or _HANG in (result.remote_failure or ""):
         return HANG
     first = first_failure(result.exits)
+    if result.signal_number and not result.exits:
+        return 128 + result.signal_number
     if first is None:
         return 1 if result.remote_failure else 0
     if result.signal_number:
@@ -88,7 +90,7 @@ def format_failures(result: RunResult, *, debug: bool = False, shown_live: Itera
         shown_live: ranks whose stderr went to the terminal, so that its last lines are not repeated.
     """
     if result.hang is not None:
-        return ""  # it was printed before the ranks were ended
+        return result.hang.text
     first = first_failure(result.exits)
     if result.signal_number and first is not None:
         name = _signal_name(result.signal_number)
@@ -114,15 +116,8 @@ def format_failures(result: RunResult, *, debug: bool = False, shown_live: Itera
         lines.append(f"  {hint}")
     if failure is None:
         lines += format_stack(first.stack)
-    gone = [rank for rank in result.exits if rank.left_silently]
-    if gone and has_lost_connection(first):
-        lines.append(f"hf-fsdp: {_silent_exit(gone, result)}")
-    elif _may_disagree(first) and (message := _disagreement(result)):
-        fix = (
-            "If these places have different collectives, they do not match. Make every rank run the same collective "
-            "calls in the same order: the same number of steps, and saves and evaluations on all ranks."
-        )
-        lines.append(f"hf-fsdp: {Problem(code='FSDP-E743', message=message, fix=fix)}")
+    if (problem := explain(first, result)) is not None:
+        lines.append(f"hf-fsdp: {problem}")
     if first.tail and first.rank not in set(shown_live):
         lines += [f"  last lines of rank {first.rank}'s stderr:", *(f"  | {line}" for line in first.tail)]
     lines += _format_others(first, result.exits, debug=debug)
@@ -130,15 +125,31 @@ def format_failures(result: RunResult, *, debug: bool = False, shown_live: Itera
     return "\n".join(lines)
 
 
+def explain(first: RankExit, result: RunResult) -> Problem | None:
+    """Return why a rank has lost the connection or was aborted; ``None`` if nothing is known but its own error."""
+    gone = [rank for rank in result.exits if rank.left_silently]
+    if gone and has_lost_connection(first):
+        return _silent_exit(gone, result)
+    if _may_disagree(first) and (message := _disagreement(result)):
+        fix = (
+            "If these places have different collectives, they do not match. Make every rank run the same collective "
+            "calls in the same order: the same number of steps, and saves and evaluations on all ranks."
+        )
+        return Problem(code="FSDP-E743", message=message, fix=fix)
+    return None
+
+
 def _silent_exit(gone: Sequence[RankExit], result: RunResult) -> Problem:
     """Return the problem of ranks that have exited without an error, so that others lost the connection to them."""
     numbers = [rank.rank for rank in gone]
     steps = f" after {plural(gone[0].counts.steps, 'optimizer step')}" if gone[0].counts is not None else ""
     text = describe_comparison(rank.calls for rank in result.exits if rank.calls is not None)
-    message = f"{_ranks(numbers)} exited with code 0 before the end of the script{steps}. "
+    how = "with code 0" if gone[0].code_is_known else "without an exception"
+    message = f"{_ranks(numbers)} exited {how} before the end of the script{steps}. "
     if text:
         message += f"{text[0].upper()}{text[1:]}"
-    return Problem(code="FSDP-E734", message=message.strip(), fix=SILENT_EXIT)
+    fix = SILENT_EXIT if gone[0].code_is_known else f"{SILENT_EXIT} A signal such as SIGKILL may also have killed it."
+    return Problem(code="FSDP-E734", message=message.strip(), fix=fix)
 
 
 def _disagreement(result: RunResult) -> str:
@@ -149,11 +160,6 @@ def _disagreement(result: RunResult) -> str:
     if compared:
         sentences.append(f"{compared[0].upper()}{compared[1:]}" if sentences else compared)
     return " ".join(sentences)
-
-
-def summarize_hang(hang: Hang) -> str:
-    """Return one line for the launchers of other machines."""
-    return f"{_HANG.removeprefix(': ')}{hang.problem.message}"
 
 
 def needs_places(result: RunResult) -> bool:

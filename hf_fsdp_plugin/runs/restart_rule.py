@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.runs.restarts import FailedAttempt, Restarts
@@ -72,9 +72,14 @@ def made_from(problem: Problem | None) -> dict[str, str] | None:
     return None if problem is None else {"code": problem.code, "message": problem.message, "fix": problem.fix}
 
 
-def lost_machine(machine: int) -> Verdict:
-    """Return the verdict for a machine whose launcher has gone."""
-    return Verdict(attempt=FailedAttempt(failure=f"machine {machine} was lost", machine=machine))
+def lost_machine(machine: int, known: FailedAttempt | None = None) -> Verdict:
+    """Return the verdict for a machine whose launcher has gone.
+
+    Args:
+        known: the attempt as another machine knows it.
+    """
+    attempt = known or FailedAttempt(failure="")
+    return Verdict(attempt=replace(attempt, failure=f"machine {machine} was lost", machine=machine, same_as=""))
 
 
 def decide(verdicts: Sequence[Verdict], restarts: Restarts) -> Decision:
@@ -97,8 +102,10 @@ def decide(verdicts: Sequence[Verdict], restarts: Restarts) -> Decision:
     if last is not None and attempt.same_as and (last.same_as, last.steps) == (attempt.same_as, attempt.steps):
         where = f"after step {attempt.steps}" if attempt.steps is not None else "before the first optimizer step"
         return Decision(restarts=after, problem=_not_again(f"two attempts have failed in the same way {where}."))
-    if restarts.count >= restarts.max_restarts:
-        message = f"the run has failed {plural(after.count, 'time')}: no restart is left of {restarts.max_restarts}."
+    if restarts.num_failures >= restarts.max_restarts:
+        message = (
+            f"the run has failed {plural(after.num_failures, 'time')}: no restart is left of {restarts.max_restarts}."
+        )
         fix = "Read the failures above. Start the run again with resume_from_checkpoint=True."
         return Decision(restarts=after, problem=Problem(code="FSDP-E716", message=message, fix=fix))
     return Decision(restarts=after)

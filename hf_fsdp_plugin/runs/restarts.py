@@ -1,4 +1,4 @@
-"""The restarts of a run by ``hf-fsdp launch --max_restarts``: its failures, and the steps that were trained again."""
+"""The restarts of a run by its launcher: its failures, and the steps that were trained again."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class FailedAttempt:
         steps: optimizer steps of the run when it failed; ``None`` if it trained nothing.
         seconds: duration of the attempt.
         same_as: what identifies the same failure in another attempt: type and place; empty for one from outside.
+        counts: whether it counts as a restart: not if the attempt was ended because a machine joined the run.
     """
 
     failure: str
@@ -31,6 +32,7 @@ class FailedAttempt:
     steps: int | None = None
     seconds: float = 0.0
     same_as: str = ""
+    counts: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +40,9 @@ class Restarts:
     """The failed attempts of a run, oldest first.
 
     Attributes:
-        run_id: identifies the run in the manifests of its checkpoints; empty if no launcher of this package started it.
-        max_restarts: the limit.
+        run_id: identifies the run in the manifests of its checkpoints; empty if nothing does (``runs.identity``).
+        max_restarts: the limit of the launcher; 0 if it says none. Machines that join start the ranks again, too, but
+            torch does not count that.
     """
 
     run_id: str = ""
@@ -48,8 +51,25 @@ class Restarts:
 
     @property
     def count(self) -> int:
-        """Number of restarts so far."""
+        """Number of attempts before this one."""
         return len(self.failures)
+
+    @property
+    def num_failures(self) -> int:
+        """Number of attempts that have failed; each allows one restart less."""
+        return sum(attempt.counts for attempt in self.failures)
+
+    @property
+    def title(self) -> str:
+        """Such as ``restart 1 of 3``."""
+        limit = f" of {self.max_restarts}" if self.num_failures <= self.max_restarts else ""
+        return f"restart {self.num_failures}{limit}"
+
+    @property
+    def last_failure(self) -> str:
+        """The failure before this attempt, with its steps."""
+        last = self.failures[-1]
+        return last.failure + (f" after step {last.steps} of the run" if last.steps is not None else "")
 
     def after(self, attempt: FailedAttempt) -> Restarts:
         """Return the restarts after one more failed attempt."""
@@ -86,14 +106,15 @@ class Restarts:
             }
             for attempt, steps in zip(self.failures, lost, strict=True)
         ]
-        return {"count": self.count, "max": self.max_restarts, "lost_steps": sum(lost), "failures": rows}
+        return {"count": self.num_failures, "max": self.max_restarts, "lost_steps": sum(lost), "failures": rows}
 
     def summary(self, began: int | None) -> str:
         """Return one line; empty without restarts."""
         if not self.failures:
             return ""
         lost = plural(sum(self.lost_steps(began)), "optimizer step")
-        return f"{plural(self.count, 'restart')} of at most {self.max_restarts}, {lost} trained again"
+        limit = f" of at most {self.max_restarts}" if self.num_failures <= self.max_restarts else ""
+        return f"{plural(self.num_failures, 'restart')}{limit}, {lost} trained again"
 
     def to_json(self) -> dict[str, Any]:
         """Return what :meth:`from_json` reads."""

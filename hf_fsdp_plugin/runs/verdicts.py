@@ -5,10 +5,8 @@ from __future__ import annotations
 import builtins
 import signal
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Final
 
-from hf_fsdp_plugin.hangs.hang_watch import Hang
 from hf_fsdp_plugin.runs.exits import RankExit, RunResult
 from hf_fsdp_plugin.runs.failure_summary import (
     first_failure,
@@ -16,7 +14,6 @@ from hf_fsdp_plugin.runs.failure_summary import (
     has_waited,
     only_stopped,
     summarize,
-    summarize_hang,
 )
 from hf_fsdp_plugin.runs.restart_rule import Verdict
 from hf_fsdp_plugin.runs.restarts import FailedAttempt, Restarts
@@ -37,9 +34,12 @@ def assess_attempt(result: RunResult, restarts: Restarts, *, machine: int, secon
     if result.signal_number:
         final = f"the launcher of machine {machine} received {signal.Signals(result.signal_number).name}."
     if result.hang is not None and not final:
-        text = summarize_hang(result.hang)[:_MAX_TEXT]
-        attempt = FailedAttempt(failure=text, machine=machine, began=began, steps=steps, seconds=seconds)
-        return _of_hang(result.hang, attempt)
+        # The same code in the same unit after the same step comes from the program.
+        text, same_as = result.hang.message[:_MAX_TEXT], result.hang.same_as
+        attempt = FailedAttempt(
+            failure=text, machine=machine, began=began, steps=steps, seconds=seconds, same_as=same_as
+        )
+        return Verdict(attempt=attempt)
     first = first_failure(result.exits)
     is_cause = first is not None and not only_stopped(first) and not has_lost_connection(first)
     text = f"rank {first.rank}: {summarize(first)}" if first is not None else ""
@@ -60,13 +60,6 @@ def assess_attempt(result: RunResult, restarts: Restarts, *, machine: int, secon
         final=final,
         order=(not is_cause, first is None, first.time if first is not None else 0.0),
     )
-
-
-def _of_hang(hang: Hang, attempt: FailedAttempt) -> Verdict:
-    """Return the verdict for a hang. The same code in the same unit after the same step comes from the program."""
-    waiting = hang.diagnosis.waiting
-    same_as = f"{hang.problem.code} in {waiting.call.operation} of {waiting.call.unit}"
-    return Verdict(attempt=replace(attempt, same_as=same_as))
 
 
 def _comes_again(first: RankExit) -> str:

@@ -169,6 +169,14 @@ def flag_name(written: str) -> str:
     return lower(written.removeprefix("--")).replace("-", "_")
 
 
+def machine_range(text: str) -> tuple[str, str] | None:
+    """Return the limits of a number of machines, ``N`` or ``MIN:MAX``; ``None`` if it is neither."""
+    low, colon, high = text.partition(":")
+    high = high if colon else low
+    is_range = low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)
+    return (low, high) if is_range else None
+
+
 def _parse_flag(argv: Sequence[str], position: int) -> Flag:
     word = argv[position]
     written, equals, value = word.partition("=")

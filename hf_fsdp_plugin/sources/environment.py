@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 
 from hf_fsdp_plugin.sources.collector import Collector, entry_of
+from hf_fsdp_plugin.sources.command_line import machine_range, parse_flags
 from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.sources.settings import ENVIRONMENT, SourceSettings
 from hf_fsdp_plugin.spellings import FALSE_WORDS, NULL_WORDS, TRUE_WORDS
@@ -18,6 +19,22 @@ ACCELERATE: Mapping[str, str] = {
     "ACCELERATE_USE_CPU": "use_cpu",
     "ACCELERATE_DEBUG_MODE": "debug",
 }
+TORCHRUN = "variables of torchrun"
+"""Name of the level of the variables that replace flags of ``torchrun``."""
+TORCHRUN_KEYS: Mapping[str, str] = {
+    "PET_NNODES": "num_machines",
+    "PET_NPROC_PER_NODE": "num_processes",
+    "PET_NODE_RANK": "machine_rank",
+    "PET_MASTER_ADDR": "main_process_ip",
+    "PET_MASTER_PORT": "main_process_port",
+    "PET_RDZV_ENDPOINT": "main_process_ip",
+    "PET_RDZV_BACKEND": "rdzv_backend",
+}
+"""Variable -> the key that it sets. The training operator of Kubernetes sets them in each pod of a PyTorchJob."""
+TORCHRUN_FLAGS: Mapping[str, str] = {"PET_MAX_RESTARTS": "max_restarts", "PET_RDZV_CONF": "rdzv_conf"}
+"""Variable -> the flag of ``hf-fsdp launch`` that it sets, which is not a setting."""
+_AGENT = "TORCHELASTIC_RUN_ID"
+"""A variable of ranks that torch's agent has started: its flags have decided where they are."""
 LAUNCHER_MIN_NUM_PARAMS = "100000000"
 """Value that ``accelerate launch`` always sets by default, even without the size policy."""
 
@@ -62,6 +79,64 @@ def _add(out: Collector, name: str, value: str, variables: Mapping[str, str]) ->
             fix = f"Did you mean {prefix}{nearest}?" if nearest else "Unset it."
             message = f"the environment variable {name} is not a setting and is ignored."
             out.report("FSDP-W035", entry_of(name, value), message, fix)
+
+
+def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of ``torchrun`` that are set, outside of its ranks."""
+    known = () if _AGENT in environ else (*TORCHRUN_KEYS, *TORCHRUN_FLAGS)
+    return {name: environ[name].strip() for name in known if environ.get(name, "").strip()}
+
+
+def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a rank that another launcher has started, without those that were for its launcher."""
+    return {name: value for name, value in environ.items() if name not in TORCHRUN_KEYS}
+
+
+def torchrun_options(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the options of ``hf-fsdp launch`` that variables of ``torchrun`` set, such as ``max_restarts``."""
+    given = torchrun_variables(environ)
+    options = {flag: given[name] for name, flag in TORCHRUN_FLAGS.items() if name in given}
+    machines = machine_range(given.get("PET_NNODES", ""))
+    return {**options, "min_machines": machines[0]} if machines and machines[0] != machines[1] else options
+
+
+def read_torchrun(sources: Sources) -> SourceSettings | None:
+    """Read the ``PET_*`` variables of a cluster: number and address of the machines, and ranks of each."""
+    given = torchrun_variables(variables_of(sources))
+    if not given.keys() & TORCHRUN_KEYS.keys():
+        return None
+    out = Collector(SOURCE)
+    flags = [flag.text for flag in parse_flags(sources.command_line) if flag.name == "num_machines"]
+    machines = machine_range(flags[-1] if flags else given.get("PET_NNODES", "1"))
+    if "PET_RDZV_ENDPOINT" in given:  # before the address of the master, as in torchrun
+        given = {name: value for name, value in given.items() if not name.startswith("PET_MASTER_")}
+    for name, value in given.items():
+        _add_torchrun(out, name, value, machines)
+    return out.result(None)
+
+
+def _add_torchrun(out: Collector, name: str, value: str, machines: tuple[str, str] | None) -> None:
+    entry = entry_of(name, value)
+    if name == "PET_NNODES":
+        if (found := machine_range(value)) is None:
+            message = f"{name} is {value!r}; expected a number, or MIN:MAX with MIN from 1 to MAX."
+            out.report(
+                "FSDP-E101", entry, message, "Correct it, or pass --num_machines.", setting="launch.num_machines"
+            )
+        else:
+            out.add("launch.num_machines", entry, value=found[1])
+    elif name == "PET_NPROC_PER_NODE" and value.isdecimal():
+        if machines is not None:
+            out.add("launch.num_processes", entry, value=int(value) * int(machines[1]))
+    elif name == "PET_NPROC_PER_NODE" and value in ("auto", "gpu"):
+        out.add("launch.num_processes", entry, value="auto")
+    elif name == "PET_RDZV_ENDPOINT":
+        host, colon, port = value.rpartition(":")
+        out.add("launch.main_process_ip", entry, value=(host if colon else value).strip("[]"))
+        if colon:
+            out.add("launch.main_process_port", entry, value=port)
+    elif name in TORCHRUN_KEYS:
+        out.add_key("launch", TORCHRUN_KEYS[name], value, written=name)
 
 
 def _is_size_policy(variables: Mapping[str, str]) -> bool:

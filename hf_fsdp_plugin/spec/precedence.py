@@ -31,6 +31,7 @@ PRECEDENCE: Final[tuple[tuple[str, Reader], ...]] = (
     (training_arguments.SOURCE, training_arguments.read),
     (training_arguments.SOURCE, plugin_object.read),
     (training_arguments.SOURCE, parallelism_config.read),
+    (environment.TORCHRUN, environment.read_torchrun),
     (accelerate_file.SOURCE, accelerate_file.read),
     (environment.SOURCE, environment.read),
 )
@@ -41,11 +42,13 @@ PRECEDENCE: Final[tuple[tuple[str, Reader], ...]] = (
 ``TrainingArguments``, ``FullyShardedDataParallelPlugin`` and ``ParallelismConfig`` are one level, because all are part
 of the script. If they set a setting to different values, the first of them overrides the others. If one sets the
 strategy and the other a different ``reshard_after_forward``, neither has precedence, which is the error FSDP-E107.
+
+A cluster sets the variables of torchrun for each job, so they override a file, which has a number of machines too.
 """
 
 _LEVELS: Final = tuple(dict.fromkeys(level for level, _ in PRECEDENCE))
-FLAGS: Final = frozenset({overrides.SOURCE, command_line.SOURCE})
-FILES: Final = frozenset({accelerate_file.SOURCE, environment.SOURCE})
+FLAGS: Final = frozenset({overrides.SOURCE, command_line.SOURCE, environment.TORCHRUN})
+FILES: Final = frozenset({accelerate_file.SOURCE, environment.SOURCE, environment.TORCHRUN})
 """Flags are given for one run, and usually override the file and the environment of many runs on purpose."""
 
 OTHER_ENGINES: Final = MappingProxyType({"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM"})

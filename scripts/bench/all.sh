@@ -27,6 +27,7 @@ declare -A QUICK=(
   [closed_against_trace]="--settings 2"
   [command_start]="--rounds 3"
   [computed_weights]="--rounds 1"
+  [enabled_start]="--pairs 60"
   [gloo_connections]="--worlds 16"
   [hang_overhead]="--pairs 2 --layers 2 --hidden 64 --length 32"
   [hangs]="--kinds sleep skip --versions 2 --ways loop"

@@ -26,7 +26,7 @@ from common import ROOT
 from directions import direction_of
 
 _FOLDER: Final = "docs/results"
-_IDENTITY: Final = ("case", "point", "run", "kind", "name", "vs", "way", "ranks", "version", "range")
+_IDENTITY: Final = ("case", "point", "run", "kind", "name", "vs", "launcher", "way", "ranks", "version", "range")
 """Keys whose values identify a row of a list."""
 _WHERE: Final = ("machine", "device", "versions")
 

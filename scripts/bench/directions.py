@@ -88,6 +88,8 @@ DIRECTIONS: Final = (
     Direction(r"(^|/)inside$", "larger"),
     Direction(r"median_signed_error$|^mean_of_sources$", "nearer 0", 0.005),
     # Figures of this package.
+    _last("added_cpu_ms", "smaller", 0.2),
+    _last("disabled_ms|added_ms|added_cpu_ms_low|added_cpu_ms_high", "not compared"),
     _last("(samples|tokens)_per_second|efficiency|mfu|found|agreement|full_memory_saved_bytes", "larger"),
     Direction(r"relative_difference$|relative_loss_difference$|(loss|weight)_difference$", "smaller", 1e-5),
     Direction(r"(^|/)(error|median_error|worst_error|summary)(/|$)", "nearer 0", 0.005),
@@ -98,6 +100,7 @@ DIRECTIONS: Final = (
     Direction(r"bytes|_mb(/|$)|/Rss|opened_files$|metadata_reads$|read_over_held$", "smaller"),
     _last("loss|alarms|notices|start_sockets|used_sockets", "smaller"),
     _last("share", "smaller", 0.001),
+    _last("watcher_share", "smaller", 0.001),
     Direction(r"overhead|(^|_|/)lost(_|$)|difference|false_alarms|missed", "smaller", 0.001),
     Direction(r"(^|/)(num_\w+|\w*count\w*)$", "not compared"),
 )

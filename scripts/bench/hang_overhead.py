@@ -3,7 +3,7 @@
 Two gloo ranks train a Llama through the plugin. Blocks of steps with and without records alternate in one run, and the
 order is reversed from pair to pair. The processor time of the record of one collective (with its wait and its unit) is
 also measured alone, and multiplied by the number of collectives in a step, because a share below a percent disappears
-in the noise of a machine with other load.
+in the noise of a machine with other load. So is the thread that watches the ranks, on the rank that watches both.
 
     python scripts/bench/hang_overhead.py              (six minutes on 2 cores; writes docs/results/hang_overhead.json)
 """
@@ -14,10 +14,8 @@ import argparse
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from common import main_of_two_ranks, make_parser
@@ -25,6 +23,7 @@ from step_overhead import block, make_model, median_interval, parse_blocks, plug
 from update_results import write_result
 
 NUM_CALLS = 20_000
+IDLE_SECONDS = 20.0
 
 
 def parse_args() -> argparse.Namespace:
@@ -64,29 +63,37 @@ def measure(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from hf_fsdp_plugin.hangs.call_files import CallFiles, glance
+    from hf_fsdp_plugin.hangs.call_files import glance
     from hf_fsdp_plugin.hangs.record import record
-    from hf_fsdp_plugin.integrations.call_record import record_calls
+    from hf_fsdp_plugin.integrations.watch import watch
 
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    with tempfile.TemporaryDirectory() as name:
-        files = CallFiles(Path(name) / "calls", Path(name) / "names")
-        record_calls(files)
-        step, _ = plugin_loop(args, rank)
-        block(step, args.warmup)
-        before = glance(files.calls)
-        block(step, args.block)
-        after = glance(files.calls)
-        assert before is not None and after is not None
-        calls_per_step = (after.count - before.count - 2) / args.block  # without the two barriers of a block
-        times = alternate(args, step, lambda is_open: setattr(record, "is_open", is_open), rank)
-        per_call = record_seconds(record)
-        record.close()
+    watch.arm()
+    assert watch.files is not None
+    calls = watch.files.calls.calls
+    step, _ = plugin_loop(args, rank)
+    block(step, args.warmup)
+    before = glance(calls)
+    block(step, args.block)
+    after = glance(calls)
+    assert before is not None and after is not None
+    calls_per_step = (after.count - before.count - 2) / args.block  # without the two barriers of a block
+    times = alternate(args, step, lambda is_open: setattr(record, "is_open", is_open), rank)
+    per_call = record_seconds(record)
+    watcher_share = idle_share()
+    watch.disarm()
     if rank == 0:
-        write(args, times, calls_per_step, per_call)
+        write(args, times, calls_per_step, per_call, watcher_share)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def idle_share() -> float:
+    """Return the part of a core that this process uses while only the thread of the watch runs."""
+    begin = time.process_time()
+    time.sleep(IDLE_SECONDS)
+    return (time.process_time() - begin) / IDLE_SECONDS
 
 
 def alternate(
@@ -104,7 +111,13 @@ def alternate(
     return times
 
 
-def write(args: argparse.Namespace, times: dict[bool, list[float]], calls_per_step: float, per_call: float) -> None:
+def write(
+    args: argparse.Namespace,
+    times: dict[bool, list[float]],
+    calls_per_step: float,
+    per_call: float,
+    watcher_share: float,
+) -> None:
     ratios = [armed / unarmed for armed, unarmed in zip(times[True], times[False], strict=True)]
     low, high = median_interval(ratios)
     step_seconds = statistics.median(times[False])
@@ -117,6 +130,7 @@ def write(args: argparse.Namespace, times: dict[bool, list[float]], calls_per_st
         "calls_per_step": calls_per_step,
         "microseconds_per_call": round(1e6 * per_call, 3),
         "share": calls_per_step * per_call / step_seconds,
+        "watcher_share": watcher_share,
         "ratio_median": round(statistics.median(ratios), 4),
         "ratio_median_95": [round(low, 4), round(high, 4)],
     }

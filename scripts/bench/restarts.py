@@ -1,11 +1,12 @@
 """Kill a random rank at a random moment, ten times, and compare the losses with those of an uninterrupted run.
 
-``hf-fsdp launch --max_restarts`` starts two gloo ranks, which train a small Llama with an unmodified Trainer script, or
-with a loop of Accelerate, that saves every few steps. In each attempt one rank is killed with SIGKILL: during the
-imports, at a random moment of the training, or while a checkpoint is written. The run must end with exit code 0, and
-every loss, also of steps that were trained again, must equal that of the run that is not killed.
+``hf-fsdp launch --max_restarts``, or torchrun, starts two gloo ranks, which train a small Llama with an unmodified
+Trainer script, or with a loop of Accelerate, that saves every few steps. In each attempt one rank is killed with
+SIGKILL: during the imports, at a random moment of the training, or while a checkpoint is written. The run must end with
+exit code 0, and every loss, also of steps that were trained again, must equal that of the run that is not killed.
 
-    python scripts/bench/restarts.py           (ten minutes on 2 cores; writes docs/results/restarts.json)
+    python scripts/bench/restarts.py           (20 minutes on 2 cores; writes docs/results/restarts.json)
+    python scripts/bench/restarts.py --launcher torchrun       (keeps the other rows of the file)
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,11 @@ from hf_fsdp_plugin.text import format_table
 STEPS, SAVE_STEPS = 60, 5
 MOMENTS = ("imports", "training", "saving")
 HANG_S = 900.0
+LAUNCHERS = {
+    "hf-fsdp": ["hf_fsdp_plugin.cli.main", "launch"],
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+}
+"""Name -> module and first arguments."""
 CONFIG = """\
 distributed_type: FSDP
 num_processes: 2
@@ -48,19 +55,22 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--versions", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--ways", nargs="+", choices=("trainer", "loop"), default=["trainer", "loop"])
+    parser.add_argument("--launcher", nargs="+", choices=LAUNCHERS, default=list(LAUNCHERS))
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 
-def start(folder: Path, version: int, way: str, max_restarts: int) -> subprocess.Popen[bytes]:
+def start(folder: Path, launcher: str, version: int, way: str, max_restarts: int) -> subprocess.Popen[bytes]:
     folder.mkdir()
     (folder / "fsdp.yaml").write_text(CONFIG.format(version=version))
-    words = ["--config_file", str(folder / "fsdp.yaml"), "--max_restarts", str(max_restarts)]
-    words += ["--report", str(folder / "fsdp_report.json")]
+    words = ["--max_restarts", str(max_restarts), *(["-m", "hf_fsdp_plugin"] if launcher == "torchrun" else [])]
+    words += ["--config_file", str(folder / "fsdp.yaml"), "--report", str(folder / "fsdp_report.json")]
     script = [str(ROOT / "scripts" / "bench" / "restarts_script.py"), str(folder), str(STEPS), str(SAVE_STEPS), way]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    # Otherwise the ranks of an attempt may find the addresses of those before in the store, and torchrun fails.
+    environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with (folder / "log").open("wb") as log:
-        command = [sys.executable, "-m", "hf_fsdp_plugin.cli.main", "launch", *words, *script]
+        command = [sys.executable, "-m", *LAUNCHERS[launcher], *words, *script]
         return subprocess.Popen(command, stdout=log, stderr=log, env=environ)
 
 
@@ -106,25 +116,25 @@ def kill_one(process: subprocess.Popen[bytes], folder: Path, attempt: int, sourc
     return {"rank": rank, "moment": moment, "step": max((step for step, *_ in read_losses(folder)), default=0)}
 
 
-def measure(version: int, way: str, kills: int, seed: int, root: Path) -> dict[str, Any]:
+def measure(launcher: str, version: int, way: str, kills: int, seed: int, root: Path) -> dict[str, Any]:
     """Return the result of a run that is killed, compared with one that is not.
 
     Args:
         way: ``trainer`` or ``loop``.
     """
-    whole = root / f"whole_{way}_{version}"
+    whole = root / f"whole_{launcher}_{way}_{version}"
     began = time.monotonic()
-    start(whole, version, way, 0).wait(HANG_S)
+    start(whole, launcher, version, way, 0).wait(HANG_S)
     seconds = {"uninterrupted": round(time.monotonic() - began, 1)}
     expected = {step: loss for step, loss, *_ in read_losses(whole)}
     assert len(expected) == STEPS, (whole / "log").read_text()[-3000:]
-    folder, source = root / f"killed_{way}_{version}", random.Random(f"{seed} {version}")
+    folder, source = root / f"killed_{launcher}_{way}_{version}", random.Random(f"{seed} {version}")
     began = time.monotonic()
-    process = start(folder, version, way, kills)
+    process = start(folder, launcher, version, way, kills)
     killed = []
     for attempt in range(kills):
         killed.append(kill_one(process, folder, attempt, source))
-        print(f"FSDP{version}, {way}: killed {killed[-1]}", flush=True)
+        print(f"{launcher}, FSDP{version}, {way}: killed {killed[-1]}", flush=True)
         if not until(process, folder, lambda attempt=attempt: (folder / f"pid_{attempt + 1}_0").exists()):
             break
     code = process.wait(HANG_S)
@@ -133,6 +143,8 @@ def measure(version: int, way: str, kills: int, seed: int, root: Path) -> dict[s
     differences = [abs(loss - expected[step]) / abs(expected[step]) for step, loss, *_ in found]
     reported = json.loads((folder / "fsdp_report.json").read_text())["restarts"] if code == 0 else {}
     return {
+        "launcher": launcher,
+        "date": date.today().isoformat(),
         "version": version,
         "way": way,
         "exit_code": code,
@@ -151,6 +163,7 @@ def measure(version: int, way: str, kills: int, seed: int, root: Path) -> dict[s
 def table(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Return a row per run; the first row is the head. The last column has the seconds of the run without kills."""
     head = [
+        "launcher",
         "FSDP",
         "script",
         "exit code",
@@ -163,9 +176,9 @@ def table(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
     ]
     rows = [
         [
-            str(run["version"]), run["way"], str(run["exit_code"]), str(len(run["kills"])), str(run["restarts"]),
-            str(run["lost_steps"]), f"{run['bitwise_equal']} of {run['losses']}", f"{run['seconds']['killed']:.0f}",
-            f"{run['seconds']['uninterrupted']:.0f}",
+            run["launcher"], str(run["version"]), run["way"], str(run["exit_code"]), str(len(run["kills"])),
+            str(run["restarts"]), str(run["lost_steps"]), f"{run['bitwise_equal']} of {run['losses']}",
+            f"{run['seconds']['killed']:.0f}", f"{run['seconds']['uninterrupted']:.0f}",
         ]
         for run in runs
     ]  # fmt: skip
@@ -176,19 +189,27 @@ def main() -> int:
     args = parse_args()
     with tempfile.TemporaryDirectory(prefix="restarts_") as name:
         runs = [
-            measure(version, way, args.kills, args.seed, Path(name)) for way in args.ways for version in args.versions
+            measure(launcher, version, way, args.kills, args.seed, Path(name))
+            for launcher in args.launcher
+            for way in args.ways
+            for version in args.versions
         ]
+    before = json.loads(args.out.read_text())["runs"] if args.out.exists() else []
+    words = f"--kills {args.kills} --seed {args.seed} --launcher {' '.join(args.launcher)}"
+    kept = [run for run in before if run["launcher"] not in args.launcher]
     result = {
-        "command": f"python scripts/bench/restarts.py --kills {args.kills} --seed {args.seed}",
+        "command": f"python scripts/bench/restarts.py {words}",
         "model": "Llama, 4 layers, hidden 128, fp32, AdamW, 2 gloo ranks",
         "steps": STEPS,
         "steps_between_saves": SAVE_STEPS,
-        "runs": runs,
+        "runs": sorted([*runs, *kept], key=lambda run: list(LAUNCHERS).index(run["launcher"])),
     }
     write_result("restarts", args.out, result)
-    print(format_table(table(runs), right=range(2, 9)))
+    print(format_table(table(runs), right=range(3, 10)))
     for run in runs:
-        print(f"FSDP{run['version']}, {run['way']} failed:\n{run['log']}" if run["log"] else "", end="")
+        print(
+            f"{run['launcher']}, FSDP{run['version']}, {run['way']} failed:\n{run['log']}" if run["log"] else "", end=""
+        )
     return 0 if all(run["exit_code"] == 0 and run["largest_relative_difference"] <= 1e-6 for run in runs) else 1
 
 

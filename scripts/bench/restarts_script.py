@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER, MAX_STEPS, SAVE_STEPS, WAY = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-RANK, ATTEMPT = os.environ["RANK"], os.environ["HF_FSDP_RESTART_COUNT"]
+RANK, ATTEMPT = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 (FOLDER / f"pid_{ATTEMPT}_{RANK}").write_text(str(os.getpid()))  # before the imports, which take seconds
 
 from common import make_dataset, make_llama  # noqa: E402

@@ -4,7 +4,9 @@
 2`` runs in each, with two gloo ranks. For full shard and hybrid shard, the bytes that a host sends over the link in a
 step stand beside the predicted ones: the collectives that ``estimate/communication.py`` predicts, times what gloo
 sends for a byte of them. Then a machine is lost in the middle of a training, by SIGKILL to its launcher or by its
-link, comes back, and the run must continue from the newest checkpoint with the losses of an uninterrupted run.
+link, comes back, and the run must continue from the newest checkpoint with the losses of an uninterrupted run. At last,
+a run with ``--num_machines 1:2`` goes on with one machine while the other is away, and with both when it is back; the
+samples of a step stay the same, by gradient accumulation.
 
 Gloo's algorithms are rings over the ranks in order, so a group has one connection from host to host in each direction.
 Of B bytes (the whole tensor) n ranks send over each connection: all-gather (n-1)/n B, all-reduce 2(n-1)/n B, and
@@ -29,7 +31,8 @@ from common import ROOT, make_parser
 from two_hosts_link import ADDRESSES, FOLDER, Hosts
 from update_results import write_result
 
-NUM_STEPS, LOSE_AT = 12, 7
+NUM_STEPS, LOSE_AT, RETURN_AT = 12, 7, 14
+NUM_ELASTIC_STEPS, ELASTIC_PAUSE_S = 40, 0.5
 LIMIT_S = 600.0
 INSIDE = "HF_FSDP_TWO_HOSTS"
 FACTORS = {"all_gather": 1.0, "reduce_scatter": 2.0, "all_reduce": 2.0}
@@ -53,8 +56,10 @@ SCRIPT = str(ROOT / "scripts" / "bench" / "two_hosts_script.py")
 class Run:
     """A launcher on each host."""
 
-    def __init__(self, hosts: Hosts, name: str, words: Sequence[str], *, strategy: str, version: int) -> None:
-        self.hosts, self.name, self.words = hosts, name, list(words)
+    def __init__(
+        self, hosts: Hosts, name: str, words: Sequence[str], *, strategy: str, version: int, flags: Sequence[str] = ()
+    ) -> None:
+        self.hosts, self.name, self.words, self.flags = hosts, name, list(words), list(flags)
         self.config = FOLDER / f"{name}.yaml"
         self.config.write_text(CONFIG.format(version=version, strategy=strategy))
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -64,7 +69,7 @@ class Run:
         return (FOLDER / f"{self.name}.{number}.log").read_text()
 
     def start(self, number: int) -> subprocess.Popen[bytes]:
-        flags = ["--config_file", str(self.config), "--machine_rank", str(number), "--max_restarts", "2"]
+        flags = ["--config_file", str(self.config), "--machine_rank", str(number), "--max_restarts", "2", *self.flags]
         words = ["-m", "hf_fsdp_plugin.cli.main", "launch", *flags, "--report", str(FOLDER / f"{self.name}.json")]
         log = FOLDER / f"{self.name}.{number}.log"
         environ = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": str(FOLDER / "hf_home")}
@@ -125,7 +130,7 @@ def read_losses(folder: Path) -> list[list[str]]:
 
 def ranks_of(folder: Path) -> list[int]:
     """Return the process ids of the ranks that have written a loss last."""
-    return [int((folder / f"losses_{rank}").read_text().split()[-1]) for rank in range(4)]
+    return [int((folder / f"losses_{rank}").read_text().splitlines()[-1].split()[2]) for rank in range(4)]
 
 
 def is_gone(pid: int) -> bool:
@@ -135,11 +140,20 @@ def is_gone(pid: int) -> bool:
         return True
 
 
+def uninterrupted(hosts: Hosts, num_steps: int) -> dict[str, str]:
+    """Return the losses of a run without failures, by step."""
+    folder = FOLDER / f"out_whole_{num_steps}"
+    folder.mkdir()
+    words = ["train", str(folder), str(num_steps), "0"]
+    Run(hosts, f"whole_{num_steps}", words, strategy="full_shard", version=2).finish()
+    return {step: loss for step, loss, *_ in read_losses(folder)}
+
+
 def lose(hosts: Hosts, how: str, expected: dict[str, str]) -> dict[str, Any]:
     """Lose host 1 in the middle of a training, let it come back, and compare the losses."""
     folder = FOLDER / f"out_{how}"
     folder.mkdir()
-    run = Run(hosts, f"lose_{how}", ["train", str(folder), str(NUM_STEPS)], strategy="full_shard", version=2)
+    run = Run(hosts, f"lose_{how}", ["train", str(folder), str(NUM_STEPS), "0"], strategy="full_shard", version=2)
     run.until(lambda: len(read_losses(folder)) >= LOSE_AT and len(list(folder.glob("losses_*"))) == 4, "training")
     pids = ranks_of(folder)
     if how == "kill":
@@ -165,9 +179,44 @@ def lose(hosts: Hosts, how: str, expected: dict[str, str]) -> dict[str, Any]:
         "seconds_until_the_first_step_after_return": round(resumed, 1),
         "failure": report["failures"][0]["failure"],
         "lost_steps": report["lost_steps"],
-        "losses_equal": all(expected[step] == loss for step, loss, _ in found) and len(expected) == NUM_STEPS,
+        "losses_equal": all(expected[step] == loss for step, loss, *_ in found) and len(expected) == NUM_STEPS,
     }
     print(f"host1 lost ({how}): {row}", flush=True)
+    return row
+
+
+def shrink_and_grow(hosts: Hosts, expected: dict[str, str]) -> dict[str, Any]:
+    """Lose host 1 by SIGKILL, go on with host 0 alone, let host 1 come back, and compare the losses."""
+    folder = FOLDER / "out_elastic"
+    folder.mkdir()
+    words = ["train", str(folder), str(NUM_ELASTIC_STEPS), str(ELASTIC_PAUSE_S)]
+    run = Run(hosts, "elastic", words, strategy="full_shard", version=2, flags=["--num_machines", "1:2"])
+    run.until(lambda: len(read_losses(folder)) >= LOSE_AT, "training")
+    os.kill(run.processes[1].pid, signal.SIGKILL)
+    run.processes[1].wait()
+    lost = time.monotonic()
+    run.until(lambda: read_losses(folder)[-1][3] == "2", "going on with one host")
+    alone = time.monotonic() - lost
+    run.until(lambda: int(read_losses(folder)[-1][0]) >= RETURN_AT, "training on one host")
+    run.processes[1] = run.start(1)
+    back = time.monotonic()
+    run.until(lambda: read_losses(folder)[-1][3] == "4", "going on with both hosts")
+    both = time.monotonic() - back
+    run.finish()
+    found = read_losses(folder)
+    worlds = [world for number, (*_, world) in enumerate(found) if number == 0 or found[number - 1][3] != world]
+    report = json.loads((FOLDER / f"{run.name}.json").read_text())["restarts"]
+    difference = max(abs(float(loss) / float(expected[step]) - 1) for step, loss, *_ in found)
+    row = {
+        "ranks": [int(world) for world in worlds],
+        "seconds_until_the_first_step_on_one_host": round(alone, 1),
+        "seconds_until_the_first_step_on_both": round(both, 1),
+        "restarts": report["count"],
+        "lost_steps": report["lost_steps"],
+        "largest_relative_difference_of_losses": float(f"{difference:.1e}"),
+        "losses_equal": difference < 1e-4 and {step for step, *_ in found} == set(expected),
+    }
+    print(f"2 hosts, 1, 2: {row}", flush=True)
     return row
 
 
@@ -176,7 +225,9 @@ def main() -> int:
     parser.add_argument("--rate", default="100mbit", help="of the link, in each direction")
     parser.add_argument("--delay", default="1ms", help="of the link, in each direction, if the kernel has netem")
     parser.add_argument("--versions", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--only", choices=["bytes", "losses", "hold"], help="a part; hold: keep the hosts until killed")
+    parser.add_argument(
+        "--only", choices=["bytes", "losses", "elastic", "hold"], help="a part; hold: keep the hosts until killed"
+    )
     parser.add_argument("--how", choices=["kill", "link"], nargs="+", default=["kill", "link"], help="losses")
     args = parser.parse_args()
     if INSIDE not in os.environ:  # the namespaces are made first
@@ -185,15 +236,15 @@ def main() -> int:
     print(f"hosts {' and '.join(ADDRESSES)}, {args.rate}, delay {hosts.delay or 'none'}", flush=True)
     if args.only == "hold":
         signal.pause()
-    strategies = ("full_shard", "hybrid_shard") if args.only != "losses" else ()
+    strategies = ("full_shard", "hybrid_shard") if args.only in (None, "bytes") else ()
     rows = [count_bytes(hosts, strategy, version) for version in args.versions for strategy in strategies]
     lost = []
-    if args.only != "bytes":
-        folder = FOLDER / "out_whole"
-        folder.mkdir()
-        Run(hosts, "whole", ["train", str(folder), str(NUM_STEPS)], strategy="full_shard", version=2).finish()
-        expected = {step: loss for step, loss, _ in read_losses(folder)}
+    if args.only in (None, "losses"):
+        expected = uninterrupted(hosts, NUM_STEPS)
         lost = [lose(hosts, how, expected) for how in args.how]
+    elastic = None
+    if args.only in (None, "elastic"):
+        elastic = shrink_and_grow(hosts, uninterrupted(hosts, NUM_ELASTIC_STEPS))
     hosts.close()
     result = {
         "command": f"scripts/two_hosts.sh --rate {args.rate} --delay {args.delay}",
@@ -202,9 +253,10 @@ def main() -> int:
         "delay": hosts.delay or "none: this kernel has no netem",
         "bytes": rows,
         "losses": lost,
+        "elastic": elastic,
     }
     write_result("two_hosts", args.out, result)
-    return 0 if all(row["losses_equal"] for row in lost) else 1
+    return 0 if all(row["losses_equal"] for row in (*lost, *([elastic] if elastic is not None else []))) else 1
 
 
 if __name__ == "__main__":

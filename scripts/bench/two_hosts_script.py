@@ -31,12 +31,18 @@ def make_model() -> torch.nn.Module:
 
 def make_step(accelerator: Any, model: Any, optimizer: Any) -> Callable[[int], float]:
     def step(number: int) -> float:
-        generator = torch.Generator().manual_seed(100 * number + accelerator.process_index)
-        loss = model(torch.randn(4, WIDTH, generator=generator)).square().mean()
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
+        """Train with the same samples whatever the number of ranks, and return this rank's mean loss."""
+        total = 0.0
+        for part in range(accelerator.gradient_accumulation_steps):
+            batch = part * accelerator.num_processes + accelerator.process_index
+            generator = torch.Generator().manual_seed(100 * number + batch)
+            with accelerator.accumulate(model):
+                loss = model(torch.randn(4, WIDTH, generator=generator)).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            total += loss.item()
+        return total / accelerator.gradient_accumulation_steps
 
     return step
 
@@ -91,17 +97,18 @@ def measure(accelerator: Any, model: Any, optimizer: Any, out: Path) -> None:
         out.write_text(json.dumps({"steps": rows, "collectives": collectives, "factors": factors}))
 
 
-def train(accelerator: Any, model: Any, optimizer: Any, out: Path, num_steps: int) -> None:
+def train(accelerator: Any, model: Any, optimizer: Any, out: Path, num_steps: int, pause: float) -> None:
     step, number = make_step(accelerator, model, optimizer), 0
     checkpoint = hfp.newest_checkpoint(out, this_run=True)
     if checkpoint is not None:
         accelerator.load_state(checkpoint)
         number = int(checkpoint.name.removeprefix("step_"))
     while number < num_steps:
-        loss = step(number)
+        loss = accelerator.reduce(torch.tensor(step(number)), "mean").item()
         number += 1
         with (out / f"losses_{accelerator.process_index}").open("a") as file:
-            file.write(f"{number} {loss!r} {os.getpid()}\n")
+            file.write(f"{number} {loss!r} {os.getpid()} {accelerator.num_processes}\n")
+        time.sleep(pause)
         if number % SAVE_STEPS == 0:
             accelerator.save_state(out / f"step_{number}")
     accelerator.end_training()
@@ -116,7 +123,7 @@ def main() -> None:
     if mode == "measure":
         measure(accelerator, model, optimizer, Path(out))
     else:
-        train(accelerator, model, optimizer, Path(out), int(rest[0]))
+        train(accelerator, model, optimizer, Path(out), int(rest[0]), float(rest[1]))
 
 
 if __name__ == "__main__":

@@ -149,18 +149,19 @@ def survival(result: Result) -> list[str]:
 
 def restarts(result: Result) -> list[str]:
     lines = [
-        "| version | script | kills | during imports, training, a save | exit code | steps trained again | "
-        "equal bit for bit | largest relative difference |",
-        "|---|---|---|---|---|---|---|---|",
+        "| launcher | version | script | kills | during imports, training, a save | exit code | restarts | "
+        "steps trained again | equal bit for bit | largest relative difference | measured |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for run in result["runs"]:
         moments = [
             sum(kill["moment"] == moment for kill in run["kills"]) for moment in ("imports", "training", "saving")
         ]
         lines.append(
-            f"| FSDP{run['version']} | {run['way']} | {len(run['kills'])} | {', '.join(map(str, moments))} | "
-            f"{run['exit_code']} | {run['lost_steps']} | {run['bitwise_equal']} of {run['losses']} losses | "
-            f"{run['largest_relative_difference']:.1g} |"
+            f"| {run['launcher']} | FSDP{run['version']} | {run['way']} | {len(run['kills'])} | "
+            f"{', '.join(map(str, moments))} | {run['exit_code']} | {run['restarts']} | {run['lost_steps']} | "
+            f"{run['bitwise_equal']} of {run['losses']} losses | "
+            f"{run['largest_relative_difference']:.1g} | {run['date']} |"
         )
     what = f"{result['steps']} steps, a checkpoint every {result['steps_between_saves']}"
     return [
@@ -190,6 +191,16 @@ def two_hosts(result: Result) -> list[str]:
             for row in result["losses"]
         ),
     ]
+    if row := result.get("elastic"):
+        ranks = " → ".join(map(str, row["ranks"]))
+        lines += [
+            "",
+            f"With `--num_machines 1:2`, the run went on with {ranks} ranks: the first step on one host came "
+            f"{row['seconds_until_the_first_step_on_one_host']} s after the SIGKILL, the first one on both "
+            f"{row['seconds_until_the_first_step_on_both']} s after the return of host 1; {row['restarts']} restart, "
+            f"{row['lost_steps']} steps trained again; losses differ from those of an uninterrupted run by at most "
+            f"{row['largest_relative_difference_of_losses']:g} of their value.",
+        ]
     factors = result["bytes"][0]["factors"] if result["bytes"] else {}
     measured = ", ".join(f"{name} {value:.2f}" for name, value in factors.items())
     return [
@@ -280,6 +291,15 @@ def command_start(result: Result) -> list[str]:
     lines = ["| command | median | fastest |", "|---|---|---|"]
     return lines + [
         f"| `{name}` | {row['seconds']:.3f} s | {row['fastest']:.3f} s |" for name, row in result["commands"].items()
+    ]
+
+
+def enabled_start(result: Result) -> list[str]:
+    lines = ["| process | not enabled | added | added CPU time | its quartiles |", "|---|---|---|---|---|"]
+    return lines + [
+        f"| {name} | {row['disabled_ms']:.1f} ms | {row['added_ms']:+.2f} ms | {row['added_cpu_ms']:+.2f} ms "
+        f"| {row['added_cpu_ms_low']:+.2f} to {row['added_cpu_ms_high']:+.2f} ms |"
+        for name, row in result["cases"].items()
     ]
 
 
@@ -520,7 +540,7 @@ def host_waits(result: Result) -> list[str]:
 
 _ALL = (
     step_overhead, checkpoint_save, merge, verified_reads, resume_parity, survival, gpu_check, ecosystem,
-    generated_values, command_start, start, load, resume, computed_weights, readers, many_ranks,
+    generated_values, command_start, enabled_start, start, load, resume, computed_weights, readers, many_ranks,
     gloo_connections, large_world, memory_error, memory_on_device, step_time, published_runs, unexpressed, throughput,
     restarts, two_hosts, hangs, hangs_healthy, hang_overhead, suggestions,
     planner_time, closed_against_trace, preflight_time, reserved_memory, host_waits,

@@ -1,18 +1,21 @@
-"""Runs that are killed and restarted train as an uninterrupted one: on one machine, and on two."""
+"""Runs that are killed and restarted train as an uninterrupted one: on one machine, on two, and under any launcher."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from json_schema import assert_valid
-from launching import Done, finish, free_port, is_gone, launch, start, wait_for, write
+from launching import Done, environment, finish, free_port, is_gone, launch, run, start, wait_for, write
 from matrices import slow
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
@@ -25,9 +28,12 @@ LOOP = r"""
     from accelerate import Accelerator
     import hf_fsdp_plugin as hfp
 
+    if "RANK" not in os.environ:  # a task of srun
+        hfp.install("fsdp.yaml")
     torch.manual_seed(0)
     accelerator = Accelerator()
-    rank, attempt = accelerator.process_index, int(os.environ["HF_FSDP_RESTART_COUNT"])
+    attempts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    rank, attempt = accelerator.process_index, sum(int(os.environ.get(name, "0")) for name in attempts)
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -51,11 +57,68 @@ LOOP = r"""
             raise RuntimeError("the sample of step 5 is damaged")
         if step % 3 == 0:
             accelerator.save_state(f"out/step_{step}")
-        if len(sys.argv) == 1 and os.environ["GROUP_WORLD_SIZE"] == "2" and attempt == 0 and step == 4:
+        waits = len(sys.argv) == 1 and os.environ["GROUP_WORLD_SIZE"] == "2" and attempt == 0
+        waits |= sys.argv[1:] == ["joins"] and os.environ["GROUP_WORLD_SIZE"] == "1"
+        if waits and step == 4:
             open(f"ready_{rank}", "w").write(str(os.getpid()))
             __import__("time").sleep(120)
     accelerator.end_training()
 """
+
+
+TRAINER = r"""
+    import os, signal, sys
+    import torch
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(8, 8)
+
+        def forward(self, x, labels=None):
+            return {"loss": (self.inner(x) - labels).square().mean()}
+
+    class Kill(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            print(f"rank {args.process_index} begins after step {state.global_step}", flush=True)
+
+        def on_step_end(self, args, state, control, **kwargs):
+            attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+            if sys.argv[1:] == [f"{args.process_index} {state.global_step} {attempt}"]:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    samples = [{"x": torch.randn(8), "labels": torch.randn(8)} for _ in range(64)]
+    arguments = TrainingArguments(
+        "out", max_steps=8, per_device_train_batch_size=2, save_steps=2, report_to="none", use_cpu=True, seed=3
+    )
+    Trainer(Model(), arguments, train_dataset=samples, callbacks=[Kill()]).train()
+"""
+
+
+def torchrun(folder: Path, max_restarts: int, *words: str, **env: str) -> Done:
+    """Run a script with torch's launcher. Its restarts fail often if all attempts share one store."""
+    flags = ["--standalone", "--nproc_per_node", "2", "--max_restarts", str(max_restarts), "-m", "hf_fsdp_plugin"]
+    command = [sys.executable, "-m", "torch.distributed.run", *flags, "--config_file", "fsdp.yaml", *words]
+    return run(folder, command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **env)
+
+
+def srun(folder: Path, *words: str, **env: str) -> list[Done]:
+    """Start two tasks as srun does, and wait for them."""
+    job = {"SLURM_JOB_ID": "71", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2", **env}
+    job |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_NODEID": "0", "MASTER_PORT": str(free_port())}
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, "train.py", *words],
+            cwd=folder,
+            env=environment(folder, **job, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    return [finish(task, timeout=300) for task in tasks]
 
 
 def losses(folder: Path, rank: int = 0) -> dict[int, float]:
@@ -92,9 +155,9 @@ def test_killed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, versi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", [1, 2])
-def test_loop_killed_at_random_has_the_same_losses(tmp_path: Path, version: int) -> None:
-    found = measure(version, "loop", 3, 7, tmp_path)
+@pytest.mark.parametrize(("launcher", "version"), [("hf-fsdp", 1), ("hf-fsdp", 2), ("torchrun", 1), ("torchrun", 2)])
+def test_loop_killed_at_random_has_the_same_losses(tmp_path: Path, launcher: str, version: int) -> None:
+    found = measure(launcher, version, "loop", 3, 7, tmp_path)
     assert (found["exit_code"], found["restarts"]) == (0, len(found["kills"])), found["log"]
     assert found["bitwise_equal"] == found["losses"] >= found["steps"] == STEPS
     # A rank can be killed between a step and its line in the log.
@@ -124,6 +187,96 @@ def test_import_error_and_signal_are_not_restarted(tmp_path: Path) -> None:
     done = finish(process)
     assert done.returncode == 143 and "restart 1 of" not in done.stderr
     assert "[FSDP-E714]" in done.stderr and is_gone(rank)
+
+
+def test_torchrun_resumes_its_own_run_only(tmp_path: Path) -> None:
+    write(tmp_path, TRAINER)
+    done = torchrun(tmp_path, 1, "train.py", "1 5 0")
+    assert done.returncode == 0, done.stderr
+    # torch's agent may end rank 0 before it has raised an error, too.
+    assert re.search(r"restart 1 of 1: rank \d: ended without an error record after step 5 of the run", done.stderr)
+    assert "rank 0 begins after step 4" in done.stdout and "out/checkpoint-4" in done.stderr
+    tree = json.loads((tmp_path / "out" / "fsdp_report.json").read_text())["restarts"]
+    assert (tree["count"], tree["max"], tree["lost_steps"]) == (1, 1, 1)
+    done = torchrun(tmp_path, 1, "train.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("begins after step 0") == 2 and "restart" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [1, 2])
+def test_loop_under_torchrun_has_the_uninterrupted_losses(tmp_path: Path, version: int) -> None:
+    for name, words in {"whole": ("never",), "killed": ("1 5 0",)}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        write(folder, LOOP)
+        (folder / "fsdp.yaml").write_text(f"distributed_type: FSDP\nfsdp_config:\n  fsdp_version: {version}\n")
+        done = torchrun(folder, 2, "train.py", *words)
+        assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    found = report(tmp_path / "killed")
+    assert (found["count"], found["max"], found["lost_steps"]) == (1, 2, 2)
+    assert report(tmp_path / "whole")["failures"] == []
+
+
+@pytest.mark.slow
+def test_torchrun_refuses_a_third_identical_failure(tmp_path: Path) -> None:
+    write(tmp_path, LOOP)
+    done = torchrun(tmp_path, 4, "train.py", "fail")
+    assert done.returncode == 1
+    # Steps 4 and 5 are trained by two attempts. The later ones, which torchrun starts too, train nothing.
+    lines = (tmp_path / "losses_1").read_text().splitlines()
+    assert [line.split()[0] for line in lines] == ["1", "2", "3", "4", "5", "4", "5"]
+    assert done.stderr.count("[FSDP-E714]") >= 3, "all attempts after the second one, on rank 0 at least"
+    assert "two attempts have failed in the same way after step 5" in done.stderr
+
+
+@pytest.mark.slow
+def test_requeued_job_of_srun_resumes(tmp_path: Path) -> None:
+    write(tmp_path, LOOP)
+    first = srun(tmp_path, "1 5 0")
+    assert [each.returncode for each in first] == [1, -signal.SIGKILL], first
+    other = srun(tmp_path, "1 5 0", SLURM_JOB_ID="72")  # kills itself at step 5, too
+    assert list(losses(tmp_path)) == [1, 2, 3, 4, 5] and [each.returncode for each in other] == [1, -signal.SIGKILL]
+    again = srun(tmp_path, "1 5 0", SLURM_RESTART_COUNT="1", SLURM_JOB_ID="72")
+    assert [each.returncode for each in again] == [0, 0], again
+    assert list(losses(tmp_path)) == list(range(1, 9))
+    counts = [line.split()[0] for line in (tmp_path / "losses_0").read_text().splitlines()]
+    assert counts == [*"12345", *"12345", *"45678"], "another job begins at the first step, the requeued one does not"
+    found = report(tmp_path)
+    assert (found["count"], found["max"], found["lost_steps"]) == (1, 0, 2)
+
+
+@pytest.mark.slow
+def test_machine_that_joins_torchrun_resumes_the_run(tmp_path: Path) -> None:
+    """Torch starts the ranks again with the same number of the attempt. The new machine may get rank 0."""
+    write(tmp_path, LOOP)
+    flags = ["--nnodes", "1:2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", "--rdzv_id", "none"]
+    flags += ["--rdzv_endpoint", f"127.0.0.1:{free_port()}", "-m", "hf_fsdp_plugin", "--config_file", "fsdp.yaml"]
+    command = [sys.executable, "-m", "torch.distributed.run", *flags, "train.py", "joins"]
+    env = environment(tmp_path, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    options: dict[str, Any] = {"cwd": tmp_path, "env": env, "text": True, "stdout": subprocess.PIPE}
+    agents = [subprocess.Popen(command, stderr=subprocess.PIPE, **options)]
+    wait_for(tmp_path / "ready_0", seconds=200)
+    agents.append(subprocess.Popen(command, stderr=subprocess.PIPE, **options))
+    done = [finish(agent, timeout=300) for agent in agents]
+    assert [each.returncode for each in done] == [0, 0], done
+    counts = [line.split()[0] for line in (tmp_path / "losses_0").read_text().splitlines()]
+    assert counts == [*"1234", *"45678"]
+    found = report(tmp_path)
+    assert (found["count"], found["lost_steps"]) == (1, 1)
+    (memory,) = {path.read_text() for path in tmp_path.glob("hf_fsdp_*/*/run.json")}
+    assert "none-" in memory, "both machines remember the id of the first one"
+
+
+@pytest.mark.slow
+def test_given_run_id_resumes_whatever_starts_it(tmp_path: Path) -> None:
+    write(tmp_path, LOOP)
+    assert torchrun(tmp_path, 0, "train.py", "1 5 0", HF_FSDP_RUN_ID="mine").returncode == 1
+    done = torchrun(tmp_path, 0, "train.py", "never", HF_FSDP_RUN_ID="mine")
+    assert done.returncode == 0, done.stderr
+    counts = [line.split()[0] for line in (tmp_path / "losses_0").read_text().splitlines()]
+    assert counts == [*"12345", *"45678"] and report(tmp_path)["lost_steps"] == 2
 
 
 def two_machines(folder: Path, port: int, machine: int) -> list[str]:

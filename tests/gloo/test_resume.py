@@ -114,3 +114,76 @@ def test_restarted_run_resumes_from_its_own_checkpoint(
     assert_continues(resumed, whole, 4, EXACT if version == 2 else REORDERED)
     again = two_ranks.run(cases.train_in_run, str(tmp_path / "none"), "mine", 1, until=4, **settings)[0]
     assert again["start"] == 0, "without a checkpoint it begins as at the first start"
+
+
+def in_changing_worlds(four_ranks: Ranks, two_ranks: Ranks, folder: Path, case: Any, stops: Any) -> list[Any]:
+    """Run a case on 4, 2 and 4 ranks, each time until the next of the steps."""
+    worlds = zip((four_ranks, two_ranks, four_ranks), stops, strict=True)
+    return [case(world, str(folder), number, until) for number, (world, until) in enumerate(worlds)]
+
+
+@pytest.mark.parametrize("version", [slow(1), 2])
+def test_restart_with_fewer_ranks_keeps_samples_per_step(
+    two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path, version: int
+) -> None:
+    """Epochs have two steps: the first restart is in the middle of one, the second between two."""
+    arguments = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, **config(version, "SHARDED")}
+    arguments |= {"max_steps": -1, "num_train_epochs": 7}
+
+    def case(world: Ranks, folder: str, number: int, until: int) -> dict[str, Any]:
+        return world.run(cases.train_in_run, folder, "mine", number, until=until, **arguments)[0]
+
+    whole = case(four_ranks, str(tmp_path / "whole"), 0, cases.NUM_STEPS)
+    runs = in_changing_worlds(four_ranks, two_ranks, tmp_path / "run", case, (3, 6, cases.NUM_STEPS))
+    assert [(run["accumulation"], run["samples"], run["start"]) for run in runs] == [(2, 24, 0), (4, 24, 3), (2, 24, 6)]
+    assert (runs[-1]["step"], runs[-1]["epoch"]) == (whole["step"], whole["epoch"]) == (14, 7.0)
+    for step in range(1, cases.NUM_STEPS + 1):
+        run = next(run for run in runs if step in run["losses"])
+        assert run["losses"][step] == pytest.approx(whole["losses"][step], rel=REORDERED), step
+        assert run["rates"][step] == pytest.approx(whole["rates"][step], rel=EXACT), step
+
+
+@pytest.mark.parametrize(
+    ("length", "accumulation", "version"),
+    [("ranks", 1, 2), ("batches", 2, 2), slow("torch", 1, 2), slow("ranks", 1, 1), slow("batches", 2, 1)],
+)
+def test_loop_with_fewer_ranks_keeps_samples_and_schedule(
+    two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path, length: str, accumulation: int, version: int
+) -> None:
+    def case(world: Ranks, folder: str, number: int, until: int) -> dict[str, Any]:
+        return world.run(cases.train_loop, folder, number, until, length, accumulation, version=version)[0]
+
+    whole = case(four_ranks, str(tmp_path / "whole"), 0, cases.NUM_STEPS)
+    runs = in_changing_worlds(four_ranks, two_ranks, tmp_path / "run", case, (5, 7, cases.NUM_STEPS))
+    samples = 4 * accumulation
+    assert [(run["accumulation"], run["samples"]) for run in runs] == [
+        (accumulation, samples), (2 * accumulation, samples), (accumulation, samples)
+    ]  # fmt: skip
+    assert not [line for run in runs for line in run["printed"] if "W434" in line]
+    losses = {step: loss for run in runs for step, loss in run["losses"].items()}
+    rates = {step: rate for run in runs for step, rate in run["rates"].items()}
+    assert losses == pytest.approx(whole["losses"], rel=REORDERED)
+    assert rates == pytest.approx(whole["rates"], rel=EXACT, abs=1e-12)
+    assert len(losses) == cases.NUM_STEPS
+
+
+def test_samples_per_step_that_cannot_be_kept_are_reported(
+    two_ranks: Ranks, three_ranks: Ranks, four_ranks: Ranks, tmp_path: Path
+) -> None:
+    """Three ranks cannot have 8 samples per step, and a loop without ``accumulate`` makes a step after each batch."""
+    runs = [
+        world.run(cases.train_loop, str(tmp_path / "three"), number, number + 1, "batches", 2, version=2)[0]
+        for number, world in enumerate((four_ranks, three_ranks, four_ranks))
+    ]
+    assert [(run["accumulation"], run["samples"]) for run in runs] == [(2, 8), (3, 9), (2, 8)]
+    assert [any("FSDP-W434" in line for line in run["printed"]) for run in runs] == [False, True, True]
+    assert [runs[step - 1]["rates"][step] for step in (1, 2)] == pytest.approx([5e-4, 1e-3]), "8 steps of warm-up"
+    runs = [
+        world.run(
+            cases.train_loop, str(tmp_path / "two"), number, number + 1, "ranks", 1, version=2, uses_accumulate=False
+        )[0]
+        for number, world in enumerate((four_ranks, two_ranks))
+    ]
+    assert [(run["accumulation"], run["samples"]) for run in runs] == [(1, 4), (1, 2)]
+    assert [any("FSDP-W434" in line for line in run["printed"]) for run in runs] == [False, True]
+    assert runs[1]["rates"][2] == pytest.approx(runs[0]["rates"][1] * 2), "the third part of the warm-up, twice"

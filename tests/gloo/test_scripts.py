@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -292,6 +293,56 @@ def test_loop_script_trains_and_reports(tmp_path: Path, launcher: str) -> None:
     ok(launched(tmp_path, launcher, *ACCELERATE))
     assert EXPECTED.items() <= observed(report(tmp_path / "fsdp_report.json")).items()
     assert (tmp_path / "out" / "step-2").is_dir()
+
+
+# Runs a script as a rank of a run that has been restarted as often as the first argument says.
+RESTARTED = """\
+import os, runpy, sys
+from pathlib import Path
+from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.runs.restarts import FailedAttempt, Restarts
+
+count = int(sys.argv[1])
+failures = tuple(FailedAttempt(failure="rank 1: killed by SIGKILL", began=0, steps=6) for _ in range(count))
+session.restarts = Restarts(run_id="a run", max_restarts=3, failures=failures)
+os.environ["HF_FSDP_RESTART_COUNT"] = str(count)
+sys.argv = sys.argv[2:]
+sys.path.insert(0, str(Path(sys.argv[0]).parent))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["1", "2"])
+def test_loop_script_continues_on_other_numbers_of_ranks(tmp_path: Path, version: str) -> None:
+    """The steps of a run on four, two and four ranks have the losses of a run on four."""
+    model = tiny_model(tmp_path)
+    config(tmp_path, fsdp_transformer_layer_cls_to_wrap="LlamaDecoderLayer", fsdp_version=version)
+    (tmp_path / "restarted.py").write_text(RESTARTED)
+    script = (SCRIPTS / "train_loop.py", "--model_name_or_path", model, "--max_length", "16", "--save_every", "3")
+
+    def steps(folder: str, count: int, num_ranks: int) -> list[tuple[float, ...]]:
+        """Return number, loss and gradient norm of each step."""
+        flags = ["--num_processes", str(num_ranks), "restarted.py", str(count)]
+        arguments = [*script, "--max_steps", "9", "--eval_every", "0", "--output_dir", folder]
+        done = launched(tmp_path, "hf-fsdp launch", *flags, *arguments)
+        ok(done)
+        lines = [line.split() for line in done.stdout.splitlines() if line.startswith("step ")]
+        return [tuple(float(line[at]) for at in (1, 3, 5)) for line in lines]
+
+    def is_equal(found: list[tuple[float, ...]], expected: list[tuple[float, ...]]) -> bool:
+        """Whether all numbers are equal but for the last printed digit: the ranks add up bf16 gradients."""
+        return [row[0] for row in found] == [row[0] for row in expected] and all(
+            row[1:] == (pytest.approx(loss, abs=1.5e-4), pytest.approx(norm, abs=1.5e-3))
+            for row, (_, loss, norm) in zip(found, expected, strict=True)
+        )
+
+    whole = steps("whole", 0, 4)
+    assert len(whole) == 9
+    shutil.copytree(tmp_path / "whole" / "step-3", tmp_path / "run" / "step-3")
+    assert is_equal(steps("run", 1, 2), whole[3:])
+    shutil.rmtree(tmp_path / "run" / "step-9")
+    assert is_equal(steps("run", 2, 4), whole[6:]), "from step 6, which two ranks have saved"
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,8 @@ class Manifest:
         ties: names that share one tensor, a tuple for each such tensor.
         files: all files of the checkpoint except the manifest.
         batch: batch sizes, gradient accumulation and number of samples seen, to resume at the same sample.
-        run: the run of a launcher that wrote the checkpoint: ``id``, ``steps`` and ``training``; empty without one.
+        run: the run that wrote the checkpoint: ``id``, ``steps``, ``training`` and, in a batch system, ``job``;
+            empty if no launcher identifies it.
     """
 
     kind: str

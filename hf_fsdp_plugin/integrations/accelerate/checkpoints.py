@@ -19,11 +19,12 @@ from hf_fsdp_plugin.backends.shard import place_of, plan_of
 from hf_fsdp_plugin.checkpoint import load_state as load_state_file
 from hf_fsdp_plugin.checkpoint import manifest_of, numbered_checkpoints, remove_checkpoint
 from hf_fsdp_plugin.checkpoint.names import ACCELERATE_PREFIX, ACCELERATE_RUN, custom_state_file
+from hf_fsdp_plugin.integrations.accelerate.batches import batch_of, keep_samples_per_step
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, has_planned_state, if_sharded
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.moving_average import load_averages, save_averages
 from hf_fsdp_plugin.integrations.profiling.marking import marked
-from hf_fsdp_plugin.integrations.restarts import count_from, run_fact
+from hf_fsdp_plugin.integrations.restarts import batch_before_restart, count_from, run_fact
 from hf_fsdp_plugin.integrations.resuming import find_checkpoint, warn_differences
 from hf_fsdp_plugin.integrations.saving import manager, remove_stale_weights
 from hf_fsdp_plugin.plan.names import unwrapped
@@ -66,7 +67,7 @@ def save_state(
         plugin.state_dict_kind,
         step=accelerator.step or None,
         asynchronous=asynchronous,
-        batch={"world_size": dist.get_world_size()},
+        batch=batch_of(accelerator),
         run=run_fact(),
     )
     manager.finish(save, manifest, after=lambda: _rotate(run, project.total_limit) if run is not None else None)
@@ -119,6 +120,8 @@ def load_state(original: Callable[..., Any], accelerator: Any, input_dir: Any = 
     finally:
         _pickles_allowed.reset(token)
     if path is not None:
+        if saved := batch_before_restart(path):
+            keep_samples_per_step(accelerator, path, saved)
         load_averages(prepared_models(accelerator), path, verify=accelerator.state.fsdp_plugin.spec.checkpoint.verify)
     return result
 

@@ -260,6 +260,7 @@ if_sharded = _replace_if(has_sharded_model)
 def init_plugin(original: Callable[..., None], plugin: Any, *args: Any, **kwargs: Any) -> None:
     """Record the arguments of a stock plugin and suppress the constructor's errors, if ``install`` was called."""
     given = dict(inspect.signature(original).bind(*args, **kwargs).arguments)
+    session.start_deferred()
     if not session.installed:
         original(**given)
         return

@@ -29,16 +29,17 @@ from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.estimate.padding import with_padding_warning
 from hf_fsdp_plugin.hangs.step_count import step_count
 from hf_fsdp_plugin.integrations.accelerate import private
-from hf_fsdp_plugin.integrations.accelerate.batches import check_even_batches
+from hf_fsdp_plugin.integrations.accelerate.batches import check_even_batches, notice_accumulation
 from hf_fsdp_plugin.integrations.accelerate.plugin import planned_plugin
+from hf_fsdp_plugin.integrations.attempts import agree_on_attempt
 from hf_fsdp_plugin.integrations.call_record import name_units
 from hf_fsdp_plugin.integrations.peft.checks import check_adapters
 from hf_fsdp_plugin.integrations.preflight.run import preflight
 from hf_fsdp_plugin.integrations.profiling.run import profiling
-from hf_fsdp_plugin.integrations.rank_watch import rank_watch
 from hf_fsdp_plugin.integrations.run_report import track
 from hf_fsdp_plugin.integrations.saving import prepare_buffers_after_first_step
 from hf_fsdp_plugin.integrations.torchao import private as torchao_private
+from hf_fsdp_plugin.integrations.watch import watch
 from hf_fsdp_plugin.messages import print_warnings
 from hf_fsdp_plugin.plan.further import spec_of_further_model
 from hf_fsdp_plugin.plan.model import FsdpPlan
@@ -93,8 +94,8 @@ def prepare_objects(accelerator: Any, objects: Sequence[Any]) -> Any:
     _set_step_modes(new_optimizers, models)
     for optimizer in new_optimizers:
         step_count.watch(optimizer)
-        rank_watch.watch_steps(optimizer)
         optimizer.register_step_pre_hook(first_step.announce)
+        notice_accumulation(accelerator, optimizer)
         if preflight.active:
             _own_loop().watch_optimizer(optimizer)
         for model in models:
@@ -154,9 +155,14 @@ def _shard_model(
     is_first: bool = True,
     is_trained: bool = True,
 ) -> nn.Module:
-    """Plan and shard one model, after all ranks have arrived. Raises the error of a rank that could not load it."""
+    """Plan and shard one model, after all ranks have arrived. Raises the error of a rank that could not load it.
+
+    Raises ``SpecError`` if the attempts before have failed in the same way.
+    """
     load_failures.close()  # this rank continues, even if a load failed
-    with _together(type(unwrapped(compiled_module(model) or model)).__name__.removeprefix("FSDP")):
+    name = type(unwrapped(compiled_module(model) or model)).__name__.removeprefix("FSDP")
+    with _together(name):
+        agree_on_attempt(name)
         return _shard_on_all_ranks(accelerator, model, optimizers, is_first=is_first, is_trained=is_trained)
 
 
@@ -193,7 +199,7 @@ def _shard_on_all_ranks(
     _compile_units(accelerator, plan, model)
     sharded = shard(plan, model, accelerator.device, optimizers)
     step_count.watch_forwards(sharded)
-    rank_watch.start(sharded, plan.model_class)
+    watch.follow_thread()
     name_units(sharded)
     profiling.watch(sharded)
     if compiler is not None:

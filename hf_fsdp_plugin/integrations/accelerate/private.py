@@ -42,6 +42,10 @@ def prepared_optimizers(accelerator: Any) -> list[Any]:
     return list(accelerator._optimizers)
 
 
+def prepared_schedulers(accelerator: Any) -> list[Any]:
+    return list(accelerator._schedulers)
+
+
 def prepared_dataloaders(accelerator: Any) -> list[Any]:
     return list(accelerator._dataloaders)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers.trainer_utils import has_length
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.arrivals import TRAINING_LIMIT, together, wait_for_all_ranks
@@ -35,9 +37,15 @@ from hf_fsdp_plugin.integrations.gathered import gathered
 from hf_fsdp_plugin.integrations.moving_average import save_averages
 from hf_fsdp_plugin.integrations.peft.saving import adapter_state, as_unsharded
 from hf_fsdp_plugin.integrations.profiling.marking import marked
-from hf_fsdp_plugin.integrations.restarts import checkpoint_after_restart, run_fact
-from hf_fsdp_plugin.integrations.resuming import find_checkpoint, warn_differences
+from hf_fsdp_plugin.integrations.restarts import batch_before_restart, checkpoint_after_restart, run_fact
+from hf_fsdp_plugin.integrations.resuming import (
+    find_checkpoint,
+    kept_accumulation,
+    print_accumulation,
+    warn_differences,
+)
 from hf_fsdp_plugin.integrations.saving import manager, remove_stale_weights
+from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.integrations.transformers.progress import without_progress_bar
 from hf_fsdp_plugin.integrations.transformers.save_pretrained import is_stored_differently
@@ -111,17 +119,41 @@ def _rotate(trainer: Any, run: Path, newest: Path) -> None:
 
 
 def _batch(trainer: Any) -> dict[str, Any]:
-    """Return the batch sizes and the seeds for the manifest."""
+    """Return the batch sizes and the seeds for the manifest, and what else in a step depends on the accumulation."""
     arguments = trainer.args
-    per_device = private.train_batch_size(trainer)
-    return {
+    per_device, accumulation = private.train_batch_size(trainer), arguments.gradient_accumulation_steps
+    is_split = trainer.accelerator.split_batches  # then all ranks share one batch
+    batch = {
         "per_device": per_device,
-        "accumulation": arguments.gradient_accumulation_steps,
+        "accumulation": accumulation,
         "world_size": dist.get_world_size(),
-        "samples_per_step": per_device * arguments.gradient_accumulation_steps * dist.get_world_size(),
+        "samples_per_step": per_device * accumulation if is_split else trainer.get_total_train_batch_size(arguments),
         "seed": arguments.seed,
         "data_seed": arguments.data_seed,
     }
+    if session.first_samples_per_step is not None:
+        batch["first_samples_per_step"] = session.first_samples_per_step
+    loader = trainer.callback_handler.train_dataloader
+    if loader is not None and has_length(loader):
+        batch["steps_per_epoch"] = math.ceil(len(loader) / accumulation)
+    depends = []
+    if arguments.train_sampling_strategy == "group_by_length":
+        depends.append("group_by_length sorts samples in groups whose size depends on the gradient accumulation")
+    if trainer.model_accepts_loss_kwargs and not arguments.average_tokens_across_devices:
+        depends.append("average_tokens_across_devices=False averages the loss of each rank's tokens separately")
+    return {**batch, "depends_on_accumulation": depends} if depends else batch
+
+
+def _keep_samples_per_step(trainer: Any, saved: Mapping[str, Any]) -> None:
+    """Change the gradient accumulation after a restart, so that a step has as many samples as in the first attempt."""
+    arguments, now = trainer.args, _batch(trainer)
+    given = arguments.gradient_accumulation_steps
+    if arguments.auto_find_batch_size and "per_device" in saved:  # the Trainer continues with the saved batch size
+        now["samples_per_step"] = now["samples_per_step"] * saved["per_device"] // now["per_device"]
+    arguments.gradient_accumulation_steps = kept_accumulation(saved, now)
+    samples = now["samples_per_step"] * arguments.gradient_accumulation_steps // given
+    now |= {"accumulation": arguments.gradient_accumulation_steps, "samples_per_step": samples}
+    print_accumulation(saved, now, given)
 
 
 @if_sharded
@@ -269,7 +301,10 @@ def checkpoint_to_resume(trainer: Any, resume: Any) -> Any:
     Raises:
         CheckpointError: the selected checkpoint is incomplete, or all checkpoints are.
     """
+    session.first_samples_per_step = None  # of an earlier training in this script
     if (own := checkpoint_after_restart(Path(trainer.args.output_dir), TRAINER_PREFIX)) is not None:
+        if saved := batch_before_restart(own):
+            _keep_samples_per_step(trainer, saved)
         return str(own)
     if not resume:
         return resume

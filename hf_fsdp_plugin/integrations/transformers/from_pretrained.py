@@ -19,7 +19,7 @@ from hf_fsdp_plugin.integrations.accelerate.private import mark_model_prepared
 from hf_fsdp_plugin.integrations.call_record import name_units
 from hf_fsdp_plugin.integrations.environment import loading_ram_efficiently
 from hf_fsdp_plugin.integrations.profiling.run import profiling
-from hf_fsdp_plugin.integrations.rank_watch import rank_watch
+from hf_fsdp_plugin.integrations.watch import watch
 from hf_fsdp_plugin.plan.load_model import model_class_of
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.plan.resolve import resolve
@@ -61,7 +61,7 @@ def from_pretrained(
     plan = agree_on_plan(plan, model, state.device)
     sharded = shard(plan, model, state.device)
     step_count.watch_forwards(sharded)
-    rank_watch.start(sharded, plan.model_class)
+    watch.follow_thread()
     name_units(sharded)
     profiling.watch(sharded)
     mark_model_prepared(sharded)

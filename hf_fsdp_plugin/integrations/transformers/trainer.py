@@ -27,7 +27,9 @@ from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX
 from hf_fsdp_plugin.integrations.accelerate.adoption import is_left_to_transformers
 from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned, planned_plugin
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
+from hf_fsdp_plugin.integrations.attempts import agree_on_attempt
 from hf_fsdp_plugin.integrations.patching import install_hooks, override_hooked_methods
+from hf_fsdp_plugin.integrations.restarts import is_started_again
 from hf_fsdp_plugin.integrations.run_report import report_run, set_output_dir
 from hf_fsdp_plugin.integrations.saving import manager
 from hf_fsdp_plugin.integrations.sentence_transformers.losses import replicate_parameters_of_losses
@@ -161,7 +163,8 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     replicate_parameters_of_losses(trainer)
     session.num_trainings += 1
     resume = found = args[0] if args else kwargs.get("resume_from_checkpoint")
-    if resume or session.restarts.count:
+    agree_on_attempt(f"{type(trainer).__name__}.train")
+    if is_started_again() or resume:
         found = checkpoint_to_resume(trainer, resume)
         args, kwargs = (found, *args[1:]), {k: v for k, v in kwargs.items() if k != "resume_from_checkpoint"}
     prepare_moving_averages(trainer, found)

@@ -31,7 +31,7 @@ class Fault(TrainerCallback):
             faults not in (["kill"], ["hang"])
             or not is_last
             or state.global_step != 4
-            or os.environ["HF_FSDP_RESTART_COUNT"] != "0"
+            or os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
         ):
             return
         if faults == ["kill"]:

@@ -92,6 +92,30 @@ def test_all_config_errors_are_reported_at_once(launch: Callable, folder: Path, 
     assert not (folder / "started").exists()
 
 
+def test_dry_run_shows_the_variables_of_a_pod(launch: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"NNODES": "1:2", "NPROC_PER_NODE": "2", "RDZV_ENDPOINT": "localhost:23456"}.items():
+        monkeypatch.setenv(f"PET_{name}", value)
+    code, out, _ = launch("--dry_run", "train.py")
+    assert code == 0 and "environment PET_NNODES=1:2" in out
+    assert "rendezvous: 2 machines, 4 ranks, machine 0 runs ranks 0 to 1, localhost:23456" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "message"),
+    [
+        ("PET_MAX_RESTARTS", 2, "hf-fsdp launch: PET_MAX_RESTARTS is 'x'; expected a number.\n"),
+        ("PET_NNODES", 1, "PET_NNODES is 'x'; expected a number, or MIN:MAX with MIN from 1 to MAX."),
+    ],
+)
+def test_invalid_variable_of_a_pod_starts_nothing(
+    launch: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int, message: str
+) -> None:
+    monkeypatch.setenv(name, "x")
+    found, _, err = launch("train.py")
+    assert (found, err.count("\n")) == (code, 1) and message in err, err
+    assert not (folder / "started").exists()
+
+
 def test_dry_run_prints_command_and_rendezvous(launch: Callable, folder: Path) -> None:
     code, out, _ = launch("--dry-run", "--num_processes", "4", "--cpu", "train", "a b")
     assert code == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import numpy
 import pytest
 import saved
 from merge_inputs import save as save_local
+from torch.distributed import HashStore
 
-from hf_fsdp_plugin.launcher.machines import Machines
+from hf_fsdp_plugin.launcher.peers import Peers
 from hf_fsdp_plugin.problems import MAX_SHOWN, CheckpointError, Problem
 from hf_fsdp_plugin.text import fit_table, format_table, printable
 
@@ -75,6 +77,16 @@ def test_escapes_in_copied_files_are_escaped_in_output(checkpoint: Path, tmp_pat
         assert_printable(out + err)
 
 
+def test_escapes_in_a_written_file_are_escaped_in_output(tmp_path: Path, hf_fsdp: Any) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    page = tmp_path / f"page{ESCAPES.replace(chr(0), '').replace('/', '')}.html"
+    code, out, err = hf_fsdp("plan", "--model", tmp_path, "--seq-len", "16", "--html", page)
+    assert code == 0 and page.exists() and "written: " in out, err
+    assert_printable(out + err)
+
+
 VALID = """\
 distributed_type: FSDP
 num_processes: 2
@@ -124,12 +136,11 @@ def test_escapes_in_a_config_are_escaped_in_output(tmp_path: Path, hf_fsdp: Any,
     assert_printable(out + err)
 
 
-def test_text_of_other_launchers_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
-    machines = object.__new__(Machines)
-    monkeypatch.setattr(machines, "_pulse", type("Pulse", (), {"announced": f"machine 1: {ESCAPES}"}), raising=False)
-    monkeypatch.setattr(machines, "_store", type("Store", (), {"machine": 0}), raising=False)
-    text = machines.failure()
-    assert text is not None and text.startswith("machine 1: ")
+def test_text_of_other_launchers_is_escaped() -> None:
+    store = HashStore()
+    Peers(store, 1, 2).announce(ESCAPES)
+    text = str(Peers(store, 0, 2).failure())
+    assert text.startswith("machine 1: ")
     assert_printable(text)
 
 

@@ -12,13 +12,20 @@ from hf_fsdp_plugin.hangs.exit_watch import LIMIT_VARIABLE, exit_limit
 CODE = """
 import sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
-from hf_fsdp_plugin.hangs.exit_watch import watch_exit
+from hf_fsdp_plugin.hangs.exit_watch import ExitWatch
+exits = ExitWatch(0.3, notice=print, fail=print)
+def poll():
+    while True:
+        print("ended early") if exits.poll() and not ended else time.sleep(0.05)
 def upload():
     time.sleep({seconds})
 if {seconds}:
     threading.Thread(target=upload, name="uploader").start()
 ThreadPoolExecutor().submit(int).result()
-watch_exit(0.3, notice=print, fail=print)
+ended = False
+threading.Thread(target=poll, daemon=True).start()
+time.sleep(0.2)
+ended = True
 """
 
 
@@ -34,7 +41,7 @@ def test_threads_are_named_before_the_process_fails() -> None:
     code, lines = run(60)
     assert code == 1
     assert ["FSDP-W741" in lines[0], "FSDP-E742" in lines[1]] == [True, True]
-    assert all("non-daemon threads uploader (<string>:6, in upload)" in line for line in lines)
+    assert all("non-daemon threads uploader (<string>:10, in upload)" in line for line in lines)
 
 
 def test_idle_executors_do_not_hold_a_process() -> None:

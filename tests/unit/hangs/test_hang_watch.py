@@ -1,4 +1,4 @@
-"""The launcher's watch over records of made-up ranks, its questions to other machines, its messages and its dump."""
+"""The watch over records of made-up ranks, its questions to other machines, its messages and its dump."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ from hf_fsdp_plugin.cli.exit_codes import HANG
 from hf_fsdp_plugin.hangs import hang_report, hang_watch, inquiries, processes
 from hf_fsdp_plugin.hangs.call_files import read_calls
 from hf_fsdp_plugin.hangs.calls import RankCalls
-from hf_fsdp_plugin.hangs.hang_report import format_hang, write_hang
+from hf_fsdp_plugin.hangs.hang_report import FoundHang, found_hang, write_hang
 from hf_fsdp_plugin.hangs.hang_watch import DEFAULT_LIMIT, LIMIT_VARIABLE, Hang, HangWatch, hang_limit
-from hf_fsdp_plugin.hangs.inquiries import Inquiries, StoreInquiries
+from hf_fsdp_plugin.hangs.inquiries import Inquiries, JobStore, StoreInquiries, StoreLost
 from hf_fsdp_plugin.hangs.processes import Use, is_halted, processor_use
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
 from hf_fsdp_plugin.hangs.record import CallRecord
-from hf_fsdp_plugin.launcher.launcher_store import LauncherStore
 from hf_fsdp_plugin.runs.exits import RunResult
-from hf_fsdp_plugin.runs.failure_summary import exit_code, format_failures, summarize_hang
+from hf_fsdp_plugin.runs.failure_summary import exit_code, format_failures
 
 LIMIT = 0.4
 SLEEPS = "import time; time.sleep(60)"
@@ -64,8 +63,8 @@ class Rank:
     def pid(self) -> int:
         return self.process.pid
 
-    def poll(self) -> int | None:
-        return self.process.poll()
+    def is_gone(self) -> bool:
+        return self.process.poll() is not None
 
     def request_stacks(self) -> None:
         pass
@@ -109,8 +108,6 @@ def watch_for(ranks: list[Rank], seconds: float, **options: object) -> tuple[Han
             "limit": LIMIT,
             "is_strict": True,
             "inquiries": Inquiries(),
-            "num_local": 2,
-            "world_size": 2,
             "notice": lambda notice: notices.append(str(notice)),
             **options,
         }
@@ -133,10 +130,16 @@ def test_late_rank_is_reported_after_the_limit(ranks: Make, tmp_path: Path) -> N
     dump = json.loads(path.read_text())
     assert dump["ranks"] == [1] and dump["waiting"][0]["operation"] == "all-reduce" and dump["code"] == "FSDP-E728"
     assert [rank["rank"] for rank in dump["calls_of_ranks"]] == [0, 1]
-    assert str(path) in format_hang(hang, path)
-    result = RunResult(exits=(), hang=hang)
-    assert exit_code(result) == HANG and format_failures(result) == ""
-    assert exit_code(RunResult(exits=(), remote_failure=f"machine 1: {summarize_hang(hang)}")) == HANG
+    found = found_hang(hang, path)
+    assert str(path) in found.text and found.same_as == "FSDP-E728 in all-reduce of "
+    file = tmp_path / "hang.json"
+    assert FoundHang.read(file) is None
+    assert found.claim(file) and FoundHang.read(file) == found
+    assert not found.claim(file), "only one rank reports the hang"
+    assert list(tmp_path.glob("hang.json*")) == [file]
+    result = RunResult(exits=(), hang=found)
+    assert exit_code(result) == HANG and format_failures(result) == found.text
+    assert exit_code(RunResult(exits=(), remote_failure=f"machine 1: {found.message}")) == HANG
 
 
 def test_wait_that_ends_is_not_reported(ranks: Make) -> None:
@@ -215,7 +218,7 @@ def test_state_of_the_process_is_named(ranks: Make, late: str, number: int | Non
         os.kill(both[1].pid, number)
     hang, _ = watch_for(both, 20.0, is_strict=False)
     assert hang is not None and hang.diagnosis.ranks == (1,)
-    assert ("SIGSTOP" if number is not None else "exit code 0") in hang.problem.message
+    assert ("SIGSTOP" if number is not None else "had exited before the end") in hang.problem.message
 
 
 def test_time_out_of_the_group_shortens_the_limit(ranks: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,44 +242,93 @@ def test_standstill_is_noticed_once(ranks: Make) -> None:
     assert hang is None and len(notices) == 1 and "FSDP-W733" in notices[0]
 
 
-def inquiries_of(store: dist.Store, machine: int, num_machines: int) -> StoreInquiries:
-    shared = LauncherStore(store, machine)
-    return StoreInquiries(shared, num_machines, lambda: shared.count(shared.key(inquiries.ASKED)))
+def inquiries_of(store: dist.Store, machine: int, world_size: int) -> StoreInquiries:
+    """Of a machine with one rank, which registers."""
+    made = StoreInquiries(JobStore(lambda: store), name=f"machine {machine}", ranks=[machine], world_size=world_size)
+    assert not made.is_asked()
+    return made
 
 
-def test_machines_answer_each_other_and_name_silent_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inquiries, "_LIMIT", 2.0)
+@pytest.fixture(autouse=True)
+def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inquiries, "_LOOK_SECONDS", 0.0)
+
+
+def test_machines_answer_each_other_and_name_silent_ones() -> None:
+    seconds = 2.0
     store = dist.HashStore()
-    machines = [inquiries_of(store, machine, 3) for machine in range(3)]
-    found: list[tuple[list[RankCalls], list[int]]] = []
-    thread = threading.Thread(target=lambda: found.append(machines[0].ask([RankCalls(rank=0)])))
+    machines = [inquiries_of(store, machine, 4) for machine in range(3)]
+    found: list[list[RankCalls] | None] = []
+    thread = threading.Thread(target=lambda: found.append(machines[0].ask([RankCalls(rank=0)], seconds)))
     thread.start()
     deadline = time.monotonic() + 5
     while not machines[1].is_asked() and time.monotonic() < deadline:
         time.sleep(0.05)
-    machines[1].answer([RankCalls(rank=1, place="here")])
+    machines[1].answer([RankCalls(rank=1, place="here \x1b[2J"), RankCalls(rank=2)])
     assert not machines[1].is_asked()
     thread.join()
-    assert found == [([RankCalls(rank=1, place="here", idle=1e9)], [2])]
+    silent = RankCalls(rank=2, state="unreachable", detail="machine 2")
+    unknown = RankCalls(rank=3, state="unreachable", detail="another machine")
+    answer = RankCalls(rank=1, place="here \\u001b[2J", idle=1e9)
+    assert found == [[answer, silent, unknown]], "texts are escaped, and each machine answers for its own ranks"
 
 
-def test_waiting_machines_ask_for_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_machines_ask_for_one_number() -> None:
     """All machines of a job ask at the same time when it hangs, and the store has one process."""
-    monkeypatch.setattr(inquiries, "_LIMIT", 1.0)
+    seconds = 1.0
+    store = dist.HashStore()
+    others = [inquiries_of(store, machine, 64) for machine in range(64)]
     checks: list[str] = []
-    monkeypatch.setattr(LauncherStore, "has", lambda self, *keys: checks.append(keys[0]) is not None)
-    assert inquiries_of(dist.HashStore(), 0, 64).ask([RankCalls(rank=0)]) == ([], list(range(1, 64)))
-    assert len([key for key in checks if "hang/" in key]) <= 63, "the answers are looked for when their number changes"
+
+    class Counted:
+        def check(self, keys: list[str]) -> bool:
+            checks.append(keys[0])
+            return bool(store.check(keys))
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(store, name)
+
+    others[0]._store = JobStore(Counted)
+    answers = others[0].ask([RankCalls(rank=0)], seconds)
+    assert answers is not None and [each.state for each in answers] == 63 * ["unreachable"]
+    assert len([key for key in checks if key.startswith("1/")]) <= 63, "they are looked for when their number changes"
 
 
 @pytest.mark.parametrize("data", [zlib.compress(bytes(inquiries._MAX_ANSWER + 1)), b"no zlib", zlib.compress(b"[1]")])
-def test_machine_with_an_invalid_answer_is_silent(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
-    monkeypatch.setattr(inquiries, "_LIMIT", 0.3)
+def test_machine_with_an_invalid_answer_is_silent(data: bytes) -> None:
+    seconds = 0.3
     store = dist.HashStore()
-    other = LauncherStore(store, 1)
-    other.set(other.own("hang/1"), base64.b64encode(data).decode())
-    other.count(other.key("hang/1/answers"), 1)
-    assert inquiries_of(store, 0, 2).ask([RankCalls(rank=0)]) == ([], [1])
+    first, _ = inquiries_of(store, 0, 2), inquiries_of(store, 1, 2)
+    store.set("1/1", base64.b64encode(data).decode())
+    store.add("1/answers", 1)
+    assert first.ask([RankCalls(rank=0)], seconds) == [RankCalls(rank=1, state="unreachable", detail="machine 1")]
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"name": 1, "ranks": "all"}', '{"ranks": [[1]]}'])
+def test_machine_with_an_invalid_name_is_unreachable(content: str) -> None:
+    seconds = 0.3
+    store = dist.HashStore()
+    first, _ = inquiries_of(store, 0, 2), inquiries_of(store, 1, 2)
+    store.set("machine/1", content)
+    assert first.ask([RankCalls(rank=0)], seconds) == [RankCalls(rank=1, state="unreachable", detail="another machine")]
+
+
+def test_request_that_does_not_end_blocks_no_other() -> None:
+    """The host of the store is stopped: torch's requests have no limit of their own."""
+    released = threading.Event()
+    store = JobStore(lambda: released.wait(30))
+    begin = time.monotonic()
+    for _ in range(3):
+        with pytest.raises(StoreLost):
+            store.ask(lambda _: None, 0.3)
+    assert time.monotonic() - begin < 5
+    assert len([each for each in threading.enumerate() if each.name == inquiries.THREAD]) == 1
+    assert not store.join(0.1)
+    released.set()
+    assert store.join(10) and store.ask(lambda _: 1) == 1
+    store.close()
+    with pytest.raises(StoreLost):
+        store.ask(lambda _: 1)
 
 
 def test_hang_dump_in_a_shared_folder_has_no_known_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,16 +341,16 @@ def test_hang_dump_in_a_shared_folder_has_no_known_name(tmp_path: Path, monkeypa
 
 def test_machines_that_ask_at_once_answer_each_other() -> None:
     store = dist.HashStore()
-    found: dict[int, tuple[list[RankCalls], list[int]] | None] = {}
+    found: dict[int, list[RankCalls] | None] = {}
+    machines = [inquiries_of(store, machine, 2) for machine in (0, 1)]
 
     def ask(machine: int) -> None:
         own = [RankCalls(rank=machine)]
-        mine = inquiries_of(store, machine, 2)
-        found[machine] = mine.ask(own)
+        found[machine] = machines[machine].ask(own)
         deadline = time.monotonic() + 10
-        while len(found) < 2 and time.monotonic() < deadline:  # the launcher polls: the other may have asked later
-            if mine.is_asked():
-                mine.answer(own)
+        while len(found) < 2 and time.monotonic() < deadline:  # the watcher polls: the other may have asked later
+            if machines[machine].is_asked():
+                machines[machine].answer(own)
             time.sleep(0.01)
 
     threads = [threading.Thread(target=ask, args=(machine,)) for machine in (0, 1)]
@@ -306,30 +358,32 @@ def test_machines_that_ask_at_once_answer_each_other() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {0: ([RankCalls(rank=1, idle=1e9)], []), 1: ([RankCalls(rank=0, idle=1e9)], [])}
+    assert found == {0: [RankCalls(rank=1, idle=1e9)], 1: [RankCalls(rank=0, idle=1e9)]}
 
 
-def test_machine_that_has_reported_is_not_silent(ranks: Make) -> None:
+def test_first_announcement_ends_all_machines(ranks: Make) -> None:
     store = dist.HashStore()
-    LauncherStore(store, 1).announce("rank 3 hangs")
+    mine, other = inquiries_of(store, 0, 4), inquiries_of(store, 1, 4)
+    assert other.announce({"text": "rank 3 hangs"})
+    assert not mine.announce({"text": "rank 0 hangs"}) and mine.announced == {"text": "rank 3 hangs"}
     both = ranks()
     both[1].record.begin(Group(), "all-reduce", None)  # type: ignore[arg-type]
-    hang, _ = watch_for(both, LIMIT * 3, inquiries=inquiries_of(store, 0, 2), world_size=4)
-    assert hang is None
+    hang, _ = watch_for(both, LIMIT * 3, inquiries=inquiries_of(store, 2, 4))
+    assert hang is None, "the machine that has announced a hang does not answer any more"
 
 
 def test_silent_machine_is_late(ranks: Make) -> None:
     class Silent(Inquiries):
-        def ask(self, ranks: object) -> tuple[list[RankCalls], list[int]]:
-            return [], [1]
+        def ask(self, ranks: object, seconds: float = 0.0) -> list[RankCalls]:
+            return [RankCalls(rank=rank, state="unreachable", detail="machine 1 (b)") for rank in (2, 3)]
 
     both = ranks()
     both[1].record.begin(Group(), "all-reduce", None)  # type: ignore[arg-type]
     for rank in both:
         rank.files.calls.names.write_text(rank.files.calls.names.read_text().replace("0,1", "0-3"))
-    hang, _ = watch_for(both, 20.0, inquiries=Silent(), world_size=4)
+    hang, _ = watch_for(both, 20.0, inquiries=Silent())
     assert hang is not None and hang.diagnosis.ranks == (2, 3)
-    assert "machine 1, whose launcher does not answer" in hang.problem.message
+    assert "is on machine 1 (b), which does not answer" in hang.problem.message
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,14 +25,19 @@ LIBRARY = str(Path(os.__file__).parent / "site-packages" / "torch")
 CODE = """
 import os, sys, threading
 from pathlib import Path
-from hf_fsdp_plugin.hangs.places import record_stacks
-record_stacks(Path(sys.argv[1]))
+from hf_fsdp_plugin.hangs.places import StackFile, request_stack
+stacks = StackFile()
+stacks.open(Path(sys.argv[1]), crashes="record")
 stop = threading.Event()
 threading.Thread(target=stop.wait, daemon=True).start()
 def outer(): inner()
 def inner(): {line}
 outer()
 print("goes on")
+"""
+THREAD = """
+def train(): stacks.follow_thread(threading.current_thread()); outer()
+thread = threading.Thread(target=train); thread.start(); thread.join()
 """
 
 
@@ -45,6 +51,34 @@ def test_stack_of_the_main_thread_is_recorded(tmp_path: Path, line: str, code: i
     )
     assert (done.returncode, done.stdout) == (code, "" if code else "goes on\n"), done.stderr
     assert [frame.name for frame in read_stack(path)] == ["<module>", "outer", "inner"]
+
+
+@pytest.mark.parametrize("line", ["os.abort()", "request_stack(Path(sys.argv[1]), os.getpid())"])
+def test_stack_of_the_thread_that_trains_is_read(tmp_path: Path, line: str) -> None:
+    code = CODE.format(line=line).replace("outer()\nprint", f"{THREAD}\nprint")
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "stacks")], capture_output=True, check=False)
+    names = [frame.name for frame in read_stack(tmp_path / "stacks")]
+    assert names[names.index("train") :][:3] == ["train", "outer", "inner"]
+
+
+@pytest.mark.parametrize("handler", ["signal.SIG_DFL", "lambda *_: print('saved')", "signal.SIG_IGN"])
+def test_handlers_of_sigterm_run_before_and_after(tmp_path: Path, handler: str) -> None:
+    """Of the script, and of the plugin, which changes the handler while it saves in the background."""
+    line = (
+        f"import signal; own = signal.signal(signal.SIGTERM, {handler}); os.kill(os.getpid(), signal.SIGTERM); "
+        "signal.signal(signal.SIGTERM, own); stacks.close(); os.kill(os.getpid(), signal.SIGTERM)"
+    )
+    code = CODE.format(line=line)
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "stacks")], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    assert done.stdout == ("saved\n" if "saved" in handler else "")
+
+
+def test_stack_is_recorded_at_sigterm(tmp_path: Path) -> None:
+    code = CODE.format(line="os.kill(os.getpid(), 15)")
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "stacks")], capture_output=True)
+    assert done.returncode == -signal.SIGTERM
+    assert [frame.name for frame in read_stack(tmp_path / "stacks")] == ["<module>", "outer", "inner"]
 
 
 def test_missing_or_damaged_stacks_are_empty(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.hangs.step_count import step_count
 from hf_fsdp_plugin.integrations import restarts as subject
 from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.runs.identity import RunIdentity
 from hf_fsdp_plugin.runs.restarts import FailedAttempt, Restarts
 
 
@@ -46,6 +47,31 @@ def test_checkpoints_of_other_runs_are_not_resumed(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint-70", mine(70, training=2))
     assert subject.checkpoint_after_restart(tmp_path, "checkpoint-") == newest
     assert step_count.total == 60
+    step_count.resume_at(0)
+
+
+def test_requeued_job_resumes_from_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job of a batch system that is started again has other agents of torch, and so another id."""
+    save(tmp_path / "checkpoint-50", {"id": "other", "steps": 50, "training": 1, "job": "slurm-8-0-x"})
+    own = save(tmp_path / "checkpoint-40", {"id": "before", "steps": 40, "training": 1, "job": "slurm-7-0-x"})
+    monkeypatch.setattr(session, "restarts", Restarts(run_id="now"))
+    monkeypatch.setattr(session, "num_trainings", 1)
+    for requeued, expected in (("", None), ("slurm-7-0-x", own)):
+        identity = RunIdentity(id="now", attempt=bool(requeued), job="slurm-7-0-x", requeued=requeued)
+        monkeypatch.setattr(session, "identity", identity)
+        assert subject.checkpoint_after_restart(tmp_path, "checkpoint-") == expected
+        assert hfp.newest_checkpoint(tmp_path, this_run=True) == expected
+    assert subject.run_fact()["job"] == "slurm-7-0-x"
+    step_count.resume_at(0)
+
+
+def test_run_with_a_name_resumes_without_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "restarts", Restarts(run_id="mine"))
+    monkeypatch.setattr(session, "num_trainings", 1)
+    monkeypatch.setattr(session, "identity", RunIdentity(id="mine", given=True))
+    assert subject.checkpoint_after_restart(tmp_path, "checkpoint-") is None
+    own = save(tmp_path / "checkpoint-40", mine(40))
+    assert subject.checkpoint_after_restart(tmp_path, "checkpoint-") == own and step_count.total == 40
     step_count.resume_at(0)
 
 

@@ -8,7 +8,7 @@ import pytest
 import saved
 import torch.distributed as dist
 
-from hf_fsdp_plugin.integrations.resuming import find_checkpoint, warn_differences
+from hf_fsdp_plugin.integrations.resuming import find_checkpoint, kept_accumulation, samples_problem, warn_differences
 from hf_fsdp_plugin.problems import CheckpointError
 
 
@@ -60,3 +60,33 @@ def test_differences_from_saved_run_are_reported(
     warn_differences(checkpoint, {"samples_per_step": samples})
     printed = capsys.readouterr().err
     assert [code for code in ("FSDP-W433", "FSDP-W434") if code in printed] == codes
+
+
+@pytest.mark.parametrize(
+    ("saved", "samples", "accumulation", "expected"),
+    [
+        ({"samples_per_step": 24}, 24, 2, 2),
+        ({"samples_per_step": 24}, 12, 2, 4),
+        ({"samples_per_step": 24}, 48, 2, 1),
+        ({"samples_per_step": 24}, 96, 2, 1),  # one batch of each rank has more samples
+        ({"samples_per_step": 32}, 9, 1, 4),  # 36 is nearer than 27
+        ({"samples_per_step": 36, "first_samples_per_step": 32}, 16, 2, 4),
+        ({}, 12, 2, 2),
+        ({"samples_per_step": 24}, None, 2, 2),
+    ],
+)
+def test_accumulation_keeps_samples_per_step(
+    saved: dict[str, int], samples: int | None, accumulation: int, expected: int
+) -> None:
+    assert kept_accumulation(saved, {"samples_per_step": samples, "accumulation": accumulation}) == expected
+
+
+def test_steps_of_an_epoch_and_other_orders_are_reported(tmp_path: Path) -> None:
+    """With ``drop_last`` 4 ranks have 3 steps of 14 batches, and 2 ranks with twice the accumulation have 4."""
+    saved = {"samples_per_step": 8, "accumulation": 1, "world_size": 4, "steps_per_epoch": 3}
+    now = {"samples_per_step": 8, "accumulation": 2, "world_size": 2, "steps_per_epoch": 4}
+    problem = samples_problem(tmp_path, saved, now)
+    assert problem is not None and problem.code == "FSDP-W434" and "3 steps and has 4" in problem.message
+    assert samples_problem(tmp_path, saved, {**now, "steps_per_epoch": 3}) is None
+    assert samples_problem(tmp_path, saved, {**now, "steps_per_epoch": 3, "depends_on_accumulation": ["order"]})
+    assert samples_problem(tmp_path, now, {**now, "depends_on_accumulation": ["order"]}) is None

@@ -2,36 +2,52 @@
 
 from __future__ import annotations
 
-from collections import deque
+import signal
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hf_fsdp_plugin.checkpoint.writing import exit_hooks
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
-from hf_fsdp_plugin.launcher import rank_process, ranks
-from hf_fsdp_plugin.launcher.rank_process import RankProcess
-from hf_fsdp_plugin.launcher.ranks import Ranks
+from hf_fsdp_plugin.launcher import ranks
+from hf_fsdp_plugin.launcher.ranks import RankProcess
 
 
-@pytest.mark.parametrize(("saves", "seconds"), [(False, rank_process.TERM_SECONDS), (True, rank_process._SAVE_SECONDS)])
+@pytest.mark.parametrize(("saves", "seconds"), [(False, ranks._TERM_SECONDS), (True, ranks._SAVE_SECONDS)])
 def test_rank_that_writes_a_checkpoint_has_more_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: bool, seconds: float
 ) -> None:
-    process: Any = None
-    rank = RankProcess(rank=1, process=process, files=RankFiles(tmp_path / "rank1"), tail=deque())
+    rank = RankProcess(rank=1, pid=0, files=RankFiles(tmp_path / "rank_1"))
     if saves:
         rank.files.saving.touch()
     sent: list[str] = []
     monkeypatch.setattr(RankProcess, "send", lambda rank, number: sent.append("SIGTERM"))
-    monkeypatch.setattr(RankProcess, "kill_group", lambda rank: sent.append("SIGKILL"))
-    monkeypatch.setattr(Ranks, "_running", lambda launched: [rank])
-    launched = object.__new__(Ranks)
+    monkeypatch.setattr(RankProcess, "kill", lambda rank: sent.append("SIGKILL"))
     for now in (ranks._SETTLE_SECONDS + 0.1, ranks._SETTLE_SECONDS + seconds, ranks._SETTLE_SECONDS + seconds + 0.2):
-        launched._stop_after_failure(now)
+        rank.stop(now)
     assert sent == ["SIGTERM", "SIGKILL"]
 
 
 def test_ranks_have_longer_than_their_own_handler_waits() -> None:
-    assert rank_process._SAVE_SECONDS > exit_hooks._SIGTERM_TIMEOUT
+    assert ranks._SAVE_SECONDS > exit_hooks._SIGTERM_TIMEOUT
+
+
+@pytest.mark.parametrize(("code", "expected"), [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9)])
+def test_exit_is_seen_and_left_to_torch(tmp_path: Path, code: str, expected: int) -> None:
+    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", code], start_new_session=True)
+    rank = RankProcess(rank=0, pid=process.pid, files=RankFiles(tmp_path / "rank_0"))
+    while rank.is_running:
+        pass
+    assert (rank.code, rank.has_failed, process.wait()) == (expected, True, expected)
+
+
+def test_killed_rank_counts_as_stopped(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True
+    )
+    rank = RankProcess(rank=0, pid=process.pid, files=RankFiles(tmp_path / "rank_0"))
+    rank.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL and rank.result().stopped

@@ -73,3 +73,70 @@ def test_environment_of_process_is_default(monkeypatch):
 )
 def test_default_file_is_in_accelerate_cache(variables, folder):
     assert environment.accelerate_cache(variables) == folder.replace("/", os.sep)
+
+
+POD = {
+    "PET_NNODES": "2:4", "PET_NPROC_PER_NODE": "8", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "worker-0:23456",
+    "PET_MASTER_ADDR": "unused", "PET_RDZV_ID": "job", "PET_MAX_RESTARTS": "3", "RANK": "1", "WORLD_SIZE": "4",
+}  # fmt: skip
+"""As the training operator of Kubernetes sets them."""
+STATIC = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "master-0", "PET_MASTER_PORT": "23456"}
+ONE_MACHINE = {"distributed_type": "FSDP", "num_machines": 1, "num_processes": 2, "machine_rank": 0}
+
+
+def test_variables_of_torchrun_override_the_config(assess):
+    assessment = assess(ONE_MACHINE, environ=POD)
+    launch = assessment.spec.launch
+    assert (launch.num_machines, launch.num_processes, launch.rdzv_backend) == (4, 32, "c10d")
+    assert (launch.main_process_ip, launch.main_process_port) == ("worker-0", 23456)
+    assert str(assessment.spec.origin("launch.num_machines")) == "environment PET_NNODES=2:4"
+    notes = [(each.code, each.setting) for each in assessment.problems if each.code == "FSDP-N105"]
+    assert notes == [("FSDP-N105", "launch.num_machines"), ("FSDP-N105", "launch.num_processes")]
+    launch = assess(ONE_MACHINE, environ=STATIC).spec.launch
+    assert (launch.num_machines, launch.machine_rank, launch.main_process_port) == (2, 1, 23456)
+
+
+def test_flags_override_variables_of_torchrun(assess):
+    flags = ["--num_machines=2", "--main_process_ip", "10.0.0.1"]
+    assessment = assess(ONE_MACHINE, environ=POD, command_line=flags)
+    launch = assessment.spec.launch
+    assert (launch.num_machines, launch.num_processes, launch.main_process_ip) == (2, 16, "10.0.0.1")
+    assert {each.severity for each in assessment.problems} == {"note"}
+    assert assess(environ=POD, overrides=["num_processes=4"]).spec.launch.num_processes == 4
+
+
+def test_ranks_of_other_launchers_ignore_variables_of_torchrun(assess):
+    """Flags of torchrun have replaced them, or the pod itself is the rank."""
+    for variables in (POD | {"TORCHELASTIC_RUN_ID": "job"}, environment.rank_variables(POD)):
+        assert assess(ONE_MACHINE, environ=variables).spec.launch.num_machines == 1
+
+
+@pytest.mark.parametrize(("value", "ranks"), [("auto", "auto"), ("gpu", "auto"), ("3", 3)])
+def test_ranks_of_a_pod(assess, value, ranks):
+    assert assess(environ={"PET_NPROC_PER_NODE": value}).spec.launch.num_processes == ranks
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "setting"),
+    [
+        ("PET_NNODES", "two", "num_machines"),
+        ("PET_NNODES", "3:2", "num_machines"),
+        ("PET_NNODES", "0", "num_machines"),
+        ("PET_NPROC_PER_NODE", "cpu", "num_processes"),
+        ("PET_NODE_RANK", "first", "machine_rank"),
+        ("PET_RDZV_ENDPOINT", "worker-0:port", "main_process_port"),
+        ("PET_RDZV_ENDPOINT", "a b:1", "main_process_ip"),
+        ("PET_RDZV_BACKEND", "etcd-v2", "rdzv_backend"),
+    ],
+)
+def test_invalid_variable_of_torchrun_is_one_error(problems, name, value, setting):
+    (problem,) = problems(environ={name: value})
+    assert (problem.code, problem.setting, problem.origin.spelling) == ("FSDP-E101", f"launch.{setting}", name)
+    assert value.rpartition(":")[2] in problem.message and problem.fix
+
+
+def test_options_from_variables_of_torchrun():
+    found = environment.torchrun_options(POD | {"PET_RDZV_CONF": "timeout=60"})
+    assert found == {"max_restarts": "3", "rdzv_conf": "timeout=60", "min_machines": "2"}
+    assert environment.torchrun_options(STATIC) == {}
+    assert environment.torchrun_options(POD | {"TORCHELASTIC_RUN_ID": "job"}) == {}

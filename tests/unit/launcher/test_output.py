@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.launcher.rank_output import RankOutput
+from hf_fsdp_plugin.launcher.output import RankOutput
 
 NUM_BYTES = 300_000  # more than a pipe holds
 
 
 def run_rank(output: RankOutput, code: str) -> subprocess.Popen[bytes]:
     """Run code as rank 0 with this output, until it exits."""
-    stdout, stderr = output.streams(is_first=True)
-    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", code], stdout=stdout, stderr=stderr)
-    output.forward(0, process, is_first=True)
-    assert process.wait(30) == 0
-    output.finish()
+    stdout, stderr, _ = output.open(0, is_first=True)
+    with open(stdout, "w") as out, open(stderr, "w") as err:  # as torch's agent does
+        process = subprocess.Popen([sys.executable, "-I", "-S", "-c", code], stdout=out, stderr=err)
+        assert process.wait(30) == 0
+        output.finish()
     return process
 
 
@@ -28,7 +28,7 @@ def run_rank(output: RankOutput, code: str) -> subprocess.Popen[bytes]:
 def test_full_log_is_reported_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rank_0.log").symlink_to("/dev/full")
     notices: list[object] = []
-    output = RankOutput(show_all=False, log_dir=tmp_path, notice=notices.append)
+    output = RankOutput(show_all=False, log_dir=tmp_path, scratch=tmp_path, notice=notices.append)
     run_rank(output, f"print('x' * {NUM_BYTES})")
     assert len(notices) == 1 and "FSDP-W745" in str(notices[0]) and "rank_0.log is incomplete" in str(notices[0])
     assert capfd.readouterr().out.count("x") == NUM_BYTES
@@ -37,7 +37,7 @@ def test_full_log_is_reported_once(tmp_path: Path, capfd: pytest.CaptureFixture[
 def test_log_that_cannot_be_opened_is_reported(tmp_path: Path) -> None:
     (tmp_path / "rank_0.log").mkdir()
     notices: list[object] = []
-    run_rank(RankOutput(show_all=False, log_dir=tmp_path, notice=notices.append), "print('shown')")
+    run_rank(RankOutput(show_all=False, log_dir=tmp_path, scratch=tmp_path, notice=notices.append), "print('shown')")
     assert len(notices) == 1 and "FSDP-W745" in str(notices[0])
 
 
@@ -46,8 +46,8 @@ def test_exited_reader_is_noticed_and_pipe_is_read(tmp_path: Path) -> None:
 import subprocess, sys
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_rank_output import RankOutput, run_rank
-output = RankOutput(show_all=True, log_dir=None, notice=print)
+from test_output import RankOutput, run_rank
+output = RankOutput(show_all=True, log_dir=None, scratch=Path({str(tmp_path)!r}), notice=print)
 run_rank(output, "print('x\\\\n' * {NUM_BYTES})")
 sys.exit(0 if output.reader_exited else 1)
 """

@@ -60,12 +60,12 @@ LAUNCHERS = {
 }
 
 
-def done_with(folder: Path, what: str, launcher: str = "torchrun", *, version: int = 2, limit: str = "6") -> Done:
+def done_with(
+    folder: Path, what: str, launcher: str = "torchrun", *, version: int = 2, limit: str = "5", arrivals: str = "45"
+) -> Done:
     (folder / "fsdp.yaml").write_text(UNITS.replace("VERSION", str(version)))
     write(folder, SCRIPT)
-    limits = {"HF_FSDP_ARRIVAL_TIMEOUT": limit}
-    if launcher == "hf-fsdp":
-        limits["HF_FSDP_HANG_TIMEOUT"] = limit
+    limits = {"HF_FSDP_ARRIVAL_TIMEOUT": arrivals, "HF_FSDP_HANG_TIMEOUT": limit}
     return run(folder, [*LAUNCHERS[launcher], "train.py", what], **limits)
 
 
@@ -87,13 +87,9 @@ def slow(*values: Any) -> Any:
 def test_forward_on_the_main_process_is_named(tmp_path: Path, launcher: str, version: int) -> None:
     done = done_with(tmp_path, "at end", launcher, version=version)
     assert done.returncode not in (0, 2), done.stderr
-    places = r"rank 0 (was|was also|has waited).*train.py:\d+ `model\(torch"
-    assert re.search(places, done.stderr) and "wait_for_everyone" in done.stderr, done.stderr
+    assert "FSDP-E7" in done.stderr and re.search(r"at train.py:\d+ `model\(torch", done.stderr), done.stderr
     if launcher == "hf-fsdp":
         assert done.returncode == HANG
-    else:
-        assert "[FSDP-E790]" in done.stderr and "called Sequential 6 times, rank 1 5 times" in done.stderr, done.stderr
-        assert "only print" in done.stderr.lower()
 
 
 @pytest.mark.parametrize("version", [2, slow(1)])
@@ -101,23 +97,23 @@ def test_forward_of_one_rank_in_the_loop_is_named(tmp_path: Path, version: int) 
     """The gathers of the forward meet those of another rank's training, until the ranks wait in different ones."""
     done = done_with(tmp_path, "in loop", version=version)
     assert done.returncode not in (0, 2), done.stderr
-    assert "[FSDP-E790]" in done.stderr, done.stderr
-    assert re.search(r"rank 0 called Sequential \d times, rank 1 \d times", done.stderr, re.IGNORECASE), done.stderr
+    assert "rank 0: all-gather of" in done.stderr and "FSDP-E7" in done.stderr, done.stderr
 
 
 @pytest.mark.slow
 def test_save_of_one_rank_names_both_places(tmp_path: Path) -> None:
     error = done_with(tmp_path, "save_state").stderr
-    assert ("save_state" in error and "[FSDP-E670]" in error) or "[FSDP-E790]" in error, error
+    assert "save_state" in error and "FSDP-E730" in error, error
     assert re.search(r"rank 1 was in (forward|backward)[^;]*at train.py:\d+", error), error
 
 
 def test_get_state_dict_of_one_rank_names_the_barrier(tmp_path: Path) -> None:
-    error = done_with(tmp_path, "get_state_dict").stderr
+    error = done_with(tmp_path, "get_state_dict", limit="60", arrivals="6").stderr
     assert "Accelerator.get_state_dict" in error and "[FSDP-E670]" in error, error
     assert re.search(r"rank 1 was in wait_for_everyone \(barrier\) at train.py:\d+", error), error
 
 
+@pytest.mark.slow
 def test_slow_rank_is_not_ended(tmp_path: Path) -> None:
-    done = done_with(tmp_path, "slow", limit="4")
+    done = done_with(tmp_path, "slow", limit="30")
     assert done.returncode == 0 and "hang:" not in done.stderr, done.stderr

@@ -1,4 +1,4 @@
-"""The environment of a rank: torchrun's variables, and settings that libraries read when they are imported."""
+"""The environment of a rank beside torch's variables: settings that libraries read when they are imported."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import os
 
 from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.launcher.flags import LaunchArguments
-from hf_fsdp_plugin.launcher.rendezvous import Rendezvous
-from hf_fsdp_plugin.launcher.run_script import LAUNCHER_VARIABLE
 from hf_fsdp_plugin.launcher.world import World, num_threads
-from hf_fsdp_plugin.runs.restarts import RESTART_VARIABLE, Restarts
 from hf_fsdp_plugin.spec.model import FsdpSpec
 
 
 def settings_env(spec: FsdpSpec, world: World, arguments: LaunchArguments) -> dict[str, str]:
     """Return the environment variables that must be set before a script imports Accelerate or Transformers."""
-    env = {LAUNCHER_VARIABLE: str(os.getpid())}
+    env = {}
     threads = arguments.options.get("num_cpu_threads_per_process")
     if threads is not None or "OMP_NUM_THREADS" not in os.environ:
         env["OMP_NUM_THREADS"] = threads or str(num_threads(world.num_local))
@@ -39,32 +36,3 @@ def settings_env(spec: FsdpSpec, world: World, arguments: LaunchArguments) -> di
         text = str(value).upper() if key == "backend" else str(value)
         env[f"ACCELERATE_DYNAMO_{key.removeprefix('dynamo_').upper()}"] = text
     return env
-
-
-def restart_env(restarts: Restarts) -> dict[str, str]:
-    """Return the variables that are the same for all ranks of an attempt: those of torchrun, and the plugin's own."""
-    return {
-        RESTART_VARIABLE: str(restarts.count),
-        "TORCHELASTIC_RUN_ID": restarts.run_id,
-        "TORCHELASTIC_RESTART_COUNT": str(restarts.count),
-        "TORCHELASTIC_MAX_RESTARTS": str(restarts.max_restarts),
-    }
-
-
-def rank_env(world: World, rendezvous: Rendezvous, local_rank: int, *, role: str) -> dict[str, str]:
-    """Return the variables that torchrun sets, so that scripts written for torchrun run unchanged."""
-    rank = rendezvous.first_rank + local_rank
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": str(world.size),
-        "LOCAL_WORLD_SIZE": str(world.num_local),
-        "GROUP_RANK": str(rendezvous.machine),
-        "GROUP_WORLD_SIZE": str(world.num_machines),
-        "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": str(world.size),
-        "ROLE_NAME": role,
-        "MASTER_ADDR": rendezvous.address,
-        "MASTER_PORT": str(rendezvous.port),
-        "TORCHELASTIC_USE_AGENT_STORE": str(rendezvous.hosted),
-    }

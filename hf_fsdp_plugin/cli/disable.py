@@ -1,0 +1,28 @@
+"""``hf-fsdp disable``: removes the file of ``hf-fsdp enable``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from hf_fsdp_plugin.cli.enable import cannot_change, files, report
+
+HELP = "Remove what hf-fsdp enable has written: stock launchers do not use the plugin any more."
+EXAMPLES = ("hf-fsdp disable", "hf-fsdp disable --json")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Remove the file. Returns 1 if that is not possible, and 0 if there is none."""
+    found, problems = files(), []
+    for file in found:
+        try:
+            file.unlink()
+        except OSError as error:
+            problems.append(cannot_change(file, error))
+    removed = ", ".join(map(str, found))
+    text = f"disabled: removed {removed}" if found else f"not enabled in {sys.prefix}: nothing to remove"
+    return report(problems, text, as_json=args.json)

@@ -1,0 +1,171 @@
+"""``hf-fsdp enable``: stock ``accelerate launch`` and ``torchrun`` use the plugin, with unmodified scripts.
+
+The verb writes one ``.pth`` file to the environment. Python runs the line of such a file at each start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import site
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from hf_fsdp_plugin.cli.exit_codes import OK, PROBLEMS
+from hf_fsdp_plugin.cli.output import print_json
+from hf_fsdp_plugin.cli.terminal import print_problems
+from hf_fsdp_plugin.integrations.startup import RANK_VARIABLE
+from hf_fsdp_plugin.problems import Problem, has_errors
+from hf_fsdp_plugin.sources.handover import LAUNCH_VARIABLE
+from hf_fsdp_plugin.version import __version__
+
+HELP = (
+    "Let stock accelerate launch and torchrun use the plugin in this Python environment, without -m hf_fsdp_plugin and "
+    "without a line in the script. Ranks without FSDP settings, and all other processes, run as before."
+)
+EXAMPLES = ("hf-fsdp enable", "hf-fsdp enable --user")
+FILE_NAME: Final = "hf_fsdp_plugin_enabled.pth"
+"""Python reads these files in the order of their names: this one after those that editable installs write."""
+_HEADER: Final = "# Written by `hf-fsdp enable` of hf_fsdp_plugin "
+_CODE: Final = f"""\
+try:
+ from hf_fsdp_plugin.integrations.startup import start
+except ModuleNotFoundError:
+ pass
+except ImportError as error:
+ os.environ[{RANK_VARIABLE!r}] = str(os.getpid())
+ os.environ.get('RANK') == '0' and os.write(2, f'hf-fsdp: not used: {{error}}\\n'.encode())
+else:
+ start()
+"""
+"""Does nothing if the package is gone. Reports versions of libraries that are not supported, not in children again."""
+_LINE: Final = (
+    f"import os; 'LOCAL_RANK' in os.environ and {LAUNCH_VARIABLE!r} not in os.environ "
+    f"and os.environ.get({RANK_VARIABLE!r}, str(os.getpid())) == str(os.getpid()) and exec({_CODE!r})"
+)
+"""Only looks up variables in processes that are no ranks."""
+TEXT: Final = f"{_HEADER}{__version__}; `hf-fsdp disable` removes it.\n{_LINE}\n"
+_PROBE: Final = "import sys; sys.exit('hf_fsdp_plugin.integrations.startup' not in sys.modules)"
+_LIMIT: Final = 60.0
+"""Seconds after which the process that probes is ended."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Enabled:
+    """The file of ``hf-fsdp enable`` in this environment.
+
+    Attributes:
+        file: ``None`` if the plugin is not enabled.
+        version: of the package that has written it.
+        starts: whether a rank that starts now runs the plugin.
+    """
+
+    file: Path | None = None
+    version: str = ""
+    starts: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        file = None if self.file is None else str(self.file)
+        return {"environment": sys.prefix, "file": file, "version": self.version, "starts": self.starts}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--user", action="store_true", help="for a package in the user's own site-packages (pip install --user)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the file. Returns 1 if that is not possible, or if Python does not run it."""
+    file = _folder(user=args.user) / FILE_NAME
+    if args.user and not site.ENABLE_USER_SITE:
+        message = f"{sys.prefix} does not use {file.parent}."
+        fix = "Leave --user out."
+        return report([Problem(code="FSDP-E628", message=message, fix=fix)], "", as_json=args.json)
+    problems = _write(file)
+    if not problems and not find().starts:
+        file.unlink()
+        message = f"a new Python process does not find hf_fsdp_plugin when it reads {file}."
+        fix = "Install the package in this environment: pip install hf_fsdp_plugin."
+        problems = [Problem(code="FSDP-E628", message=message, fix=fix)]
+    return report(problems, f"enabled in {sys.prefix} by {file}", as_json=args.json)
+
+
+def report(problems: list[Problem], text: str, *, as_json: bool) -> int:
+    """Print the result of ``enable`` or ``disable``, and return the exit code."""
+    if as_json:
+        listed = [problem.to_json() for problem in problems]
+        print_json({"ok": not has_errors(problems), "enabled": find().to_json(), "problems": listed})
+    else:
+        print_problems(problems)
+        if not problems:
+            print(text)
+    return PROBLEMS if has_errors(problems) else OK
+
+
+def find() -> Enabled:
+    """Return the file that is in effect in this environment."""
+    for file in files():
+        text = file.read_text(encoding="utf-8", errors="replace")
+        version = re.match(rf"{re.escape(_HEADER)}([^;\n]+)", text)
+        return Enabled(file=file, version=version[1] if version is not None else "unknown", starts=_starts())
+    return Enabled()
+
+
+def check(found: Enabled) -> list[Problem]:
+    """Return a warning if the file is of another version, or has no effect."""
+    fix = "`hf-fsdp enable` writes it again, `hf-fsdp disable` removes it."
+    if found.file is not None and not found.starts:
+        message = f"{found.file} has no effect: a new Python process finds no hf_fsdp_plugin when it reads the file."
+        return [Problem(code="FSDP-W629", message=message, fix=fix)]
+    if found.file is not None and found.version != __version__:
+        message = f"{found.file} was written by version {found.version}; {__version__} is installed."
+        return [Problem(code="FSDP-W629", message=message, fix=fix)]
+    return []
+
+
+def files() -> list[Path]:
+    """Return the files of ``hf-fsdp enable`` that Python reads in this environment."""
+    folders = [_folder(user=False)] + ([_folder(user=True)] if site.ENABLE_USER_SITE else [])
+    return [file for folder in folders if (file := folder / FILE_NAME).is_file()]
+
+
+def _folder(*, user: bool) -> Path:
+    return Path(site.getusersitepackages() if user else sysconfig.get_path("purelib"))
+
+
+def _write(file: Path) -> list[Problem]:
+    partial = file.with_name(f"{FILE_NAME}.part")  # Python does not read it
+    try:
+        partial.write_text(TEXT, encoding="utf-8")
+        os.replace(partial, file)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        return [cannot_change(file, error)]
+    return []
+
+
+def cannot_change(file: Path, error: OSError) -> Problem:
+    """Return the error of an environment that cannot be changed."""
+    fix = "Use a virtual environment of your own (python -m venv), or --user for a package in your own site-packages."
+    return Problem(code="FSDP-E628", message=f"cannot change {file.parent}: {error.strerror or error}.", fix=fix)
+
+
+def _starts() -> bool:
+    """Return whether the plugin runs in a rank that is started now."""
+    hidden = (LAUNCH_VARIABLE, RANK_VARIABLE)
+    environ = {name: value for name, value in os.environ.items() if name not in hidden}
+    environ |= {"RANK": "0", "LOCAL_RANK": "0"}
+    command = [sys.executable, "-c", _PROBE]
+    try:
+        return not subprocess.run(command, env=environ, capture_output=True, timeout=_LIMIT, check=False).returncode
+    except subprocess.TimeoutExpired:
+        return False

@@ -1,0 +1,83 @@
+"""The plugin in ranks of stock launchers: what the file of ``hf-fsdp enable`` runs when Python starts.
+
+A launcher's rank gets the hooks when the script has imported Accelerate or Transformers. ``install()`` runs when FSDP
+is first asked for: at the first call of a hooked function if ``accelerate launch`` has FSDP settings, else when the
+script creates an FSDP plugin or ``TrainingArguments`` with FSDP. Other processes, and ranks without FSDP, run as
+without the plugin. A script that calls ``install()`` itself runs as if the plugin were not enabled.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import ModuleType
+from typing import Final
+
+from hf_fsdp_plugin.integrations.import_hooks import ImportCallbacks
+
+RANK_VARIABLE: Final = "HF_FSDP_RANK_PID"
+"""The process that the launcher has started. Its children inherit the variables of a rank, but have other numbers."""
+_LAUNCHERS: Final = frozenset(
+    (
+        *("accelerate", "accelerate-launch", "hf-fsdp", "torchrun"),
+        *("accelerate.commands.accelerate_cli", "accelerate.commands.launch", "hf_fsdp_plugin.cli.main"),
+        *("torch.distributed.launch", "torch.distributed.run"),
+    )
+)
+"""Programs and modules that start ranks. A cluster may have set the variables of a rank for them."""
+_imports = ImportCallbacks()
+
+
+def start() -> None:
+    """Wait for the first import of Accelerate or Transformers if this process is a rank of a stock launcher."""
+    if _imports in sys.meta_path:  # Python reads the files of a virtual environment twice
+        return
+    program = _program()
+    if "RANK" not in os.environ or program in _LAUNCHERS or sys.flags.ignore_environment:
+        return
+    rank = os.environ.setdefault(RANK_VARIABLE, str(os.getpid()))
+    if rank == str(os.getpid()) and program.partition(".")[0] != "hf_fsdp_plugin":  # these call install()
+        _imports.add("accelerate", _install_hooks)
+        _imports.add("transformers", _install_hooks)
+
+
+def _program() -> str:
+    """Return the module, or the name of the script, that this process runs. ``sys.argv`` is not complete yet."""
+    words = iter(sys.orig_argv[1:])
+    for word in words:
+        if word in ("-W", "-X"):
+            next(words, None)
+        elif word.startswith("-") and word.endswith("m"):
+            return next(words, "")
+        elif not word.startswith("-") or word.endswith("c"):
+            return os.path.basename(word)
+    return ""
+
+
+def _install_hooks(module: ModuleType) -> None:
+    _imports.close()
+    if not _is_rank():
+        return
+    from hf_fsdp_plugin.integrations.patching import install_hooks
+    from hf_fsdp_plugin.integrations.session import session
+    from hf_fsdp_plugin.spellings import TRUE_WORDS
+
+    launched_with_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "").lower() in TRUE_WORDS
+    install_hooks("accelerate", "saving", "transformers", "trl")
+    if launched_with_fsdp:
+        install_hooks("loading")  # a script may load its model before anything else
+    session.defer(_install, until_call=launched_with_fsdp)
+
+
+def _install() -> None:
+    if _is_rank():
+        from hf_fsdp_plugin.integrations.install import install
+        from hf_fsdp_plugin.integrations.session import session
+
+        install()
+        session.is_automatic = True
+
+
+def _is_rank() -> bool:
+    """Return whether this process is the rank itself, and not one that it has forked."""
+    return os.environ.get(RANK_VARIABLE) == str(os.getpid())

@@ -1,0 +1,285 @@
+"""Arms the diagnosis of hangs and failures in this process, if it is a rank. See :mod:`hf_fsdp_plugin.hangs`.
+
+``install()`` does this under every launcher. It costs some microseconds per collective, and a thread that wakes up
+twice per second.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from hf_fsdp_plugin.backends.cluster import slurm_variables
+from hf_fsdp_plugin.hangs.calls import LIMIT_VARIABLE
+from hf_fsdp_plugin.hangs.exit_watch import LIMIT_VARIABLE as EXIT_VARIABLE
+from hf_fsdp_plugin.hangs.exit_watch import ExitWatch, exit_limit
+from hf_fsdp_plugin.hangs.failures import failure_of, write_error_file
+from hf_fsdp_plugin.hangs.hang_watch import hang_limit
+from hf_fsdp_plugin.hangs.peers import find_peers, register
+from hf_fsdp_plugin.hangs.places import format_frames, stack_file
+from hf_fsdp_plugin.hangs.rank_files import (
+    FILES_VARIABLE,
+    LAUNCHER_VARIABLE,
+    LOG_VARIABLE,
+    RankFiles,
+    private_folder,
+    remove_files,
+    write_atomically,
+)
+from hf_fsdp_plugin.hangs.record import record
+from hf_fsdp_plugin.hangs.step_count import step_count
+from hf_fsdp_plugin.hangs.watcher import Watched, Watcher, has_failed, print_block
+from hf_fsdp_plugin.integrations.attempts import begin_attempt, end_attempt
+from hf_fsdp_plugin.integrations.call_record import record_calls
+from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.runs.earlier_attempts import forget
+from hf_fsdp_plugin.runs.first_cause import find_first_cause
+from hf_fsdp_plugin.runs.identity import attempt_folder, identify
+
+_PROCESS_VARIABLE: Final = "HF_FSDP_RANK_PROCESS"
+"""Environment variable with the process that is the rank: its children have the rank's environment, and are none."""
+
+
+class Watch:
+    """The diagnosis in this process.
+
+    Attributes:
+        files: of this rank; ``None`` while it is not armed.
+        has_launcher: whether ``hf-fsdp launch`` has started this rank, and prints what it reports.
+    """
+
+    def __init__(self) -> None:
+        self.files: RankFiles | None = None
+        self.has_launcher = False
+        self._rank = 0
+        self._pid = 0
+        self._is_given = False
+        self._watcher: Watcher | None = None
+        self._failed: BaseException | None = None
+        self._knows_forks = False
+
+    def arm(self) -> None:
+        """Arm the diagnosis. Does nothing in a process that is no rank, and little if it is armed.
+
+        Raises:
+            SpecError: a limit in the environment is no number of seconds (FSDP-E674).
+        """
+        if self.files is not None:
+            self.follow_thread()
+            return
+        environ = {**os.environ, **slurm_variables(os.environ)}
+        own = f"{os.getpid()} {environ.get('MASTER_ADDR', '')}:{environ.get('MASTER_PORT', '')}"
+        parent = environ.get(_PROCESS_VARIABLE, own)
+        if "RANK" not in environ or (parent != own and parent.partition(" ")[2] == own.partition(" ")[2]):
+            return
+        limit, is_strict, exit_seconds = _limits()
+        self._rank, world_size = int(environ["RANK"]), int(environ.get("WORLD_SIZE", "1"))
+        self.has_launcher = bool(os.environ.pop(LAUNCHER_VARIABLE, ""))
+        given = os.environ.pop(FILES_VARIABLE, "")
+        self._is_given = bool(given)
+        local_text = environ.get("LOCAL_WORLD_SIZE", "")
+        local_size = int(local_text) if local_text.isdecimal() else world_size
+        try:
+            files = RankFiles(Path(given) if given else _own_stem(environ, self._rank))
+            self._open(files, records=bool(limit) and world_size > 1, is_alone=local_size == 1)
+        except OSError as error:
+            print_block(f"hf-fsdp: rank {self._rank}: hangs are not diagnosed: {error.filename}: {error.strerror}")
+            return
+        self.files, self._pid = files, os.getpid()
+        os.environ[_PROCESS_VARIABLE] = own
+        atexit.register(self._at_exit)
+        if not self._knows_forks:
+            self._knows_forks = True
+            os.register_at_fork(after_in_child=self._forget)
+        if world_size > 1 or self._is_given:
+            watched = Watched(
+                files=files,
+                rank=self._rank,
+                world_size=world_size,
+                local_size=local_size,
+                limit=limit if world_size > 1 else 0.0,
+                is_strict=is_strict,
+                has_launcher=self.has_launcher,
+                log_dir=Path(environ[LOG_VARIABLE]) if environ.get(LOG_VARIABLE) else None,
+            )
+            self._watcher = Watcher(watched, lambda watcher: self._exit_watch(exit_seconds, watcher))
+            self._watcher.start()
+
+    def _open(self, files: RankFiles, *, records: bool, is_alone: bool) -> None:
+        if not self._is_given:
+            private_folder(files.stem.parent)
+            remove_files(files.stem)
+            if all(peer.is_gone() for peer in find_peers(files.stem.parent)):
+                # The first rank. An earlier run, or the ranks before a change of the number of machines, had this name.
+                for path in (files.hang, *files.stem.parent.glob("machine_*")):
+                    path.unlink(missing_ok=True)
+        is_read = self.has_launcher or not is_alone
+        stack_file.open(files.stacks, crashes="record" if is_read else "print", takes_over=self.has_launcher)
+        session.in_flight_file = files.saving
+        begin_attempt(files)
+        if records:
+            record_calls(files.calls)
+        self.follow_thread()
+        register(self._rank, files)
+
+    def follow_thread(self) -> None:
+        """Take the calling thread as the one that trains, which is not always the main thread of the process."""
+        record.follow_thread()
+        stack_file.follow_thread(threading.current_thread())
+
+    def _exit_watch(self, limit: float, watcher: Watcher) -> ExitWatch:
+        def fail(problem: Problem) -> None:
+            self._record(SpecError([problem]))
+            if not self.has_launcher:
+                print_block(f"hf-fsdp: {problem}")
+
+        return ExitWatch(limit, notice=watcher.notice, fail=fail)
+
+    def script_ended(self) -> None:
+        """Record that the script has ended without an error."""
+        if self.files is not None:
+            write_atomically(self.files.ended, "")
+
+    def failed(self, error: BaseException) -> None:
+        """Record the exception that ends this rank. If it is a lost connection, look for the cause, and add it."""
+        if self.files is None or self._pid != os.getpid() or self._failed is error:
+            return
+        self._failed = error
+        note = self._record(error)
+        if self.files.hang.exists() and self._watcher is not None:
+            self._watcher.exit_after_hang()
+        if note and not self.has_launcher:
+            error.add_note(f"hf-fsdp: {note}")
+
+    def _record(self, error: BaseException) -> str:
+        if self.files is None:
+            return ""
+        failure = failure_of(error)
+        write_atomically(self.files.failure, json.dumps(failure))
+        watcher = self._watcher
+        note = ""
+        if not self.has_launcher and watcher is not None:
+            with contextlib.suppress(_Stopped), _stoppable():
+                note = find_first_cause(self._rank, self.files, watcher.ask_others)
+        message = failure["message"] or f"exit code {getattr(error, 'code', 1)}"
+        is_spec = failure["kind"] == "spec"  # the same on all ranks; one of the machine writes it, as one prints it
+        frames = [] if is_spec else format_frames(failure["frames"])
+        if not is_spec or os.environ.get("LOCAL_RANK", "0") == "0":
+            write_error_file(message, "\n".join([message, *frames, *([f"hf-fsdp: {note}"] if note else [])]))
+        return note
+
+    def _at_exit(self) -> None:
+        files = self.files
+        if files is None or self._pid != os.getpid():
+            return
+        has_ended = not files.failure.exists() and not has_failed()
+        if has_ended:
+            write_atomically(files.ended, "")
+        is_free = self._stop_watcher()
+        peers = find_peers(files.stem.parent)
+        if not self._is_given and all(peer.files.ended.exists() for peer in peers):  # the last rank of the machine
+            for peer in peers:
+                remove_files(peer.files.stem)
+            _remove_folders(files.stem.parent)
+        if not is_free:
+            # A thread cannot be stopped in a request to the store. When it returned from C++ code while the
+            # interpreter ends, pybind11 would end the process with exit code 134.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0 if has_ended else 1)
+
+    def _stop_watcher(self) -> bool:
+        watcher, self._watcher = self._watcher, None
+        return watcher is None or watcher.stop()
+
+    def disarm(self) -> None:
+        """Undo :meth:`arm`, and remove the files of this rank."""
+        if self.files is None:
+            return
+        self._stop_watcher()
+        atexit.unregister(self._at_exit)
+        self._close()
+        if not self._is_given:
+            remove_files(self.files.stem)
+            self.files.hang.unlink(missing_ok=True)
+            _remove_folders(self.files.stem.parent)
+        os.environ.pop(_PROCESS_VARIABLE, None)
+        end_attempt()
+        self.files = self._failed = session.in_flight_file = None
+
+    def _close(self) -> None:
+        from hf_fsdp_plugin.backends.arrivals import arrivals
+
+        stack_file.close()
+        arrivals.listen(lambda call: None)
+        record.close()
+        step_count.close()
+
+    def _forget(self) -> None:
+        """Leave the records to the parent of this forked process."""
+        if self.files is not None:
+            stack_file.close()
+            record.forget()
+            step_count.forget()
+            self.files = self._watcher = session.in_flight_file = None
+
+
+class _Stopped(Exception):
+    """SIGTERM while this rank looks for the cause of its failure, which must still be printed."""
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """Raise :class:`_Stopped` at SIGTERM, unless the script has a handler of its own."""
+
+    def stop(*_: object) -> None:
+        raise _Stopped
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+watch = Watch()
+"""The diagnosis of this process."""
+
+
+def _limits() -> tuple[float, bool, float]:
+    """Return the limit of hangs, whether it is strict, and the limit of the exit."""
+    name = LIMIT_VARIABLE
+    try:
+        limit, is_strict = hang_limit(None)
+        name = EXIT_VARIABLE
+        return limit, is_strict, exit_limit()
+    except ValueError:
+        message = f"{name}={os.environ.get(name)} is not a number of seconds."
+        raise SpecError([Problem(code="FSDP-E674", message=message, fix="Set it to a number such as 300.")]) from None
+
+
+def _own_stem(environ: dict[str, str], rank: int) -> Path:
+    return attempt_folder(identify(environ, tuple(sys.argv)), environ) / f"rank_{rank}"
+
+
+def _remove_folders(folder: Path) -> None:
+    """Remove the folders of the attempt, of the run and of this user, if they are empty."""
+    with contextlib.suppress(OSError):
+        for path in folder.glob("machine_*"):
+            path.unlink()
+        forget(folder)
+        for each in (folder, *folder.parents[:2]):
+            each.rmdir()

@@ -1,0 +1,228 @@
+"""What the launchers of several machines tell each other during an attempt, through the store of its rendezvous.
+
+The machine that sees a failure first announces it, and all stop their ranks. Then it writes its verdict, which all use:
+so every launcher knows the same failed attempts and decides the same by itself (``runs.restart_rule``). A machine shows
+once per second that it lives; machine 0 watches the others, and these watch machine 0. The number of messages grows
+with the number of machines only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from hf_fsdp_plugin.hangs.places import RanksAt
+from hf_fsdp_plugin.runs.restart_rule import Verdict, lost_machine
+from hf_fsdp_plugin.text import printable
+
+LIMIT_VARIABLE: Final = "HF_FSDP_MACHINE_TIMEOUT"
+"""Environment variable with the seconds after which a silent machine counts as lost."""
+DEFAULT_LIMIT: Final = 15.0
+"""As in torchrun's c10d rendezvous: three missed signs of life, one every five seconds."""
+POLL_SECONDS: Final = 0.1
+Kind = Literal["failed", "lost", "joins"]
+_BEAT_SECONDS: Final = 1.0
+_VERDICT_SECONDS: Final = 60.0
+"""Seconds that a machine waits for the verdict of the one that has announced the failure. Its saves get 25 s."""
+_PLACES_SECONDS: Final = 10.0
+"""Seconds that the machine of the first failure waits until the others have stopped their ranks."""
+_MAX_SHARED: Final = 8
+"""Number of places that a machine shares."""
+_MAX_TEXT: Final = 1000
+"""Characters of a text of another machine that are printed."""
+
+
+def silence_limit() -> float:
+    """Return the limit in seconds. Raises ``ValueError`` if the environment variable is not a positive number."""
+    limit = float(os.environ.get(LIMIT_VARIABLE, "").strip() or DEFAULT_LIMIT)
+    if not limit > 0:
+        raise ValueError
+    return limit
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """Why a machine has ended the attempt of all.
+
+    Attributes:
+        kind: ``failed`` if one of its ranks has failed, ``lost`` for another machine, ``joins`` if one wants to join.
+        lost: the machine that is lost.
+    """
+
+    machine: int
+    text: str
+    kind: Kind = "failed"
+    lost: int = -1
+
+    def __str__(self) -> str:
+        return f"machine {self.machine}: {self.text}" if self.kind == "failed" else self.text
+
+
+class Peers:
+    """The other machines, as the launcher of one sees them during one attempt.
+
+    Attributes:
+        is_cut: whether the store is gone or out of reach, as after the loss of the machine that hosts it.
+
+    Args:
+        store: of this attempt only, shared by all its machines; ``None`` for a single machine.
+        machine, num_machines: number of this machine, and of all.
+        on_beat: called once per second, to show that this launcher lives to those that are not in this attempt.
+    """
+
+    def __init__(
+        self, store: Any, machine: int, num_machines: int, *, on_beat: Callable[[], object] = lambda: None
+    ) -> None:
+        self._on_beat = on_beat
+        self._store, self.machine, self.num_machines = store, machine, num_machines
+        self._announced: Announced | None = None
+        self.is_cut = False
+        self._limit = silence_limit()
+        now = time.monotonic()
+        self._next_beat = now
+        watched = [0] if machine else range(1, num_machines)
+        self._seen = dict.fromkeys(watched, (-1, now))
+
+    def failure(self) -> Announced | None:
+        """Return the failure that a machine has announced, or a machine that is lost. Asks once per second."""
+        now = time.monotonic()
+        if self._is_alone or self._announced is not None or now < self._next_beat:
+            return self._announced
+        try:
+            return self._look(now)
+        except RuntimeError:  # of torch: the connection is closed, or the store does not answer
+            self.is_cut = True
+            self._announced = Announced(self.machine, "the launcher that hosts the rendezvous is gone", "lost", 0)
+            return self._announced
+
+    def _look(self, now: float) -> Announced | None:
+        self._next_beat = now + _BEAT_SECONDS
+        self._store.add(f"beat/{self.machine}", 1)
+        self._on_beat()
+        if self._store.check(["failed"]):
+            return self._read_announced()
+        for other, (count, seen) in self._seen.items():
+            if (beat := self._store.add(f"beat/{other}", 0)) != count:
+                self._seen[other] = (beat, now)
+            elif now - seen > self._limit and not self.num_ended():
+                return self.announce(f"machine {other} has not answered for {self._limit:g} s", "lost", lost=other)
+        return None
+
+    def announce(self, text: str, kind: Kind = "failed", *, lost: int = -1) -> Announced:
+        """End the attempt on all machines. Returns what was announced first."""
+        if self._announced is None:
+            mine = Announced(self.machine, text[:_MAX_TEXT], kind, lost)
+            if self._is_alone:
+                self._announced = mine
+            else:
+                self._store.compare_set("failed", "", json.dumps([mine.machine, mine.text, mine.kind, mine.lost]))
+                self._read_announced()
+        assert self._announced is not None
+        return self._announced
+
+    def _read_announced(self) -> Announced:
+        try:
+            machine, text, kind, lost = json.loads(self._store.get("failed"))
+            self._announced = Announced(int(machine), printable(str(text)[:_MAX_TEXT]), kind, int(lost))
+        except (ValueError, TypeError):  # not written by a launcher
+            self._announced = Announced(-1, "another program has written to the store of the run")
+        return self._announced
+
+    @property
+    def _is_alone(self) -> bool:
+        return self.num_machines == 1 or self.is_cut
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this machine has announced the failure."""
+        return self._announced is not None and self._announced.machine == self.machine
+
+    def share_places(self, places: Sequence[RanksAt]) -> tuple[list[RanksAt], list[str]]:
+        """Share where the ranks of this machine were when the run failed.
+
+        Returns:
+            On the machine that has announced its failure first: where the ranks of the other machines were. On the
+            others: nothing. And notes on the machines that are not included.
+        """
+        try:
+            return self._share_places(places)
+        except RuntimeError:
+            self.is_cut = True
+            return [], ["the ranks of other machines are not included: see the output of their launchers"]
+
+    def _share_places(self, places: Sequence[RanksAt]) -> tuple[list[RanksAt], list[str]]:
+        first = self._announced
+        if self._is_alone or first is None:
+            return [], []
+        if not self.is_first:
+            self._store.set(
+                f"places/{self.machine}",
+                json.dumps([(each.ranks, each.state, each.place) for each in places[:_MAX_SHARED]]),
+            )
+            return [], [f"machine {first.machine} failed first: see the output of its launcher"]
+        others = [each for each in range(self.num_machines) if each not in (self.machine, first.lost)]
+        keys = [f"places/{each}" for each in others]
+        self._wait(lambda: bool(self._store.check(keys)), _PLACES_SECONDS)
+        found: list[RanksAt] = []
+        missing: list[str] = []
+        for each, key in zip(others, keys, strict=True):
+            if self._store.check([key]):
+                rows = json.loads(self._store.get(key))
+                found += [RanksAt(tuple(ranks), printable(state), printable(place)) for ranks, state, place in rows]
+            else:
+                missing.append(str(each))
+        notes = [f"the ranks of machines {', '.join(missing)} are not included: see their launchers' output"]
+        return found, notes if missing else []
+
+    def agree(self, verdict: Verdict) -> Verdict:
+        """Return the verdict of the machine that has announced the failure. Each machine brings its own."""
+        first = self._announced
+        if first is None:
+            return verdict
+        try:
+            return self._agree(verdict, first)
+        except RuntimeError:
+            self.is_cut = True
+            return lost_machine(0, verdict.attempt)
+
+    def _agree(self, verdict: Verdict, first: Announced) -> Verdict:
+        if first.lost >= 0:
+            verdict = lost_machine(first.lost, verdict.attempt)
+        if self._is_alone:
+            return verdict
+        if self.is_first:
+            self._store.set("verdict", verdict.to_text())
+            return verdict
+        if self._wait(lambda: bool(self._store.check(["verdict"])), _VERDICT_SECONDS):
+            return Verdict.from_text(self._store.get("verdict").decode())
+        return lost_machine(first.machine, verdict.attempt)
+
+    def end(self) -> None:
+        """Tell the others that the ranks of this machine have ended without a failure."""
+        with suppress(RuntimeError):
+            if not self._is_alone:
+                self._store.add("ended", 1)
+
+    def num_ended(self) -> int:
+        """Return on how many machines the ranks have ended without a failure."""
+        try:
+            return int(self._store.add("ended", 0)) if not self._is_alone else 0
+        except RuntimeError:
+            self.is_cut = True
+            return 0
+
+    def wait_for_end(self, seconds: float) -> None:
+        """Wait until the ranks of all machines have ended, or those of one have failed."""
+        if not self._is_alone:
+            self._wait(lambda: self.failure() is not None or self.num_ended() == self.num_machines, seconds)
+
+    def _wait(self, is_done: Callable[[], bool], seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not (done := is_done()) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        return done

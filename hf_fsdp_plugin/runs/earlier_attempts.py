@@ -1,0 +1,233 @@
+"""The attempts of a run before this one, from the files that their ranks have left on each machine.
+
+``hf-fsdp launch`` tells its ranks what has happened before. Under other launchers each machine reads the files of its
+own ranks, and offers what it knows; :func:`merge` makes one history of the offers of all machines.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise, zip_longest
+from pathlib import Path
+from typing import Any, Final
+
+from hf_fsdp_plugin.hangs.places import read_stack
+from hf_fsdp_plugin.hangs.rank_files import RankFiles, write_atomically
+from hf_fsdp_plugin.hangs.step_count import read_counts
+from hf_fsdp_plugin.runs.exits import RankExit, RunResult
+from hf_fsdp_plugin.runs.identity import RunIdentity, attempt_number
+from hf_fsdp_plugin.runs.restart_rule import Decision, Verdict, decide
+from hf_fsdp_plugin.runs.restarts import FailedAttempt, Restarts
+from hf_fsdp_plugin.runs.verdicts import assess_attempt
+
+_MEMORY: Final = "run.json"
+"""File in the folder of the run: what the machines have agreed on at the begin of its last attempt."""
+_BEGAN: Final = "began"
+"""File in the folder of an attempt: when it has begun."""
+_RANK_FILE: Final = re.compile(r"(rank_(\d+))\.\w+")
+_FATAL: Final = {
+    "Segmentation fault": signal.SIGSEGV,
+    "Aborted": signal.SIGABRT,
+    "Bus error": signal.SIGBUS,
+    "Floating-point exception": signal.SIGFPE,
+    "Floating point exception": signal.SIGFPE,
+    "Illegal instruction": signal.SIGILL,
+}
+"""What ``faulthandler`` writes before the stack of a crash -> its signal."""
+_NO_RECORD: Final = {"kind": "exception", "type": "", "frames": [], "traceback": ""}
+_DAMAGED: Final = (OSError, ValueError, KeyError, TypeError, AttributeError)
+"""Errors of files that are incomplete, as on a full disk, or gone. They must not end a training."""
+_UNKNOWN: Final = FailedAttempt(failure="an attempt of which no record is left")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """What a machine knows of its run before an attempt.
+
+    Attributes:
+        rank: its lowest rank.
+        known: with the run as the machines agreed on it at the begin of the last attempt that this machine was in.
+        num_agreed: number of attempts until then; 0 for a machine that is new in the run.
+        attempt: number of this attempt according to the launcher.
+        verdicts: on the failed attempts since then, oldest first; ``None`` for one without files.
+    """
+
+    rank: int
+    known: Decision
+    num_agreed: int = 0
+    attempt: int = 0
+    verdicts: tuple[Verdict | None, ...] = ()
+
+    def to_text(self) -> str:
+        numbers = {"rank": self.rank, "num_agreed": self.num_agreed, "attempt": self.attempt}
+        verdicts = [each and each.to_text() for each in self.verdicts]
+        return json.dumps({**numbers, "known": self.known.to_text(), "verdicts": verdicts})
+
+    @classmethod
+    def from_text(cls, text: str) -> Offer:
+        tree = json.loads(text)
+        verdicts = tuple(each and Verdict.from_text(each) for each in tree.pop("verdicts"))
+        return cls(known=Decision.from_text(tree.pop("known")), verdicts=verdicts, **tree)
+
+
+def make_offer(folder: Path | None, identity: RunIdentity, *, rank: int, machine: int) -> Offer:
+    """Return what this machine knows.
+
+    Args:
+        folder: that of the files of this attempt; ``None`` if there are none.
+    """
+    new = Decision(restarts=Restarts(run_id=identity.id, max_restarts=identity.max_restarts))
+    offer = Offer(rank=rank, known=new, attempt=identity.attempt)
+    if folder is None:
+        return offer
+    memory = _read_memory(folder.parent)
+    known = Decision.from_text(memory["known"]) if memory is not None else new
+    is_later = memory is not None and identity.attempt > memory["attempt"]  # of the launcher whose attempt was refused
+    if known.problem is not None and (identity.requeued or (identity.given and not is_later)):
+        # A user may have removed the cause and started the run again, so the attempt that was refused is forgotten.
+        last = replace(known.restarts.failures[-1], same_as="")
+        failures = (*known.restarts.failures[:-1], last)
+        known = Decision(restarts=replace(known.restarts, failures=failures))
+        verdicts: list[Verdict | None] = []
+    else:
+        first = memory["attempt"] if memory is not None else 0
+        verdicts = list(_verdicts(folder, first, known.restarts, machine))
+    num_agreed = memory["num_agreed"] if memory is not None else 0
+    return replace(offer, known=known, num_agreed=num_agreed, verdicts=tuple(verdicts))
+
+
+def merge(offers: Sequence[Offer]) -> Offer:
+    """Return what all machines agree on: the run with the attempt before, and why there must be none after it.
+
+    The id and the history are those of the machine that was in the most attempts; with equal numbers, of rank 0.
+    """
+    best = max(sorted(offers, key=lambda offer: offer.rank), key=lambda offer: offer.num_agreed)
+    restarts, problem = best.known.restarts, best.known.problem
+    informed = [offer.verdicts for offer in offers if offer.num_agreed == best.num_agreed]
+    failed = [[each for each in row if each is not None] for row in zip_longest(*map(reversed, informed))][::-1]
+    missing = max(offer.attempt for offer in offers) - restarts.count - len(failed)
+    unknown: list[list[Verdict]] = [[]] * missing
+    for verdicts in unknown + failed:
+        if verdicts:
+            # The launcher has started this attempt, so there was a restart left.
+            decision = decide(verdicts, replace(restarts, max_restarts=restarts.count + 1))
+            restarts, problem = decision.restarts, problem or decision.problem
+        else:
+            restarts = restarts.after(_UNKNOWN)
+    restarts = replace(restarts, max_restarts=max(offer.known.restarts.max_restarts for offer in offers))
+    known = Decision(restarts=restarts, problem=problem)
+    return replace(best, known=known, num_agreed=best.num_agreed + 1, verdicts=())
+
+
+def remember(folder: Path, agreed: Offer, attempt: int) -> None:
+    """Keep what the machines have agreed on for the next attempt, and remove the files of the attempts before."""
+    memory = {"known": agreed.known.to_text(), "num_agreed": agreed.num_agreed, "attempt": attempt}
+    write_atomically(folder.parent / _MEMORY, json.dumps(memory))
+    for earlier in _earlier(folder):
+        with suppress(OSError):
+            for path in earlier.iterdir():
+                path.unlink()
+            earlier.rmdir()
+
+
+def _read_memory(run: Path) -> dict[str, Any] | None:
+    with suppress(*_DAMAGED):
+        tree = json.loads((run / _MEMORY).read_text())
+        Decision.from_text(tree["known"])
+        return {"known": tree["known"], "num_agreed": int(tree["num_agreed"]), "attempt": int(tree["attempt"])}
+    return None
+
+
+def _earlier(folder: Path) -> list[Path]:
+    """Return the folders of the other attempts on this machine, oldest first."""
+    with suppress(OSError):
+        found = [path for path in folder.parent.iterdir() if path.is_dir() and path != folder]
+        return sorted(found, key=_began)
+    return []
+
+
+def mark_begin(folder: Path) -> None:
+    """Record when this attempt has begun, in seconds since the epoch."""
+    write_atomically(folder / _BEGAN, str(time.time()))
+
+
+def forget(folder: Path) -> None:
+    """Remove what this machine remembers of an attempt, and of its run: it has ended without a failure."""
+    (folder / _BEGAN).unlink(missing_ok=True)
+    (folder.parent / _MEMORY).unlink(missing_ok=True)
+
+
+def _began(folder: Path) -> float:
+    with suppress(OSError, ValueError):
+        return float((folder / _BEGAN).read_text())
+    return folder.stat().st_mtime
+
+
+def _verdicts(folder: Path, first: int, known: Restarts, machine: int) -> Iterator[Verdict | None]:
+    """Return a verdict for each attempt from the number ``first`` on, and ``None`` for those without files.
+
+    An attempt whose ranks were killed before they could write a file is only in the numbers of the others.
+    """
+    number = first - 1
+    for path, after in pairwise([*_earlier(folder), folder]):
+        yield from [None] * (attempt_number(path) - number - 1)
+        number = attempt_number(path)
+        try:
+            exits = _exits(path)
+            if not all(each.ended and each.failure is None for each in exits):
+                yield _verdict(path, exits, known, machine, _began(after) - _began(path))
+        except _DAMAGED:
+            yield None
+    yield from [None] * (attempt_number(folder) - number - 1)
+
+
+def _verdict(folder: Path, exits: Sequence[RankExit], known: Restarts, machine: int, seconds: float) -> Verdict:
+    verdict = assess_attempt(RunResult(exits=tuple(exits)), known, machine=machine, seconds=seconds)
+    with suppress(*_DAMAGED):
+        hang: Mapping[str, str] = json.loads((folder / "hang.json").read_text())
+        attempt = replace(verdict.attempt, failure=f"hang: {hang['message']}"[:200], same_as=hang["same_as"])
+        return Verdict(attempt=attempt)
+    return verdict
+
+
+def _exits(folder: Path) -> list[RankExit]:
+    """Return how the ranks of an attempt have exited, as far as their files show it. Nothing has their exit codes."""
+    stems = {int(found[2]): found[1] for path in folder.iterdir() if (found := _RANK_FILE.fullmatch(path.name))}
+    return [_exit_of(rank, RankFiles(folder / stem)) for rank, stem in sorted(stems.items())]
+
+
+def _exit_of(rank: int, files: RankFiles) -> RankExit:
+    failure: Mapping[str, Any] | None = None
+    with suppress(OSError, ValueError):
+        failure = json.loads(files.failure.read_text())
+    fatal = 0
+    with suppress(OSError):
+        text = files.stacks.read_text(errors="replace")
+        fatal = next((number for words, number in _FATAL.items() if f"Fatal Python error: {words}" in text), 0)
+    stack, ended, stopped = read_stack(files.stacks), files.ended.exists(), False
+    code = 0 if ended and failure is None else 1
+    last = max((path.stat().st_mtime for path in files.stem.parent.glob(f"{files.stem.name}.*")), default=0.0)
+    if failure is None and not ended:
+        # The stack of a rank that the launcher has ended with SIGTERM is recorded. SIGKILL and os._exit leave nothing.
+        stopped = bool(stack) and not fatal
+        code = -fatal or (-signal.SIGTERM if stopped else -signal.SIGKILL)
+        if not fatal and not stopped:
+            failure = _NO_RECORD | {"message": "ended without an error record", "time": last}
+    return RankExit(
+        rank=rank,
+        pid=0,
+        code=code,
+        stopped=stopped,
+        time=failure["time"] if failure is not None else last,
+        failure=failure,
+        tail=(),
+        stack=tuple(stack),
+        counts=read_counts(files.steps),
+        ended=ended,
+    )

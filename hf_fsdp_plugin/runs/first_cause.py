@@ -1,0 +1,129 @@
+"""Why a rank has lost the connection to others, from the files of the ranks of its machine: under every launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from hf_fsdp_plugin.hangs.call_files import read_calls
+from hf_fsdp_plugin.hangs.calls import RankCalls
+from hf_fsdp_plugin.hangs.failures import read_failure, stack_of
+from hf_fsdp_plugin.hangs.peers import Peer, find_peers
+from hf_fsdp_plugin.hangs.places import RanksAt, read_stack
+from hf_fsdp_plugin.hangs.rank_files import RankFiles
+from hf_fsdp_plugin.hangs.step_count import read_counts
+from hf_fsdp_plugin.runs.exits import RankExit, RunResult
+from hf_fsdp_plugin.runs.failure_summary import explain, first_failure, has_lost_connection, summarize
+
+_CRASHES: Final = {
+    "Aborted": signal.SIGABRT,
+    "Segmentation fault": signal.SIGSEGV,
+    "Bus error": signal.SIGBUS,
+    "Floating-point exception": signal.SIGFPE,
+    "Illegal instruction": signal.SIGILL,
+}
+"""Words of ``faulthandler`` -> the signal that has ended the process."""
+_SECONDS: Final = 2.0
+"""Seconds that the ranks of the machine have to record their failures."""
+_POLL_SECONDS: Final = 0.1
+
+
+def find_first_cause(
+    rank: int, files: RankFiles, ask_others: Callable[[Sequence[RankCalls]], Sequence[RankCalls]]
+) -> str:
+    """Return what other ranks show of the cause of a lost connection; empty if that is nothing, or for another failure.
+
+    Waits for at most two seconds until one of this machine has failed otherwise or has exited. Then the lowest of its
+    ranks that have lost the connection asks the other machines.
+
+    Args:
+        rank, files: of this process, which has recorded its failure.
+        ask_others: returns what is known of the ranks of other machines.
+    """
+    exits: Sequence[RankExit] = ()
+    deadline = time.monotonic() + _SECONDS
+    while True:
+        exits = [exit_of(peer) for peer in find_peers(files.stem.parent)]
+        own = next((each for each in exits if each.rank == rank), None)
+        if own is None or not has_lost_connection(own) or files.hang.exists():
+            return ""
+        first = first_failure(exits)
+        is_known = first is not None and not has_lost_connection(first)
+        others = [each for each in exits if each is not own]
+        is_known |= any(each.left_silently for each in others) or all(each.failure is not None for each in others)
+        if is_known or time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_SECONDS)
+    elsewhere: Sequence[RankCalls] = ()
+    if not any(each.left_silently or (each.failure is not None and each.rank < rank) for each in others):
+        elsewhere = ask_others([each.calls for each in exits if each.calls is not None])
+    places = [RanksAt((each.rank,), _state(each), each.place) for each in elsewhere if each.place or _state(each)]
+    result = RunResult(exits=(*exits, *map(_exit_elsewhere, elsewhere)), elsewhere=tuple(places))
+    problem = explain(first or own, result)
+    if first is None or has_lost_connection(first):
+        return str(problem or "")
+    place = f" {first.place}" if first.place is not None else ""
+    more = f". {problem}" if problem is not None else ""
+    return f"rank {first.rank} failed first{place}: {summarize(first)}{more}"
+
+
+def exit_of(peer: Peer) -> RankExit:
+    """Return what another rank can know of how a rank exited, or that it runs."""
+    failure = read_failure(peer.files.failure)
+    counts, calls = read_counts(peer.files.steps), read_calls(peer.rank, peer.files.calls)
+    if counts is not None:
+        calls = replace(calls, steps=counts.steps, forwards=counts.forwards)
+    is_gone = peer.is_gone()
+    crash = _crash(peer.files.stacks) if is_gone and failure is None else 0
+    if failure is None and not is_gone and peer.pid != os.getpid():
+        peer.request_stacks()
+        time.sleep(0.05)
+    return RankExit(
+        rank=peer.rank,
+        pid=peer.pid,
+        code=-crash,
+        code_is_known=bool(crash),
+        stopped=not is_gone,
+        time=failure["time"] if failure is not None else time.time(),
+        failure=failure,
+        tail=(),
+        stack=tuple(stack_of(failure) or read_stack(peer.files.stacks)),
+        counts=counts,
+        ended=peer.files.ended.exists(),
+        calls=calls,
+    )
+
+
+def _exit_elsewhere(rank: RankCalls) -> RankExit:
+    """Return the same of a rank of another machine. Its place is not in it."""
+    return RankExit(
+        rank=rank.rank,
+        pid=0,
+        code=0,
+        code_is_known=False,
+        stopped=rank.state != "exited",
+        time=time.time(),
+        failure=None,
+        tail=(),
+        calls=rank if rank.state != "unreachable" else None,
+    )
+
+
+def _state(rank: RankCalls) -> str:
+    if rank.state == "unreachable":
+        return f"is on {rank.detail}, which does not answer"
+    return "had ended the script" if rank.state == "ended" else ""
+
+
+def _crash(path: Path) -> int:
+    """Return the signal of a crash in native code, whose stack a process has recorded; 0 without one."""
+    with contextlib.suppress(OSError):
+        text = path.read_text(errors="replace")
+        return next((number for words, number in _CRASHES.items() if f"Fatal Python error: {words}" in text), 0)
+    return 0

@@ -1,0 +1,169 @@
+"""The attempt of a process: what it takes from its launcher, and what the ranks of all machines agree on."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.hangs.rank_files import RankFiles
+from hf_fsdp_plugin.hangs.step_count import step_count
+from hf_fsdp_plugin.integrations import attempts as subject
+from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.runs.identity import RunIdentity, attempt_folder, identify
+from hf_fsdp_plugin.runs.restarts import FailedAttempt, Restarts
+
+AGENT = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": "3"}
+
+
+class CountingStore(dist.Store):
+    """A store that counts its messages, and those of each thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: Counter[str] = Counter()
+        self._store, self._lock = dist.HashStore(), threading.Lock()
+
+    def _count(self) -> dist.HashStore:
+        with self._lock:
+            self.messages[threading.current_thread().name] += 1
+        return self._store
+
+    def set(self, key: str, value: str) -> None:  # type: ignore[override]
+        self._count().set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._count().get(key)
+
+    def add(self, key: str, value: int) -> int:
+        return self._count().add(key, value)
+
+    def wait(self, keys: list[str]) -> None:  # type: ignore[override]
+        self._count().wait(keys)
+
+
+class World:
+    """Ranks as threads, which a launcher starts again and again."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, machines: int = 1, local: int = 2) -> None:
+        self.local, self.size = local, machines * local
+        self.store, self.known = CountingStore(), threading.local()
+        patch.setattr(subject, "default_store", lambda: self.store)
+        patch.setattr(dist, "PrefixStore", lambda prefix, store: store)
+        patch.setattr(dist, "is_initialized", lambda: True)
+        patch.setattr(dist, "get_world_size", lambda: self.size)
+        patch.setattr(dist, "get_rank", lambda: self.known.rank)
+        patch.setattr(subject, "preparation_limit", lambda: 1.0)
+        patch.setattr(subject, "together", lambda *args, **kwargs: nullcontext())
+        patch.setattr(subject, "broadcast_object", self._broadcast)
+
+    def run(self, attempt: int = 0, *, agreements: int = 1, **more: str) -> list[Any]:
+        """Return what each rank knows after it has agreed, or the problem that it has raised."""
+        self.store = CountingStore()
+        self._barrier, self._sent = threading.Barrier(self.size, timeout=30), ""
+        self._found: list[Any] = [None] * self.size
+        more = {**AGENT, "TORCHELASTIC_RESTART_COUNT": str(attempt), "MASTER_PORT": f"{attempt + 1}", **more}
+        ranks = [
+            threading.Thread(target=self._be, args=(rank, more, agreements), name=str(rank))
+            for rank in range(self.size)
+        ]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        return self._found
+
+    def _be(self, rank: int, more: dict[str, str], agreements: int) -> None:
+        self.known.rank = rank
+        machine, local_rank = divmod(rank, self.local)
+        # Machines have different agents and folders.
+        logs = f"/logs/none_{machine}/attempt_0/{local_rank}/error.json"
+        own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self.local)}
+        environ = {**more, **own, "TORCHELASTIC_ERROR_FILE": logs}
+        attempt = subject.Attempt(environ)
+        folder = attempt_folder(identify(environ, tuple(sys.argv)), environ)
+        folder.mkdir(parents=True, exist_ok=True)
+        attempt.begin(RankFiles(folder / f"rank_{rank}"))
+        for _ in range(agreements):
+            try:
+                attempt.agree("Trainer.train")
+                self._found[rank] = session.restarts
+            except hfp.SpecError as error:
+                self._found[rank] = error.problems[0].code
+
+    def _broadcast(self, own: str) -> str:
+        if self.known.rank == 0:
+            self._sent = own
+        self._barrier.wait()
+        received = self._sent
+        self._barrier.wait()
+        return received
+
+
+@pytest.fixture(autouse=True)
+def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(session, "restarts", Restarts())
+    monkeypatch.setattr(session, "identity", RunIdentity())
+    yield
+    step_count.close()
+
+
+@pytest.mark.parametrize("machines", [1, 3])
+def test_all_ranks_have_one_id_and_one_history(monkeypatch: pytest.MonkeyPatch, machines: int) -> None:
+    world = World(monkeypatch, machines=machines)
+    (first,) = set(world.run())
+    assert first.run_id.endswith("-none_0") and (first.count, first.max_restarts) == (0, 3)
+    (second,) = set(world.run(1))
+    assert (second.run_id, second.count) == (first.run_id, 1)
+
+
+def test_messages_grow_with_the_machines_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for machines, local in ((2, 2), (2, 16), (8, 4)):
+        world = World(monkeypatch, machines=machines, local=local)
+        assert len(set(world.run())) == 1
+        found[machines, local] = world.store.messages
+    assert sum(found[2, 2].values()) == sum(found[2, 16].values())
+    # The last machine that writes sends one message more.
+    assert 5 <= found[8, 4]["0"] - found[2, 2]["0"] <= 7, "rank 0 reads one message of each machine"
+    assert max(count for rank, count in found[8, 4].items() if rank != "0") <= 4
+
+
+def test_refusal_is_raised_on_all_ranks_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    for attempt in range(2):
+        assert all(restarts.count == attempt for restarts in world.run(attempt))
+        frames = [{"file": "/work/train.py", "line": 7, "name": "main", "library": False}]
+        how = {"kind": "exception", "type": "ValueError", "message": "ValueError: no", "frames": frames, "time": 1.0}
+        for folder in tmp_path.glob("hf_fsdp_*/*/*-*"):
+            RankFiles(folder / "rank_0").failure.write_text(json.dumps(how))
+    for agreements in (1, 2):
+        assert world.run(1 + agreements, agreements=agreements) == ["FSDP-E714"] * 2
+
+
+def test_file_of_the_launcher_is_taken_without_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = Restarts(run_id="launched", max_restarts=2, failures=(FailedAttempt(failure="rank 1: exit code 3"),))
+    files = RankFiles(tmp_path / "rank_0")
+    files.restarts.write_text(json.dumps(known.to_json()))
+    world = World(monkeypatch)
+    attempt = subject.Attempt(AGENT)
+    attempt.begin(files)
+    attempt.agree("Trainer.train")
+    assert session.restarts == known and not world.store.messages and files.steps.exists()
+
+
+def test_process_without_a_launcher_has_no_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    subject.Attempt({"RANK": "0", "WORLD_SIZE": "1"}).agree("Trainer.train")
+    assert session.restarts == Restarts() and not list(tmp_path.iterdir()) and not world.store.messages

@@ -1,0 +1,193 @@
+"""Arming the diagnosis in a process: which processes are ranks, what is recorded of failures, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hf_fsdp_plugin import SpecError
+from hf_fsdp_plugin.hangs.failures import ERROR_FILE_VARIABLE
+from hf_fsdp_plugin.hangs.peers import find_peers
+from hf_fsdp_plugin.hangs.processes import start_of
+from hf_fsdp_plugin.hangs.rank_files import FILES_VARIABLE, LAUNCHER_VARIABLE, RankFiles
+from hf_fsdp_plugin.hangs.record import record
+from hf_fsdp_plugin.hangs.step_count import read_counts, step_count
+from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.watch import watch
+from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.runs.restarts import Restarts
+
+RANK = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.fixture
+def as_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Variables of a rank. Returns the folder of temporary files."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name, value in RANK.items():
+        monkeypatch.setenv(name, value)
+    yield tmp_path
+    watch.disarm()
+    session.restarts = Restarts()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hf_fsdp")]
+
+
+def armed_files() -> RankFiles:
+    watch.arm()
+    assert watch.files is not None
+    return watch.files
+
+
+def test_process_without_a_rank_is_not_armed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    watch.arm()
+    assert watch.files is None and not record.is_open
+
+
+def test_rank_is_armed_once_and_leaves_nothing(as_rank: Path) -> None:
+    files = armed_files()
+    watch.arm()
+    assert watch.files is files and record.is_open and record.main == threading.get_ident()
+    assert [peer.pid for peer in find_peers(files.stem.parent)] == [os.getpid()]
+    assert (files.stem.parent.stat().st_mode & 0o777) == 0o700
+    assert read_counts(files.steps) is not None and files.stacks.exists()
+    watch.disarm()
+    assert list(as_rank.iterdir()) == [] and not record.is_open
+    step_count.resume_at(0)
+
+
+def test_rank_under_the_launcher_keeps_its_files(as_rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FILES_VARIABLE, str(as_rank / "rank_0"))
+    monkeypatch.setenv(LAUNCHER_VARIABLE, "1")
+    RankFiles(as_rank / "rank_0").restarts.write_text(json.dumps(Restarts(run_id="a").to_json()))
+    files = armed_files()
+    assert files.stem == as_rank / "rank_0" and watch.has_launcher and session.restarts.run_id == "a"
+    assert FILES_VARIABLE not in os.environ, "children of the rank are none"
+    watch.disarm()
+    assert files.steps.exists()
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_hang_of_earlier_ranks_does_not_end_new_ones(as_rank: Path, lives: bool) -> None:
+    files = armed_files()
+    watch.disarm()
+    files.stem.parent.mkdir(parents=True, mode=0o700)
+    start = start_of(os.getpid()) if lives else 1
+    content = {"rank": 1, "pid": os.getpid(), "start": start, "host": socket.gethostname()}
+    other = RankFiles(files.stem.with_name("rank_1"))
+    other.process.write_text(json.dumps(content))
+    files.hang.write_text("{}")
+    watch._open(files, records=False, is_alone=False)
+    assert files.hang.exists() == lives
+    watch.files = files
+    watch.disarm()
+    other.process.unlink()
+
+
+@pytest.mark.parametrize("what", ["link", "open folder"])
+def test_folder_of_others_is_not_used(as_rank: Path, what: str, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = as_rank / f"hf_fsdp_{os.getuid()}"
+    if what == "link":
+        (as_rank / "mine").mkdir()
+        folder.symlink_to(as_rank / "mine")
+    else:
+        folder.mkdir()
+        folder.chmod(0o777)
+    watch.arm()
+    assert watch.files is None
+    assert f"rank 0: hangs are not diagnosed: {folder}" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["HF_FSDP_HANG_TIMEOUT", "HF_FSDP_EXIT_TIMEOUT"])
+def test_limit_that_is_no_number_is_refused(as_rank: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "soon")
+    with pytest.raises(SpecError) as caught:
+        watch.arm()
+    assert caught.value.problems[0].code == "FSDP-E674" and f"{name}=soon" in str(caught.value)
+
+
+def test_limit_of_zero_records_no_collectives(as_rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_FSDP_HANG_TIMEOUT", "0")
+    armed_files()
+    assert not record.is_open
+
+
+def test_children_of_a_rank_are_no_ranks(as_rank: Path) -> None:
+    files = armed_files()
+    code = "from hf_fsdp_plugin.integrations.watch import watch; watch.arm(); print(watch.files)"
+    env = {**os.environ, "TMPDIR": str(as_rank)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "None\n"
+    nested = subprocess.run(
+        [sys.executable, "-c", code], env={**env, "MASTER_PORT": "2"}, capture_output=True, text=True, check=True
+    )
+    assert "RankFiles" in nested.stdout, "a rank of another launcher that the rank has started"
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        step_count.resume_at(5)
+        watch.failed(ValueError("of the child"))
+        os.write(write, f"{watch.files} {record.is_open}".encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 100) == b"None False"
+    os.close(read)
+    os.close(write)
+    counts = read_counts(files.steps)
+    assert counts is not None and counts.before == 0 and not files.failure.exists()
+
+
+def test_failure_is_recorded_for_torchs_agent(as_rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error_file = as_rank / "error.json"
+    monkeypatch.setenv(ERROR_FILE_VARIABLE, str(error_file))
+    files = armed_files()
+    try:
+        raise ValueError("no batch")
+    except ValueError as error:
+        watch.failed(error)
+        watch.failed(error)
+    failure = json.loads(files.failure.read_text())
+    assert failure["message"] == "ValueError: no batch" and failure["frames"][-1]["file"] == __file__
+    message = json.loads(error_file.read_text())["message"]
+    assert message["message"] == "ValueError: no batch" and int(message["extraInfo"]["timestamp"]) > 0
+    assert f"{Path(__file__).name}:" in message["extraInfo"]["py_callstack"]
+    watch.failed(SpecError([Problem(code="FSDP-E674", message="later", fix="none")]))
+    assert "later" not in error_file.read_text(), "the first one stays"
+
+
+def test_lost_connection_names_the_rank_that_failed_first(as_rank: Path) -> None:
+    files = armed_files()
+    other = RankFiles(files.stem.with_name("rank_1"))
+    other.process.write_text(files.process.read_text().replace('"rank": 0', '"rank": 1'))
+    place = {"file": "/train.py", "line": 7, "name": "f", "code": "", "library": False}
+    cause = {"time": 1.0, "type": "ValueError", "frames": [place], "traceback": "", "kind": "exception"}
+    other.failure.write_text(json.dumps({**cause, "message": "ValueError: no batch"}))
+    error = RuntimeError("Connection closed by peer")
+    watch.failed(error)
+    assert error.__notes__ == ["hf-fsdp: rank 1 failed first at /train.py:7: ValueError: no batch"]
+    other.process.unlink()
+    other.failure.unlink()
+
+
+@pytest.mark.parametrize(("stacks", "code"), [("", "FSDP-E734"), ("Fatal Python error: Aborted\n", "SIGABRT")])
+def test_lost_connection_names_a_rank_that_is_gone(as_rank: Path, stacks: str, code: str) -> None:
+    files = armed_files()
+    other = RankFiles(files.stem.with_name("rank_1"))
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    content = json.loads(files.process.read_text()) | {"rank": 1, "pid": gone.pid}
+    other.process.write_text(json.dumps(content))
+    other.stacks.write_text(stacks)
+    error = RuntimeError("Connection closed by peer")
+    watch.failed(error)
+    assert "rank 1 " in error.__notes__[0] and code in error.__notes__[0]
+    other.process.unlink()
+    other.stacks.unlink()

@@ -1,0 +1,122 @@
+"""What launchers tell each other during an attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from hf_fsdp_plugin.hangs.places import RanksAt
+from hf_fsdp_plugin.launcher import peers as module
+from hf_fsdp_plugin.launcher.peers import Peers
+from hf_fsdp_plugin.runs.restart_rule import Verdict
+from hf_fsdp_plugin.runs.restarts import FailedAttempt
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BEAT_SECONDS", 0.0)
+    monkeypatch.setattr(module, "_PLACES_SECONDS", 0.3)
+    monkeypatch.setattr(module, "_VERDICT_SECONDS", 0.3)
+
+
+def store() -> Any:
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=5))
+    return store
+
+
+def verdict(failure: str) -> Verdict:
+    return Verdict(attempt=FailedAttempt(failure=failure, steps=3))
+
+
+def test_first_announcement_holds_on_all_machines() -> None:
+    shared = store()
+    one, two, three = (Peers(shared, machine, 3) for machine in range(3))
+    two.announce("rank 2: boom")
+    one.announce("rank 0: lost the connection")
+    assert {str(each.failure()) for each in (one, two, three)} == {"machine 1: rank 2: boom"}
+    assert [each.is_first for each in (one, two, three)] == [False, True, False]
+    two.agree(verdict("rank 2: boom"))
+    assert {each.agree(verdict("lost")).attempt.failure for each in (one, three)} == {"rank 2: boom"}
+
+
+def test_machine_that_announced_and_is_gone_was_lost() -> None:
+    shared = store()
+    one, two = Peers(shared, 0, 2), Peers(shared, 1, 2)
+    two.announce("rank 2: boom")
+    one.failure()
+    found = one.agree(verdict("rank 0: lost the connection")).attempt
+    assert (found.failure, found.machine, found.steps) == ("machine 1 was lost", 1, 3)
+
+
+def test_silent_machine_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(module.LIMIT_VARIABLE, "0.2")
+    shared = store()
+    one, two = Peers(shared, 0, 2), Peers(shared, 1, 2)
+    two.failure()
+    while (found := one.failure()) is None:
+        pass
+    assert (found.kind, found.lost) == ("lost", 1) and "machine 1 has not answered for 0.2 s" in str(found)
+    assert one.agree(verdict("stopped")).attempt.failure == "machine 1 was lost"
+
+
+def test_places_of_other_machines_come_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = store()
+    one, two = (Peers(shared, machine, 3) for machine in range(2))
+    one.announce("rank 0: boom")
+    two.failure()
+    assert two.share_places([RanksAt((1,), "", "in forward")])[1][0].startswith("machine 0 failed first")
+    found, notes = one.share_places([])
+    assert found == [RanksAt((1,), "", "in forward")]
+    assert notes == ["the ranks of machines 2 are not included: see their launchers' output"]
+
+
+def test_text_of_another_program_is_escaped() -> None:
+    shared = store()
+    shared.set("failed", "anything")
+    found = Peers(shared, 0, 2).failure()
+    assert found is not None and "another program" in str(found)
+
+
+class CutStore:
+    """A store whose host is gone."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def fail(*args: Any) -> Any:
+            raise RuntimeError("Connection reset by peer")
+
+        return fail
+
+
+def test_cut_store_is_the_loss_of_its_host() -> None:
+    peers = Peers(CutStore(), 1, 2)
+    found = peers.failure()
+    assert found is not None and (found.kind, found.lost, peers.is_cut) == ("lost", 0, True)
+    assert peers.agree(verdict("x")).attempt.failure == "machine 0 was lost"
+    assert (peers.num_ended(), peers.share_places([])) == (0, ([], []))
+
+
+def test_number_of_messages_of_a_machine_does_not_grow() -> None:
+    """With 1,024 machines, each but one asks a constant number of questions per second; machine 0 one per machine."""
+
+    class Counting:
+        num = 0
+
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __getattr__(self, name: str) -> Callable[..., Any]:
+            Counting.num += 1
+            return getattr(self.inner, name)  # type: ignore[no-any-return]
+
+    shared = Counting(store())
+    counts = []
+    for machine in (0, 1, 1023):
+        Counting.num = 0
+        Peers(shared, machine, 1024).failure()
+        counts.append(Counting.num)
+    assert counts[1] == counts[2] <= 4 and counts[0] <= 1024 + 4
