@@ -20,8 +20,8 @@ from hf_fsdp_plugin.runs.restart_rule import Decision
 from hf_fsdp_plugin.runs.restarts import Restarts
 
 KILLED = "ended without an error record"
-CRASH = "import sys\nfrom pathlib import Path\nfrom hf_fsdp_plugin.hangs.places import record_stacks\n" + (
-    "record_stacks(Path(sys.argv[1]))\nimport os\nos.kill(os.getpid(), int(sys.argv[2]))"
+CRASH = "import sys\nfrom pathlib import Path\nfrom hf_fsdp_plugin.hangs.places import stack_file\n" + (
+    "stack_file.open(Path(sys.argv[1]), crashes='record')\nimport os\nos.kill(os.getpid(), int(sys.argv[2]))"
 )
 
 
