@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -168,8 +168,8 @@ class Watch:
         watcher = self._watcher
         note = ""
         if not self.has_launcher and watcher is not None:
-            with contextlib.suppress(_Stopped), _stoppable():
-                note = find_first_cause(self._rank, self.files, watcher.ask_others)
+            with _told_to_end() as is_told:
+                note = find_first_cause(self._rank, self.files, watcher.ask_others, is_told)
         message = failure["message"] or f"exit code {getattr(error, 'code', 1)}"
         is_spec = failure["kind"] == "spec"  # the same on all ranks; one of the machine writes it, as one prints it
         frames = [] if is_spec else format_frames(failure["frames"])
@@ -233,24 +233,21 @@ class Watch:
             self.files = self._watcher = session.in_flight_file = None
 
 
-class _Stopped(Exception):
-    """SIGTERM while this rank looks for the cause of its failure, which must still be printed."""
-
-
 @contextlib.contextmanager
-def _stoppable() -> Iterator[None]:
-    """Raise :class:`_Stopped` at SIGTERM, unless the script has a handler of its own."""
+def _told_to_end() -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether SIGTERM has come, which ends this process only after the block.
 
-    def stop(*_: object) -> None:
-        raise _Stopped
-
+    A launcher sends it as soon as another rank has exited: then the cause, which this rank looks for, is there. A
+    script's own handler is left alone.
+    """
+    received: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
+        yield lambda: False
         return
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:
-        yield
+        yield lambda: bool(received)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from hf_fsdp_plugin.launcher.agent import Job, run_once
-from hf_fsdp_plugin.launcher.rendezvous import Rendezvous
+from hf_fsdp_plugin.launcher.rendezvous import Rendezvous, SignalException
 from hf_fsdp_plugin.runs.exits import RunResult
 from hf_fsdp_plugin.runs.failure_summary import exit_code, first_failure, format_failures
 from hf_fsdp_plugin.runs.restart_rule import decide
@@ -36,6 +36,8 @@ def run_attempts(job: Job, rendezvous: Rendezvous, on_start: Callable[[], None] 
         while (code := _run_attempt(job, rendezvous, on_start)) is None:
             pass
         return code
+    except SignalException as stop:  # between two attempts
+        return 128 + int(stop.sigval)
     finally:
         rendezvous.shutdown()
 

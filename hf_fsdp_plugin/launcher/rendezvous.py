@@ -55,6 +55,7 @@ def _variable(name: str, value: str) -> Iterator[None]:
 # C++ stacks of a closed store are hidden. Torch reads the variable when it is imported. Python still raises the errors.
 with _variable("TORCH_CPP_LOG_LEVEL", os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")):
     from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+    from torch.distributed.elastic.multiprocessing import SignalException as SignalException
     from torch.distributed.elastic.rendezvous import (
         RendezvousClosedError,
         RendezvousHandler,

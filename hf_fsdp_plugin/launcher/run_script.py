@@ -35,6 +35,8 @@ def main() -> None:
     """Run the script given in ``sys.argv``. The process exits with the script's own exit code."""
     if launcher := int(os.environ.get(LAUNCHER_VARIABLE, "0")):
         _exit_with_launcher(launcher)
+        if os.environ.get("LOCAL_RANK", "0") != "0":  # one rank may read the terminal
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     module = sys.argv[1] == "-m"
     script, *args = sys.argv[2 if module else 1 :]
     run_rank(script, args, module=module)

@@ -31,11 +31,15 @@ _CRASHES: Final = {
 """Words of ``faulthandler`` -> the signal that has ended the process."""
 _SECONDS: Final = 2.0
 """Seconds that the ranks of the machine have to record their failures."""
+_HURRY_SECONDS: Final = 0.5
 _POLL_SECONDS: Final = 0.1
 
 
 def find_first_cause(
-    rank: int, files: RankFiles, ask_others: Callable[[Sequence[RankCalls]], Sequence[RankCalls]]
+    rank: int,
+    files: RankFiles,
+    ask_others: Callable[[Sequence[RankCalls]], Sequence[RankCalls]],
+    is_told_to_end: Callable[[], bool] = lambda: False,
 ) -> str:
     """Return what other ranks show of the cause of a lost connection; empty if that is nothing, or for another failure.
 
@@ -45,6 +49,7 @@ def find_first_cause(
     Args:
         rank, files: of this process, which has recorded its failure.
         ask_others: returns what is known of the ranks of other machines.
+        is_told_to_end: whether the launcher ends this process: then half a second is left, and nobody is asked.
     """
     exits: Sequence[RankExit] = ()
     deadline = time.monotonic() + _SECONDS
@@ -59,9 +64,12 @@ def find_first_cause(
         is_known |= any(each.left_silently for each in others) or all(each.failure is not None for each in others)
         if is_known or time.monotonic() > deadline:
             break
+        if is_told_to_end():
+            deadline = min(deadline, time.monotonic() + _HURRY_SECONDS)
         time.sleep(_POLL_SECONDS)
     elsewhere: Sequence[RankCalls] = ()
-    if not any(each.left_silently or (each.failure is not None and each.rank < rank) for each in others):
+    is_answered = any(each.left_silently or (each.failure is not None and each.rank < rank) for each in others)
+    if not is_answered and not is_told_to_end():
         elsewhere = ask_others([each.calls for each in exits if each.calls is not None])
     places = [RanksAt((each.rank,), _state(each), each.place) for each in elsewhere if each.place or _state(each)]
     result = RunResult(exits=(*exits, *map(_exit_elsewhere, elsewhere)), elsewhere=tuple(places))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -189,5 +190,30 @@ def test_lost_connection_names_a_rank_that_is_gone(as_rank: Path, stacks: str, c
     error = RuntimeError("Connection closed by peer")
     watch.failed(error)
     assert "rank 1 " in error.__notes__[0] and code in error.__notes__[0]
+    other.process.unlink()
+    other.stacks.unlink()
+
+
+def test_rank_that_is_told_to_end_still_names_the_cause(as_rank: Path) -> None:
+    """A launcher sends SIGTERM when it has seen another rank exit, often before this one has."""
+    files = armed_files()
+    other = RankFiles(files.stem.with_name("rank_1"))
+    sleeper = subprocess.Popen(["sleep", "60"])
+    content = json.loads(files.process.read_text()) | {"rank": 1, "pid": sleeper.pid, "start": start_of(sleeper.pid)}
+    other.process.write_text(json.dumps(content))
+    other.stacks.write_text("Fatal Python error: Aborted\n")
+
+    def end() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        sleeper.kill()
+        sleeper.wait()
+
+    timer = threading.Timer(0.3, end)
+    timer.start()
+    error = RuntimeError("Connection closed by peer")
+    watch.failed(error)
+    timer.join()
+    assert "rank 1 " in error.__notes__[0] and "SIGABRT" in error.__notes__[0]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     other.process.unlink()
     other.stacks.unlink()
