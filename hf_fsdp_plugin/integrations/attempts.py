@@ -48,7 +48,7 @@ class Attempt:
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._environ, self._identity = environ, RunIdentity()
-        self._has_begun = self._is_open = False
+        self._has_begun = self._has_files = self._is_open = False
         self._folder: Path | None = None
         self._refusal: Problem | None = None
 
@@ -58,9 +58,9 @@ class Attempt:
         Args:
             files: those of this rank, which the next attempt on this machine finds; ``None`` without any.
         """
-        if self._has_begun:
+        if self._has_begun and (files is None or self._has_files):
             return
-        self._has_begun = True
+        self._has_begun, self._has_files = True, files is not None
         identity = session.identity = self._identity = identify(self._environ, tuple(sys.argv))
         if files is not None:
             with suppress(OSError):
@@ -78,7 +78,7 @@ class Attempt:
     def end(self) -> None:
         """Forget the attempt: the plugin is uninstalled in this process, and may be installed again."""
         self._identity = RunIdentity()
-        self._has_begun = self._is_open = False
+        self._has_begun = self._has_files = self._is_open = False
         self._folder = self._refusal = None
 
     def agree(self, call: str) -> None:

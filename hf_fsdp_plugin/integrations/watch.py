@@ -203,6 +203,7 @@ class Watch:
 
     def disarm(self) -> None:
         """Undo :meth:`arm`, and remove the files of this rank."""
+        end_attempt()
         if self.files is None:
             return
         self._stop_watcher()
@@ -213,7 +214,6 @@ class Watch:
             self.files.hang.unlink(missing_ok=True)
             _remove_folders(self.files.stem.parent)
         os.environ.pop(_PROCESS_VARIABLE, None)
-        end_attempt()
         self.files = self._failed = session.in_flight_file = None
 
     def _close(self) -> None:
