@@ -18,7 +18,7 @@ from hf_fsdp_plugin.cli.terminal import in_line_order, print_problems
 from hf_fsdp_plugin.hangs.calls import LIMIT_VARIABLE as HANG_VARIABLE
 from hf_fsdp_plugin.hangs.exit_watch import LIMIT_VARIABLE, exit_limit
 from hf_fsdp_plugin.hangs.hang_watch import hang_limit
-from hf_fsdp_plugin.hangs.rank_files import LOG_VARIABLE
+from hf_fsdp_plugin.hangs.rank_files import LOG_VARIABLE, RUN_ID_VARIABLE
 from hf_fsdp_plugin.launcher.accelerators import find_accelerators
 from hf_fsdp_plugin.launcher.environment import settings_env
 from hf_fsdp_plugin.launcher.facts import Facts
@@ -28,7 +28,7 @@ from hf_fsdp_plugin.launcher.peers import silence_limit
 from hf_fsdp_plugin.launcher.script_path import check_script
 from hf_fsdp_plugin.launcher.world import World, check_elastic, describe, endpoint, resolve_world
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.runs.identity import POD_ID_VARIABLE, RUN_ID_VARIABLE
+from hf_fsdp_plugin.runs.identity import POD_ID_VARIABLE
 from hf_fsdp_plugin.sources.command_line import flag_name, parse_flags
 from hf_fsdp_plugin.sources.config_file import ConfigFile
 from hf_fsdp_plugin.sources.environment import torchrun_options, torchrun_variables

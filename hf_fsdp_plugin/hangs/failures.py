@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 import traceback
 from collections.abc import Mapping
@@ -19,6 +20,15 @@ ERROR_FILE_VARIABLE: Final = "TORCHELASTIC_ERROR_FILE"
 _PROGRAMS: Final = (os.path.join("launcher", "run_script.py"), os.path.join("hf_fsdp_plugin", "__main__.py"))
 """Files of this package that run the script: their frames are not shown."""
 _MAX_FRAMES: Final = 300
+_CRASHES: Final = {
+    "Segmentation fault": signal.SIGSEGV,
+    "Aborted": signal.SIGABRT,
+    "Bus error": signal.SIGBUS,
+    "Floating-point exception": signal.SIGFPE,
+    "Floating point exception": signal.SIGFPE,
+    "Illegal instruction": signal.SIGILL,
+}
+"""What ``faulthandler`` writes before the stack of a crash -> its signal."""
 
 
 def is_failure(error: BaseException) -> bool:
@@ -55,6 +65,15 @@ def read_failure(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return content
+
+
+def read_crash(stacks: Path) -> int:
+    """Return the signal of a crash in native code, whose stack a rank has recorded; 0 without one."""
+    try:
+        text = stacks.read_text(errors="replace")
+    except OSError:
+        return 0
+    return next((number for words, number in _CRASHES.items() if f"Fatal Python error: {words}" in text), 0)
 
 
 def stack_of(failure: Mapping[str, Any] | None) -> list[Frame]:

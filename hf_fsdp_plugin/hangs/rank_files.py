@@ -15,6 +15,8 @@ FILES_VARIABLE = "HF_FSDP_RANK_FILES"
 """Environment variable with the path of a rank's files, without their suffix; set by ``hf-fsdp launch``."""
 LAUNCHER_VARIABLE = "HF_FSDP_LAUNCHER_PID"
 """Environment variable with the process of ``hf-fsdp launch``, which prints what its ranks report."""
+RUN_ID_VARIABLE = "HF_FSDP_RUN_ID"
+"""Environment variable with the id of the run, the same on all machines; set by ``hf-fsdp launch`` or a user."""
 LOG_VARIABLE = "HF_FSDP_LOG_DIR"
 """Environment variable with the folder of ``--log_dir``."""
 

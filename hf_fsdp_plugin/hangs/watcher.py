@@ -30,12 +30,10 @@ from hf_fsdp_plugin.hangs.inquiries import Inquiries, JobStore, StoreInquiries
 from hf_fsdp_plugin.hangs.peers import Peer, find_peers
 from hf_fsdp_plugin.hangs.place_in_store import PlaceInStore
 from hf_fsdp_plugin.hangs.processes import is_halted
-from hf_fsdp_plugin.hangs.rank_files import RankFiles, write_atomically
+from hf_fsdp_plugin.hangs.rank_files import RUN_ID_VARIABLE, RankFiles, write_atomically
 from hf_fsdp_plugin.hangs.record import record
 from hf_fsdp_plugin.problems import SpecError
 
-RUN_VARIABLE: Final = "HF_FSDP_RUN_ID"
-"""Environment variable with the id of the run, which is the same on all machines."""
 _PAUSE: Final = 0.5
 _FRESH: Final = 5.0
 """Seconds after the last heartbeat from which on another rank watches the machine."""
@@ -282,7 +280,7 @@ def _has_group() -> bool:
 def _store_of_questions() -> Any:
     import torch.distributed as dist
 
-    return dist.PrefixStore(f"hf_fsdp_watch/{os.environ.get(RUN_VARIABLE, '')}", _clone_of_store())
+    return dist.PrefixStore(f"hf_fsdp_watch/{os.environ.get(RUN_ID_VARIABLE, '')}", _clone_of_store())
 
 
 def _clone_of_store() -> Any:

@@ -21,8 +21,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from hf_fsdp_plugin.hangs.failures import ERROR_FILE_VARIABLE
 from hf_fsdp_plugin.hangs.hang_report import FoundHang
-from hf_fsdp_plugin.hangs.rank_files import FILES_VARIABLE, LAUNCHER_VARIABLE, RankFiles, write_atomically
+from hf_fsdp_plugin.hangs.rank_files import (
+    FILES_VARIABLE,
+    LAUNCHER_VARIABLE,
+    RUN_ID_VARIABLE,
+    RankFiles,
+    write_atomically,
+)
 from hf_fsdp_plugin.launcher.leftovers import RUN_VARIABLE, Guard, Leftover, end_processes, run_name
 from hf_fsdp_plugin.launcher.output import RankOutput
 from hf_fsdp_plugin.launcher.peers import Announced, Peers
@@ -37,7 +44,6 @@ from hf_fsdp_plugin.runs.failure_summary import (
     places_of,
     summarize,
 )
-from hf_fsdp_plugin.runs.identity import RUN_ID_VARIABLE
 from hf_fsdp_plugin.runs.restarts import RESTART_VARIABLE
 from hf_fsdp_plugin.text import plural
 from hf_fsdp_plugin.torch_private.elastic import AttemptAgent
@@ -188,7 +194,7 @@ class Attempt(LogsSpecs):
                 RESTART_VARIABLE: str(restarts.count),
                 "TORCHELASTIC_RESTART_COUNT": str(restarts.count),
                 "TORCHELASTIC_MAX_RESTARTS": str(restarts.max_restarts),
-                "TORCHELASTIC_ERROR_FILE": streams.error_files[local_rank],
+                ERROR_FILE_VARIABLE: streams.error_files[local_rank],
             }
             opened = self._output.open(rank, is_first=local_rank == 0)
             streams.stdouts[local_rank], streams.stderrs[local_rank], self._tails[local_rank] = opened

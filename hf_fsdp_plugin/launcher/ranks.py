@@ -6,23 +6,19 @@ when a failed attempt ends: torch stops all ranks as soon as it sees that one ha
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
-from hf_fsdp_plugin.hangs.call_files import read_calls
-from hf_fsdp_plugin.hangs.places import STACK_SIGNAL, Frame, read_stack
+from hf_fsdp_plugin.hangs.failures import stack_of
+from hf_fsdp_plugin.hangs.places import STACK_SIGNAL, read_stack
 from hf_fsdp_plugin.hangs.processes import is_halted
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
-from hf_fsdp_plugin.hangs.step_count import read_counts
 from hf_fsdp_plugin.launcher.output import last_lines
-from hf_fsdp_plugin.runs.exits import RankExit
+from hf_fsdp_plugin.runs.exits import RankExit, read_record
 
 _STACK_SECONDS = 0.05
 """Seconds that ranks have to record their stacks, which takes milliseconds, before they receive another signal."""
@@ -104,32 +100,18 @@ class RankProcess:
 
     def result(self) -> RankExit:
         """Return how the rank exited."""
-        try:
-            failure: Mapping[str, Any] | None = json.loads(self.files.failure.read_text())
-        except (OSError, ValueError):
-            failure = None
-        counts, calls = read_counts(self.files.steps), read_calls(self.rank, self.files.calls)
-        if counts is not None:
-            calls = replace(calls, steps=counts.steps, forwards=counts.forwards)
+        record = read_record(self.rank, self.files)
+        failure = record["failure"]
         return RankExit(
-            rank=self.rank,
+            **record,
             pid=self.pid,
             code=self.code or 0,
             stopped=self.stopped,
             time=failure["time"] if failure is not None else self.exit_time or time.time(),
-            failure=failure,
             tail=tuple(last_lines(self.tail)),
-            stack=tuple(self._stack(failure)),
-            counts=counts,
-            ended=self.files.ended.exists(),
+            stack=tuple(stack_of(failure) if failure or self.code == 0 else read_stack(self.files.stacks)),
             halted=self.halted,
-            calls=calls,
         )
-
-    def _stack(self, failure: Mapping[str, Any] | None) -> Sequence[Frame]:
-        if failure is not None:
-            return [Frame(frame["file"], frame["line"], frame["name"]) for frame in failure["frames"]]
-        return read_stack(self.files.stacks) if self.code != 0 else ()
 
 
 class Ranks(list[RankProcess]):

@@ -10,13 +10,15 @@ import json
 import re
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any, Final
 
+from hf_fsdp_plugin.hangs.failures import read_crash, read_failure
+from hf_fsdp_plugin.hangs.hang_report import FoundHang
 from hf_fsdp_plugin.hangs.places import read_stack
 from hf_fsdp_plugin.hangs.rank_files import RankFiles, write_atomically
 from hf_fsdp_plugin.hangs.step_count import read_counts
@@ -31,15 +33,6 @@ _MEMORY: Final = "run.json"
 _BEGAN: Final = "began"
 """File in the folder of an attempt: when it has begun."""
 _RANK_FILE: Final = re.compile(r"(rank_(\d+))\.\w+")
-_FATAL: Final = {
-    "Segmentation fault": signal.SIGSEGV,
-    "Aborted": signal.SIGABRT,
-    "Bus error": signal.SIGBUS,
-    "Floating-point exception": signal.SIGFPE,
-    "Floating point exception": signal.SIGFPE,
-    "Illegal instruction": signal.SIGILL,
-}
-"""What ``faulthandler`` writes before the stack of a crash -> its signal."""
 _NO_RECORD: Final = {"kind": "exception", "type": "", "frames": [], "traceback": ""}
 _DAMAGED: Final = (OSError, ValueError, KeyError, TypeError, AttributeError)
 """Errors of files that are incomplete, as on a full disk, or gone. They must not end a training."""
@@ -181,19 +174,11 @@ def _verdicts(folder: Path, first: int, known: Restarts, machine: int) -> Iterat
         try:
             exits = _exits(path)
             if not all(each.ended and each.failure is None for each in exits):
-                yield _verdict(path, exits, known, machine, _began(after) - _began(path))
+                result = RunResult(exits=tuple(exits), hang=FoundHang.read(RankFiles(path / "rank").hang))
+                yield assess_attempt(result, known, machine=machine, seconds=_began(after) - _began(path))
         except _DAMAGED:
             yield None
     yield from [None] * (attempt_number(folder) - number - 1)
-
-
-def _verdict(folder: Path, exits: Sequence[RankExit], known: Restarts, machine: int, seconds: float) -> Verdict:
-    verdict = assess_attempt(RunResult(exits=tuple(exits)), known, machine=machine, seconds=seconds)
-    with suppress(*_DAMAGED):
-        hang: Mapping[str, str] = json.loads((folder / "hang.json").read_text())
-        attempt = replace(verdict.attempt, failure=f"hang: {hang['message']}"[:200], same_as=hang["same_as"])
-        return Verdict(attempt=attempt)
-    return verdict
 
 
 def _exits(folder: Path) -> list[RankExit]:
@@ -203,13 +188,7 @@ def _exits(folder: Path) -> list[RankExit]:
 
 
 def _exit_of(rank: int, files: RankFiles) -> RankExit:
-    failure: Mapping[str, Any] | None = None
-    with suppress(OSError, ValueError):
-        failure = json.loads(files.failure.read_text())
-    fatal = 0
-    with suppress(OSError):
-        text = files.stacks.read_text(errors="replace")
-        fatal = next((number for words, number in _FATAL.items() if f"Fatal Python error: {words}" in text), 0)
+    failure, fatal = read_failure(files.failure), read_crash(files.stacks)
     stack, ended, stopped = read_stack(files.stacks), files.ended.exists(), False
     code = 0 if ended and failure is None else 1
     last = max((path.stat().st_mtime for path in files.stem.parent.glob(f"{files.stem.name}.*")), default=0.0)

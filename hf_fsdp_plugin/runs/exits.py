@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from hf_fsdp_plugin.hangs.call_files import read_calls
 from hf_fsdp_plugin.hangs.calls import RankCalls
+from hf_fsdp_plugin.hangs.failures import read_failure
 from hf_fsdp_plugin.hangs.hang_report import FoundHang
 from hf_fsdp_plugin.hangs.places import Frame, Place, RanksAt, find_place
-from hf_fsdp_plugin.hangs.step_count import Counts
+from hf_fsdp_plugin.hangs.rank_files import RankFiles
+from hf_fsdp_plugin.hangs.step_count import Counts, read_counts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +56,15 @@ class RankExit:
     def place(self) -> Place | None:
         """Where it was at the failure; ``None`` if that is unknown."""
         return find_place(self.stack, self.counts)
+
+
+def read_record(rank: int, files: RankFiles) -> dict[str, Any]:
+    """Return the fields of :class:`RankExit` that are in the files of a rank."""
+    counts, calls = read_counts(files.steps), read_calls(rank, files.calls)
+    if counts is not None:
+        calls = replace(calls, steps=counts.steps, forwards=counts.forwards)
+    failure, ended = read_failure(files.failure), files.ended.exists()
+    return {"rank": rank, "failure": failure, "counts": counts, "calls": calls, "ended": ended}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
-from hf_fsdp_plugin.hangs.call_files import read_calls
 from hf_fsdp_plugin.hangs.calls import RankCalls
-from hf_fsdp_plugin.hangs.failures import read_failure, stack_of
+from hf_fsdp_plugin.hangs.failures import read_crash, stack_of
 from hf_fsdp_plugin.hangs.peers import Peer, find_peers
 from hf_fsdp_plugin.hangs.places import RanksAt, read_stack
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
-from hf_fsdp_plugin.hangs.step_count import read_counts
-from hf_fsdp_plugin.runs.exits import RankExit, RunResult
+from hf_fsdp_plugin.runs.exits import RankExit, RunResult, read_record
 from hf_fsdp_plugin.runs.failure_summary import explain, first_failure, has_lost_connection, summarize
 
-_CRASHES: Final = {
-    "Aborted": signal.SIGABRT,
-    "Segmentation fault": signal.SIGSEGV,
-    "Bus error": signal.SIGBUS,
-    "Floating-point exception": signal.SIGFPE,
-    "Illegal instruction": signal.SIGILL,
-}
-"""Words of ``faulthandler`` -> the signal that has ended the process."""
 _SECONDS: Final = 2.0
 """Seconds that the ranks of the machine have to record their failures."""
 _HURRY_SECONDS: Final = 0.5
@@ -83,28 +69,21 @@ def find_first_cause(
 
 def exit_of(peer: Peer) -> RankExit:
     """Return what another rank can know of how a rank exited, or that it runs."""
-    failure = read_failure(peer.files.failure)
-    counts, calls = read_counts(peer.files.steps), read_calls(peer.rank, peer.files.calls)
-    if counts is not None:
-        calls = replace(calls, steps=counts.steps, forwards=counts.forwards)
-    is_gone = peer.is_gone()
-    crash = _crash(peer.files.stacks) if is_gone and failure is None else 0
+    record = read_record(peer.rank, peer.files)
+    failure, is_gone = record["failure"], peer.is_gone()
+    crash = read_crash(peer.files.stacks) if is_gone and failure is None else 0
     if failure is None and not is_gone and peer.pid != os.getpid():
         peer.request_stacks()
         time.sleep(0.05)
     return RankExit(
-        rank=peer.rank,
+        **record,
         pid=peer.pid,
         code=-crash,
         code_is_known=bool(crash),
         stopped=not is_gone,
         time=failure["time"] if failure is not None else time.time(),
-        failure=failure,
         tail=(),
         stack=tuple(stack_of(failure) or read_stack(peer.files.stacks)),
-        counts=counts,
-        ended=peer.files.ended.exists(),
-        calls=calls,
     )
 
 
@@ -127,11 +106,3 @@ def _state(rank: RankCalls) -> str:
     if rank.state == "unreachable":
         return f"is on {rank.detail}, which does not answer"
     return "had ended the script" if rank.state == "ended" else ""
-
-
-def _crash(path: Path) -> int:
-    """Return the signal of a crash in native code, whose stack a process has recorded; 0 without one."""
-    with contextlib.suppress(OSError):
-        text = path.read_text(errors="replace")
-        return next((number for words, number in _CRASHES.items() if f"Fatal Python error: {words}" in text), 0)
-    return 0

@@ -16,8 +16,8 @@ The id of torchrun is ``none`` unless a user sets one, and users set the same on
 outlives all attempts of a machine, is a part of the id: the folder of its logs, which has a new name for each agent, or
 else its process. The machines of a run have different agents: they agree on one id (see ``integrations.attempts``).
 
-Torch does not count a restart for machines that join. So attempts with the same number are told apart by what differs
-between two starts of a machine's ranks: the folder of their logs, which torch makes again, and where they meet.
+When a machine joins, torch starts all ranks again, but the number of the attempt stays. Two starts with one number have
+different folders of logs, or other addresses at which the ranks meet.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from hf_fsdp_plugin.hangs.failures import ERROR_FILE_VARIABLE
 from hf_fsdp_plugin.hangs.processes import environment_of, parent_of, start_of
+from hf_fsdp_plugin.hangs.rank_files import RUN_ID_VARIABLE
 
-RUN_ID_VARIABLE: Final = "HF_FSDP_RUN_ID"
 POD_ID_VARIABLE: Final = "PET_RDZV_ID"
 """Environment variable with the id that a job of Kubernetes has, if its user sets one."""
 _AGENT_VARIABLE: Final = "TORCHELASTIC_RUN_ID"
-_ERROR_VARIABLE: Final = "TORCHELASTIC_ERROR_FILE"
-"""Its value is ``LOGS/ID_RANDOM/attempt_N/LOCAL_RANK/error.json``, unless the agent writes no logs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,8 +122,11 @@ def _agent(environ: Mapping[str, str]) -> str:
 
 
 def _logs(environ: Mapping[str, str]) -> Path | None:
-    """Return the folder of the logs of this attempt; ``None`` if torch's agent writes none."""
-    path = Path(environ.get(_ERROR_VARIABLE, ""))
+    """Return the folder of the logs of this attempt; ``None`` if torch's agent writes none.
+
+    It writes the error file to ``LOGS/ID_RANDOM/attempt_N/LOCAL_RANK/error.json``.
+    """
+    path = Path(environ.get(ERROR_FILE_VARIABLE, ""))
     is_default = len(path.parents) > 3 and path.parents[1].name.startswith("attempt_")
     return path.parents[1] if is_default else None
 

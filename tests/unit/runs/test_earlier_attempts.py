@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from hf_fsdp_plugin.hangs.hang_report import FoundHang
 from hf_fsdp_plugin.hangs.rank_files import RankFiles
 from hf_fsdp_plugin.runs.earlier_attempts import Offer, make_offer, mark_begin, merge, remember
 from hf_fsdp_plugin.runs.identity import RunIdentity
@@ -182,10 +183,12 @@ def test_hang_is_named_by_its_message(tmp_path: Path) -> None:
     one = Machine(tmp_path)
     one.agree(one.start(0))
     one.leave(0, steps=3)
-    hang = {"message": "rank 1 did not call it", "same_as": "FSDP-E728 in all-gather of layers.0", "elsewhere": False}
-    (one.folder / "hang.json").write_text(json.dumps(hang))
+    message = "hang: rank 1 did not call it"
+    same_as = "FSDP-E728 in all-gather of layers.0"
+    hang = FoundHang(text=message, message=message, code="FSDP-E728", same_as=same_as)
+    assert hang.claim(RankFiles(one.folder / "rank").hang)
     found = one.agree(one.start(1)).restarts.failures[0]
-    assert (found.failure, found.same_as, found.steps) == ("hang: rank 1 did not call it", hang["same_as"], 3)
+    assert (found.failure, found.same_as, found.steps) == (message, same_as, 3)
 
 
 def test_machine_that_knows_most_wins(tmp_path: Path) -> None:
