@@ -110,10 +110,9 @@ def run_once(job: Job, rendezvous: Rendezvous, on_start: Callable[[], None] = la
             entrypoint=job.command[0],
             args=tuple(job.command[1:]),
         )
-        agent = AttemptAgent(spec, attempt, attempt)
         with attempt:
             try:
-                return attempt.result() if agent.run() is not None else None
+                return attempt.result() if AttemptAgent(spec, attempt, attempt).run() is not None else None
             except SignalException as stop:
                 return attempt.result(signal_number=stop.sigval)
             except _BrokenPipe:

@@ -12,9 +12,8 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from hf_fsdp_plugin.hangs.places import RanksAt
 from hf_fsdp_plugin.runs.restart_rule import Verdict, lost_machine
@@ -26,6 +25,7 @@ DEFAULT_LIMIT: Final = 15.0
 """As in torchrun's c10d rendezvous: three missed signs of life, one every five seconds."""
 POLL_SECONDS: Final = 0.1
 Kind = Literal["failed", "lost", "joins"]
+_T = TypeVar("_T")
 _BEAT_SECONDS: Final = 1.0
 _VERDICT_SECONDS: Final = 60.0
 """Seconds that a machine waits for the verdict of the one that has announced the failure. Its saves get 25 s."""
@@ -91,14 +91,22 @@ class Peers:
     def failure(self) -> Announced | None:
         """Return the failure that a machine has announced, or a machine that is lost. Asks once per second."""
         now = time.monotonic()
-        if self._is_alone or self._announced is not None or now < self._next_beat:
-            return self._announced
+        if self._announced is None and now >= self._next_beat:
+            found = self._ask(lambda: self._look(now), None)
+            self._announced = self._announced or found  # the store may have been lost meanwhile
+        return self._announced
+
+    def _ask(self, request: Callable[[], _T], otherwise: _T) -> _T:
+        """Return the result of requests to the store, or ``otherwise`` if this machine is alone."""
+        if self._is_alone:
+            return otherwise
         try:
-            return self._look(now)
+            return request()
         except RuntimeError:  # of torch: the connection is closed, or the store does not answer
             self.is_cut = True
-            self._announced = Announced(self.machine, "the launcher that hosts the rendezvous is gone", "lost", 0)
-            return self._announced
+            if self._announced is None:
+                self._announced = Announced(self.machine, "the launcher that hosts the rendezvous is gone", "lost", 0)
+            return otherwise
 
     def _look(self, now: float) -> Announced | None:
         self._next_beat = now + _BEAT_SECONDS
@@ -117,21 +125,21 @@ class Peers:
         """End the attempt on all machines. Returns what was announced first."""
         if self._announced is None:
             mine = Announced(self.machine, text[:_MAX_TEXT], kind, lost)
-            if self._is_alone:
-                self._announced = mine
-            else:
+
+            def request() -> Announced:
                 self._store.compare_set("failed", "", json.dumps([mine.machine, mine.text, mine.kind, mine.lost]))
-                self._read_announced()
-        assert self._announced is not None
+                return self._read_announced()
+
+            found = self._ask(request, mine)
+            self._announced = self._announced or found
         return self._announced
 
     def _read_announced(self) -> Announced:
         try:
             machine, text, kind, lost = json.loads(self._store.get("failed"))
-            self._announced = Announced(int(machine), printable(str(text)[:_MAX_TEXT]), kind, int(lost))
+            return Announced(int(machine), printable(str(text)[:_MAX_TEXT]), kind, int(lost))
         except (ValueError, TypeError):  # not written by a launcher
-            self._announced = Announced(-1, "another program has written to the store of the run")
-        return self._announced
+            return Announced(-1, "another program has written to the store of the run")
 
     @property
     def _is_alone(self) -> bool:
@@ -149,16 +157,14 @@ class Peers:
             On the machine that has announced its failure first: where the ranks of the other machines were. On the
             others: nothing. And notes on the machines that are not included.
         """
-        try:
-            return self._share_places(places)
-        except RuntimeError:
-            self.is_cut = True
-            return [], ["the ranks of other machines are not included: see the output of their launchers"]
-
-    def _share_places(self, places: Sequence[RanksAt]) -> tuple[list[RanksAt], list[str]]:
         first = self._announced
         if self._is_alone or first is None:
             return [], []
+        nothing: list[RanksAt] = []
+        notes = ["the ranks of other machines are not included: see the output of their launchers"]
+        return self._ask(lambda: self._share_places(places, first), (nothing, notes))
+
+    def _share_places(self, places: Sequence[RanksAt], first: Announced) -> tuple[list[RanksAt], list[str]]:
         if not self.is_first:
             self._store.set(
                 f"places/{self.machine}",
@@ -182,19 +188,13 @@ class Peers:
     def agree(self, verdict: Verdict) -> Verdict:
         """Return the verdict of the machine that has announced the failure. Each machine brings its own."""
         first = self._announced
-        if first is None:
+        if first is not None and first.lost >= 0:
+            verdict = lost_machine(first.lost, verdict.attempt)
+        if first is None or self._is_alone:
             return verdict
-        try:
-            return self._agree(verdict, first)
-        except RuntimeError:
-            self.is_cut = True
-            return lost_machine(0, verdict.attempt)
+        return self._ask(lambda: self._agree(verdict, first), lost_machine(0, verdict.attempt))
 
     def _agree(self, verdict: Verdict, first: Announced) -> Verdict:
-        if first.lost >= 0:
-            verdict = lost_machine(first.lost, verdict.attempt)
-        if self._is_alone:
-            return verdict
         if self.is_first:
             self._store.set("verdict", verdict.to_text())
             return verdict
@@ -204,17 +204,11 @@ class Peers:
 
     def end(self) -> None:
         """Tell the others that the ranks of this machine have ended without a failure."""
-        with suppress(RuntimeError):
-            if not self._is_alone:
-                self._store.add("ended", 1)
+        self._ask(lambda: self._store.add("ended", 1), 0)
 
     def num_ended(self) -> int:
         """Return on how many machines the ranks have ended without a failure."""
-        try:
-            return int(self._store.add("ended", 0)) if not self._is_alone else 0
-        except RuntimeError:
-            self.is_cut = True
-            return 0
+        return self._ask(lambda: int(self._store.add("ended", 0)), 0)
 
     def wait_for_end(self, seconds: float) -> None:
         """Wait until the ranks of all machines have ended, or those of one have failed."""

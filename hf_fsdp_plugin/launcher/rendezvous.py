@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, Final
 
 from hf_fsdp_plugin.launcher.facts import Facts, compare
@@ -189,7 +190,7 @@ class MachinesRendezvous(Rendezvous):
 
     @property
     def _alive(self) -> str:
-        """Key of a counter that the launcher of this machine increases once per second while ranks run."""
+        """Key of a counter that the launcher of this machine increases once per second."""
         return f"alive/{self._launch.machine_rank}"
 
     @property
@@ -328,28 +329,34 @@ class MachinesRendezvous(Rendezvous):
         joined = [json.loads(text) for text in meeting.multi_get([f"joined/{node}" for node in range(size)])]
         ranks = [each["rank"] for each in joined]
         restarts = max((Restarts.from_json(each["restarts"]) for each in joined), key=lambda each: each.count)
-        double = next((rank for rank in ranks if ranks.count(rank) > 1), None)
+        in_order = sorted(ranks)
+        double = next((rank for rank, following in pairwise(in_order) if rank == following), None)
         problem = _already_here(double) if double is not None else None
+        numbers = {rank: number for number, rank in enumerate(in_order)}
         go: dict[str, Any] = {
             "problem": problem and {"code": problem.code, "message": problem.message, "fix": problem.fix},
             "restarts": restarts.to_json(),
             "token": secrets.token_hex(16),
         }
         for node, rank in enumerate(ranks):
-            meeting.set(f"go/{node}", json.dumps(go | {"number": sorted(ranks).index(rank)}))
+            meeting.set(f"go/{node}", json.dumps(go | {"number": numbers[rank]}))
 
     def is_waiting(self) -> bool:
         now = time.monotonic()
         if self._num_met == self._world.num_machines or now < self._next_look:
             return False
         self._next_look = now + 1.0
-        return bool(self._handler.num_nodes_waiting())
+        with contextlib.suppress(RuntimeError, TorchError):  # the store is lost, as the others find out
+            return bool(self._handler.num_nodes_waiting())
+        return False
 
     def shutdown(self) -> bool:
         if self._handler is None:
             return True
         with contextlib.suppress(RuntimeError, TorchError):  # the machine with the store has ended
             self._store.add("left", 1)
+        # Ends torch's thread of heartbeats in any case: the interpreter must not end while it is in a request.
+        with contextlib.suppress(RuntimeError, TorchError):
             self._handler.shutdown()
             if self._is_host or not self._is_numbered:
                 self._wait_for_others(self._store, self._num_met)

@@ -100,6 +100,14 @@ def test_cut_store_is_the_loss_of_its_host() -> None:
     assert (peers.num_ended(), peers.share_places([])) == (0, ([], []))
 
 
+def test_failure_beside_a_cut_store_is_announced_as_the_loss() -> None:
+    """The ranks of this machine end before it has noticed that the store is gone."""
+    peers = Peers(CutStore(), 1, 2)
+    found = peers.announce("rank 3: Connection reset by peer")
+    assert (found.kind, found.lost, peers.is_cut) == ("lost", 0, True)
+    assert peers.agree(verdict("x")).attempt.failure == "machine 0 was lost"
+
+
 def test_number_of_messages_of_a_machine_does_not_grow() -> None:
     """With 1,024 machines, each but one asks a constant number of questions per second; machine 0 one per machine."""
 

@@ -221,8 +221,8 @@ def test_differences_are_named(change: dict[str, Any], text: str) -> None:
     assert compare(FACTS, b"[1]") is not None
 
 
-def test_machine_with_the_store_that_was_killed_may_come_back(port: int) -> None:
-    """Machine 0 hosts the store in a process of its own, which is killed."""
+def met_a_killed_host(port: int) -> MachinesRendezvous:
+    """Machine 1, after it has met machine 0, which has hosted the store in a process of its own and was killed."""
     code = (
         f"import sys, time; sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}\n"
         f"from test_rendezvous import machine, ONCE\n"
@@ -234,6 +234,19 @@ def test_machine_with_the_store_that_was_killed_may_come_back(port: int) -> None
     assert host.stdout is not None and host.stdout.readline() == "met\n"
     host.kill()
     host.communicate()
+    return other
+
+
+def test_launcher_ends_without_threads_beside_a_lost_store(port: int) -> None:
+    """A thread of torch in a request to the store would end the process with exit code 134."""
+    other = met_a_killed_host(port)
+    assert any("KeepAlive" in thread.name for thread in threading.enumerate())
+    assert other.shutdown()
+    assert not any("KeepAlive" in thread.name for thread in threading.enumerate())
+
+
+def test_machine_with_the_store_that_was_killed_may_come_back(port: int) -> None:
+    other = met_a_killed_host(port)
     while (announced := other.peers.failure()) is None:
         pass
     assert (announced.kind, announced.lost, other.peers.is_cut) == ("lost", 0, True)

@@ -104,6 +104,8 @@ def test_cause_is_found_among_machines() -> None:
     assert decide([mine, lost_machine(1)], RUN).restarts.failures[0].failure == "machine 1 was lost"
 
 
-def test_launchers_exchange_verdicts() -> None:
+def test_launchers_exchange_verdicts_and_decisions() -> None:
     verdict = assess_attempt(RunResult(exits=(rank(1, failure("OSError")),)), RUN, machine=1, seconds=1.0)
     assert Verdict.from_text(verdict.to_text()) == verdict
+    for found in (decide([verdict], RUN), decide([verdict], Restarts())):
+        assert Decision.from_text(found.to_text()) == found
