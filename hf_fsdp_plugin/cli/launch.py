@@ -23,8 +23,8 @@ from hf_fsdp_plugin.launcher.accelerators import find_accelerators
 from hf_fsdp_plugin.launcher.environment import settings_env
 from hf_fsdp_plugin.launcher.facts import Facts
 from hf_fsdp_plugin.launcher.flags import LaunchArguments, UsageError, add_help, parse_launch_arguments
-from hf_fsdp_plugin.launcher.peers import LIMIT_VARIABLE as MACHINE_VARIABLE
-from hf_fsdp_plugin.launcher.peers import silence_limit
+from hf_fsdp_plugin.launcher.machines import LIMIT_VARIABLE as MACHINE_VARIABLE
+from hf_fsdp_plugin.launcher.machines import silence_limit
 from hf_fsdp_plugin.launcher.script_path import check_script
 from hf_fsdp_plugin.launcher.world import World, check_elastic, describe, endpoint, resolve_world
 from hf_fsdp_plugin.problems import Problem, SpecError
@@ -127,8 +127,8 @@ def _run_ranks(arguments: LaunchArguments, spec: FsdpSpec, world: World, handove
             _print_notices(arguments, problem)
 
     def describe_start() -> None:
-        met = replace(world, num_machines=rendezvous.peers.num_machines)
-        machine, address = rendezvous.peers.machine, rendezvous.address
+        met = replace(world, num_machines=rendezvous.machines.num_machines)
+        machine, address = rendezvous.machines.machine, rendezvous.address
         _print_notices(arguments, describe(met, launch, machine=machine, address=address))
 
     given = {HANG_VARIABLE: options.get("hang_timeout"), LOG_VARIABLE: options.get("log_dir")}

@@ -31,8 +31,8 @@ from hf_fsdp_plugin.hangs.rank_files import (
     write_atomically,
 )
 from hf_fsdp_plugin.launcher.leftovers import RUN_VARIABLE, Guard, Leftover, end_processes, run_name
+from hf_fsdp_plugin.launcher.machines import Announced, Machines
 from hf_fsdp_plugin.launcher.output import RankOutput
-from hf_fsdp_plugin.launcher.peers import Announced, Peers
 from hf_fsdp_plugin.launcher.ranks import RankProcess, Ranks
 from hf_fsdp_plugin.launcher.rendezvous import Rendezvous  # imports torch with less output
 from hf_fsdp_plugin.problems import Problem
@@ -168,8 +168,8 @@ class Attempt(LogsSpecs):
         return str(self._scratch)
 
     @property
-    def _peers(self) -> Peers:
-        return self._rendezvous.peers
+    def _machines(self) -> Machines:
+        return self._rendezvous.machines
 
     def begin(self) -> None:
         """The machines have met: print where, and write what the ranks read."""
@@ -221,10 +221,10 @@ class Attempt(LogsSpecs):
         self._print_notices()
         if self._output.reader_exited:
             raise _BrokenPipe
-        self._announced = self._peers.failure()
+        self._announced = self._machines.failure()
         self._stopped_by = self._job.should_stop() or ""
         if self._announced is None and self._rendezvous.is_waiting():
-            self._announced = self._peers.announce("a machine joins the run", "joins")
+            self._announced = self._machines.announce("a machine joins the run", "joins")
         has_failed = any(rank.has_failed for rank in self.ranks)
         return has_failed or self._announced is not None or bool(self._stopped_by) or self._files.hang.exists()
 
@@ -255,12 +255,12 @@ class Attempt(LogsSpecs):
         else:
             return
         may_follow = hang.elsewhere if hang is not None else first is not None and has_lost_connection(first)
-        self._announced = self._peers.failure() if wait and may_follow else self._peers.announce(text)
+        self._announced = self._machines.failure() if wait and may_follow else self._machines.announce(text)
 
     def _wait_for_others(self) -> None:
         """Wait for machines whose ranks end later. Returns if those of one fail."""
-        self._peers.end()
-        self._peers.wait_for_end(_EXIT_BARRIER_SECONDS)
+        self._machines.end()
+        self._machines.wait_for_end(_EXIT_BARRIER_SECONDS)
 
     def end(self, death_signal: signal.Signals) -> None:
         """End the ranks that still run, because the launcher has received a signal or fails."""
@@ -287,7 +287,7 @@ class Attempt(LogsSpecs):
         self._output.finish()
         self._print_notices()
         announced = self._announced
-        is_remote = announced is not None and (announced.kind == "lost" or announced.machine != self._peers.machine)
+        is_remote = announced is not None and (announced.kind == "lost" or announced.machine != self._machines.machine)
         result = RunResult(
             exits=tuple(rank.result() for rank in self.ranks),
             signal_number=signal_number,
@@ -296,7 +296,7 @@ class Attempt(LogsSpecs):
             joins=announced is not None and announced.kind == "joins",
         )
         if needs_places(result) and not result.joins:
-            elsewhere, notes = self._peers.share_places(places_of(result.exits))
+            elsewhere, notes = self._machines.share_places(places_of(result.exits))
             result = replace(result, elsewhere=tuple(elsewhere), notes=tuple(notes))
         return result
 

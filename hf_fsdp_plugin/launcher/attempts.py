@@ -51,7 +51,7 @@ def _run_attempt(job: Job, rendezvous: Rendezvous, on_start: Callable[[], None])
         return 0
     seconds = time.monotonic() - began
     code = exit_code(result)
-    restarts, peers = rendezvous.restarts, rendezvous.peers
+    restarts, machines = rendezvous.restarts, rendezvous.machines
     if result.joins and not result.signal_number:
         rendezvous.restarts = restarts.after(FailedAttempt(failure="a machine joined", seconds=seconds, counts=False))
         job.notice("a machine joins the run: the ranks of all machines are started again")
@@ -59,10 +59,10 @@ def _run_attempt(job: Job, rendezvous: Rendezvous, on_start: Callable[[], None])
     _print_failures(job, result)
     if not code or not restarts.max_restarts:
         return code
-    verdict = assess_attempt(result, restarts, machine=peers.machine, seconds=seconds)
-    if peers.num_ended() and not verdict.final:
+    verdict = assess_attempt(result, restarts, machine=machines.machine, seconds=seconds)
+    if machines.num_ended() and not verdict.final:
         verdict = replace(verdict, final="the ranks of another machine have ended.")
-    decision = decide([peers.agree(verdict)], restarts)
+    decision = decide([machines.agree(verdict)], restarts)
     rendezvous.restarts = decision.restarts
     if decision.problem is not None:
         print(f"hf-fsdp: {decision.problem}", file=sys.stderr, flush=True)

@@ -20,7 +20,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from hf_fsdp_plugin.launcher.facts import Facts, compare
-from hf_fsdp_plugin.launcher.peers import Peers, silence_limit
+from hf_fsdp_plugin.launcher.machines import Machines, silence_limit
 from hf_fsdp_plugin.launcher.world import World, endpoint
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.runs.restarts import Restarts
@@ -79,13 +79,13 @@ class Rendezvous(RendezvousHandler):
 
     Attributes:
         restarts: the failed attempts of the run, from the machine that knows most.
-        peers: the other machines during the present attempt.
+        machines: the other machines during the present attempt.
         address: where the ranks of the present attempt meet.
     """
 
     def __init__(self, restarts: Restarts, port: int = 0) -> None:
         self.restarts = restarts
-        self.peers = Peers(None, 0, 1)
+        self.machines = Machines(None, 0, 1)
         self.address = ""
         self._rank_store: Store | None = None
         self._listening: socket.socket | None = None
@@ -109,7 +109,7 @@ class Rendezvous(RendezvousHandler):
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
         )
         self.address = f"{host}:{port}"
-        self.peers = Peers(None, 0, 1)
+        self.machines = Machines(None, 0, 1)
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(host, port))
 
     def is_waiting(self) -> bool:
@@ -208,7 +208,7 @@ class MachinesRendezvous(Rendezvous):
         """
         again = bool(self._num_met)
         try:
-            if self._handler is None or self.peers.is_cut:  # machine 0 may come back
+            if self._handler is None or self.machines.is_cut:  # machine 0 may come back
                 self._connect()
             # The store of the ranks is hosted below, one for each attempt.
             with _variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"), self._shown_alive():
@@ -320,7 +320,7 @@ class MachinesRendezvous(Rendezvous):
             attempt.set("address", json.dumps([local, self._rank_store.port]))
         host, port = json.loads(attempt.get("address"))
         self.address = f"{host}:{port}"
-        self.peers = Peers(attempt, number, size, on_beat=lambda: self._store.add(self._alive, 1))
+        self.machines = Machines(attempt, number, size, on_beat=lambda: self._store.add(self._alive, 1))
         self._num_met = size
         return RendezvousInfo(attempt, number, size, RendezvousStoreInfo(host, port))
 

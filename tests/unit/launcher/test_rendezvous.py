@@ -103,9 +103,9 @@ def test_used_port_is_replaced_with_a_warning(port: int) -> None:
 
 
 def test_machines_have_the_numbers_of_their_flags(two: list[MachinesRendezvous]) -> None:
-    assert [each.peers.machine for each in two] == [0, 1]
+    assert [each.machines.machine for each in two] == [0, 1]
     assert two[0].address == two[1].address
-    assert two[0].peers.failure() is None
+    assert two[0].machines.failure() is None
 
 
 def test_second_meeting_has_another_store_for_ranks(two: list[MachinesRendezvous]) -> None:
@@ -134,7 +134,7 @@ def test_second_launcher_of_a_live_machine_is_refused(two: list[MachinesRendezvo
 
     def live() -> None:
         while not done.wait(0.1):
-            two[1].peers.failure()
+            two[1].machines.failure()
 
     def second() -> None:
         try:
@@ -159,7 +159,7 @@ def test_two_machines_with_one_number_are_refused(port: int) -> None:
     last = machine(2, port, size=3)
     last.next_rendezvous()
     waiting.join()
-    assert [each.peers.machine for each in (*machines, last)] == [0, 1, 2]
+    assert [each.machines.machine for each in (*machines, last)] == [0, 1, 2]
     at_once(*(each.shutdown for each in (*machines, last)))
 
 
@@ -247,9 +247,9 @@ def test_launcher_ends_without_threads_beside_a_lost_store(port: int) -> None:
 
 def test_machine_with_the_store_that_was_killed_may_come_back(port: int) -> None:
     other = met_a_killed_host(port)
-    while (announced := other.peers.failure()) is None:
+    while (announced := other.machines.failure()) is None:
         pass
-    assert (announced.kind, announced.lost, other.peers.is_cut) == ("lost", 0, True)
+    assert (announced.kind, announced.lost, other.machines.is_cut) == ("lost", 0, True)
     back = machine(0, port)
     for result in at_once(back.next_rendezvous, other.next_rendezvous):
         assert not isinstance(result, Exception), result

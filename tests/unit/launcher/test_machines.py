@@ -10,8 +10,8 @@ import pytest
 from torch.distributed import HashStore
 
 from hf_fsdp_plugin.hangs.places import RanksAt
-from hf_fsdp_plugin.launcher import peers as module
-from hf_fsdp_plugin.launcher.peers import Peers
+from hf_fsdp_plugin.launcher import machines as module
+from hf_fsdp_plugin.launcher.machines import Machines
 from hf_fsdp_plugin.runs.restart_rule import Verdict
 from hf_fsdp_plugin.runs.restarts import FailedAttempt
 
@@ -35,7 +35,7 @@ def verdict(failure: str) -> Verdict:
 
 def test_first_announcement_holds_on_all_machines() -> None:
     shared = store()
-    one, two, three = (Peers(shared, machine, 3) for machine in range(3))
+    one, two, three = (Machines(shared, machine, 3) for machine in range(3))
     two.announce("rank 2: boom")
     one.announce("rank 0: lost the connection")
     assert {str(each.failure()) for each in (one, two, three)} == {"machine 1: rank 2: boom"}
@@ -46,7 +46,7 @@ def test_first_announcement_holds_on_all_machines() -> None:
 
 def test_machine_that_announced_and_is_gone_was_lost() -> None:
     shared = store()
-    one, two = Peers(shared, 0, 2), Peers(shared, 1, 2)
+    one, two = Machines(shared, 0, 2), Machines(shared, 1, 2)
     two.announce("rank 2: boom")
     one.failure()
     found = one.agree(verdict("rank 0: lost the connection")).attempt
@@ -56,7 +56,7 @@ def test_machine_that_announced_and_is_gone_was_lost() -> None:
 def test_silent_machine_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(module.LIMIT_VARIABLE, "0.2")
     shared = store()
-    one, two = Peers(shared, 0, 2), Peers(shared, 1, 2)
+    one, two = Machines(shared, 0, 2), Machines(shared, 1, 2)
     two.failure()
     while (found := one.failure()) is None:
         pass
@@ -66,7 +66,7 @@ def test_silent_machine_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_places_of_other_machines_come_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = store()
-    one, two = (Peers(shared, machine, 3) for machine in range(2))
+    one, two = (Machines(shared, machine, 3) for machine in range(2))
     one.announce("rank 0: boom")
     two.failure()
     assert two.share_places([RanksAt((1,), "", "in forward")])[1][0].startswith("machine 0 failed first")
@@ -78,7 +78,7 @@ def test_places_of_other_machines_come_to_the_first(monkeypatch: pytest.MonkeyPa
 def test_text_of_another_program_is_escaped() -> None:
     shared = store()
     shared.set("failed", "anything")
-    found = Peers(shared, 0, 2).failure()
+    found = Machines(shared, 0, 2).failure()
     assert found is not None and "another program" in str(found)
 
 
@@ -93,19 +93,19 @@ class CutStore:
 
 
 def test_cut_store_is_the_loss_of_its_host() -> None:
-    peers = Peers(CutStore(), 1, 2)
-    found = peers.failure()
-    assert found is not None and (found.kind, found.lost, peers.is_cut) == ("lost", 0, True)
-    assert peers.agree(verdict("x")).attempt.failure == "machine 0 was lost"
-    assert (peers.num_ended(), peers.share_places([])) == (0, ([], []))
+    machines = Machines(CutStore(), 1, 2)
+    found = machines.failure()
+    assert found is not None and (found.kind, found.lost, machines.is_cut) == ("lost", 0, True)
+    assert machines.agree(verdict("x")).attempt.failure == "machine 0 was lost"
+    assert (machines.num_ended(), machines.share_places([])) == (0, ([], []))
 
 
 def test_failure_beside_a_cut_store_is_announced_as_the_loss() -> None:
     """The ranks of this machine end before it has noticed that the store is gone."""
-    peers = Peers(CutStore(), 1, 2)
-    found = peers.announce("rank 3: Connection reset by peer")
-    assert (found.kind, found.lost, peers.is_cut) == ("lost", 0, True)
-    assert peers.agree(verdict("x")).attempt.failure == "machine 0 was lost"
+    machines = Machines(CutStore(), 1, 2)
+    found = machines.announce("rank 3: Connection reset by peer")
+    assert (found.kind, found.lost, machines.is_cut) == ("lost", 0, True)
+    assert machines.agree(verdict("x")).attempt.failure == "machine 0 was lost"
 
 
 def test_number_of_messages_of_a_machine_does_not_grow() -> None:
@@ -125,6 +125,6 @@ def test_number_of_messages_of_a_machine_does_not_grow() -> None:
     counts = []
     for machine in (0, 1, 1023):
         Counting.num = 0
-        Peers(shared, machine, 1024).failure()
+        Machines(shared, machine, 1024).failure()
         counts.append(Counting.num)
     assert counts[1] == counts[2] <= 4 and counts[0] <= 1024 + 4

@@ -63,7 +63,7 @@ class Announced:
         return f"machine {self.machine}: {self.text}" if self.kind == "failed" else self.text
 
 
-class Peers:
+class Machines:
     """The other machines, as the launcher of one sees them during one attempt.
 
     Attributes:
