@@ -68,6 +68,6 @@ class AttemptAgent(LocalElasticAgent):
     def _exit_barrier(self) -> None:
         """Do nothing: the attempt has waited for the other machines."""
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         self._attempt.end(death_sig)
-        super()._shutdown(death_sig, timeout)
+        super()._shutdown(death_sig, *args, **kwargs)  # versions have different further parameters
