@@ -81,14 +81,15 @@ def stack_of(failure: Mapping[str, Any] | None) -> list[Frame]:
     return [Frame(each["file"], each["line"], each["name"]) for each in failure["frames"]] if failure else []
 
 
-def write_error_file(message: str, details: str = "") -> None:
+def write_error_file(message: str, details: str = "", seconds_ago: int = 0) -> None:
     """Write the error file of torch's agent, if there is an agent and the script has not written it.
 
     Args:
         message: one line.
         details: what the agent prints; by default the message.
+        seconds_ago: when it happened. The agent names the earliest failure, in whole seconds, as the cause.
     """
     path = Path(os.environ.get(ERROR_FILE_VARIABLE, ""))
     if path.name and not path.exists():
-        more = {"py_callstack": details or message, "timestamp": str(int(time.time()))}
+        more = {"py_callstack": details or message, "timestamp": str(int(time.time()) - seconds_ago)}
         write_atomically(path, json.dumps({"message": {"message": message, "extraInfo": more}}))

@@ -57,6 +57,11 @@ class RankFiles:
         return self.stem.with_name("hang.json")
 
     @property
+    def cause(self) -> Path:
+        """Exists if a rank that SIGTERM has ended has said why. One for all ranks of this machine."""
+        return self.stem.with_name("cause")
+
+    @property
     def stacks(self) -> Path:
         """Stacks of the rank's threads (see ``places``)."""
         return self.stem.with_suffix(".stacks")

@@ -32,6 +32,7 @@ from hf_fsdp_plugin.hangs.place_in_store import PlaceInStore
 from hf_fsdp_plugin.hangs.processes import is_halted
 from hf_fsdp_plugin.hangs.rank_files import RUN_ID_VARIABLE, RankFiles, write_atomically
 from hf_fsdp_plugin.hangs.record import record
+from hf_fsdp_plugin.hangs.sigterm import HeldSigterm, hold_sigterm
 from hf_fsdp_plugin.problems import SpecError
 
 _PAUSE: Final = 0.5
@@ -76,11 +77,16 @@ class Watcher:
 
     Args:
         exits: watches the exit of this process.
+        cause_of_end: returns why another rank has exited, if the files of this machine show it.
     """
 
-    def __init__(self, watched: Watched, exits: Callable[[Watcher], ExitWatch]) -> None:
+    def __init__(
+        self, watched: Watched, exits: Callable[[Watcher], ExitWatch], cause_of_end: Callable[[], str] = str
+    ) -> None:
         self._watched = watched
         self._exits = exits(self)
+        self._cause_of_end = cause_of_end
+        self._sigterm: HeldSigterm | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hf_fsdp_watch", daemon=True)
         self._questions = JobStore(_store_of_questions, self._beat)
@@ -92,11 +98,15 @@ class Watcher:
         self._place: PlaceInStore | None = None
 
     def start(self) -> None:
+        if not self._watched.has_launcher and self._watched.local_size > 1:
+            self._sigterm = hold_sigterm(self._watched.files.stacks)
         self._thread.start()
 
     def stop(self) -> bool:
         """Stop watching. Returns whether no thread is left that uses the store."""
         self._stopped.set()
+        if self._sigterm is not None:
+            self._sigterm.wake()
         self._questions.close()
         self._places.close()
         if self._thread is not threading.current_thread():
@@ -111,13 +121,34 @@ class Watcher:
             print_block(f"hf-fsdp: {text}")
 
     def _run(self) -> None:
-        while not self._stopped.wait(_PAUSE):
-            try:
+        try:
+            while not self._pause():
                 self._turn()
-            except Exception as error:
-                if not self._stopped.is_set():
-                    self.notice(f"rank {self._watched.rank} is not watched any more: {type(error).__name__}: {error}")
-                return
+        except Exception as error:
+            if not self._stopped.is_set():
+                self.notice(f"rank {self._watched.rank} is not watched any more: {type(error).__name__}: {error}")
+        finally:
+            if self._sigterm is not None:
+                self._sigterm.release()
+
+    def _pause(self) -> bool:
+        """Wait for the next turn. Returns whether there is none."""
+        if self._sigterm is None:
+            return self._stopped.wait(_PAUSE)
+        if self._sigterm.wait(_PAUSE) and not self._stopped.is_set():
+            self._say_why()
+            return True
+        return self._stopped.is_set()
+
+    def _say_why(self) -> None:
+        """Print why this process is ended, if the files of its machine show it, and no rank has said it."""
+        files = self._watched.files
+        if any(path.exists() for path in (files.failure, files.ended, files.hang)):
+            return
+        if cause := self._cause_of_end():
+            with contextlib.suppress(OSError):
+                files.cause.touch(exist_ok=False)
+                print_block(f"hf-fsdp: {cause}")
 
     def _turn(self) -> None:
         now = time.monotonic()
@@ -233,7 +264,7 @@ class Watcher:
             self.exit_after_hang()
         if not self._watched.has_launcher:
             # The order matters: a launcher may end this process as soon as another one has exited.
-            write_error_file(found.message)
+            write_error_file(found.message, seconds_ago=1)  # before the end of the ranks that are killed below
             print_block(found.text)
         for peer in self._peers.values():
             if peer.rank != self._watched.rank and (is_halted(peer.pid) or _beat_age(peer) > _FRESH):

@@ -10,10 +10,8 @@ import atexit
 import contextlib
 import json
 import os
-import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -35,6 +33,7 @@ from hf_fsdp_plugin.hangs.rank_files import (
     write_atomically,
 )
 from hf_fsdp_plugin.hangs.record import record
+from hf_fsdp_plugin.hangs.sigterm import delayed_sigterm
 from hf_fsdp_plugin.hangs.step_count import step_count
 from hf_fsdp_plugin.hangs.watcher import Watched, Watcher, has_failed, print_block
 from hf_fsdp_plugin.integrations.attempts import begin_attempt, end_attempt
@@ -42,7 +41,7 @@ from hf_fsdp_plugin.integrations.call_record import record_calls
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.runs.earlier_attempts import forget
-from hf_fsdp_plugin.runs.first_cause import find_first_cause
+from hf_fsdp_plugin.runs.first_cause import cause_of_end, find_first_cause
 from hf_fsdp_plugin.runs.identity import attempt_folder, identify
 
 _PROCESS_VARIABLE: Final = "HF_FSDP_RANK_PROCESS"
@@ -111,7 +110,9 @@ class Watch:
                 has_launcher=self.has_launcher,
                 log_dir=Path(environ[LOG_VARIABLE]) if environ.get(LOG_VARIABLE) else None,
             )
-            self._watcher = Watcher(watched, lambda watcher: self._exit_watch(exit_seconds, watcher))
+            self._watcher = Watcher(
+                watched, lambda watcher: self._exit_watch(exit_seconds, watcher), lambda: cause_of_end(files)
+            )
             self._watcher.start()
 
     def _open(self, files: RankFiles, *, records: bool, is_alone: bool) -> None:
@@ -120,7 +121,7 @@ class Watch:
             remove_files(files.stem)
             if all(peer.is_gone() for peer in find_peers(files.stem.parent)):
                 # The first rank. An earlier run, or the ranks before a change of the number of machines, had this name.
-                for path in (files.hang, *files.stem.parent.glob("machine_*")):
+                for path in (files.hang, files.cause, *files.stem.parent.glob("machine_*")):
                     path.unlink(missing_ok=True)
         is_read = self.has_launcher or not is_alone
         stack_file.open(files.stacks, crashes="record" if is_read else "print", takes_over=self.has_launcher)
@@ -168,7 +169,7 @@ class Watch:
         watcher = self._watcher
         note = ""
         if not self.has_launcher and watcher is not None:
-            with _told_to_end() as is_told:
+            with delayed_sigterm() as is_told:
                 note = find_first_cause(self._rank, self.files, watcher.ask_others, is_told)
         message = failure["message"] or f"exit code {getattr(error, 'code', 1)}"
         is_spec = failure["kind"] == "spec"  # the same on all ranks; one of the machine writes it, as one prints it
@@ -212,6 +213,7 @@ class Watch:
         if not self._is_given:
             remove_files(self.files.stem)
             self.files.hang.unlink(missing_ok=True)
+            self.files.cause.unlink(missing_ok=True)
             _remove_folders(self.files.stem.parent)
         os.environ.pop(_PROCESS_VARIABLE, None)
         self.files = self._failed = session.in_flight_file = None
@@ -231,25 +233,6 @@ class Watch:
             record.forget()
             step_count.forget()
             self.files = self._watcher = session.in_flight_file = None
-
-
-@contextlib.contextmanager
-def _told_to_end() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether SIGTERM has come, which ends this process only after the block.
-
-    A launcher sends it as soon as another rank has exited: then the cause, which this rank looks for, is there. A
-    script's own handler is left alone.
-    """
-    received: list[int] = []
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield lambda: False
-        return
-    signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
-    try:
-        yield lambda: bool(received)
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 watch = Watch()

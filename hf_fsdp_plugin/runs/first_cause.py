@@ -59,11 +59,28 @@ def find_first_cause(
         elsewhere = ask_others([each.calls for each in exits if each.calls is not None])
     places = [RanksAt((each.rank,), _state(each), each.place) for each in elsewhere if each.place or _state(each)]
     result = RunResult(exits=(*exits, *map(_exit_elsewhere, elsewhere)), elsewhere=tuple(places))
-    problem = explain(first or own, result)
     if first is None or has_lost_connection(first):
-        return str(problem or "")
+        return str(explain(first or own, result) or "")
+    return _first_failed(first, result)
+
+
+def cause_of_end(files: RankFiles) -> str:
+    """Return which rank of this machine native code has aborted, and why; empty if none has recorded a crash.
+
+    A launcher ends the other ranks then. A rank with an exception says itself what has happened.
+
+    Args:
+        files: of this process, which is ended.
+    """
+    result = RunResult(exits=tuple(exit_of(peer) for peer in find_peers(files.stem.parent)))
+    first = first_failure(result.exits)
+    return _first_failed(first, result) if first is not None and first.code < 0 else ""
+
+
+def _first_failed(first: RankExit, result: RunResult) -> str:
     place = f" {first.place}" if first.place is not None else ""
-    more = f". {problem}" if problem is not None else ""
+    text = str(explain(first, result) or "")
+    more = f". {text[0].upper()}{text[1:]}" if text else ""
     return f"rank {first.rank} failed first{place}: {summarize(first)}{more}"
 
 

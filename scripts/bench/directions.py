@@ -48,8 +48,8 @@ DIRECTIONS: Final = (
     Direction(r"(^|/)comparisons/.*/(ratio|cpu_ratio)$", "larger", 0.01),
     Direction(r"^targets/|memory_of_stock|peak_of_stock|peak_at_4_gb_of_1_gb/ours", "smaller"),
     Direction(r"^ratios/|(^|/)ratio(_median)?$|_ratio$|^ratios_of_rounds$", "smaller", 0.01),
-    # Exit codes, and moments of kills.
-    Direction(r"^runs/.*(/exit_code|/restarts|/losses|/bitwise_equal)$|^runs/[^/]+/kills", "not compared"),
+    # Exit codes, restarts, and moments of kills.
+    Direction(r"^runs/.*(/exit_code|/losses|/bitwise_equal)$|/restarts$|^runs/[^/]+/kills", "not compared"),
     Direction(r"^cases/[^/]+/(promised_seconds|measured_seconds|gains|step_seconds|ratio)", "not compared"),
     # Tests of other libraries: those without the plugin are what it is compared with.
     Direction(r"^suites/.*/with/passed$", "larger"),
