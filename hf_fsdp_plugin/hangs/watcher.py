@@ -9,6 +9,7 @@ one of each machine sends one message per second to the store.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import socket
@@ -300,6 +301,8 @@ def _exit() -> None:
     flushing = threading.Thread(target=flush, daemon=True)  # the main thread may hold the locks of the streams
     flushing.start()
     flushing.join(_FLUSH_SECONDS)
+    for child in multiprocessing.active_children():  # such as a worker of a data loader that never returns
+        child.kill()
     os._exit(HANG)
 
 

@@ -120,3 +120,17 @@ def test_hang_is_the_cause_of_ranks_killed_in_the_same_second(tmp_path: Path, mo
     killed = ProcessFailure(local_rank=1, pid=2, exitcode=-9, error_file="")
     found = ProcessFailure(local_rank=0, pid=1, exitcode=75, error_file=str(tmp_path / "error.json"))
     assert ChildFailedError("train.py", {1: killed, 0: found}).get_first_failure()[1] is found
+
+
+def test_end_after_a_hang_leaves_no_worker(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import multiprocessing, sys, time\n"
+        "from hf_fsdp_plugin.hangs import watcher\n"
+        "if __name__ == '__main__':\n"
+        "    worker = multiprocessing.get_context('fork').Process(target=time.sleep, args=(600,), daemon=True)\n"
+        "    worker.start()\n"
+        "    watcher._exit()\n"
+    )
+    # The worker inherits the output, so that the call waits for its end, too.
+    assert subprocess.run([sys.executable, script], capture_output=True, timeout=60).returncode == 75
