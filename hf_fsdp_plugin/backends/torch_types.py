@@ -1,18 +1,18 @@
-"""Converts the dtype names and mesh sizes of a plan to torch's dtypes and device meshes."""
+"""Torch's dtypes and device meshes for the dtype names and mesh sizes of a plan, and tensors in them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hf_fsdp_plugin.plan.model import FsdpPlan, PlannedDtype
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.torch_private.functions import with_local_tensor
+from hf_fsdp_plugin.torch_private.functions import tree_map_only, with_local_tensor
 from hf_fsdp_plugin.torch_private.process_groups import set_timeout, timeout_of
 
 REPLICATE_AXIS: Final = "dp_replicate"
@@ -27,6 +27,13 @@ def torch_dtype(name: PlannedDtype) -> torch.dtype | None:
     return _DTYPES[name]
 
 
+def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
+    """Return inputs or outputs of a module with their floating-point tensors in ``dtype``; unchanged for ``None``."""
+    if dtype is None:
+        return tree
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
+
+
 def dtensor_like(local: torch.Tensor, other: DTensor) -> DTensor:
     """Return a ``DTensor`` with this rank's shard ``local``, laid out like ``other``. No communication.
 
@@ -38,6 +45,11 @@ def dtensor_like(local: torch.Tensor, other: DTensor) -> DTensor:
         empty, other.device_mesh, other.placements, run_check=False, shape=other.shape, stride=other.stride()
     )
     return with_local_tensor(layout, local)
+
+
+def shard_like(parameter: DTensor, whole: torch.Tensor) -> DTensor:
+    """Return this rank's shard of a whole tensor, laid out like ``parameter``. No communication."""
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def device_mesh(plan: FsdpPlan) -> DeviceMesh:

@@ -71,7 +71,7 @@ _register_pre_backward_hooks = load(f"{_RUNTIME}:_register_pre_backward_hooks", 
 _reshard = load(f"{_RUNTIME}:_reshard", CONTRACTS)
 _root_pre_forward = load(f"{_RUNTIME}:_root_pre_forward", CONTRACTS)
 
-Place = tuple[nn.Module, str]
+Registration = tuple[nn.Module, str]
 """A module, and the attribute name of a parameter that is registered in it."""
 _BACKWARD_PREFETCH_NAMES = {"BACKWARD_PRE": "pre", "BACKWARD_POST": "post"}
 
@@ -168,7 +168,7 @@ def members(flat: Any) -> list[Member]:
     ]
 
 
-def tied_places(flat: Any) -> list[tuple[Place, Place]]:
+def tied_places(flat: Any) -> list[tuple[Registration, Registration]]:
     """Yield each other place of a tied parameter, and the place of its :class:`Member`."""
     return [
         ((info.module, info.param_name), (info.prim_module, info.prim_param_name)) for info in flat._shared_param_infos
@@ -282,7 +282,7 @@ def before_forward(
     return _pre_forward(root, root._handle, _pre_forward_unshard, module, args, kwargs)
 
 
-def after_forward(root: Any, output: Any) -> Any:
+def after_forward(root: Any, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """Do what ``root.forward`` does after it has called the wrapped module. Return the output to pass on."""
     return _post_forward(root, root._handle, _post_forward_reshard, root, None, output)
 

@@ -1,10 +1,15 @@
-"""Access to FSDP2's states and parameter groups (``torch/distributed/fsdp/_fully_shard/``)."""
+"""Access to FSDP2's states and parameter groups (``torch/distributed/fsdp/_fully_shard/``).
+
+What differs between torch's versions in how FSDP2 handles dtypes and frees gradients are facts about a version
+(:class:`Fsdp2Behavior`). Estimates and plans read the facts of the installed torch, and contain no version numbers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -12,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from hf_fsdp_plugin.contracts import contracts_of, guard, load
+from hf_fsdp_plugin.contracts import contracts_of, guard, load, release_of
 from hf_fsdp_plugin.torch_private.live_unit import Facts, LiveUnit, attribute_or, merge_facts, read_facts
 from hf_fsdp_plugin.torch_private.modules import LOCAL_TENSOR_ATTRIBUTE, forward_pre_hooks
 
@@ -63,6 +68,49 @@ _IDLE = load(f"{_COMMON}:TrainingState.IDLE", CONTRACTS)
 _FSDP_MESH = load(f"{_COMMON}:FSDPMeshInfo", CONTRACTS)
 _DDP_MESH = load(f"{_COMMON}:DDPMeshInfo", CONTRACTS)
 _BACKWARD_PREFETCH_MARK = "_hf_fsdp_backward_prefetch"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fsdp2Behavior:
+    """How one version of torch handles the gradients and the dtypes of a unit.
+
+    Attributes:
+        since: the first release that behaves so.
+        keeps_last_gradient: whether ``foreach_reduce`` keeps the whole gradient of the last parameter until it returns.
+        accumulates_in_place: whether autograd adds each gradient to the one of earlier micro-batches as soon as it is
+            computed (``FSDPParam.unsharded_grad_dtype``), instead of FSDP2 after the backward of the unit.
+        dtype_per_parameter: whether a unit can compute with parameters of several dtypes
+            (``MixedPrecisionPolicy.param_dtype_override_fn``).
+    """
+
+    since: str
+    keeps_last_gradient: bool
+    accumulates_in_place: bool
+    dtype_per_parameter: bool
+
+
+BEHAVIORS: Final = (
+    Fsdp2Behavior(since="2.11", keeps_last_gradient=True, accumulates_in_place=False, dtype_per_parameter=False),
+    Fsdp2Behavior(since="2.15", keeps_last_gradient=False, accumulates_in_place=True, dtype_per_parameter=True),
+)
+"""In ascending order. 2.14.1 frees gradients as 2.13 does."""
+
+
+def behavior_of(version: str) -> Fsdp2Behavior:
+    """Return how FSDP2 of a version of torch behaves."""
+    release = release_of(version)[:2]
+    return next((row for row in reversed(BEHAVIORS) if release >= release_of(row.since)), BEHAVIORS[0])
+
+
+@cache
+def installed_behavior() -> Fsdp2Behavior:
+    """Return how FSDP2 of the installed torch behaves."""
+    return behavior_of(torch.__version__)
+
+
+def first_version_with_dtype_per_parameter() -> str:
+    """Return the first version of torch that accepts a dtype for each parameter."""
+    return next(row.since for row in BEHAVIORS if row.dtype_per_parameter)
 
 
 def state_of(module: FSDPModule) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,7 +47,10 @@ CONTRACTS = (
     *contracts_of("torch:autograd", "off", "the warning of a second profiler", "_profiler_enabled"),
     *contracts_of("torch:Tensor", "off", "the error for parameters that a script changes while it reads them",
                   "_version"),
+    *contracts_of("torch:Tensor", "off", "hooks of a script on parameters",
+                  "_backward_hooks", "_post_accumulate_grad_hooks"),
 )  # fmt: skip
+_NO_HOOKS: Mapping[int, Any] = {}
 
 if not TYPE_CHECKING:
     ActivationWrapper = load(f"{_CHECKPOINT}:ActivationWrapper", CONTRACTS)
@@ -128,6 +132,17 @@ def compilation_is_disabled() -> bool:
     return bool(dynamo.disable)
 
 
+def gradient_hooks(tensor: torch.Tensor) -> Mapping[int, Any]:
+    """Return the hooks of ``register_hook`` by their numbers. A removed hook leaves the mapping."""
+    hooks: Mapping[int, Any] | None = tensor._backward_hooks
+    return _NO_HOOKS if hooks is None else hooks
+
+
+def runs_after_accumulation(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor has hooks of ``register_post_accumulate_grad_hook``."""
+    return bool(tensor._post_accumulate_grad_hooks)
+
+
 guard(
     globals(),
     CONTRACTS,
@@ -135,6 +150,8 @@ guard(
         "current_backward": None,
         "in_backward": False,
         "num_changes": 0,
+        "gradient_hooks": _NO_HOOKS,
+        "runs_after_accumulation": False,
         "profiler_is_running": False,
         "compilation_is_disabled": False,
     },

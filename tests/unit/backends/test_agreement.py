@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hf_fsdp_plugin.backends.agreement import gather_equal_objects, on_all_ranks, same_on_all_ranks
+from hf_fsdp_plugin.backends.ranks.agreement import gather_equal_objects, on_all_ranks, same_on_all_ranks
 from hf_fsdp_plugin.problems import CheckpointError, Problem, SpecError
 
 PROBLEM = Problem(code="FSDP-E203", message="no ranks")

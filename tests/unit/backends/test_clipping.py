@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_fsdp_plugin.backends.clipping import clip_grad_norm
+from hf_fsdp_plugin.backends.optimizers.clipping import clip_grad_norm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

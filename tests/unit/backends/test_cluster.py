@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.backends import cluster
-from hf_fsdp_plugin.backends.cluster import (
+from hf_fsdp_plugin.backends.ranks import cluster
+from hf_fsdp_plugin.backends.ranks.cluster import (
     first_node,
     gloo_interface,
     gloo_variables,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from hf_fsdp_plugin.backends import sharding_progress
-from hf_fsdp_plugin.backends.sharding_progress import with_progress
+from hf_fsdp_plugin.backends.loading import weight_loader
+from hf_fsdp_plugin.backends.loading.weight_loader import with_progress
 
 
 class Terminal(io.StringIO):
@@ -25,7 +25,7 @@ def shard(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, rank: str, delay
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("RANK", rank)
     if delay is not None:
-        monkeypatch.setattr(sharding_progress, "DELAY", delay)
+        monkeypatch.setattr(weight_loader, "PROGRESS_DELAY", delay)
     return [done is unit for done, unit in zip(with_progress(units, model), units, strict=True)]
 
 

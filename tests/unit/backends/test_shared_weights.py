@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from hf_fsdp_plugin.backends import memory_file, shared_weights
-from hf_fsdp_plugin.backends.memory_maps import MemoryMaps, parameter_memory
-from hf_fsdp_plugin.backends.shared_weights import Publication, Received, WeightExchange
+from hf_fsdp_plugin.backends.loading import shared_weights
+from hf_fsdp_plugin.backends.loading.mapped_files import MemoryMaps, parameter_memory
+from hf_fsdp_plugin.backends.loading.shared_weights import Publication, Received, WeightExchange
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux only")
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn)
@@ -91,7 +91,7 @@ def test_views_of_files_are_mapped_and_not_copied(exchange: WeightExchange, tmp_
 def test_moved_weights_are_published_where_they_are(
     exchange: WeightExchange, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
-    monkeypatch.setattr(memory_file, "_CHUNK", chunk)
+    monkeypatch.setattr(shared_weights, "_CHUNK", chunk)
     publication = exchange.join("key")
     assert isinstance(publication, Publication)
     expected = {str(size): torch.arange(float(size)) for size in (1, 700, 1200, 3)} | {"none": torch.empty(0)}
@@ -102,7 +102,8 @@ def test_moved_weights_are_published_where_they_are(
     addresses = {name: tensor.data_ptr() for name, tensor in content.items()}
     assert publication.publish(content, [], None)
     copied = {name for name in content if content[name].data_ptr() != addresses[name]}
-    assert "changed" in copied and not {"1", "700"} & copied  # others may share a page with it
+    assert "changed" in copied
+    assert chunk > 4096 or copied == {"changed"}  # all weights of a chunk count as changed
     found = received(exchange, "key").tensors([])
     for tensors in (content, found):
         assert all(torch.equal(tensors[name], expected[name]) for name in expected)
@@ -141,7 +142,7 @@ def test_waiting_process_takes_over_if_the_publisher_fails(exchange: WeightExcha
 
 
 def test_publisher_that_is_killed_releases_the_key(exchange: WeightExchange) -> None:
-    program = "import sys; from hf_fsdp_plugin.backends.shared_weights import exchange\n"
+    program = "import sys; from hf_fsdp_plugin.backends.loading.shared_weights import exchange\n"
     program += "exchange.join('key'); print('computing', flush=True); sys.stdin.read()"
     arguments: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", program], **arguments) as publisher:

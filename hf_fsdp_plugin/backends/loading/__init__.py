@@ -1,0 +1,1 @@
+"""Fills shards from whole weights: from mapped files, from memory that ranks share, and from rank 0."""

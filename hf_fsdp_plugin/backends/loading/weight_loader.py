@@ -1,0 +1,341 @@
+"""Prepare parameters and buffers for sharding: allocate, broadcast from rank 0, cast.
+
+Parameters that all ranks have mapped from equal files (:mod:`hf_fsdp_plugin.backends.loading.mapped_files`) are not
+broadcast: each rank reads its own part of them only.
+
+This implements ``sync_module_states`` and the second half of ``cpu_ram_efficient_loading``. One unit is broadcast at a
+time, so a rank holds at most one whole unit on its device. FSDP1's own broadcast rejects CPU modules, and FSDP2 has no
+broadcast. This broadcast works for both versions and every device type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_fsdp_plugin.backends.loading.mapped_files import ParameterMemory, find_mapped_parameters, parameter_memory
+from hf_fsdp_plugin.backends.loading.pinned_windows import PinnedWindows, copy_to_device
+from hf_fsdp_plugin.backends.loading.tensor_checksums import hash_bits, sum_bits
+from hf_fsdp_plugin.backends.optimizers.parameters import average_gradient
+from hf_fsdp_plugin.backends.ranks.agreement import same_on_all_ranks
+from hf_fsdp_plugin.backends.torch_types import torch_dtype
+from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.names import canonical_name
+from hf_fsdp_plugin.plan.units import UnitPlan
+from hf_fsdp_plugin.progress import progress_bar
+from hf_fsdp_plugin.torch_private.modules import buffers as own_buffers
+from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
+
+BROADCAST_ATTRIBUTE = "_hf_fsdp_broadcast"
+"""Attribute of a sharded model that contains its :class:`BroadcastRecord`."""
+PROGRESS_DELAY = 2.0
+"""Seconds until the progress bar appears. Most models are sharded sooner."""
+_PACKS_ON_CPU = "support_avx512bf16_for_cpu"
+"""Attribute of ``Linear4bit``: whether an evaluation on a CPU repacks the weight in place."""
+
+
+@dataclass(kw_only=True, slots=True)
+class BroadcastRecord:
+    """Collects what this rank receives from rank 0.
+
+    Hashes and sums stay on the device until :meth:`read`, because the host would wait for each.
+
+    Attributes:
+        num_tensors: number of parameters and buffers.
+        num_filled: number of these that were on the meta device on this rank before the broadcast.
+        num_from_files: number of parameters that were not broadcast, because all ranks have mapped them from equal
+            files.
+        before: which memory the parameters of this rank were in before the broadcast.
+        checksum: checksum of the bits of all tensors. Equal on all ranks if all received the same weights.
+        bit_sum: sum of the bits of the parameters of all units just before they were sharded, without those that every
+            rank took from a file; ``None`` if unknown. It is modulo 2**64, as the next one.
+        shard_bit_sum: sum of the bits of the shards that this rank took from whole weights; ``None`` if unknown.
+    """
+
+    num_tensors: int = 0
+    num_filled: int = 0
+    num_from_files: int = 0
+    before: ParameterMemory | None = None
+    checksum: int = 0
+    bit_sum: int | None = None
+    shard_bit_sum: int | None = None
+    _checksum: torch.Tensor | int = 0
+    _unit_sum: torch.Tensor | int | None = 0
+    _shard_sum: torch.Tensor | int | None = 0
+
+    def add(self, tensor: torch.Tensor) -> None:
+        self.num_tensors += 1
+        if tensor.numel():
+            # Rotate before each XOR: otherwise two equal tensors would leave the checksum unchanged.
+            self._checksum = hash_bits(tensor) ^ (self._checksum << 1) ^ (self._checksum >> 63 & 1)
+
+    def add_unit(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Add the parameters of a unit to the sum that the sum over all shards must equal."""
+        added = sum_bits(parameters)
+        self._unit_sum = None if self._unit_sum is None or added is None else self._unit_sum + added
+
+    def add_shard(self, shard: torch.Tensor) -> None:
+        """Add a shard that this rank took from a whole weight."""
+        added = sum_bits([shard])
+        self._shard_sum = None if self._shard_sum is None or added is None else self._shard_sum + added
+
+    def read(self) -> BroadcastRecord:
+        """Return the record with its hashes and sums as numbers, with one copy from the device."""
+        totals = [self._checksum, self._unit_sum, self._shard_sum]
+        known = [torch.as_tensor(total, dtype=torch.int64) for total in totals if total is not None]
+        device = next((total.device for total in known if total.device.type != "cpu"), torch.device("cpu"))
+        numbers = iter(torch.stack([total.to(device) for total in known]).tolist())
+        checksum, bit_sum, shard_bit_sum = (None if total is None else next(numbers) for total in totals)
+        return replace(
+            self,
+            checksum=checksum or 0,
+            bit_sum=bit_sum,
+            shard_bit_sum=shard_bit_sum,
+            _checksum=0,
+            _unit_sum=0,
+            _shard_sum=0,
+        )
+
+
+def broadcasts(plan: FsdpPlan) -> bool:
+    """Whether all ranks get rank 0's weights and buffers."""
+    return plan.ram_efficient or plan.sync_module_states
+
+
+def with_progress(units: Sequence[UnitPlan], model: nn.Module) -> Iterator[UnitPlan]:
+    """Yield the units of a model that is sharded in the loop. Shows how many bytes are done, and their rate."""
+    sizes = [sum(model.get_parameter(name).nbytes for name in unit.parameters) for unit in units]
+    with progress_bar("sharding", sum(sizes), delay=PROGRESS_DELAY) as update:
+        for unit, size in zip(units, sizes, strict=True):
+            yield unit
+            update(size)
+
+
+class WeightLoader:
+    """Prepares the parameters and buffers of one model for sharding.
+
+    Collective: its methods are called in the same order on all ranks.
+
+    Attributes:
+        record: what this rank received.
+    """
+
+    def __init__(self, plan: FsdpPlan, model: nn.Module, device: torch.device) -> None:
+        self._plan = plan
+        self._model = model
+        self._device = device
+        self._has_meta_parameters = any(parameter.is_meta for parameter in model.parameters())
+        self.record = BroadcastRecord(before=parameter_memory(model.parameters()) if plan.ram_efficient else None)
+        self._windows = PinnedWindows()
+        # Without the parameters that were prepared: a new parameter may get the id of one that was freed.
+        self._mapped = find_mapped_parameters(model, device) if broadcasts(plan) else set()
+
+    def prepare_buffers(self) -> None:
+        """Move all buffers to the device, and overwrite them with rank 0's values if the plan broadcasts.
+
+        This includes non-persistent buffers (rotary frequencies, position ids). No checkpoint contains them: on ranks
+        that loaded no weights they are zeros, and the loss would be NaN or wrong. The states of quantized weights are
+        prepared like buffers.
+        """
+        for module in self._model.modules():
+            registered = own_buffers(module)
+            for name, buffer in registered.items():
+                if buffer is None:
+                    continue
+                if not broadcasts(self._plan):
+                    registered[name] = buffer if buffer.is_meta else self._on_device(buffer)
+                else:
+                    self.record.num_filled += buffer.is_meta
+                    registered[name] = self._broadcast(buffer)
+        _prepare_quantized(self._plan, self._model, self._device)
+
+    def prepare_unit(self, unit: UnitPlan, on_read: Collection[int] = ()) -> list[nn.Parameter]:
+        """Allocate, broadcast and cast the parameters of one unit before it is sharded.
+
+        Args:
+            on_read: ids of the parameters of which each rank takes only its shard. They are left as they are.
+
+        Returns:
+            The parameters that were left.
+        """
+        parameters = self._prepare_parameters(unit.parameters, on_read)
+        prepared = [parameter for parameter in parameters if id(parameter) not in on_read]
+        cast_to_master(self._plan, prepared)
+        if prepared and broadcasts(self._plan):
+            self.record.add_unit(prepared)
+        return [parameter for parameter in parameters if id(parameter) in on_read]
+
+    def prepare_ignored(self) -> list[nn.Parameter]:
+        """Move the ignored parameters to the device, which FSDP does not do, and average their gradients in hooks.
+
+        They are cast to the dtype in which the optimizer updates them, as shards are.
+
+        Returns each parameter once.
+        """
+        parameters = self._prepare_parameters(self._plan.ignored_parameters)
+        for parameter in parameters:
+            # Every rank keeps these parameters. On the CPU, a view of a file would follow changes of the file.
+            dtype, copies = master_dtype(self._plan, parameter), self._device.type == "cpu"
+            parameter.data = self._on_device(parameter.data).to(dtype, copy=copies)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(average_gradient)
+        return parameters
+
+    def can_read_parts(self, parameter: nn.Parameter) -> bool:
+        """Whether each rank can take its own part from the whole parameter in host memory, which is not broadcast."""
+        is_plain = type(parameter.data) is torch.Tensor and parameter.device.type == "cpu"
+        is_own = not broadcasts(self._plan) or id(parameter) in self._mapped
+        return is_own and is_plain and parameter.is_contiguous()
+
+    def copy_part(self, into: torch.Tensor, part: torch.Tensor) -> None:
+        """Copy this rank's part of a parameter, cast it, and record its bits."""
+        if into.device.type != "cpu" and part.device.type == "cpu":
+            self._windows.copy(into, part)
+        else:
+            into.copy_(part)
+        if broadcasts(self._plan):
+            self.record.add_shard(into)
+
+    def _prepare_parameters(self, names: Iterable[str], on_read: Collection[int] = ()) -> list[nn.Parameter]:
+        """Allocate and broadcast the named parameters as planned. Returns each once, in the same order on all ranks."""
+        names = list(names)
+        if self._plan.ram_efficient and self._has_meta_parameters:
+            materialize(self._model, names, self._device, self.record)
+        parameters = list({id(parameter): parameter for parameter in map(self._model.get_parameter, names)}.values())
+        for parameter in parameters if broadcasts(self._plan) else ():
+            if id(parameter) not in self._mapped:
+                parameter.data = self._broadcast(_without_subclass(parameter.data))
+                continue
+            self._mapped.remove(id(parameter))
+            self.record.num_from_files += 1
+            if id(parameter) not in on_read:
+                parameter.data = self._on_device(parameter.data)
+        return parameters
+
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return copy_to_device(tensor, self._device, self._windows)
+
+    def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return rank 0's values of a tensor, on the device. Collective.
+
+        The other ranks receive them in new memory: their tensor may be a view of a mapped file, which a change in place
+        would copy page by page.
+        """
+        is_plain = type(tensor) is torch.Tensor  # a subclass may not support empty_like
+        if tensor.is_meta or (is_plain and dist.get_rank() != 0):
+            received = torch.empty_like(tensor, device=self._device, memory_format=torch.contiguous_format)
+        else:
+            received = self._on_device(tensor).contiguous()
+        dist.broadcast(received, src=0)
+        self.record.add(received)
+        return received
+
+
+def _without_subclass(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the packed bytes of a weight of bitsandbytes: its class requires attributes that ``data`` lacks."""
+    return tensor.as_subclass(torch.Tensor) if type(tensor).__name__ == "Params4bit" else tensor
+
+
+def materialize(model: nn.Module, names: Iterable[str], device: torch.device, record: BroadcastRecord) -> None:
+    """Allocate memory on ``device`` for the named parameters that are meta tensors. Tied parameters stay tied.
+
+    A script may create the model on the meta device on every rank except rank 0.
+    """
+    wanted = set(names)
+    allocated: dict[int, nn.Parameter] = {}
+    for module_name, module in model.named_modules():
+        registered = own_parameters(module)
+        for attribute, parameter in list(registered.items()):
+            if parameter is None or not parameter.is_meta:
+                continue
+            name = canonical_name(f"{module_name}.{attribute}".lstrip("."))
+            if id(parameter) not in allocated and name in wanted:
+                empty = torch.empty_like(parameter, device=device)
+                allocated[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                record.num_filled += 1
+            registered[attribute] = allocated.get(id(parameter), parameter)
+
+
+def master_dtype(plan: FsdpPlan, parameter: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which the optimizer updates a parameter; for others, the dtype that it has."""
+    master = torch_dtype(plan.precision.master)
+    is_updated = parameter.requires_grad and parameter.is_floating_point()
+    return parameter.dtype if master is None or not is_updated else master
+
+
+def cast_to_master(plan: FsdpPlan, parameters: Iterable[nn.Parameter]) -> None:
+    """Cast trainable floating-point parameters in place to the dtype in which the optimizer updates them.
+
+    The optimizer updates the shards. In bf16, updates smaller than bf16's resolution would be lost.
+    """
+    for parameter in parameters:
+        dtype = master_dtype(plan, parameter)
+        if parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+
+
+def cast_buffers(plan: FsdpPlan, model: nn.Module) -> None:
+    """Cast floating-point buffers in place under FSDP2. FSDP1 casts them itself."""
+    dtype = torch_dtype(plan.precision.buffer)
+    if dtype is None:
+        return
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
+
+
+def _prepare_quantized(plan: FsdpPlan, model: nn.Module, device: torch.device) -> None:
+    """Move the states of 4-bit weights to ``device``; if the plan broadcasts, overwrite them with rank 0's. Collective.
+
+    ``Linear4bit`` of bitsandbytes stores packed bytes in a parameter, which FSDP shards, and scales and codes in a
+    ``QuantState``, of which each rank keeps a whole one (about 1/8 of the size of the packed bytes, less with double
+    quantization). The packed bytes of a weight are rank 0's, so its scales must be rank 0's, too.
+    """
+    modules = {canonical_name(name): module for name, module in model.named_modules() if _is_quantized(module)}
+    if not modules:
+        return
+    states: dict[str, Any] = {name: module.weight.quant_state for name, module in modules.items()}
+    present = [name for name, state in states.items() if state is not None]
+    same_on_all_ranks("the list of quantized weights", ",".join(present))
+    in_flat = plan.backend == "fsdp1" and not plan.use_orig
+    for name, module in modules.items():
+        if in_flat and f"{name}.weight" not in plan.ignored_parameters:
+            module.register_forward_hook(_unregister_view)
+        if hasattr(module, _PACKS_ON_CPU):
+            # The repacked weight would be a gathered copy, while the repacked state would remain.
+            setattr(module, _PACKS_ON_CPU, False)
+        if states[name] is not None:
+            states[name].to(device)
+            module.quant_state = states[name]  # the shards of the weight have no state
+    if broadcasts(plan):
+        for name in present:
+            for tensor in _tensors(states[name]):
+                dist.broadcast(tensor, src=0)
+
+
+def _unregister_view(module: nn.Module, args: Any, output: Any) -> None:
+    """Make the weight an attribute again, as FSDP1 sets it: bitsandbytes has registered the view as a parameter.
+
+    Its memory is freed after the forward, and a program that reads the parameters of the model would crash.
+    """
+    view = own_parameters(module).pop("weight", None)
+    if view is not None:
+        vars(module)["weight"] = view
+
+
+def _is_quantized(module: nn.Module) -> bool:
+    return hasattr(getattr(module, "weight", None), "quant_state")
+
+
+def _tensors(state: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a ``QuantState``. With double quantization, the scales are quantized by a second state."""
+    for tensor in (state.absmax, state.code, state.offset):
+        if tensor is not None:
+            yield tensor
+    if state.state2 is not None:
+        yield from _tensors(state.state2)

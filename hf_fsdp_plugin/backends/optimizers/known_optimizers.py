@@ -1,0 +1,273 @@
+"""How each known optimizer computes its update, and how its steps run on a sharded model, if they can.
+
+To add an optimizer, add a row to ``KNOWN_OPTIMIZERS``. An optimizer without a row is tested with small tensors
+(:mod:`hf_fsdp_plugin.backends.optimizers.shard_probe`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from hf_fsdp_plugin.backends.optimizers import shard_probe as probe
+from hf_fsdp_plugin.backends.optimizers.plain_steps import StepMode, set_step_mode
+from hf_fsdp_plugin.backends.ranks.agreement import same_on_all_ranks
+from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.strategies import STRATEGIES
+
+Needs = Literal["elements", "blocks", "tensors", "backward", "closure"]
+"""What one update reads.
+
+``elements``: only the same element of gradient and state. Any shard gives the same numbers as the whole tensor.
+``blocks``: blocks of elements that share a scale. Shards give nearly the same numbers as the whole tensor.
+``tensors``: the whole parameter or several parameters: norms, factored moments, projections, orthogonalization.
+``backward``: it runs inside the backward pass, with gradients that are not yet reduced over the ranks.
+``closure``: it evaluates the loss several times in one step, with a number of evaluations that depends on the rank.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownOptimizer:
+    """One optimizer, or all optimizers of a package.
+
+    Attributes:
+        name: qualified name of the class, or of a package.
+        needs: see :data:`Needs`.
+        fsdp2: how its step runs under FSDP2; ``unchanged`` is on the DTensors.
+        fused: the same if a parameter group sets ``fused``.
+        per_shard_state: whether its state has tensors with another shape than the parameter, which belong to one shard:
+            ``quantized`` if it has 8 bits or less.
+        because: for ``needs`` other than ``elements``: the reason, which completes "… needs more than a shard: it ".
+    """
+
+    name: str
+    needs: Needs
+    fsdp2: StepMode = "unchanged"
+    fused: StepMode | None = None
+    per_shard_state: Literal["never", "quantized", "always"] = "never"
+    because: str = ""
+
+
+_USE_ELEMENTWISE = "use an optimizer that updates each element alone (AdamW, SGD, Lion)"
+_FACTORED = "factors the second moment of each matrix into rows and columns"
+_PROJECTED = "projects the gradient of each matrix"
+_TRUST_RATIO = "scales the update by the norm of each parameter"
+_LAYERWISE = "updates each parameter during the backward pass"
+
+# fmt: off
+KNOWN_OPTIMIZERS: Final = (
+    KnownOptimizer("torch.optim.adam.Adam", "elements"),
+    KnownOptimizer("torch.optim.adamw.AdamW", "elements"),
+    KnownOptimizer("torch.optim.sgd.SGD", "elements", fused="local"),
+    KnownOptimizer("torch.optim.adagrad.Adagrad", "elements", fused="local"),
+    KnownOptimizer("torch.optim.adadelta.Adadelta", "elements"),
+    KnownOptimizer("torch.optim.rmsprop.RMSprop", "elements"),
+    KnownOptimizer("torch.optim.nadam.NAdam", "elements"),
+    KnownOptimizer("torch.optim.radam.RAdam", "elements"),
+    KnownOptimizer("torch.optim.adamax.Adamax", "elements"),
+    KnownOptimizer("torch.optim.asgd.ASGD", "elements"),
+    KnownOptimizer("torch.optim.rprop.Rprop", "elements", "local"),
+    KnownOptimizer("torch.optim.Adafactor", "tensors", "whole", because=_FACTORED),
+    KnownOptimizer("torch.optim.Muon", "tensors", because="orthogonalizes the momentum of each matrix"),
+    KnownOptimizer("torch.optim.lbfgs.LBFGS", "closure", because="needs dot products of all parameters and a closure"),
+    KnownOptimizer("transformers.optimization.Adafactor", "tensors", "whole", because=_FACTORED),
+    KnownOptimizer("transformers.trainer_pt_utils.LayerWiseDummyOptimizer", "backward", because=_LAYERWISE),
+    KnownOptimizer("bitsandbytes.optim.lamb", "tensors", "whole", because=_TRUST_RATIO),
+    KnownOptimizer("bitsandbytes.optim.lars", "tensors", "whole", because=_TRUST_RATIO),
+    # Their kernels read the memory of a tensor, which a DTensor does not have. AdEMAMix has two averages in one tensor.
+    KnownOptimizer("bitsandbytes.optim.ademamix", "blocks", "local", per_shard_state="always"),
+    KnownOptimizer("bitsandbytes.optim.optimizer.Optimizer8bit", "blocks", "local", per_shard_state="quantized"),
+    KnownOptimizer("torchao.optim.adam._AdamBase", "blocks", per_shard_state="always"),
+    KnownOptimizer("lion_pytorch", "elements", "local"),
+    KnownOptimizer("schedulefree", "elements"),
+    KnownOptimizer("optimi.stableadamw.StableAdamW", "tensors", "whole",
+         because="limits the learning rate by the root mean square of each parameter's update"),
+    KnownOptimizer("grokadamw", "tensors", because="clips the norm of the gradients"),
+    KnownOptimizer("prodigyopt", "tensors", because="estimates one step size from all parameters"),
+    KnownOptimizer("galore_torch", "tensors", "whole", because=_PROJECTED),
+    KnownOptimizer("apollo_torch", "tensors", "whole", because=_PROJECTED),
+    KnownOptimizer("lomo_optim", "backward", because=_LAYERWISE),
+)
+# fmt: on
+_SHARPNESS_AWARE: Final = KnownOptimizer(
+    "SAM", "closure", because="moves the weights by the norm of all gradients and back"
+)
+"""Sharpness-aware minimization. Scripts contain a copy of the class, so it is known by its two steps.
+
+Under FSDP1 each rank has the norm of its shards. Under FSDP2 the common implementation restores the weights with
+``parameter.data = old``, which a ``DTensor`` ignores.
+"""
+
+
+def known_optimizer(optimizer: torch.optim.Optimizer) -> KnownOptimizer | None:
+    """Return the row of an optimizer; ``None`` for an unknown one.
+
+    A subclass has the row of its base class unless it defines another ``step``.
+    """
+    if all(callable(getattr(type(optimizer), name, None)) for name in ("first_step", "second_step")):
+        return _SHARPNESS_AWARE
+    for name in _names(type(optimizer)):
+        for known in KNOWN_OPTIMIZERS:
+            if name == known.name or name.startswith(f"{known.name}."):
+                return known
+    return None
+
+
+def has_per_shard_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer's state has tensors that belong to one shard, such as the codes and scales of blocks."""
+    known = known_optimizer(optimizer)
+    if known is None or known.per_shard_state == "never":
+        return False
+    # bitsandbytes has one class for 8 and 32 bits. It keeps the state of small parameters in 32 bits in both.
+    return known.per_shard_state == "always" or getattr(getattr(optimizer, "args", None), "optim_bits", 8) == 8
+
+
+def _names(cls: type[torch.optim.Optimizer]) -> Iterator[str]:
+    """Yield the qualified names of the class and its bases, up to the one that defines ``step``."""
+    # torch replaces the ``step`` of each class at its first object, so several classes may have the same one wrapped.
+    step = inspect.unwrap(cls.step)
+    same = [base for base in cls.__mro__ if "step" in vars(base) and inspect.unwrap(vars(base)["step"]) is step]
+    for base in cls.__mro__:
+        yield f"{base.__module__}.{base.__qualname__}"
+        if base is same[-1]:
+            return
+
+
+@dataclass(frozen=True, slots=True)
+class StepDecision:
+    """How an optimizer's steps run, or the problem: an error, or a warning with which it runs."""
+
+    mode: StepMode = "unchanged"
+    problem: Problem | None = None
+
+
+def apply_step_mode(optimizer: torch.optim.Optimizer, plan: FsdpPlan) -> Problem | None:
+    """Decide how the steps of an optimizer of a sharded model run, and set it. Collective.
+
+    Returns:
+        The reason why it cannot run, or a warning.
+    """
+    decision = decide(optimizer, plan)
+    code = "" if decision.problem is None else decision.problem.code
+    same_on_all_ranks(f"how {type(optimizer).__name__} runs", f"{decision.mode} {code}")
+    if decision.problem is None or decision.problem.severity != "error":
+        set_step_mode(optimizer, decision.mode)
+    return decision.problem
+
+
+def decide(optimizer: torch.optim.Optimizer, plan: FsdpPlan) -> StepDecision:
+    """Decide how the optimizer runs. Collective for an unknown optimizer under FSDP2."""
+    known = known_optimizer(optimizer)
+    name = _name(optimizer)
+    if known is not None and known.needs in ("backward", "closure"):
+        return StepDecision(problem=_never(name, known))
+    if plan.backend == "fsdp2":
+        return _decide_fsdp2(optimizer, name, known)
+    if plan.use_orig and (plan.mesh.shard == 1 or not STRATEGIES[plan.strategy].is_sharded):
+        return StepDecision()
+    return _decide_fsdp1(optimizer, name, known, plan)
+
+
+def _name(optimizer: torch.optim.Optimizer) -> str:
+    """Return the name of the class, with the package because several packages have an ``AdamW``."""
+    cls = type(optimizer)
+    package = cls.__module__.partition(".")[0]
+    return cls.__name__ if package in ("torch", "__main__") else f"{cls.__name__} of {package}"
+
+
+def _decide_fsdp1(
+    optimizer: torch.optim.Optimizer, name: str, known: KnownOptimizer | None, plan: FsdpPlan
+) -> StepDecision:
+    if known is not None:
+        if known.needs == "tensors":
+            return StepDecision(problem=_needs_tensors(name, known.because))
+        if has_per_shard_state(optimizer) and not plan.use_orig:
+            return StepDecision(problem=_needs_original_parameters(name))
+        return StepDecision()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not parameters:
+        return StepDecision()
+    outcome = probe.probe_flat_shards(optimizer, parameters[0].device)
+    if outcome.result == "different":
+        because = "computes another update on shards of a test tensor than on the whole tensor"
+        return StepDecision(problem=_needs_tensors(name, because))
+    if outcome.result == "fails":
+        return StepDecision(problem=_needs_tensors(name, f"fails on shards of a test tensor ({outcome.error})"))
+    return StepDecision(problem=_untested(name, outcome) if outcome.result == "unknown" else None)
+
+
+def _decide_fsdp2(optimizer: torch.optim.Optimizer, name: str, known: KnownOptimizer | None) -> StepDecision:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+    if not sharded:
+        return StepDecision()
+    # One kernel for several parameters cannot run on DTensors of different meshes, or on DTensors and tensors.
+    is_mixed = len({p.device_mesh if isinstance(p, DTensor) else None for p in parameters}) > 1
+    if known is not None:
+        is_fused = any(group.get("fused") for group in optimizer.param_groups)
+        mode = known.fused if known.fused is not None and is_fused else known.fsdp2
+        return StepDecision("local" if mode == "unchanged" and is_mixed and known.needs == "elements" else mode)
+    outcome = probe.probe_dtensors(optimizer, sharded[0])
+    if outcome.result == "equal" and not is_mixed:
+        return StepDecision()
+    if outcome.result == "unknown":
+        return StepDecision(problem=_untested(name, outcome))
+    device = sharded[0].to_local().device
+    if probe.probe_flat_shards(optimizer, device).result == "equal":
+        return StepDecision("local")
+    if outcome.result == "equal":  # it updates one parameter at a time, or torch names the mix of kinds in its error
+        return StepDecision()
+    if probe.probe_single_tensors(optimizer, device).result == "equal":
+        return StepDecision("whole")
+    return StepDecision(problem=_not_on_dtensors(name, outcome))
+
+
+def _needs_tensors(name: str, because: str) -> Problem:
+    return Problem(
+        code="FSDP-E320",
+        message=f"{name} cannot run on FSDP1's flat shards: it {because}. Training would continue with wrong updates.",
+        fix=f"Set fsdp_version: 2, or {_USE_ELEMENTWISE}.",
+    )
+
+
+def _never(name: str, known: KnownOptimizer) -> Problem:
+    return Problem(
+        code="FSDP-E321",
+        message=f"{name} cannot run with FSDP: it {known.because}.",
+        fix=f"{_USE_ELEMENTWISE.capitalize()}, or train without FSDP.",
+    )
+
+
+def _needs_original_parameters(name: str) -> Problem:
+    return Problem(
+        code="FSDP-E322",
+        setting="params.use_orig",
+        message=f"{name} has state of another shape than its parameters, which cannot be saved for a flat parameter.",
+        fix="Set fsdp_use_orig_params: true, or fsdp_version: 2.",
+    )
+
+
+def _not_on_dtensors(name: str, outcome: probe.Outcome) -> Problem:
+    found = f"fails ({outcome.error})" if outcome.result == "fails" else "computes another update"
+    return Problem(
+        code="FSDP-E323",
+        message=f"{name} cannot run on FSDP2's sharded parameters: on shards of test tensors it {found}, and it needs "
+        "several whole parameters at once.",
+        fix=f"{_USE_ELEMENTWISE.capitalize()}.",
+    )
+
+
+def _untested(name: str, outcome: probe.Outcome) -> Problem:
+    return Problem(
+        code="FSDP-W324",
+        message=f"{name} is unknown, and it could not be tested whether its updates are the same on shards "
+        f"({outcome.error}).",
+        fix="If it uses norms or products of whole parameters, compare the losses with a run on one process, or "
+        f"{_USE_ELEMENTWISE}.",
+    )

@@ -1,0 +1,225 @@
+"""The parameters of optimizers: replaced by the sharded ones if the optimizers were built before sharding.
+
+An optimizer that keeps the unsharded parameters updates tensors that the model no longer uses: the loss does not
+change.
+
+Parameters of loss functions are replicated: whole on every rank, with gradients that are averaged over the ranks, as in
+DDP. The module of a loss function contains the model, so it cannot be sharded as a model of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FlatParameter
+from torch.distributed.tensor import DTensor
+
+from hf_fsdp_plugin.plan.names import canonical_name, named_parameters
+from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.torch_private.fsdp1 import names_in
+
+_REPLICATED: Final = "_hf_fsdp_replicated"
+"""Attribute that marks a replicated parameter."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DetachedOptimizer:
+    """An optimizer without the parameters of one model, and what each of its groups had.
+
+    Attributes:
+        groups: the canonical names of the model's parameters, and the parameters of other models, in the order of the
+            group.
+        initial: canonical name -> the state that the optimizer has before its first step.
+    """
+
+    optimizer: torch.optim.Optimizer
+    groups: tuple[tuple[str | nn.Parameter, ...], ...]
+    initial: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Filled:
+    """An initial state tensor with the shape of its parameter, and one value for all elements."""
+
+    value: float
+    dtype: torch.dtype
+
+
+def detach_optimizers(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module) -> list[DetachedOptimizer]:
+    """Remove the model's parameters from its optimizers. Parameters of other models are left unchanged.
+
+    Raises:
+        SpecError: an optimizer has already stepped, so that its state belongs to unsharded parameters.
+    """
+    names: dict[int, str] = {}
+    for name, parameter in named_parameters(model):
+        names.setdefault(id(parameter), name)
+    detached = []
+    for optimizer in optimizers:
+        if not has_parameters_of(model, optimizer):
+            continue
+        initial = _initial_state(optimizer)
+        if initial is None:
+            message = (
+                f"{type(optimizer).__name__} has stepped before sharding: its state belongs to unsharded parameters."
+            )
+            fix = "Prepare the model before the first step, and load the optimizer's state afterwards."
+            raise SpecError([Problem(code="FSDP-E305", message=message, fix=fix)])
+        groups = tuple(tuple(names.get(id(p), p) for p in group["params"]) for group in optimizer.param_groups)
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in names]
+        for own in [parameter for parameter in optimizer.state if id(parameter) in names]:
+            del optimizer.state[own]
+        by_name = {names[id(parameter)]: state for parameter, state in initial.items() if id(parameter) in names}
+        detached.append(DetachedOptimizer(optimizer=optimizer, groups=groups, initial=by_name))
+    return detached
+
+
+def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer has state that it had not before its first step."""
+    return _initial_state(optimizer) is None
+
+
+def _initial_state(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]] | None:
+    """Return the state of an optimizer before its first step; ``None`` if it has stepped.
+
+    Some optimizers create state in the constructor (Adagrad), or empty entries (schedule-free ones in ``train()``).
+    """
+    initial: dict[torch.Tensor, dict[str, Any]] = {}
+    for parameter, state in optimizer.state.items():
+        if not isinstance(state, dict):
+            return None
+        for key, value in state.items():
+            is_step = key == "step"
+            if is_step and float(value) != 0:
+                return None
+            if isinstance(value, torch.Tensor) and not is_step:
+                filled = _filled(value, parameter.shape, optimizer)
+                if filled is None:
+                    return None
+                value = filled
+            initial.setdefault(parameter, {})[key] = value
+    return initial
+
+
+def _filled(value: torch.Tensor, shape: torch.Size, optimizer: torch.optim.Optimizer) -> _Filled | None:
+    """Return how to create a state tensor again; ``None`` if its elements differ."""
+    if value.shape != shape:
+        return None
+    local = value.to_local() if isinstance(value, DTensor) else value
+    if local.is_meta or not local.numel():  # Adagrad's default, for a rank that has no elements to read
+        return _Filled(float(optimizer.defaults.get("initial_accumulator_value", 0.0)), value.dtype)
+    first = local.reshape(-1)[0]
+    return _Filled(float(first), value.dtype) if bool((local == first).all()) else None
+
+
+def attach_optimizers(detached: Iterable[DetachedOptimizer], model: nn.Module) -> None:
+    """Set each optimizer's parameters to the sharded ones with the same names.
+
+    Raises:
+        SpecError: FSDP1 has merged parameters of different groups into one flat parameter.
+    """
+    found = _sharded_parameters(model)
+    for item in detached:
+        group_of: dict[int, int] = {}
+        for index, (group, members) in enumerate(zip(item.optimizer.param_groups, item.groups, strict=True)):
+            parameters: dict[int, nn.Parameter] = {}
+            for member in members:
+                parameter = found[member] if isinstance(member, str) else member
+                if isinstance(member, str) and group_of.setdefault(id(parameter), index) != index:
+                    raise SpecError([_split_flat_parameter(member)])
+                parameters[id(parameter)] = parameter
+            group["params"] = list(parameters.values())
+        for name, state in item.initial.items():
+            item.optimizer.state[found[name]] = {key: _create(value, found[name]) for key, value in state.items()}
+
+
+def _create(value: Any, parameter: nn.Parameter) -> Any:
+    """Return an initial state value for a sharded parameter."""
+    if isinstance(value, _Filled):
+        return torch.full_like(parameter.detach(), value.value, dtype=value.dtype)
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return canonical name -> parameter to update: the parameter, or FSDP1's flat parameter that contains it."""
+    found: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if isinstance(parameter, FlatParameter):
+            found.update((canonical_name(inner), parameter) for inner in names_in(parameter, name))
+        else:
+            found[canonical_name(name)] = parameter
+    return found
+
+
+def foreign_parameters(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> int:
+    """Return the number of the optimizer's parameters that belong to none of the models. Replicated ones may."""
+    own = {id(p) for model in models for p in model.parameters()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return sum(id(p) not in own and not is_replicated(p) for p in parameters)
+
+
+def has_parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has parameters of the model."""
+    own = {id(parameter) for parameter in model.parameters()}
+    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+
+class JointModels(nn.ModuleDict):
+    """The models of one optimizer with parameters of several, ``model_0`` and so on, and its replicated parameters.
+
+    The names of the optimizer's state begin with these names.
+    """
+
+
+def owner_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> nn.Module | None:
+    """Return the model whose parameters an optimizer has: :class:`JointModels` for several, ``None`` for none."""
+    owners = {f"model_{i}": model for i, model in enumerate(models) if has_parameters_of(model, optimizer)}
+    replicated = [p for group in optimizer.param_groups for p in group["params"] if is_replicated(p)]
+    if replicated:
+        owners["loss"] = nn.ParameterList(replicated)
+    return JointModels(owners) if len(owners) > 1 else next(iter(owners.values()), None)
+
+
+def _split_flat_parameter(name: str) -> Problem:
+    return Problem(
+        code="FSDP-E306",
+        setting="params.use_orig",
+        message=f"the flat parameter that contains {name} has parameters of several parameter groups of the optimizer.",
+        fix="Set fsdp_use_orig_params: true, or create the optimizer after preparing the model.",
+    )
+
+
+def replicate(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
+    """Give all ranks the values of rank 0, and average the gradients in backward. Collective.
+
+    Parameters that are replicated already are left unchanged.
+    """
+    for parameter in parameters:
+        if not is_replicated(parameter):
+            parameter.data = parameter.data.to(device)
+            dist.broadcast(parameter.data, src=0)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(average_gradient)
+            setattr(parameter, _REPLICATED, True)
+
+
+def is_replicated(parameter: torch.Tensor) -> bool:
+    """Return whether :func:`replicate` was called for a parameter."""
+    return getattr(parameter, _REPLICATED, False)
+
+
+def average_gradient(parameter: torch.Tensor) -> None:
+    """Average an accumulated gradient over all ranks, for a parameter whose gradients FSDP does not reduce.
+
+    It runs after every backward. This is correct under gradient accumulation too, because gradients that are averaged
+    already are equal on all ranks.
+    """
+    if parameter.grad is not None:
+        dist.all_reduce(parameter.grad)
+        parameter.grad.div_(dist.get_world_size())

@@ -1,0 +1,279 @@
+"""Hooks on the forward of a sharded model: the dtype of inputs, changes in dicts, outputs in mappings, buffers.
+
+Inputs: FSDP casts every floating-point tensor that its root receives to the compute dtype, and FSDP2 also those of
+every other unit. This changes numbers that are not activations: bf16 has 8 significant bits, so a loss is divided by
+260 instead of 261 labels, and fp16 ends at 65,504. Here only activations are cast, which have a batch and at least one
+other dimension. Tensors with fewer dimensions keep their dtype: counts, weights of samples, time steps.
+
+Dicts: FSDP copies the containers of its inputs when it moves or casts tensors. Models and losses of
+sentence-transformers exchange values through the dict of features, which each module extends. Entries that a model adds
+to a dict of its inputs, or removes, are added to the caller's dict, or removed.
+
+Outputs: FSDP starts the backward of a unit with hooks on the tensors in its output. It finds them in tensors, dicts,
+lists, tuples and dataclasses, but not in other mappings, such as Transformers' ``BatchEncoding``, which
+sentence-transformers' modules return. Without these hooks, FSDP1 raises in backward, and an FSDP2 root without inner
+units does not reduce its gradients.
+
+Buffers that a forward changes, such as the statistics of BatchNorm, differ between the ranks. DDP sends rank 0's
+buffers to all ranks before every forward. Here they are sent only before they are used: before the first forward of an
+evaluation, and before a save. So a rank's own statistics are never used or stored. Buffers that are not in the state
+dict are constants and caches, and are not sent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from hf_fsdp_plugin.messages import print_once
+from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
+from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.text import format_names, plural
+from hf_fsdp_plugin.torch_private import fsdp1, fsdp2
+from hf_fsdp_plugin.torch_private.functions import tree_leaves, tree_map
+from hf_fsdp_plugin.torch_private.modules import buffers, non_persistent_buffers
+
+_DTYPE: Final = "_hf_fsdp_input_dtype"
+_ACTIVATION_DIMS: Final = 2
+_EQUAL_BUFFERS: Final = "_hf_fsdp_buffers_equal"
+"""Attribute of a model: whether the buffers were sent since the last forward in training mode."""
+
+
+def cast_inputs_of(unit: nn.Module, dtype: torch.dtype | None) -> None:
+    """Cast the activations that a unit receives. FSDP itself must not cast its inputs.
+
+    Args:
+        dtype: ``None`` if the unit computes in the dtype of its shards.
+    """
+    if dtype is not None:
+        is_new = _DTYPE not in vars(unit)
+        setattr(unit, _DTYPE, dtype)
+        if is_new:
+            # Before FSDP2's own hook, which looks for tensors that require gradients.
+            unit.register_forward_pre_hook(_cast_before_forward, prepend=True, with_kwargs=True)
+
+
+def cast_inputs(
+    unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the inputs of a unit, with its activations in the compute dtype."""
+    inputs: tuple[tuple[Any, ...], dict[str, Any]] = cast_activations((args, kwargs), vars(unit).get(_DTYPE))
+    return inputs
+
+
+def cast_activations(inputs: Any, dtype: torch.dtype | None) -> Any:
+    """Return a tree of inputs with its activations in ``dtype``; unchanged for ``None``."""
+    if dtype is None:
+        return inputs
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(dtype) if is_activation(value) else value
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+            return dataclasses.replace(value, **cast_activations(fields, dtype))
+        return value
+
+    return tree_map(cast, inputs)
+
+
+def is_activation(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that a unit receives is cast to the compute dtype."""
+    return tensor.is_floating_point() and tensor.dim() >= _ACTIVATION_DIMS
+
+
+def _cast_before_forward(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if isinstance(unit, FullyShardedDataParallel) and fsdp1.is_summoned(unit):
+        return None  # it computes with the summoned parameters, which have the dtype of the shards
+    return cast_inputs(unit, args, kwargs)
+
+
+def float_outputs(output: Any) -> list[torch.Tensor]:
+    """Return the floating-point tensors in the output of a model."""
+    # torch's pytree supports only some of Transformers' output classes. All of them are mappings.
+    leaves = tree_leaves(list(output.values()) if isinstance(output, Mapping) else output)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
+def support_mapping_outputs(model: nn.Module) -> None:
+    """Make backward work for all units of a sharded model, whatever mapping they return."""
+    for module in model.modules():
+        if isinstance(module, (FullyShardedDataParallel, FSDPModule)):
+            module.register_forward_hook(lambda module, args, output: watch_mappings(module, output))
+
+
+def watch_mappings(unit: Any, output: Any) -> None:
+    """Register the unit's hooks for backward on the tensors of its output that FSDP has not found."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    tensors = [tensor for tensor in _unseen_tensors(output) if tensor.requires_grad]
+    if not tensors:
+        return
+    private = fsdp1 if isinstance(unit, FullyShardedDataParallel) else fsdp2
+    private.start_backward_at(unit, tensors)
+
+
+def _unseen_tensors(output: Any, unseen: bool = False) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        if unseen:
+            yield output
+        return
+    values: list[Any] = []
+    if isinstance(output, Mapping):
+        unseen = unseen or not isinstance(output, dict)
+        values = list(output.values())
+    elif isinstance(output, (list, tuple)):
+        values = list(output)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        values = [getattr(output, field.name) for field in dataclasses.fields(output)]
+    for value in values:
+        yield from _unseen_tensors(value, unseen)
+
+
+def return_changed_inputs(model: nn.Module) -> None:
+    """Apply what the forward of a sharded model changes in dicts of its inputs to the dicts of the caller.
+
+    Must be called after all other hooks are registered.
+    """
+    changes, inner = _Changes(), unwrapped(model)
+    model.register_forward_pre_hook(changes.called, prepend=True, with_kwargs=True)
+    if inner is not model:  # FSDP1; this module may also be called itself
+        inner.register_forward_pre_hook(changes.called_inside, prepend=True, with_kwargs=True)
+    inner.register_forward_pre_hook(changes.entered, with_kwargs=True)
+    inner.register_forward_hook(changes.left, always_call=True)
+
+
+class _Changes:
+    """The dicts of one forward: those of the caller, those of the model, and what these contained before."""
+
+    def __init__(self) -> None:
+        self._given: list[dict[Any, Any]] = []
+        self._seen: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+
+    def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling():
+            self._given = _dicts(args, kwargs)
+
+    def called_inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._given:
+            self.called(module, args, kwargs)
+
+    def entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._seen = [(seen, dict(seen)) for seen in _dicts(args, kwargs)] if self._given else []
+
+    def left(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        given, self._given = self._given, []
+        seen, self._seen = self._seen, []
+        for caller, (changed, before) in zip(given, seen, strict=False):
+            if caller is changed:
+                continue
+            for key in before.keys() - changed.keys():
+                caller.pop(key, None)
+            for key, value in changed.items():
+                if key not in before or before[key] is not value:
+                    caller[key] = value  # outputs of Transformers are dicts that have no update
+
+
+def _dicts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[dict[Any, Any]]:
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, dict)]
+
+
+def refuse_double_backward(model: nn.Module) -> None:
+    """Make a backward with ``create_graph=True`` from an output of the model raise ``SpecError`` on all ranks.
+
+    FSDP frees the gathered weights in the backward, and computes gradients of shards without a graph. A second backward
+    would read freed memory, which ends the process, and FSDP2 returns gradients that cannot be differentiated.
+    """
+    model.register_forward_hook(_watch_backward_of)
+
+
+def _watch_backward_of(module: nn.Module, args: Any, output: Any) -> None:
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        for tensor in (tensor for tensor in float_outputs(output) if tensor.requires_grad):
+            tensor.register_hook(_refuse_graph)
+
+
+def _refuse_graph(_: torch.Tensor) -> None:
+    if torch.is_grad_enabled():  # in a backward: create_graph=True
+        message = "a backward through a sharded model has create_graph=True. FSDP has no gradients of gradients."
+        fix = (
+            "Call backward without create_graph. For a gradient penalty, train without FSDP, or use the difference of "
+            "two forwards."
+        )
+        raise SpecError([Problem(code="FSDP-E313", message=message, fix=fix)])
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the canonical names and the buffers of the state dict."""
+    for name, module in model.named_modules():
+        for attribute, buffer in buffers(module).items():
+            if buffer is not None and attribute not in non_persistent_buffers(module):
+                yield canonical_name(f"{name}.{attribute}".lstrip(".")), buffer
+
+
+def watch_buffers(model: nn.Module) -> None:
+    """Send rank 0's buffers before the first forward of each evaluation. Models without buffers are not watched."""
+    if any(True for _ in persistent_buffers(model)):
+        # The module in FSDP1's root wrapper may also be called directly.
+        unwrapped(model).register_forward_pre_hook(_send_before_evaluation)
+
+
+@torch.compiler.disable
+def _send_before_evaluation(model: nn.Module, args: Any) -> None:
+    if model.training:
+        setattr(model, _EQUAL_BUFFERS, False)
+    else:
+        send_buffers(model)
+
+
+@torch.no_grad()
+def send_buffers(model: nn.Module) -> None:
+    """Overwrite the buffers of a model with those of rank 0, if it was trained since the last time. Collective."""
+    model = unwrapped(model)
+    if getattr(model, _EQUAL_BUFFERS, False):
+        return
+    setattr(model, _EQUAL_BUFFERS, True)
+    own = {n: b for n, b in persistent_buffers(model) if type(b) is torch.Tensor and b.numel() and not b.is_meta}
+    if not own or dist.get_world_size() == 1:
+        return
+    differs = _receive_buffers(list(own.values()))
+    dist.all_reduce(differs, dist.ReduceOp.MAX)
+    differing = [name for name, is_different in zip(own, differs.tolist(), strict=True) if is_different]
+    if differing:
+        print_once(
+            Problem(
+                code="FSDP-N640",
+                message=f"the ranks have different values in {plural(len(differing), 'buffer')} of "
+                f"{type(model).__name__} ({format_names(differing, 2)}). Evaluations and saved models have those of "
+                "rank 0, as under DDP.",
+                fix="For statistics over all ranks, use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).",
+            )
+        )
+
+
+def _receive_buffers(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Overwrite tensors with those of rank 0, with one broadcast for each device. Return 1 for each that changes.
+
+    The result is a tensor, so that the host waits for a device only once.
+    """
+    by_device: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(index)
+    changes = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0].device)
+    for indices in by_device.values():
+        parts = [tensors[index].contiguous().view(-1).view(torch.uint8) for index in indices]
+        data = torch.cat(parts)
+        dist.broadcast(data, 0)
+        received = data.split([part.numel() for part in parts])
+        differing = torch.stack([(part != new).any() for part, new in zip(parts, received, strict=True)])
+        changes[indices] = differing.to(changes)
+        for index, new in zip(indices, received, strict=True):
+            # A clone, because a view as a wider type needs an aligned address.
+            tensors[index].copy_(new.clone().view(tensors[index].dtype).view(tensors[index].shape))
+    return changes

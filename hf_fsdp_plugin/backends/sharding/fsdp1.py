@@ -1,0 +1,166 @@
+"""FSDP1: applies a plan with ``torch.distributed.fsdp.FullyShardedDataParallel``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from hf_fsdp_plugin.backends.loading.weight_loader import (
+    BROADCAST_ATTRIBUTE,
+    WeightLoader,
+    master_dtype,
+    with_progress,
+)
+from hf_fsdp_plugin.backends.sharding.forward_hooks import cast_inputs_of
+from hf_fsdp_plugin.backends.sharding.module_forwards import apply_activation_checkpointing
+from hf_fsdp_plugin.backends.torch_types import cast_floats, device_mesh, torch_dtype
+from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.names import unwrapped
+from hf_fsdp_plugin.plan.units import UnitPlan
+from hf_fsdp_plugin.strategies import STRATEGIES
+from hf_fsdp_plugin.torch_private.fsdp1 import allow_gradients_of_compute_dtype, flattening
+from hf_fsdp_plugin.torch_private.modules import replace_module
+
+_ONE_DTYPE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""Modules whose inputs must have the dtype of their weights."""
+_BACKWARD_PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
+
+
+def apply_fsdp1(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Module:
+    """Wrap ``model`` unit by unit and return the root ``FullyShardedDataParallel``.
+
+    Units are wrapped one by one instead of by an ``auto_wrap_policy``, so that exactly the planned units are wrapped
+    and each receives rank 0's weights just before it is sharded. Needs a process group of ``plan.world_size`` ranks.
+    """
+    loader = WeightLoader(plan, model, device)
+    apply_activation_checkpointing(plan, model)
+    loader.prepare_buffers()
+    ignored = loader.prepare_ignored()
+    kwargs = _constructor_arguments(plan, device)
+    compute_dtype = torch_dtype(plan.precision.param)
+    root_on_read: list[nn.Parameter] = []
+    for unit in with_progress(plan.units, model):
+        parameters = [model.get_parameter(name) for name in unit.parameters]
+        # A unit can be filled by parts if all of its parameters are whole in host memory, with one dtype.
+        has_one_dtype = len({master_dtype(plan, parameter) for parameter in parameters}) == 1
+        can_read = has_one_dtype and all(map(loader.can_read_parts, parameters))
+        on_read = loader.prepare_unit(unit, set(map(id, parameters)) if can_read else ())
+        if unit.modules == ("",):
+            root_on_read = on_read
+            continue
+        # The other units receive activations, which have the compute dtype already.
+        input_dtype = compute_dtype if _may_receive_other_dtypes(plan, unit, model) else None
+        for name in unit.modules:
+            module = model.get_submodule(name)
+            inside = {id(parameter) for parameter in module.parameters()}
+            ignored_inside = [parameter for parameter in ignored if id(parameter) in inside]
+            with _flattening_on_read(plan, loader, on_read, kwargs) as own_kwargs:
+                wrapped = FSDP(module, ignored_states=ignored_inside, **own_kwargs)
+            cast_inputs_of(wrapped, input_dtype)
+            replace_module(model, module, wrapped)
+    with _flattening_on_read(plan, loader, root_on_read, kwargs) as own_kwargs:
+        root = FSDP(model, ignored_states=ignored, **own_kwargs)
+    cast_inputs_of(root, compute_dtype)
+    output_dtype = torch_dtype(plan.precision.output)
+    if output_dtype is not None:  # FSDP1 has no argument like FSDP2's ``output_dtype``
+        root.register_forward_hook(lambda module, args, output: cast_floats(output, output_dtype))
+    allow_gradients_of_compute_dtype(root)
+    setattr(root, BROADCAST_ATTRIBUTE, loader.record)
+    return root
+
+
+@contextmanager
+def _flattening_on_read(
+    plan: FsdpPlan, loader: WeightLoader, parameters: Sequence[nn.Parameter], kwargs: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Fill the flat parameters of units that are created in the block from whole ``parameters``; none: as torch does.
+
+    torch concatenates the parameters of a unit to a flat parameter, and keeps this rank's part of it. Here the flat
+    parameter is filled only where this part is, so each rank reads no other. For a moment, the flat parameter has the
+    memory of the whole unit; on the CPU the system provides only the pages that are written to.
+
+    Args:
+        kwargs: arguments of ``FullyShardedDataParallel``.
+
+    Yields:
+        The arguments to use instead.
+    """
+    if not parameters:
+        yield kwargs
+        return
+
+    @torch.no_grad()
+    def fill(flat: torch.Tensor, tensors: list[torch.Tensor], own: slice) -> None:
+        offset = 0
+        for tensor in tensors:
+            start, stop = max(own.start, offset), min(own.stop, offset + tensor.numel())
+            if start < stop:
+                part = tensor.detach().reshape(-1)[start - offset : stop - offset]
+                if isinstance(tensor, nn.Parameter):
+                    loader.copy_part(flat[start:stop], part)
+                else:  # padding, which has no meaning
+                    flat[start:stop].copy_(part)
+            offset += tensor.numel()
+
+    device: torch.device = kwargs["device_id"]
+    flat_device = torch.device("cpu") if plan.offload_params else device
+    # With a device_id other than the CPU, torch would move the whole parameters to it.
+    own_kwargs = kwargs if device.type == "cpu" else {**kwargs, "device_id": None}
+    with flattening(fill, master_dtype(plan, parameters[0]), flat_device), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The passed-in `module` is on CPU")
+        yield own_kwargs
+
+
+def _may_receive_other_dtypes(plan: FsdpPlan, unit: UnitPlan, model: nn.Module) -> bool:
+    """Return whether code outside the unit may cast its inputs to the dtype of the shards, which it reads off a weight.
+
+    This concerns modules that are no repeated layers, such as the embeddings of ViT, and those that cannot compute with
+    inputs of another dtype.
+    """
+    if unit.is_split_off or [other.class_names for other in plan.units].count(unit.class_names) == 1:
+        return True
+    return all(isinstance(unwrapped(model.get_submodule(name)), _ONE_DTYPE) for name in unit.modules)
+
+
+def _constructor_arguments(plan: FsdpPlan, device: torch.device) -> dict[str, Any]:
+    """Return the constructor arguments that all units share."""
+    on_cpu = device.type == "cpu"
+    strategy = STRATEGIES[plan.strategy]
+    return {
+        "sharding_strategy": ShardingStrategy[strategy.torch_name],
+        "device_mesh": device_mesh(plan) if strategy.is_sharded else None,
+        # On the CPU, shards are in CPU memory anyway; with offload, FSDP1 would try to pin them.
+        "cpu_offload": CPUOffload(offload_params=plan.offload_params and not on_cpu),
+        "mixed_precision": _mixed_precision(plan),
+        "backward_prefetch": _BACKWARD_PREFETCH[plan.prefetch.backward],
+        "forward_prefetch": plan.prefetch.forward,
+        "limit_all_gathers": plan.prefetch.limit_all_gathers,
+        "use_orig_params": plan.use_orig,
+        # Without an index: FSDP1 treats cpu and cpu:0 as different devices.
+        "device_id": torch.device("cpu") if on_cpu else device,
+    }
+
+
+def _mixed_precision(plan: FsdpPlan) -> MixedPrecision | None:
+    """Return the policy, or ``None`` if nothing is cast: FSDP1 then keeps no low-precision copy of its shards.
+
+    Inputs are cast by :mod:`hf_fsdp_plugin.backends.sharding.forward_hooks`.
+    """
+    precision = plan.precision
+    casts = (precision.param, precision.buffer) != ("unchanged", "unchanged")
+    reduces_fp32 = precision.reduce in ("fp32", "unchanged")
+    if not casts and reduces_fp32 and all(dtype == "float32" for unit in plan.units for dtype in unit.dtypes):
+        return None
+    return MixedPrecision(
+        param_dtype=torch_dtype(precision.param),
+        reduce_dtype=torch_dtype(precision.reduce),
+        buffer_dtype=torch_dtype(precision.buffer),
+        cast_root_forward_inputs=False,
+    )

@@ -1,0 +1,286 @@
+"""FSDP2: applies a plan with ``torch.distributed.fsdp.fully_shard``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from hf_fsdp_plugin.backends.loading.weight_loader import (
+    BROADCAST_ATTRIBUTE,
+    WeightLoader,
+    cast_buffers,
+    master_dtype,
+    with_progress,
+)
+from hf_fsdp_plugin.backends.sharding.forward_hooks import cast_inputs_of
+from hf_fsdp_plugin.backends.sharding.module_forwards import apply_activation_checkpointing, fp32_ids
+from hf_fsdp_plugin.backends.torch_types import device_mesh, dtensor_like, torch_dtype
+from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.torch_private.fsdp2 import (
+    keep_requires_grad,
+    mark_backward_prefetch,
+    modules_of,
+    own_shards,
+    set_mixed_precision,
+    state_of,
+)
+from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
+
+_Places = list[tuple[dict[str, Any], str]]
+"""Where a parameter is registered: dicts attribute -> parameter of modules, and the attributes in them."""
+
+
+def apply_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Module:
+    """Shard ``model`` in place, unit by unit, and return it. Needs a process group of ``plan.world_size`` ranks.
+
+    Parameters become ``DTensor`` objects. Existing optimizers need the new objects
+    (:mod:`hf_fsdp_plugin.backends.optimizers.parameters`).
+    """
+    loader = WeightLoader(plan, model, device)
+    apply_activation_checkpointing(plan, model)
+    loader.prepare_buffers()
+    cast_buffers(plan, model)
+    kwargs: dict[str, Any] = {
+        "mesh": device_mesh(plan),
+        "offload_policy": CPUOffloadPolicy(pin_memory=plan.pin_memory) if plan.offload_params else OffloadPolicy(),
+        "ignored_params": set(loader.prepare_ignored()),
+    }
+    shards = _ShardsOnRead(plan, model, loader, device)
+    for unit in with_progress(plan.units, model):
+        shards.detach(loader.prepare_unit(unit, shards.parameters))
+        modules = [model.get_submodule(name) for name in unit.modules]
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            reshard_after_forward=unit.reshard_after_forward,
+            mp_policy=_mixed_precision(
+                plan, is_root=unit.modules == ("",), fp32=fp32_ids(plan, model, unit.parameters)
+            ),
+            **kwargs,
+        )
+        for module in modules:
+            cast_inputs_of(module, torch_dtype(plan.precision.param))
+        shards.attach(state_of(cast(FSDPModule, modules[0])))
+    if not isinstance(model, FSDPModule):
+        # Every parameter belongs to an inner unit. A root unit is still needed: it orders the hooks of the others.
+        fully_shard(model, mp_policy=_mixed_precision(plan, is_root=True), **kwargs)
+        cast_inputs_of(model, torch_dtype(plan.precision.param))
+    # Before FSDP2's own hook, which gathers the parameters.
+    model.register_forward_pre_hook(lambda model, args: keep_requires_grad(cast(FSDPModule, model)), prepend=True)
+    _set_forward_prefetch(plan, model)
+    _set_backward_prefetch(plan, model)
+    _add_no_sync(model)
+    setattr(model, BROADCAST_ATTRIBUTE, loader.record)
+    return model
+
+
+class _ShardsOnRead:
+    """Shards parameters without a whole copy of any of them: each rank takes its own part from the whole weights.
+
+    While a unit is sharded, meta tensors stand for its parameters, so that ``fully_shard`` moves nothing to the device.
+    Then this rank's part of each whole weight, mostly of a mapped file, is copied to the device, and cast to the dtype
+    in which the optimizer updates it.
+
+    Args:
+        device: where the shards are computed on. Offloaded shards stay in host memory.
+    """
+
+    def __init__(self, plan: FsdpPlan, model: nn.Module, loader: WeightLoader, device: torch.device) -> None:
+        self._plan = plan
+        self._loader = loader
+        self._device = torch.device("cpu") if plan.offload_params else device
+        self._places: dict[int, _Places] = {}
+        self._whole: list[tuple[nn.Parameter, _Places]] = []
+        for module in model.modules():
+            registered = own_parameters(module)
+            for attribute, parameter in registered.items():
+                if parameter is not None and parameter.dim() > 0 and loader.can_read_parts(parameter):
+                    self._places.setdefault(id(parameter), []).append((registered, attribute))
+
+    @property
+    def parameters(self) -> Collection[int]:
+        """The ids of the parameters that are not sharded yet."""
+        return self._places.keys()
+
+    def detach(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Replace parameters of the unit that is sharded next by meta tensors. Ties are kept."""
+        for parameter in parameters:
+            places = self._places.pop(id(parameter))
+            empty = torch.empty_like(parameter, dtype=master_dtype(self._plan, parameter), device="meta")
+            stand_in = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            for registered, attribute in places:
+                registered[attribute] = stand_in
+            self._whole.append((parameter, places))
+
+    @torch.no_grad()
+    def attach(self, state: Any) -> None:
+        """Give the unit its shards. ``state`` is the state of the ``fully_shard`` call."""
+        for parameter, places in self._whole:
+            registered, attribute = places[0]
+            sharded: DTensor = registered[attribute]
+            part = _part(parameter.detach(), sharded)
+            local = torch.empty(part.shape, dtype=sharded.dtype, device=self._device)
+            self._loader.copy_part(local, part)
+            new = nn.Parameter(dtensor_like(local, sharded), requires_grad=parameter.requires_grad)
+            for registered, attribute in places:
+                registered[attribute] = new
+        if self._whole:
+            own_shards(state)
+        self._whole = []
+
+
+def _part(whole: torch.Tensor, sharded: DTensor) -> torch.Tensor:
+    """Return this rank's part of ``whole``, which ``fully_shard`` splits as ``torch.chunk`` does."""
+    for axis, placement in enumerate(sharded.placements):
+        if placement.is_shard():
+            dim: int = placement.dim  # type: ignore[attr-defined]
+            chunks = torch.chunk(whole, sharded.device_mesh.size(axis), dim)
+            rank = sharded.device_mesh.get_local_rank(axis)
+            whole = chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)
+    return whole
+
+
+def adopt_fsdp2(plan: FsdpPlan, model: nn.Module, device: torch.device) -> nn.Module:
+    """Complete a model that ``from_pretrained`` has sharded, in place, and return it. Collective.
+
+    Parameters that were added to the sharded model are equal on all ranks afterwards, and their gradients are averaged.
+    The precision is that of the plan. Parameters become new objects if they are cast.
+    """
+    WeightLoader(plan, model, device).prepare_ignored()
+    cast_buffers(plan, model)
+    _replace_by_masters(plan, model)
+    states = {id(state): state for m in model.modules() if isinstance(m, FSDPModule) for state in [state_of(m)]}
+    fp32 = fp32_ids(plan, model)
+    for state in states.values():
+        own_shards(state)
+        set_mixed_precision(state, _mixed_precision(plan, is_root=model in modules_of(state), fp32=fp32))
+        for module in modules_of(state):
+            cast_inputs_of(module, torch_dtype(plan.precision.param))
+    _set_forward_prefetch(plan, model)
+    _set_backward_prefetch(plan, model)
+    _add_no_sync(model)
+    return model
+
+
+def _replace_by_masters(plan: FsdpPlan, model: nn.Module) -> None:
+    """Replace trainable shards by shards in the dtype in which the optimizer updates them. Ties are kept."""
+    master = torch_dtype(plan.precision.master)
+    replaced: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        registered = own_parameters(module)
+        for name, parameter in list(registered.items()):
+            if parameter is None or not isinstance(parameter, DTensor) or master in (None, parameter.dtype):
+                continue
+            if parameter.requires_grad and parameter.is_floating_point():
+                if id(parameter) not in replaced:
+                    replaced[id(parameter)] = nn.Parameter(parameter.detach().to(master))
+                registered[name] = replaced[id(parameter)]
+
+
+def _add_no_sync(model: nn.Module) -> None:
+    """Add the method ``no_sync`` of DistributedDataParallel and FSDP1, which scripts for them call."""
+    if not hasattr(model, "no_sync"):
+        model.no_sync = partial(_no_sync, cast(FSDPModule, model))  # type: ignore[assignment]
+
+
+@contextmanager
+def _no_sync(model: FSDPModule) -> Iterator[None]:
+    """Accumulate gradients on each rank, without reducing them, in the backwards of the block."""
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+def _set_forward_prefetch(plan: FsdpPlan, model: nn.Module) -> None:
+    """Make each unit start the all-gather of the next unit before its own forward.
+
+    The next unit is the next one in the module tree. If the model executes its modules in another order, prefetch
+    costs memory but does not change results.
+    """
+    if plan.prefetch.forward:
+        for unit, successor in pairwise(_units_in_order(plan, model)):
+            unit.set_modules_to_forward_prefetch([successor])
+
+
+def _set_backward_prefetch(plan: FsdpPlan, model: nn.Module) -> None:
+    """Set when the all-gather of the preceding unit starts in backward.
+
+    ``pre``: during this unit's backward, which is FSDP2's default. ``none``: when the preceding unit needs its
+    parameters; a prefetch list that contains only the unit itself disables FSDP2's default. ``post``: after this unit's
+    gradients are computed and before their reduce-scatter, so that at most one unit is gathered at a time.
+    """
+    if plan.prefetch.backward == "pre":
+        return
+    units = _units_in_order(plan, model)
+    for unit in units:
+        unit.set_modules_to_backward_prefetch([unit])
+    if plan.prefetch.backward == "post":
+        for predecessor, unit in zip([None, *units], units, strict=False):
+            _unshard_after_backward(unit, predecessor)
+
+
+def _unshard_after_backward(unit: Any, predecessor: FSDPModule | None) -> None:
+    """Gather ``predecessor`` when the gradient of ``unit``'s input is computed, at the end of the unit's backward.
+
+    The first unit has no predecessor. It gets the hook too, by which the report recognizes the prefetch of every unit.
+    """
+
+    def on_input_gradient(gradient: torch.Tensor) -> None:
+        assert predecessor is not None
+        predecessor.unshard(async_op=True)
+
+    def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if predecessor is not None and torch.is_grad_enabled():
+            inputs = [*args, *kwargs.values()]
+            needs_gradient = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+            if needs_gradient:
+                needs_gradient[0].register_hook(on_input_gradient)
+
+    mark_backward_prefetch(before_forward, "post")
+    # Registered after fully_shard's hook, so that it receives the tensor that FSDP2 passes to forward.
+    unit.register_forward_pre_hook(before_forward, with_kwargs=True)
+
+
+def _units_in_order(plan: FsdpPlan, model: nn.Module) -> list[Any]:
+    """Return the first module of each unit except the root, in the order of the module tree."""
+    position = {id(module): index for index, module in enumerate(model.modules())}
+    firsts = [model.get_submodule(unit.modules[0]) for unit in plan.units if unit.modules != ("",)]
+    return sorted((m for m in firsts if isinstance(m, FSDPModule)), key=lambda m: position[id(m)])
+
+
+def _mixed_precision(plan: FsdpPlan, *, is_root: bool, fp32: frozenset[int] = frozenset()) -> MixedPrecisionPolicy:
+    """Return one unit's policy. Only the root casts its output: casts between layers cost memory and change results.
+    Inputs are cast by :mod:`hf_fsdp_plugin.backends.sharding.forward_hooks`.
+
+    Gradients whose dtype of reduction is not set are reduced in the dtype of the computation, as FSDP1 does. torch 2.15
+    would reduce them in the dtype of the shards.
+
+    Args:
+        fp32: ids of the parameters that are gathered in fp32, which is the dtype of their shards.
+    """
+    per_parameter: dict[str, Any] = {}
+    if fp32:
+        per_parameter["param_dtype_override_fn"] = lambda p: torch.float32 if id(p) in fp32 else None
+    param = torch_dtype(plan.precision.param)
+    return MixedPrecisionPolicy(
+        param_dtype=param,
+        reduce_dtype=torch_dtype(plan.precision.reduce) or param,
+        output_dtype=torch_dtype(plan.precision.output) if is_root else None,
+        cast_forward_inputs=False,
+        **per_parameter,
+    )

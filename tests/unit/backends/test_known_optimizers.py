@@ -1,0 +1,225 @@
+"""The table of optimizers agrees with a test of each optimizer on small tensors, which unknown ones depend on."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_fsdp_plugin.backends.optimizers import shard_probe as probe
+from hf_fsdp_plugin.backends.optimizers.known_optimizers import (
+    KNOWN_OPTIMIZERS,
+    KnownOptimizer,
+    decide,
+    known_optimizer,
+)
+
+CPU = torch.device("cpu")
+PROJECTION = {"rank": 2, "update_proj_gap": 2, "scale": 0.25, "proj_type": "std"}
+APOLLO = {**PROJECTION, "proj": "random", "scale_type": "channel"}
+
+IMPORTABLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "torch.optim.Adam": ("torch.optim.adam.Adam", {}),
+    "torch.optim.AdamW": ("torch.optim.adamw.AdamW", {"amsgrad": True}),
+    "torch.optim.SGD": ("torch.optim.sgd.SGD", {"momentum": 0.9, "nesterov": True}),
+    "torch.optim.Adagrad": ("torch.optim.adagrad.Adagrad", {}),
+    "torch.optim.Adadelta": ("torch.optim.adadelta.Adadelta", {}),
+    "torch.optim.RMSprop": ("torch.optim.rmsprop.RMSprop", {"centered": True}),
+    "torch.optim.NAdam": ("torch.optim.nadam.NAdam", {}),
+    "torch.optim.RAdam": ("torch.optim.radam.RAdam", {}),
+    "torch.optim.Adamax": ("torch.optim.adamax.Adamax", {}),
+    "torch.optim.ASGD": ("torch.optim.asgd.ASGD", {}),
+    "torch.optim.Rprop": ("torch.optim.rprop.Rprop", {}),
+    "torch.optim.Adafactor": ("torch.optim.Adafactor", {}),
+    "torch.optim.Muon": ("torch.optim.Muon", {}),
+    "transformers.Adafactor": ("transformers.optimization.Adafactor", {}),
+    "lion_pytorch.Lion": ("lion_pytorch", {}),
+    "schedulefree.AdamWScheduleFree": ("schedulefree", {}),
+    "schedulefree.RAdamScheduleFree": ("schedulefree", {}),
+    "schedulefree.SGDScheduleFree": ("schedulefree", {}),
+    "bitsandbytes.optim.AdamW32bit": ("bitsandbytes.optim.optimizer.Optimizer8bit", {}),
+    "bitsandbytes.optim.PagedLion": ("bitsandbytes.optim.optimizer.Optimizer8bit", {}),
+    "bitsandbytes.optim.LAMB32bit": ("bitsandbytes.optim.lamb", {}),
+    "galore_torch.GaLoreAdamW": ("galore_torch", {"no_deprecation_warning": True, **PROJECTION}),
+    "apollo_torch.APOLLOAdamW": ("apollo_torch", APOLLO),
+    "grokadamw.GrokAdamW": ("grokadamw", {}),
+}
+"""Class -> its row in the table, and settings. Settings of projections belong into the parameter group."""
+
+
+def make(name: str, settings: dict[str, Any] | None = None) -> torch.optim.Optimizer:
+    module, _, cls = name.rpartition(".")
+    kind = getattr(pytest.importorskip(module) if "." not in module else importlib.import_module(module), cls)
+    settings = dict(IMPORTABLE[name][1] if settings is None else settings)
+    group = {key: settings.pop(key) for key in APOLLO if key in settings}
+    settings.setdefault("lr", 1e-3)
+    if name == "transformers.Adafactor":
+        settings |= {"relative_step": False, "scale_parameter": False}
+    optimizer: torch.optim.Optimizer = kind([{"params": [nn.Parameter(torch.ones(4, 4))], **group}], **settings)
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    return optimizer
+
+
+def available(name: str) -> str:
+    """Skip the test if the optimizer's package is not installed."""
+    pytest.importorskip(name.partition(".")[0])
+    return name
+
+
+def row(name: str) -> KnownOptimizer:
+    return next(kind for kind in KNOWN_OPTIMIZERS if kind.name == IMPORTABLE[name][0])
+
+
+@pytest.mark.parametrize("name", IMPORTABLE)
+def test_probe_agrees_with_the_table(name: str) -> None:
+    optimizer = make(available(name))
+    kind = known_optimizer(optimizer)
+    assert kind == row(name)
+    found = probe.probe_flat_shards(optimizer, CPU)
+    if "LAMB" in name:
+        pytest.skip("bitsandbytes' kernel for the CPU ignores the norms of LAMB")
+    elementwise = kind.needs in ("elements", "blocks")
+    assert (found.result == "equal") == elementwise, found
+    assert found.result != "unknown", found
+
+
+@pytest.mark.parametrize("name", [name for name in IMPORTABLE if row(name).fsdp2 == "whole"])
+def test_optimizers_on_whole_parameters_step_one_by_one(name: str) -> None:
+    assert probe.probe_single_tensors(make(available(name)), CPU).result == "equal"
+
+
+def test_probe_leaves_the_optimizer_unchanged() -> None:
+    optimizer = make("torch.optim.AdamW")
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(step / 10, 1.0))
+    calls: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+    before, seed = optimizer.param_groups[0]["params"][0].clone(), torch.get_rng_state()
+    # The learning rate is zero in the first step of a warmup, and the probe must not compare two zeros.
+    assert scheduler.get_last_lr() == [0.0]
+    assert probe.probe_flat_shards(optimizer, CPU).result == "equal"
+    assert not optimizer.state and not calls and optimizer.param_groups[0]["lr"] == 0.0
+    assert torch.equal(optimizer.param_groups[0]["params"][0], before) and torch.equal(torch.get_rng_state(), seed)
+
+
+class SignDescent(torch.optim.Optimizer):
+    """An unknown optimizer that updates each element alone."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(self.direction(parameter.grad), alpha=group["lr"])
+
+    def direction(self, grad: torch.Tensor) -> torch.Tensor:
+        return grad.sign()
+
+
+class NormalizedDescent(SignDescent):
+    """An unknown optimizer that divides each gradient by its norm."""
+
+    def direction(self, grad: torch.Tensor) -> torch.Tensor:
+        return grad / grad.norm()
+
+
+class TwoDimensional(SignDescent):
+    """An unknown optimizer that raises an error for tensors that are not matrices."""
+
+    def direction(self, grad: torch.Tensor) -> torch.Tensor:
+        if grad.ndim != 2:
+            raise ValueError("not a matrix")
+        return grad.sign()
+
+
+class Failing(SignDescent):
+    """An unknown optimizer that does not run on the device of this test."""
+
+    def direction(self, grad: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no kernel for this device")
+
+
+class Wrapper(SignDescent):
+    """An optimizer whose groups belong to another optimizer, so that no copy can be made."""
+
+    def __init__(self, params: Any) -> None:
+        self.base = torch.optim.SGD(params, lr=0.1)
+
+    @property
+    def param_groups(self) -> Any:
+        return self.base.param_groups
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """A subclass that inherits the step."""
+
+
+class ScaledAdamW(torch.optim.AdamW):
+    """A subclass with another step."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+
+
+def fsdp1(**changes: Any) -> Any:
+    plan = {"backend": "fsdp1", "use_orig": True, "strategy": "full_shard", "mesh": SimpleNamespace(shard=2)}
+    return SimpleNamespace(**{**plan, **changes})
+
+
+def code(optimizer: torch.optim.Optimizer, plan: Any) -> str | None:
+    problem = decide(optimizer, plan).problem
+    return None if problem is None else problem.code
+
+
+def parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(4, 4))]
+
+
+def test_subclass_with_its_own_step_is_unknown() -> None:
+    torch.optim.AdamW(parameters())  # torch wraps the step of each class at its first object
+    assert known_optimizer(OwnAdamW(parameters())) == known_optimizer(torch.optim.AdamW(parameters()))
+    assert known_optimizer(OwnAdamW(parameters())) is not None
+    assert known_optimizer(ScaledAdamW(parameters())) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (SignDescent, None),
+        (ScaledAdamW, None),
+        (NormalizedDescent, "FSDP-E320"),
+        (TwoDimensional, "FSDP-E320"),
+        (Failing, "FSDP-W324"),
+        (Wrapper, "FSDP-W324"),
+    ],
+)
+def test_unknown_optimizer_is_tested_under_fsdp1(kind: Any, expected: str | None) -> None:
+    assert code(kind(parameters()), fsdp1()) == expected
+
+
+@pytest.mark.parametrize(
+    "plan", [fsdp1(strategy="no_shard"), fsdp1(mesh=SimpleNamespace(shard=1))], ids=["no_shard", "one rank"]
+)
+def test_whole_parameters_accept_any_optimizer(plan: Any) -> None:
+    assert code(NormalizedDescent(parameters()), plan) is None
+    plan.use_orig = False
+    assert code(NormalizedDescent(parameters()), plan) == "FSDP-E320"
+
+
+def test_known_optimizers_are_refused_by_their_needs() -> None:
+    assert code(make("torch.optim.Muon"), fsdp1()) == "FSDP-E320"
+    assert code(torch.optim.LBFGS(parameters()), fsdp1(backend="fsdp2")) == "FSDP-E321"
+    assert code(torch.optim.LBFGS(parameters()), fsdp1(strategy="no_shard")) == "FSDP-E321"
+
+
+def test_8bit_optimizer_needs_original_parameters() -> None:
+    optim = pytest.importorskip("bitsandbytes.optim")
+    assert code(optim.AdamW8bit(parameters()), fsdp1()) is None
+    assert code(optim.AdamW8bit(parameters()), fsdp1(use_orig=False)) == "FSDP-E322"
