@@ -19,7 +19,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor, Replicate
 
 from hf_fsdp_plugin.backends.fsdp2 import reshard
-from hf_fsdp_plugin.backends.load import finish_reading
 from hf_fsdp_plugin.backends.optimizer import JointModels
 from hf_fsdp_plugin.backends.whole_state import check_not_whole
 from hf_fsdp_plugin.checkpoint.formats.boxes import Box, flat_range, whole
@@ -119,11 +118,7 @@ def model_layout(model: nn.Module) -> ModelLayout:
     """Return the layouts of this rank's shards of all parameters. Gathered parameters are resharded first."""
     for each in model.values() if isinstance(model, JointModels) else (model,):
         check_not_whole(each, "the model was saved, loaded or averaged")
-        finish_reading(each)
         reshard(each)
-    for module in model.modules():
-        if isinstance(module, FSDP):
-            fsdp1.free_gathered(module)
     layout = ModelLayout()
     module_names: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):

@@ -27,7 +27,7 @@ Status = Literal["holds", "changed", "missing", "not installed", "not in this ve
 
 PRIVATE_FILES: Final = (
     *(f"torch_private.{name}" for name in ("elastic", "fake", "fsdp1", "fsdp2", "functions", "grad_scaler", "modules")),
-    *(f"torch_private.{name}" for name in ("process_groups", "tensor_hooks", "tracing", "unit_names")),
+    *(f"torch_private.{name}" for name in ("process_groups", "tracing")),
     *(f"integrations.{name}.private" for name in ("accelerate", "torchao", "transformers")),
 )
 """The modules that use private names. Each has a tuple ``CONTRACTS``."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_fsdp_plugin.backends.agreement import gather_objects, on_all_ranks
-from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE, BroadcastRecord, ReceivedWeights, finish_reading
+from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE, BroadcastRecord, ReceivedWeights
 from hf_fsdp_plugin.backends.memory_maps import ParameterMemory
 from hf_fsdp_plugin.observe.memory import unmanaged_parameters
 from hf_fsdp_plugin.observe.units import UnitObservation
@@ -63,7 +63,6 @@ def compare_weights(
     Args:
         first_bit_sum: the sum of the bits of this rank's shards at the first forward.
     """
-    finish_reading(model)
     with on_all_ranks("computing checksums of the weights"):
         own = _checksums(model, units)
     checksums_by_rank = gather_objects(own)

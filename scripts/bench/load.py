@@ -122,10 +122,6 @@ def run_rank(way: str, folder: str) -> dict[str, Any]:
     if way != "Transformers":  # Accelerate prepares an FSDP2 model together with its optimizer only
         model, _ = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     prepared = time.perf_counter() - start
-    if way.startswith("plugin"):
-        from hf_fsdp_plugin.backends.load import finish_reading
-
-        finish_reading(model)
     local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     with torch.no_grad():
         for tensor in local:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,9 @@ from torch import nn
 from training import fresh_accelerator
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.backends import file_shards
-from hf_fsdp_plugin.backends.file_shards import FileShards
-from hf_fsdp_plugin.backends.file_views import FileView
-from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE, WeightLoader, finish_reading
+from hf_fsdp_plugin.backends.load import BROADCAST_ATTRIBUTE, WeightLoader
 from hf_fsdp_plugin.checkpoint.shard_layout import local_tensor
 from hf_fsdp_plugin.plan.names import unwrapped
-
-
-@contextmanager
-def all_shards_mapped() -> Iterator[None]:
-    """Map shards of any size from their files. The models of these tests have small ones only, which are copied."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(file_shards, "MIN_BYTES", 1)
-        yield
 
 
 def save_and_read(family: str, folder: Path) -> dict[str, torch.Tensor]:
@@ -44,7 +32,6 @@ def save_and_read(family: str, folder: Path) -> dict[str, torch.Tensor]:
     return clones({**dict(model.named_parameters()), **dict(model.named_buffers())})
 
 
-@all_shards_mapped()
 def load_families(folder: str, config: dict[str, Any], names: list[str]) -> dict[str, dict[str, Any]]:
     """Load and shard each model. Returns what was taken from files, and the names of tensors that are not equal."""
     found = {}
@@ -68,7 +55,6 @@ def load_families(folder: str, config: dict[str, Any], names: list[str]) -> dict
     return found
 
 
-@all_shards_mapped()
 def load_one(folder: str, config: dict[str, Any], dtype: str = "float32") -> dict[str, Any]:
     """Load and shard a Llama; return the record, the shards, and what the report says about the loading."""
     accelerator = fresh_accelerator(config)
@@ -90,25 +76,18 @@ def load_one(folder: str, config: dict[str, Any], dtype: str = "float32") -> dic
 
 
 def count_read_bytes(folder: str, config: dict[str, Any]) -> dict[str, int]:
-    """Load and shard a Llama. Returns the bytes that were copied or mapped from the file, and those of the shards."""
+    """Load and shard a Llama. Returns the bytes that were copied from the file, and those of the shards."""
     read: list[int] = []
-    original, mapping = WeightLoader.copy_part, FileShards.map
+    original = WeightLoader.copy_part
 
     def counted(loader: WeightLoader, into: torch.Tensor, part: torch.Tensor) -> None:
         read.append(part.nbytes)
         original(loader, into, part)
 
-    def counted_mapping(shards: FileShards, view: FileView, offset: int, part: torch.Tensor) -> torch.Tensor | None:
-        mapped = mapping(shards, view, offset, part)
-        read.extend([] if mapped is None else [part.nbytes])
-        return mapped
-
     accelerator = fresh_accelerator(config)
     model = FAMILIES["llama"].model.from_pretrained(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WeightLoader, "copy_part", counted)
-        patch.setattr(FileShards, "map", counted_mapping)
-        patch.setattr(file_shards, "MIN_BYTES", 1 << 12)
         model = accelerator.prepare(model)
     shards = {id(parameter): local_tensor(parameter) for parameter in model.parameters()}
     return {"read": sum(read), "shards": sum(shard.nbytes for shard in shards.values())}
@@ -147,7 +126,6 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
 }  # fmt: skip
 
 
-@all_shards_mapped()
 @torch.no_grad()
 def change_and_shard(folder: str, config: dict[str, Any], name: str) -> dict[str, Any]:
     """Change a model before it is sharded. Returns the numbers of parameters read and broadcast, and the weights."""
@@ -165,14 +143,12 @@ def change_and_shard(folder: str, config: dict[str, Any], name: str) -> dict[str
     }
 
 
-@all_shards_mapped()
 def overwrite_after_sharding(folder: str, config: dict[str, Any]) -> bool:
     """Overwrite and truncate the file after sharding. Returns whether the sharded weights are those of the file."""
     accelerator = fresh_accelerator(config)
     model = FAMILIES["llama"].model.from_pretrained(folder)
     expected = clones(dict(model.named_parameters()))
     model = accelerator.prepare(model)
-    finish_reading(model)
     dist.barrier()
     if dist.get_rank() == 0:
         path = Path(folder) / "model.safetensors"
@@ -184,7 +160,6 @@ def overwrite_after_sharding(folder: str, config: dict[str, Any]) -> bool:
     return all(torch.equal(found[name], tensor) for name, tensor in expected.items()) if found else True
 
 
-@all_shards_mapped()
 def load_sharded(folder: str, config: dict[str, Any], *, with_plan: bool) -> dict[str, Any]:
     """Load with ``hfp.from_pretrained``, train by hand and with an Accelerator, and report."""
     accelerator = fresh_accelerator(config)

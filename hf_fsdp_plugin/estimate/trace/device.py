@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_fsdp_plugin.backends import activations
+from hf_fsdp_plugin.backends import activations as checkpointing
 from hf_fsdp_plugin.estimate.caching_allocator import MIN_BLOCK
 from hf_fsdp_plugin.estimate.memory.assumptions import assumptions
 from hf_fsdp_plugin.estimate.memory.attention import dropout_with_byte_mask, run_attention
@@ -65,7 +65,7 @@ class Device:
 
                 stack.enter_context(_replaced(F, "scaled_dot_product_attention", attention))
                 stack.enter_context(_replaced(F, "dropout", dropout_with_byte_mask))
-                stack.enter_context(_replaced(activations, "save_on_cpu", lambda **_: _host_copies(recorder)))
+                stack.enter_context(_replaced(checkpointing, "save_on_cpu", lambda **_: _host_copies(recorder)))
             yield
 
     def assumptions(self, workload: Workload, plan: FsdpPlan) -> tuple[str, ...]:

@@ -266,7 +266,7 @@ def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], models: Seque
             code="FSDP-E604",
             message=f"{num_foreign} parameters of {type(optimizer).__name__} belong to no prepared model, so the "
             "optimizer would update copies that the model does not use.",
-            fix="Pass the optimizer and all of its models to prepare() together, or create it after preparing them.",
+            fix="Pass the optimizer and all of its models to one call of prepare(), or create it after preparing them.",
         )
         for optimizer in optimizers
         if (num_foreign := foreign_parameters(optimizer, models))

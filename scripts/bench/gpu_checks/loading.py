@@ -111,7 +111,6 @@ def _load(case: Case, folder: Path, size: Size, *, stock: bool) -> tuple[float, 
     from transformers import LlamaForCausalLM
 
     import hf_fsdp_plugin as hfp
-    from hf_fsdp_plugin.backends.load import finish_reading
 
     case = {**case, "settings": {"fsdp_cpu_ram_efficient_loading": True}}
     accelerator = new_accelerator(case, stock=stock, model=size.model("meta"))
@@ -122,8 +121,6 @@ def _load(case: Case, folder: Path, size: Size, *, stock: bool) -> tuple[float, 
         model = hfp.from_pretrained(str(folder), spec_of(case), model_class=LlamaForCausalLM, dtype=torch.float32)
     # Accelerate prepares an FSDP2 model together with its optimizer only.
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    if not stock:
-        finish_reading(model)
     device_of(case).synchronize()
     return time.perf_counter() - start, model
 
