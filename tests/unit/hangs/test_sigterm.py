@@ -50,7 +50,7 @@ def test_thread_says_why_while_the_main_thread_is_in_native_code(tmp_path: Path,
     assert [frame.name for frame in read_stack(tmp_path / "stacks")] == ["<module>", "end"]
 
 
-def test_signal_that_comes_with_the_end_of_the_thread_is_not_lost(tmp_path: Path) -> None:
+def test_signal_at_the_end_of_the_thread_is_not_lost(tmp_path: Path) -> None:
     line = "held.wake(); thread.join(); print('free', flush=True); end()"
     assert run(line, tmp_path / "stacks") == (-signal.SIGTERM, "free\n")
     code = HELD.replace("held.wait(20)", "time.sleep(1)") + "end(); thread.join(); print('goes on')"
