@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
+import tempfile
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import cycle
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn import functional
 
 from hf_fsdp_plugin.devices import get_device
-from hf_fsdp_plugin.estimate.machines import Curve, Link, Machine, MeasuredCollective
+from hf_fsdp_plugin.estimate.machines import Curve, Link, Machine, MeasuredCollective, read_machine, write_machine
 from hf_fsdp_plugin.estimate.results import CollectiveKind
 from hf_fsdp_plugin.torch_private.tracing import TorchDispatchMode
 
@@ -46,14 +52,13 @@ class Measuring:
     repeats: int = 5
     block_seconds: float = 0.02
 
-    def seconds(self, call: Callable[[], Any], *, together: bool = True) -> float:
+    def seconds(self, call: Callable[[], Any]) -> float:
         """Return the mean time of a call on the slowest rank. Collective: all ranks measure at the same time."""
         call()
         number = self._number_of_calls(call)
         times = []
         for _ in range(self.repeats):
-            if together:
-                _barrier()
+            dist.barrier()
             self._synchronize()
             start = self.clock()
             for _ in range(number):
@@ -68,11 +73,41 @@ class Measuring:
         call()
         self._synchronize()
         number = max(1, int(self.block_seconds / max(1e-7, self.clock() - start)))
-        return int(_largest_of_ranks(number))
+        return int(max(_of_ranks(number)))
 
     def _synchronize(self) -> None:
         if self.device.type != "cpu":
             get_device(self.device.type).synchronize()
+
+
+def calibrate_ranks(num_ranks: int, device_type: str, path: Path) -> Machine:
+    """Measure the present machine with this number of ranks, write the result to ``path``, and return it.
+
+    CPU ranks have one thread each, as the launcher sets. Takes one to two minutes.
+    """
+    with tempfile.TemporaryDirectory(prefix="hf_fsdp_calibrate_") as folder:
+        arguments = (num_ranks, device_type, folder)
+        multiprocessing.spawn(_rank, args=arguments, nprocs=num_ranks)
+        machine = read_machine(Path(folder) / "machine.json")
+    write_machine(machine, path)
+    return machine
+
+
+def _rank(rank: int, num_ranks: int, device_type: str, folder: str) -> None:
+    warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames collectives; 2.11 has only the old names
+    torch.set_num_threads(1)
+    device = torch.device(device_type, rank) if device_type != "cpu" else torch.device("cpu")
+    if device_type != "cpu":
+        get_device(device_type).set_current(rank)
+    dist.init_process_group(
+        get_device(device_type).process_group_backend, init_method=f"file://{folder}/rendezvous", rank=rank,
+        world_size=num_ranks, timeout=timedelta(minutes=5),
+    )  # fmt: skip
+    machine = calibrate(Measuring(device=device))
+    if rank == 0:
+        write_machine(machine, Path(folder) / "machine.json")
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def calibrate(measuring: Measuring, *, name: str = "calibrated") -> Machine:
@@ -107,7 +142,6 @@ def calibrate(measuring: Measuring, *, name: str = "calibrated") -> Machine:
         overlaps=not on_cpu,
         curves=curves,
         collectives=tuple(_collectives(measuring)),
-        spread=(0.8, 1.2),
     )
 
 
@@ -272,15 +306,6 @@ def _collective(kind: CollectiveKind, num_bytes: int, size: int, group: Any, dev
     return lambda: dist.all_reduce(whole, group=group)
 
 
-def _barrier() -> None:
-    dist.barrier()
-
-
-def _largest_of_ranks(value: float) -> float:
-    largest: float = max(_of_ranks(value))
-    return largest
-
-
 def _of_ranks(value: Any) -> Sequence[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
@@ -289,7 +314,5 @@ def _of_ranks(value: Any) -> Sequence[Any]:
 
 def _memory_bytes(device: torch.device) -> int:
     if device.type == "cpu":
-        import os
-
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(torch.cuda.get_device_properties(device).total_memory)

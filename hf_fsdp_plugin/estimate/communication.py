@@ -61,8 +61,7 @@ def unit_schedules(plan: FsdpPlan, model: nn.Module, workload: Workload) -> tupl
     in_backward = _gathered_in_backward(plan, model)
     keeps_gathered = plan.backend == "fsdp1" and not STRATEGIES[plan.strategy].reshards_after_forward
     schedules = []
-    for unit, backward_gathers in zip(plan.units, in_backward, strict=True):
-        sizes = unit_sizes(plan, unit, model)
+    for unit, sizes, backward_gathers in zip(plan.units, unit_sizes(plan, model), in_backward, strict=True):
         # FSDP1 keeps parameters that it does not free after forward until a backward that reduces gradients.
         forward_gathers = 1 if keeps_gathered and not workload.sync_each_batch else micro_batches
         is_sharded = plan.mesh.shard > 1 and bool(unit.parameters)
@@ -73,7 +72,7 @@ def unit_schedules(plan: FsdpPlan, model: nn.Module, workload: Workload) -> tupl
                 sizes=sizes,
                 forward_gathers=forward_gathers if is_sharded else 0,
                 backward_gathers=backward_gathers * micro_batches if is_sharded else 0,
-                reductions=reductions if sizes.reduce_bytes else 0,
+                reductions=reductions if sizes.reduce_input else 0,
             )
         )
     return tuple(schedules)
@@ -150,19 +149,19 @@ def _unit_collectives(plan: FsdpPlan, schedule: UnitSchedule) -> Iterator[Collec
     for phase, calls in (("forward", schedule.forward_gathers), ("backward", schedule.backward_gathers)):
         if calls:
             yield Collective(
-                kind="all_gather", axis="shard", group_size=shards, bytes=sizes.gather_bytes, calls=calls,
+                kind="all_gather", axis="shard", group_size=shards, bytes=sizes.gathered, calls=calls,
                 unit=name, phase=phase,  # type: ignore[arg-type]
             )  # fmt: skip
     if not schedule.reductions:
         return
     if shards > 1:
         yield Collective(
-            kind="reduce_scatter", axis="shard", group_size=shards, bytes=sizes.reduce_bytes,
+            kind="reduce_scatter", axis="shard", group_size=shards, bytes=sizes.reduce_input,
             calls=schedule.reductions, unit=name, phase="backward",
         )  # fmt: skip
     if _has_replicate_axis(plan):
         yield Collective(
-            kind="all_reduce", axis="replicate", group_size=plan.mesh.replicate, bytes=sizes.reduce_bytes // shards,
+            kind="all_reduce", axis="replicate", group_size=plan.mesh.replicate, bytes=sizes.reduce_input // shards,
             calls=schedule.reductions, unit=name, phase="backward",
         )  # fmt: skip
 

@@ -1,13 +1,25 @@
-"""Machines: throughput of devices and of the links between them."""
+"""Machines: throughput of devices and of the links between them.
+
+Known machines are in the table machines.yaml, calibrated ones in JSON files.
+"""
 
 from __future__ import annotations
 
+import difflib
+import json
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from importlib.resources import files
 from itertools import pairwise
-from typing import Final, Literal
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import yaml
 
 from hf_fsdp_plugin.estimate.results import CollectiveKind
+from hf_fsdp_plugin.problems import Problem, SpecError
 
 OpKind = Literal["matmul", "attention", "memory", "function", "fused"]
 """Kinds of operations: ``function`` computes exponentials and the like, which limit a CPU more than its memory does;
@@ -77,7 +89,6 @@ class Machine:
         curves: measured throughput by size, such as ``matmul.bf16`` (FLOPs, FLOP/s) and ``memory.fp32`` (bytes,
             bytes/s); they replace ``peak``, ``memory_bandwidth`` and the fractions.
         collectives: measured collectives; replace the links.
-        spread: relative throughput of slow and of fast measurements.
     """
 
     name: str
@@ -104,7 +115,6 @@ class Machine:
     overlaps: bool = True
     curves: Mapping[str, Curve] = field(default_factory=dict)
     collectives: tuple[MeasuredCollective, ...] = ()
-    spread: tuple[float, float] = (1.0, 1.0)
     evidence: Evidence | None = None
 
     @property
@@ -175,3 +185,97 @@ def lookup(curve: Curve, size: float) -> float:
     if size > curve[-1][0]:
         return curve[-1][1] * size / curve[-1][0]
     return interpolate(curve, size)
+
+
+def machine_named(name: str) -> Machine:
+    """Return a machine: ``h100-sxm``, ``h100-sxm:efa-3200`` with another network, or the path of a machine file.
+
+    Raises:
+        SpecError: there is no such machine or network, or the file is invalid (FSDP-E830, FSDP-E831).
+    """
+    path = Path(name) if name != "calibrated" else calibration_path()
+    if path.suffix in (".json", ".yaml", ".yml"):
+        return read_machine(path)
+    table = _table()
+    base, _, network = name.lower().partition(":")
+    if base not in table["machines"]:
+        raise SpecError([_unknown("machine", base, [*table["machines"], "calibrated"])])
+    row = table["machines"][base]
+    network = network or row["network"]
+    if network not in table["networks"]:
+        raise SpecError([_unknown("network", network, list(table["networks"]))])
+    link = table["networks"][network]
+    figures = {key: value for key, value in row.items() if key not in ("network", "compared")}
+    figures["evidence"] = Evidence(**table["evidence"][row["compared"]]) if row["compared"] else None
+    figures |= {"intra": Link(**row["intra"]), "inter": Link(bandwidth=link["bandwidth"], latency=link["latency"])}
+    return Machine(**{**figures, "name": base if network == row["network"] else f"{base}:{network}"})
+
+
+def machine_names() -> tuple[str, ...]:
+    """Return the names of the known machines."""
+    return tuple(_table()["machines"])
+
+
+def _unknown(what: str, name: str, known: list[str]) -> Problem:
+    close = [each for each in known if each.startswith(name)] or difflib.get_close_matches(name, known, n=1)
+    hint = f"Use one of {', '.join(known)}, or the path of a machine file."
+    if close:
+        hint = f"Did you mean {' or '.join(close)}?"
+    return Problem(code="FSDP-E830", message=f"{name!r} is not a known {what}.", fix=hint)
+
+
+@cache
+def _table() -> dict[str, Any]:
+    text = files("hf_fsdp_plugin.estimate").joinpath("machines.yaml").read_text(encoding="utf-8")
+    table: dict[str, Any] = yaml.safe_load(text)
+    return table
+
+
+def calibration_path() -> Path:
+    """Return the path of the calibrated machine: ``$XDG_CACHE_HOME/hf_fsdp_plugin/machine.json``."""
+    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(folder) / "hf_fsdp_plugin" / "machine.json"
+
+
+def write_machine(machine: Machine, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = path.with_name(path.name + ".tmp")
+    staging.write_text(json.dumps(asdict(machine), indent=1), encoding="utf-8")
+    staging.replace(path)
+
+
+def read_machine(path: Path) -> Machine:
+    """Return the machine in a file.
+
+    Raises:
+        SpecError: the file is missing or is not a machine file (FSDP-E831).
+    """
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return _machine(data)
+    except OSError as error:
+        reason = f"cannot read the machine file {path}: {error.strerror or error}."
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = f"{path} is not a machine file: {error}."
+    fix = "Run hf-fsdp plan --calibrate, or name a known machine."
+    raise SpecError([Problem(code="FSDP-E831", message=reason, fix=fix)])
+
+
+def _machine(data: dict[str, Any]) -> Machine:
+    """Return the machine of a JSON object. Fields of other versions are ignored."""
+    read = {
+        "curves": {name: _points(curve) for name, curve in data["curves"].items()},
+        "collectives": tuple(
+            MeasuredCollective(kind=each["kind"], group_size=int(each["group_size"]), seconds=_points(each["seconds"]))
+            for each in data["collectives"]
+        ),
+        "intra": Link(**data["intra"]),
+        "inter": Link(**data["inter"]),
+        "evidence": Evidence(**data["evidence"]) if data.get("evidence") else None,
+    }
+    known = {each.name for each in fields(Machine)}
+    return Machine(**{name: value for name, value in {**data, **read}.items() if name in known})
+
+
+def _points(curve: Any) -> tuple[tuple[float, float], ...]:
+    return tuple((float(size), float(value)) for size, value in curve)

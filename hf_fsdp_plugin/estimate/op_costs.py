@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,17 +12,24 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils.module_tracker import ModuleTracker
 
 from hf_fsdp_plugin.backends.fp32_modules import compute_in_fp32, fp32_ids
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.estimate.machines import OpKind
-from hf_fsdp_plugin.estimate.memory.batch import meta_batch
-from hf_fsdp_plugin.estimate.memory.layers import EqualLayers, equal_layers
-from hf_fsdp_plugin.estimate.memory.passing import cast as cast_floats
-from hf_fsdp_plugin.estimate.memory.passing import filled, hidden_of, template_of, with_border
-from hf_fsdp_plugin.estimate.running_module import RunningModule
+from hf_fsdp_plugin.estimate.memory.meta_model import (
+    EqualLayers,
+    equal_layers,
+    filled,
+    hidden_of,
+    meta_batch,
+    template_of,
+    with_border,
+)
+from hf_fsdp_plugin.estimate.memory.meta_model import cast as cast_floats
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.modules import ancestors, parent_of
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.torch_private.functions import tree_leaves
 from hf_fsdp_plugin.torch_private.tracing import READ_VALUE, TorchDispatchMode, flops_of, is_view, operator_name
@@ -73,7 +80,8 @@ def unit_costs(plan: FsdpPlan, model: nn.Module, workload: Workload) -> dict[str
     names = {name: unit.name for unit in plan.units for name in unit.modules}
     groups = equal_layers(meta)
     recorder = _Recorder(names | {g.representative: g.representative for g in groups}, type(meta).__name__)
-    _run_equal_layers_once(meta, groups)
+    for group in groups:
+        _run_once(meta, group)
     _count_experts(meta, recorder)
     try:
         with recorder.tracker, recorder, _FusedAttention(recorder):
@@ -96,23 +104,11 @@ def _copy_costs(costs: defaultdict[str, UnitCosts], groups: list[EqualLayers], n
         if layer in names:
             costs.update(dict.fromkeys(group.copies, costs[layer]))
             continue
-        around = costs[names[next((path for path in _outer_paths(layer) if path in names), "")]]
+        around = costs[names[next((path for path in ancestors(parent_of(layer)) if path in names), "")]]
         own = costs.pop(layer, UnitCosts(Counter(), Counter()))
         for _ in range(1 + len(group.copies)):
             around.forward.update(own.forward)
             around.backward.update(own.backward)
-
-
-def fused(costs: Mapping[OpCost, int]) -> Counter[OpCost]:
-    """Return the operations after fusion by ``torch.compile``, as an upper bound of what fusion saves.
-
-    Products and attention stay. Everything between them is fused into kernels that read their results and write their
-    operands, so that each of these bytes moves once more.
-    """
-    kept = Counter({cost: count for cost, count in costs.items() if cost.flops})
-    for cost, count in list(kept.items()):
-        kept[OpCost(kind="fused", flops=0, bytes=cost.bytes, dtype=cost.dtype)] += count
-    return kept if kept else Counter(costs)
 
 
 def _not_counted(model: nn.Module, error: Exception) -> Problem:
@@ -142,35 +138,54 @@ def _meta_copy(plan: FsdpPlan, model: nn.Module) -> nn.Module:
     return copied
 
 
-def _run_equal_layers_once(model: nn.Module, groups: list[EqualLayers]) -> None:
+def _run_once(model: nn.Module, group: EqualLayers) -> None:
     """Let the layers that are equal to a representative return their input in the form of its output."""
-    for group in groups:
-        output = _Output(model.get_submodule(group.representative))
-        for name in group.copies:
-            model.get_submodule(name).forward = output.imitate
+    templates: list[Any] = []
 
+    def read(module: nn.Module, args: Any, output: Any) -> None:
+        templates.append(template_of(output))
 
-class _Output:
-    """The form of a layer's output, which equal layers return."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        self._template: Any = None
-        layer.register_forward_hook(self._read)
-
-    def _read(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._template = template_of(output)
-
-    def imitate(self, *args: Any, **kwargs: Any) -> Any:
+    def imitate(*args: Any, **kwargs: Any) -> Any:
         # A new tensor for each layer: the tracker notices the backward of a layer by the gradient of its output.
         args, kwargs = with_border((args, kwargs), lambda: None)
-        others = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        return filled(self._template, hidden_of(args, kwargs), others)
+        return filled(templates[-1], hidden_of(args, kwargs), _tensors((args, kwargs)))
+
+    model.get_submodule(group.representative).register_forward_hook(read)
+    for name in group.copies:
+        model.get_submodule(name).forward = imitate
 
 
-def _outer_paths(name: str) -> Iterator[str]:
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield name
+class _Running(dict[str, None]):
+    """Names of the modules that run, in the order in which they began, as ``ModuleTracker`` uses its set."""
+
+    def add(self, name: str) -> None:
+        self.pop(name, None)
+        self[name] = None
+
+    def remove(self, name: str) -> None:
+        for each in [each for each in self if each == name or each.startswith(f"{name}.")]:
+            del self[each]
+
+    @property
+    def innermost(self) -> str:
+        last = next(reversed(self))
+        return max((name for name in self if name == last or name.startswith(f"{last}.")), key=len)
+
+
+class _RunningModule(ModuleTracker):
+    """Tracks the module that runs, in forward and backward.
+
+    ``ModuleTracker`` does not notice the end of a backward whose module got its inputs as keyword arguments, as
+    attention does. Here, the module whose backward began last is the one that runs.
+    """
+
+    @property  # type: ignore[override]
+    def parents(self) -> _Running:
+        return self._running
+
+    @parents.setter
+    def parents(self, names: Iterable[str]) -> None:
+        self._running = _Running((name, None) for name in names)
 
 
 class _Recorder(TorchDispatchMode):
@@ -178,7 +193,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, names: Mapping[str, str], root: str) -> None:
         super().__init__()
-        self.tracker = RunningModule()
+        self.tracker = _RunningModule()
         self.costs: defaultdict[str, UnitCosts] = defaultdict(lambda: UnitCosts(Counter(), Counter()))
         self._names, self._prefix = names, f"{root}."
         self._units: dict[str, str] = {}
@@ -191,7 +206,7 @@ class _Recorder(TorchDispatchMode):
         if is_view(func):
             self.add("memory", 0, 0, "fp32")  # it only takes the time to start it
             return out
-        tensors = [t for t in (*_tensors(args), *_tensors(out)) if t.device.type == "meta"]
+        tensors = [tensor for tensor in _tensors((args, out)) if tensor.device.type == "meta"]
         num_bytes = sum(t.nbytes for t in tensors)
         if func is torch.ops.aten.embedding.default:
             num_bytes = 2 * out.nbytes  # only the rows that are looked up
@@ -210,17 +225,13 @@ class _Recorder(TorchDispatchMode):
         deepest = self.tracker.parents.innermost
         if deepest not in self._units:
             path = deepest.removeprefix(self._prefix) if deepest.startswith(self._prefix) else ""
-            found = next((p for p in (path, *_outer_paths(path)) if p in self._names), "")
+            found = next((p for p in ancestors(path) if p in self._names), "")
             self._units[deepest] = self._names.get(found, "")
         return self._units[deepest]
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def _dtype(tensors: list[torch.Tensor]) -> str:

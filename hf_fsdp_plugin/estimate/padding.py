@@ -6,11 +6,12 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Final
 
 from torch import nn
 
-from hf_fsdp_plugin.estimate.unit_sizes import padded_numel
+from hf_fsdp_plugin.estimate.unit_sizes import padded_shape
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_count, format_names, plural
@@ -68,7 +69,7 @@ def padding_of(units: Shapes, shards: int) -> Padding:
     for unit in units:
         real = padded = 0
         for name, shape in unit.items():
-            numel, whole = padded_numel(shape, 1), padded_numel(shape, shards)
+            numel, whole = prod(shape), prod(padded_shape(shape, shards))
             real, padded = real + numel, padded + whole
             if whole - numel >= SIGNIFICANT * whole > 0:
                 lost[name] = whole - numel

@@ -16,6 +16,10 @@ the forward and backward passes, logits and loss included. ``gathered``: whole p
 buffers of all-gathers and reduce-scatters. ``other``: temporary tensors of update and clipping, buffers of the model,
 and what the framework allocates.
 """
+KIND_NAMES: Final[Mapping[MemoryKind, str]] = {
+    "params": "parameters", "grads": "gradients", "optimizer": "optimizer state", "activations": "activations",
+    "gathered": "gathered units and buffers", "other": "other",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +52,6 @@ class DeviceMemory:
             device when it needs other memory, which waits for the device.
         context: the CUDA context.
         nccl: buffers of NCCL's communicators.
-        expandable: `reserved` with ``expandable_segments:True``; ``None`` if it is not known.
     """
 
     allocated: int
@@ -56,7 +59,6 @@ class DeviceMemory:
     needed: int
     context: int
     nccl: int
-    expandable: int | None = None
 
     @property
     def total(self) -> int:
@@ -72,7 +74,7 @@ class DeviceMemory:
         return {
             "allocated_bytes": self.allocated, "reserved_bytes": self.reserved, "context_bytes": self.context,
             "nccl_bytes": self.nccl, "total_bytes": self.total, "needed_bytes": self.total_needed,
-            "expandable_reserved_bytes": self.expandable,
+            "expandable_reserved_bytes": None,
         }  # fmt: skip
 
 
@@ -81,7 +83,6 @@ class MemoryEstimate:
     """Memory of the rank that needs most, in the steady state: from the second step on.
 
     Attributes:
-        method: how the figures were computed.
         peak: the moment with the most memory.
         timeline: moments in the order of a step; every unit's forward and backward pass, clipping and update.
         host_bytes: memory of the host per rank that offload uses.
@@ -89,7 +90,6 @@ class MemoryEstimate:
         device: what the device holds; ``None`` where only the allocated memory, the peak, is predicted.
     """
 
-    method: Literal["closed_form", "traced"]
     peak: Moment
     timeline: tuple[Moment, ...] = ()
     host_bytes: int = 0

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Final
+from typing import Final, NamedTuple
 
 from torch import nn
 
@@ -17,13 +17,11 @@ from hf_fsdp_plugin.estimate.communication import (
     estimate_communication,
     unit_schedules,
 )
-from hf_fsdp_plugin.estimate.evidence import interval_of
 from hf_fsdp_plugin.estimate.machines import Machine
-from hf_fsdp_plugin.estimate.memory.optimizer import update_loop
-from hf_fsdp_plugin.estimate.op_costs import OpCost, UnitCosts, fused, unit_costs
+from hf_fsdp_plugin.estimate.op_costs import OpCost, unit_costs
 from hf_fsdp_plugin.estimate.results import Collective, TimeEstimate
 from hf_fsdp_plugin.estimate.schedule import Timeline, UnitTimes, exposed, simulate
-from hf_fsdp_plugin.estimate.workload import Workload
+from hf_fsdp_plugin.estimate.workload import Workload, update_loop
 from hf_fsdp_plugin.plan.mesh import resolve_mesh
 from hf_fsdp_plugin.plan.model import FsdpPlan, MeshPlan
 from hf_fsdp_plugin.plan.modules import ancestors, is_inside
@@ -42,16 +40,13 @@ UPDATE_OPS: Final = {"adamw": 12, "sgd": 3, "adafactor": 15, "adamw_8bit": 1, "m
 """Operations per parameter and update, without ``fused``."""
 
 
-def estimate_time(
-    plan: FsdpPlan, model: nn.Module, workload: Workload, machine: Machine, *, compiled: bool = False
-) -> TimeEstimate:
+def estimate_time(plan: FsdpPlan, model: nn.Module, workload: Workload, machine: Machine) -> TimeEstimate:
     """Return the time of one optimizer step of all ranks.
 
     Args:
         model: the model that was planned, on any device. It must be a Transformers model with token inputs.
-        compiled: whether ``torch.compile`` fuses operations, which is assumed to be perfect.
     """
-    return TimeModel(plan, model, workload, compiled=compiled).estimate(machine)
+    return TimeModel(plan, model, workload).estimate(machine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +60,16 @@ class ScalingRow:
 
 
 class TimeModel:
-    """The counted operations of one plan and workload, for estimates on several machines and world sizes."""
+    """The counted operations of one plan and workload, for estimates on several machines and world sizes.
 
-    def __init__(self, plan: FsdpPlan, model: nn.Module, workload: Workload, *, compiled: bool = False) -> None:
+    Attributes:
+        costs: unit -> operations of one micro-batch. Equal layers share one object.
+    """
+
+    def __init__(self, plan: FsdpPlan, model: nn.Module, workload: Workload) -> None:
         self._plan, self._model, self._workload = plan, model, workload
         self._prepared: _Prepared | None = None
-        self._costs = unit_costs(plan, model, workload)
-        if compiled:
-            known = {
-                id(costs): UnitCosts(fused(costs.forward), fused(costs.backward)) for costs in self._costs.values()
-            }
-            self._costs = {name: known[id(costs)] for name, costs in self._costs.items()}
+        self.costs = unit_costs(plan, model, workload)
 
     def estimate(self, machine: Machine, plan: FsdpPlan | None = None) -> TimeEstimate:
         """Return the estimate for the plan, or for the same plan with another mesh."""
@@ -101,8 +95,8 @@ class TimeModel:
 
     def model_flops(self) -> int:
         """FLOPs of one micro-batch of one rank, forward and backward, without recomputation."""
-        rows = [(cost, count) for costs in self._costs.values() for cost, count in _all(costs)]
-        return sum(cost.flops * count for cost, count in rows)
+        passes = [each for costs in self.costs.values() for each in (costs.forward, costs.backward)]
+        return sum(cost.flops * count for each in passes for cost, count in each.items())
 
     def timeline(self, machine: Machine, plan: FsdpPlan | None = None) -> Timeline:
         """Return the simulated streams of a step."""
@@ -145,20 +139,20 @@ class TimeModel:
         known: dict[int, tuple[float, float, float]],
     ) -> UnitTimes:
         plan, unit, sizes = prepared.plan, schedule.unit, schedule.sizes
-        costs = self._costs[unit.name]
+        costs = self.costs[unit.name]
         if id(costs) not in known:  # equal layers share their costs
             again = _recomputed(costs.forward, plan.activation.checkpointing)
             known[id(costs)] = tuple(_seconds(ops, machine) for ops in (costs.forward, costs.backward, again))  # type: ignore[assignment]
         forward, backward, recomputed = known[id(costs)]
         hooks = machine.unit_seconds.get(plan.backend, 0.0)
         gathers = schedule.backward_gathers / self._workload.accumulation
-        copy_out = _copy_seconds(2 * sizes.gather_bytes, machine)
-        copy_in = _copy_seconds(2 * sizes.reduce_bytes, machine)
+        copy_out = _copy_seconds(2 * sizes.gathered, machine)
+        copy_in = _copy_seconds(2 * sizes.reduce_input, machine)
         # FSDP1 gathers into the memory that the parameters are views of; gloo copies once more.
         copies = copy_out if plan.backend == "fsdp2" or not machine.overlaps else 0.0
         gather = prepared.seconds(machine, unit.name, "all_gather")
         if plan.offload_params and machine.overlaps:
-            gather += sizes.gather_bytes / plan.mesh.shard / machine.host_bandwidth
+            gather += sizes.gathered / plan.mesh.shard / machine.host_bandwidth
         return UnitTimes(
             name=unit.name or "the root",
             forward=forward + hooks + (copies if schedule.forward_gathers else 0.0),
@@ -286,10 +280,6 @@ def _recomputed(forward: Mapping[OpCost, int], checkpointing: str) -> Counter[Op
     return found
 
 
-def _all(costs: UnitCosts) -> list[tuple[OpCost, int]]:
-    return [*costs.forward.items(), *costs.backward.items()]
-
-
 def _compute_name(plan: FsdpPlan) -> str:
     if plan.precision.param != "unchanged":
         return plan.precision.param
@@ -298,3 +288,41 @@ def _compute_name(plan: FsdpPlan) -> str:
     for unit in plan.units:
         sizes.update(unit.dtypes)
     return names.get(sizes.most_common(1)[0][0] if sizes else "float32", "fp32")
+
+
+class TimeInterval(NamedTuple):
+    """Factors of the time of a step, ``None`` if no measurements support them, and what does or what is missing."""
+
+    low: float | None
+    high: float | None
+    words: str
+
+
+def interval_of(machine: Machine, plan: FsdpPlan, model: nn.Module, dtype: str) -> TimeInterval:
+    """Return the interval that held for published runs of the same kind."""
+    runs, class_name = machine.evidence, type(model).__name__
+    missing = (
+        (bool(machine.curves), "how often steps on calibrated machines lie in one was not measured"),
+        (runs is None, f"no published run on {machine.device} was compared"),
+        (dtype != "bf16", f"the published runs compute in bf16, not in {dtype}"),
+        (plan.offload_params, "no published run with offloaded parameters was compared"),
+        (
+            any(not parameter.requires_grad for parameter in model.parameters()),
+            "too few published runs with frozen parameters were compared",
+        ),
+        (
+            any(type(module).__name__.endswith("Experts") for module in model.modules()),
+            "too few published runs of mixtures of experts were compared",
+        ),
+        (
+            not class_name.endswith(("CausalLM", "LMHeadModel")),
+            f"the published runs train decoders for language, not {class_name}",
+        ),
+    )
+    reason = next((text for is_missing, text in missing if is_missing), "")
+    if reason or runs is None:
+        return TimeInterval(None, None, f"no interval: {reason}")
+    words = (
+        f"{runs.inside} of {runs.runs} published runs on {runs.devices} lie inside, each by a fit without its source"
+    )
+    return TimeInterval(runs.low, runs.high, words)

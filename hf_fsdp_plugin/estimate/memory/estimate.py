@@ -1,24 +1,30 @@
-"""``estimate_memory``: follows one step of a rank, and returns its memory by kind at every moment."""
+"""Follows one step of a rank, and returns its memory by kind at every moment: of FSDP, and of DDP and ZeRO's stages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
 
 from torch import nn
 
-from hf_fsdp_plugin.estimate.memory.assumptions import assumptions
-from hf_fsdp_plugin.estimate.memory.device import UNKNOWN, Gpu, device_memory, framework_bytes
-from hf_fsdp_plugin.estimate.memory.engine import Engine
+from hf_fsdp_plugin.estimate.memory.device import UNKNOWN, Gpu, assumptions, device_memory, framework_bytes
 from hf_fsdp_plugin.estimate.memory.fsdp1 import Fsdp1Engine
 from hf_fsdp_plugin.estimate.memory.fsdp2 import Fsdp2Engine
-from hf_fsdp_plugin.estimate.memory.ledger import Ledger
-from hf_fsdp_plugin.estimate.memory.optimizer import state_bytes, update_bytes
-from hf_fsdp_plugin.estimate.memory.profile import Stage, StepProfile
 from hf_fsdp_plugin.estimate.memory.run import profile_step
-from hf_fsdp_plugin.estimate.memory.shards import UnitSizes, ignored_bytes, unit_sizes
+from hf_fsdp_plugin.estimate.memory.step import Engine, Ledger, Stage, StepProfile
 from hf_fsdp_plugin.estimate.results import MemoryEstimate
-from hf_fsdp_plugin.estimate.workload import Workload
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.estimate.unit_sizes import Shard, UnitSizes, ignored_bytes, unit_sizes
+from hf_fsdp_plugin.estimate.workload import Workload, state_bytes, update_bytes
+from hf_fsdp_plugin.estimate.zero import SHARDED
+from hf_fsdp_plugin.plan.model import FsdpPlan, MeshPlan
+from hf_fsdp_plugin.plan.resolve import resolve
+
+_REPLICAS: Final = (
+    "Whole parameters are stored in the master dtype, with a copy in the compute dtype from forward to backward.",
+    "DDP's buckets hold a second copy of the gradients (gradient_as_bucket_view=False, torch's default).",
+    "ZeRO-1 and ZeRO-2 reduce a unit's gradients when its backward ends, and have no buckets besides.",
+)
 
 
 def estimate_memory(
@@ -35,7 +41,8 @@ def estimate_memory(
         gpu: what is known of the GPU of a plan for CUDA.
 
     Raises:
-        SpecError: the model has other inputs than a batch of text or images (FSDP-E811).
+        SpecError: the model has other inputs than a batch of text or images (FSDP-E811), or cannot run on the meta
+            device (FSDP-E810).
     """
     profile = profile or profile_step(plan, model, workload)
     return follow_step(plan, unit_sizes(plan, model), ignored_bytes(plan, model), workload, profile, gpu)
@@ -50,97 +57,153 @@ def follow_step(
     gpu: Gpu = UNKNOWN,
 ) -> MemoryEstimate:
     """Return the estimate from a profile and sizes that are computed already, as the planner does."""
+    engine = (Fsdp1Engine if plan.backend == "fsdp1" else Fsdp2Engine)(plan, sizes, Ledger())
+    return _follow(engine, [shard for unit in sizes for shard in unit.shards], ignored, workload, profile, gpu)
+
+
+def estimate_scheme(scheme: str, plan: FsdpPlan, model: nn.Module, workload: Workload) -> MemoryEstimate:
+    """Return the memory of a rank under ``DDP``, ``ZeRO-1``, ``ZeRO-2`` or ``ZeRO-3`` on all ranks of a plan.
+
+    ZeRO-3 is FSDP's full_shard with the plan's version and settings. Activations are those of the plan's dtypes; DDP
+    under autocast keeps some of them in fp32, so its need is a lower bound in mixed precision.
+
+    Args:
+        model: on the meta device, not sharded.
+
+    Raises:
+        SpecError: as :func:`estimate_memory`, or ZeRO-3 does not fit the plan's settings.
+    """
+    if scheme == "ZeRO-3":
+        settings = {"sharding.strategy": "full_shard", "mesh.shard": "auto", "mesh.replicate": "auto"}
+        spec = plan.spec.with_values(settings, {})
+        full = resolve(spec, model, world_size=plan.world_size, device_type=plan.device_type)
+        return estimate_memory(full, model, workload)
+    _, _, shards_state, shards_grads = SHARDED[scheme]
+    mesh = MeshPlan(replicate=plan.world_size, shard=1)
+    whole = replace(plan, strategy="no_shard", mesh=mesh, backend="fsdp2", offload_params=False)
+    sizes = unit_sizes(whole, model)
+    engine = _ReplicaEngine(whole, sizes, Ledger())
+    engine.num_parts = plan.world_size if shards_grads else 1
+    engine.has_buckets = scheme == "DDP" and plan.world_size > 1
     shards = [shard for unit in sizes for shard in unit.shards]
-    ledger = Ledger()
+    if shards_state:
+        shards = [_part(shard, plan.world_size) for shard in shards]
+    profile = profile_step(whole, model, workload)
+    found = _follow(engine, shards, ignored_bytes(plan, model), workload, profile, UNKNOWN)
+    return replace(found, assumptions=_REPLICAS)
+
+
+def _part(shard: Shard, num_ranks: int) -> Shard:
+    """Return the part of a parameter whose optimizer state a rank has."""
+    part = -(-shard.numel // num_ranks)
+    return replace(shard, shape=(part,), numel=part)
+
+
+class _ReplicaEngine(Engine):
+    """Whole parameters on every rank. Gradients are kept in the master dtype: whole, or this rank's part.
+
+    Attributes:
+        num_parts: number of ranks that share the gradients.
+        has_buckets: whether the gradients have a second copy, as under DDP.
+    """
+
+    num_parts = 1
+    has_buckets = False
+
+    def begin(self) -> None:
+        if self.has_buckets:
+            self.ledger.add("gathered", sum(unit.grad_shard for unit in self.sizes.values()))
+
+    def pre_forward(self, name: str) -> None:
+        sizes = self.sizes[name]
+        if sizes.compute_shard and name not in self.gathered:  # a copy in the compute dtype
+            self.ledger.add("gathered", sizes.gathered)
+            self.gathered.add(name)
+
+    def post_forward(self, name: str) -> None:
+        """The copies are kept for backward."""
+
+    def pre_backward(self, name: str) -> None:
+        self.pre_forward(name)
+
+    def post_backward(self, name: str, grads: int) -> None:
+        self.release(name)
+        if not grads:
+            return
+        if name not in self.reduced:
+            self.reduced.add(name)
+            self.ledger.add("grads", self.sizes[name].grad_shard // self.num_parts)
+        self.ledger.free("grads", grads)
+
+
+def _follow(
+    engine: Engine,
+    shards: Sequence[Shard],
+    ignored: Mapping[str, int],
+    workload: Workload,
+    profile: StepProfile,
+    gpu: Gpu,
+) -> MemoryEstimate:
+    """Return the memory of a step.
+
+    Args:
+        shards: what the optimizer updates on this rank.
+    """
+    plan, ledger, sizes = engine.plan, engine.ledger, engine.sizes.values()
     ledger.at("start of the step")
-    engine: Engine = (Fsdp1Engine if plan.backend == "fsdp1" else Fsdp2Engine)(plan, sizes, ledger)
+    engine.begin()
     params, state = sum(unit.params for unit in sizes), state_bytes(workload.optimizer, shards)
     host = params + state + sum(unit.grad_shard for unit in sizes) if engine.offloads else 0
     ledger.add("params", ignored["params"] + (0 if engine.offloads else params))
     ledger.add("optimizer", 0 if engine.offloads else state)
     ledger.add("other", ignored["buffers"] + framework_bytes(plan.device_type, gpu))
-    batches, offloaded = follow_micro_batches(engine, workload, profile)
+    last_batch, offloaded = _follow_micro_batches(engine, workload, profile)
     if workload.clip_norm:
         ledger.at("clipping")
     ledger.at("optimizer step")
-    update = 0 if engine.offloads else update_bytes(workload, plan.device_type, shards)
-    ledger.add("other", update)
-    ledger.free("other", update)
+    ledger.use("other", 0 if engine.offloads else update_bytes(workload, plan.device_type, shards))
     peak = ledger.peak()
     return MemoryEstimate(
-        method="closed_form",
         peak=peak,
-        timeline=ledger.moments(batches),
+        timeline=ledger.moments(last_batch),
         host_bytes=host + offloaded,
         assumptions=assumptions(plan, workload, gpu),
         device=device_memory(plan, gpu, peak.bytes),
     )
 
 
-def follow_micro_batches(engine: Engine, workload: Workload, profile: StepProfile) -> tuple[int, int]:
-    """Follow all different micro-batches of a step. Return where the last one's moments begin, and host bytes."""
+def _follow_micro_batches(engine: Engine, workload: Workload, profile: StepProfile) -> tuple[int, int]:
+    """Follow all different micro-batches of a step. Return where the last one's moments begin, and host bytes.
+
+    The host bytes are the most that activation offload moves at a time.
+    """
     ledger = engine.ledger
     ledger.add("activations", profile.input_bytes)
     num = min(workload.accumulation, 3)  # the first, one in the middle, and the last
-    begin = host = 0
+    begin = most = 0
     for number in range(num):
         engine.syncs = workload.sync_each_batch or number == num - 1
-        begin = ledger.num_places
-        host = max(host, _follow(engine, profile))
+        begin, host = ledger.num_places, 0
+        for stage, place in zip(profile.stages, _places(profile.stages, engine.plan.model_class), strict=True):
+            ledger.at(place)
+            engine.act(stage)
+            engine.run(stage)
+            host += stage.host_bytes
+            most = max(most, host)
+        engine.end_backward()
     ledger.free("activations", profile.input_bytes)
-    return begin, host
+    return begin, most
 
 
-def _follow(engine: Engine, profile: StepProfile) -> int:
-    """Follow a forward and backward pass. Return the largest number of bytes that activation offload moves."""
-    places = _Places(engine.plan.model_class)
-    host = most = 0
-    for stage in profile.stages:
-        engine.ledger.at(places.at(stage))
-        _act(engine, stage)
-        engine.run(stage)
-        host += stage.host_bytes
-        most = max(most, host)
-    engine.end_backward()
-    return most
-
-
-def _act(engine: Engine, stage: Stage) -> None:
-    if stage.kind == "pre_forward":
-        engine.pre_forward(stage.name)
-    elif stage.kind == "post_forward":
-        engine.post_forward(stage.name)
-    elif stage.kind == "loss":
-        engine.end_forward()
-    elif stage.kind == "pre_backward":
-        engine.pre_backward(stage.name)
-    elif stage.kind == "post_backward":
-        engine.post_backward(stage.name, stage.freed_grads)
-
-
-class _Places:
-    """The names of the places of a step."""
-
-    def __init__(self, model_class: str) -> None:
-        self._model_class = model_class
-        self._pass = "forward"
-        self._inside: list[str] = []
-
-    def at(self, stage: Stage) -> str:
-        if stage.kind in ("pre_forward", "enter", "pre_backward", "enter_backward"):
-            self._inside.append(stage.name)
-        elif stage.kind == "loss":
-            self._pass, self._inside = "backward", []
-        elif stage.kind == "post_backward":
-            place = self._place(stage.name)
-            self._leave(stage.name)
-            return place
+def _places(stages: Iterable[Stage], root: str) -> Iterator[str]:
+    """Yield the place of each stage: the unit or layer that runs, in forward or backward."""
+    phase, inside = "forward", [root]
+    for stage in stages:
+        name = stage.name or root
+        if stage.kind == "loss":
+            phase, inside = "backward", [root]
+        elif stage.kind in ("pre_forward", "enter", "pre_backward", "enter_backward"):
+            inside.append(name)
         elif stage.kind != "start":
-            self._leave(stage.name)
-        return self._place(self._inside[-1] if self._inside else "")
-
-    def _leave(self, name: str) -> None:
-        self._inside = [other for other in self._inside if other != name]
-
-    def _place(self, name: str) -> str:
-        return f"{self._pass} of {name or self._model_class}"
+            inside = [root, *(other for other in inside[1:] if other != name)]
+        yield f"{phase} of {name if stage.kind == 'post_backward' else inside[-1]}"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_fsdp_plugin.estimate.memory.engine import Engine
-from hf_fsdp_plugin.estimate.memory.ledger import Ledger
-from hf_fsdp_plugin.estimate.memory.shards import UnitSizes
+from hf_fsdp_plugin.estimate.memory.step import Engine, Ledger
+from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.strategies import STRATEGIES
 
@@ -36,15 +35,6 @@ class Fsdp1Engine(Engine):
         order = ["", *order] if "" in self.sizes else order
         at = order.index(name) + 1
         return order[at] if at < len(order) else None
-
-    def post_forward(self, name: str) -> None:
-        if self.sizes[name].shards:
-            self.order.append(name)
-        if self.sizes[name].reshards:
-            self.release(name)
-
-    def end_forward(self) -> None:
-        """Nothing is kept until the end of the forward."""
 
     def pre_backward(self, name: str) -> None:
         self._gather(name)

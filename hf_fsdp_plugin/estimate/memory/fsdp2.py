@@ -7,11 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_fsdp_plugin.estimate.memory.engine import Engine
-from hf_fsdp_plugin.estimate.memory.ledger import Ledger
-from hf_fsdp_plugin.estimate.memory.profile import Stage
-from hf_fsdp_plugin.estimate.memory.shards import UnitSizes
-from hf_fsdp_plugin.estimate.memory.tracker import Usage
+from hf_fsdp_plugin.estimate.memory.step import Engine, Ledger, Stage, Usage
+from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.torch_private.fsdp2_behavior import installed_behavior
 
@@ -49,12 +46,6 @@ class Fsdp2Engine(Engine):
             self.ledger.free("gathered", previous)
         if self.plan.prefetch.forward and (successor := self._neighbour(name, 1)) is not None:
             self._start(successor)
-
-    def post_forward(self, name: str) -> None:
-        if self.sizes[name].shards:
-            self.order.append(name)
-        if self.sizes[name].reshards:
-            self.release(name)
 
     def end_forward(self) -> None:
         self._adds_in_place = self._behavior.accumulates_in_place and bool(self.accumulated)
@@ -134,8 +125,7 @@ class Fsdp2Engine(Engine):
         self.gathered.add(name)
         if self.offloads and not self._is_sharded:  # one parameter after the other is copied to the device
             copied = max(shard.numel * shard.dtype.itemsize for shard in sizes.shards)
-            self.ledger.add("gathered", copied)
-            self.ledger.free("gathered", copied)
+            self.ledger.use("gathered", copied)
         if name in self._buffered and keep_buffer:
             self._buffered.remove(name)
             self._held = sizes.gathered
@@ -177,16 +167,14 @@ class Fsdp2Engine(Engine):
             new = self.sizes[name].largest_grad
             copy = _in_reduce_dtype(self.sizes[name], new)
             if copy != new:
-                self.ledger.add("grads", new + copy)
-                self.ledger.free("grads", new + copy)
+                self.ledger.use("grads", new + copy)
 
     def _add_to_accumulated(self, name: str, grads: int) -> None:
         """Add new gradients in place. On the CPU, an addition of two dtypes casts the new gradient first."""
         sizes = self.sizes[name]
         if self.plan.device_type == "cpu" and self.accumulated[name] != grads:
             copy = _in_reduce_dtype(sizes, sizes.largest_grad)
-            self.ledger.add("grads", copy)
-            self.ledger.free("grads", copy)
+            self.ledger.use("grads", copy)
         self.ledger.free("grads", grads)
 
     def _reduce(self, name: str, whole: int, *, accumulated: bool) -> None:
@@ -201,8 +189,7 @@ class Fsdp2Engine(Engine):
         ledger.add("gathered", sizes.reduce_input)
         self._reduce_input = sizes.reduce_input
         if self.plan.device_type == "cpu" and not accumulated:
-            ledger.add("grads", sizes.cast_grads)
-            ledger.free("grads", sizes.cast_grads)
+            ledger.use("grads", sizes.cast_grads)
         ledger.free("grads", whole - last)
         ledger.add("gathered", sizes.reduce_output)
         if self._is_sharded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -11,10 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_fsdp_plugin.backends.activations import save_every_second_matmul
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
-from hf_fsdp_plugin.estimate.memory.attention import attention_as_on
-from hf_fsdp_plugin.estimate.memory.layers import EqualLayers
-from hf_fsdp_plugin.estimate.memory.passing import (
+from hf_fsdp_plugin.estimate.memory.meta_model import (
     Border,
+    EqualLayers,
     at_gradient,
     cast,
     filled,
@@ -23,8 +23,8 @@ from hf_fsdp_plugin.estimate.memory.passing import (
     template_of,
     with_border,
 )
-from hf_fsdp_plugin.estimate.memory.profile import Stage, StageKind
-from hf_fsdp_plugin.estimate.memory.tracker import Tracker, Usage
+from hf_fsdp_plugin.estimate.memory.step import Stage, StageKind, Usage
+from hf_fsdp_plugin.estimate.memory.tracker import DeviceAttention, Tracker
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.torch_private.functions import tree_leaves
 from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
@@ -33,14 +33,15 @@ from hf_fsdp_plugin.torch_private.modules import parameters as own_parameters
 class Recorder:
     """Hooks on units and layers that divide the run into stages."""
 
-    def __init__(self, plan: FsdpPlan, model: nn.Module, groups: list[EqualLayers]) -> None:
+    def __init__(self, plan: FsdpPlan, model: nn.Module, groups: list[EqualLayers], undo: ExitStack) -> None:
+        """Add the hooks. ``undo`` removes them when it is closed."""
         self._plan, self._model = plan, model
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self.stages: list[Stage] = []
         self.tracker = Tracker([*model.parameters(), *model.buffers()])
         self.representatives = {name: group.representative for group in groups for name in group.copies}
         self.unit_names = _unit_names(plan, self.representatives)
-        self._undo: list[Callable[[], Any]] = []
+        self._undo = undo
         self._open: tuple[StageKind, str, int, Usage, int] | None = None
         self._entered: set[str] = set()
         self._missing: dict[str, set[str]] = {}
@@ -80,10 +81,6 @@ class Recorder:
                 self._post_backward(unit.name)
         self.mark("leave", "")
 
-    def remove(self) -> None:
-        for undo in reversed(self._undo):
-            undo()
-
     def _free_gradients(self, unit: str) -> None:
         for parameter in self._gradients[unit]:
             parameter.grad = None
@@ -111,7 +108,7 @@ class Recorder:
     def _add_hooks(self, groups: list[EqualLayers]) -> None:
         for parameter in {id(p): p for unit in self._gradients.values() for p in unit}.values():
             handle = parameter.register_post_accumulate_grad_hook(self._count_gradient)
-            self._undo.append(handle.remove)
+            self._undo.callback(handle.remove)
         skipped = tuple(f"{name}." for name in self.representatives)
         self._checkpoint(skipped)
         for unit in self._plan.units:
@@ -155,8 +152,8 @@ class Recorder:
 
         for member in members:
             module = self._modules[member]
-            self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-            self._undo.append(module.register_forward_hook(after(member)).remove)
+            self._undo.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            self._undo.callback(module.register_forward_hook(after(member)).remove)
 
     def _hook_layer(self, name: str) -> None:
         """Mark the borders of a layer. Its unit's events are between them."""
@@ -174,8 +171,8 @@ class Recorder:
             at_gradient(output, lambda: self._enter_backward(name))
 
         module = self._modules[name]
-        self._undo.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
-        self._undo.append(module.register_forward_hook(after).remove)
+        self._undo.callback(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
+        self._undo.callback(module.register_forward_hook(after).remove)
 
     def _skip_layer(self, name: str, representative: str) -> None:
         """Make a layer return its input, and mark the places at which its representative's stages are copied."""
@@ -209,7 +206,7 @@ class Recorder:
         options: dict[str, Any] = {"context_fn": save_every_second_matmul} if selective else {}
 
         def on_device(*args: Any, **kwargs: Any) -> Any:
-            with attention_as_on(self._plan.device_type):  # backward leaves the outer context
+            with DeviceAttention(self._plan.device_type):  # backward leaves the outer context
                 return forward(*args, **kwargs)
 
         def checkpointed(*args: Any, **kwargs: Any) -> Any:

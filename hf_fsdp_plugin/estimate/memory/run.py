@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -11,14 +11,12 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.activations import configs_with_cache
 from hf_fsdp_plugin.backends.fp32_modules import fp32_forwards
+from hf_fsdp_plugin.backends.load import master_dtype
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
-from hf_fsdp_plugin.estimate.memory.attention import attention_as_on
-from hf_fsdp_plugin.estimate.memory.batch import meta_batch
-from hf_fsdp_plugin.estimate.memory.layers import EqualLayers, equal_layers
-from hf_fsdp_plugin.estimate.memory.passing import replace_forward
-from hf_fsdp_plugin.estimate.memory.profile import StepProfile, expand
+from hf_fsdp_plugin.estimate.memory.meta_model import cast, equal_layers, meta_batch, replace_forward
 from hf_fsdp_plugin.estimate.memory.recorder import Recorder
-from hf_fsdp_plugin.estimate.memory.split_units import stored_dtypes_outside
+from hf_fsdp_plugin.estimate.memory.step import StepProfile, expand
+from hf_fsdp_plugin.estimate.memory.tracker import DeviceAttention
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.plan.modules import is_inside
@@ -40,33 +38,35 @@ def profile_step(plan: FsdpPlan, model: nn.Module, workload: Workload) -> StepPr
     """
     batch = meta_batch(model, micro_batch=workload.micro_batch, seq_len=workload.seq_len)
     try:
-        with _attention_of(model, workload):
-            return _profile(plan, model, batch)
+        return _profile(plan, model, workload, batch)
     except Exception as error:  # whatever the code of the model raises
         raise SpecError([_cannot_run(model, error)]) from error
 
 
-def _profile(plan: FsdpPlan, model: nn.Module, batch: dict[str, Any]) -> StepProfile:
+def _profile(plan: FsdpPlan, model: nn.Module, workload: Workload, batch: dict[str, Any]) -> StepProfile:
     groups = [
         group for group in equal_layers(model, plan.fp32_parameters) if _has_own_units(plan, group.representative)
     ]
-    skipped = {name: group for group in groups for name in group.copies}
-    with ExitStack() as stack:
-        stack.enter_context(_training_mode(model))
-        stack.enter_context(_compute_dtypes(plan, model, skipped))
-        stack.enter_context(_fp32_modules(plan, model))
-        recorder = Recorder(plan, model, groups)
-        stack.callback(recorder.remove)
-        stack.enter_context(stored_dtypes_outside(plan, model))
-        stack.enter_context(attention_as_on(plan.device_type))
-        stack.enter_context(recorder.tracker)
+    skipped = [name for group in groups for name in group.copies]
+    with ExitStack() as undo:
+        _set_attention(model, workload, undo)
+        _set_training(model, undo)
+        _set_compute_dtypes(plan, model, skipped, undo)
+        for module, forward in list(fp32_forwards(plan, model)):
+            replace_forward(module, forward, undo)
+        recorder = Recorder(plan, model, groups, undo)
+        _set_stored_dtypes(plan, model, undo)
+        undo.enter_context(DeviceAttention(plan.device_type))
+        undo.enter_context(recorder.tracker)
         recorder.mark("start", "")
-        loss = _loss(model(**batch))
+        outputs = model(**batch)
+        loss: torch.Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        del outputs  # they are freed, as in the Trainer's ``compute_loss``
         recorder.mark("loss", "")
         loss.backward()
         recorder.finish()
     return StepProfile(
-        stages=expand(recorder.stages, recorder.representatives, recorder.unit_names),
+        stages=tuple(expand(recorder.stages, recorder.representatives, recorder.unit_names)),
         input_bytes=sum(x.untyped_storage().nbytes() for x in batch.values() if isinstance(x, torch.Tensor)),
     )
 
@@ -82,58 +82,37 @@ def _cannot_run(model: nn.Module, error: Exception) -> Problem:
     return Problem(
         code="FSDP-E810",
         message=f"{type(model).__name__} cannot run on the meta device: {type(error).__name__}: {reason}",
-        fix="Use plan --trace, or check that the model accepts a batch of this size.",
+        fix="Check that the model accepts a batch of this size, and that its code reads no values of tensors.",
     )
 
 
-def _loss(outputs: Any) -> torch.Tensor:
-    """Return the loss. The other outputs are freed, as in the Trainer's ``compute_loss``."""
-    loss: torch.Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
-    return loss
-
-
-@contextmanager
-def _attention_of(model: nn.Module, workload: Workload) -> Iterator[None]:
+def _set_attention(model: nn.Module, workload: Workload, undo: ExitStack) -> None:
     """Use the workload's attention. FlashAttention keeps what torch's kernels keep; some models have eager only."""
     setter: Any = getattr(model, "set_attn_implementation", None)
     before = getattr(getattr(model, "config", None), "_attn_implementation", None)
     wanted = "eager" if workload.attention == "eager" else "sdpa"
     if setter is None or before in (None, wanted):
-        yield
         return
     with suppress(ValueError):  # the model has no such attention
+        undo.callback(setter, before)
         setter(wanted)
-    try:
-        yield
-    finally:
-        with suppress(ValueError):
-            setter(before)
 
 
-@contextmanager
-def _training_mode(model: nn.Module) -> Iterator[None]:
+def _set_training(model: nn.Module, undo: ExitStack) -> None:
     config: Any = getattr(model, "config", None)
-    training, cached = model.training, configs_with_cache(model)
-    problem_type = getattr(config, "problem_type", None)  # classifiers set it in their first forward
+    if hasattr(config, "problem_type"):  # classifiers set it in their first forward
+        undo.callback(setattr, config, "problem_type", config.problem_type)
+    for cached in configs_with_cache(model):
+        undo.callback(setattr, cached, "use_cache", True)
+        cached.use_cache = False
+    undo.callback(model.train, model.training)
     model.train()
-    for each in cached:
-        each.use_cache = False
-    try:
-        yield
-    finally:
-        model.train(training)
-        for each in cached:
-            each.use_cache = True
-        if hasattr(config, "problem_type"):
-            config.problem_type = problem_type
 
 
-@contextmanager
-def _compute_dtypes(plan: FsdpPlan, model: nn.Module, skipped: Mapping[str, EqualLayers]) -> Iterator[None]:
+def _set_compute_dtypes(plan: FsdpPlan, model: nn.Module, skipped: Iterable[str], undo: ExitStack) -> None:
     """Replace the parameters by ones in the dtype in which FSDP gathers them, except in layers that do not run."""
     dtype = torch_dtype(plan.precision.param)
     skipped_modules = {id(module) for name in skipped for module in model.get_submodule(name).modules()}
-    replaced: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
     new: dict[int, nn.Parameter] = {}
     in_trained_flat = _in_trained_flat(plan, model)
     kept = {id(model.get_parameter(name)) for name in plan.fp32_parameters}
@@ -150,26 +129,8 @@ def _compute_dtypes(plan: FsdpPlan, model: nn.Module, skipped: Mapping[str, Equa
                 data = torch.empty_like(parameter, device="meta", dtype=computed)
                 needs_grad = parameter.requires_grad or id(parameter) in in_trained_flat
                 new[id(parameter)] = nn.Parameter(data, requires_grad=needs_grad)
-            replaced.append((registered, name, parameter))
+            undo.callback(registered.__setitem__, name, parameter)
             registered[name] = new[id(parameter)]
-    try:
-        yield
-    finally:
-        for registered, name, parameter in replaced:
-            registered[name] = parameter
-
-
-@contextmanager
-def _fp32_modules(plan: FsdpPlan, model: nn.Module) -> Iterator[None]:
-    """Let the plan's fp32 modules compute as the backend lets them compute."""
-    undo: list[Callable[[], Any]] = []
-    for module, forward in list(fp32_forwards(plan, model)):
-        replace_forward(module, forward, undo)
-    try:
-        yield
-    finally:
-        for step in reversed(undo):
-            step()
 
 
 def _in_trained_flat(plan: FsdpPlan, model: nn.Module) -> set[int]:
@@ -181,3 +142,47 @@ def _in_trained_flat(plan: FsdpPlan, model: nn.Module) -> set[int]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     units = ([parameters[name] for name in unit.parameters] for unit in plan.units if plan.backend == "fsdp1")
     return {id(p) for own in units if any(p.requires_grad for p in own) for p in own if p.is_floating_point()}
+
+
+def _set_stored_dtypes(plan: FsdpPlan, model: nn.Module, undo: ExitStack) -> None:
+    """Let units that FSDP1 splits off because of their dtype have that of the computation in their forward only.
+
+    PEFT casts the input of each adapter to the dtype of its weight, which is that of the shards; FSDP1 casts it back.
+    So every adapter saves a copy of its input for the backward, also if adapters have the same input.
+
+    Args:
+        model: with parameters in the dtype of the computation.
+    """
+    dtype = torch_dtype(plan.precision.param)
+    if plan.backend != "fsdp1" or dtype is None:
+        return
+    for unit in plan.units:
+        own = {id(model.get_parameter(name)) for name in unit.parameters}
+        for name in unit.modules if unit.is_split_off else ():
+            _store_outside(plan, model.get_submodule(name), own, dtype, undo)
+
+
+def _store_outside(plan: FsdpPlan, unit: nn.Module, own: set[int], dtype: torch.dtype, undo: ExitStack) -> None:
+    slots = [
+        (registered, key, parameter)
+        for registered in map(own_parameters, unit.modules())
+        for key, parameter in registered.items()
+        if parameter is not None and id(parameter) in own
+    ]
+    stored = [nn.Parameter(p.detach().to(master_dtype(plan, p)), requires_grad=p.requires_grad) for _, _, p in slots]
+
+    def register(*, inside: bool) -> None:
+        for (registered, key, parameter), shard in zip(slots, stored, strict=True):
+            registered[key] = parameter if inside else shard
+
+    def before(module: nn.Module, args: tuple[Any, ...]) -> Any:
+        register(inside=True)
+        return cast(dtype, args)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        register(inside=False)
+
+    undo.callback(register, inside=True)
+    undo.callback(unit.register_forward_pre_hook(before).remove)
+    undo.callback(unit.register_forward_hook(after).remove)
+    register(inside=False)

@@ -6,10 +6,10 @@ import pytest
 import torch
 import yaml
 
-from hf_fsdp_plugin.cli.plan_advise import launched_of
-from hf_fsdp_plugin.estimate.machine_file import machine_named
-from hf_fsdp_plugin.estimate.sizes import parse_size
+from hf_fsdp_plugin.cli.plan.advise import launched_of
+from hf_fsdp_plugin.estimate.machines import machine_named
 from hf_fsdp_plugin.spec.load import load_spec
+from hf_fsdp_plugin.text import parse_bytes
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
@@ -188,7 +188,7 @@ def test_zero_table_reads_counts_with_units(hf_fsdp):
     ],
 )
 def test_memory_sizes_are_read_as_written(text, size):
-    assert parse_size(text) == size
+    assert parse_bytes(text) == size
 
 
 def test_time_needs_a_machine(plan):

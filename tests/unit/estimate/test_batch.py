@@ -7,12 +7,12 @@ import pytest
 import torch
 import transformers as hf
 from peft import LoraConfig, get_peft_model
+from traced_memory import trace_memory
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.estimate.memory import estimate_memory
-from hf_fsdp_plugin.estimate.memory.batch import meta_batch
+from hf_fsdp_plugin.estimate.memory.meta_model import meta_batch
 from hf_fsdp_plugin.estimate.op_costs import unit_costs
-from hf_fsdp_plugin.estimate.trace import trace_memory
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.problems import SpecError
 

@@ -8,8 +8,7 @@ import random
 from itertools import pairwise
 
 import pytest
-
-from hf_fsdp_plugin.estimate.caching_allocator import AllocatorSettings, CachingAllocator, OutOfDeviceMemory
+from allocator.caching_allocator import AllocatorSettings, CachingAllocator, OutOfDeviceMemory
 
 MIB = 1 << 20
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hf_fsdp_plugin.estimate.communication import estimate_communication
-from hf_fsdp_plugin.estimate.unit_sizes import flat_numel, padded_numel
+from hf_fsdp_plugin.estimate.unit_sizes import flat_starts, padded_shape
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.plan.resolve import resolve
@@ -113,19 +113,32 @@ def test_no_shard_only_reduces(version: int) -> None:
     assert estimate.bytes_of("all_reduce") >= 4 * (36 + 36 + 7)
 
 
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=6), st.integers(1, 64), st.sampled_from([0, 4, 8]))
-def test_flat_parameter_grows_by_padding_only(numels: list[int], shards: int, aligned: int) -> None:
-    total = flat_numel(numels, shards, aligned=aligned)
-    assert sum(numels) <= total <= sum(numels) + aligned * len(numels) + shards
-    assert not aligned or total % shards == 0
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=6), st.sampled_from([1, 4, 8]))
+def test_flat_parameter_grows_by_padding_only(numels: list[int], aligned: int) -> None:
+    starts, total = flat_starts(numels, aligned)
+    assert sum(numels) <= total <= sum(numels) + (aligned - 1) * len(numels)
+    assert not any(start % aligned for start in starts)
+    ends = [start + numel for start, numel in zip(starts, numels, strict=True)]
+    assert all(end <= start for end, start in zip(ends, [*starts[1:], total], strict=True))
+
+
+@pytest.mark.parametrize("use_orig", [True, False])
+def test_flat_parameters_are_divisible_by_the_ranks(use_orig: bool) -> None:
+    found = calls_of(plan_for(Model(), 1, world=7, fsdp_use_orig_params=use_orig), Model())
+    assert all(size % (7 * 4) == 0 for kind, axis, size in found if kind != "all_reduce")
+
+
+def test_fsdp1_without_sharding_pads_for_all_ranks() -> None:
+    # 38 elements with aligned biases, and the root's 7, padded to multiples of 4.
+    found = calls_of(plan_for(Model(), 1, "no_shard"), Model())
+    assert found["all_reduce", "replicate", 40 * 4] == 2 and found["all_reduce", "replicate", 8 * 4] == 1
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=3), st.integers(1, 64))
 def test_padded_parameter_is_divisible(shape: list[int], shards: int) -> None:
-    numel = padded_numel(shape, shards)
-    rest = padded_numel(shape[1:], 1) if shape[1:] else 1
-    assert numel % shards == 0
-    assert 0 <= numel - shape[0] * rest < shards * rest
+    rows, *rest = padded_shape(shape, shards)
+    assert rows % shards == 0
+    assert 0 <= rows - shape[0] < shards and rest == shape[1:]
 
 
 @given(st.sampled_from([1, 2]), st.sampled_from(["full_shard", "shard_grad_op"]), st.integers(2, 12))

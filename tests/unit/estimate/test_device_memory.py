@@ -5,12 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers as hf
+from allocator.caching_allocator import CachingAllocator
+from traced_memory import trace_memory
+from traced_memory.recorder import Block, Event
+from traced_memory.reserved import Replay
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.cli.plan_output import Prediction, plan_json, plan_text
-from hf_fsdp_plugin.estimate.caching_allocator import CachingAllocator
+from hf_fsdp_plugin.cli.plan.arguments import Planned
+from hf_fsdp_plugin.cli.plan.output import Prediction, plan_json, plan_text
 from hf_fsdp_plugin.estimate.communication import estimate_communication
-from hf_fsdp_plugin.estimate.machine_file import machine_named
+from hf_fsdp_plugin.estimate.machines import machine_named
 from hf_fsdp_plugin.estimate.memory import estimate_memory
 from hf_fsdp_plugin.estimate.memory.device import (
     UNKNOWN,
@@ -21,11 +25,7 @@ from hf_fsdp_plugin.estimate.memory.device import (
     nccl_bytes,
     workspaces,
 )
-from hf_fsdp_plugin.estimate.memory.optimizer import update_loop
-from hf_fsdp_plugin.estimate.trace import trace_memory
-from hf_fsdp_plugin.estimate.trace.recorder import Block, Event
-from hf_fsdp_plugin.estimate.trace.reserved import Replay
-from hf_fsdp_plugin.estimate.workload import Workload
+from hf_fsdp_plugin.estimate.workload import Workload, update_loop
 
 MIB = 1 << 20
 STEP = Workload(micro_batch=1, seq_len=64)
@@ -119,7 +119,7 @@ def test_only_gpus_of_cuda_have_figures_of_the_device():
     assert cpu.device is None and cpu.needed_bytes == cpu.total_bytes == cpu.peak.bytes
     assert xpu.device is None and any("xpu devices" in text for text in xpu.assumptions)
     device = cuda.device
-    assert device.allocated == cuda.peak.bytes < device.needed < device.reserved and device.expandable is None
+    assert device.allocated == cuda.peak.bytes < device.needed < device.reserved
     assert cuda.needed_bytes == device.needed + device.context + device.nccl < cuda.total_bytes
 
 
@@ -129,7 +129,7 @@ def test_traced_step_is_replayed_through_the_allocator(version):
     found = trace_memory(plan_of(model, version=version), model, STEP)
     device = found.device
     assert found.peak.bytes <= device.allocated <= device.needed <= device.reserved
-    assert device.reserved % (2 * MIB) == 0 and device.expandable % (2 * MIB) == 0
+    assert device.reserved % (2 * MIB) == 0 and found.expandable % (2 * MIB) == 0
     assert trace_memory(plan_of(model, device="cpu"), model, STEP).device is None
 
 
@@ -171,13 +171,11 @@ def prediction():
     model = llama()
     plan = plan_of(model)
     memory = estimate_memory(plan, model, STEP)
-    device = replace(memory.device, allocated=10 << 30, needed=11 << 30, reserved=13 << 30, expandable=12 << 30)
+    device = replace(memory.device, allocated=10 << 30, needed=11 << 30, reserved=13 << 30)
     return Prediction(
-        plan=plan,
-        workload=STEP,
+        planned=Planned(plan=plan, model=model, workload=STEP, gpu_memory=80 * 10**9, machine=None),
         memory=replace(memory, device=device),
         communication=estimate_communication(plan, model, STEP),
-        gpu_memory=80 * 10**9,
     )
 
 
@@ -197,14 +195,6 @@ def test_plan_shows_what_the_device_holds(prediction):
 )
 def test_answer_depends_on_total_and_needed_memory(prediction, size, answer, fits):
     memory = {"total": prediction.memory.total_bytes, "needed": prediction.memory.needed_bytes, "": 12 << 30}[size]
-    found = replace(prediction, gpu_memory=memory)
+    found = replace(prediction, planned=replace(prediction.planned, gpu_memory=memory))
     assert plan_text(found).startswith(answer) and found.fits is fits
     assert ("return cached memory" in plan_text(found).replace("\n", " ")) == (size == "needed")
-
-
-def test_expandable_segments_are_suggested_if_they_save_memory(prediction):
-    assert "expandable_segments:True" in plan_text(prediction)
-    assert len(plan_json(prediction, [])["suggestions"]) == 1
-    device = replace(prediction.memory.device, expandable=(13 << 30) - (100 << 20))
-    small = replace(prediction, memory=replace(prediction.memory, device=device))
-    assert "expandable_segments:True" not in plan_text(small) and plan_json(small, [])["suggestions"] == []

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.estimate.memory import estimate_memory, estimate_scheme
-from hf_fsdp_plugin.estimate.memory.optimizer import state_bytes, update_bytes
-from hf_fsdp_plugin.estimate.memory.shards import Shard, unit_sizes
 from hf_fsdp_plugin.estimate.results import MEMORY_KINDS
-from hf_fsdp_plugin.estimate.workload import Workload
+from hf_fsdp_plugin.estimate.unit_sizes import Shard, unit_sizes
+from hf_fsdp_plugin.estimate.workload import Workload, state_bytes, update_bytes
 from hf_fsdp_plugin.estimate.zero import zero_table
 
 HIDDEN, INNER, VOCAB, LAYERS, HEADS = 32, 64, 96, 6, 4
@@ -146,7 +145,7 @@ def test_checkpointing_saves_the_input_of_each_layer_only():
 def test_skipped_layers_are_counted_as_if_they_had_run(version, checkpointing, monkeypatch):
     options = {"version": version, "activation_checkpointing": checkpointing, "mixed_precision": "bf16", "ranks": 4}
     skipped = estimate(**options)
-    monkeypatch.setattr("hf_fsdp_plugin.estimate.memory.layers._MIN_LAYERS", 100)
+    monkeypatch.setattr("hf_fsdp_plugin.estimate.memory.meta_model._MIN_LAYERS", 100)
     assert estimate(**options).peak == skipped.peak
 
 

@@ -12,12 +12,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_fsdp_plugin.estimate.machine_file import machine_named
+from hf_fsdp_plugin.estimate.machines import machine_named
 from hf_fsdp_plugin.estimate.memory import estimate_memory
-from hf_fsdp_plugin.estimate.pictures.data import PictureData, picture_data
-from hf_fsdp_plugin.estimate.pictures.image import image
-from hf_fsdp_plugin.estimate.pictures.page import page
-from hf_fsdp_plugin.estimate.pictures.unit_tree import unit_tree
+from hf_fsdp_plugin.estimate.pictures import PictureData, picture_data, plan_image, plan_page, tree_of_units
 from hf_fsdp_plugin.estimate.time import TimeModel
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.plan.resolve import resolve
@@ -90,7 +87,7 @@ class Parsed(HTMLParser):
 
 
 def test_page_is_complete_and_self_contained(data):
-    text = page(data)
+    text = plan_page(data)
     parsed = Parsed(text)
     assert parsed.open == []
     assert parsed.links == []
@@ -131,7 +128,7 @@ def test_nested_units_are_below_the_unit_around_them(planned):
     config = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, **classes}}
     config["fsdp_config"]["fsdp_auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
     plan = resolve(load_spec(config, environ={}), model, world_size=8, device_type="cuda")
-    tree = unit_tree(plan.units)
+    tree = tree_of_units(plan.units)
     assert tree.total == plan.num_params
     (layers,) = (node for node in tree.children if node.class_name == "LlamaDecoderLayer")
     assert layers.num_units == 6
@@ -141,19 +138,19 @@ def test_nested_units_are_below_the_unit_around_them(planned):
 def test_names_in_the_page_are_escaped(data):
     from dataclasses import replace
 
-    assert "<b>x</b>" not in page(replace(data, title="<b>x</b>"))
+    assert "<b>x</b>" not in plan_page(replace(data, title="<b>x</b>"))
 
 
 def test_page_without_a_machine_has_no_streams(data):
     from dataclasses import replace
 
-    parsed = Parsed(page(replace(data, time=None, spans=(), scaling=(), gpu_memory=None)))
+    parsed = Parsed(plan_page(replace(data, time=None, spans=(), scaling=(), gpu_memory=None)))
     assert parsed.sections == ["strategies", "timeline", "units", "assumptions"]
 
 
 def test_png_is_an_image(data):
     pytest.importorskip("matplotlib")
-    content = image(data)
+    content = plan_image(data)
     assert content.startswith(b"\x89PNG")
     assert int.from_bytes(content[16:20]) > 1000  # width
 
@@ -161,14 +158,14 @@ def test_png_is_an_image(data):
 def test_png_without_matplotlib_is_refused(data, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SpecError) as caught:
-        image(data)
+        plan_image(data)
     assert [problem.code for problem in caught.value.problems] == ["FSDP-E834"]
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium")
 @pytest.mark.parametrize("width", [1280, 400])
 def test_browser_shows_the_page_without_overflow(data, tmp_path, width):
-    (tmp_path / "plan.html").write_text(page(data))
+    (tmp_path / "plan.html").write_text(plan_page(data))
     # The page has no scripts. This one only measures it, after it is shown in a frame of the given width.
     (tmp_path / "frame.html").write_text(
         f"<body style='margin:0'><iframe id=f src=plan.html style='width:{width}px;height:900px;border:0'></iframe>"

@@ -7,14 +7,13 @@ import pytest
 import torch
 import transformers as hf
 
-from hf_fsdp_plugin.estimate.decision_tree import compare_with_tree, tree_choice
-from hf_fsdp_plugin.estimate.machine_file import machine_named
+from hf_fsdp_plugin.estimate.machines import machine_named
 from hf_fsdp_plugin.estimate.memory import estimate_memory
 from hf_fsdp_plugin.estimate.planner import advise
-from hf_fsdp_plugin.estimate.planner_evaluator import Evaluator, Subject
-from hf_fsdp_plugin.estimate.planner_rows import SAME_SPEED, in_order
-from hf_fsdp_plugin.estimate.planner_space import micro_batches, shardings
-from hf_fsdp_plugin.estimate.planner_time import Times
+from hf_fsdp_plugin.estimate.planner.advice import SAME_SPEED, compare_with_tree, in_order, tree_choice
+from hf_fsdp_plugin.estimate.planner.choices import micro_batches, shardings
+from hf_fsdp_plugin.estimate.planner.evaluator import Evaluator, Subject
+from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.problems import SpecError
 
 MIB = 1 << 20
@@ -61,11 +60,8 @@ def test_models_with_room_need_no_recomputation(family):
 
 
 def test_peaks_are_those_of_estimate_memory():
-    subject = Subject(
-        model=model("llama"), seq_len=64, version=2, precision="bf16", wrap={}, optimizer="adamw", update_loop=None,
-        clip_norm=True, attention="sdpa", num_machines=1, gpus_per_machine=4,
-    )  # fmt: skip
-    evaluator = Evaluator(subject, None)
+    subject = subject_of("llama", 2)
+    evaluator = Evaluator(subject)
     rows = [row for row in advice().rows if row.choice.micro_batch == 2]
     assert rows
     for row in rows[::5]:
@@ -125,13 +121,13 @@ def test_smaller_units_fit_where_layers_do_not(version):
 
 
 def units_of(subject):
-    return {units.label: dict(units.settings) for units in Evaluator(subject, None).units}
+    return {units.label: dict(units.settings) for units in Evaluator(subject).units}
 
 
 def subject_of(family, version, **wrap):
     return Subject(
-        model=model(family), seq_len=64, version=version, precision="bf16", wrap=wrap, optimizer="adamw",
-        update_loop=None, clip_norm=True, attention="sdpa", num_machines=1, gpus_per_machine=4,
+        model=model(family), step=Workload(micro_batch=1, seq_len=64), version=version, precision="bf16", wrap=wrap,
+        num_machines=1, gpus_per_machine=4,
     )  # fmt: skip
 
 
@@ -155,7 +151,7 @@ def test_slow_networks_are_compared_with_larger_units():
 
 def test_rows_have_no_times_if_operations_are_not_counted():
     known, choice = model("gpt2"), advice("gpt2").rows[0].choice
-    evaluator = Evaluator(subject_of("gpt2", 2), Times(known, machine_named("h100-sxm")))
+    evaluator = Evaluator(subject_of("gpt2", 2), machine_named("h100-sxm"))
     handle = known.register_forward_pre_hook(lambda *_: torch.nonzero(torch.zeros(1, device="meta")))
     try:
         assert evaluator.time(choice) is None and evaluator.time(choice) is None

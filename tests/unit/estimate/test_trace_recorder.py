@@ -8,9 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp  # registers the operators of FSDP2
-
-from hf_fsdp_plugin.estimate.trace.recorder import Event, Recorder, ShardCopies
-from hf_fsdp_plugin.torch_private.fake import FakeTensorMode, fake_process_group
+from traced_memory.private import FakeTensorMode, fake_tensor_group
+from traced_memory.recorder import Event, Recorder, ShardCopies
 
 FLOAT, BF16 = 4, 2
 
@@ -124,7 +123,7 @@ def test_held_copies_are_freed_at_the_end():
 @pytest.mark.parametrize("copies", ["none", "until_gathered", "while_gathered"])
 def test_offloaded_shards_are_copied_to_be_gathered(copies: ShardCopies):
     recorder = Recorder(lambda: "here", on_cpu=False, shard_copies=copies)
-    with fake_process_group(2), FakeTensorMode(), recorder:
+    with fake_tensor_group(2), FakeTensorMode(), recorder:
         shard, whole = torch.empty(10), torch.empty(20)
         recorder.label([shard], "params")
         dist.all_gather(list(whole.chunk(2)), shard)

@@ -1,0 +1,258 @@
+"""What a step is, as the engines of the FSDP versions follow it: stages, memory in use, and events of units."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal, NamedTuple
+
+from hf_fsdp_plugin.estimate.results import MEMORY_KINDS, MemoryKind, Moment
+from hf_fsdp_plugin.estimate.unit_sizes import UnitSizes
+from hf_fsdp_plugin.plan.model import FsdpPlan
+
+StageKind = Literal[
+    "start", "pre_forward", "post_forward", "loss", "pre_backward", "post_backward", "enter", "leave", "enter_backward",
+    "leave_backward",
+]  # fmt: skip
+"""What happens at the start of a stage. ``enter`` and ``leave`` are the borders of layers that may not be units."""
+_UNIT_KINDS: Final = ("pre_forward", "post_forward", "pre_backward", "post_backward")
+
+
+class Usage(NamedTuple):
+    """Bytes of activations and temporary tensors, and bytes of whole gradients of parameters."""
+
+    activations: int = 0
+    grads: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.grads
+
+    def plus(self, other: Usage) -> Usage:
+        return Usage(self.activations + other.activations, self.grads + other.grads)
+
+    def minus(self, other: Usage) -> Usage:
+        return Usage(self.activations - other.activations, self.grads - other.grads)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a forward and backward pass allocates from one event to the next.
+
+    Attributes:
+        kind: the event at the start.
+        name: the unit, or the layer for ``enter`` and ``leave``.
+        peak: the largest usage of the stage, relative to its start.
+        end: usage at its end, relative to its start.
+        freed_grads: bytes of whole gradients of the unit that are complete at a ``post_backward``.
+        host_bytes: what activation offload moves to CPU memory, relative to the start.
+        most_activations: the most activations of the stage, relative to the start, with each gradient until it is
+            accumulated.
+    """
+
+    kind: StageKind
+    name: str
+    peak: Usage
+    end: Usage
+    freed_grads: int
+    host_bytes: int
+    most_activations: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepProfile:
+    """One forward and backward pass of one micro-batch, for all layers of the model.
+
+    Attributes:
+        stages: in the order of execution.
+        input_bytes: the batch.
+    """
+
+    stages: tuple[Stage, ...]
+    input_bytes: int
+
+
+def expand(
+    stages: Sequence[Stage], representatives: Mapping[str, str], unit_names: Mapping[tuple[str, str], str]
+) -> Iterable[Stage]:
+    """Yield the stages, with those of each layer that did not run, copied from its representative.
+
+    Args:
+        representatives: layer that did not run -> layer that ran.
+        unit_names: layer that did not run, unit in the representative -> the corresponding unit.
+    """
+    spans = {
+        (name, enter): _span(stages, name, enter)
+        for name in set(representatives.values())
+        for enter in ("enter", "enter_backward")
+    }
+    for stage in stages:
+        yield stage
+        if stage.name in representatives and stage.kind in ("enter", "enter_backward"):
+            layer = stage.name
+            for copied in spans[representatives[layer], stage.kind]:
+                is_border = copied.name == representatives[layer] and copied.kind not in _UNIT_KINDS
+                name = layer if is_border else unit_names.get((layer, copied.name), copied.name)
+                yield replace(copied, name=name)
+
+
+def _span(stages: Sequence[Stage], name: str, enter: str) -> Sequence[Stage]:
+    """Return the stages of one layer, from its first event to what follows its last."""
+    events = [(stage.kind, stage.name) for stage in stages]
+    if (enter, name) not in events:
+        return ()
+    first, leave = events.index((enter, name)), (enter.replace("enter", "leave"), name)
+    return stages[first : (events.index(leave) if leave in events else first) + 1]
+
+
+class Ledger:
+    """Bytes in use now by kind. Records the largest usage of each place of the step."""
+
+    def __init__(self) -> None:
+        self._live: dict[MemoryKind, int] = dict.fromkeys(MEMORY_KINDS, 0)
+        self._total = 0
+        self._places: list[tuple[str, int, Mapping[MemoryKind, int]]] = []
+        """Place, such as ``forward of model.layers.3``, its largest usage, and that by kind."""
+
+    @property
+    def num_places(self) -> int:
+        return len(self._places)
+
+    def moments(self, start: int = 0) -> tuple[Moment, ...]:
+        """Return the largest moment of each place from `start` on, in the order of the step."""
+        return tuple(Moment(where=where, bytes_by_kind=kinds) for where, _, kinds in self._places[start:])
+
+    def peak(self) -> Moment:
+        """Return the largest moment of all."""
+        where, _, kinds = max(self._places, key=lambda place: place[1])
+        return Moment(where=where, bytes_by_kind=kinds)
+
+    def at(self, where: str) -> None:
+        """Begin another place."""
+        if not self._places or where != self._places[-1][0]:
+            self._places.append((where, self._total, self._live.copy()))
+
+    def add(self, kind: MemoryKind, size: int) -> None:
+        """Allocate memory."""
+        self.free(kind, -size)
+        self._record()
+
+    def free(self, kind: MemoryKind, size: int) -> None:
+        self._live[kind] -= size
+        self._total -= size
+
+    def use(self, kind: MemoryKind, size: int) -> None:
+        """Allocate memory and free it at once."""
+        self.add(kind, size)
+        self.free(kind, size)
+
+    def run(self, peak: Usage, end: Usage) -> None:
+        """Run operators that allocate and free activations and whole gradients."""
+        self._apply(peak)
+        self._record()
+        self._apply(end.minus(peak))
+
+    def _apply(self, usage: Usage) -> None:
+        self._live["activations"] += usage.activations
+        self._live["grads"] += usage.grads
+        self._total += usage.total
+
+    def _record(self) -> None:
+        if self._total > self._places[-1][1]:
+            self._places[-1] = (self._places[-1][0], self._total, self._live.copy())
+
+
+class Engine(ABC):
+    """What an FSDP version allocates and frees at the events of units during a step. Subclasses follow torch's sources.
+
+    Attributes:
+        ledger: memory in use.
+        syncs: whether gradients are reduced in the current backward.
+        order: units in the order in which their forwards ended.
+        accumulated: unit -> bytes of whole gradients that are kept while gradients accumulate.
+        reduced: units with a sharded gradient.
+    """
+
+    def __init__(self, plan: FsdpPlan, sizes: Sequence[UnitSizes], ledger: Ledger) -> None:
+        self.plan, self.ledger = plan, ledger
+        self.sizes = {unit.name: unit for unit in sizes}
+        self.syncs = True
+        self.offloads = plan.offload_params and plan.device_type != "cpu"
+        self.gathered: set[str] = set()
+        self.order: list[str] = []
+        self.accumulated: dict[str, int] = {}
+        self.reduced: set[str] = set()
+
+    def begin(self) -> None:  # noqa: B027 (FSDP has nothing)
+        """Allocate what is there during the whole step, besides the shards."""
+
+    @abstractmethod
+    def pre_forward(self, name: str) -> None: ...
+
+    def post_forward(self, name: str) -> None:
+        if self.sizes[name].shards:
+            self.order.append(name)
+        if self.sizes[name].reshards:
+            self.release(name)
+
+    def end_forward(self) -> None:  # noqa: B027 (not all versions keep something)
+        """Free what is kept until the end of the root's forward."""
+
+    @abstractmethod
+    def pre_backward(self, name: str) -> None: ...
+
+    @abstractmethod
+    def post_backward(self, name: str, grads: int) -> None:
+        """Complete the backward of a unit.
+
+        Args:
+            grads: bytes of the unit's whole gradients, which the ledger contains.
+        """
+
+    def run(self, stage: Stage) -> None:
+        """Run the operators of a stage, after :meth:`act` at its start."""
+        self.ledger.run(stage.peak, stage.end)
+
+    def end_backward(self) -> None:
+        """Complete the backward of the root."""
+        self.order.clear()
+
+    def act(self, stage: Stage) -> None:
+        """Do what happens at the start of a stage."""
+        if stage.kind == "pre_forward":
+            self.pre_forward(stage.name)
+        elif stage.kind == "post_forward":
+            self.post_forward(stage.name)
+        elif stage.kind == "loss":
+            self.end_forward()
+        elif stage.kind == "pre_backward":
+            self.pre_backward(stage.name)
+        elif stage.kind == "post_backward":
+            self.post_backward(stage.name, stage.freed_grads)
+
+    def release(self, name: str) -> None:
+        """Free the gathered parameters of a unit."""
+        if name in self.gathered:
+            self.gathered.remove(name)
+            self.ledger.free("gathered", self.sizes[name].gathered)
+
+    def copy_of_collective(self, size: int) -> None:
+        """Allocate and free the copy that gloo makes: of an all-gather's output, and of a reduce-scatter's input.
+
+        See ``newLikeFlat`` in ``AsyncAllgatherWork`` and ``reduce_scatter_tensor_coalesced`` in ProcessGroupGloo.cpp.
+        NCCL makes none.
+        """
+        if self.plan.device_type == "cpu":
+            self.ledger.use("gathered", size)
+
+    def predecessor(self, name: str) -> str | None:
+        """Return the unit whose forward ended before that of `name`."""
+        at = self.order.index(name) if name in self.order else 0
+        return self.order[at - 1] if at > 0 else None
+
+    def keep_reduced(self, name: str) -> None:
+        """Keep the reduced gradient, which the ledger contains as a new one; add it to an existing one."""
+        if self.offloads or name in self.reduced:
+            self.ledger.free("grads", self.sizes[name].grad_shard)
+        self.reduced.add(name)

@@ -1,0 +1,214 @@
+"""What the planner returns: rows of settings with what they need, their order, and the reason of each rank.
+
+The best row is compared with the rule of thumb that guides print: a strategy by the number of parameters alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from hf_fsdp_plugin.estimate.planner.choices import Choice
+from hf_fsdp_plugin.estimate.results import KIND_NAMES, MEMORY_KINDS, MemoryEstimate, TimeEstimate
+from hf_fsdp_plugin.estimate.workload import Workload
+from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.text import format_bytes, format_count
+
+SAME_SPEED: Final = 0.05
+"""Difference of predicted times, as a part of the time, that is within the error of the prediction.
+
+It is the median error of the predicted times of steps in docs/results.md.
+"""
+_SAME_MEMORY: Final = 0.02
+"""Difference of peaks, as a part of the memory that a row may need, below which the simpler mesh is preferred."""
+_TREE: Final = (
+    (3 * 10**9, "no_shard", False),
+    (13 * 10**9, "shard_grad_op", False),
+    (70 * 10**9, "full_shard", False),
+    (None, "full_shard", True),
+)
+"""Largest number of parameters, strategy, and whether parameters are offloaded."""
+_ROUNDED: Final = 1.03
+"""A model is named by its rounded size: Llama 70B has 70.6 billion parameters."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdviceRow:
+    """One combination of settings and what it needs.
+
+    Attributes:
+        settings: FSDP settings by canonical name.
+        plan, workload: what the figures are for.
+        fits: whether the needed memory is within the device's memory without headroom.
+        time: ``None`` without a machine, and for rows that do not fit.
+        communicated: bytes of all collectives of a rank per optimizer step.
+        reason: why the row is not the best one, in one line; empty for the best one.
+    """
+
+    choice: Choice
+    settings: Mapping[str, Any]
+    plan: FsdpPlan
+    workload: Workload
+    fits: bool
+    memory: MemoryEstimate
+    time: TimeEstimate | None
+    communicated: int
+    reason: str
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.memory.peak.bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """Memory of a device that the step needs: torch's allocator, context and NCCL."""
+        return self.memory.needed_bytes
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.time.tokens_per_second if self.time is not None else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advice:
+    """The planner's answer.
+
+    Attributes:
+        rows: those that fit, the best first (see :func:`in_order`), then one for each combination that does not fit.
+        limit: bytes of a device without headroom.
+        remedies: what would fit, one sentence each, if nothing does.
+        problems: warnings, such as that no times can be predicted.
+    """
+
+    rows: tuple[AdviceRow, ...]
+    gpu_memory: int
+    limit: int
+    remedies: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def fitting(self) -> tuple[AdviceRow, ...]:
+        return tuple(row for row in self.rows if row.fits)
+
+    @property
+    def rejected(self) -> tuple[AdviceRow, ...]:
+        return tuple(row for row in self.rows if not row.fits)
+
+    @property
+    def best(self) -> AdviceRow | None:
+        """The first row that fits; ``None`` if nothing fits."""
+        return self.rows[0] if self.rows and self.rows[0].fits else None
+
+
+def rejection(memory: MemoryEstimate, limit: int) -> str:
+    """Return why an estimate does not fit, in one line."""
+    peak = memory.peak
+    kind = max(MEMORY_KINDS, key=lambda kind: peak.bytes_by_kind[kind])
+    name = "other memory" if kind == "other" else KIND_NAMES[kind]
+    size = format_bytes(peak.bytes_by_kind[kind], binary=True)
+    needed, available = format_bytes(memory.needed_bytes, binary=True), format_bytes(limit, binary=True)
+    return f"needs {needed} of {available}, {size} of it {name}, in the {peak.where}"
+
+
+def row_cost(row: AdviceRow) -> tuple[float, ...]:
+    """Return the order of rows that fit: by predicted speed, else by what is known to cost time."""
+    choice = row.choice
+    known = (*_extra_work(choice), row.communicated, choice.accumulation, bool(choice.units.label))
+    return (-(row.tokens_per_second or 0.0), *known)
+
+
+def in_order(fitting: Sequence[AdviceRow], limit: int) -> list[AdviceRow]:
+    """Return the rows that fit, the best first.
+
+    The fastest rows whose predicted times are equal within the error of the prediction are ordered by what is known to
+    cost time, then by memory, then by the complexity of mesh and units. All others are ordered by :func:`row_cost`.
+
+    Args:
+        limit: bytes that a row may need.
+    """
+    rows = sorted(fitting, key=row_cost)
+    fastest = rows[0].tokens_per_second if rows else None
+    if not fastest:
+        return rows
+    tied = [row for row in rows if (row.tokens_per_second or 0.0) >= fastest * (1 - SAME_SPEED)]
+    simplest = sorted(tied, key=lambda row: (*_extra_work(row.choice), *_complexity(row, limit), row_cost(row)))
+    return [*simplest, *rows[len(tied) :]]
+
+
+def _extra_work(choice: Choice) -> tuple[int, ...]:
+    """Return how much a choice copies and recomputes."""
+    slower = ("none", "selective", "full").index(choice.checkpointing)
+    return (int(choice.offload_params), int(choice.offload_activations), slower)
+
+
+def _complexity(row: AdviceRow, limit: int) -> tuple[int, ...]:
+    """Return the order of rows that are equally fast: memory in steps of :data:`_SAME_MEMORY`, then mesh and units."""
+    choice = row.choice
+    is_hybrid = choice.sharding.replicate > 1 and choice.sharding.shard > 1
+    memory = int(row.needed_bytes / (limit * _SAME_MEMORY)) if limit else row.needed_bytes
+    return (memory, int(is_hybrid), int(bool(choice.units.label)), int(choice.sync_each_batch))
+
+
+def with_reasons(fitting: list[AdviceRow]) -> Iterator[AdviceRow]:
+    for number, row in enumerate(fitting):
+        best = fitting[0]
+        if number == 0:
+            yield row
+        elif row.tokens_per_second and best.tokens_per_second:
+            slower = 1 - row.tokens_per_second / best.tokens_per_second
+            yield replace(row, reason=f"{slower:.0%} slower" if slower > SAME_SPEED else _second_choice(row, best))
+        else:
+            yield replace(row, reason=_difference(row, best))
+
+
+def _second_choice(row: AdviceRow, best: AdviceRow) -> str:
+    """Return why a row is ranked below the best one, although it is as fast within the error of the prediction."""
+    if _extra_work(row.choice) > _extra_work(best.choice):
+        return f"as fast although it {_difference(row, best)}"
+    more = row.needed_bytes - best.needed_bytes
+    return f"as fast with {format_bytes(more, binary=True)} more memory" if more > 0 else "as fast"
+
+
+def _difference(row: AdviceRow, best: AdviceRow) -> str:
+    """Return why a row is ranked below the best one without predicted times."""
+    if row.choice.offload_params and not best.choice.offload_params:
+        return "copies parameters between CPU and device"
+    if row.choice.checkpointing != best.choice.checkpointing:
+        return "recomputes activations"
+    if row.choice.offload_activations and not best.choice.offload_activations:
+        return "copies activations between CPU and device"
+    more = row.communicated - best.communicated
+    if more > 0:
+        return f"communicates {format_bytes(more, binary=True)} more per step"
+    return f"{row.choice.accumulation} smaller micro-batches per step"
+
+
+def tree_choice(num_params: int) -> tuple[str, bool]:
+    """Return strategy and offload: DDP up to 3 B parameters, ZeRO-2 to 13 B, ZeRO-3 to 70 B, then with offload."""
+    for largest, strategy, offload in _TREE:
+        if largest is None or num_params <= largest * _ROUNDED:
+            return strategy, offload
+    raise AssertionError("the last row has no limit")
+
+
+def compare_with_tree(advice: Advice, num_params: int) -> str:
+    """Return whether the best row is the one of the decision tree, and if not, why."""
+    strategy, offload = tree_choice(num_params)
+    name = f"{strategy} with offload of parameters" if offload else strategy
+    rule = f"The usual decision tree by size alone ({format_count(num_params)} parameters) gives {name}"
+    best = advice.best
+    if best is None:
+        return f"{rule}, which does not fit either."
+    if (best.choice.sharding.strategy, best.choice.offload_params) == (strategy, offload):
+        return f"{rule}, as the planner does."
+    if offload:
+        return f"{rule}. It fits without offload here, which would copy all parameters over the host link in each pass."
+    of_tree = next((row for row in advice.rows if row.choice.sharding.strategy == strategy), None)
+    if of_tree is None:
+        return f"{rule}, which was not compared."
+    if not of_tree.fits:
+        return f"{rule}. It does not fit: it {of_tree.reason}."
+    reason = f"it {'is ' if of_tree.tokens_per_second else ''}{of_tree.reason}"
+    return f"{rule}. It fits with {format_bytes(of_tree.needed_bytes, binary=True)}, but {reason}."
