@@ -10,6 +10,8 @@ _UNPRINTABLE = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u061c\\u200e\\u200f\\u2028-\
 """Control characters, line separators, marks that reverse the direction of text, and surrogates."""
 _MIN_CELL = 8
 """Smallest width to which a cell of a table is shortened."""
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|(b))?\s*", re.IGNORECASE)
+SIZE_SPELLINGS = '"80GB" (80·10⁹ bytes), "80 GB", "79.6GiB" (2³⁰ bytes each), "81559MiB", or "80", which means GB'
 
 
 def printable(text: str) -> str:
@@ -37,6 +39,21 @@ def format_bytes(num_bytes: int, *, binary: bool = False) -> str:
         if size < base - 0.5 or unit == units[-1]:
             break
     return f"{size:.1f} {unit}" if binary else _three_digits(size, unit)
+
+
+def parse_bytes(text: str) -> int | None:
+    """Return the bytes of ``80GB``, ``80 GB``, ``80GiB`` or ``80``; ``None`` if it is not the size of a memory.
+
+    A number without a unit is in GB. Sizes below 1 MiB and above 1 PiB are refused.
+    """
+    found = _SIZE.fullmatch(text)
+    if found is None:
+        return None
+    number, prefix, binary, is_bytes = found.groups()
+    base = 1024 if binary else 1000
+    unit = base ** ("kmgt".index(prefix.lower()) + 1) if prefix else 1 if is_bytes else 10**9
+    size = int(float(number) * unit)
+    return size if 1 << 20 <= size <= 1 << 50 else None
 
 
 def format_count(count: int) -> str:

@@ -208,7 +208,7 @@ Flags of other launchers are recognized:
 
 Predicts a step without a GPU; [planning.md](planning.md) describes how. The configs and flags are those of `check`.
 A flag without effect is refused (exit code 2): `--scaling` without `--machine`, `--force` without `--html` or `--png`,
-`--advise` with `--trace`, `--scaling`, `--device` or `--sync-each-batch`, `--zero-table` with pictures or machines,
+`--advise` with `--scaling`, `--device` or `--sync-each-batch`, `--zero-table` with pictures or machines,
 and `--calibrate` with all but `--world-size`, `--device` and `--json`:
 
 {planned}

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.cli.bench_output import label_of, tables
-from hf_fsdp_plugin.cli.plan_pictures import write_file
-from hf_fsdp_plugin.estimate.pictures.lines import Chart, chart_html, charts_image, table_html
-from hf_fsdp_plugin.estimate.pictures.page import document
+from hf_fsdp_plugin.cli.plan.output import write_file
+from hf_fsdp_plugin.estimate.charts import Chart, chart_html, charts_image, html_document, rank_chart, table_html
 from hf_fsdp_plugin.text import format_count
 
 
@@ -33,8 +32,8 @@ def charts_of(tree: Mapping[str, Any]) -> list[Chart]:
     """Return throughput and efficiency over the number of ranks, with a line per strategy."""
     rows = [row for row in tree["cases"] if row["system"] == "plugin"]
     return [
-        Chart(title="Throughput of all ranks", lines=_lines(rows, "tokens_per_second"), unit="tokens/s"),
-        Chart(title="Efficiency", lines=_lines(rows, "efficiency"), unit="of the smallest world", rule=1.0),
+        rank_chart(title="Throughput of all ranks", lines=_lines(rows, "tokens_per_second"), unit="tokens/s"),
+        rank_chart(title="Efficiency", lines=_lines(rows, "efficiency"), unit="of the smallest world", rule=1.0),
     ]
 
 
@@ -55,11 +54,10 @@ def _title(tree: Mapping[str, Any]) -> str:
 def _page(tree: Mapping[str, Any]) -> bytes:
     where = ", ".join(filter(None, [tree["device"]["name"] or tree["device"]["type"], tree["date"]]))
     parts = [f"<h1>{escape(_title(tree))}</h1><p>{escape(where)}</p>"]
-    for chart in charts_of(tree):
-        parts += chart_html(chart)
+    parts += map(chart_html, charts_of(tree))
     parts += [table_html(title[:1].upper() + title[1:], table) for title, table in tables(tree)]
-    return document(_title(tree), parts).encode()
+    return html_document(_title(tree), "\n".join(parts)).encode()
 
 
 def _image(tree: Mapping[str, Any]) -> bytes:
-    return charts_image(_title(tree), charts_of(tree))
+    return charts_image(_title(tree), [charts_of(tree)])

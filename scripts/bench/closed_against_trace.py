@@ -3,7 +3,7 @@
     python scripts/bench/closed_against_trace.py --settings 60 --seed 0
 
 Writes docs/results/closed_against_trace.json (three minutes on 2 cores). A setting that a method refuses is counted
-with the code of its problem.
+with the code of its problem, one that cannot be traced as ``trace``.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ def random_point(numbers: random.Random) -> Point:
 
 
 def compared(point: Point, device: str) -> dict[str, Any]:
-    """Return the peaks of both methods, or the code of the problem with which one is refused."""
+    """Return the peaks of both methods; if one is refused, the code of its problem, or ``trace``."""
     import torch
+    from traced_memory import CannotTrace, trace_memory
 
     import hf_fsdp_plugin as hfp
     from hf_fsdp_plugin.estimate.memory import estimate_memory
-    from hf_fsdp_plugin.estimate.trace import trace_memory
 
     start = time.process_time()
     row: dict[str, Any] = {"point": str(point), "device": device}
@@ -86,6 +86,8 @@ def compared(point: Point, device: str) -> dict[str, Any]:
     except hfp.SpecError as error:
         code = next(problem.code for problem in error.problems if problem.severity == "error")
         return {**row, "refused": code}
+    except CannotTrace:
+        return {**row, "refused": "trace"}
     error_of_closed = round(closed.bytes / traced.bytes - 1, 5)
     peaks = {"closed_form_bytes": closed.bytes, "traced_bytes": traced.bytes, "at": traced.where}
     return {**row, **peaks, "error": error_of_closed, "cpu_seconds": round(time.process_time() - start, 1)}

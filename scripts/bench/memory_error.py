@@ -47,10 +47,10 @@ def parse_args() -> argparse.Namespace:
 def predict(point: Point) -> dict[str, Any]:
     """Return the peaks that the methods predict, in bytes, and how long this took."""
     import torch
+    from traced_memory import CannotTrace, trace_memory
 
     import hf_fsdp_plugin as hfp
     from hf_fsdp_plugin.estimate.memory import estimate_memory
-    from hf_fsdp_plugin.estimate.trace import trace_memory
 
     with torch.device("meta"):
         model = make_model(point)
@@ -62,8 +62,8 @@ def predict(point: Point) -> dict[str, Any]:
         start = time.perf_counter()
         try:
             peak = method(plan, model, workload).peak
-        except hfp.SpecError as error:  # such as an optimizer that reads values of tensors
-            print(point, name, error.problems[0].code, flush=True)
+        except (hfp.SpecError, CannotTrace) as error:  # such as an optimizer that reads values of tensors
+            print(point, name, error, flush=True)
             continue
         found[name] = {"bytes": peak.bytes, "at": peak.where, "seconds": round(time.perf_counter() - start, 2)}
     return found

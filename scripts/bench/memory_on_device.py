@@ -96,10 +96,10 @@ def main() -> int:
 def predict(point: Point) -> dict[str, Any]:
     """Return the peaks that the methods predict in bytes, and where they are in the step."""
     import torch
+    from traced_memory import trace_memory
 
     import hf_fsdp_plugin as hfp
     from hf_fsdp_plugin.estimate.memory import estimate_memory
-    from hf_fsdp_plugin.estimate.trace import trace_memory
 
     with torch.device("meta"):
         model = make_model(point)
@@ -136,10 +136,10 @@ def measure(point: Point) -> int:
     import gc
 
     import torch
+    from traced_memory.optimizers import make_optimizers
 
     import hf_fsdp_plugin as hfp
-    from hf_fsdp_plugin.estimate.memory.batch import meta_batch
-    from hf_fsdp_plugin.estimate.trace.optimizers import make_optimizers
+    from hf_fsdp_plugin.estimate.memory.meta_model import meta_batch
 
     accelerator = hfp.accelerator(make_spec(point, use_cpu=False), gradient_accumulation_steps=point.accumulation)
     memory = torch.get_device_module(DEVICE)

@@ -243,10 +243,10 @@ def measure(rank: int, report: Callable[..., None], point: Point, steps: int) ->
     """Train and report the allocator's peak of each step from the second on, above what it held before the model."""
     import torch
     from allocator import AllocatorCounter
+    from traced_memory.optimizers import make_optimizers
 
     import hf_fsdp_plugin as hfp
-    from hf_fsdp_plugin.estimate.memory.batch import meta_batch
-    from hf_fsdp_plugin.estimate.trace.optimizers import make_optimizers
+    from hf_fsdp_plugin.estimate.memory.meta_model import meta_batch
 
     counter = AllocatorCounter()
     before = counter.current

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -23,8 +24,8 @@ from common import make_parser
 from update_results import write_result
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.estimate.machine_file import machine_named
-from hf_fsdp_plugin.estimate.machines import Link, Machine
+from hf_fsdp_plugin.estimate.machines import Link, Machine, machine_named
+from hf_fsdp_plugin.estimate.op_costs import OpCost, UnitCosts
 from hf_fsdp_plugin.estimate.time import TimeModel
 from hf_fsdp_plugin.estimate.workload import Workload
 
@@ -147,6 +148,18 @@ def machine_of(run: Run, values: Mapping[str, float]) -> Machine:
     )  # fmt: skip
 
 
+def fused(costs: Mapping[OpCost, int]) -> Counter[OpCost]:
+    """Return the operations after fusion by ``torch.compile``, as an upper bound of what fusion saves.
+
+    Products and attention stay. Everything between them is fused into kernels that read their results and write their
+    operands, so that each of these bytes moves once more.
+    """
+    kept = Counter({cost: count for cost, count in costs.items() if cost.flops})
+    for cost, count in list(kept.items()):
+        kept[OpCost(kind="fused", flops=0, bytes=cost.bytes, dtype=cost.dtype)] += count
+    return kept if kept else Counter(costs)
+
+
 @dataclass
 class Prepared:
     """The counted operations of a run, for predictions with several machines. Fractions of recomputed blocks are the
@@ -180,7 +193,11 @@ class Prepared:
             micro_batch=run.micro_batch, seq_len=run.seq_len, accumulation=run.accumulation, clip_norm=run.clip_norm,
             sync_each_batch=run.sync_each_batch, update_loop=run.update_loop,
         )  # fmt: skip
-        return TimeModel(plan, model, workload, compiled=run.compiled)
+        times = TimeModel(plan, model, workload)
+        if run.compiled:
+            known = {id(each): UnitCosts(fused(each.forward), fused(each.backward)) for each in times.costs.values()}
+            times.costs = {name: known[id(each)] for name, each in times.costs.items()}
+        return times
 
     def seconds(self, values: Mapping[str, float]) -> float:
         machine = machine_of(self.run, values)

@@ -56,16 +56,17 @@ def main() -> int:
 def simulated(point: Point) -> dict[str, Any]:
     """Return the allocated peak of a point in bytes, and the memory of the allocator over it."""
     import torch
+    from traced_memory import trace_memory
 
     import hf_fsdp_plugin as hfp
-    from hf_fsdp_plugin.estimate.trace import trace_memory
 
     with torch.device("meta"):
         model = make_model(point)
     plan = hfp.resolve(make_spec(point, use_cpu=False), model, world_size=point.ranks, device_type="cuda")
-    device = trace_memory(plan, model, make_workload(point)).device
-    assert device is not None and device.expandable is not None, "the plan is for CUDA"
-    bytes_of = {"reserved": device.reserved, "needed": device.needed, "expandable": device.expandable}
+    traced = trace_memory(plan, model, make_workload(point))
+    device = traced.device
+    assert device is not None, "the plan is for CUDA"
+    bytes_of = {"reserved": device.reserved, "needed": device.needed, "expandable": traced.expandable}
     ratios = {name: round(size / device.allocated, 3) for name, size in bytes_of.items()}
     return {"point": str(point), "allocated_bytes": device.allocated, **ratios}
 

@@ -133,7 +133,7 @@ def predict(point: Point, ranks: int, machine: Any) -> dict[str, float]:
         micro_batch=point.batch, seq_len=point.seq, accumulation=point.accumulation, update_loop="for_loop"
     )
     estimate = estimate_time(plan, model, workload, machine)
-    kept = ("step_seconds", "low_seconds", "high_seconds", "compute_seconds", "communication_seconds")
+    kept = ("step_seconds", "compute_seconds", "communication_seconds")
     return {key: value for key, value in asdict(estimate).items() if key in kept}
 
 

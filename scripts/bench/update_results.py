@@ -447,7 +447,7 @@ def step_time(result: Result) -> list[str]:
     ]
     rows = []
     for row in result["rows"]:
-        interval = f"{row['low_seconds']:.3f} to {row['high_seconds']:.3f} s"
+        interval = f"{row['low_seconds']:.3f} to {row['high_seconds']:.3f} s" if "low_seconds" in row else "none"
         rows.append(
             f"| {row['ranks']} | {row['point']} | {row['measured_seconds']:.3f} s | {row['step_seconds']:.3f} s | "
             f"{interval} | {row['error']:+.1%} |"

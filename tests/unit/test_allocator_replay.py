@@ -9,8 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/bench/allocator"))
 import replay as script
-
-from hf_fsdp_plugin.estimate.caching_allocator import CachingAllocator
+from allocator.caching_allocator import CachingAllocator
 
 MIB = 1 << 20
 

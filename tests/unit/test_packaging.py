@@ -13,7 +13,6 @@ ROOT = Path(__file__).parents[2]
 _DISTRIBUTIONS = {"yaml": "pyyaml"}
 _OPTIONAL_IN = {
     "estimate/pictures/figure.py": "matplotlib",
-    "estimate/trace/optimizers.py": "bitsandbytes",
 }
 """File outside of the integrations -> the optional library that it imports inside functions."""
 

@@ -19,8 +19,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-from hf_fsdp_plugin.estimate.caching_allocator import AllocatorSettings, Block, CachingAllocator
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from allocator.caching_allocator import AllocatorSettings, Block, CachingAllocator
 
 _SMALL_SEGMENT = 2 << 20
 _SMALL = 1 << 20

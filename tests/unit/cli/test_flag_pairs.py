@@ -42,15 +42,15 @@ PLAN = {
     "gpu_memory": "--gpu-memory 1GiB", "machine": "--machine h100-sxm", "calibrate": "--calibrate",
     "scaling": "--scaling", "html": "--html out.html", "png": "--png out.png", "force": "--force",
     "device": "--device cpu", "advise": "--advise", "zero_table": "--zero-table", "params": "--params 7B",
-    "trace": "--trace", "lora_rank": "--lora-rank 4", "qlora": "--qlora", "json": "--json", "model": "--model other",
+    "lora_rank": "--lora-rank 4", "qlora": "--qlora", "json": "--json", "model": "--model other",
 }  # fmt: skip
 EFFECTLESS = {
     # Given in every command.
     *("model", "json"),
     # Sources of settings, which follow the order of precedence.
     *("config_option", "config_file", "fsdp", "fsdp_config", "overrides", "distributed_config"),
-    # They take seconds.
-    *("trace", "png"),
+    # It takes seconds.
+    "png",
 }
 """Flags that are not compared in all pairs."""
 HIDDEN = {"update_loop", "no_clip", "force"}
@@ -102,7 +102,7 @@ def test_flags_have_an_effect_in_each_mode(outcome: Any, mode: str) -> None:
     assert alone[0] == 0, alone
     refused = set()
     for name, flag in PLAN.items():
-        if name in {mode, "calibrate", "trace", "qlora"} | EFFECTLESS - {"json"}:
+        if name in {mode, "calibrate", "qlora"} | EFFECTLESS - {"json"}:
             continue
         needs = NEEDS.get(name, [])
         found = outcome(PLAN[mode], *base, *needs, flag)
@@ -111,7 +111,7 @@ def test_flags_have_an_effect_in_each_mode(outcome: Any, mode: str) -> None:
             refused.add(name)
         elif name not in HIDDEN:
             assert found != before, name
-    assert "scaling" in refused and "trace" not in refused
+    assert "scaling" in refused
     assert "html" in refused if mode == "zero_table" else "html" not in refused
 
 
@@ -144,7 +144,7 @@ def test_pairs_of_workload_flags_have_both_effects(outcome: Any) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "--scaling", "--force", "--params 7B", "--advise --scaling", "--advise --trace", "--advise --sync-each-batch",
+        "--scaling", "--force", "--params 7B", "--advise --scaling", "--advise --sync-each-batch",
         "--advise --device cpu", "--zero-table --html out.html", "--zero-table --params 7B", "--calibrate --advise",
         "--zero-table --gpu-memory 80GB", "--advise --zero-table",
     ],

@@ -1,6 +1,7 @@
 """LoRA and QLoRA: which parameters are trained, and what packed weights take."""
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,10 +9,12 @@ import transformers as hf
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.estimate.memory import estimate_memory
-from hf_fsdp_plugin.estimate.trace import trace_memory
 from hf_fsdp_plugin.estimate.workload import Workload
 from hf_fsdp_plugin.integrations.peft.planned_adapters import with_lora
 from hf_fsdp_plugin.problems import SpecError
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts" / "bench"))
+from traced_memory import trace_memory
 
 HIDDEN, INNER, LAYERS, RANK = 64, 128, 6, 4
 LINEARS = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER
