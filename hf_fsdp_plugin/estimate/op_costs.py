@@ -82,7 +82,6 @@ def unit_costs(plan: FsdpPlan, model: nn.Module, workload: Workload) -> dict[str
     recorder = _Recorder(names | {g.representative: g.representative for g in groups}, type(meta).__name__)
     for group in groups:
         _run_once(meta, group)
-    _count_experts(meta, recorder)
     try:
         with recorder.tracker, recorder, _FusedAttention(recorder):
             batch = meta_batch(model, micro_batch=workload.micro_batch, seq_len=workload.seq_len)
@@ -239,7 +238,7 @@ def _dtype(tensors: list[torch.Tensor]) -> str:
 
 
 class _Counted(torch.autograd.Function):
-    """An operation that is only counted: calls ``record`` in forward and backward, and returns empty tensors."""
+    """Attention that is only counted: calls ``record`` in forward and backward, and returns empty tensors."""
 
     @staticmethod
     def forward(ctx: Any, record: Callable[[bool], None], shape: tuple[int, ...], *inputs: torch.Tensor) -> Any:
@@ -250,7 +249,7 @@ class _Counted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         ctx.record(True)
-        return (None, None, *(torch.empty_like(each) if each.is_floating_point() else None for each in ctx.inputs))
+        return (None, None, *map(torch.empty_like, ctx.inputs))
 
 
 class _FusedAttention(TorchFunctionMode):
@@ -277,35 +276,3 @@ class _FusedAttention(TorchFunctionMode):
             self._recorder.add("attention", flops, num_bytes * (2 if backward else 1), dtype, key.shape[-2])
 
         return _Counted.apply(record, (*query.shape[:-1], value.shape[-1]), query, key, value)
-
-
-def _count_experts(model: nn.Module, recorder: _Recorder) -> None:
-    """Count eager modules of experts by the tokens that are routed to them: their real code depends on values.
-
-    Transformers' grouped products do not depend on them, and run with the dispatch of tokens around them.
-    """
-    config = getattr(model, "config", None)
-    top_k = getattr(config, "num_experts_per_tok", None)
-    if getattr(config, "_experts_implementation", None) == "grouped_mm":
-        return
-    for module in model.modules():
-        weights = [p for p in module.parameters(recurse=False) if p.dim() == 3]
-        if top_k and type(module).__name__.endswith("Experts") and weights:
-            module.forward = _routed(weights, top_k, recorder)
-
-
-def _routed(weights: list[nn.Parameter], top_k: int, recorder: _Recorder) -> Callable[..., torch.Tensor]:
-    def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        tokens = hidden.numel() // hidden.shape[-1]
-        dtype = _DTYPES.get(hidden.dtype, "fp32")
-
-        def record(backward: bool) -> None:
-            for weight in weights:
-                per_expert = weight.numel() // weight.shape[0]
-                widths = sum(weight.shape[1:]) * tokens * top_k * hidden.itemsize
-                for _ in range(2 if backward else 1):
-                    recorder.add("matmul", 2 * per_expert * tokens * top_k, weight.nbytes + widths, dtype)
-
-        return cast(torch.Tensor, _Counted.apply(record, tuple(hidden.shape), hidden, *weights))
-
-    return forward

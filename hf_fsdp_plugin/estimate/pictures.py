@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -233,12 +233,6 @@ class UnitNode:
     def total(self) -> int:
         """Parameters of all these units, with those of the units inside them."""
         return self.num_units * (self.num_params + sum(child.total for child in self.children))
-
-    def nodes(self) -> Iterator[UnitNode]:
-        """Yield this node and all inside it."""
-        yield self
-        for child in self.children:
-            yield from child.nodes()
 
 
 def tree_of_units(units: Sequence[UnitPlan]) -> UnitNode:

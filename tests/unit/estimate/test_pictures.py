@@ -116,7 +116,7 @@ def test_hybrid_strategies_are_shown_for_several_machines(planned):
 
 def test_units_in_the_tree_add_up(data, planned):
     assert data.units.total == planned[0].num_params
-    nodes = list(data.units.nodes())
+    nodes = [data.units, *data.units.children]
     assert [(node.name, node.num_units) for node in nodes] == [
         ("", 1), ("model.embed_tokens", 1), ("model.layers.0 to model.layers.5", 6), ("model.norm + lm_head", 1),
     ]  # fmt: skip
