@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 _DISTRIBUTIONS = {"yaml": "pyyaml"}
 _OPTIONAL_IN = {
-    "estimate/pictures/figure.py": "matplotlib",
+    "estimate/charts.py": "matplotlib",
 }
 """File outside of the integrations -> the optional library that it imports inside functions."""
 
