@@ -29,7 +29,7 @@ _EXPORTS = {
     "plan.resolve": ("resolve",),
     "problems": ("Origin", "Problem", "SpecError"),
     "spec.load": ("load_spec",),
-    "spec.model": ("FsdpSpec",),
+    "spec.fsdp_spec": ("FsdpSpec",),
 }
 """Module below this package -> the names that it provides."""
 
@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.problems import Origin as Origin
     from hf_fsdp_plugin.problems import Problem as Problem
     from hf_fsdp_plugin.problems import SpecError as SpecError
+    from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec as FsdpSpec
     from hf_fsdp_plugin.spec.load import load_spec as load_spec
-    from hf_fsdp_plugin.spec.model import FsdpSpec as FsdpSpec
 
 
 def __getattr__(name: str) -> Any:

@@ -21,7 +21,7 @@ Scope = Literal["fsdp", "parallelism", "dynamo", "precision", "launch", "trainin
 policy, at the top level of Accelerate's file, among the arguments of a training script, or in a ``DistributedConfig``.
 """
 
-Kind = Literal[
+ValueKind = Literal[
     "bool", "integer", "count", "size", "choice", "names", "mapping", "any",  # plain values
     "address", "devices", "identifier", "pattern",  # text of a form
     "reshard",  # true, false or a strategy
@@ -41,7 +41,7 @@ PREFIXES: Mapping[Scope, str] = MappingProxyType(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class SettingRow:
     """One setting.
 
     Attributes:
@@ -57,7 +57,7 @@ class Row:
     """
 
     name: str
-    kind: Kind
+    kind: ValueKind
     about: str
     scope: Scope = "fsdp"
     spellings: tuple[str, ...] = ()
@@ -128,118 +128,118 @@ _FP32_MODULES = (
     "or embeddings. Needs FSDP2 and torch 2.15."
 )
 _FSDP_ROWS = (
-    Row(name="fsdp.version", kind="choice", spellings=("version",), choices={"1": ("fsdp1",), "2": ("fsdp2",)},
+    SettingRow(name="fsdp.version", kind="choice", spellings=("version",), choices={"1": ("fsdp1",), "2": ("fsdp2",)},
         about="FSDP version: 1 is FullyShardedDataParallel, 2 is fully_shard."),
-    Row(name="sharding.strategy", kind="choice", choices=STRATEGY_CHOICES, prefixes=STRATEGY_PREFIXES,
+    SettingRow(name="sharding.strategy", kind="choice", choices=STRATEGY_CHOICES, prefixes=STRATEGY_PREFIXES,
         spellings=("sharding_strategy", "strategy"),
         about="What is sharded between forward and backward. "
               + "; ".join(row.about for row in STRATEGIES.values()) + "."),
-    Row(name="sharding.reshard", kind="reshard", internal=True, prefixes=STRATEGY_PREFIXES,
+    SettingRow(name="sharding.reshard", kind="reshard", internal=True, prefixes=STRATEGY_PREFIXES,
         spellings=("reshard_after_forward",),
         about="Whether gathered parameters are freed after forward: true is "
               + " and false is ".join(strategy_of(sharded=True, hybrid=False, reshard=flag).name
                                       for flag in (True, False)) + "; or a strategy."),
-    Row(name="mesh.shard", kind="size", minimum=1, spellings=("size", "dp_shard_size"), about=_SHARD_SIZE),
-    Row(name="mesh.replicate", kind="size", minimum=1, spellings=("dp_replicate_size",), about=_REPLICATE_SIZE),
-    Row(name="wrap.policy", kind="choice", spellings=("auto_wrap_policy", "wrap_policy"),
+    SettingRow(name="mesh.shard", kind="size", minimum=1, spellings=("size", "dp_shard_size"), about=_SHARD_SIZE),
+    SettingRow(name="mesh.replicate", kind="size", minimum=1, spellings=("dp_replicate_size",), about=_REPLICATE_SIZE),
+    SettingRow(name="wrap.policy", kind="choice", spellings=("auto_wrap_policy", "wrap_policy"),
         choices={"transformer": ("transformer_based_wrap", "transformer_based", "transformer_auto_wrap_policy"),
                  "size": ("size_based_wrap", "sized_based_wrap", "size_based", "size_based_auto_wrap_policy"),
                  "none": ("no_wrap", "false")},
         about="How the model is divided into units: by layer class, by module size, or the root module alone. If not "
               "set, min_num_params selects size, and layer classes select transformer."),
-    Row(name="wrap.classes", kind="names",
+    SettingRow(name="wrap.classes", kind="names",
         spellings=("transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap", "transformer_cls_to_wrap",
                    "transformer_layer_cls_names_to_wrap", "transformer_layer_cls"),
         about="Class names of the layers that become units; by default the model's own _no_split_modules."),
-    Row(name="wrap.min_num_params", kind="count", minimum=0, spellings=("min_num_params", "min_num_param"),
+    SettingRow(name="wrap.min_num_params", kind="count", minimum=0, spellings=("min_num_params", "min_num_param"),
         about="Threshold of the size policy, in parameters."),
-    Row(name="wrap.ignored_modules", kind="pattern", spellings=("ignored_modules",),
+    SettingRow(name="wrap.ignored_modules", kind="pattern", spellings=("ignored_modules",),
         about="Regular expression on the full names of modules that are not sharded."),
-    Row(name="offload.params", kind="bool", spellings=("offload_params", "cpu_offload", "offload"),
+    SettingRow(name="offload.params", kind="bool", spellings=("offload_params", "cpu_offload", "offload"),
         about="Offload parameters, gradients and optimizer state to CPU memory."),
-    Row(name="offload.pin_memory", kind="bool",
+    SettingRow(name="offload.pin_memory", kind="bool",
         spellings=("pin_memory", "cpu_offload_pin_memory", "offload_pin_memory"),
         about="Use pinned memory for offloaded parameters."),
-    Row(name="precision.policy", kind="section", internal=True, opens="precision",
+    SettingRow(name="precision.policy", kind="section", internal=True, opens="precision",
         spellings=("mixed_precision_policy", "mixed_precision"),
         about="Section with one dtype per key, or one dtype for param."),
-    Row(name="precision.param", kind="choice", scope="precision", choices=DTYPES, prefixes=("torch",),
+    SettingRow(name="precision.param", kind="choice", scope="precision", choices=DTYPES, prefixes=("torch",),
         spellings=("param_dtype", "param"),
         about="Dtype of gathered parameters and of the computation."),
-    Row(name="precision.reduce", kind="choice", scope="precision", choices=DTYPES, prefixes=("torch",),
+    SettingRow(name="precision.reduce", kind="choice", scope="precision", choices=DTYPES, prefixes=("torch",),
         spellings=("reduce_dtype", "reduce"),
         about="Dtype of the gradient reduction."),
-    Row(name="precision.output", kind="choice", scope="precision", choices=DTYPES, prefixes=("torch",),
+    SettingRow(name="precision.output", kind="choice", scope="precision", choices=DTYPES, prefixes=("torch",),
         spellings=("output_dtype", "output"),
         about="Dtype of a unit's outputs."),
-    Row(name="precision.buffer", kind="choice", scope="precision", choices=DTYPES, prefixes=("torch",),
+    SettingRow(name="precision.buffer", kind="choice", scope="precision", choices=DTYPES, prefixes=("torch",),
         spellings=("buffer_dtype", "buffer"),
         about="Dtype of buffers."),
-    Row(name="precision.fp32_modules", kind="pattern", spellings=("fp32_modules",), about=_FP32_MODULES),
-    Row(name="precision.fp32_modules", kind="pattern", scope="precision", spellings=("fp32_modules",),
+    SettingRow(name="precision.fp32_modules", kind="pattern", spellings=("fp32_modules",), about=_FP32_MODULES),
+    SettingRow(name="precision.fp32_modules", kind="pattern", scope="precision", spellings=("fp32_modules",),
         about=_FP32_MODULES),
-    Row(name="prefetch.backward", kind="choice", prefixes=("BackwardPrefetch",),
+    SettingRow(name="prefetch.backward", kind="choice", prefixes=("BackwardPrefetch",),
         spellings=("backward_prefetch", "backward_prefetch_policy"),
         choices={"pre": ("1", "backward_pre"), "post": ("2", "backward_post"),
                  "none": ("no_prefetch", "no", "false")},
         about="When the next unit is all-gathered in backward: before (pre) or after (post) the gradients of the "
               "current unit, or without prefetch (none)."),
-    Row(name="prefetch.forward", kind="bool", spellings=("forward_prefetch",),
+    SettingRow(name="prefetch.forward", kind="bool", spellings=("forward_prefetch",),
         about="All-gather the next unit during the forward of the current one."),
-    Row(name="prefetch.limit_all_gathers", kind="bool", spellings=("limit_all_gathers",),
+    SettingRow(name="prefetch.limit_all_gathers", kind="bool", spellings=("limit_all_gathers",),
         about="Limit the number of all-gathers in flight, to save memory."),
-    Row(name="checkpoint.state_dict", kind="choice", prefixes=("StateDictType",),
+    SettingRow(name="checkpoint.state_dict", kind="choice", prefixes=("StateDictType",),
         spellings=("state_dict_type", "state_dict"),
         choices={"full": ("1", "full_state_dict"), "local": ("2", "local_state_dict"),
                  "sharded": ("3", "sharded_state_dict")},
         about="Content of checkpoints: one full state dict, DCP shards, or one local file per rank."),
-    Row(name="checkpoint.asynchronous", kind="bool", spellings=("async_save",),
+    SettingRow(name="checkpoint.asynchronous", kind="bool", spellings=("async_save",),
         about="Write checkpoints in the background; training pauses only for the copy."),
-    Row(name="checkpoint.verify", kind="bool", spellings=("verify_checkpoint",),
+    SettingRow(name="checkpoint.verify", kind="bool", spellings=("verify_checkpoint",),
         about="Compare all bytes that a resume reads with the hashes of the checkpoint's manifest."),
-    Row(name="activation.checkpointing", kind="choice", spellings=("activation_checkpointing",),
+    SettingRow(name="activation.checkpointing", kind="choice", spellings=("activation_checkpointing",),
         choices={"none": ("false", "no", "off", "0"), "full": ("true", "yes", "on", "1"), "selective": ()},
         about="Recompute activations in backward instead of storing them."),
-    Row(name="activation.trainer", kind="bool", internal=True, scope="training",
+    SettingRow(name="activation.trainer", kind="bool", internal=True, scope="training",
         spellings=("gradient_checkpointing", "activation_checkpointing"),
         about="Gradient checkpointing of Transformers."),
-    Row(name="activation.offload", kind="bool",
+    SettingRow(name="activation.offload", kind="bool",
         spellings=("activation_checkpointing_offload", "activation_cpu_offload", "activation_offload"),
         about="Offload checkpointed activations to CPU memory."),
-    Row(name="loading.ram_efficient", kind="bool", spellings=("cpu_ram_efficient_loading",),
+    SettingRow(name="loading.ram_efficient", kind="bool", spellings=("cpu_ram_efficient_loading",),
         about="RAM-efficient loading: the ranks of a machine share the memory of the weights that they load."),
-    Row(name="loading.sync_module_states", kind="bool", spellings=("sync_module_states",),
+    SettingRow(name="loading.sync_module_states", kind="bool", spellings=("sync_module_states",),
         about="Broadcast the weights of rank 0 before sharding, except those that all ranks map from the same files."),
-    Row(name="params.use_orig", kind="bool", spellings=("use_orig_params",),
+    SettingRow(name="params.use_orig", kind="bool", spellings=("use_orig_params",),
         about="Keep the original parameters instead of flat ones."),
-    Row(name="xla.enabled", kind="bool", spellings=("xla",), about="FSDP of PyTorch/XLA."),
-    Row(name="xla.v2", kind="bool", spellings=("xla_fsdp_v2",), about="FSDP of PyTorch/XLA with SPMD."),
-    Row(name="xla.grad_ckpt", kind="bool", spellings=("xla_fsdp_grad_ckpt",),
+    SettingRow(name="xla.enabled", kind="bool", spellings=("xla",), about="FSDP of PyTorch/XLA."),
+    SettingRow(name="xla.v2", kind="bool", spellings=("xla_fsdp_v2",), about="FSDP of PyTorch/XLA with SPMD."),
+    SettingRow(name="xla.grad_ckpt", kind="bool", spellings=("xla_fsdp_grad_ckpt",),
         about="Activation checkpointing with PyTorch/XLA."),
-    Row(name="xla.settings", kind="mapping", spellings=("xla_fsdp_settings",),
+    SettingRow(name="xla.settings", kind="mapping", spellings=("xla_fsdp_settings",),
         about="Arguments of PyTorch/XLA's FSDP."),
 )  # fmt: skip
 
 _PARALLELISM_ROWS = (
-    Row(name="mesh.shard", kind="size", scope="parallelism", minimum=1, spellings=("dp_shard_size",),
+    SettingRow(name="mesh.shard", kind="size", scope="parallelism", minimum=1, spellings=("dp_shard_size",),
         about=_SHARD_SIZE),
-    Row(name="mesh.replicate", kind="size", scope="parallelism", minimum=1, spellings=("dp_replicate_size",),
+    SettingRow(name="mesh.replicate", kind="size", scope="parallelism", minimum=1, spellings=("dp_replicate_size",),
         about=_REPLICATE_SIZE),
-    *(Row(name=f"mesh.{axis}", kind="one", scope="parallelism", internal=True,
+    *(SettingRow(name=f"mesh.{axis}", kind="one", scope="parallelism", internal=True,
           spellings=(f"{axis}_size", f"{what.lower()}_parallel_size"),
           about=f"{what} parallel degree; only 1 is supported.")
       for axis, what in (("tp", "Tensor"), ("cp", "Context"), ("sp", "Sequence"), ("pp", "Pipeline"),
                          ("ep", "Expert"))),
-    *(Row(name=f"mesh.{key}", kind="any", scope="parallelism", internal=True, spellings=(key,), about="Ignored.",
+    *(SettingRow(name=f"mesh.{key}", kind="any", scope="parallelism", internal=True, spellings=(key,), about="Ignored.",
           ignored=f"has no effect: {key.partition('_')[0]}_size must be 1.", stock=_EMPTY)
       for key in ("cp_backend", "cp_comm_strategy", "cp_handler", "sp_backend", "sp_seq_length",
                   "sp_seq_length_is_variable", "sp_attn_implementation", "sp_handler", "tp_handler")),
 )  # fmt: skip
 
 
-def _launch(key: str, kind: Kind, about: str, **options: Any) -> Row:
+def _launch(key: str, kind: ValueKind, about: str, **options: Any) -> SettingRow:
     """Return the row of a key at the top level of Accelerate's file."""
-    return Row(name=f"launch.{key}", kind=kind, scope="launch", spellings=(key,), about=about, **options)
+    return SettingRow(name=f"launch.{key}", kind=kind, scope="launch", spellings=(key,), about=about, **options)
 
 
 _LAUNCH_ROWS = (
@@ -269,21 +269,22 @@ _LAUNCH_ROWS = (
             ignored="has no effect: only the launcher for TPUs calls a function of the script.", stock=("main",)),
     _launch("enable_cpu_affinity", "bool", "Pin each rank to the CPU cores of its NUMA node."),
     _launch("dynamo_config", "section", "Settings of torch.compile.", opens="dynamo"),
-    Row(name="launch.dynamo_config.backend", kind="choice", scope="dynamo", internal=True, spellings=("backend",),
-        choices=_DYNAMO_BACKENDS, prefixes=("DynamoBackend",), about="Backend of torch.compile."),
-    Row(name="launch.dynamo_config.mode", kind="choice", scope="dynamo", internal=True, spellings=("mode",),
+    SettingRow(name="launch.dynamo_config.backend", kind="choice", scope="dynamo", internal=True,
+        spellings=("backend",), choices=_DYNAMO_BACKENDS, prefixes=("DynamoBackend",),
+        about="Backend of torch.compile."),
+    SettingRow(name="launch.dynamo_config.mode", kind="choice", scope="dynamo", internal=True, spellings=("mode",),
         choices=_DYNAMO_MODES, about="Mode of torch.compile."),
-    *(Row(name=f"launch.dynamo_config.{key}", kind="bool", scope="dynamo", internal=True, spellings=(key,),
+    *(SettingRow(name=f"launch.dynamo_config.{key}", kind="bool", scope="dynamo", internal=True, spellings=(key,),
           about=f"Option {key} of torch.compile.")
       for key in ("use_fullgraph", "use_dynamic", "use_regional_compilation")),
     _launch("fp16", "flag", "Same as mixed_precision: fp16.", internal=True),
     _launch("fsdp_config", "section", "Section with the FSDP settings.", opens="fsdp", internal=True),
     _launch("parallelism_config", "section", "Section with the sizes of the device mesh.", opens="parallelism",
             internal=True),
-    *(Row(name=f"launch.extra.{key}", kind="any", scope="launch", internal=True, spellings=(key,),
+    *(SettingRow(name=f"launch.extra.{key}", kind="any", scope="launch", internal=True, spellings=(key,),
           about="Section of another engine: refused unless it is empty.")
       for key in ("deepspeed_config", "megatron_lm_config", "fp8_config")),
-    *(Row(name=f"launch.extra.{key}", kind="any", scope="launch", internal=True, spellings=(key,),
+    *(SettingRow(name=f"launch.extra.{key}", kind="any", scope="launch", internal=True, spellings=(key,),
           about="Ignored.", ignored=reason, stock=(*stock, *_EMPTY))
       for reason, stock, keys in (
           ("has no effect: hf-fsdp launch starts the ranks itself, without mpirun.", (), ("mpirun_config",)),
@@ -298,34 +299,35 @@ _LAUNCH_ROWS = (
 )  # fmt: skip
 
 _TRAINING_ROWS = (
-    Row(name="training.fsdp", kind="options", scope="training", internal=True, spellings=("fsdp",),
+    SettingRow(name="training.fsdp", kind="options", scope="training", internal=True, spellings=("fsdp",),
         about="Options: a strategy, auto_wrap, offload; or true."),
-    Row(name="training.fsdp_config", kind="section", opens="fsdp", scope="training", internal=True,
+    SettingRow(name="training.fsdp_config", kind="section", opens="fsdp", scope="training", internal=True,
         spellings=("fsdp_config",), about="Section with the FSDP settings."),
-    *(Row(name=f"training.{dtype}", kind="flag", scope="training", internal=True, spellings=(dtype,),
+    *(SettingRow(name=f"training.{dtype}", kind="flag", scope="training", internal=True, spellings=(dtype,),
           about=f"Same as mixed_precision: {dtype}.") for dtype in ("bf16", "fp16", "fp8")),
-    Row(name="launch.use_cpu", kind="bool", scope="training", spellings=("use_cpu", "no_cuda"),
+    SettingRow(name="launch.use_cpu", kind="bool", scope="training", spellings=("use_cpu", "no_cuda"),
         about="Run on CPU ranks."),
 )  # fmt: skip
 
 _DISTRIBUTED_ROWS = (
-    Row(name="mesh.shard", kind="size", scope="distributed", minimum=1, spellings=("fsdp_size",), about=_SHARD_SIZE),
-    Row(name="mesh.replicate", kind="size", scope="distributed", minimum=1, spellings=("dp_replicate_size",),
+    SettingRow(name="mesh.shard", kind="size", scope="distributed", minimum=1, spellings=("fsdp_size",),
+        about=_SHARD_SIZE),
+    SettingRow(name="mesh.replicate", kind="size", scope="distributed", minimum=1, spellings=("dp_replicate_size",),
         about=_REPLICATE_SIZE),
-    Row(name="offload.params", kind="bool", scope="distributed", spellings=("fsdp_cpu_offload",),
+    SettingRow(name="offload.params", kind="bool", scope="distributed", spellings=("fsdp_cpu_offload",),
         about="Offload parameters, gradients and optimizer state to CPU memory."),
-    Row(name="distributed.mixed_precision", kind="bool", scope="distributed", internal=True,
+    SettingRow(name="distributed.mixed_precision", kind="bool", scope="distributed", internal=True,
         spellings=("fsdp_mixed_precision",), about="If true: precision.param is bf16 and precision.reduce is fp32."),
-    *(Row(name=f"mesh.{axis}", kind="one", scope="distributed", internal=True, spellings=(f"{axis}_size",),
+    *(SettingRow(name=f"mesh.{axis}", kind="one", scope="distributed", internal=True, spellings=(f"{axis}_size",),
           about=f"{what} parallel degree; only 1 is supported.")
       for axis, what in (("tp", "Tensor"), ("pp", "Pipeline"), ("ep", "Expert"))),
-    *(Row(name=f"distributed.{key}", kind="any", scope="distributed", internal=True, spellings=(key,),
+    *(SettingRow(name=f"distributed.{key}", kind="any", scope="distributed", internal=True, spellings=(key,),
           about="Not a setting: reported with the reason if it is set.")
       for key in ("tp_plan", "ep_plan", "ep_implementation", "enable_expert_parallel", "enable_sequence_parallel",
                   "fsdp_plan")),
 )  # fmt: skip
 
-ROWS: tuple[Row, ...] = (*_FSDP_ROWS, *_PARALLELISM_ROWS, *_LAUNCH_ROWS, *_TRAINING_ROWS, *_DISTRIBUTED_ROWS)
+ROWS: tuple[SettingRow, ...] = (*_FSDP_ROWS, *_PARALLELISM_ROWS, *_LAUNCH_ROWS, *_TRAINING_ROWS, *_DISTRIBUTED_ROWS)
 
 TRAINING_FILE_MARKS = frozenset(
     {
@@ -408,8 +410,8 @@ def plain_key(key: str, scope: Scope) -> str:
     return plain.removeprefix(PREFIXES[scope])
 
 
-BY_NAME: Mapping[str, Row] = MappingProxyType({row.name: row for row in reversed(ROWS)})
-BY_KEY: Mapping[tuple[Scope, str], Row] = MappingProxyType(
+BY_NAME: Mapping[str, SettingRow] = MappingProxyType({row.name: row for row in reversed(ROWS)})
+BY_KEY: Mapping[tuple[Scope, str], SettingRow] = MappingProxyType(
     {(row.scope, spelling): row for row in ROWS for spelling in row.spellings}
 )
 
@@ -433,7 +435,7 @@ def canonical(name: str) -> str | None:
     return None if row is None or row.internal else name
 
 
-def find(key: str, scopes: Iterable[Scope]) -> Row | None:
+def find(key: str, scopes: Iterable[Scope]) -> SettingRow | None:
     """Return the row of a key in the first scope that has it, or of a canonical name; ``None`` if there is none."""
     for scope in scopes:
         if row := BY_KEY.get((scope, plain_key(key, scope))):

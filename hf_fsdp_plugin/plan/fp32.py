@@ -12,7 +12,7 @@ from hf_fsdp_plugin.plan.model import Backend, PrecisionPlan
 from hf_fsdp_plugin.plan.modules import ModuleTree, ParameterEntry, is_inside
 from hf_fsdp_plugin.plan.policy import matching_modules
 from hf_fsdp_plugin.plan.problem_collector import ProblemCollector
-from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.text import format_names, plural
 from hf_fsdp_plugin.torch_private.fsdp2_behavior import first_version_with_dtype_per_parameter, installed_behavior
 

@@ -13,7 +13,7 @@ from torch import nn
 from hf_fsdp_plugin.plan.modules import ModuleTree
 from hf_fsdp_plugin.plan.policy import class_names, no_split_classes
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.spec.model import ActivationSection, FsdpSpec, WrapSection
+from hf_fsdp_plugin.spec.fsdp_spec import ActivationSection, FsdpSpec, WrapSection
 from hf_fsdp_plugin.text import format_names
 
 

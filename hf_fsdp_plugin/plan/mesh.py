@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hf_fsdp_plugin.plan.model import MeshPlan
 from hf_fsdp_plugin.plan.problem_collector import ProblemCollector
-from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES, Strategy, strategy_of
 
 

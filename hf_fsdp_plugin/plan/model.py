@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 from hf_fsdp_plugin.plan.render import names_text, settings_text, units_text
 from hf_fsdp_plugin.plan.units import UnitPlan
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.spec.model import ActivationSection, FsdpSpec, PrefetchSection, StateDictKind, Version
+from hf_fsdp_plugin.spec.fsdp_spec import ActivationSection, FsdpSpec, PrefetchSection, StateDictKind, Version
 from hf_fsdp_plugin.text import format_count, plural
 
 Backend = Literal["fsdp1", "fsdp2"]

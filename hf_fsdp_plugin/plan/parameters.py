@@ -11,7 +11,7 @@ from hf_fsdp_plugin.plan.modules import ModuleTree, ParameterEntry
 from hf_fsdp_plugin.plan.problem_collector import ProblemCollector
 from hf_fsdp_plugin.plan.split import inseparable, kind_of
 from hf_fsdp_plugin.plan.units import UnitPlan
-from hf_fsdp_plugin.spec.model import Version
+from hf_fsdp_plugin.spec.fsdp_spec import Version
 from hf_fsdp_plugin.text import format_names, plural
 
 _COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

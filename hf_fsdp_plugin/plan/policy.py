@@ -10,7 +10,7 @@ from torch import nn
 
 from hf_fsdp_plugin.plan.modules import ModuleTree, parent_of
 from hf_fsdp_plugin.plan.problem_collector import ProblemCollector
-from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.spec.rules import check_pattern, check_size_threshold
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private.modules import CHECKPOINTED_ATTRIBUTE

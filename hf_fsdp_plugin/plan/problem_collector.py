@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 
 
 class ProblemCollector:

@@ -27,7 +27,7 @@ from hf_fsdp_plugin.plan.settings import check_activation, check_offload, resolv
 from hf_fsdp_plugin.plan.units import UnitPlan
 from hf_fsdp_plugin.plan.wrap import wrap_units
 from hf_fsdp_plugin.problems import SpecError, has_errors
-from hf_fsdp_plugin.spec.model import FsdpSpec, Version
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, Version
 from hf_fsdp_plugin.spec.rules import check_fsdp2_support
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from hf_fsdp_plugin.plan.model import PlannedDtype, PrecisionPlan
 from hf_fsdp_plugin.plan.problem_collector import ProblemCollector
-from hf_fsdp_plugin.spec.model import DtypeName, FsdpSpec, Version
+from hf_fsdp_plugin.spec.fsdp_spec import DtypeName, FsdpSpec, Version
 from hf_fsdp_plugin.strategies import STRATEGIES
 
 

@@ -16,7 +16,7 @@ from hf_fsdp_plugin.plan.problem_collector import ProblemCollector
 from hf_fsdp_plugin.plan.split import kind_of, modules_to_split_off
 from hf_fsdp_plugin.plan.units import UnitPlan, unit_plan
 from hf_fsdp_plugin.problems import has_errors
-from hf_fsdp_plugin.spec.model import FsdpSpec, Version
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, Version
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.text import format_names, plural
 

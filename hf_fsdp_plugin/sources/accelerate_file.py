@@ -1,21 +1,24 @@
-"""Reads the config: Accelerate's file, only its ``fsdp_config`` section, a training script's config file, or a dict."""
+"""Reads the config: Accelerate's file, only its ``fsdp_config`` section, a training script's config file, or a dict.
+
+A config of DeepSpeed is not a source of settings: it is refused, with the FSDP settings that have the same effect. It
+is a JSON file, or the ``deepspeed_config`` section of Accelerate's file, which has other keys.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, Final
 
 from hf_fsdp_plugin.problems import Origin, Problem
-from hf_fsdp_plugin.sources.collector import Collector, entry_of
-from hf_fsdp_plugin.sources.config_file import ConfigFile, ConfigFiles
-from hf_fsdp_plugin.sources.deepspeed import equivalent_settings, is_deepspeed
-from hf_fsdp_plugin.sources.model import Sources
-from hf_fsdp_plugin.sources.settings import SourceSettings, enables_fsdp
-from hf_fsdp_plugin.sources.tree import Entry, Node
-from hf_fsdp_plugin.sources.yaml_tree import ConfigFileError, dict_tree
-from hf_fsdp_plugin.vocabulary import TRAINING_FILE_MARKS, find, plain_key
+from hf_fsdp_plugin.sources.collector import FSDP_SCOPES, Collector, entry_of
+from hf_fsdp_plugin.sources.interface import ConfigFile, ConfigFiles, Sources, SourceSettings
+from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError, Node, parse_text
+from hf_fsdp_plugin.vocabulary import TRAINING_FILE_MARKS, Scope, find, plain_key
 
 SOURCE = "config"
+FsdpConfig = Mapping[str, Any] | str | Path | None
+"""A dict, the path of a JSON or YAML file, or JSON text."""
 
 
 def read(sources: Sources) -> SourceSettings | None:
@@ -23,17 +26,17 @@ def read(sources: Sources) -> SourceSettings | None:
     config = sources.config
     if config is None:
         return None
-    file = ConfigFile.at(SOURCE) if isinstance(config, Mapping) else config
+    file = config if isinstance(config, ConfigFile) else ConfigFile.at(SOURCE)
     try:
-        root = dict_tree(config, source=SOURCE) if isinstance(config, Mapping) else sources.files.tree(config)
+        root = sources.files.tree(config, source=SOURCE)
     except ConfigFileError as error:
         return SourceSettings(problems=(error.problem,), dialect="accelerate")
-    keys = {entry.key.strip().lower() for entry in root.value}
+    keys = _keys_of(root)
     out = Collector(file.shown)
     if keys & TRAINING_FILE_MARKS and "distributed_type" not in keys:
         _add_training_file(out, root, file, sources.files)
         return out.result("training_arguments")
-    _add_tree(out, root)
+    _add_config(out, root, is_whole=any(_is_top_level(key) for key in keys), scopes=("fsdp", "parallelism"))
     return out.result("accelerate")
 
 
@@ -47,7 +50,7 @@ def _add_training_file(out: Collector, root: Node, file: ConfigFile, files: Conf
     fsdp = next((entry for entry in root.value if plain_key(entry.key, "training") == "fsdp"), None)
     is_on = any(s.name == "launch.distributed_type" and s.value == "FSDP" for s in inner.settings)
     if not is_on and (fsdp is None or fsdp.value.is_empty) and any(entry.key == "base_model" for entry in root.value):
-        is_on = any(enables_fsdp(s.name, s.value, s.origin) for s in inner.settings)
+        is_on = any(setting.enables_fsdp for setting in inner.settings)
     if is_on:
         out.extend(inner)
         out.mentions_fsdp = True
@@ -57,18 +60,9 @@ def _add_training_file(out: Collector, root: Node, file: ConfigFile, files: Conf
     out.add("launch.distributed_type", fsdp or entry_of("", "NO"), value="NO", implied=True)
 
 
-def _add_tree(out: Collector, root: Node) -> None:
-    """Add Accelerate's file, or only its ``fsdp_config`` section."""
-    if _refuse_deepspeed(out, root):
-        return
-    keys = {entry.key.strip().lower() for entry in root.value}
-    if any(_is_top_level(key) for key in keys):
-        out.add_mapping(root.value, ("launch", "training"), misplaced=("fsdp", "parallelism"))
-    else:
-        out.add_mapping(root.value, ("fsdp", "parallelism"))
-
-
-def _without_path(entries: Iterable[Entry], out: Collector, file: ConfigFile, files: ConfigFiles) -> Iterator[Entry]:
+def _without_path(
+    entries: Iterable[ConfigEntry], out: Collector, file: ConfigFile, files: ConfigFiles
+) -> Iterator[ConfigEntry]:
     """Yield the entries. If ``fsdp_config`` is a path, add the contents of its file to `out` instead.
 
     The path is relative to the working directory, as in the script, or to the folder of `file` if only that file
@@ -81,38 +75,108 @@ def _without_path(entries: Iterable[Entry], out: Collector, file: ConfigFile, fi
         path = Path(entry.value.value)
         sibling = ConfigFile(path=file.path.parent / path, shown=str(Path(file.shown).parent / path))
         named = sibling if sibling.path.exists() and not path.exists() else ConfigFile.at(path)
-        inner = Collector(named.shown)
-        try:
-            add_fsdp_section(inner, files.tree(named))
-        except ConfigFileError as error:
-            inner.problems.append(error.problem)
-        out.extend(inner)
+        add_fsdp_config(out, named, files)
         out.mentions_fsdp = True
 
 
-def add_fsdp_section(out: Collector, root: Node) -> None:
-    """Add the content of an ``fsdp_config``, which may also be a whole file of Accelerate."""
-    if _refuse_deepspeed(out, root):
+def add_fsdp_config(out: Collector, config: FsdpConfig | ConfigFile, files: ConfigFiles) -> None:
+    """Add an ``fsdp_config``: the content of a section, or of a whole file of Accelerate."""
+    try:
+        root, source = _parse_fsdp_config(config, out.source, files)
+    except ConfigFileError as error:
+        out.problems.append(error.problem)
         return
-    keys = {entry.key.strip().lower() for entry in root.value}
-    if keys & {"fsdp_config", "distributed_type"}:
+    inner = Collector(source)
+    is_whole = not _keys_of(root).isdisjoint({"fsdp_config", "distributed_type"})
+    _add_config(inner, root, is_whole=is_whole, scopes=FSDP_SCOPES)
+    out.extend(inner)
+
+
+def read_fsdp_config(config: FsdpConfig) -> dict[str, Any]:
+    """Return the content of a valid ``fsdp_config``, without reading its settings."""
+    if not config:
+        return {}
+    content = config if isinstance(config, Mapping) else _parse_fsdp_config(config, "", ConfigFiles())[0].plain()
+    inner = content.get("fsdp_config")  # a whole file of Accelerate
+    return dict(inner if isinstance(inner, Mapping) else content)
+
+
+def _parse_fsdp_config(config: FsdpConfig | ConfigFile, source: str, files: ConfigFiles) -> tuple[Node, str]:
+    """Return the content and the name of its source."""
+    if isinstance(config, str | Path):
+        text = str(config).strip()
+        if text.startswith("{"):
+            return parse_text(text, source=f"{source} fsdp_config", is_json=True), f"{source} fsdp_config"
+        config = ConfigFile.at(config)
+    if isinstance(config, Mapping | ConfigFile):
+        return files.tree(config, source=source), config.shown if isinstance(config, ConfigFile) else source
+    message = f"fsdp_config is {entry_of('', config).value.shown}; expected a dict, a path or JSON text."
+    raise ConfigFileError("FSDP-E034", message, "Pass a dict.", source=source)
+
+
+def _add_config(out: Collector, root: Node, *, is_whole: bool, scopes: tuple[Scope, ...]) -> None:
+    """Add a whole file of Accelerate, or only a section, whose keys are in `scopes`. Refuse a config of DeepSpeed."""
+    if not _DEEPSPEED_KEYS.isdisjoint(_keys_of(root)):
+        settings = equivalent_settings(root.plain())
+        equivalent = f" The equivalent settings are {', '.join(settings)}." if settings else ""
+        message = f"this is a config of DeepSpeed, not of FSDP.{equivalent}"
+        fix = (
+            "Write a config with distributed_type: FSDP and an fsdp_config, or use accelerate launch to run DeepSpeed."
+        )
+        out.problems.append(Problem(code="FSDP-E060", message=message, fix=fix, origin=Origin(source=out.source)))
+    elif is_whole:
         out.add_mapping(root.value, ("launch", "training"), misplaced=("fsdp", "parallelism"))
     else:
-        out.add_mapping(root.value, ("fsdp", "precision", "parallelism"))
+        out.add_mapping(root.value, scopes)
 
 
-def _refuse_deepspeed(out: Collector, root: Node) -> bool:
-    """Report a config of DeepSpeed, with the equivalent settings. Return whether it is one."""
-    if not is_deepspeed(entry.key for entry in root.value):
-        return False
-    settings = equivalent_settings(root.plain())
-    equivalent = f" The equivalent settings are {', '.join(settings)}." if settings else ""
-    fix = "Write a config with distributed_type: FSDP and an fsdp_config, or use accelerate launch to run DeepSpeed."
-    message = f"this is a config of DeepSpeed, not of FSDP.{equivalent}"
-    out.problems.append(Problem(code="FSDP-E060", message=message, fix=fix, origin=Origin(source=out.source)))
-    return True
+def _keys_of(root: Node) -> set[str]:
+    return {entry.key.strip().lower() for entry in root.value}
 
 
 def _is_top_level(key: str) -> bool:
     row = find(key, ("launch",))
     return row is not None and row.scope == "launch" and plain_key(key, "launch") in row.spellings
+
+
+_DEEPSPEED_KEYS: Final = frozenset(
+    {
+        "zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer", "steps_per_print", "wall_clock_breakdown", "deepspeed_config_file", "zero_stage",
+        "zero3_init_flag", "zero3_save_16bit_model",
+    }
+)  # fmt: skip
+"""Keys that no config of FSDP has."""
+_STRATEGIES: Final[Mapping[str, str]] = {"0": "NO_SHARD", "1": "SHARD_GRAD_OP", "2": "SHARD_GRAD_OP", "3": "FULL_SHARD"}
+"""ZeRO stage -> FSDP strategy. FSDP has no strategy that shards the optimizer state only."""
+
+
+def equivalent_settings(config: Mapping[str, Any]) -> list[str]:
+    """Return the FSDP settings with the effect of a config of DeepSpeed, as lines of Accelerate's file."""
+    zero = _section(config, "zero_optimization")
+    settings = []
+    stage = str(zero.get("stage", config.get("zero_stage", ""))).strip()
+    if stage in _STRATEGIES:
+        settings.append(f"fsdp_sharding_strategy: {_STRATEGIES[stage]}")
+    offloads = ("offload_optimizer", "offload_param")
+    devices = [_section(zero, key).get("device") for key in offloads] + [
+        config.get(f"{key}_device") for key in offloads
+    ]
+    if any(str(device).strip().lower() in ("cpu", "nvme") for device in devices) or zero.get("cpu_offload") is True:
+        settings.append("fsdp_offload_params: true")
+    enabled = [dtype for dtype in ("bf16", "fp16") if _is_true(_section(config, dtype).get("enabled", False))]
+    settings += [f"mixed_precision: {dtype}" for dtype in enabled]
+    if zero.get("stage3_gather_16bit_weights_on_model_save") or _is_true(config.get("zero3_save_16bit_model")):
+        settings.append("fsdp_state_dict_type: FULL_STATE_DICT")
+    if isinstance(config.get("activation_checkpointing"), Mapping):
+        settings.append("fsdp_activation_checkpointing: true")
+    return settings
+
+
+def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    section = config.get(key)
+    return section if isinstance(section, Mapping) else {}
+
+
+def _is_true(value: Any) -> bool:
+    return value is True or str(value).strip().lower() == "true"

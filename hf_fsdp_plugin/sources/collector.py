@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from hf_fsdp_plugin.problems import Origin, Problem
-from hf_fsdp_plugin.sources.settings import Dialect, Setting, SourceSettings
-from hf_fsdp_plugin.sources.tree import Entries, Entry, ObjectText, from_python, shorten
+from hf_fsdp_plugin.sources.interface import Dialect, Setting, SourceSettings
+from hf_fsdp_plugin.sources.tree import ConfigEntry, Entries, ObjectText, from_python, one_line
 from hf_fsdp_plugin.spellings import (
     BLANKS,
     FALSE_WORDS,
@@ -26,8 +26,8 @@ from hf_fsdp_plugin.vocabulary import (
     MODES,
     STRATEGY_PREFIXES,
     UNSUPPORTED_KEYS,
-    Row,
     Scope,
+    SettingRow,
     canonical,
     find,
     plain_key,
@@ -96,7 +96,7 @@ class Collector:
         self.mentions_fsdp |= other.mentions_fsdp
 
     def add_mapping(
-        self, entries: Iterable[Entry], scopes: Sequence[Scope], *, misplaced: Sequence[Scope] = ()
+        self, entries: Iterable[ConfigEntry], scopes: Sequence[Scope], *, misplaced: Sequence[Scope] = ()
     ) -> None:
         """Add all keys of a mapping. A key that is valid only in a `misplaced` scope is added with a warning."""
         for entry in entries:
@@ -110,7 +110,7 @@ class Collector:
             else:
                 self._report_unknown(entry, (*scopes, *misplaced))
 
-    def add_training_file(self, entries: Iterable[Entry]) -> None:
+    def add_training_file(self, entries: Iterable[ConfigEntry]) -> None:
         """Add the FSDP and precision keys of a training script's own config file; ignore its other keys."""
         num_ignored = 0
         for entry in entries:
@@ -128,7 +128,7 @@ class Collector:
             message = f"this is the config of a training script; {num_ignored} keys without FSDP meaning are ignored."
             self.problems.append(Problem(code="FSDP-N028", message=message, origin=Origin(source=self.source)))
 
-    def add_entry(self, row: Row, entry: Entry) -> None:
+    def add_entry(self, row: SettingRow, entry: ConfigEntry) -> None:
         """Add one key. Null means that it is not set. Any other value without content (``""``, ``[]``) is an error."""
         if row.scope in FSDP_SCOPES or row.kind == "options":
             self.mentions_fsdp = True
@@ -154,12 +154,12 @@ class Collector:
                 self.mentions_fsdp = True
             self.add(row.name, entry)
 
-    def _report_ignored(self, row: Row, entry: Entry) -> None:
+    def _report_ignored(self, row: SettingRow, entry: ConfigEntry) -> None:
         value = entry.value.plain()
         if value not in row.stock:
             self.report("FSDP-W026", entry, f"'{entry.key}' {row.ignored}", "Remove it.")
 
-    def _has_value(self, row: Row, entry: Entry) -> bool:
+    def _has_value(self, row: SettingRow, entry: ConfigEntry) -> bool:
         """Whether an entry has a value. Record null, and report any other value without content."""
         raw = entry.value.value
         word = word_of(raw) if isinstance(raw, str) else None
@@ -181,21 +181,21 @@ class Collector:
         assert row is not None, f"the vocabulary has no key {key} in the scope {scope}"
         self.add_entry(row, entry_of(written or key, value, is_switch=is_switch))
 
-    def add(self, name: str, entry: Entry, *, value: object = ..., implied: bool = False) -> None:
+    def add(self, name: str, entry: ConfigEntry, *, value: object = ..., implied: bool = False) -> None:
         """Add a setting by its canonical name, with the value of the entry or with `value`."""
         raw = entry.value.plain() if value is ... else value
         self.settings.append(Setting(name=name, value=raw, origin=self._origin(entry), implied=implied))
 
-    def report(self, code: str, entry: Entry, message: str, fix: str = "", *, setting: str | None = None) -> None:
+    def report(self, code: str, entry: ConfigEntry, message: str, fix: str = "", *, setting: str | None = None) -> None:
         """Add a problem with the origin of an entry."""
         problem = Problem(code=code, message=message, fix=fix, setting=setting, origin=self._origin(entry))
         self.problems.append(problem)
 
-    def _origin(self, entry: Entry) -> Origin:
+    def _origin(self, entry: ConfigEntry) -> Origin:
         text = None if entry.is_switch else entry.value.text
         return Origin(source=self.source, line=entry.line, spelling=entry.key, text=text)
 
-    def _add_section(self, row: Row, entry: Entry) -> None:
+    def _add_section(self, row: SettingRow, entry: ConfigEntry) -> None:
         assert row.opens is not None
         if entry.value.value is None:  # an empty section
             return
@@ -206,7 +206,7 @@ class Collector:
         self.mentions_fsdp |= row.opens == "fsdp"
         self.add_mapping(entry.value.value, FSDP_SCOPES if row.opens == "fsdp" else (row.opens,))
 
-    def _add_options(self, entry: Entry) -> None:
+    def _add_options(self, entry: ConfigEntry) -> None:
         """Add the value of ``fsdp``: options separated by spaces or commas, a list of options, or a bool."""
         value = entry.value.value
         if isinstance(value, Entries):
@@ -245,18 +245,18 @@ class Collector:
             message = f"{entry.key} has more than one sharding strategy: {', '.join(strategies)}."
             self.report("FSDP-E023", entry, message, "Keep one of them.", setting="sharding.strategy")
 
-    def _report_option(self, entry: Entry, option: str) -> None:
+    def _report_option(self, entry: ConfigEntry, option: str) -> None:
         known = (*STRATEGIES, "auto_wrap", "offload")
         nearest = next(iter(difflib.get_close_matches(option, known, n=1)), "")
         self.report(
             "FSDP-E023",
             entry,
-            f"'{shorten(option)}' is not a valid fsdp option; expected {', '.join(known)}, true or false.",
+            f"'{one_line(option)}' is not a valid fsdp option; expected {', '.join(known)}, true or false.",
             f"Did you mean {nearest}?" if nearest else "Remove it.",
             setting="sharding.strategy",
         )
 
-    def _add_flag(self, row: Row, entry: Entry) -> None:
+    def _add_flag(self, row: SettingRow, entry: ConfigEntry) -> None:
         """Add ``bf16: true`` or ``fp16: true``. ``auto`` and ``full``, which axolotl accepts, also mean true."""
         word = word_of(entry.value.value)
         dtype = row.name.rpartition(".")[2]
@@ -271,7 +271,7 @@ class Collector:
             fix = f"Write {entry.key}: true, or remove the key."
             self.report("FSDP-E024", entry, message, fix, setting="launch.mixed_precision")
 
-    def _add_param_dtype(self, entry: Entry, mode: object) -> None:
+    def _add_param_dtype(self, entry: ConfigEntry, mode: object) -> None:
         """Add the parameter dtype that a mixed precision mode implies, if the mode is valid."""
         found = look_up(MODES, mode, MODE_PREFIXES)
         if found in ("bf16", "fp16"):
@@ -279,28 +279,28 @@ class Collector:
         elif found == "no":
             self.add("precision.param", entry, value="auto", implied=True)
 
-    def _warn_misplaced(self, row: Row, entry: Entry) -> None:
+    def _warn_misplaced(self, row: SettingRow, entry: ConfigEntry) -> None:
         section = "parallelism_config" if row.scope == "parallelism" else "fsdp_config"
         message = f"'{entry.key}' is at the top level, where stock accelerate launch rejects it."
         self.report("FSDP-W021", entry, message, f"Move it under {section}:.", setting=row.name)
 
-    def _report_unknown(self, entry: Entry, scopes: Sequence[Scope]) -> None:
+    def _report_unknown(self, entry: ConfigEntry, scopes: Sequence[Scope]) -> None:
         for scope in scopes:
             if unsupported := UNSUPPORTED_KEYS.get((scope, plain_key(entry.key, scope))):
                 self.report(unsupported.code, entry, f"'{entry.key}' {unsupported.why}", unsupported.fix)
                 return
         if entry.key.startswith("_"):
-            message = f"'{shorten(entry.key)}' begins with an underscore and is ignored as a comment."
+            message = f"'{one_line(entry.key)}' begins with an underscore and is ignored as a comment."
             self.report("FSDP-N027", entry, message)
             return
         nearest = suggest(entry.key, scopes)
         fix = f"Did you mean {nearest}?" if nearest else "Remove it, or see hf-fsdp schema for the list of keys."
-        self.report("FSDP-E020", entry, f"unknown key '{shorten(entry.key)}'.", fix)
+        self.report("FSDP-E020", entry, f"unknown key '{one_line(entry.key)}'.", fix)
 
 
-def entry_of(key: str, value: object, *, is_switch: bool = False) -> Entry:
+def entry_of(key: str, value: object, *, is_switch: bool = False) -> ConfigEntry:
     """Return an entry without a line, from a key and a Python value."""
-    return Entry(key=key, line=None, value=from_python(value), is_switch=is_switch)
+    return ConfigEntry(key=key, line=None, value=from_python(value), is_switch=is_switch)
 
 
 def _options(text: str) -> list[str]:

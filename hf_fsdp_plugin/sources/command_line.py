@@ -1,19 +1,21 @@
-"""Reads the command line: ``--fsdp``, ``--fsdp-config`` and the flags of ``accelerate launch``."""
+"""Reads the command line: ``--fsdp``, ``--fsdp-config``, the flags of ``accelerate launch``, and ``--set``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.collector import Collector, entry_of
-from hf_fsdp_plugin.sources.model import Sources
-from hf_fsdp_plugin.sources.settings import SourceSettings, enables_fsdp
+from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
 from hf_fsdp_plugin.sources.training_arguments import add_fsdp_arguments
-from hf_fsdp_plugin.sources.tree import Entry
+from hf_fsdp_plugin.sources.tree import ConfigEntry
 from hf_fsdp_plugin.spellings import lower
-from hf_fsdp_plugin.vocabulary import PREFIXES, Row, Scope, find, plain_key, suggest
+from hf_fsdp_plugin.vocabulary import BY_NAME, PREFIXES, Scope, SettingRow, find, plain_key, suggest
 
 SOURCE = "command line"
+OVERRIDES = "--set"
 SWITCHES = frozenset(
     {
         "quiet", "cpu", "multi_gpu", "tpu", "enable_cpu_affinity", "dynamo_use_fullgraph", "dynamo_use_dynamic",
@@ -43,11 +45,11 @@ RENAMED: Mapping[str, str] = {
         "backward_prefetch_policy", "state_dict_type",
     )
 }  # fmt: skip
-"""Flag of ``accelerate launch`` before version 0.14 -> its present name."""
+"""GivenFlag of ``accelerate launch`` before version 0.14 -> its present name."""
 
 
-class Flag(NamedTuple):
-    """One flag.
+class GivenFlag(NamedTuple):
+    """One flag of a command line.
 
     Attributes:
         written: the flag as written, without its value: ``--fsdp-offload-params``.
@@ -110,7 +112,7 @@ def split_launch(argv: Sequence[str]) -> LaunchLine:
     )
 
 
-def parse_flags(argv: Sequence[str]) -> Iterator[Flag]:
+def parse_flags(argv: Sequence[str]) -> Iterator[GivenFlag]:
     """Yield the flags of a command line; other words are skipped."""
     position = 0
     while position < len(argv):
@@ -127,7 +129,7 @@ def read(sources: Sources) -> SourceSettings | None:
     if not sources.command_line:
         return None
     flags, arguments = Collector(SOURCE), Collector(SOURCE)
-    given: dict[str, Flag] = {}
+    given: dict[str, GivenFlag] = {}
     for flag in parse_flags(sources.command_line):
         if flag.name in ("fsdp", "fsdp_config"):
             first = given.setdefault(flag.name, flag)
@@ -136,13 +138,12 @@ def read(sources: Sources) -> SourceSettings | None:
                 arguments.report("FSDP-E102", _entry(flag), message, "Keep one of them.")
         else:
             _add_flag(flags, flag)
-    fsdp: str | bool | None = given["fsdp"].value if "fsdp" in given else None
-    if "fsdp" in given and fsdp is None:
-        fsdp = True
+    value = given["fsdp"].value if "fsdp" in given else None
+    fsdp = True if "fsdp" in given and value is None else value
     fsdp_config = given["fsdp_config"].text if "fsdp_config" in given else None
     written = {name: flag.written for name, flag in given.items()}
     add_fsdp_arguments(arguments, fsdp, fsdp_config, sources.files, flags=written)
-    if fsdp is not None and not arguments.mentions_fsdp:
+    if "fsdp" in given and not arguments.mentions_fsdp:
         _deactivate(flags, arguments)
     from_arguments, from_flags = arguments.result("training_arguments"), flags.result("accelerate")
     return SourceSettings(
@@ -157,7 +158,7 @@ def _deactivate(flags: Collector, arguments: Collector) -> None:
     """Make flags such as ``--fsdp_min_num_params`` inactive, because ``--fsdp ""`` turns FSDP off."""
     if any(setting.name == "launch.distributed_type" for setting in flags.settings):
         return  # --use_fsdp
-    unused = [setting for setting in flags.settings if enables_fsdp(setting.name, setting.value, setting.origin)]
+    unused = [setting for setting in flags.settings if setting.enables_fsdp]
     before = arguments.inactive or SourceSettings()
     arguments.set_inactive((*before.settings, *unused), before.problems)
     flags.settings = [setting for setting in flags.settings if setting not in unused]
@@ -177,7 +178,7 @@ def machine_range(text: str) -> tuple[str, str] | None:
     return (low, high) if is_range else None
 
 
-def _parse_flag(argv: Sequence[str], position: int) -> Flag:
+def _parse_flag(argv: Sequence[str], position: int) -> GivenFlag:
     word = argv[position]
     written, equals, value = word.partition("=")
     name = flag_name(written) if written.startswith("--") else SHORT_FLAGS.get(written[1:], "")
@@ -190,10 +191,10 @@ def _parse_flag(argv: Sequence[str], position: int) -> Flag:
         or (name in OPTIONAL_VALUE and following.startswith("-"))
     )
     text = following if takes_next else value if equals else None
-    return Flag(written=written, name=name, value=text, num_words=2 if takes_next else 1)
+    return GivenFlag(written=written, name=name, value=text, num_words=2 if takes_next else 1)
 
 
-def _add_flag(out: Collector, flag: Flag) -> None:
+def _add_flag(out: Collector, flag: GivenFlag) -> None:
     if flag.name in LAUNCHER_FLAGS or flag.name == "set":
         return
     if flag.name in SWITCHES and flag.value is not None:
@@ -214,7 +215,7 @@ def _add_flag(out: Collector, flag: Flag) -> None:
         out.report("FSDP-E030", _entry(flag), f"unknown flag '{flag.written}'.", fix)
 
 
-def _entry(flag: Flag) -> Entry:
+def _entry(flag: GivenFlag) -> ConfigEntry:
     """Return the entry of a flag. A flag that needs no value is true without it."""
     if flag.value is not None:
         return entry_of(flag.written, flag.value)
@@ -226,10 +227,57 @@ def remedy_of_switch(written: str) -> str:
     return f"Write {written} alone to turn it on, or leave it out."
 
 
-def _row_of_flag(name: str) -> Row | None:
+def _row_of_flag(name: str) -> SettingRow | None:
     default: Scope = "training" if name in OPTIONAL_VALUE else "launch"
     scope = next((scope for scope, prefix in PREFIXES.items() if prefix and name.startswith(prefix)), default)
     row = find(name, (scope,))
     if row is None or row.opens is not None or plain_key(name, row.scope) not in row.spellings:
         return None
     return row
+
+
+_ALL_SCOPES: tuple[Scope, ...] = ("launch", "fsdp", "parallelism", "precision", "dynamo", "training")
+
+
+def read_overrides(sources: Sources) -> SourceSettings | None:
+    """Read ``sources.overrides`` and the ``--set`` flags of ``sources.command_line``; ``None`` if there are none."""
+    out = Collector(OVERRIDES, nulls=())
+    given = [sources.overrides] if isinstance(sources.overrides, str) else sources.overrides
+    pairs: list[tuple[str, Any]] = list(given.items() if isinstance(given, Mapping) else _split_pairs(given, out))
+    pairs += _split_pairs((flag.text for flag in parse_flags(sources.command_line) if flag.name == "set"), out)
+    if not pairs and not out.problems and sources.world_size is None:
+        return None
+    for name, value in pairs:
+        entry = entry_of(name, value)
+        row = BY_NAME.get(lower(name)) if "." in name else find(name, _ALL_SCOPES)
+        if row is not None and row.opens is not None and not entry.value.is_mapping:
+            fix = "Set one of its settings, such as sharding.strategy=shard_grad_op, or pass --fsdp_config with JSON."
+            out.report("FSDP-E032", entry, f"'{name}' is a section, not a setting.", fix)
+        elif row is None:
+            nearest = _nearest_name(name)
+            fix = f"Did you mean {nearest}?" if nearest else "hf-fsdp check --json lists the names."
+            out.report("FSDP-E032", entry, f"unknown setting '{name}'.", fix)
+        else:
+            out.add_entry(row, entry)
+    if sources.world_size is not None:
+        flag = Collector(SOURCE)
+        flag.add("launch.num_processes", entry_of("--world-size", sources.world_size))
+        out.extend(flag)
+    return out.result(None)
+
+
+def _split_pairs(texts: Iterable[Any], out: Collector) -> Iterable[tuple[str, str]]:
+    for text in texts:
+        name, equals, value = str(text).partition("=")
+        if equals and name.strip():
+            yield name.strip(), value
+        else:
+            message = f"'{text}' is not of the form NAME=VALUE."
+            fix = "Write, for example, --set sharding.strategy=shard_grad_op."
+            out.problems.append(Problem(code="FSDP-E031", message=message, fix=fix, origin=Origin(source=OVERRIDES)))
+
+
+def _nearest_name(name: str) -> str:
+    names = [row.name for row in BY_NAME.values() if not row.internal]
+    nearest = next(iter(difflib.get_close_matches(name.lower(), names, n=1)), "")
+    return nearest if "." in name else suggest(name, _ALL_SCOPES) or nearest

@@ -7,17 +7,14 @@ Transformers is not imported: the source is an object with ``to_dict``, a dict, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.sources.collector import Collector, entry_of
-from hf_fsdp_plugin.sources.config_file import ConfigFile
-from hf_fsdp_plugin.sources.model import Sources
-from hf_fsdp_plugin.sources.settings import SourceSettings
-from hf_fsdp_plugin.sources.tree import Entry
-from hf_fsdp_plugin.sources.yaml_tree import ConfigFileError, dict_tree
+from hf_fsdp_plugin.sources.interface import ConfigFile, Sources, SourceSettings
+from hf_fsdp_plugin.sources.tree import ConfigEntry, ConfigFileError
 from hf_fsdp_plugin.spellings import FALSE_WORDS, TRUE_WORDS, word_of
 from hf_fsdp_plugin.strategies import strategy_of
 from hf_fsdp_plugin.vocabulary import find, plain_key
@@ -55,14 +52,14 @@ def read(sources: Sources) -> SourceSettings | None:
         given = given.to_dict()
     out = Collector(given.shown if isinstance(given, ConfigFile) else SOURCE)
     try:
-        tree = sources.files.tree(given) if isinstance(given, ConfigFile) else dict_tree(given, source=SOURCE)
+        tree = sources.files.tree(given, source=SOURCE)
     except ConfigFileError as error:
         return SourceSettings(problems=(error.problem,))
     # A field that is null has its default, as in Transformers.
     entries = (entry for entry in tree.value if entry.value.value is not None)
     fields = {plain_key(entry.key, "distributed"): entry for entry in entries}
     _add_fields(out, fields)
-    sizes = {name: _size(fields, name) for name in _SIZES}
+    sizes = {name: _size_of(fields, name) for name in _SIZES}
     if sizes["fsdp_size"] == sizes["dp_replicate_size"] == 1:
         # from_pretrained does not shard the model, so these fields set nothing.
         message = "fsdp_size and dp_replicate_size are 1: from_pretrained does not shard the model."
@@ -72,8 +69,8 @@ def read(sources: Sources) -> SourceSettings | None:
     return out.result("training_arguments")
 
 
-def _add_fields(out: Collector, fields: Mapping[str, Entry]) -> None:
-    unknown: list[Entry] = []
+def _add_fields(out: Collector, fields: Mapping[str, ConfigEntry]) -> None:
+    unknown: list[ConfigEntry] = []
     for name, entry in fields.items():
         if name in _NO_EFFECT:
             if not entry.value.is_empty and word_of(entry.value.value) not in _DEFAULTS:
@@ -92,7 +89,7 @@ def _add_fields(out: Collector, fields: Mapping[str, Entry]) -> None:
     out.add_mapping(unknown, ("distributed",))
 
 
-def _add_precision(out: Collector, entry: Entry) -> None:
+def _add_precision(out: Collector, entry: ConfigEntry) -> None:
     """Add the dtypes of the policy that Transformers uses for ``fsdp_mixed_precision=True``."""
     word = word_of(entry.value.value)
     if word in TRUE_WORDS:
@@ -103,17 +100,13 @@ def _add_precision(out: Collector, entry: Entry) -> None:
         out.report("FSDP-E101", entry, message, f"Correct {entry.key}, or remove it.", setting="precision.param")
 
 
-def _add_consequences(out: Collector, fields: Mapping[str, Entry], sizes: Mapping[str, int | None]) -> None:
+def _add_consequences(out: Collector, fields: Mapping[str, ConfigEntry], sizes: Mapping[str, int | None]) -> None:
     """Add what follows from the fields, including the fields that are absent."""
     out.mentions_fsdp = True
-    absent: Iterable[tuple[str, str, Any]] = (
-        ("fsdp_size", "mesh.shard", 1),
-        ("dp_replicate_size", "mesh.replicate", 1),
-        ("fsdp_cpu_offload", "offload.params", False),
-    )
-    for name, setting, value in absent:
+    defaults = {**dict.fromkeys(_SIZES, 1), "fsdp_cpu_offload": False}
+    for name, value in defaults.items():
         if name not in fields or fields[name].value.is_empty:
-            out.add(setting, entry_of(name, value), implied=True)
+            out.add(_SIZES.get(name, "offload.params"), entry_of(name, value), implied=True)
     cause = fields.get("fsdp_size") or entry_of("fsdp_size", 1)
     out.add("launch.distributed_type", cause, value="FSDP", implied=True)
     out.add("fsdp.version", cause, value="2", implied=True)
@@ -124,7 +117,7 @@ def _add_consequences(out: Collector, fields: Mapping[str, Entry], sizes: Mappin
     out.add("sharding.strategy", cause, value=row.name, implied=True)
 
 
-def _size(fields: Mapping[str, Entry], name: str) -> int | None:
+def _size_of(fields: Mapping[str, ConfigEntry], name: str) -> int | None:
     """Return a size, which is 1 if it is absent; ``None`` if it is not a number, which the parser reports."""
     entry = fields.get(name)
     if entry is None or entry.value.is_empty:

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 from hf_fsdp_plugin.sources.collector import Collector, entry_of
 from hf_fsdp_plugin.sources.command_line import machine_range, parse_flags
-from hf_fsdp_plugin.sources.model import Sources
-from hf_fsdp_plugin.sources.settings import ENVIRONMENT, SourceSettings
+from hf_fsdp_plugin.sources.interface import ENVIRONMENT, Sources, SourceSettings
 from hf_fsdp_plugin.spellings import FALSE_WORDS, NULL_WORDS, TRUE_WORDS
 from hf_fsdp_plugin.vocabulary import Scope, find, suggest
 

@@ -1,13 +1,18 @@
-"""``Node``: a config as a tree with line numbers, from a file or from Python objects."""
+"""A config as a tree of nodes with line numbers: from YAML or JSON text, or from Python objects."""
 
 from __future__ import annotations
 
+import json
 import operator
+import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import yaml
+
+from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.spellings import BLANKS
 
 MAX_TEXT = 80
@@ -18,7 +23,7 @@ MAX_BITS = 2048
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class ConfigEntry:
     """A key of a mapping, with its 1-based line.
 
     Attributes:
@@ -75,19 +80,19 @@ class ObjectText(str):
     __slots__ = ()
 
 
-class Entries(tuple[Entry, ...]):
+class Entries(tuple[ConfigEntry, ...]):
     """The entries of a mapping, in their original order."""
 
     __slots__ = ()
 
 
-def shorten(text: str) -> str:
+def one_line(text: str) -> str:
     """Return the text as one line of at most ``MAX_TEXT`` characters."""
     line = " ".join(text.split())
     return line if len(line) <= MAX_TEXT else line[: MAX_TEXT - 1] + "…"
 
 
-def from_python(value: Any, *, line: int | None = None, depth: int = 0) -> Node:
+def from_python(value: Any, *, depth: int = 0) -> Node:
     """Return the tree of a Python object. Enums and classes become text, as in a file.
 
     Raises:
@@ -96,22 +101,26 @@ def from_python(value: Any, *, line: int | None = None, depth: int = 0) -> Node:
     if depth > MAX_DEPTH:
         raise ValueError(f"the object is nested more than {MAX_DEPTH} levels deep")
     if isinstance(value, Mapping):
-        entries = Entries(
-            Entry(key=_text(key), line=line, value=from_python(item, line=line, depth=depth + 1))
+        entries = [
+            ConfigEntry(key=_text(key), line=None, value=from_python(item, depth=depth + 1))
             for key, item in value.items()
-        )
-        return Node(value=entries, line=line, text=text_of_mapping(entries))
+        ]
+        return _mapping_node(entries)
     if isinstance(value, (list, tuple, Set)):
         items = sorted(value, key=_text) if isinstance(value, Set) else value
-        nodes = tuple(from_python(item, line=line, depth=depth + 1) for item in items)
-        return Node(value=nodes, line=line, text=shorten(", ".join(node.text for node in nodes)))
+        return _list_node([from_python(item, depth=depth + 1) for item in items])
     scalar = _scalar(value)
-    return Node(value=scalar, line=line, text=shorten(_text(scalar)))
+    return Node(value=scalar, text=one_line(_text(scalar)))
 
 
-def text_of_mapping(entries: Sequence[Entry]) -> str:
-    """Return the first entries as text, for messages."""
-    return shorten("{" + ", ".join(f"{entry.key}: {entry.value.text}" for entry in entries[:5]) + "}")
+def _mapping_node(entries: Sequence[ConfigEntry], line: int | None = None) -> Node:
+    """Return the node of a mapping. Messages show its first entries."""
+    first = ", ".join(f"{entry.key}: {entry.value.text}" for entry in entries[:5])
+    return Node(value=Entries(entries), line=line, text=one_line(f"{{{first}}}"))
+
+
+def _list_node(items: Sequence[Node], line: int | None = None) -> Node:
+    return Node(value=tuple(items), line=line, text=one_line(", ".join(item.text for item in items)))
 
 
 def _scalar(value: Any) -> Any:
@@ -134,3 +143,151 @@ def _text(value: Any) -> str:
         return str(value)
     except Exception:  # an integer of more digits than Python converts, or an object whose __str__ fails
         return f"a value of the type {type(value).__name__}"
+
+
+_TOO_DEEP = "the content is nested too deeply or too long for a config.", "Check that the path names a config."
+_EVENTS: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class ConfigFileError(ValueError):
+    """A config that cannot be parsed. ``problem`` contains the reason and the remedy."""
+
+    def __init__(self, code: str, message: str, fix: str, *, source: str, line: int | None = None) -> None:
+        self.problem = Problem(code=code, message=message, fix=fix, origin=Origin(source=source, line=line))
+        super().__init__(str(self.problem))
+
+
+def parse_text(text: str, *, source: str, is_json: bool = False) -> Node:
+    """Parse YAML or JSON whose top level is a mapping. Raises ``ConfigFileError``; its message names `source`."""
+    if is_json or text.lstrip().startswith("{"):
+        if is_json:
+            _check_json(text, source)
+        text = text.replace("\t", " ")  # JSON may be indented with tabs; YAML may not
+    root = _Composer(text, source).root()
+    if not root.is_mapping:
+        found = "a list" if isinstance(root.value, tuple) else "a single value"
+        message = f"the top level is {found}; expected 'key: value' lines."
+        fix = "Begin with keys such as distributed_type: FSDP."
+        raise ConfigFileError("FSDP-E009", message, fix, source=source, line=root.line)
+    return root
+
+
+def dict_tree(config: Mapping[str, Any], *, source: str) -> Node:
+    """Return the tree of a dict. Raises ``ConfigFileError`` if the dict contains itself."""
+    try:
+        return from_python(config)
+    except (ValueError, RecursionError):
+        message = "the dict contains itself or is nested too deeply."
+        raise ConfigFileError("FSDP-E014", message, "Pass a plain dict.", source=source) from None
+
+
+def _check_json(text: str, source: str) -> None:
+    if not text.strip():
+        return  # _Composer reports an empty file
+    try:
+        json.loads(text, parse_int=str)  # the parser of the value reports a number of too many digits
+    except json.JSONDecodeError as error:
+        message = f"invalid JSON: {error.msg}."
+        raise ConfigFileError("FSDP-E007", message, "Correct this line.", source=source, line=error.lineno) from None
+    except (RecursionError, ValueError):
+        raise ConfigFileError("FSDP-E012", *_TOO_DEEP, source=source) from None
+
+
+class _Composer:
+    """Builds a tree from YAML events. Rejects aliases, tags, duplicate keys, and excessive depth or size."""
+
+    def __init__(self, text: str, source: str) -> None:
+        self._text = text
+        self._source = source
+        self._num_nodes = 0
+        self._resolver = yaml.SafeLoader("")
+
+    def root(self) -> Node:
+        try:
+            events = yaml.parse(self._text, Loader=_EVENTS)
+            root: Node | None = None
+            for event in events:
+                if isinstance(event, yaml.DocumentStartEvent):
+                    if root is not None:
+                        raise self._error("FSDP-E010", "the file has two YAML documents ('---').", "Keep one.", event)
+                    root = self._node(next(events), events, depth=0)
+        except yaml.reader.ReaderError as error:
+            line = self._text.count("\n", 0, error.position) + 1
+            message, fix = "invalid YAML: a control character.", "Remove it."
+            raise ConfigFileError("FSDP-E006", message, fix, source=self._source, line=line) from None
+        except yaml.YAMLError as error:
+            raise self._syntax_error(error) from None
+        if root is None or (root.value is None and not root.text):
+            fix = "Write at least distributed_type: FSDP and an fsdp_config."
+            raise ConfigFileError("FSDP-E008", "the file is empty.", fix, source=self._source)
+        return root
+
+    def _node(self, event: Any, events: Any, depth: int) -> Node:
+        self._num_nodes += 1
+        if self._num_nodes > MAX_NODES or depth > MAX_DEPTH:
+            raise self._error("FSDP-E012", *_TOO_DEEP, event)
+        if isinstance(event, yaml.AliasEvent):
+            message = f"the YAML alias '*{event.anchor}' is not supported."
+            raise self._error("FSDP-E011", message, "Write the value instead.", event)
+        if event.tag is not None and event.tag not in _PLAIN_TAGS:
+            message = f"the YAML tag '{one_line(event.tag)}' is not supported."
+            raise self._error("FSDP-E011", message, "Write a plain value.", event)
+        line = _line(event)
+        if isinstance(event, yaml.ScalarEvent):
+            return Node(value=self._scalar(event), line=line, text=one_line(event.value))
+        if isinstance(event, yaml.SequenceStartEvent):
+            items = []
+            while not isinstance(item := next(events), yaml.SequenceEndEvent):
+                items.append(self._node(item, events, depth + 1))
+            return _list_node(items, line)
+        return self._mapping(events, line, depth)
+
+    def _mapping(self, events: Any, line: int, depth: int) -> Node:
+        entries: dict[str, ConfigEntry] = {}
+        while not isinstance(event := next(events), yaml.MappingEndEvent):
+            if not isinstance(event, yaml.ScalarEvent):
+                message = "invalid YAML: a key is a list or a mapping."
+                raise self._error("FSDP-E006", message, "Write 'key: value', and put braces in quotes.", event)
+            key, key_line = event.value, _line(event)
+            if key in entries:
+                message = f"the key '{one_line(key)}' occurs twice, here and in line {entries[key].line}."
+                raise self._error("FSDP-E013", message, "Keep one of them.", event)
+            entries[key] = ConfigEntry(key=key, line=key_line, value=self._node(next(events), events, depth + 1))
+        return _mapping_node(tuple(entries.values()), line)
+
+    def _scalar(self, event: Any) -> Any:
+        tag = event.tag or self._resolver.resolve(yaml.ScalarNode, event.value, event.implicit)
+        try:
+            value = self._resolver.construct_object(yaml.ScalarNode(tag, event.value), deep=True)
+        except (yaml.YAMLError, ValueError, ArithmeticError, LookupError):
+            return event.value  # for example 2024-99-99, which looks like a date
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and not _DECIMAL.fullmatch(event.value):
+            return event.value  # YAML 1.1 reads 010 as 8, 8:12 as 492 and 0x10 as 16
+        return value if value is None or isinstance(value, (bool, int, float, str)) else event.value
+
+    def _error(self, code: str, message: str, fix: str, event: Any) -> ConfigFileError:
+        return ConfigFileError(code, message, fix, source=self._source, line=_line(event))
+
+    def _syntax_error(self, error: yaml.YAMLError) -> ConfigFileError:
+        mark: Any = getattr(error, "problem_mark", None)
+        lines = self._text.splitlines()
+        # An unclosed bracket is reported after the last line.
+        line = max(1, min(mark.line + 1, len(lines))) if mark is not None else None
+        written = lines[line - 1] if line is not None and line <= len(lines) else ""
+        reason = getattr(error, "problem", None) or "the text cannot be parsed"
+        if "nesting depth" in reason:  # PyYAML 6.0.4 limits the depth itself
+            return ConfigFileError("FSDP-E012", *_TOO_DEEP, source=self._source, line=line)
+        message, fix = f"invalid YAML: {reason}.", "Correct this line."
+        if "\t" in written:
+            message, fix = "invalid YAML: the line contains a tab.", "Indent with spaces."
+        return ConfigFileError("FSDP-E006", message, fix, source=self._source, line=line)
+
+
+def _line(event: Any) -> int:
+    return int(event.start_mark.line) + 1
+
+
+_DECIMAL = re.compile(r"[-+]?(?:0|[1-9]\d*)(?:\.\d+)?(?:e[-+]?\d+)?|[-+]?\.inf|\.nan", re.ASCII | re.IGNORECASE)
+_PLAIN_TAGS = frozenset(
+    {"!", *(f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map"))}
+)

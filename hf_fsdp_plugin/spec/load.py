@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.problems import Problem, SpecError, has_errors
-from hf_fsdp_plugin.sources import accelerate_file, command_line, environment, plugin_object, training_arguments
+from hf_fsdp_plugin.sources import accelerate_file, environment, training_arguments
 from hf_fsdp_plugin.sources import distributed_config as distributed_config_source
-from hf_fsdp_plugin.sources import parallelism_config as parallelism_config_source
-from hf_fsdp_plugin.sources.accelerate_launch import locate_config
-from hf_fsdp_plugin.sources.arguments import check_arguments
-from hf_fsdp_plugin.sources.config_file import ConfigFile
-from hf_fsdp_plugin.sources.model import Sources, config_of
-from hf_fsdp_plugin.sources.settings import Setting, SourceSettings
-from hf_fsdp_plugin.sources.training_arguments import FsdpConfig, FsdpOptions
-from hf_fsdp_plugin.spec.model import VERSION_DEFAULTS, FsdpSpec
-from hf_fsdp_plugin.spec.parse import build, defaults_of, dialect_of, parse_settings
-from hf_fsdp_plugin.spec.precedence import about, merge, read_all
+from hf_fsdp_plugin.sources.accelerate_file import FsdpConfig
+from hf_fsdp_plugin.sources.accelerate_objects import read_plugin
+from hf_fsdp_plugin.sources.interface import ConfigFile, Setting, Sources, SourceSettings, check_arguments, config_of
+from hf_fsdp_plugin.sources.launchers import locate_config
+from hf_fsdp_plugin.sources.training_arguments import FsdpOptions
+from hf_fsdp_plugin.spec.derive import derive_spec
+from hf_fsdp_plugin.spec.fsdp_spec import VERSION_DEFAULTS, FsdpSpec, defaults_of
+from hf_fsdp_plugin.spec.precedence import merge_levels, read_all
 from hf_fsdp_plugin.spec.rules import check_rules
+from hf_fsdp_plugin.spec.values import parse_settings
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.vocabulary import canonical
 
@@ -97,6 +96,19 @@ def load_spec(
     return assess(sources).checked_spec()
 
 
+def assess(sources: Sources) -> Assessment:
+    """Read every source, apply the precedence, and check the result."""
+    if wrong := check_arguments(sources):
+        return Assessment(spec=FsdpSpec(), problems=wrong)
+    sources = locate_config(sources)
+    levels = [parse_settings(source) for source in read_all(sources)]
+    effective, overridden = merge_levels(levels)
+    dialect = next((level.dialect for level in levels if level.dialect is not None), None)
+    spec, derived = derive_spec(effective, defaults_of(dialect))
+    read = [*sources.problems, *(problem for level in levels for problem in level.problems)]
+    return _check(spec, read, [*_not_set(levels, spec), *overridden, *_ambiguous_version(levels, spec), *derived])
+
+
 def with_distributed_config(spec: FsdpSpec, config: Any) -> FsdpSpec:
     """Return ``spec`` with the settings of a ``DistributedConfig``, as if it had been one of the sources.
 
@@ -114,22 +126,16 @@ def with_distributed_config(spec: FsdpSpec, config: Any) -> FsdpSpec:
     if read is None:
         return spec
     level = parse_settings(read)
-    now = {name: Setting(name=name, value=value, origin=origin) for name, value, origin in spec.settings()}
+    now = {name: (value, origin) for name, value, origin in spec.settings()}
     # The sizes of other axes are checked, but are not in the spec. A second call changes nothing.
-    new = [
-        s for s in level.settings if s.name in now and (now[s.name].value, now[s.name].origin) != (s.value, s.origin)
-    ]
-    before = SourceSettings(settings=tuple(setting for name, setting in now.items() if spec.asked(name)))
-    _, overridden = merge([replace(level, settings=tuple(new)), before])
+    new = tuple(s for s in level.settings if s.name in now and now[s.name] != (s.value, s.origin))
+    _, overridden = merge_levels([replace(level, settings=new), _given_settings(spec)])
     values = {setting.name: setting.value for setting in new}
     if values.get("fsdp.version", spec.fsdp.version) != spec.fsdp.version:
         defaults = VERSION_DEFAULTS[values["fsdp.version"]]
         values |= {name: value for name, value in defaults.items() if not spec.asked(name)}
     changed = spec.with_values(values, {setting.name: setting.origin for setting in new})
-    problems = [*spec.problems, *level.problems, *overridden]
-    unique = tuple(dict.fromkeys([*problems, *_check(changed, problems)]))
-    changed = replace(changed, problems=tuple(problem for problem in unique if problem.severity != "error"))
-    return Assessment(spec=changed, problems=unique).checked_spec()
+    return _check(changed, [*spec.problems, *level.problems, *overridden]).checked_spec()
 
 
 def with_plugin_object(spec: FsdpSpec, fields: Mapping[str, Any]) -> FsdpSpec:
@@ -142,44 +148,26 @@ def with_plugin_object(spec: FsdpSpec, fields: Mapping[str, Any]) -> FsdpSpec:
     Raises:
         SpecError: a value is invalid or not supported, or conflicts with other settings.
     """
-    read = plugin_object.read(Sources(plugin_object=fields, environ={}))
+    read = read_plugin(Sources(plugin_object=fields, environ={}))
     assert read is not None, "fields are given"
-    level = parse_settings(read)
-    asked = [s for s in level.settings if s.name != "launch.distributed_type"]
+    level = parse_settings(replace(read, level=training_arguments.SOURCE))
     reshard = STRATEGIES[spec.sharding.strategy].counterpart
-    new = [
+    new = tuple(
         replace(s, name="sharding.strategy", value=reshard(reshard=s.value).name) if s.name == "sharding.reshard" else s
-        for s in asked
-    ]
-    now = [
-        Setting(name=name, value=value, origin=origin) for name, value, origin in spec.settings() if spec.asked(name)
-    ]
-    effective, overridden = merge([_at(training_arguments.SOURCE, new), _at(accelerate_file.SOURCE, now)])
-    changed, derived = build(effective, {"fsdp.version": spec.fsdp.version, "wrap.policy": spec.wrap.policy})
-    problems = [*spec.problems, *level.problems, *overridden, *derived]
-    unique = tuple(dict.fromkeys([*problems, *_check(changed, problems)]))
-    changed = replace(changed, problems=tuple(problem for problem in unique if problem.severity != "error"))
-    return Assessment(spec=changed, problems=unique).checked_spec()
+        for s in level.settings
+        if s.name != "launch.distributed_type"
+    )
+    before = _given_settings(spec, level=accelerate_file.SOURCE)
+    effective, overridden = merge_levels([replace(level, settings=new), before])
+    changed, derived = derive_spec(effective, {"fsdp.version": spec.fsdp.version, "wrap.policy": spec.wrap.policy})
+    return _check(changed, [*spec.problems, *level.problems, *overridden, *derived]).checked_spec()
 
 
-def _at(level: str, settings: Iterable[Setting]) -> SourceSettings:
-    return SourceSettings(settings=tuple(replace(setting, level=level) for setting in settings), level=level)
-
-
-def assess(sources: Sources) -> Assessment:
-    """Read every source, apply the precedence, and check the result."""
-    if wrong := check_arguments(sources):
-        return Assessment(spec=FsdpSpec(), problems=wrong)
-    sources = locate_config(sources)
-    levels = [parse_settings(level) for level in _resolve_activity(read_all(sources))]
-    problems = [*sources.problems, *(problem for level in levels for problem in level.problems)]
-    effective, overridden = merge(levels)
-    spec, derived = build(effective, defaults_of(dialect_of(levels)))
-    not_set = _not_set(levels, spec)
-    found = [*problems, *not_set, *overridden, *_ambiguous_version(levels, spec), *derived, *_check(spec, problems)]
-    unique = tuple(dict.fromkeys(found))
-    spec = replace(spec, problems=tuple(problem for problem in unique if problem.severity != "error"))
-    return Assessment(spec=spec, problems=unique)
+def _given_settings(spec: FsdpSpec, *, level: str = "") -> SourceSettings:
+    """Return the settings of a spec that a source has set, as one source."""
+    given = (setting for setting in spec.settings() if spec.asked(setting[0]))
+    settings = tuple(Setting(name=name, value=value, origin=origin, level=level) for name, value, origin in given)
+    return SourceSettings(settings=settings, level=level)
 
 
 def _not_set(levels: Sequence[SourceSettings], spec: FsdpSpec) -> Iterator[Problem]:
@@ -191,11 +179,11 @@ def _not_set(levels: Sequence[SourceSettings], spec: FsdpSpec) -> Iterator[Probl
         if name is not None and spec.asked(name):
             message += f" {spec.origin(name)} is used."
         elif name is not None:
-            message += f" The default is used: {_format(spec.get(name))}."
-        yield about(setting, "FSDP-N051", message)
+            message += f" The default is used: {_text_of_default(spec.get(name))}."
+        yield setting.problem("FSDP-N051", message)
 
 
-def _format(value: Any) -> str:
+def _text_of_default(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return str(value) if value or value == 0 else "none"
@@ -223,73 +211,15 @@ CHECKED_WITH: Mapping[str | None, str] = {
 """Setting of a problem -> the setting whose value the rule compares it with."""
 
 
-def _check(spec: FsdpSpec, read_problems: list[Problem]) -> Iterator[Problem]:
-    """Yield the problems that the rules find, except problems of values that could not be read."""
-    unread = {problem.setting for problem in read_problems if problem.severity == "error"}
-    for problem in check_rules(spec):
-        if CHECKED_WITH.get(problem.setting, "") in unread:
-            continue
-        if problem.severity != "note" or not has_errors(read_problems):
-            yield problem
-
-
-def _resolve_activity(levels: Sequence[SourceSettings]) -> Sequence[SourceSettings]:
-    """Apply or discard what depends on whether any source enables FSDP.
-
-    If one does, ``inactive`` settings apply, and ``fsdp=False`` does not, because it is also the Trainer's default. If
-    none does, ``inactive`` settings are reported and not used.
-    """
-    if any(level.enables_fsdp for level in levels):
-        return [_activate(level if level.dialect is not None else _without_implied_off(level)) for level in levels]
-    return [_discard_inactive(level) for level in levels]
-
-
-def _activate(level: SourceSettings) -> SourceSettings:
-    inactive = level.inactive
-    if inactive is None:
-        return level
-    settings = (replace(setting, level=level.level) for setting in inactive.settings)
-    return replace(
-        level,
-        settings=(*level.settings, *settings),
-        not_set=(*level.not_set, *inactive.not_set),
-        problems=(*level.problems, *inactive.problems),
-        inactive=None,
-    )
-
-
-def _discard_inactive(level: SourceSettings) -> SourceSettings:
-    if level.inactive is None:
-        return level
-    unused = [s for s in level.inactive.settings if _is_only_for_fsdp(s)]
-    origins = [*(s.origin for s in unused), *(problem.origin for problem in level.inactive.problems)]
-    # Accelerate itself uses a ParallelismConfig in a run without FSDP.
-    if not origins or (origins[0] is not None and origins[0].source == parallelism_config_source.SOURCE):
-        return replace(level, inactive=None)
-    keys = ", ".join(dict.fromkeys(s.origin.spelling for s in unused)) or "fsdp_config"
-    message = f"FSDP settings without fsdp do not enable FSDP and are not used: {keys}."
-    fix = "Set fsdp=True to shard the model, or remove these settings."
-    problem = Problem(code="FSDP-W033", message=message, fix=fix, origin=origins[0])
-    return replace(level, problems=(*level.problems, problem), inactive=None)
-
-
-def _is_only_for_fsdp(setting: Setting) -> bool:
-    """Whether a setting has no effect on a run without FSDP, unlike ``bf16`` or ``gradient_checkpointing``."""
-    return not (setting.implied or setting.name.startswith("launch.") or setting.name == "activation.trainer")
-
-
-def _without_implied_off(level: SourceSettings) -> SourceSettings:
-    """Remove ``fsdp=False``. A flag of the command line is not a default, so it is reported."""
-    off = [s for s in level.settings if s.implied and (s.name, s.value) == ("launch.distributed_type", "NO")]
-    ignored = [
-        about(
-            setting,
-            "FSDP-W164",
-            f"{setting.written} does not turn FSDP off, because another source enables it.",
-            "Set distributed_type: NO in the config.",
-        )
-        for setting in off
-        if level.level == command_line.SOURCE
+def _check(spec: FsdpSpec, read: Sequence[Problem], others: Sequence[Problem] = ()) -> Assessment:
+    """Return the spec with all problems: `read`, `others`, and what the rules find in values that could be read."""
+    unread = {problem.setting for problem in read if problem.severity == "error"}
+    found = [
+        problem
+        for problem in check_rules(spec)
+        if CHECKED_WITH.get(problem.setting, "") not in unread
+        if problem.severity != "note" or not has_errors(read)
     ]
-    settings = tuple(setting for setting in level.settings if setting not in off)
-    return replace(level, settings=settings, problems=(*level.problems, *ignored))
+    problems = tuple(dict.fromkeys([*read, *others, *found]))
+    spec = replace(spec, problems=tuple(problem for problem in problems if problem.severity != "error"))
+    return Assessment(spec=spec, problems=problems)

@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.sources import (
-    accelerate_file,
-    command_line,
-    distributed_config,
-    environment,
-    overrides,
-    parallelism_config,
-    plugin_object,
-    training_arguments,
-)
-from hf_fsdp_plugin.sources.model import Sources
-from hf_fsdp_plugin.sources.settings import Setting, SourceSettings
-from hf_fsdp_plugin.vocabulary import canonical
-
-Reader = Callable[[Sources], SourceSettings | None]
+from hf_fsdp_plugin.sources import accelerate_file, command_line, distributed_config, environment, training_arguments
+from hf_fsdp_plugin.sources.accelerate_objects import PARALLELISM, read_parallelism_config, read_plugin
+from hf_fsdp_plugin.sources.interface import Reader, Setting, Sources, SourceSettings
 
 PRECEDENCE: Final[tuple[tuple[str, Reader], ...]] = (
     (distributed_config.SOURCE, distributed_config.read),
-    (overrides.SOURCE, overrides.read),
+    (command_line.OVERRIDES, command_line.read_overrides),
     (command_line.SOURCE, command_line.read),
     (training_arguments.SOURCE, training_arguments.read),
-    (training_arguments.SOURCE, plugin_object.read),
-    (training_arguments.SOURCE, parallelism_config.read),
+    (training_arguments.SOURCE, read_plugin),
+    (training_arguments.SOURCE, read_parallelism_config),
     (environment.TORCHRUN, environment.read_torchrun),
     (accelerate_file.SOURCE, accelerate_file.read),
     (environment.SOURCE, environment.read),
@@ -47,7 +35,7 @@ A cluster sets the variables of torchrun for each job, so they override a file, 
 """
 
 _LEVELS: Final = tuple(dict.fromkeys(level for level, _ in PRECEDENCE))
-FLAGS: Final = frozenset({overrides.SOURCE, command_line.SOURCE, environment.TORCHRUN})
+FLAGS: Final = frozenset({command_line.OVERRIDES, command_line.SOURCE, environment.TORCHRUN})
 FILES: Final = frozenset({accelerate_file.SOURCE, environment.SOURCE, environment.TORCHRUN})
 """Flags are given for one run, and usually override the file and the environment of many runs on purpose."""
 
@@ -57,16 +45,63 @@ COMPLEMENTARY = frozenset({"launch.distributed_type"})
 """Settings that several sources may set differently: ``fsdp=`` in a script turns FSDP on under any launcher."""
 
 
-def read_all(sources: Sources) -> tuple[SourceSettings, ...]:
-    """Read all sources that are given, highest precedence first."""
-    return tuple(
-        replace(read, level=level, settings=tuple(replace(setting, level=level) for setting in read.settings))
-        for level, reader in PRECEDENCE
-        if (read := reader(sources)) is not None
+def read_all(sources: Sources) -> list[SourceSettings]:
+    """Read all sources that are given, highest precedence first. Inactive settings are applied or discarded.
+
+    If any source enables FSDP, ``inactive`` settings apply, and ``fsdp=False`` does not, because it is also the
+    Trainer's default. If none does, ``inactive`` settings are reported and not used.
+    """
+    read = [replace(settings, level=level) for level, reader in PRECEDENCE if (settings := reader(sources)) is not None]
+    if any(setting.enables_fsdp for source in read for setting in source.settings):
+        return [_activate(source if source.dialect is not None else _without_implied_off(source)) for source in read]
+    return [_discard_inactive(source) for source in read]
+
+
+def _activate(source: SourceSettings) -> SourceSettings:
+    inactive = source.inactive
+    if inactive is None:
+        return source
+    return replace(
+        source,
+        settings=(*source.settings, *inactive.settings),
+        not_set=(*source.not_set, *inactive.not_set),
+        problems=(*source.problems, *inactive.problems),
+        inactive=None,
     )
 
 
-def merge(levels: Iterable[SourceSettings]) -> tuple[dict[str, Setting], tuple[Problem, ...]]:
+def _discard_inactive(source: SourceSettings) -> SourceSettings:
+    if source.inactive is None:
+        return source
+    unused = [setting for setting in source.inactive.settings if _is_only_for_fsdp(setting)]
+    origins = [*(setting.origin for setting in unused), *(problem.origin for problem in source.inactive.problems)]
+    # Accelerate itself uses a ParallelismConfig in a run without FSDP.
+    if not origins or (origins[0] is not None and origins[0].source == PARALLELISM):
+        return replace(source, inactive=None)
+    keys = ", ".join(dict.fromkeys(setting.origin.spelling for setting in unused)) or "fsdp_config"
+    message = f"FSDP settings without fsdp do not enable FSDP and are not used: {keys}."
+    fix = "Set fsdp=True to shard the model, or remove these settings."
+    problem = Problem(code="FSDP-W033", message=message, fix=fix, origin=origins[0])
+    return replace(source, problems=(*source.problems, problem), inactive=None)
+
+
+def _is_only_for_fsdp(setting: Setting) -> bool:
+    """Whether a setting has no effect on a run without FSDP, unlike ``bf16`` or ``gradient_checkpointing``."""
+    return not (setting.implied or setting.name.startswith("launch.") or setting.name == "activation.trainer")
+
+
+def _without_implied_off(source: SourceSettings) -> SourceSettings:
+    """Remove ``fsdp=False``. A flag of the command line is not a default, so it is reported."""
+    off = [s for s in source.settings if s.implied and (s.name, s.value) == ("launch.distributed_type", "NO")]
+    problems = list(source.problems)
+    for setting in off if source.level == command_line.SOURCE else ():
+        message = f"{setting.written} does not turn FSDP off, because another source enables it."
+        problems.append(setting.problem("FSDP-W164", message, "Set distributed_type: NO in the config."))
+    settings = tuple(setting for setting in source.settings if setting not in off)
+    return replace(source, settings=settings, problems=tuple(problems))
+
+
+def merge_levels(levels: Iterable[SourceSettings]) -> tuple[dict[str, Setting], tuple[Problem, ...]]:
     """Return the effective setting of every name, and a note or a warning for each overridden setting.
 
     The values must be typed, because they are compared: ``FULL_SHARD`` and ``1`` are equal.
@@ -82,7 +117,7 @@ def merge(levels: Iterable[SourceSettings]) -> tuple[dict[str, Setting], tuple[P
                 continue
             if _script_enables_fsdp(setting, effective[name]):
                 setting, effective[name] = effective[name], setting
-            problems.append(overridden(setting, effective[name]))
+            problems.append(override_problem(setting, effective[name]))
     return effective, tuple(problems)
 
 
@@ -95,9 +130,9 @@ def _merge_level(level: SourceSettings) -> tuple[dict[str, Setting], list[Proble
         if first is setting or setting.implied or first.origin == setting.origin:
             continue
         if first.value == setting.value:
-            problems.append(_repeated(setting, first))
+            problems.append(_repetition_problem(setting, first))
         else:
-            problems.append(conflict(setting, first))
+            problems.append(conflict_problem(setting, first))
     return settings, problems
 
 
@@ -112,37 +147,32 @@ def _script_enables_fsdp(setting: Setting, effective: Setting) -> bool:
     return is_fsdp and effective.level == command_line.SOURCE and effective.value not in OTHER_ENGINES
 
 
-def overridden(setting: Setting, effective: Setting) -> Problem:
+def override_problem(setting: Setting, effective: Setting) -> Problem:
     """Return the note or warning that `effective` overrides `setting`."""
     if setting.value == effective.value:
-        return _repeated(setting, effective)
+        return _repetition_problem(setting, effective)
     by_flag = setting.level in FILES and effective.level in FLAGS
     if setting.name in COMPLEMENTARY and (setting.value in OTHER_ENGINES or not by_flag):
-        return _other_engine(setting, effective)
+        return _engine_problem(setting, effective)
     message = f"{setting.written} is overridden by {effective.origin}."
     if by_flag or (setting.implied and effective.implied):
-        return about(setting, "FSDP-N105", message)
-    return about(setting, "FSDP-W103", message, "Set it in one place.")
+        return setting.problem("FSDP-N105", message)
+    return setting.problem("FSDP-W103", message, "Set it in one place.")
 
 
-def _other_engine(setting: Setting, effective: Setting) -> Problem:
+def _engine_problem(setting: Setting, effective: Setting) -> Problem:
     """Return the problem that two sources select different kinds of parallelism."""
     if setting.value in OTHER_ENGINES:
         message = f"{setting.written} selects {OTHER_ENGINES[setting.value]}, and {effective.origin} enables FSDP."
-        return about(setting, "FSDP-E120", message, "Keep one of them.")
+        return setting.problem("FSDP-E120", message, "Keep one of them.")
     message = f"{setting.written} is overridden by {effective.origin}, which selects {effective.value}."
-    return about(setting, "FSDP-W160", message, f"Set distributed_type: {effective.value} in the config.")
+    return setting.problem("FSDP-W160", message, f"Set distributed_type: {effective.value} in the config.")
 
 
-def conflict(setting: Setting, first: Setting) -> Problem:
+def conflict_problem(setting: Setting, first: Setting) -> Problem:
     """Return the error that one source sets a setting to two values."""
-    return about(setting, "FSDP-E102", f"{setting.written} conflicts with {first.origin}.", "Keep one of them.")
+    return setting.problem("FSDP-E102", f"{setting.written} conflicts with {first.origin}.", "Keep one of them.")
 
 
-def about(setting: Setting, code: str, message: str, fix: str = "") -> Problem:
-    """Return a problem of one setting, with its origin."""
-    return Problem(code=code, message=message, fix=fix, setting=canonical(setting.name), origin=setting.origin)
-
-
-def _repeated(setting: Setting, first: Setting) -> Problem:
-    return about(setting, "FSDP-N104", f"{setting.written} repeats {first.origin}.")
+def _repetition_problem(setting: Setting, first: Setting) -> Problem:
+    return setting.problem("FSDP-N104", f"{setting.written} repeats {first.origin}.")

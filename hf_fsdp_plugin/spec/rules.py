@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from hf_fsdp_plugin.problems import Problem
-from hf_fsdp_plugin.sources.deepspeed import equivalent_settings
-from hf_fsdp_plugin.sources.settings import enables_fsdp
-from hf_fsdp_plugin.spec.model import DIALECT_DEFAULTS, FsdpSpec
+from hf_fsdp_plugin.sources.accelerate_file import equivalent_settings
+from hf_fsdp_plugin.sources.interface import enables_fsdp
+from hf_fsdp_plugin.spec.fsdp_spec import DIALECT_DEFAULTS, FsdpSpec
 from hf_fsdp_plugin.spec.precedence import OTHER_ENGINES
 from hf_fsdp_plugin.spec.values import is_class_name
 from hf_fsdp_plugin.strategies import STRATEGIES
@@ -22,11 +22,6 @@ FSDP_SECTIONS = frozenset(
 )
 
 
-def about(spec: FsdpSpec, code: str, setting: str, message: str, fix: str = "") -> Problem:
-    """Return a problem of one setting, with the origin of its value."""
-    return Problem(code=code, message=message, fix=fix, setting=setting, origin=spec.origins.get(setting))
-
-
 def check_engine(spec: FsdpSpec) -> Iterator[Problem]:
     """Reject configs for DeepSpeed and Megatron-LM."""
     kind = spec.launch.distributed_type
@@ -36,20 +31,20 @@ def check_engine(spec: FsdpSpec) -> Iterator[Problem]:
         settings = equivalent_settings(section) if isinstance(section, Mapping) else []
         equivalent = f" with {', '.join(settings)}" if settings else ""
         fix = f"Set distributed_type: FSDP and an fsdp_config{equivalent}, or use accelerate launch."
-        yield about(spec, "FSDP-E120", "launch.distributed_type", message, fix)
+        yield spec.problem("FSDP-E120", "launch.distributed_type", message, fix)
         return
     for engine in OTHER_ENGINES.values():
         key = f"{engine.lower().replace('-', '_')}_config"
         if spec.launch.extra.get(key):
             message = f"{key} is set; this plugin runs FSDP, not {engine}."
-            yield about(spec, "FSDP-E120", "launch.extra", message, f"Remove {key}, or use accelerate launch.")
+            yield spec.problem("FSDP-E120", "launch.extra", message, f"Remove {key}, or use accelerate launch.")
 
 
 def check_fp8(spec: FsdpSpec) -> Iterator[Problem]:
     if spec.launch.extra.get("fp8_config"):
         message = "fp8 is configured. It is implemented inside the model (torchao, TransformerEngine), not by FSDP."
         fix = "Remove fp8_config and ACCELERATE_FP8_BACKEND, and set mixed_precision: bf16."
-        yield about(spec, "FSDP-E121", "launch.extra", message, fix)
+        yield spec.problem("FSDP-E121", "launch.extra", message, fix)
 
 
 def check_fsdp_enabled(spec: FsdpSpec) -> Iterator[Problem]:
@@ -62,7 +57,7 @@ def check_fsdp_enabled(spec: FsdpSpec) -> Iterator[Problem]:
     if asked:
         message = f"distributed_type is {kind}, but FSDP settings are given ({spec.origin(asked[0])}, …)."
         fix = "Set distributed_type: FSDP, or remove the fsdp_config."
-        yield about(spec, "FSDP-E123", "launch.distributed_type", message, fix)
+        yield spec.problem("FSDP-E123", "launch.distributed_type", message, fix)
     else:
         yield fsdp_is_off(spec)
 
@@ -72,7 +67,7 @@ def fsdp_is_off(spec: FsdpSpec) -> Problem:
     origin = spec.origins.get("launch.distributed_type")
     message = f"FSDP is not enabled by these settings{f' ({origin})' if origin is not None else ''}."
     fix = "Set distributed_type: FSDP and an fsdp_config, or fsdp=True in TrainingArguments, to shard the model."
-    return about(spec, "FSDP-W124", "launch.distributed_type", message, fix)
+    return spec.problem("FSDP-W124", "launch.distributed_type", message, fix)
 
 
 def defaults_of_script(spec: FsdpSpec) -> Mapping[str, Any]:
@@ -91,7 +86,7 @@ def check_defaults_without_script(spec: FsdpSpec) -> Iterator[Problem]:
             f"no source sets {keys}, and the defaults depend on the script: {here}; if TrainingArguments in the script "
             f"set fsdp: {there}."
         )
-        yield about(spec, "FSDP-N161", next(iter(of_script)), message, f"Set {keys}.")
+        yield spec.problem("FSDP-N161", next(iter(of_script)), message, f"Set {keys}.")
 
 
 def check_defaults_only(spec: FsdpSpec) -> Iterator[Problem]:
@@ -101,7 +96,7 @@ def check_defaults_only(spec: FsdpSpec) -> Iterator[Problem]:
             f"FSDP is enabled with defaults only: FSDP{spec.fsdp.version}, {spec.sharding.strategy}, "
             f"wrap policy {spec.wrap.policy}, {spec.checkpoint.state_dict} checkpoints."
         )
-        yield about(spec, "FSDP-N125", "launch.distributed_type", message)
+        yield spec.problem("FSDP-N125", "launch.distributed_type", message)
 
 
 def _fsdp_settings(spec: FsdpSpec) -> list[str]:
@@ -113,22 +108,22 @@ def check_xla(spec: FsdpSpec) -> Iterator[Problem]:
     if spec.launch.distributed_type in XLA_TYPES:
         message = "the FSDP of PyTorch/XLA (for TPUs) is not supported by this launcher."
         fix = "Use accelerate launch on a TPU, or set distributed_type: FSDP to use PyTorch's FSDP."
-        yield about(spec, "FSDP-E126", "launch.distributed_type", message, fix)
+        yield spec.problem("FSDP-E126", "launch.distributed_type", message, fix)
     elif spec.uses_xla and importlib.util.find_spec("torch_xla") is None:
         message = "this setting selects the FSDP of PyTorch/XLA, which needs torch_xla, and torch_xla is not installed."
         fix = "Remove the xla settings to use PyTorch's FSDP, or install torch_xla on a TPU machine."
-        yield about(spec, "FSDP-E126", _xla_setting(spec), message, fix)
+        yield spec.problem("FSDP-E126", _xla_setting(spec), message, fix)
     elif spec.uses_xla:
         message = (
             "Transformers runs the FSDP of PyTorch/XLA with its own code. This package shards nothing and writes no "
             "report or checkpoints of its own."
         )
         fix = "Remove the xla settings to use PyTorch's FSDP."
-        yield about(spec, "FSDP-W163", _xla_setting(spec), message, fix)
+        yield spec.problem("FSDP-W163", _xla_setting(spec), message, fix)
     elif spec.xla.grad_ckpt or spec.xla.settings:
         name = "xla.grad_ckpt" if spec.xla.grad_ckpt else "xla.settings"
         fix = "Use fsdp_activation_checkpointing, or remove the key."
-        yield about(spec, "FSDP-W127", name, "the setting has no effect without xla: true.", fix)
+        yield spec.problem("FSDP-W127", name, "the setting has no effect without xla: true.", fix)
 
 
 def _xla_setting(spec: FsdpSpec) -> str:
@@ -144,12 +139,12 @@ def check_mesh_size(spec: FsdpSpec) -> Iterator[Problem]:
     if shard != "auto" and replicate != "auto" and shard * replicate != world:
         message = f"num_processes={world} ({where}) is not the mesh size {replicate} × {shard} (replicate × shard)."
         fix = f"Choose sizes whose product is {world}, or remove one of them."
-        yield about(spec, "FSDP-E128", "mesh.shard", message, fix)
+        yield spec.problem("FSDP-E128", "mesh.shard", message, fix)
         return
     for name, size in (("mesh.shard", shard), ("mesh.replicate", replicate)):
         if size != "auto" and world % size:
             message = f"num_processes={world} ({where}) is not divisible by {name}={size}."
-            yield about(spec, "FSDP-E129", name, message, f"Choose a divisor of {world}.")
+            yield spec.problem("FSDP-E129", name, message, f"Choose a divisor of {world}.")
 
 
 def check_mesh_strategy(spec: FsdpSpec) -> Iterator[Problem]:
@@ -158,10 +153,10 @@ def check_mesh_strategy(spec: FsdpSpec) -> Iterator[Problem]:
     num_ranks = [size for size in (replicate, spec.launch.num_processes) if size != "auto"]
     if not is_sharded and shard not in ("auto", 1):
         message = f"{strategy} does not shard the model, but the shard size is {shard}."
-        yield about(spec, "FSDP-E130", "mesh.shard", message, "Remove the shard size, or use full_shard.")
+        yield spec.problem("FSDP-E130", "mesh.shard", message, "Remove the shard size, or use full_shard.")
     elif is_sharded and shard == 1 and max(num_ranks, default=1) > 1 and spec.asked("sharding.strategy"):
         message = f"{strategy} with a shard size of 1 does not shard the model."
-        yield about(spec, "FSDP-E130", "mesh.shard", message, "Use no_shard, or a larger shard size.")
+        yield spec.problem("FSDP-E130", "mesh.shard", message, "Use no_shard, or a larger shard size.")
 
 
 def check_machines(spec: FsdpSpec) -> Iterator[Problem]:
@@ -170,26 +165,26 @@ def check_machines(spec: FsdpSpec) -> Iterator[Problem]:
     if launch.machine_rank >= num_machines:
         message = f"machine_rank is {launch.machine_rank}, but num_machines is {num_machines}; ranks begin at 0."
         fix = f"Set a rank from 0 to {num_machines - 1}."
-        yield about(spec, "FSDP-E131", "launch.machine_rank", message, fix)
+        yield spec.problem("FSDP-E131", "launch.machine_rank", message, fix)
     if launch.num_processes != "auto" and launch.num_processes % num_machines:
         message = f"num_processes={launch.num_processes} is not divisible by num_machines={num_machines}."
         fix = f"num_processes is the total of all machines: set a multiple of {num_machines}."
-        yield about(spec, "FSDP-E132", "launch.num_processes", message, fix)
+        yield spec.problem("FSDP-E132", "launch.num_processes", message, fix)
     largest = BY_NAME["launch.main_process_port"].maximum
     if largest is not None and launch.main_process_port > largest:
         message = f"main_process_port={launch.main_process_port} is not a valid port."
-        yield about(spec, "FSDP-E133", "launch.main_process_port", message, f"Choose a port from 0 to {largest}.")
+        yield spec.problem("FSDP-E133", "launch.main_process_port", message, f"Choose a port from 0 to {largest}.")
     if num_machines > 1 and not launch.main_process_ip and launch.machine_rank > 0:
         message = f"num_machines is {num_machines}, but main_process_ip is not set."
         fix = "Set it to the address of machine 0, in the config or on the command line."
-        yield about(spec, "FSDP-W134", "launch.main_process_ip", message, fix)
+        yield spec.problem("FSDP-W134", "launch.main_process_ip", message, fix)
 
 
 def check_sagemaker(spec: FsdpSpec) -> Iterator[Problem]:
     if spec.launch.compute_environment == "AMAZON_SAGEMAKER":
         message = "compute_environment is AMAZON_SAGEMAKER; the SageMaker launcher is not supported by this plugin."
         fix = "Inside the job, use hf-fsdp launch with compute_environment: LOCAL_MACHINE."
-        yield about(spec, "FSDP-W135", "launch.compute_environment", message, fix)
+        yield spec.problem("FSDP-W135", "launch.compute_environment", message, fix)
 
 
 def check_activation_offload(spec: FsdpSpec) -> Iterator[Problem]:
@@ -198,18 +193,18 @@ def check_activation_offload(spec: FsdpSpec) -> Iterator[Problem]:
     if spec.activation.checkpointing == "none":
         message = "activation offload requires activation checkpointing, which is off."
         fix = "Set fsdp_activation_checkpointing: true, or remove fsdp_activation_checkpointing_offload."
-        yield about(spec, "FSDP-E140", "activation.offload", message, fix)
+        yield spec.problem("FSDP-E140", "activation.offload", message, fix)
     elif spec.activation.native:
         message = "gradient_checkpointing of Transformers cannot offload activations."
         fix = "Set fsdp_activation_checkpointing: true instead of gradient_checkpointing."
-        yield about(spec, "FSDP-E141", "activation.offload", message, fix)
+        yield spec.problem("FSDP-E141", "activation.offload", message, fix)
 
 
 def check_size_threshold(spec: FsdpSpec) -> Iterator[Problem]:
     if spec.wrap.policy == "size" and spec.wrap.min_num_params <= 0:
         message = f"the size policy requires min_num_params above 0; it is {spec.wrap.min_num_params}."
         fix = "Set fsdp_min_num_params, for example to 1e8, or wrap by layer class: TRANSFORMER_BASED_WRAP."
-        yield about(spec, "FSDP-E142", "wrap.policy", message, fix)
+        yield spec.problem("FSDP-E142", "wrap.policy", message, fix)
 
 
 def check_unused_wrapping(spec: FsdpSpec) -> Iterator[Problem]:
@@ -217,11 +212,11 @@ def check_unused_wrapping(spec: FsdpSpec) -> Iterator[Problem]:
     if policy != "transformer" and spec.wrap.classes:
         message = f"layer classes have no effect with the wrap policy {policy}."
         fix = "Set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, or remove the classes."
-        yield about(spec, "FSDP-W143", "wrap.classes", message, fix)
+        yield spec.problem("FSDP-W143", "wrap.classes", message, fix)
     if policy != "size" and spec.wrap.min_num_params > 0:
         message = f"min_num_params has no effect with the wrap policy {policy}."
         fix = "Set fsdp_auto_wrap_policy: SIZE_BASED_WRAP, or remove min_num_params."
-        yield about(spec, "FSDP-W143", "wrap.min_num_params", message, fix)
+        yield spec.problem("FSDP-W143", "wrap.min_num_params", message, fix)
 
 
 def check_class_names(spec: FsdpSpec) -> Iterator[Problem]:
@@ -233,7 +228,7 @@ def check_class_names(spec: FsdpSpec) -> Iterator[Problem]:
             reason, fix = "contains a space", f"Separate names with commas: {', '.join(name.split())}."
         elif all(map(is_class_name, name.split("."))):
             reason, fix = "is a path, not a class name", f"Write the class alone: {name.rpartition('.')[2]}."
-        yield about(spec, "FSDP-E144", "wrap.classes", f"'{name[:80]}' {reason}.", fix)
+        yield spec.problem("FSDP-E144", "wrap.classes", f"'{name[:80]}' {reason}.", fix)
 
 
 def check_patterns(spec: FsdpSpec) -> Iterator[Problem]:
@@ -249,20 +244,20 @@ def check_pattern(spec: FsdpSpec, name: str) -> Iterator[Problem]:
     except (re.error, RecursionError, OverflowError) as reason:
         message = f"'{pattern[:80]}' is not a valid regular expression: {reason}."
         fix = "Write an expression that matches module names, such as .*\\.lora_.*, and escape brackets."
-        yield about(spec, "FSDP-E145", name, message, fix)
+        yield spec.problem("FSDP-E145", name, message, fix)
 
 
 def check_half_precisions(spec: FsdpSpec) -> Iterator[Problem]:
     if {spec.launch.mixed_precision, spec.precision.param} == {"bf16", "fp16"}:
         message = f"{spec.origin('launch.mixed_precision')} conflicts with {spec.origin('precision.param')}."
-        yield about(spec, "FSDP-E146", "precision.param", message, "Set only one of bf16 and fp16.")
+        yield spec.problem("FSDP-E146", "precision.param", message, "Set only one of bf16 and fp16.")
 
 
 def check_fp16_on_cpu(spec: FsdpSpec) -> Iterator[Problem]:
     if spec.launch.use_cpu and "fp16" in (spec.launch.mixed_precision, spec.precision.param):
         name = "precision.param" if spec.precision.param == "fp16" else "launch.mixed_precision"
         message = "fp16 training is not supported on CPU ranks: its gradient scaler requires an accelerator."
-        yield about(spec, "FSDP-E147", name, message, "Set mixed_precision to bf16 or no.")
+        yield spec.problem("FSDP-E147", name, message, "Set mixed_precision to bf16 or no.")
 
 
 def check_fsdp2_support(spec: FsdpSpec) -> Iterator[Problem]:
@@ -272,10 +267,10 @@ def check_fsdp2_support(spec: FsdpSpec) -> Iterator[Problem]:
     fix = "Remove the key, or set fsdp_version: 1."
     if not spec.prefetch.limit_all_gathers:
         reason = "FSDP2 frees memory in stream order, which always limits all-gathers."
-        yield about(spec, "FSDP-W148", "prefetch.limit_all_gathers", f"false is not supported by FSDP2. {reason}", fix)
+        yield spec.problem("FSDP-W148", "prefetch.limit_all_gathers", f"false is not supported by FSDP2. {reason}", fix)
     if not spec.params.use_orig:
         reason = "FSDP2 has no flat parameters: they always keep their names and shapes."
-        yield about(spec, "FSDP-W148", "params.use_orig", f"false is not supported by FSDP2. {reason}", fix)
+        yield spec.problem("FSDP-W148", "params.use_orig", f"false is not supported by FSDP2. {reason}", fix)
 
 
 def check_ram_efficient_loading(spec: FsdpSpec) -> Iterator[Problem]:
@@ -285,7 +280,7 @@ def check_ram_efficient_loading(spec: FsdpSpec) -> Iterator[Problem]:
             f"{spec.origin('loading.sync_module_states')} prevents their broadcast."
         )
         fix = "Set fsdp_sync_module_states: true, or remove fsdp_cpu_ram_efficient_loading."
-        yield about(spec, "FSDP-E149", "loading.sync_module_states", message, fix)
+        yield spec.problem("FSDP-E149", "loading.sync_module_states", message, fix)
 
 
 RULES: Final[tuple[Callable[[FsdpSpec], Iterator[Problem]], ...]] = (

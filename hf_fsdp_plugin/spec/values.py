@@ -7,13 +7,16 @@ import ipaddress
 import keyword
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any, Final
 
-from hf_fsdp_plugin.sources.tree import ObjectText, shorten
+from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.sources.interface import Setting, SourceSettings
+from hf_fsdp_plugin.sources.tree import ObjectText, one_line
 from hf_fsdp_plugin.spellings import BLANKS, FALSE_WORDS, TRUE_WORDS, look_up, value_key, word_of
 from hf_fsdp_plugin.strategies import STRATEGIES
-from hf_fsdp_plugin.vocabulary import STRATEGY_CHOICES, UNSUPPORTED_VALUES, Kind, Row
+from hf_fsdp_plugin.vocabulary import BY_NAME, STRATEGY_CHOICES, UNSUPPORTED_VALUES, SettingRow, ValueKind
 
 MAX_INTEGER = 2**63 - 1
 MAX_DIGITS = 40
@@ -40,12 +43,34 @@ class InvalidValue(ValueError):
         self.expected, self.fix, self.code = expected, fix, code
 
 
-def parse_value(row: Row, raw: Any) -> Any:
+def parse_settings(source: SourceSettings) -> SourceSettings:
+    """Return the settings of a source with typed values and its level, and a problem for each invalid value."""
+    settings: list[Setting] = []
+    problems: list[Problem] = []
+    for setting in source.settings:
+        row = BY_NAME.get(setting.name)  # None for internal names such as AUTO_WRAP
+        try:
+            value = setting.value if row is None else parse_value(row, setting.value)
+        except InvalidValue as invalid:
+            message = f"{setting.origin.spelling} is {text_of_value(setting.value)}; expected {invalid.expected}."
+            fix = invalid.fix or f"Correct {setting.origin.spelling}, or remove it."
+            problems.append(setting.problem(invalid.code, message, fix))
+            continue
+        is_strategy = setting.name == "sharding.reshard" and isinstance(value, str)
+        name = "sharding.strategy" if is_strategy else setting.name
+        settings.append(replace(setting, name=name, value=value, level=source.level))
+    if any(problem.code == "FSDP-E122" for problem in problems):
+        # The product of the other axes is not the world size.
+        settings = [setting for setting in settings if not setting.name.startswith("mesh.")]
+    return replace(source, settings=tuple(settings), problems=(*source.problems, *problems))
+
+
+def parse_value(row: SettingRow, raw: Any) -> Any:
     """Return the typed value. Raises ``InvalidValue``."""
     return _PARSERS[row.kind](row, raw)
 
 
-def _bool(row: Row, raw: Any) -> bool:
+def _parse_bool(row: SettingRow, raw: Any) -> bool:
     if isinstance(raw, bool):
         return raw
     word = _word(raw)
@@ -58,31 +83,31 @@ def _bool(row: Row, raw: Any) -> bool:
     raise InvalidValue("true or false", _did_you_mean(word, ("true", "false")))
 
 
-def _integer(row: Row, raw: Any) -> int:
-    return _at_least(row, _number(raw, _INTEGER, "an integer, such as 8"))
+def _parse_integer(row: SettingRow, raw: Any) -> int:
+    return _at_least(row, _parse_number(raw, _INTEGER, "an integer, such as 8"))
 
 
-def _count(row: Row, raw: Any) -> int:
-    return _at_least(row, _number(raw, _COUNT, "an integer, such as 100000000, 1e8 or 100M"))
+def _parse_count(row: SettingRow, raw: Any) -> int:
+    return _at_least(row, _parse_number(raw, _COUNT, "an integer, such as 100000000, 1e8 or 100M"))
 
 
-def _at_least(row: Row, number: int) -> int:
+def _at_least(row: SettingRow, number: int) -> int:
     if row.minimum is not None and number < row.minimum:
         raise InvalidValue(f"an integer of at least {row.minimum}")
     return number
 
 
-def _size(row: Row, raw: Any) -> int | str:
+def _parse_size(row: SettingRow, raw: Any) -> int | str:
     if _word(raw) in ("auto", "-1"):
         return "auto"
     try:
-        return _integer(row, raw)
+        return _parse_integer(row, raw)
     except InvalidValue as invalid:
         raise InvalidValue(f"auto, or {invalid.expected}") from None
 
 
-def _one(row: Row, raw: Any) -> int:
-    number = _number(raw, _INTEGER, "1")
+def _parse_one(row: SettingRow, raw: Any) -> int:
+    number = _parse_number(raw, _INTEGER, "1")
     if number != 1:
         raise InvalidValue(
             "1, because the plugin supports data parallelism only (replicate × shard)",
@@ -92,7 +117,7 @@ def _one(row: Row, raw: Any) -> int:
     return number
 
 
-def _number(raw: Any, form: re.Pattern[str], expected: str) -> int:
+def _parse_number(raw: Any, form: re.Pattern[str], expected: str) -> int:
     if isinstance(raw, bool):
         raise InvalidValue(expected)
     if isinstance(raw, int):
@@ -113,7 +138,7 @@ def _number(raw: Any, form: re.Pattern[str], expected: str) -> int:
     return int(number)
 
 
-def _choice(row: Row, raw: Any) -> Any:
+def _parse_choice(row: SettingRow, raw: Any) -> Any:
     _word(raw)
     found = look_up(row.choices, raw, row.prefixes)
     if found is not None:
@@ -122,11 +147,11 @@ def _choice(row: Row, raw: Any) -> Any:
     nearest = _nearest(value_key(raw, row.prefixes), row.choices, _spellings(row.choices))
     if row.choices is STRATEGY_CHOICES:
         raise InvalidValue(f"{', '.join(forms)} or 1 to {len(forms)}", nearest)
-    raise InvalidValue(_or(forms), nearest)
+    raise InvalidValue(_either_of(forms), nearest)
 
 
-def _mode(row: Row, raw: Any) -> str:
-    mode = str(_choice(row, raw))
+def _parse_mode(row: SettingRow, raw: Any) -> str:
+    mode = str(_parse_choice(row, raw))
     if mode == "fp8":
         raise InvalidValue(
             "no, bf16 or fp16. fp8 is implemented inside the model (torchao, TransformerEngine), not by FSDP",
@@ -136,7 +161,7 @@ def _mode(row: Row, raw: Any) -> str:
     return mode
 
 
-def _reshard(row: Row, raw: Any) -> bool | str:
+def _parse_reshard(row: SettingRow, raw: Any) -> bool | str:
     """Parse a bool, or the name or number of a strategy: ``accelerate to-fsdp2`` copies numbers to this key."""
     word = _word(raw)
     if word in TRUE_WORDS:
@@ -149,7 +174,7 @@ def _reshard(row: Row, raw: Any) -> bool | str:
     raise InvalidValue("true, false or a strategy", _did_you_mean(value_key(raw, row.prefixes), forms))
 
 
-def _names(row: Row, raw: Any) -> tuple[str, ...]:
+def _parse_names(row: SettingRow, raw: Any) -> tuple[str, ...]:
     """Parse a name, names with commas, a list, or a Python list as text, which stock launchers put in variables."""
     expected = "a class name, a list of them, or several separated by commas"
     names: dict[str, None] = {}
@@ -170,7 +195,7 @@ def _without_quotes(text: str) -> str:
     return text[1:-1].strip(BLANKS) if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
 
 
-def _address(row: Row, raw: Any) -> str:
+def _parse_address(row: SettingRow, raw: Any) -> str:
     """Parse an IP address, or a host name by RFC 1123."""
     expected = "an IP address or a host name, such as 10.0.0.1 or node-0.cluster"
     text = raw.strip(BLANKS) if _is_text(raw) else ""
@@ -184,7 +209,7 @@ def _address(row: Row, raw: Any) -> str:
     return text
 
 
-def _devices(row: Row, raw: Any) -> str:
+def _parse_devices(row: SettingRow, raw: Any) -> str:
     """Parse ``all``, or numbers or UUIDs of GPUs as text with commas or as a list."""
     items = raw if isinstance(raw, list) else str(_word(raw)).split(",")
     devices = [_word(item) for item in items]
@@ -199,7 +224,7 @@ def _devices(row: Row, raw: Any) -> str:
     return ",".join(written)
 
 
-def _identifier(row: Row, raw: Any) -> str:
+def _parse_identifier(row: SettingRow, raw: Any) -> str:
     if not _is_text(raw) or not is_class_name(raw.strip(BLANKS)):
         raise InvalidValue("a name of Python, such as main")
     return raw.strip(BLANKS)
@@ -210,14 +235,14 @@ def is_class_name(name: str) -> bool:
     return name.isidentifier() and not keyword.iskeyword(name)
 
 
-def _pattern(row: Row, raw: Any) -> str:
+def _parse_pattern(row: SettingRow, raw: Any) -> str:
     text = raw.strip(BLANKS) if _is_text(raw) else None
     if text is None or any(character in text for character in "\n\r\0"):
         raise InvalidValue("a regular expression in one line, such as .*lora.*")
     return text
 
 
-def _mapping(row: Row, raw: Any) -> Mapping[str, Any]:
+def _parse_mapping(row: SettingRow, raw: Any) -> Mapping[str, Any]:
     if not isinstance(raw, dict):
         raise InvalidValue("a mapping with keys and values")
     return raw
@@ -257,22 +282,23 @@ def _did_you_mean(word: str, known: Sequence[str]) -> str:
     return f"Did you mean {nearest[0]}?" if nearest else ""
 
 
-def _or(forms: list[str]) -> str:
+def _either_of(forms: list[str]) -> str:
     return forms[0] if len(forms) == 1 else f"{', '.join(forms[:-1])} or {forms[-1]}"
 
 
-_PARSERS: Mapping[Kind, Callable[[Row, Any], Any]] = {
-    "bool": _bool, "integer": _integer, "count": _count, "size": _size, "choice": _choice, "names": _names,
-    "mapping": _mapping, "any": lambda row, raw: raw, "reshard": _reshard, "one": _one, "mode": _mode,
-    "address": _address, "devices": _devices, "identifier": _identifier, "pattern": _pattern,
-}  # fmt: skip
-
-
-def shown(raw: Any) -> str:
+def text_of_value(raw: Any) -> str:
     """Return a value as text for messages. Strings are quoted."""
     if isinstance(raw, str):
-        return shorten(repr(raw))
+        return one_line(repr(raw))
     try:
-        return shorten(str(raw))
+        return one_line(str(raw))
     except ValueError:  # the integer has more digits than Python converts to text
         return "a number of several thousand digits"
+
+
+_PARSERS: Mapping[ValueKind, Callable[[SettingRow, Any], Any]] = {
+    "bool": _parse_bool, "integer": _parse_integer, "count": _parse_count, "size": _parse_size,
+    "choice": _parse_choice, "names": _parse_names, "mapping": _parse_mapping, "any": lambda row, raw: raw,
+    "reshard": _parse_reshard, "one": _parse_one, "mode": _parse_mode, "address": _parse_address,
+    "devices": _parse_devices, "identifier": _parse_identifier, "pattern": _parse_pattern,
+}  # fmt: skip

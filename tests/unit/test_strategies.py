@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_fsdp_plugin.spec.model import ShardingSection
+from hf_fsdp_plugin.spec.fsdp_spec import ShardingSection
 from hf_fsdp_plugin.strategies import STRATEGIES, Strategy, strategy_of
 from hf_fsdp_plugin.vocabulary import BY_NAME
 

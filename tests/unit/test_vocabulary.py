@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.spec.model import FsdpSpec
-from hf_fsdp_plugin.vocabulary import BY_KEY, PREFIXES, ROWS, Row, find, plain_key, suggest
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
+from hf_fsdp_plugin.vocabulary import BY_KEY, PREFIXES, ROWS, SettingRow, find, plain_key, suggest
 
 DERIVED = {"activation.native", "launch.extra"}
 """Fields without a key, derived from other settings."""
@@ -21,13 +21,13 @@ def test_public_rows_are_fields_of_spec():
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.choices], ids=lambda row: f"{row.scope}:{row.name}")
-def test_choices_of_setting_share_no_spelling(row: Row):
+def test_choices_of_setting_share_no_spelling(row: SettingRow):
     forms = [form for value, others in row.choices.items() for form in {value.lower(), *others}]
     assert len(forms) == len(set(forms))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.scope}:{row.name}")
-def test_key_is_found_in_any_case_with_or_without_prefix(row: Row):
+def test_key_is_found_in_any_case_with_or_without_prefix(row: SettingRow):
     for spelling in row.spellings:
         for key in (spelling, spelling.upper(), PREFIXES[row.scope] + spelling, spelling.replace("_", "-")):
             found = find(key, (row.scope,))
@@ -76,7 +76,7 @@ def test_every_setting_is_read_outside_the_spec():
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.opens is None], ids=lambda row: f"{row.scope}:{row.name}")
-def test_every_key_changes_the_spec_or_is_reported(assess, row: Row):
+def test_every_key_changes_the_spec_or_is_reported(assess, row: SettingRow):
     def read(**given: Any) -> Any:
         assessment = assess(**given)
         values = [(name, value) for name, value, _ in assessment.spec.settings()]

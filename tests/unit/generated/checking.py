@@ -10,7 +10,7 @@ from typing import Any
 from cases import RULES, Case, Expected
 
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.sources.model import Sources, config_of
+from hf_fsdp_plugin.sources.interface import Sources, config_of
 from hf_fsdp_plugin.spec.load import Assessment, assess
 
 SLOW_SECONDS = 5.0

@@ -11,7 +11,7 @@ from torch import nn
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.spec.model import FsdpSection, FsdpSpec, ParamsSection, PrecisionSection, WrapSection
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSection, FsdpSpec, ParamsSection, PrecisionSection, WrapSection
 
 
 def wrapping(*classes: str, version: Any = 2, use_orig: bool = True, param: Any = "auto", **wrap: Any) -> FsdpSpec:

@@ -7,8 +7,8 @@ import pytest
 from hf_fsdp_plugin.plan.mesh import resolve_mesh
 from hf_fsdp_plugin.plan.problem_collector import ProblemCollector
 from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, LaunchSection, MeshSection, ShardingSection
 from hf_fsdp_plugin.spec.load import load_spec
-from hf_fsdp_plugin.spec.model import FsdpSpec, LaunchSection, MeshSection, ShardingSection
 
 
 def mesh_of(

@@ -8,7 +8,13 @@ import pytest
 from model_families import on_meta
 from plans import planned, wrapping
 
-from hf_fsdp_plugin.spec.model import ActivationSection, FsdpSpec, MeshSection, PrecisionSection, ShardingSection
+from hf_fsdp_plugin.spec.fsdp_spec import (
+    ActivationSection,
+    FsdpSpec,
+    MeshSection,
+    PrecisionSection,
+    ShardingSection,
+)
 from hf_fsdp_plugin.vocabulary import BY_NAME
 
 

@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from hf_fsdp_plugin.plan.model import _ATTRIBUTES, _SECTIONS, FsdpPlan, PrecisionPlan
 from hf_fsdp_plugin.problems import Origin, Problem
-from hf_fsdp_plugin.spec.model import (
+from hf_fsdp_plugin.spec.fsdp_spec import (
     ActivationSection,
     FsdpSection,
     FsdpSpec,

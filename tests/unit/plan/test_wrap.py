@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from hf_fsdp_plugin.problems import Origin, SpecError
-from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 
 
 class Block(nn.Module):

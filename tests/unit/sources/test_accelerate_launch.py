@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_fsdp_plugin.sources.accelerate_launch import default_config_file, find_launch, launch_line
+from hf_fsdp_plugin.sources.launchers import default_config_file, find_launch, launch_line
 
 
 def process(proc: Path, pid: int, parent: int, words: list[str], directory: Path) -> None:

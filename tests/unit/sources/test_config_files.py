@@ -8,8 +8,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from hf_fsdp_plugin.sources import config_file
-from hf_fsdp_plugin.sources.model import Sources, config_of
+from hf_fsdp_plugin.sources import interface
+from hf_fsdp_plugin.sources.interface import Sources, config_of
 from hf_fsdp_plugin.spec.load import assess as assess_sources
 
 DATA = Path(__file__).parents[2] / "data"
@@ -124,7 +124,7 @@ def test_unreadable_file_is_error(codes, tmp_path, monkeypatch):
 @pytest.mark.parametrize("content", [b"a: b\n" * 10_000_000, os.urandom(1 << 20) * 50], ids=["text", "noise"])
 def test_large_file_is_rejected_before_parsing(codes, tmp_path, content, monkeypatch):
     parse = Mock()
-    monkeypatch.setattr(config_file, "parse_text", parse)
+    monkeypatch.setattr(interface, "parse_text", parse)
     path = tmp_path / "junk.yaml"
     path.write_bytes(content)
     assert codes(path) == ["FSDP-E004"]
@@ -187,8 +187,8 @@ def test_precision_flag_must_be_bool(codes, value, expected):
 
 
 def test_file_is_parsed_once_until_it_changes(monkeypatch, tmp_path):
-    parse = Mock(wraps=config_file.parse_text)
-    monkeypatch.setattr(config_file, "parse_text", parse)
+    parse = Mock(wraps=interface.parse_text)
+    monkeypatch.setattr(interface, "parse_text", parse)
     path, section = tmp_path / "c.yaml", tmp_path / "fsdp.json"
     path.write_text("distributed_type: FSDP\n")
     section.write_text('{"offload_params": true}')

@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.vocabulary import BY_NAME, ROWS, Row, canonical
+from hf_fsdp_plugin.vocabulary import BY_NAME, ROWS, SettingRow, canonical
 
 KEYS = [row for row in ROWS if row.scope in ("fsdp", "parallelism", "launch", "dynamo", "precision")]
 SETTINGS = [row for row in KEYS if row.opens is None and not row.ignored and row.kind != "any"]
 TEXTS = [row for row in SETTINGS if row.scope == "fsdp" and row.kind != "mapping"]
 
 
-def _config(row: Row, value: Any) -> dict[str, Any]:
+def _config(row: SettingRow, value: Any) -> dict[str, Any]:
     section = {row.key: value}
     if row.scope == "precision":
         return {"fsdp_config": {"fsdp_mixed_precision_policy": section}}

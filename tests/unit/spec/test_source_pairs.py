@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hf_fsdp_plugin.spec.model import FsdpSpec
-from hf_fsdp_plugin.vocabulary import BY_NAME, PREFIXES, ROWS, Row
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
+from hf_fsdp_plugin.vocabulary import BY_NAME, PREFIXES, ROWS, SettingRow
 
 VALUES: dict[str, tuple[Any, Any, Any, Any]] = {
     "bool": (True, "yes", False, "off"),
@@ -26,7 +26,7 @@ FIXED = {"launch.compute_environment", "launch.distributed_type"}
 """Settings whose values are other engines or launchers."""
 
 
-def _pair(row: Row) -> tuple[Any, str, Any, str]:
+def _pair(row: SettingRow) -> tuple[Any, str, Any, str]:
     if row.kind in VALUES:
         return VALUES[row.kind]
     (one, ways), (two, others) = [item for item in row.choices.items() if item[0] != "auto"][:2]
@@ -34,14 +34,14 @@ def _pair(row: Row) -> tuple[Any, str, Any, str]:
     return typed[0], (*ways, one)[0], typed[1], (*others, two)[0]
 
 
-def _section(row: Row, value: str) -> dict[str, Any]:
+def _section(row: SettingRow, value: str) -> dict[str, Any]:
     sections = {"fsdp": "fsdp_config", "parallelism": "parallelism_config"}
     if row.scope == "precision":
         return {"fsdp_config": {"fsdp_mixed_precision_policy": {row.key: value}}}
     return {sections[row.scope]: {row.key: value}} if row.scope in sections else {row.key: value}
 
 
-def _sources(row: Row, value: str) -> dict[str, dict[str, Any]]:
+def _sources(row: SettingRow, value: str) -> dict[str, dict[str, Any]]:
     """Return the sources that can set a row, strongest first."""
     found: dict[str, dict[str, Any]] = {"--set": {"overrides": [f"{row.name}={value}"]}}
     if row.scope in ("fsdp", "parallelism", "launch") and row.key != "use_cpu" and row.kind != "bool":

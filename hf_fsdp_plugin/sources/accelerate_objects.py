@@ -1,6 +1,7 @@
-"""Reads the arguments that a script passed to the constructor of Accelerate's ``FullyShardedDataParallelPlugin``.
+"""Reads the objects of Accelerate that a script makes: ``FullyShardedDataParallelPlugin`` and ``ParallelismConfig``.
 
-The plugin object itself is not read, because its constructor adds values from the environment and defaults.
+Accelerate is not imported. Of the plugin, the arguments of its constructor are read, because the constructor adds
+values from the environment and defaults. The other object has the fields as attributes, or is a dict of them.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from hf_fsdp_plugin.sources.collector import Collector, entry_of
-from hf_fsdp_plugin.sources.model import Sources
-from hf_fsdp_plugin.sources.settings import SourceSettings
+from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
+from hf_fsdp_plugin.vocabulary import find
 
-SOURCE = "FullyShardedDataParallelPlugin"
+PLUGIN = "FullyShardedDataParallelPlugin"
+PARALLELISM = "ParallelismConfig"
+DATA_SIZES = ("dp_replicate_size", "dp_shard_size")
 STATE_DICT_CONFIGS = ("state_dict_config", "optim_state_dict_config")
 _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
 _GATHERED = {"offload_to_cpu": True, "rank0_only": True}
@@ -26,7 +29,7 @@ _SIZE_DEFAULT = 100_000_000
 """torch's default threshold of ``size_based_auto_wrap_policy``."""
 
 
-def read(sources: Sources) -> SourceSettings | None:
+def read_plugin(sources: Sources) -> SourceSettings | None:
     """Read ``sources.plugin_object``: arguments of the constructor, and attributes assigned later. ``None`` is skipped.
 
     Objects of torch (enums, ``CPUOffload``, ``MixedPrecision``, wrap policies) are identified by their names and
@@ -34,7 +37,7 @@ def read(sources: Sources) -> SourceSettings | None:
     """
     if (given := sources.plugin_object) is None:
         return None
-    out = Collector(SOURCE)
+    out = Collector(PLUGIN)
     out.mentions_fsdp = True
     out.add("launch.distributed_type", entry_of("", "FSDP"), implied=True)
     for key, value in given.items():
@@ -125,10 +128,8 @@ def unused_options(key: str, options: Sequence[str]) -> str:
 def _add_state_dict(out: Collector, key: str, config: Any, given: Mapping[str, Any]) -> None:
     """Add the type of a state dict config, and report its options: this package writes checkpoints itself."""
     if given.get("state_dict_type") is None:
-        kind = (
-            type(config).__name__.removesuffix("StateDictConfig").removesuffix("Optim").lower()
-        )  # FullStateDictConfig
-        out.add_key("fsdp", "state_dict_type", kind, written=key)
+        form = type(config).__name__.removesuffix("StateDictConfig").removesuffix("Optim")  # FullStateDictConfig
+        out.add_key("fsdp", "state_dict_type", form.lower(), written=key)
     if options := state_dict_options(config):
         out.report("FSDP-N136", entry_of(key, type(config).__name__), unused_options(key, options))
 
@@ -172,3 +173,38 @@ def _layers_of_peft(policies: Iterable[Any]) -> list[str]:
 def _report(out: Collector, key: str, value: Any, reason: str, fix: str) -> None:
     entry = entry_of(key, value if isinstance(value, str) else type(value).__name__)
     out.report("FSDP-E037", entry, f"{key} is {entry.value.text}: {reason}.", fix)
+
+
+def read_parallelism_config(sources: Sources) -> SourceSettings | None:
+    """Read ``sources.parallelism_config``; ``None`` if there is none.
+
+    The object is also an argument of runs without FSDP, so it does not enable FSDP. Its constructor replaces missing
+    sizes by 1: two data sizes of 1 are not set. If one of them is larger, a 1 is a size.
+    """
+    given = sources.parallelism_config
+    if given is None:
+        return None
+    out = Collector(PARALLELISM)
+    for name, value in parallelism_fields(given).items():
+        if find(name, ("parallelism",)) is None:
+            out.add_mapping([entry_of(name, value)], ("parallelism",))  # reports it
+        else:
+            out.add_key("parallelism", name, value)
+    inner = Collector(PARALLELISM)
+    inner.set_inactive(out.settings, out.problems)
+    return inner.result(None)
+
+
+def parallelism_fields(given: Any) -> dict[str, Any]:
+    """Return the fields of a ``ParallelismConfig`` that are set: sizes, and handlers of axes that are not used."""
+    fields = given if isinstance(given, Mapping) else vars(given)
+    fields = {name: value for name, value in fields.items() if value is not None and not name.startswith("_")}
+    if all(fields.get(name, 1) == 1 for name in DATA_SIZES):
+        fields = {name: value for name, value in fields.items() if name not in DATA_SIZES}
+    # The constructor sets the backends, and the handler of an axis above 1, which is refused.
+    return {
+        name: value
+        for name, value in fields.items()
+        if not name.endswith("_backend") and name != "device_mesh"
+        if not (name.endswith("_handler") and fields.get(f"{name.partition('_')[0]}_size", 1) != 1)
+    }

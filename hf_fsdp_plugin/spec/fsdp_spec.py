@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Origin, Problem
-from hf_fsdp_plugin.sources.settings import Dialect, enables_fsdp
+from hf_fsdp_plugin.sources.interface import Dialect, enables_fsdp
 from hf_fsdp_plugin.strategies import DEFAULT
 
 Version = Literal[1, 2]
@@ -175,6 +175,10 @@ class FsdpSpec:
         """Whether a source sets this setting."""
         return name in self.origins
 
+    def problem(self, code: str, setting: str, message: str, fix: str = "") -> Problem:
+        """Return a problem of one setting, with the origin of its value."""
+        return Problem(code=code, message=message, fix=fix, setting=setting, origin=self.origins.get(setting))
+
     @property
     def enabled(self) -> bool:
         """Whether a source enables FSDP, and no source of higher precedence selects another engine.
@@ -224,3 +228,8 @@ VERSION_DEFAULTS: Final[Mapping[int, Mapping[str, Any]]] = MappingProxyType(
     {1: {"prefetch.backward": "none"}, 2: {"prefetch.backward": "pre"}}
 )
 """FSDP version -> the defaults that depend on it."""
+
+
+def defaults_of(dialect: Dialect | None) -> Mapping[str, Any]:
+    """Return the defaults that depend on the dialect."""
+    return {"fsdp.version": FsdpSection().version, **DIALECT_DEFAULTS[dialect]}

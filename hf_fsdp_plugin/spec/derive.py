@@ -1,62 +1,26 @@
-"""Converts settings to an ``FsdpSpec``: parses the values, derives settings from others, and adds the defaults."""
+"""Makes an ``FsdpSpec`` of the effective settings: derives settings from others, and adds the defaults."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from hf_fsdp_plugin.problems import Origin, Problem
-from hf_fsdp_plugin.sources import environment, plugin_object
+from hf_fsdp_plugin.sources import environment
+from hf_fsdp_plugin.sources.accelerate_objects import PLUGIN
 from hf_fsdp_plugin.sources.collector import AUTO_WRAP, OFF
-from hf_fsdp_plugin.sources.settings import Dialect, Setting, SourceSettings
-from hf_fsdp_plugin.spec import model
-from hf_fsdp_plugin.spec.precedence import about, conflict, has_precedence, overridden
-from hf_fsdp_plugin.spec.values import InvalidValue, parse_value, shown
+from hf_fsdp_plugin.sources.interface import Setting
+from hf_fsdp_plugin.spec.fsdp_spec import SECTIONS, VERSION_DEFAULTS, FsdpSpec
+from hf_fsdp_plugin.spec.precedence import conflict_problem, has_precedence, override_problem
 from hf_fsdp_plugin.strategies import DEFAULT, STRATEGIES, Strategy, strategy_of
-from hf_fsdp_plugin.vocabulary import BY_NAME
 
 Settings = dict[str, Setting]
-_FIELDS = frozenset(name for name, _, _ in model.FsdpSpec().settings())
+_FIELDS = frozenset(name for name, _, _ in FsdpSpec().settings())
 
 
-def parse_settings(level: SourceSettings) -> SourceSettings:
-    """Return the settings with typed values, and a problem for each invalid value."""
-    settings: list[Setting] = []
-    problems: list[Problem] = []
-    for setting in level.settings:
-        row = BY_NAME.get(setting.name)
-        if row is None:
-            settings.append(setting)  # AUTO_WRAP is an internal name without a row
-            continue
-        try:
-            parsed = replace(setting, value=parse_value(row, setting.value))
-        except InvalidValue as invalid:
-            message = f"{setting.origin.spelling} is {shown(setting.value)}; expected {invalid.expected}."
-            fix = invalid.fix or f"Correct {setting.origin.spelling}, or remove it."
-            problems.append(about(setting, invalid.code, message, fix))
-            continue
-        if parsed.name == "sharding.reshard" and isinstance(parsed.value, str):
-            parsed = replace(parsed, name="sharding.strategy")
-        settings.append(parsed)
-    if any(problem.code == "FSDP-E122" for problem in problems):
-        # The product of the other axes is not the world size.
-        settings = [setting for setting in settings if not setting.name.startswith("mesh.")]
-    return replace(level, settings=tuple(settings), problems=(*level.problems, *problems))
-
-
-def dialect_of(levels: Iterable[SourceSettings]) -> Dialect | None:
-    """Return the dialect of the source of highest precedence that mentions FSDP."""
-    return next((level.dialect for level in levels if level.dialect is not None), None)
-
-
-def defaults_of(dialect: Dialect | None) -> Mapping[str, Any]:
-    """Return the defaults that depend on the dialect."""
-    return {"fsdp.version": model.FsdpSection().version, **model.DIALECT_DEFAULTS[dialect]}
-
-
-def build(effective: Settings, dialect_defaults: Mapping[str, Any]) -> tuple[model.FsdpSpec, tuple[Problem, ...]]:
+def derive_spec(effective: Settings, dialect_defaults: Mapping[str, Any]) -> tuple[FsdpSpec, tuple[Problem, ...]]:
     """Return the spec of these settings, and the problems of the derived settings."""
     problems: list[Problem] = []
     settings = dict(effective)
@@ -66,7 +30,7 @@ def build(effective: Settings, dialect_defaults: Mapping[str, Any]) -> tuple[mod
     _gather(settings, "launch.extra", "")
     defaults = dict(dialect_defaults)
     version = settings["fsdp.version"].value if "fsdp.version" in settings else defaults["fsdp.version"]
-    defaults |= model.VERSION_DEFAULTS[version]
+    defaults |= VERSION_DEFAULTS[version]
     _derive_checkpointing(settings, problems)
     _derive_wrap_policy(settings, problems)
     _derive_strategy(settings, version, problems)
@@ -84,9 +48,9 @@ def _derive_off(settings: Settings, problems: list[Problem]) -> None:
         if off is None or mode is None or mode.value != dtype or has_precedence(mode, off):
             continue
         if not has_precedence(off, mode):
-            problems.append(conflict(off, mode))
+            problems.append(conflict_problem(off, mode))
             continue
-        problems.append(overridden(mode, off))
+        problems.append(override_problem(mode, off))
         settings["launch.mixed_precision"] = replace(off, name="launch.mixed_precision", value="no")
         if param is not None and param.value == dtype and has_precedence(off, param):
             settings["precision.param"] = replace(off, name="precision.param", value="auto")
@@ -120,11 +84,11 @@ def _derive_checkpointing(settings: Settings, problems: list[Problem]) -> None:
     if own is not None and own.value != "none":
         message = f"{own.written} and {trainer.origin} both recompute the activations."
         fix = f"Remove {trainer.origin.spelling}: FSDP's checkpointing needs no second all-gather."
-        problems.append(about(own, "FSDP-E112", message, fix))
+        problems.append(own.problem("FSDP-E112", message, fix))
         return
     if own is not None and has_precedence(own, trainer):
         message = f"{own.written} does not turn off {trainer.origin}, which the Trainer itself applies."
-        problems.append(about(own, "FSDP-W150", message, f"Remove {trainer.origin.spelling} to turn it off."))
+        problems.append(own.problem("FSDP-W150", message, f"Remove {trainer.origin.spelling} to turn it off."))
     settings["activation.checkpointing"] = replace(trainer, name="activation.checkpointing", value="full")
     settings["activation.native"] = replace(trainer, name="activation.native", value=True)
 
@@ -134,11 +98,11 @@ def _derive_wrap_policy(settings: Settings, problems: list[Problem]) -> None:
     auto_wrap, policy = settings.pop(AUTO_WRAP, None), settings.get("wrap.policy")
     if auto_wrap is not None and policy is not None and policy.value == "none":
         if has_precedence(auto_wrap, policy):
-            problems.append(overridden(settings.pop("wrap.policy"), auto_wrap))
+            problems.append(override_problem(settings.pop("wrap.policy"), auto_wrap))
         elif has_precedence(policy, auto_wrap):
-            problems.append(overridden(auto_wrap, policy))
+            problems.append(override_problem(auto_wrap, policy))
         else:
-            problems.append(conflict(policy, auto_wrap))
+            problems.append(conflict_problem(policy, auto_wrap))
     if "wrap.policy" in settings:
         return
     threshold, classes = settings.get("wrap.min_num_params"), settings.get("wrap.classes")
@@ -146,7 +110,7 @@ def _derive_wrap_policy(settings: Settings, problems: list[Problem]) -> None:
         if classes is not None:
             message = "a size threshold and layer classes are set, but no wrap policy."
             fix = "Set fsdp_auto_wrap_policy to TRANSFORMER_BASED_WRAP or SIZE_BASED_WRAP, or remove one of the two."
-            problems.append(about(threshold, "FSDP-E113", message, fix))
+            problems.append(threshold.problem("FSDP-E113", message, fix))
         else:
             settings["wrap.policy"] = replace(threshold, name="wrap.policy", value="size")
     elif selects := auto_wrap or classes:
@@ -176,34 +140,34 @@ def _combine_reshard(
     other = _strategy_of(reshard, row)
     if not row.is_sharded and has_precedence(reshard, strategy):
         settings["sharding.strategy"] = _strategy_of(reshard)
-        problems.append(overridden(strategy, reshard))
+        problems.append(override_problem(strategy, reshard))
     elif not row.is_sharded or row.reshards_after_forward == reshard.value:
-        problems.append(about(reshard, "FSDP-N108", f"{reshard.written} has no effect with {strategy.origin}."))
+        problems.append(reshard.problem("FSDP-N108", f"{reshard.written} has no effect with {strategy.origin}."))
     elif row.hybrid and row.reshards_after_forward:
         settings["sharding.strategy"] = replace(strategy, value=other.value)
-        problems.append(about(reshard, "FSDP-N109", f"{reshard.written} changes {strategy.origin} to {other.value}."))
+        problems.append(reshard.problem("FSDP-N109", f"{reshard.written} changes {strategy.origin} to {other.value}."))
     elif version == 2 and _is_option_of_fsdp(strategy) and _is_from_fsdp_config(reshard, strategy):
         # As in Transformers, fsdp_config has precedence over the options of fsdp.
         settings["sharding.strategy"] = other
         message = f"{strategy.written} is overridden by {reshard.origin}: the strategy is {other.value}."
         fix = f"Write {strategy.written.replace(strategy.value, other.value)}."
-        problems.append(about(strategy, "FSDP-W103", message, fix))
+        problems.append(strategy.problem("FSDP-W103", message, fix))
     elif reshard.origin.source == strategy.origin.source == environment.SOURCE:
         # accelerate launch always sets both variables; each FSDP version reads one of them.
         if version == 2:
             settings["sharding.strategy"] = _strategy_of(reshard)
         used = reshard if version == 2 else strategy
         message = f"{strategy.written} and {reshard.written} differ; FSDP{version} reads {used.origin.spelling}."
-        problems.append(about(reshard, "FSDP-N110", message))
+        problems.append(reshard.problem("FSDP-N110", message))
     elif has_precedence(strategy, reshard):
-        problems.append(overridden(reshard, strategy))
+        problems.append(override_problem(reshard, strategy))
     elif has_precedence(reshard, strategy):
         settings["sharding.strategy"] = other
-        problems.append(overridden(strategy, reshard))
+        problems.append(override_problem(strategy, reshard))
     else:
         message = f"{strategy.written} conflicts with {reshard.origin}, which means {other.value}."
         fix = f"Keep one of them: {strategy.value}, or {other.value}."
-        problems.append(about(strategy, "FSDP-E107", message, fix))
+        problems.append(strategy.problem("FSDP-E107", message, fix))
 
 
 def _is_option_of_fsdp(strategy: Setting) -> bool:
@@ -221,7 +185,7 @@ def _combine_mesh(settings: Settings, problems: list[Problem]) -> None:
             settings["sharding.strategy"] = replace(shard, name="sharding.strategy", value=unsharded.name)
             if replicate is None or replicate.value == "auto":
                 message = f"{shard.written} shards nothing: every rank has a copy of the model ({unsharded.name})."
-                problems.append(about(shard, "FSDP-W162", message, "Remove it to shard the model over all ranks."))
+                problems.append(shard.problem("FSDP-W162", message, "Remove it to shard the model over all ranks."))
         return
     if replicate is None or replicate.value == "auto" or replicate.value == 1:
         return
@@ -230,12 +194,12 @@ def _combine_mesh(settings: Settings, problems: list[Problem]) -> None:
     if hybrid is not plain:
         settings["sharding.strategy"] = replace(strategy or replicate, name="sharding.strategy", value=hybrid.name)
         message = f"{replicate.written} changes the strategy {plain.name} to {hybrid.name}."
-        problems.append(about(replicate, "FSDP-N111", message))
+        problems.append(replicate.problem("FSDP-N111", message))
 
 
 def _is_from_fsdp_config(reshard: Setting, strategy: Setting) -> bool:
     """Whether ``reshard_after_forward`` stands in the ``fsdp_config`` of the same ``TrainingArguments``."""
-    return reshard.level == strategy.level and reshard.origin.source != plugin_object.SOURCE
+    return reshard.level == strategy.level and reshard.origin.source != PLUGIN
 
 
 def _num_ranks(settings: Settings) -> int:
@@ -244,8 +208,8 @@ def _num_ranks(settings: Settings) -> int:
     return max((size for size in sizes if size != "auto"), default=1)
 
 
-def _make_spec(settings: Settings, defaults: dict[str, Any]) -> model.FsdpSpec:
-    sections: dict[str, dict[str, Any]] = {section: {} for section in model.SECTIONS}
+def _make_spec(settings: Settings, defaults: dict[str, Any]) -> FsdpSpec:
+    sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     origins: dict[str, Origin] = {}
     for name in sorted({*settings, *defaults} & _FIELDS):
         section, _, attribute = name.partition(".")
@@ -253,6 +217,6 @@ def _make_spec(settings: Settings, defaults: dict[str, Any]) -> model.FsdpSpec:
             origins[name] = settings[name].origin
         value = settings[name].value if name in settings else defaults[name]
         sections[section][attribute] = MappingProxyType(value) if isinstance(value, dict) else value
-    base = model.FsdpSpec()
+    base = FsdpSpec()
     built = {section: replace(getattr(base, section), **values) for section, values in sections.items()}
     return replace(base, **built, origins=MappingProxyType(origins))

@@ -1,0 +1,284 @@
+"""What every reader of settings takes and returns: ``Sources``, with the config files, and ``SourceSettings``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from hf_fsdp_plugin.problems import Origin, Problem
+from hf_fsdp_plugin.sources.tree import (
+    MAX_DEPTH,
+    MAX_NODES,
+    ConfigFileError,
+    Node,
+    dict_tree,
+    from_python,
+    one_line,
+    parse_text,
+)
+from hf_fsdp_plugin.vocabulary import canonical
+
+MAX_BYTES = 1 << 20
+Dialect = Literal["accelerate", "training_arguments"]
+"""Selects the defaults: FSDP1 without wrapping (Accelerate), or FSDP2 with the model's layers (TrainingArguments)."""
+ENVIRONMENT: Final = "environment"
+"""Name of the source of environment variables."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConfigFile:
+    """The path of a config file, independent of the working directory.
+
+    Attributes:
+        path: absolute path.
+        shown: path as the user wrote it, for messages.
+        data: the content, if it was read already, for example from stdin.
+    """
+
+    path: Path
+    shown: str
+    data: bytes | None = None
+
+    @classmethod
+    def at(cls, path: str | os.PathLike[str]) -> ConfigFile:
+        """Return the file at `path`, relative to the current working directory."""
+        return cls(path=Path(os.path.expanduser(path)).absolute(), shown=str(path))
+
+
+class ConfigFiles:
+    """Parses configs. A file is parsed again only if its size or modification time changes."""
+
+    def __init__(self) -> None:
+        self._trees: dict[tuple[ConfigFile, int, int], Node] = {}
+
+    def tree(self, file: ConfigFile | Mapping[str, Any], *, source: str) -> Node:
+        """Return the content of a file or dict. Raises ``ConfigFileError``; `source` is the name of a dict in it."""
+        if isinstance(file, Mapping):
+            return dict_tree(file, source=source)
+        try:
+            status = os.stat(file.path)
+            key = file, status.st_mtime_ns, status.st_size
+        except (OSError, ValueError):
+            key = file, -1, -1  # read_text reports the reason
+        if key not in self._trees:
+            is_json = file.path.suffix.lower() == ".json"
+            self._trees[key] = parse_text(read_text(file), source=file.shown, is_json=is_json)
+        return self._trees[key]
+
+
+def read_text(file: ConfigFile) -> str:
+    """Return the text of a config file. Raises ``ConfigFileError``."""
+    source = file.shown
+    data = file.data if file.data is not None else _read_bytes(file.path, source)
+    if len(data) > MAX_BYTES:
+        message = "the file is larger than 1 MiB, the limit for configs."
+        raise ConfigFileError("FSDP-E004", message, "Check that the path names a config.", source=source)
+    if b"\0" in data:
+        raise ConfigFileError("FSDP-E005", "the file is binary.", "Give a YAML or JSON file in UTF-8.", source=source)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        message = "the file is not UTF-8 text."
+        raise ConfigFileError("FSDP-E005", message, "Save it as UTF-8.", source=source, line=line) from None
+
+
+def _read_bytes(path: Path, source: str) -> bytes:
+    try:
+        if not path.exists():
+            fix = "Check the path. accelerate config writes a config file."
+            raise ConfigFileError("FSDP-E001", "the file does not exist.", fix, source=source)
+        if not path.is_file():
+            message = "the path is a directory." if path.is_dir() else "the path is not a regular file."
+            raise ConfigFileError("FSDP-E002", message, "Give a YAML or JSON file.", source=source)
+        with path.open("rb") as file:
+            return file.read(MAX_BYTES + 1)
+    except ConfigFileError:
+        raise
+    except PermissionError:
+        fix = "Change its permissions (chmod u+r)."
+        raise ConfigFileError("FSDP-E003", "permission denied.", fix, source=source) from None
+    except (OSError, ValueError) as error:
+        message = f"the file cannot be read: {getattr(error, 'strerror', None) or error}."
+        raise ConfigFileError("FSDP-E003", message, "Check the path.", source=one_line(source)) from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sources:
+    """The sources of settings. Attributes that are also arguments of ``load_spec`` are documented there.
+
+    Attributes:
+        training_arguments: keyword arguments of ``TrainingArguments``, including ``fsdp`` and ``fsdp_config``.
+        distributed_config: a ``DistributedConfig``, a dict with its fields, or a ``ConfigFile`` with them.
+        world_size: the value of ``check --world-size``, a number of ranks with the precedence of ``--set``.
+        problems: the problems found by :func:`sources.launchers.locate_config`.
+        files: the config files parsed so far. Copies made with ``dataclasses.replace`` share it.
+    """
+
+    config: ConfigFile | Mapping[str, Any] | None = None
+    training_arguments: Mapping[str, Any] = field(default_factory=dict)
+    plugin_object: Mapping[str, Any] | None = None
+    distributed_config: Any = None
+    parallelism_config: Any = None
+    command_line: Sequence[str] = ()
+    overrides: Mapping[str, Any] | Sequence[str] = ()
+    world_size: int | None = None
+    environ: Mapping[str, str] | None = None
+    default_file: bool = False
+    as_launched: bool = False
+    problems: tuple[Problem, ...] = ()
+    files: ConfigFiles = field(default_factory=ConfigFiles, compare=False, repr=False)
+
+
+def config_of(config: str | Path | ConfigFile | Mapping[str, Any] | None) -> ConfigFile | Mapping[str, Any] | None:
+    """Convert a config that a user passed to the value of ``Sources.config``."""
+    return ConfigFile.at(config) if isinstance(config, (str, os.PathLike)) else config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One setting of one source.
+
+    Attributes:
+        name: canonical name.
+        value: the value as written; after ``spec.values.parse_settings``, the typed value.
+        implied: whether another setting implies this one (``mixed_precision`` implies ``precision.param``). An explicit
+            value of the same source overrides an implied value.
+        level: level of precedence; set by ``spec.values.parse_settings``.
+    """
+
+    name: str
+    value: Any
+    origin: Origin
+    implied: bool = False
+    level: str = ""
+
+    @property
+    def written(self) -> str:
+        """Key and value as written: ``fsdp_sharding_strategy=1``."""
+        return self.origin.written
+
+    @property
+    def enables_fsdp(self) -> bool:
+        return enables_fsdp(self.name, self.value, self.origin)
+
+    def problem(self, code: str, message: str, fix: str = "") -> Problem:
+        """Return a problem of this setting, with its origin."""
+        return Problem(code=code, message=message, fix=fix, setting=canonical(self.name), origin=self.origin)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceSettings:
+    """All settings and problems of one source.
+
+    Attributes:
+        not_set: settings whose key has the value null, which means that they are not set.
+        dialect: selects the defaults; ``None`` if the source does not mention FSDP.
+        level: level of precedence; set by ``spec.precedence.read_all``.
+        inactive: settings that do not enable FSDP, and that apply only if another source enables it: an ``fsdp_config``
+            without ``fsdp``, which Transformers ignores.
+    """
+
+    settings: tuple[Setting, ...] = ()
+    not_set: tuple[Setting, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    dialect: Dialect | None = None
+    level: str = ""
+    inactive: SourceSettings | None = None
+
+
+Reader = Callable[[Sources], SourceSettings | None]
+"""Reads one source; returns ``None`` if it is not given."""
+
+
+def enables_fsdp(name: str, value: Any, origin: Origin) -> bool:
+    """Whether a setting enables FSDP. A precision or a number of processes does not.
+
+    Environment variables configure FSDP but do not enable it, except ``ACCELERATE_USE_FSDP``: Transformers itself sets
+    some of them.
+    """
+    if name == "launch.distributed_type":
+        return str(value).strip().upper() == "FSDP"
+    section, _, key = name.partition(".")
+    if section == "mesh" and key not in ("shard", "replicate"):
+        return False
+    return section not in ("launch", "precision", "activation") and origin.source != ENVIRONMENT
+
+
+def check_arguments(sources: Sources) -> tuple[Problem, ...]:
+    """Return an error for each source that has the wrong type, or that is nested too deeply or contains itself."""
+    problems = []
+    for name, is_valid, expected in _EXPECTED:
+        value = getattr(sources, name)
+        may_be_none = name not in ("command_line", "overrides")
+        if not (value is None and may_be_none) and not is_valid(value):
+            problems.append(_wrong_type(name, value, expected))
+    nested = ("config", "training_arguments", "plugin_object", "distributed_config", "parallelism_config", "overrides")
+    for name in nested:
+        if isinstance(value := getattr(sources, name), Mapping) and _is_too_deep(value):
+            message, fix = f"{name} contains itself or is nested too deeply.", "Pass a dict of plain values."
+            problems.append(Problem(code="FSDP-E014", message=message, fix=fix, origin=Origin(source=name)))
+    return tuple(problems)
+
+
+def _wrong_type(name: str, value: Any, expected: str) -> Problem:
+    is_container = isinstance(value, Mapping | Set | list | tuple)
+    given = f"a {type(value).__name__} of other values" if is_container else from_python(value).text or repr(value)
+    message = f"{name} is {given}; expected {expected}."
+    return Problem(code="FSDP-E055", message=message, fix=f"Pass {expected}.", origin=Origin(source=name))
+
+
+def _are_texts(values: Any) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _has_names(value: Any) -> bool:
+    return isinstance(value, Mapping) and _are_texts(value)
+
+
+def _is_list_of_texts(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes) and _are_texts(value)
+
+
+_EXPECTED: Final[tuple[tuple[str, Callable[[Any], bool], str], ...]] = (
+    ("config", lambda value: isinstance(value, ConfigFile | Mapping), "a path or a dict"),
+    (
+        "distributed_config",
+        lambda value: isinstance(value, ConfigFile | Mapping) or hasattr(value, "to_dict"),
+        "a DistributedConfig, a dict or a path",
+    ),
+    (
+        "parallelism_config",
+        lambda value: isinstance(value, Mapping) or hasattr(value, "dp_shard_size"),
+        "a ParallelismConfig or a dict",
+    ),
+    ("training_arguments", _has_names, "a dict whose keys are names"),
+    ("plugin_object", _has_names, "a dict whose keys are names"),
+    ("environ", _has_names, "a dict whose keys are names"),
+    ("environ", lambda value: not _has_names(value) or _are_texts(value.values()), "a dict of text"),
+    ("command_line", _is_list_of_texts, "a list of words, such as ['--fsdp', 'full_shard']"),
+    (
+        "overrides",
+        lambda value: isinstance(value, str) or _is_list_of_texts(value) or _has_names(value),
+        "a dict whose keys are names, or a list of NAME=VALUE",
+    ),
+)
+"""Source -> whether a value of it is valid, and what is expected."""
+
+
+def _is_too_deep(value: Any) -> bool:
+    waiting = [(value, 0)]
+    num_nodes = 0
+    while waiting:
+        node, depth = waiting.pop()
+        num_nodes += 1
+        if isinstance(node, Mapping):
+            node = tuple(node.values())
+        if isinstance(node, list | tuple | Set):
+            if depth >= MAX_DEPTH or num_nodes + len(waiting) + len(node) > MAX_NODES:
+                return True
+            waiting += [(item, depth + 1) for item in node]
+    return False
