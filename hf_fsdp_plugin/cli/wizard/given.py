@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from hf_fsdp_plugin.cli.wizard.conversation import BY_NAME, BY_SETTING
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.sources import overrides
+from hf_fsdp_plugin.sources.command_line import read_overrides
 from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.spec.parse import parse_settings
 
@@ -32,7 +32,7 @@ def answers_of_options(args: argparse.Namespace) -> tuple[dict[str, str], dict[s
         if given.get(name, value) != value:
             raise _invalid(f"{name} is given twice: {given[name]} and {value}.", "Give it once.")
         given[name] = value
-    read = overrides.read(Sources(overrides=settings, environ={}))
+    read = read_overrides(Sources(overrides=settings, environ={}))
     level = parse_settings(read) if read is not None else None
     if level is not None and level.problems:
         raise SpecError(level.problems)
