@@ -25,7 +25,7 @@ _EXPORTS = {
     "integrations.transformers.from_pretrained": ("from_pretrained",),
     "integrations.transformers.moving_average": ("ExponentialMovingAverageCallback",),
     "integrations.transformers.trainer": ("FsdpTrainer", "FsdpTrainerMixin", "FsdpTrainingArguments"),
-    "plan.model": ("FsdpPlan",),
+    "plan.fsdp_plan": ("FsdpPlan",),
     "plan.resolve": ("resolve",),
     "problems": ("Origin", "Problem", "SpecError"),
     "spec.load": ("load_spec",),
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.integrations.transformers.trainer import FsdpTrainer as FsdpTrainer
     from hf_fsdp_plugin.integrations.transformers.trainer import FsdpTrainerMixin as FsdpTrainerMixin
     from hf_fsdp_plugin.integrations.transformers.trainer import FsdpTrainingArguments as FsdpTrainingArguments
-    from hf_fsdp_plugin.plan.model import FsdpPlan as FsdpPlan
+    from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan as FsdpPlan
     from hf_fsdp_plugin.plan.resolve import resolve as resolve
     from hf_fsdp_plugin.problems import Origin as Origin
     from hf_fsdp_plugin.problems import Problem as Problem

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hf_fsdp_plugin.plan.model import MeshPlan
-from hf_fsdp_plugin.plan.problem_collector import ProblemCollector
+from hf_fsdp_plugin.plan.fsdp_plan import MeshPlan, ProblemCollector
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.strategies import STRATEGIES, Strategy, strategy_of
 
@@ -20,45 +19,36 @@ def resolve_mesh(
     """
     strategy = STRATEGIES[spec.sharding.strategy]
     if world_size < 1:
-        problems.add(
-            "FSDP-E201",
-            None,
-            f"the world size is {world_size}.",
-            "Set a world size of 1 or more.",
-        )
+        message = f"the world size is {world_size}."
+        fix = "Set a world size of 1 or more."
+        problems.add("FSDP-E201", None, message, fix)
         return MeshPlan(replicate=1, shard=1), strategy.name
     if not strategy.is_sharded:
-        return _replicas_only(spec, world_size, problems), strategy.name
-    shard, replicate = _integer(spec.mesh.shard), _integer(spec.mesh.replicate)
+        return _mesh_of_replicas(spec, world_size, problems), strategy.name
+    shard, replicate = _integer_size(spec.mesh.shard), _integer_size(spec.mesh.replicate)
     if shard is None and replicate is None:
         shard = _ranks_per_machine(spec, world_size, local_world_size) if strategy.hybrid else world_size
-    mesh = _complete(spec, world_size, shard, replicate, problems)
+    mesh = _complete_mesh(spec, world_size, shard, replicate, problems)
     if mesh is None:
         return MeshPlan(replicate=1, shard=world_size), strategy.name
     if mesh.shard == 1 and world_size > 1:
-        return mesh, _unsharded(spec, strategy, world_size, problems).name
+        return mesh, _unsharded_strategy(spec, strategy, world_size, problems).name
     hybrid, plain = strategy.counterpart(hybrid=True), strategy.counterpart(hybrid=False)
     if mesh.replicate > 1 and strategy is plain:
-        problems.add(
-            "FSDP-N111",
-            "sharding.strategy",
-            f"a mesh with {mesh.replicate} replicas changes the strategy {strategy.name} to {hybrid.name}.",
-        )
+        message = f"a mesh with {mesh.replicate} replicas changes the strategy {strategy.name} to {hybrid.name}."
+        problems.add("FSDP-N111", "sharding.strategy", message)
         strategy = hybrid
     elif mesh.replicate == 1 and strategy is hybrid and world_size > 1:
         why = "By default, parameters are sharded over the ranks of one machine, and all ranks are on one machine."
         if spec.asked("mesh.shard") or spec.asked("mesh.replicate"):
             why = f"The sizes of the mesh leave no second replica on {world_size} ranks."
-        problems.add(
-            "FSDP-W205",
-            "sharding.strategy",
-            f"{strategy.name} with one replica of {world_size} shards is the same as {plain.name}. {why}",
-            "Set mesh.shard (parallelism_config_dp_shard_size) below the world size to get several replicas.",
-        )
+        message = f"{strategy.name} with one replica of {world_size} shards is the same as {plain.name}. {why}"
+        fix = "Set mesh.shard (parallelism_config_dp_shard_size) below the world size to get several replicas."
+        problems.add("FSDP-W205", "sharding.strategy", message, fix)
     return mesh, strategy.name
 
 
-def _unsharded(spec: FsdpSpec, strategy: Strategy, world_size: int, problems: ProblemCollector) -> Strategy:
+def _unsharded_strategy(spec: FsdpSpec, strategy: Strategy, world_size: int, problems: ProblemCollector) -> Strategy:
     """Report that a strategy that shards got a mesh with one rank per shard group. Return the strategy that results."""
     unsharded = strategy_of(sharded=False, hybrid=False, reshard=False)
     if spec.asked("mesh.shard") and spec.asked("sharding.strategy"):
@@ -74,38 +64,36 @@ def _unsharded(spec: FsdpSpec, strategy: Strategy, world_size: int, problems: Pr
     return unsharded
 
 
-def _integer(size: int | str) -> int | None:
+def _integer_size(size: int | str) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _replicas_only(spec: FsdpSpec, world_size: int, problems: ProblemCollector) -> MeshPlan:
-    strategy, shard, replicate = spec.sharding.strategy, _integer(spec.mesh.shard), _integer(spec.mesh.replicate)
+def _mesh_of_replicas(spec: FsdpSpec, world_size: int, problems: ProblemCollector) -> MeshPlan:
+    strategy, shard, replicate = (
+        spec.sharding.strategy,
+        _integer_size(spec.mesh.shard),
+        _integer_size(spec.mesh.replicate),
+    )
     if shard is not None and shard != 1:
-        problems.add(
-            "FSDP-E130",
-            "mesh.shard",
-            f"{strategy} does not shard the model, but the shard size is {shard}.",
-            "Remove the shard size, or use full_shard.",
-        )
+        message = f"{strategy} does not shard the model, but the shard size is {shard}."
+        fix = "Remove the shard size, or use full_shard."
+        problems.add("FSDP-E130", "mesh.shard", message, fix)
     if replicate is not None and replicate != world_size:
-        problems.add(
-            "FSDP-E128",
-            "mesh.replicate",
-            f"{strategy} on {world_size} ranks has {world_size} replicas, but the replicate size is {replicate}.",
-            "Remove the replicate size.",
-        )
+        message = f"{strategy} on {world_size} ranks has {world_size} replicas, but the replicate size is {replicate}."
+        fix = "Remove the replicate size."
+        problems.add("FSDP-E128", "mesh.replicate", message, fix)
     return MeshPlan(replicate=world_size, shard=1)
 
 
 def _ranks_per_machine(spec: FsdpSpec, world_size: int, local_world_size: int | None) -> int:
     num_machines = max(1, spec.launch.num_machines)
     if local_world_size is None:
-        num_processes = _integer(spec.launch.num_processes) or world_size
+        num_processes = _integer_size(spec.launch.num_processes) or world_size
         local_world_size = num_processes // num_machines if num_processes % num_machines == 0 else world_size
     return max(1, min(local_world_size, world_size))
 
 
-def _complete(
+def _complete_mesh(
     spec: FsdpSpec, world_size: int, shard: int | None, replicate: int | None, problems: ProblemCollector
 ) -> MeshPlan | None:
     """Return the mesh after computing its missing size; ``None`` if the sizes do not fit the world size."""
@@ -113,24 +101,18 @@ def _complete(
         num_ranks = shard * replicate
         if num_ranks == world_size:
             return MeshPlan(replicate=replicate, shard=shard)
-        problems.add(
-            "FSDP-E128",
-            "mesh.shard" if spec.asked("mesh.shard") else "mesh.replicate",
-            f"the mesh size {replicate} × {shard} (replicate × shard) is not the world size {world_size}.",
-            f"Start {num_ranks} processes, or choose sizes whose product is {world_size}.",
-        )
+        message = f"the mesh size {replicate} × {shard} (replicate × shard) is not the world size {world_size}."
+        fix = f"Start {num_ranks} processes, or choose sizes whose product is {world_size}."
+        problems.add("FSDP-E128", "mesh.shard" if spec.asked("mesh.shard") else "mesh.replicate", message, fix)
         return None
     setting, size = ("mesh.shard", shard) if shard is not None else ("mesh.replicate", replicate)
     assert size is not None, "the caller sets at least one size"
     if size < 1 or world_size % size:
         divisor = f"{setting}={size}" if spec.asked(setting) else f"the {size} ranks of one machine"
         divisors = [str(number) for number in range(1, world_size + 1) if world_size % number == 0]
-        problems.add(
-            "FSDP-E129",
-            setting,
-            f"the world size {world_size} is not divisible by {divisor}.",
-            f"Set {setting} to one of {', '.join(divisors)}, or change the number of processes.",
-        )
+        message = f"the world size {world_size} is not divisible by {divisor}."
+        fix = f"Set {setting} to one of {', '.join(divisors)}, or change the number of processes."
+        problems.add("FSDP-E129", setting, message, fix)
         return None
     other = world_size // size
     return MeshPlan(replicate=other, shard=size) if setting == "mesh.shard" else MeshPlan(replicate=size, shard=other)

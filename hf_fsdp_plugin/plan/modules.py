@@ -6,7 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import nn
+
+from hf_fsdp_plugin.plan.names import is_inside, parent_of
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _LEAST_SHARE = 0.0005
@@ -31,6 +34,14 @@ class ParameterEntry:
     def modules(self) -> tuple[str, ...]:
         """For each name, the name of the module in which the parameter is registered."""
         return tuple(parent_of(name) for name in self.names)
+
+    @property
+    def is_floating(self) -> bool:
+        return self.parameter.is_floating_point()
+
+    def stored_dtype(self, master: str) -> torch.dtype:
+        """Return the dtype of the shards; `master` is that of trainable parameters, if it is not ``unchanged``."""
+        return torch.float32 if self.parameter.requires_grad and master == "fp32" else self.parameter.dtype
 
 
 class ModuleTree:
@@ -57,6 +68,10 @@ class ModuleTree:
     def name_of(self, module: object) -> str | None:
         """Return the first name of a module; ``None`` for an object that is not a module of this model."""
         return self.first_names.get(id(module))
+
+    def present_classes(self) -> set[str]:
+        """Return the names of the classes and base classes of all modules inside the model."""
+        return {found for name, module in self.named() if name for found in class_names(module)}
 
     def class_counts(self) -> Counter[str]:
         """Return the number of modules with parameters per class, without containers and the model itself.
@@ -113,29 +128,14 @@ class ModuleTree:
         )
 
 
-def parent_of(path: str) -> str:
-    """Return ``a.b`` for ``a.b.c``, and the empty name of the root for ``a``."""
-    return path.rpartition(".")[0]
+def class_names(module: nn.Module) -> set[str]:
+    """Return the names of a module's class and of its base classes, without ``Module``."""
+    return {base.__name__ for base in type(module).__mro__ if base not in (nn.Module, object)}
 
 
-def ancestors(path: str) -> Iterator[str]:
-    """Yield ``a.b.c``, ``a.b`` and ``a`` for ``a.b.c``: the path itself and the modules around it, without the root."""
-    while path:
-        yield path
-        path = parent_of(path)
-
-
-def is_inside(path: str, outer: str) -> bool:
-    """Whether ``path`` is ``outer`` or a module inside it."""
-    return not outer or path == outer or path.startswith(outer + ".")
-
-
-def common_path(paths: Iterable[str]) -> str:
-    """Return the innermost module that contains all paths."""
-    split = [path.split(".") if path else [] for path in paths]
-    shared = []
-    for parts in zip(*split, strict=False):
-        if len(set(parts)) != 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared)
+def no_split_classes(model: nn.Module) -> tuple[str, ...]:
+    """Return the layer classes that the model and its submodules declare in ``_no_split_modules``."""
+    found: set[str] = set()
+    for module in model.modules():
+        found.update(getattr(module, "_no_split_modules", None) or ())
+    return tuple(sorted(found))

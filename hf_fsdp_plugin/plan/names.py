@@ -1,8 +1,8 @@
-"""Canonical parameter names: the names in the model without any wrappers."""
+"""Names of modules and parameters: canonical names, which have no wrappers, and names as paths in the model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from hf_fsdp_plugin.torch_private.modules import WRAPPER_ATTRIBUTES, wrapped_module
@@ -16,11 +16,6 @@ def canonical_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPER_ATTRIBUTES)
 
 
-def is_inside(name: str, outer: str) -> bool:
-    """Return whether a module is another one or inside it, by canonical names."""
-    return name == outer or not outer or name.startswith(f"{outer}.")
-
-
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the module inside all of its wrappers."""
     while (inner := wrapped_module(module)) is not None:
@@ -32,3 +27,31 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield canonical names and parameters. A tied parameter is yielded under each of its names."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield canonical_name(name), parameter
+
+
+def parent_of(path: str) -> str:
+    """Return ``a.b`` for ``a.b.c``, and the empty name of the root for ``a``."""
+    return path.rpartition(".")[0]
+
+
+def ancestors(path: str) -> Iterator[str]:
+    """Yield ``a.b.c``, ``a.b`` and ``a`` for ``a.b.c``: the path itself and the modules around it, without the root."""
+    while path:
+        yield path
+        path = parent_of(path)
+
+
+def is_inside(path: str, outer: str) -> bool:
+    """Whether ``path`` is ``outer`` or a module inside it."""
+    return not outer or path == outer or path.startswith(outer + ".")
+
+
+def common_path(paths: Iterable[str]) -> str:
+    """Return the innermost module that contains all paths."""
+    split = [path.split(".") if path else [] for path in paths]
+    shared = []
+    for parts in zip(*split, strict=False):
+        if len(set(parts)) != 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)

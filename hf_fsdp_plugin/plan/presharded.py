@@ -2,14 +2,64 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from hf_fsdp_plugin.plan.model import Backend
-from hf_fsdp_plugin.plan.modules import parent_of
-from hf_fsdp_plugin.plan.names import canonical_name
-from hf_fsdp_plugin.plan.units import ParameterRow, UnitPlan, unit_plan
+from hf_fsdp_plugin.plan.fsdp_plan import Backend, ModelParts, ProblemCollector, UnitParameter, UnitPlan, unit_plan
+from hf_fsdp_plugin.plan.names import canonical_name, parent_of
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
+
+
+def sharded_parts(spec: FsdpSpec, model: nn.Module, problems: ProblemCollector) -> ModelParts | None:
+    """Return the parts of a model that is already sharded; ``None`` for other models."""
+    backend = sharded_backend(model)
+    if backend is None:
+        return None
+    version = 1 if backend == "fsdp1" else 2
+    function = "FullyShardedDataParallel" if version == 1 else "fully_shard"
+    if not _has_units(model):
+        function = "DTensors of another parallelism"
+    if spec.fsdp.version != version:
+        message = f"version {spec.fsdp.version} is overridden: the model is already sharded with {function}."
+        fix = f"Set fsdp_version: {version}, or pass the model unwrapped."
+        problems.add("FSDP-W250", "fsdp.version", message, fix)
+    wrap_settings = ("wrap.policy", "wrap.classes", "wrap.min_num_params", "wrap.ignored_modules")
+    at_load = distributed_config_of(model) is not None
+    kept = wrap_settings if at_load else (*wrap_settings, "precision.fp32_modules")
+    unused = [name for name in kept if spec.asked(name)]
+    ignored = f" {', '.join(unused)} {'is' if len(unused) == 1 else 'are'} ignored." if unused else ""
+    name = model_class_name(model)
+    if at_load and not unused:
+        problems.add("FSDP-N280", None, f"from_pretrained has sharded {name}: its units, mesh and offload are kept.")
+    else:
+        message = (
+            f"{name} is already sharded with {function}. Its units, sharding, precision and offload are kept.{ignored}"
+        )
+        fix = "Pass the model unwrapped to apply the config."
+        if not _has_units(model):
+            message = (
+                f"the parameters of {name} are DTensors already, as tensor parallelism makes them, and it has no FSDP "
+                "units. FSDP is not applied: nothing more is sharded, and no gradients are averaged over ranks with "
+                f"other data.{ignored}"
+            )
+            fix = "Load the model without tp_plan and without parallelize_module to train it with FSDP."
+        problems.add("FSDP-W251", unused[0] if unused else None, message, fix)
+    units = sharded_units(model, backend)
+    if at_load:
+        # Transformers never frees the last norm and the head, whatever the strategy: they do not show it.
+        units = tuple(replace(unit, from_policy=unit.from_policy and unit.reshard_after_forward) for unit in units)
+    return ModelParts(
+        backend=backend,
+        units=units,
+        ties=_tied_names(model) if backend == "fsdp2" else (),
+        # Transformers does not know of parameters that are added after from_pretrained. In a model that the script
+        # sharded, the script reduces their gradients.
+        ignored_parameters=_unsharded_parameters(model) if at_load else (),
+        pre_sharded=True,
+        sharded_at_load=at_load,
+    )
 
 
 def sharded_backend(model: nn.Module) -> Backend | None:
@@ -27,7 +77,7 @@ def sharded_backend(model: nn.Module) -> Backend | None:
     return "fsdp2" if any(isinstance(parameter, DTensor) for parameter in model.parameters()) else None
 
 
-def has_units(model: nn.Module) -> bool:
+def _has_units(model: nn.Module) -> bool:
     """Return whether FSDP has sharded a model. Other parallelism, such as tensor parallelism, uses ``DTensor`` too."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
@@ -46,7 +96,7 @@ def distributed_config_of(model: Any) -> Any:
     return config if config is not None and sharded_backend(model) == "fsdp2" else None
 
 
-def unsharded_parameters(model: nn.Module) -> tuple[str, ...]:
+def _unsharded_parameters(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the parameters that FSDP2 does not shard, such as adapters that were added afterwards.
 
     The units must not be gathered.
@@ -56,7 +106,7 @@ def unsharded_parameters(model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor))
 
 
-def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+def _tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     """Return one tuple per tied parameter, with all its names."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -95,7 +145,7 @@ def _fsdp2_units(model: nn.Module) -> tuple[UnitPlan, ...]:
         else:
             owner[name] = owner.get(parent_of(name)) if name else None
     owned: dict[object, list[tuple[str, nn.Parameter]]] = {}
-    unsharded = set(unsharded_parameters(model))
+    unsharded = set(_unsharded_parameters(model))
     for name, parameter in model.named_parameters():
         if name in unsharded:
             continue
@@ -126,7 +176,7 @@ def _fsdp1_units(model: nn.Module) -> tuple[UnitPlan, ...]:
             continue
         name = canonical_name(path)
         flat = fsdp1.flat_parameter(module)
-        rows: list[ParameterRow] = []
+        rows: list[UnitParameter] = []
         if flat is not None:
             rows = [
                 (canonical_name(f"{name}.{m.name}".lstrip(".")), m.shape.numel(), flat.dtype, m.requires_grad)

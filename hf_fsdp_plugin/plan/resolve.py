@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 
 from torch import nn
 
 from hf_fsdp_plugin.devices import unsupported_device
-from hf_fsdp_plugin.plan.fp32 import Fp32Parts, resolve_fp32_modules
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan, ModelParts, PrecisionPlan, ProblemCollector
 from hf_fsdp_plugin.plan.mesh import resolve_mesh
-from hf_fsdp_plugin.plan.model import Backend, FsdpPlan, PrecisionPlan
 from hf_fsdp_plugin.plan.modules import ModuleTree
 from hf_fsdp_plugin.plan.parameters import check_parameters
-from hf_fsdp_plugin.plan.policy import ignored_modules
-from hf_fsdp_plugin.plan.presharded import (
-    distributed_config_of,
-    has_units,
-    model_class_name,
-    sharded_backend,
-    sharded_units,
-    tied_names,
-    unsharded_parameters,
-)
-from hf_fsdp_plugin.plan.problem_collector import ProblemCollector
-from hf_fsdp_plugin.plan.settings import check_activation, check_offload, resolve_precision
-from hf_fsdp_plugin.plan.units import UnitPlan
-from hf_fsdp_plugin.plan.wrap import wrap_units
+from hf_fsdp_plugin.plan.precision import Fp32Parts, resolve_fp32_modules, resolve_precision
+from hf_fsdp_plugin.plan.presharded import model_class_name, sharded_parts
+from hf_fsdp_plugin.plan.units import wrap_units
+from hf_fsdp_plugin.plan.wrap_policy import matching_modules
 from hf_fsdp_plugin.problems import SpecError, has_errors
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, Version
 from hf_fsdp_plugin.spec.rules import check_fsdp2_support
+from hf_fsdp_plugin.strategies import STRATEGIES
 
 
 def resolve(
@@ -54,13 +44,13 @@ def resolve(
     collector = ProblemCollector(spec)
     mesh, strategy = resolve_mesh(spec, world_size, local_world_size, collector)
     precision = resolve_precision(spec, model, device_type, collector)
-    parts = _sharded_parts(spec, model, collector) or _planned_parts(spec, model, strategy, precision, collector)
+    parts = sharded_parts(spec, model, collector) or _planned_parts(spec, model, strategy, precision, collector)
     version: Version = 1 if parts.backend == "fsdp1" else 2
     fp32 = Fp32Parts()
     if parts.sharded_at_load or not parts.pre_sharded:
         fp32 = resolve_fp32_modules(spec, model, precision, parts.backend, parts.ignored_parameters, collector)
-    check_offload(spec, version, device_type, collector)
-    check_activation(spec, model, parts.pre_sharded, collector)
+    _check_offload(spec, version, device_type, collector)
+    _check_activation(spec, model, parts.pre_sharded, collector)
     if (problem := unsupported_device(device_type)) is not None:
         collector.problems.append(problem)
     if version == 2:
@@ -69,20 +59,14 @@ def resolve(
     if has_errors(problems):
         raise SpecError(problems)
     return FsdpPlan(
-        backend=parts.backend,
+        **{field.name: getattr(parts, field.name) for field in fields(parts)},
         model_class=model_class_name(model),
         world_size=world_size,
         device_type=device_type,
         strategy=strategy,
         mesh=mesh,
-        units=parts.units,
-        ties=parts.ties,
-        ignored_modules=parts.ignored_modules,
-        ignored_parameters=parts.ignored_parameters,
         fp32_modules=fp32.modules,
         fp32_parameters=fp32.parameters,
-        pre_sharded=parts.pre_sharded,
-        sharded_at_load=parts.sharded_at_load,
         offload_params=spec.offload.params,
         pin_memory=spec.offload.pin_memory and device_type != "cpu",
         precision=precision,
@@ -97,96 +81,69 @@ def resolve(
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Parts:
-    """Fields of the plan that depend on the model."""
-
-    backend: Backend
-    units: tuple[UnitPlan, ...]
-    ties: tuple[tuple[str, ...], ...] = ()
-    ignored_modules: tuple[str, ...] = ()
-    ignored_parameters: tuple[str, ...] = ()
-    pre_sharded: bool = False
-    sharded_at_load: bool = False
-
-
-def _sharded_parts(spec: FsdpSpec, model: nn.Module, problems: ProblemCollector) -> _Parts | None:
-    """Return the parts of a model that is already sharded; ``None`` for other models."""
-    backend = sharded_backend(model)
-    if backend is None:
-        return None
-    version = 1 if backend == "fsdp1" else 2
-    function = "FullyShardedDataParallel" if version == 1 else "fully_shard"
-    if not has_units(model):
-        function = "DTensors of another parallelism"
-    if spec.fsdp.version != version:
-        problems.add(
-            "FSDP-W250",
-            "fsdp.version",
-            f"version {spec.fsdp.version} is overridden: the model is already sharded with {function}.",
-            f"Set fsdp_version: {version}, or pass the model unwrapped.",
-        )
-    wrap_settings = ("wrap.policy", "wrap.classes", "wrap.min_num_params", "wrap.ignored_modules")
-    at_load = distributed_config_of(model) is not None
-    kept = wrap_settings if at_load else (*wrap_settings, "precision.fp32_modules")
-    unused = [name for name in kept if spec.asked(name)]
-    ignored = f" {', '.join(unused)} {'is' if len(unused) == 1 else 'are'} ignored." if unused else ""
-    if at_load and not unused:
-        message = f"from_pretrained has sharded {model_class_name(model)}: its units, mesh and offload are kept."
-        problems.add("FSDP-N280", None, message)
-    elif has_units(model):
-        problems.add(
-            "FSDP-W251",
-            unused[0] if unused else None,
-            f"{model_class_name(model)} is already sharded with {function}. Its units, sharding, precision and offload "
-            f"are kept.{ignored}",
-            "Pass the model unwrapped to apply the config.",
-        )
-    else:
-        problems.add(
-            "FSDP-W251",
-            unused[0] if unused else None,
-            f"the parameters of {model_class_name(model)} are DTensors already, as tensor parallelism makes them, and "
-            "it has no FSDP units. FSDP is not applied: nothing more is sharded, and no gradients are averaged over "
-            f"ranks with other data.{ignored}",
-            "Load the model without tp_plan and without parallelize_module to train it with FSDP.",
-        )
-    if backend == "fsdp1":
-        return _Parts(backend=backend, units=sharded_units(model, backend), pre_sharded=True)
-    units = sharded_units(model, backend)
-    if at_load:
-        # Transformers never frees the last norm and the head, whatever the strategy: they do not show it.
-        units = tuple(replace(unit, from_policy=unit.from_policy and unit.reshard_after_forward) for unit in units)
-    return _Parts(
-        backend=backend,
-        units=units,
-        ties=tied_names(model),
-        # Transformers does not know of parameters that are added after from_pretrained. In a model that the script
-        # sharded, the script reduces their gradients.
-        ignored_parameters=unsharded_parameters(model) if at_load else (),
-        pre_sharded=True,
-        sharded_at_load=at_load,
-    )
-
-
 def _planned_parts(
     spec: FsdpSpec, model: nn.Module, strategy: str, precision: PrecisionPlan, problems: ProblemCollector
-) -> _Parts:
+) -> ModelParts:
     """Return the parts of a model that is not sharded yet."""
     version = spec.fsdp.version
-    ignored = ignored_modules(spec, model, problems)
+    ignored = matching_modules(spec, "wrap.ignored_modules", model, problems)
     tree = ModuleTree(model, [model.get_submodule(name) for name in ignored])
     if not tree.parameters:
-        problems.add(
-            "FSDP-E252", None, f"{type(model).__name__} has no parameters to shard.", "Pass the model that is trained."
-        )
-        return _Parts(backend="fsdp2", units=())
+        message = f"{type(model).__name__} has no parameters to shard."
+        problems.add("FSDP-E252", None, message, "Pass the model that is trained.")
+        return ModelParts(backend="fsdp2", units=())
     units = wrap_units(spec, tree, strategy, version, precision, problems)
     check_parameters(tree, units, precision, version, spec.params.use_orig, problems)
-    return _Parts(
+    return ModelParts(
         backend="fsdp1" if version == 1 else "fsdp2",
         units=units,
         ties=tuple(entry.names for entry in tree.parameters if len(entry.names) > 1),
         ignored_modules=ignored,
         ignored_parameters=tuple(entry.name for entry in tree.parameters if entry.ignored),
     )
+
+
+def _check_offload(spec: FsdpSpec, version: Version, device_type: str, problems: ProblemCollector) -> None:
+    """Check CPU offload against the FSDP version and the device."""
+    if not spec.offload.params:
+        return
+    strategy = STRATEGIES[spec.sharding.strategy]
+    if version == 1 and not strategy.is_sharded and not spec.params.use_orig:
+        # Checked in torch's _validate_unshard_params_args. With use_orig_params, state_dict() does not unshard.
+        message = (
+            f"FSDP1 cannot save parameters with {strategy.name}, CPU offload and fsdp_use_orig_params: false "
+            "('offload_to_cpu=True and NO_SHARD is not supported yet')."
+        )
+        fix = "Set fsdp_version: 2 or fsdp_use_orig_params: true."
+        problems.add("FSDP-E232", "offload.params", message, fix)
+    if device_type == "cpu":
+        problems.add("FSDP-N233", "offload.params", "fsdp_offload_params has no effect: the ranks run on the CPU.")
+
+
+def _check_activation(spec: FsdpSpec, model: nn.Module, pre_sharded: bool, problems: ProblemCollector) -> None:
+    """Check activation checkpointing against the wrap policy and the model."""
+    if spec.activation.checkpointing == "none":
+        return
+    setting, model_name = "activation.checkpointing", type(model).__name__
+    if spec.activation.native:
+        # Transformers renamed the method in 5.23.
+        if not (hasattr(model, "activation_checkpointing_enable") or hasattr(model, "gradient_checkpointing_enable")):
+            message = f"gradient_checkpointing requires a Transformers model, and {model_name} is not one."
+            fix = "Set fsdp_activation_checkpointing: true instead."
+            problems.add("FSDP-E240", setting, message, fix)
+        return
+    if spec.wrap.policy == "none" and not pre_sharded:
+        message = "fsdp_activation_checkpointing checkpoints the units of the wrap policy, and no wrap policy is set."
+        fix = "Set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP."
+        problems.add("FSDP-E241", setting, message, fix)
+    # Transformers renamed the property; reading the old name warns.
+    new, old = "is_activation_checkpointing", "is_gradient_checkpointing"
+    if getattr(model, new if hasattr(model, new) else old, False):
+        reason, enabled_by = "already has gradient checkpointing enabled", "the call of gradient_checkpointing_enable()"
+    elif any(type(module).__name__ == "CheckpointWrapper" for module in model.modules()):
+        reason, enabled_by = "already contains modules wrapped in CheckpointWrapper", "these wrappers"
+    else:
+        return
+    message = f"{model_name} {reason}. With fsdp_activation_checkpointing, each layer would be recomputed twice."
+    fix = f"Remove {enabled_by}, or fsdp_activation_checkpointing."
+    problems.add("FSDP-E242", setting, message, fix)

@@ -1,83 +1,293 @@
-"""A unit of a plan: a group of modules whose parameters are gathered and freed together."""
+"""Resolves the units: the layers that the wrap policy selects, embedding, norm and head (FSDP2 only), and the root."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-import torch
+from torch import nn
 
-ParameterRow = tuple[str, int, torch.dtype, bool]
-"""Name, number of elements, dtype and ``requires_grad`` of one parameter."""
+from hf_fsdp_plugin.plan.fsdp_plan import PrecisionPlan, ProblemCollector, UnitPlan, unit_plan
+from hf_fsdp_plugin.plan.modules import ModuleTree, ParameterEntry
+from hf_fsdp_plugin.plan.names import ancestors, common_path, is_inside, parent_of
+from hf_fsdp_plugin.plan.parameters import kind_in_fsdp1, modules_to_split_off
+from hf_fsdp_plugin.plan.wrap_policy import has_no_layers, policy_modules, post_order
+from hf_fsdp_plugin.problems import has_errors
+from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, Version
+from hf_fsdp_plugin.strategies import STRATEGIES
+from hf_fsdp_plugin.text import format_names, plural
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnitPlan:
-    """A group of modules whose parameters are gathered and freed together.
+@dataclass(kw_only=True, slots=True)
+class _UnitDraft:
+    """A unit while its members and parameters are determined. Members that share parameters are removed."""
 
-    Attributes:
-        modules: names of the modules, as in ``named_modules()``, in forward order; ``("",)`` for the root.
-        class_names: names of the modules' classes, in the same order.
-        parameters: names of the parameters, except those in units inside this unit. A tied parameter occurs once.
-        num_params: number of elements in ``parameters``.
-        dtypes: dtype -> number of elements, before any cast.
-        frozen: names of the parameters that do not require a gradient.
-        reshard_after_forward: whether the gathered parameters are freed between forward and backward.
-        from_policy: whether the wrap policy selected the modules. False for the units of embedding, norm, head and
-            root, and for layers inside other layers. Only units from the policy are checkpointed.
-        is_split_off: whether FSDP1 needs a unit for these modules because of their dtype or ``requires_grad``. Code
-            around such a module reads the dtype of its shards, and may pass inputs of that dtype.
-    """
-
-    modules: tuple[str, ...]
-    class_names: tuple[str, ...]
-    parameters: tuple[str, ...]
-    num_params: int
-    dtypes: Mapping[str, int]
-    frozen: tuple[str, ...]
-    reshard_after_forward: bool
+    members: list[str]
     from_policy: bool
+    reshard: bool
     is_split_off: bool = False
-
-    @property
-    def name(self) -> str:
-        """Name: ``model.layers.0``, ``model.norm + lm_head``, or the empty string for the root."""
-        return " + ".join(self.modules)
-
-    @property
-    def class_name(self) -> str:
-        return " + ".join(self.class_names)
-
-    @property
-    def label(self) -> str:
-        """Name and class, for messages."""
-        return f"{self.name} ({self.class_name})" if self.name else f"the root unit ({self.class_name})"
+    parameters: list[ParameterEntry] = field(default_factory=list)
 
 
-def unit_plan(
-    modules: Iterable[str],
-    class_names: Iterable[str],
-    parameters: Iterable[ParameterRow],
-    *,
-    reshard: bool,
-    from_policy: bool,
-    is_split_off: bool = False,
-) -> UnitPlan:
-    """Return the unit with these modules and parameters."""
-    rows = list(parameters)
-    dtypes: Counter[str] = Counter()
-    for _, num_elements, dtype, _ in rows:
-        dtypes[str(dtype).removeprefix("torch.")] += num_elements
-    return UnitPlan(
-        modules=tuple(modules),
-        class_names=tuple(class_names),
-        parameters=tuple(name for name, *_ in rows),
-        num_params=dtypes.total(),
-        dtypes=MappingProxyType(dict(dtypes)),
-        frozen=tuple(name for name, _, _, requires_grad in rows if not requires_grad),
-        reshard_after_forward=reshard,
-        from_policy=from_policy,
-        is_split_off=is_split_off,
+def wrap_units(
+    spec: FsdpSpec,
+    tree: ModuleTree,
+    strategy: str,
+    version: Version,
+    precision: PrecisionPlan,
+    problems: ProblemCollector,
+) -> tuple[UnitPlan, ...]:
+    """Return the units, children before parents, the root last.
+
+    Under FSDP1, the units are the layers of the policy, the root, and the modules inside them that cannot be in the
+    same unit because of their dtype or ``requires_grad``. FSDP2 adds the groups of Accelerate's
+    ``fsdp2_prepare_model``: the input embedding, and the final norm with the output head; with tied weights, these
+    three are one group. A shared parameter belongs to the innermost unit that contains all modules that use it: FSDP2
+    rejects a parameter in two units, and FSDP1 would silently untie it.
+    """
+    reshard = STRATEGIES[strategy].reshards_after_forward
+    num_before = len(problems.problems)
+    has_submodules = any(name for name, _ in tree.named())
+    selected = policy_modules(spec, tree, problems) if has_submodules else ()
+    if has_errors(problems.problems[num_before:]):
+        return ()  # checks of a root unit with all parameters would report misleading problems
+    drafts = [_UnitDraft(members=[name], from_policy=True, reshard=reshard) for name in selected]
+    if version == 2 and spec.wrap.policy != "none":
+        drafts = _add_embedding_and_head(tree, drafts, reshard)
+    drafts.append(_UnitDraft(members=[""], from_policy=False, reshard=False))
+    removed = _remove_sharing_members(tree, drafts)
+    _assign_parameters(tree, drafts)
+    if version == 1:
+        drafts = _split_by_kind(spec, tree, drafts, precision, reshard, problems)
+    for draft in drafts[:-1]:  # without the root
+        _remove_empty_members(draft)
+    layers = {name for draft in drafts if draft.from_policy for name in draft.members}
+    units = tuple(_unit(tree, draft, layers) for draft in drafts if draft.members)
+    _report_removed_members(tree, removed, problems)
+    if spec.wrap.policy == "none" or not has_submodules or has_no_layers(spec, tree):
+        _report_one_unit(spec, tree, problems, has_submodules=has_submodules)
+    elif not any(name in selected for unit in units for name in unit.modules):
+        _report_only_root(spec, tree, selected, removed, problems)
+    return units
+
+
+def _unit(tree: ModuleTree, draft: _UnitDraft, layers: set[str]) -> UnitPlan:
+    """Return the unit of a draft. A layer inside another layer is not checkpointed, because the outer one is."""
+    is_nested = any(path in layers for path in ancestors(parent_of(draft.members[0])))
+    return unit_plan(
+        draft.members,
+        [type(tree.modules[name]).__name__ for name in draft.members],
+        [(e.name, e.parameter.numel(), e.parameter.dtype, e.parameter.requires_grad) for e in draft.parameters],
+        reshard=draft.reshard,
+        from_policy=draft.from_policy and not is_nested,
+        is_split_off=draft.is_split_off,
     )
+
+
+def _add_embedding_and_head(tree: ModuleTree, drafts: list[_UnitDraft], reshard: bool) -> list[_UnitDraft]:
+    """Add the input embedding, and the final norm with the output head, which stay gathered until backward."""
+    embedding, head = _module_from(tree, "get_input_embeddings"), _module_from(tree, "get_output_embeddings")
+    norm = _final_norm(tree)
+    layers = {name for draft in drafts for name in draft.members}
+    added = []
+    if embedding is not None and head is not None and _are_tied(tree, embedding, head):
+        # If they are tied, they are one group, even if the policy selects one of them.
+        drafts = [draft for draft in drafts if draft.members[0] not in (embedding, head)]
+        layers -= {embedding, head}
+        group: list[str | None] = [embedding, norm if _is_outside(norm, layers) else None, head]
+    else:
+        if embedding is not None and _is_outside(embedding, layers):
+            added.append(_UnitDraft(members=[embedding], from_policy=False, reshard=reshard))
+        group = [name for name in (norm, head) if name != embedding and _is_outside(name, layers)]
+    if members := [name for name in dict.fromkeys(group) if name is not None]:
+        added.append(_UnitDraft(members=members, from_policy=False, reshard=False))
+    return _in_order(tree, [*drafts, *added])
+
+
+def _is_outside(name: str | None, layers: set[str]) -> bool:
+    """Whether a module exists and is not in a layer. A layer's unit gathers the modules inside the layer."""
+    return name is not None and not any(is_inside(name, layer) for layer in layers)
+
+
+def _in_order(tree: ModuleTree, drafts: list[_UnitDraft]) -> list[_UnitDraft]:
+    """Return the drafts with children before parents, otherwise in forward order."""
+    position = {name: at for at, name in enumerate(post_order(name for name, _ in tree.named() if name))}
+    return sorted(drafts, key=lambda draft: min(position[name] for name in draft.members))
+
+
+def _module_from(tree: ModuleTree, method: str) -> str | None:
+    """Return the name of the module that a Transformers accessor returns; ``None`` if it is not in this model."""
+    getter = getattr(tree.model, method, None)
+    if getter is None:
+        return None
+    try:
+        found = getter()
+    except (NotImplementedError, AttributeError):  # Transformers raises these if the model has no such module
+        return None
+    return tree.name_of(found) or None
+
+
+def _are_tied(tree: ModuleTree, embedding: str, head: str) -> bool:
+    weight = getattr(tree.modules[embedding], "weight", None)
+    return weight is not None and weight is getattr(tree.modules[head], "weight", None)
+
+
+def _final_norm(tree: ModuleTree) -> str | None:
+    """Return the last norm among the base model's direct children, as in Accelerate."""
+    prefix = getattr(tree.model, "base_model_prefix", "")
+    base = getattr(tree.model, prefix, None) if prefix else tree.model
+    if not isinstance(base, nn.Module):
+        return None
+    norms = [child for child in base.children() if "Norm" in type(child).__name__]
+    return tree.name_of(norms[-1]) if norms else None
+
+
+def _owners(tree: ModuleTree, drafts: list[_UnitDraft]) -> dict[str, int]:
+    """Return module name -> index of the innermost unit that contains the module."""
+    unit_of = {id(tree.modules[name]): at for at, draft in enumerate(drafts) for name in draft.members}
+    owners: dict[str, int] = {}
+    for path, module in tree.modules.items():
+        owners[path] = unit_of[id(module)] if id(module) in unit_of else owners[parent_of(path)]
+    return owners
+
+
+def _assign_parameters(tree: ModuleTree, drafts: list[_UnitDraft]) -> None:
+    owners = _owners(tree, drafts)
+    for entry in tree.parameters:
+        if not entry.ignored:
+            drafts[owners[entry.modules[0]]].parameters.append(entry)
+
+
+def _split_by_kind(
+    spec: FsdpSpec,
+    tree: ModuleTree,
+    drafts: list[_UnitDraft],
+    precision: PrecisionPlan,
+    reshard: bool,
+    problems: ProblemCollector,
+) -> list[_UnitDraft]:
+    """Add units for the modules that FSDP1 cannot flatten together with the other parameters of their unit."""
+    use_orig = spec.params.use_orig
+    kind = kind_in_fsdp1(precision, use_orig)
+    split = {
+        name: at
+        for at, draft in enumerate(drafts)
+        for name in modules_to_split_off(tree, draft.members[0], draft.parameters, kind)
+    }
+    if not split:
+        return drafts
+    added = [_UnitDraft(members=[name], from_policy=False, reshard=reshard, is_split_off=True) for name in split]
+    drafts = [*_in_order(tree, [*drafts[:-1], *added]), drafts[-1]]
+    for draft in drafts:
+        draft.parameters.clear()
+    _assign_parameters(tree, drafts)
+    _report_split(split, use_orig, problems)
+    return drafts
+
+
+def _remove_empty_members(draft: _UnitDraft) -> None:
+    """Remove the members that contain none of the unit's parameters."""
+    modules = {module for entry in draft.parameters for module in entry.modules}
+    draft.members = [name for name in draft.members if any(is_inside(module, name) for module in modules)]
+
+
+def _remove_sharing_members(tree: ModuleTree, drafts: list[_UnitDraft]) -> dict[str, str]:
+    """Remove members until no parameter is in two units. Return removed member -> name of the shared parameter."""
+    removed: dict[str, str] = {}
+    while found := _sharing_members(tree, drafts):
+        for draft in drafts:
+            draft.members = [name for name in draft.members if name not in found]
+        drafts[:] = [draft for draft in drafts if draft.members]
+        removed |= found
+    return removed
+
+
+def _sharing_members(tree: ModuleTree, drafts: list[_UnitDraft]) -> dict[str, str]:
+    """Return member -> name of a parameter that modules both inside and outside the member use."""
+    owners = _owners(tree, drafts)
+    members = {name for draft in drafts for name in draft.members}
+    found: dict[str, str] = {}
+    for entry in tree.parameters:
+        if entry.ignored or len({owners[module] for module in entry.modules}) == 1:
+            continue
+        top = common_path(entry.modules)
+        for module in entry.modules:
+            for path in ancestors(module):
+                if path == top:
+                    break
+                if path in members:
+                    found.setdefault(path, entry.name)
+    return found
+
+
+def _report_removed_members(tree: ModuleTree, removed: dict[str, str], problems: ProblemCollector) -> None:
+    if not removed:
+        return
+    shared = [" = ".join(entry.names) for entry in tree.parameters if entry.name in removed.values()]
+    message = (
+        f"{plural(len(removed), 'module is', 'modules are')} not wrapped as separate units because of shared "
+        f"parameters: {format_names(removed)}. Shared: {format_names(shared)}. A shared parameter belongs to the "
+        "innermost unit that contains all modules that use it."
+    )
+    problems.add("FSDP-N217", "wrap.policy", message)
+
+
+def _report_split(split: Mapping[str, int], use_orig: bool, problems: ProblemCollector) -> None:
+    what = "one dtype" if use_orig else "one dtype, and either all trainable or all frozen"
+    most = max(Counter(split.values()).values())
+    advice = "fsdp_version: 2" if use_orig else "fsdp_use_orig_params: true, or fsdp_version: 2,"
+    are_units = "module is a unit of its own" if len(split) == 1 else "modules are units of their own"
+    message = (
+        f"{len(split)} {are_units}, because the parameters of an FSDP1 unit must be {what}: {format_names(split, 2)}. "
+        f"Each forward and each backward gathers these small units one by one, up to {most} in one layer."
+    )
+    fix = f"Set {advice} to gather a layer at once. Results are the same."
+    problems.add("FSDP-W265", "fsdp.version" if use_orig else "params.use_orig", message, fix)
+
+
+def _report_one_unit(spec: FsdpSpec, tree: ModuleTree, problems: ProblemCollector, *, has_submodules: bool) -> None:
+    if not has_submodules:
+        reason, fix = "without modules inside it, ", ""
+    elif spec.wrap.policy == "none":
+        reason = "without a wrap policy, "
+        fix = "Set fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, or add auto_wrap to fsdp."
+    else:
+        reason = "without layers that it declares or repeats, "
+        fix = "Name layers in fsdp_transformer_layer_cls_to_wrap, or use SIZE_BASED_WRAP with fsdp_min_num_params."
+    message = (
+        f"{reason}{type(tree.model).__name__} is one unit: each rank gathers all parameters at once and "
+        "keeps them until the end of backward, so only gradients and optimizer state are sharded."
+    )
+    problems.add("FSDP-W218", "wrap.policy", message, fix)
+
+
+def _report_only_root(
+    spec: FsdpSpec, tree: ModuleTree, selected: tuple[str, ...], removed: dict[str, str], problems: ProblemCollector
+) -> None:
+    policy = spec.wrap.policy
+    model_name = type(tree.model).__name__
+    if sharing := [name for name in selected if name in removed]:
+        reason = f"all selected modules ({format_names(sharing)}) share parameters with modules outside them"
+        fix = "Wrap classes that contain all users of the shared parameters, or set fsdp_auto_wrap_policy: NO_WRAP."
+    elif selected:
+        reason = f"the selected modules ({format_names(selected)}) have no parameters left to shard"
+        fix = "Wrap another class, or ignore fewer modules."
+    elif policy == "size":
+        reason = f"no module of {model_name} has {spec.wrap.min_num_params:,} parameters outside smaller units"
+        fix = f"Set a lower fsdp_min_num_params. {_largest_module(tree)}"
+    else:
+        classes = ", ".join(spec.wrap.classes) or "the model's own layer classes"
+        reason = f"no module of {classes} can be wrapped, because it is ignored or is the model itself"
+        fix = "Set fsdp_transformer_layer_cls_to_wrap to the class of the repeated layer."
+    setting = "wrap.classes" if spec.wrap.classes else "wrap.policy"
+    setting = "wrap.min_num_params" if policy == "size" else setting
+    problems.add("FSDP-E219", setting, f"the wrap policy would make the root the only unit: {reason}.", fix)
+
+
+def _largest_module(tree: ModuleTree) -> str:
+    sizes = [(sum(p.numel() for p in module.parameters()), name) for name, module in tree.named() if name]
+    if not sizes:
+        return "The model has no submodules."
+    size, name = max(sizes, key=lambda pair: pair[0])
+    return f"The largest module, {name}, has {size:,} parameters."

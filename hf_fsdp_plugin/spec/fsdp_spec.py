@@ -175,9 +175,10 @@ class FsdpSpec:
         """Whether a source sets this setting."""
         return name in self.origins
 
-    def problem(self, code: str, setting: str, message: str, fix: str = "") -> Problem:
+    def problem(self, code: str, setting: str | None, message: str, fix: str = "") -> Problem:
         """Return a problem of one setting, with the origin of its value."""
-        return Problem(code=code, message=message, fix=fix, setting=setting, origin=self.origins.get(setting))
+        origin = self.origins.get(setting) if setting is not None else None
+        return Problem(code=code, message=message, fix=fix, setting=setting, origin=origin)
 
     @property
     def enabled(self) -> bool:

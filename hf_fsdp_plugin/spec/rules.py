@@ -16,6 +16,11 @@ from hf_fsdp_plugin.spec.values import is_class_name
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.vocabulary import BY_NAME
 
+FP16_ON_CPU = (
+    "fp16 training is not supported on CPU ranks: its gradient scaler requires an accelerator.",
+    "Set mixed_precision to bf16 or no.",
+)
+"""Message and remedy of FSDP-E147."""
 XLA_TYPES = ("XLA", "TPU")
 FSDP_SECTIONS = frozenset(
     {"fsdp", "sharding", "mesh", "wrap", "offload", "prefetch", "checkpoint", "loading", "params", "xla"}
@@ -256,8 +261,7 @@ def check_half_precisions(spec: FsdpSpec) -> Iterator[Problem]:
 def check_fp16_on_cpu(spec: FsdpSpec) -> Iterator[Problem]:
     if spec.launch.use_cpu and "fp16" in (spec.launch.mixed_precision, spec.precision.param):
         name = "precision.param" if spec.precision.param == "fp16" else "launch.mixed_precision"
-        message = "fp16 training is not supported on CPU ranks: its gradient scaler requires an accelerator."
-        yield spec.problem("FSDP-E147", name, message, "Set mixed_precision to bf16 or no.")
+        yield spec.problem("FSDP-E147", name, *FP16_ON_CPU)
 
 
 def check_fsdp2_support(spec: FsdpSpec) -> Iterator[Problem]:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.plan.presharded import sharded_units
 
 pytestmark = pytest.mark.usefixtures("one_rank")

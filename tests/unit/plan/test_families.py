@@ -12,8 +12,8 @@ from model_families import FAMILIES, TEXT_CONFIG, on_meta
 from plans import planned, units_of, wrapping
 from torch import nn
 
-from hf_fsdp_plugin.plan.model import FsdpPlan
-from hf_fsdp_plugin.plan.policy import no_split_classes
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
+from hf_fsdp_plugin.plan.modules import no_split_classes
 
 ALL = pytest.mark.parametrize("family", FAMILIES)
 

@@ -1,4 +1,4 @@
-"""Modules that compute in fp32 in mixed precision: which ones the plan selects, and where it refuses them."""
+"""Modules that compute in precision in mixed precision: which ones the plan selects, and where it refuses them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from plans import planned, refused, wrapping
 from torch import nn
 
 from hf_fsdp_plugin.estimate.unit_sizes import unit_sizes
-from hf_fsdp_plugin.plan import fp32
+from hf_fsdp_plugin.plan import precision
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
 from hf_fsdp_plugin.torch_private.fsdp2_behavior import BEHAVIORS
 
 
 @pytest.fixture
 def newest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp32, "installed_behavior", lambda: BEHAVIORS[-1])
+    monkeypatch.setattr(precision, "installed_behavior", lambda: BEHAVIORS[-1])
 
 
 def spec_of(pattern: str, version: Any = 2, param: Any = "bf16") -> FsdpSpec:
@@ -34,7 +34,7 @@ def test_pattern_selects_modules_and_parameters() -> None:
     assert plan.fp32_modules == (*layers, "model.norm")
     assert sorted(plan.fp32_parameters) == sorted(f"{name}.weight" for name in plan.fp32_modules)
     assert plan.to_json()["fp32_modules"] == list(plan.fp32_modules)
-    assert "modules in fp32: 5" in str(plan)
+    assert "modules in precision: 5" in str(plan)
 
 
 @pytest.mark.usefixtures("newest")
@@ -82,14 +82,14 @@ def test_trained_parameters_in_bf16_are_stored_in_fp32() -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_one_dtype_per_unit_is_refused(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp32, "installed_behavior", lambda: BEHAVIORS[0])
+    monkeypatch.setattr(precision, "installed_behavior", lambda: BEHAVIORS[0])
     problem = refused("FSDP-E282", spec_of(r"model\.norm", version), on_meta("llama"))
     assert "2.15" in problem.fix
     assert ("fsdp_version: 2" in problem.fix) == (version == 1)
 
 
 def test_without_mixed_precision_nothing_is_cast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp32, "installed_behavior", lambda: BEHAVIORS[0])
+    monkeypatch.setattr(precision, "installed_behavior", lambda: BEHAVIORS[0])
     plan = planned(spec_of(r"model\.norm", param="auto"), on_meta("llama"))
     assert plan.fp32_modules == plan.fp32_parameters == ()
 

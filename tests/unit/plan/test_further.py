@@ -9,7 +9,7 @@ import torch
 from model_families import on_meta
 
 import hf_fsdp_plugin as hfp
-from hf_fsdp_plugin.plan.further import spec_of_further_model
+from hf_fsdp_plugin.plan.wrap_policy import spec_of_further_model
 
 
 def spec_of(**settings: Any) -> hfp.FsdpSpec:

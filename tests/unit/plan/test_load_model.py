@@ -9,7 +9,7 @@ import pytest
 import transformers as hf
 from model_families import TEXT_CONFIG
 
-from hf_fsdp_plugin.plan.load_model import meta_model
+from hf_fsdp_plugin.plan.meta_model import meta_model
 
 
 def saved(path: Path, config: hf.PretrainedConfig) -> Path:

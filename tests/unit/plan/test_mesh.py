@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from hf_fsdp_plugin.plan.fsdp_plan import ProblemCollector
 from hf_fsdp_plugin.plan.mesh import resolve_mesh
-from hf_fsdp_plugin.plan.problem_collector import ProblemCollector
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec, LaunchSection, MeshSection, ShardingSection
 from hf_fsdp_plugin.spec.load import load_spec

@@ -10,7 +10,7 @@ from model_families import on_meta
 from plans import planned, refused, wrapping
 from torch import nn
 
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import SpecError
 
 

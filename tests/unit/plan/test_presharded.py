@@ -10,7 +10,7 @@ from plans import planned, wrapping
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from hf_fsdp_plugin.plan.model import FsdpPlan
+from hf_fsdp_plugin.plan.fsdp_plan import FsdpPlan
 from hf_fsdp_plugin.problems import Origin
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -12,7 +12,7 @@ from plans import planned, problem_in, refused, wrapping
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from hf_fsdp_plugin.plan.model import _ATTRIBUTES, _SECTIONS, FsdpPlan, PrecisionPlan
+from hf_fsdp_plugin.plan.fsdp_plan import _ATTRIBUTES, _SECTIONS, FsdpPlan, PrecisionPlan
 from hf_fsdp_plugin.problems import Origin, Problem
 from hf_fsdp_plugin.spec.fsdp_spec import (
     ActivationSection,

@@ -1,16 +1,23 @@
-"""Selects the modules that the wrap policy wraps, and the modules that FSDP ignores."""
+"""Selects the modules that the wrap policy wraps, and those that a pattern of the spec matches.
+
+The wrap settings were written for the model that is trained. They may not fit a further model of another architecture,
+such as a reference, teacher or reward model: :func:`spec_of_further_model` replaces them.
+"""
 
 from __future__ import annotations
 
 import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 
 from torch import nn
 
-from hf_fsdp_plugin.plan.modules import ModuleTree, parent_of
-from hf_fsdp_plugin.plan.problem_collector import ProblemCollector
-from hf_fsdp_plugin.spec.fsdp_spec import FsdpSpec
+from hf_fsdp_plugin.plan.fsdp_plan import ProblemCollector
+from hf_fsdp_plugin.plan.modules import ModuleTree, class_names, no_split_classes
+from hf_fsdp_plugin.plan.names import parent_of
+from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.spec.fsdp_spec import ActivationSection, FsdpSpec, WrapSection
 from hf_fsdp_plugin.spec.rules import check_pattern, check_size_threshold
 from hf_fsdp_plugin.text import format_names
 from hf_fsdp_plugin.torch_private.modules import CHECKPOINTED_ATTRIBUTE
@@ -18,11 +25,6 @@ from hf_fsdp_plugin.torch_private.modules import CHECKPOINTED_ATTRIBUTE
 # From torch's size_based_auto_wrap_policy: lists are never called, and attention reads the weights of its projections.
 _NEVER_WRAPPED = (nn.ModuleList, nn.ModuleDict)
 _NEVER_ENTERED = (nn.MultiheadAttention,)
-
-
-def ignored_modules(spec: FsdpSpec, model: nn.Module, problems: ProblemCollector) -> tuple[str, ...]:
-    """Return the names of the modules whose full name matches the regular expression ``wrap.ignored_modules``."""
-    return matching_modules(spec, "wrap.ignored_modules", model, problems)
 
 
 def matching_modules(spec: FsdpSpec, setting: str, model: nn.Module, problems: ProblemCollector) -> tuple[str, ...]:
@@ -37,24 +39,20 @@ def matching_modules(spec: FsdpSpec, setting: str, model: nn.Module, problems: P
     names = [name for name, _ in model.named_modules()]
     matched = tuple(name for name in names if compiled.fullmatch(name))
     if "" in matched:
-        problems.add(
-            "FSDP-E211",
-            setting,
+        message = (
             f"{pattern!r} matches the empty name of the root, so all parameters would be "
-            f"{'ignored' if setting == 'wrap.ignored_modules' else 'in fp32'}.",
-            "Write a pattern that matches only the modules that are meant.",
+            f"{'ignored' if setting == 'wrap.ignored_modules' else 'in fp32'}."
         )
+        fix = "Write a pattern that matches only the modules that are meant."
+        problems.add("FSDP-E211", setting, message, fix)
         return ()
     if not matched:
         partial = [name for name in names if compiled.search(name)]
         near = partial or difflib.get_close_matches(pattern, names, n=3)
         example = f" It must match a full name, such as {format_names(near, 3)}." if near else ""
-        problems.add(
-            "FSDP-E212",
-            setting,
-            f"{pattern!r} does not match the full name of any module of {type(model).__name__}.{example}",
-            f"Write {'.*' + pattern + '.*' if partial else 'a pattern for full module names'}, or remove the key.",
-        )
+        message = f"{pattern!r} does not match the full name of any module of {type(model).__name__}.{example}"
+        fix = f"Write {'.*' + pattern + '.*' if partial else 'a pattern for full module names'}, or remove the key."
+        problems.add("FSDP-E212", setting, message, fix)
     return matched
 
 
@@ -94,22 +92,13 @@ def post_order(names: Iterable[str]) -> tuple[str, ...]:
     return (*ordered, *reversed(parents))
 
 
-def class_names(module: nn.Module) -> set[str]:
-    """Return the names of a module's class and of its base classes, without ``Module``."""
-    return {base.__name__ for base in type(module).__mro__ if base not in (nn.Module, object)}
-
-
 def _given_classes(spec: FsdpSpec, tree: ModuleTree, problems: ProblemCollector) -> set[str]:
-    present = _present_classes(tree)
+    present = tree.present_classes()
     matched = [name for name in spec.wrap.classes if name in present]
     absent = [name for name in dict.fromkeys(spec.wrap.classes) if name not in present]
     if absent:
         _report_absent_classes(tree, matched, absent, problems)
     return set(matched)
-
-
-def _present_classes(tree: ModuleTree) -> set[str]:
-    return {found for name, module in tree.named() if name for found in class_names(module)}
 
 
 def _report_absent_classes(
@@ -121,12 +110,9 @@ def _report_absent_classes(
     near = list(dict.fromkeys(close))
     message = f"{type(tree.model).__name__} has no module of class {format_names([repr(name) for name in absent])}"
     if matched:
-        problems.add(
-            "FSDP-W213",
-            "wrap.classes",
-            f"{message}. Only modules of class {format_names(matched)} become units.",
-            f"Did you mean {format_names(near)}?" if near else "Remove it, unless this config is for several models.",
-        )
+        message = f"{message}. Only modules of class {format_names(matched)} become units."
+        fix = f"Did you mean {format_names(near)}?" if near else "Remove it, unless this config is for several models."
+        problems.add("FSDP-W213", "wrap.classes", message, fix)
         return
     message += f". It has {_counts_text(dict.fromkeys([*near, *own, *counts]), counts)}."
     if near or own:
@@ -141,17 +127,9 @@ def _counts_text(names: Iterable[str], counts: Mapping[str, int]) -> str:
     return format_names([f"{name} ×{counts[name]}" for name in names], 5) or "no modules with parameters"
 
 
-def no_split_classes(model: nn.Module) -> tuple[str, ...]:
-    """Return the layer classes that the model and its submodules declare in ``_no_split_modules``."""
-    found: set[str] = set()
-    for module in model.modules():
-        found.update(getattr(module, "_no_split_modules", None) or ())
-    return tuple(sorted(found))
-
-
 def _own_classes(spec: FsdpSpec, tree: ModuleTree, problems: ProblemCollector) -> set[str]:
     declared = no_split_classes(tree.model)
-    if matched := _present_classes(tree).intersection(declared):
+    if matched := tree.present_classes().intersection(declared):
         return matched
     repeated = tree.repeated_classes()
     if repeated:
@@ -172,7 +150,7 @@ def has_no_layers(spec: FsdpSpec, tree: ModuleTree) -> bool:
     """Whether the policy wraps layers that the config does not name, and the model neither declares nor repeats any."""
     if spec.wrap.policy != "transformer" or spec.wrap.classes or tree.repeated_classes():
         return False
-    return _present_classes(tree).isdisjoint(no_split_classes(tree.model))
+    return tree.present_classes().isdisjoint(no_split_classes(tree.model))
 
 
 def _class_advice(tree: ModuleTree) -> str:
@@ -207,3 +185,70 @@ def _by_size(spec: FsdpSpec, tree: ModuleTree, problems: ProblemCollector) -> tu
 
     select(tree.model, True)
     return tuple(tree.first_names[key] for key in selected)
+
+
+def spec_of_further_model(spec: FsdpSpec, model: nn.Module, *, is_trained: bool) -> FsdpSpec:
+    """Return ``spec`` with wrap settings that fit ``model``, and a warning for those that differ.
+
+    Without a backward there are no activations to recompute, so a model that is not trained has no activation
+    checkpointing.
+    """
+    wrap, reason = _fitting_wrap(spec.wrap, model)
+    changed = {f"wrap.{name}" for name in ("policy", "classes") if getattr(wrap, name) != getattr(spec.wrap, name)}
+    wrap = _fitting_ignored_modules(wrap, model)
+    if wrap.ignored_modules != spec.wrap.ignored_modules:
+        changed.add("wrap.ignored_modules")
+    precision = spec.precision
+    if not _fits(precision.fp32_modules, model):
+        precision = replace(precision, fp32_modules="")
+        changed.add("precision.fp32_modules")
+    activation = spec.activation
+    if not is_trained and activation != ActivationSection():
+        activation = ActivationSection()
+        changed |= {name for name in spec.origins if name.startswith("activation.")}
+    problems = spec.problems
+    if reason:
+        setting = "wrap.min_num_params" if spec.wrap.policy == "size" else "wrap.classes"
+        origin = spec.origin(setting)
+        problems = (*problems, Problem(code="FSDP-W260", setting=setting, message=reason, origin=origin))
+    origins = {name: origin for name, origin in spec.origins.items() if name not in changed}
+    return replace(spec, wrap=wrap, precision=precision, activation=activation, origins=origins, problems=problems)
+
+
+def _fitting_wrap(wrap: WrapSection, model: nn.Module) -> tuple[WrapSection, str]:
+    """Return wrap settings that select modules of ``model``, and the reason if they are not ``wrap``."""
+    name = type(model).__name__
+    inner = [module for module in model.modules() if module is not model]
+    if wrap.policy == "size":
+        sizes = [sum(parameter.numel() for parameter in module.parameters()) for module in inner]
+        if max(sizes, default=0) >= wrap.min_num_params:
+            return wrap, ""
+        small = f"no module of {name}, a further model, has {wrap.min_num_params:,} parameters"
+        return replace(wrap, policy="none", min_num_params=0), f"{small}. It is sharded as one unit."
+    if wrap.policy == "none":
+        return wrap, ""
+    present = {found for module in inner for found in class_names(module)}
+    if present.intersection(wrap.classes):
+        return wrap, ""
+    own = sorted(present.intersection(no_split_classes(model))) or ModuleTree(model).repeated_classes()
+    if own and not wrap.classes:
+        return wrap, ""
+    absent = f"{name}, a further model, has no {format_names(wrap.classes)}" if wrap.classes else ""
+    if own:
+        return replace(wrap, classes=()), f"{absent}. Its own layer classes are wrapped: {format_names(own)}."
+    absent = absent or f"{name}, a further model, has no layers that it declares or repeats"
+    return replace(wrap, policy="none", classes=()), f"{absent}. It is sharded as one unit."
+
+
+def _fitting_ignored_modules(wrap: WrapSection, model: nn.Module) -> WrapSection:
+    """Remove a pattern that matches no module."""
+    return wrap if _fits(wrap.ignored_modules, model) else replace(wrap, ignored_modules="")
+
+
+def _fits(text: str, model: nn.Module) -> bool:
+    """Whether a pattern is empty or matches a module. One that is invalid is kept, because it is reported."""
+    try:
+        pattern = re.compile(text)
+    except re.error:
+        return True
+    return not text or any(pattern.fullmatch(name) for name, _ in model.named_modules())

@@ -1,0 +1,381 @@
+"""The plan: a spec resolved for one model and one world size. It contains neither ``auto`` nor ``None``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby, product
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+import torch
+
+from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.spec.fsdp_spec import ActivationSection, FsdpSpec, PrefetchSection, StateDictKind, Version
+from hf_fsdp_plugin.text import fit_table, format_count, plural, truncate_lines
+
+Backend = Literal["fsdp1", "fsdp2"]
+PlannedDtype = Literal["fp32", "bf16", "fp16", "unchanged"]
+UnitParameter = tuple[str, int, torch.dtype, bool]
+"""Name, number of elements, dtype and ``requires_grad`` of one parameter."""
+
+_SECTIONS: Final = ("mesh", "precision", "prefetch", "activation")
+"""Sections of the spec that the plan contains with the same names and fields."""
+
+_ATTRIBUTES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "fsdp.version": "version",
+        "sharding.strategy": "strategy",
+        "offload.params": "offload_params",
+        "offload.pin_memory": "pin_memory",
+        "checkpoint.state_dict": "state_dict",
+        "loading.ram_efficient": "ram_efficient",
+        "loading.sync_module_states": "sync_module_states",
+        "params.use_orig": "use_orig",
+        "launch.num_processes": "world_size",
+    }
+)
+"""Canonical name -> attribute of the plan, for other settings that the plan resolves."""
+
+
+class ProblemCollector:
+    """Collects the problems of one spec, so that all of them are reported at once."""
+
+    def __init__(self, spec: FsdpSpec) -> None:
+        self._spec = spec
+        self.problems: list[Problem] = []
+
+    def add(self, code: str, setting: str | None, message: str, fix: str = "") -> None:
+        """Add a problem. Its origin is the source of ``setting``; a default has no origin."""
+        self.problems.append(self._spec.problem(code, setting, message, fix))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshPlan:
+    """Sizes of the mesh's axes. Their product is the world size."""
+
+    replicate: int
+    shard: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrecisionPlan:
+    """``unchanged`` means no cast. ``master`` is the dtype in which trainable parameters are stored and updated."""
+
+    param: PlannedDtype
+    reduce: PlannedDtype
+    output: PlannedDtype
+    buffer: PlannedDtype
+    master: Literal["fp32", "unchanged"]
+    fp32_modules: str = ""
+    """The pattern of the spec; :attr:`FsdpPlan.fp32_modules` are the modules."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitPlan:
+    """A group of modules whose parameters are gathered and freed together.
+
+    Attributes:
+        modules: names of the modules, as in ``named_modules()``, in forward order; ``("",)`` for the root.
+        class_names: names of the modules' classes, in the same order.
+        parameters: names of the parameters, except those in units inside this unit. A tied parameter occurs once.
+        num_params: number of elements in ``parameters``.
+        dtypes: dtype -> number of elements, before any cast.
+        frozen: names of the parameters that do not require a gradient.
+        reshard_after_forward: whether the gathered parameters are freed between forward and backward.
+        from_policy: whether the wrap policy selected the modules. False for the units of embedding, norm, head and
+            root, and for layers inside other layers. Only units from the policy are checkpointed.
+        is_split_off: whether FSDP1 needs a unit for these modules because of their dtype or ``requires_grad``. Code
+            around such a module reads the dtype of its shards, and may pass inputs of that dtype.
+    """
+
+    modules: tuple[str, ...]
+    class_names: tuple[str, ...]
+    parameters: tuple[str, ...]
+    num_params: int
+    dtypes: Mapping[str, int]
+    frozen: tuple[str, ...]
+    reshard_after_forward: bool
+    from_policy: bool
+    is_split_off: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name: ``model.layers.0``, ``model.norm + lm_head``, or the empty string for the root."""
+        return " + ".join(self.modules)
+
+    @property
+    def class_name(self) -> str:
+        return " + ".join(self.class_names)
+
+    @property
+    def label(self) -> str:
+        """Name and class, for messages."""
+        return f"{self.name} ({self.class_name})" if self.name else f"the root unit ({self.class_name})"
+
+
+def unit_plan(
+    modules: Iterable[str],
+    class_names: Iterable[str],
+    parameters: Iterable[UnitParameter],
+    *,
+    reshard: bool,
+    from_policy: bool,
+    is_split_off: bool = False,
+) -> UnitPlan:
+    """Return the unit with these modules and parameters."""
+    rows = list(parameters)
+    dtypes: Counter[str] = Counter()
+    for _, num_elements, dtype, _ in rows:
+        dtypes[str(dtype).removeprefix("torch.")] += num_elements
+    return UnitPlan(
+        modules=tuple(modules),
+        class_names=tuple(class_names),
+        parameters=tuple(name for name, *_ in rows),
+        num_params=dtypes.total(),
+        dtypes=MappingProxyType(dict(dtypes)),
+        frozen=tuple(name for name, _, _, requires_grad in rows if not requires_grad),
+        reshard_after_forward=reshard,
+        from_policy=from_policy,
+        is_split_off=is_split_off,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelParts:
+    """The fields of a plan that depend on the modules of the model. :class:`FsdpPlan` describes them."""
+
+    backend: Backend
+    units: tuple[UnitPlan, ...]
+    ties: tuple[tuple[str, ...], ...] = ()
+    ignored_modules: tuple[str, ...] = ()
+    ignored_parameters: tuple[str, ...] = ()
+    pre_sharded: bool = False
+    sharded_at_load: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FsdpPlan:
+    """Everything that a backend needs to shard a model.
+
+    Attributes:
+        units: in the order in which they are wrapped: children before parents, otherwise in forward order, root last.
+        ties: one tuple per tied parameter, with all its names, which are all in the same unit.
+        ignored_modules: names of modules whose parameters are not sharded.
+        ignored_parameters: names of the parameters that are not sharded: the parameters of ignored modules, and
+            scalars, which have no dimension to shard. Their gradients are averaged over all ranks.
+        fp32_modules: names of the modules that compute in fp32 while the others compute in ``precision.param``.
+        fp32_parameters: names of their parameters that are sharded.
+        pre_sharded: whether the model was sharded before ``prepare``. Its units are kept.
+        sharded_at_load: whether ``from_pretrained`` sharded the model, with a ``DistributedConfig``.
+        spec: the requested settings.
+        problems: warnings and notes of the spec and of the plan.
+    """
+
+    backend: Backend
+    model_class: str
+    world_size: int
+    device_type: str
+    strategy: str
+    mesh: MeshPlan
+    units: tuple[UnitPlan, ...]
+    ties: tuple[tuple[str, ...], ...]
+    ignored_modules: tuple[str, ...]
+    ignored_parameters: tuple[str, ...]
+    fp32_modules: tuple[str, ...] = ()
+    fp32_parameters: tuple[str, ...] = ()
+    pre_sharded: bool
+    sharded_at_load: bool
+    offload_params: bool
+    pin_memory: bool
+    precision: PrecisionPlan
+    prefetch: PrefetchSection
+    state_dict: StateDictKind
+    activation: ActivationSection
+    ram_efficient: bool
+    sync_module_states: bool
+    use_orig: bool
+    spec: FsdpSpec
+    problems: tuple[Problem, ...]
+
+    @property
+    def version(self) -> Version:
+        return 1 if self.backend == "fsdp1" else 2
+
+    @property
+    def num_params(self) -> int:
+        """Number of elements in all units, before sharding."""
+        return sum(unit.num_params for unit in self.units)
+
+    def get(self, name: str) -> Any:
+        """Return the resolved value of a setting, or the spec's value if the plan does not resolve it.
+
+        Args:
+            name: canonical name, such as ``prefetch.backward``.
+
+        Raises:
+            KeyError: the name is not a setting of the vocabulary.
+        """
+        requested = self.spec.get(name)
+        section, _, field = name.partition(".")
+        if section in _SECTIONS:
+            return getattr(getattr(self, section), field)
+        return getattr(self, _ATTRIBUTES[name]) if name in _ATTRIBUTES else requested
+
+    def settings(self) -> Iterator[tuple[str, Any]]:
+        """Yield every setting as (canonical name, resolved value), in the order of the spec's sections."""
+        for name, _, _ in self.spec.settings():
+            yield name, self.get(name)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the ``plan`` object of ``check --json``. Counts are of whole parameters, not of shards."""
+        return {
+            "backend": self.backend,
+            "model_class": self.model_class,
+            "world_size": self.world_size,
+            "device": self.device_type,
+            "strategy": self.strategy,
+            "mesh": asdict(self.mesh),
+            "num_params": self.num_params,
+            "units": [
+                {
+                    "name": unit.name,
+                    "class": unit.class_name,
+                    "num_params": unit.num_params,
+                    "dtypes": dict(unit.dtypes),
+                    "num_frozen": len(unit.frozen),
+                    "reshard_after_forward": unit.reshard_after_forward,
+                    "from_policy": unit.from_policy,
+                }
+                for unit in self.units
+            ],
+            "ties": [list(names) for names in self.ties],
+            "ignored_modules": list(self.ignored_modules),
+            "fp32_modules": list(self.fp32_modules),
+            "pre_sharded": self.pre_sharded,
+            "sharded_at_load": self.sharded_at_load,
+            "offload_params": self.offload_params,
+            "pin_memory": self.pin_memory,
+            "precision": asdict(self.precision),
+            "prefetch": asdict(self.prefetch),
+            "activation": asdict(self.activation),
+            "state_dict": self.state_dict,
+            "ram_efficient": self.ram_efficient,
+            "sync_module_states": self.sync_module_states,
+            "use_orig": self.use_orig,
+        }
+
+    def __str__(self) -> str:
+        lines = [self.text(), *(["", "problems"] if self.problems else [])]
+        return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
+
+    def text(self, *, width: int | None = None) -> str:
+        """Return the settings and the table of units, without the problems.
+
+        Args:
+            width: maximum number of columns of a line; ``None`` for no limit.
+        """
+        settings = [(name, value) for name, value in self.settings() if not name.startswith(("launch.", "xla."))]
+        master = self.precision.master
+        frozen = [name for unit in self.units for name in unit.frozen]
+        lines = [
+            f"{self.model_class} · {format_count(self.num_params)} parameters · {self.backend.upper()} on "
+            f"{plural(self.world_size, f'{self.device_type} rank')}"
+            + (f" · master weights {master}" if master != "unchanged" else "")
+            + (" · already sharded" if self.pre_sharded else ""),
+            *_settings_text(settings, width),
+            "",
+            _units_text(self.units, width),
+            *_names_text("tied parameters", [" = ".join(names) for names in self.ties]),
+            *_names_text(f"frozen parameters: {len(frozen)}", frozen),
+            *_names_text(f"ignored modules: {len(self.ignored_modules)}", self.ignored_modules),
+            *_names_text(f"modules in fp32: {len(self.fp32_modules)}", self.fp32_modules),
+        ]
+        return "\n".join(lines)
+
+
+_MAX_NAMES = 12
+
+
+def _settings_text(settings: Iterable[tuple[str, Any]], width: int | None = None) -> list[str]:
+    """Return one line per section: ``prefetch    backward pre · forward no · limit_all_gathers yes``.
+
+    Args:
+        settings: canonical names and values, grouped by section.
+        width: maximum number of columns. Longer sections have several lines.
+    """
+    split = [(*name.split(".", 1), value) for name, value in settings]
+    indent = max(len(section) for section, _, _ in split) + 4
+    lines: list[str] = []
+    for section, group in groupby(split, key=lambda setting: setting[0]):
+        line = f"  {section}".ljust(indent)
+        for number, item in enumerate(f"{name} {_value_text(value)}" for _, name, value in group):
+            if number and width is not None and len(line) + len(item) + 3 > width:
+                lines.append(line)
+                line = " " * indent + item
+            else:
+                line += f" · {item}" if number else item
+        lines.append(line)
+    return lines
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        value = ", ".join(map(str, value))
+    return str(value) if value != "" else "–"
+
+
+def _names_text(title: str, names: Sequence[str]) -> list[str]:
+    """Return a blank line, a title and the first names as lines; an empty list if there are no names."""
+    return ["", title, *truncate_lines((f"  {name}" for name in names), _MAX_NAMES)] if names else []
+
+
+def _units_text(units: Iterable[UnitPlan], width: int | None = None) -> str:
+    """Return a table of units. Units that differ only in the numbers in their names share a row."""
+    rows = [("unit", "class", "parameters", "dtype", "after forward")]
+    for same in _groups(units):
+        first = same[0]
+        times = f" ×{len(same)}" if len(same) > 1 else ""
+        rows.append(
+            (
+                _common_name([unit.name for unit in same]) or "(root)",
+                first.class_name + times,
+                format_count(first.num_params) + (" each" if times else ""),
+                " + ".join(sorted(first.dtypes)) or "–",
+                "freed" if first.reshard_after_forward else "kept",
+            )
+        )
+    return fit_table(rows, width)
+
+
+def _groups(units: Iterable[UnitPlan]) -> list[list[UnitPlan]]:
+    """Group units that differ only in the numbers in their names, in the order of each group's first unit."""
+    groups: dict[tuple[object, ...], list[UnitPlan]] = {}
+    for unit in units:
+        template = tuple("#" if part.isdigit() else part for part in unit.name.split("."))
+        dtypes = tuple(sorted(unit.dtypes))
+        key = (template, unit.class_name, unit.num_params, dtypes, len(unit.frozen), unit.reshard_after_forward)
+        groups.setdefault(key, []).append(unit)
+    return list(groups.values())
+
+
+def _common_name(names: Sequence[str]) -> str:
+    """Return ``model.layers.0–29`` for names that differ only in their numbers."""
+    columns = [list(dict.fromkeys(parts)) for parts in zip(*(name.split(".") for name in names), strict=True)]
+    if len(list(product(*columns))) != len(names):  # some combinations are missing, so ranges would be wrong
+        return f"{names[0]} … {names[-1]}"
+    return ".".join(_ranges(values) if len(values) > 1 else values[0] for values in columns)
+
+
+def _ranges(values: Iterable[str]) -> str:
+    """Return ``0–3,7`` for 0, 1, 2, 3, 7."""
+    ranges: list[list[int]] = []
+    for number in sorted(map(int, values)):
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1].append(number)
+        else:
+            ranges.append([number])
+    return ",".join(f"{span[0]}–{span[-1]}" if len(span) > 1 else str(span[0]) for span in ranges)

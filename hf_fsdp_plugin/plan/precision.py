@@ -1,0 +1,137 @@
+"""Resolves the precision: the planned dtypes, and the modules that compute in fp32 in mixed precision."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Final, Literal
+
+import torch
+from torch import nn
+
+from hf_fsdp_plugin.plan.fsdp_plan import Backend, PlannedDtype, PrecisionPlan, ProblemCollector
+from hf_fsdp_plugin.plan.modules import ModuleTree, ParameterEntry
+from hf_fsdp_plugin.plan.names import is_inside
+from hf_fsdp_plugin.plan.wrap_policy import matching_modules
+from hf_fsdp_plugin.spec.fsdp_spec import DtypeName, FsdpSpec
+from hf_fsdp_plugin.spec.rules import FP16_ON_CPU
+from hf_fsdp_plugin.text import format_names, plural
+from hf_fsdp_plugin.torch_private.fsdp2_behavior import first_version_with_dtype_per_parameter, installed_behavior
+
+_FP32_MODULES: Final = "precision.fp32_modules"
+
+
+def resolve_precision(spec: FsdpSpec, model: nn.Module, device_type: str, problems: ProblemCollector) -> PrecisionPlan:
+    """Return the planned dtypes.
+
+    With mixed precision, trainable parameters are stored in fp32, and cast for each all-gather.
+    """
+    requested: dict[str, DtypeName] = asdict(spec.precision)
+    requested.pop("fp32_modules")
+    dtypes: dict[str, PlannedDtype] = {}
+    for field, dtype in requested.items():
+        dtypes[field] = "unchanged" if dtype == "auto" else dtype
+        if dtype == "fp16" and device_type == "cpu":
+            problems.add("FSDP-E147", f"precision.{field}", *FP16_ON_CPU)
+    is_mixed = spec.precision.param in ("bf16", "fp16")
+    if not is_mixed:
+        _check_master_weights(model, problems)
+    master: Literal["fp32", "unchanged"] = "fp32" if is_mixed else "unchanged"
+    return PrecisionPlan(**dtypes, master=master, fp32_modules=spec.precision.fp32_modules)
+
+
+def _check_master_weights(model: nn.Module, problems: ProblemCollector) -> None:
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point()}
+    if dtypes in ({torch.bfloat16}, {torch.float16}):
+        name = str(dtypes.pop()).removeprefix("torch.")
+        message = (
+            f"the model is {name} and mixed precision is off, so master weights and optimizer state are {name} too. "
+            "Small updates are rounded to zero."
+        )
+        fix = "Set mixed_precision: bf16 to store master weights in float32, or load the model in float32."
+        problems.add("FSDP-W231", "precision.param", message, fix)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp32Parts:
+    """What computes in fp32.
+
+    Attributes:
+        modules: names of the outermost modules, and of modules outside of them that have one of the parameters too.
+        parameters: the first name of each of their sharded parameters, in the order of the model.
+    """
+
+    modules: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+
+
+def resolve_fp32_modules(
+    spec: FsdpSpec,
+    model: nn.Module,
+    precision: PrecisionPlan,
+    backend: Backend,
+    ignored_parameters: tuple[str, ...],
+    problems: ProblemCollector,
+) -> Fp32Parts:
+    """Return the modules that ``precision.fp32_modules`` selects; empty without the setting or mixed precision.
+
+    Args:
+        ignored_parameters: names of the parameters that are not sharded. FSDP does not cast them.
+    """
+    matched = matching_modules(spec, _FP32_MODULES, model, problems)
+    if not matched:
+        return Fp32Parts()
+    tree = ModuleTree(model)
+    entries = [
+        entry
+        for entry in tree.parameters
+        if entry.is_floating
+        and entry.name not in ignored_parameters
+        and any(is_inside(name, outer) for name in entry.names for outer in matched)
+    ]
+    if not entries:
+        message = (
+            f"no sharded parameter is in the modules that {spec.precision.fp32_modules!r} matches: "
+            f"{format_names(matched, 3)}."
+        )
+        fix = "Write a pattern for modules with parameters, or remove the key."
+        problems.add("FSDP-E212", _FP32_MODULES, message, fix)
+        return Fp32Parts()
+    _check_stored_dtypes(entries, precision, problems)
+    if precision.param not in ("bf16", "fp16"):
+        return Fp32Parts()  # nothing is cast
+    _check_support(backend, problems)
+    owners = dict.fromkeys(path for entry in entries for path in entry.modules)
+    outermost = [name for name in matched if not any(name != other and is_inside(name, other) for other in matched)]
+    tied = [path for path in owners if not any(is_inside(path, outer) for outer in outermost)]
+    return Fp32Parts(modules=(*outermost, *tied), parameters=tuple(entry.name for entry in entries))
+
+
+def _check_stored_dtypes(entries: list[ParameterEntry], precision: PrecisionPlan, problems: ProblemCollector) -> None:
+    """Report parameters whose shards are not fp32: FSDP2 gathers a parameter in its stored dtype or in that of all."""
+    others = [entry for entry in entries if entry.stored_dtype(precision.master) != torch.float32]
+    if not others:
+        return
+    dtypes = sorted({str(entry.parameter.dtype).removeprefix("torch.") for entry in others})
+    if precision.master == "fp32":
+        why, fix = "they are frozen", "Load these modules in float32, or write a pattern without them."
+    else:
+        why = "mixed precision is off"
+        fix = "Set mixed_precision: bf16, which stores trainable parameters in float32, or load the model in float32."
+    message = (
+        f"{plural(len(others), 'parameter')} of the selected modules cannot be computed in fp32: the shards are stored "
+        f"in {', '.join(dtypes)}, because {why}: {format_names([entry.name for entry in others])}."
+    )
+    problems.add("FSDP-E283", _FP32_MODULES, message, fix)
+
+
+def _check_support(backend: Backend, problems: ProblemCollector) -> None:
+    needed = first_version_with_dtype_per_parameter()
+    if backend == "fsdp1":
+        message = "FSDP1 computes all parameters of a unit in one dtype."
+        fix = f"Set fsdp_version: 2, with torch {needed}"
+    elif not installed_behavior().dtype_per_parameter:
+        message = f"FSDP2 of torch {torch.__version__} computes all parameters of a unit in one dtype."
+        fix = f"Install torch {needed}"
+    else:
+        return
+    problems.add("FSDP-E282", _FP32_MODULES, message, f"{fix} or newer, or remove the key.")
