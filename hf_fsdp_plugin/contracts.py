@@ -219,17 +219,19 @@ def _broken_contract(error: Exception, file: str, rows: Mapping[str, Contract]) 
     return missing(row) if isinstance(error, ImportError) else ContractError(row, f"has changed: {error}")
 
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
-Default = TypeVar("Default")
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+_Default = TypeVar("_Default")
 
 
-def off_without(default: Default) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result | Default]]:
+def off_without(
+    default: _Default,
+) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result | _Default]]:
     """Decorator of an optional feature: if a contract does not hold, warn once and return ``default``."""
 
-    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result | Default]:
+    def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result | _Default]:
         @functools.wraps(function)
-        def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result | Default:
+        def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result | _Default:
             try:
                 return function(*args, **kwargs)
             except ContractError as error:

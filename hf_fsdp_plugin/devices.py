@@ -95,7 +95,7 @@ class Device:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Accelerator(Device):
+class AcceleratorDevice(Device):
     """A device type whose module in torch (``torch.xpu``) has the functions of ``torch.cuda``."""
 
     @property
@@ -143,7 +143,7 @@ class Accelerator(Device):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cuda(Accelerator):
+class CudaDevice(AcceleratorDevice):
     """NVIDIA and AMD. Only ``torch.cuda`` can page-lock memory that torch has not allocated (read from torch 2.13)."""
 
     def pin(self, memory: torch.Tensor) -> bool:
@@ -171,15 +171,15 @@ _FUNCTIONS: Final = (
     "is_available", "is_initialized", "device_count", "current_device", "set_device", "synchronize", "Event",
     "max_memory_allocated", "get_rng_state", "set_rng_state",
 )  # fmt: skip
-"""What ``torch.<type>`` must have. :class:`Accelerator`, and torch's FSDP and RNG states, call them."""
+"""What ``torch.<type>`` must have. :class:`AcceleratorDevice`, and torch's FSDP and RNG states, call them."""
 _VISIBLE_VARIABLES: Final[Mapping[str, str]] = MappingProxyType(
     {"npu": "ASCEND_RT_VISIBLE_DEVICES", "mlu": "MLU_VISIBLE_DEVICES", "musa": "MUSA_VISIBLE_DEVICES"}
 )
 """The variables of device types without a row, from the documents of their vendors."""
 _ROWS: Final = (
     Device(type="cpu", collectives="gloo"),
-    Cuda(type="cuda", collectives="nccl", visible_variable="CUDA_VISIBLE_DEVICES", peak_source="cuda allocator"),
-    Accelerator(type="xpu", collectives="xccl", visible_variable="ZE_AFFINITY_MASK", peak_source="xpu allocator"),
+    CudaDevice(type="cuda", collectives="nccl", visible_variable="CUDA_VISIBLE_DEVICES", peak_source="cuda allocator"),
+    AcceleratorDevice(type="xpu", collectives="xccl", visible_variable="ZE_AFFINITY_MASK", peak_source="xpu allocator"),
 )
 DEVICES: Final[Mapping[str, Device]] = MappingProxyType({device.type: device for device in _ROWS})
 """Every supported device type, by torch's name for it."""
@@ -224,7 +224,7 @@ def get_device(device_type: str) -> Device:
     """
     if (problem := unsupported_device(device_type)) is not None:
         raise SpecError([problem])
-    return DEVICES.get(device_type) or Accelerator(
+    return DEVICES.get(device_type) or AcceleratorDevice(
         type=device_type,
         collectives=_registered_collectives(device_type),
         visible_variable=_VISIBLE_VARIABLES.get(device_type, ""),

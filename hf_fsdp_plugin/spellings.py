@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 TRUE_WORDS: Final = frozenset({"true", "yes", "on", "1"})
@@ -58,3 +59,13 @@ def look_up(choices: Mapping[str, tuple[str, ...]], raw: Any, prefixes: Sequence
         if key == value.lower() or key in others:
             return value
     return None
+
+
+def nearest_word(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return the known word that is most similar to a misspelled one; empty if none is similar."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), "")
+
+
+def did_you_mean(nearest: str, otherwise: str = "") -> str:
+    """Return the remedy for a misspelled word: the nearest known word, or `otherwise` if there is none."""
+    return f"Did you mean {nearest}?" if nearest else otherwise

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Literal
 
-State = Literal["parameters", "gradients", "optimizer state"]
-_ALL: Final[tuple[State, ...]] = ("parameters", "gradients", "optimizer state")
+_State = Literal["parameters", "gradients", "optimizer state"]
+_ALL: Final[tuple[_State, ...]] = ("parameters", "gradients", "optimizer state")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +26,7 @@ class Strategy:
     name: str
     number: int
     torch_name: str
-    sharded: tuple[State, ...]
+    sharded: tuple[_State, ...]
     hybrid: bool = False
 
     @property
@@ -71,7 +71,7 @@ STRATEGIES: Final[Mapping[str, Strategy]] = MappingProxyType(
 BY_TORCH_NAME: Final[Mapping[str, Strategy]] = MappingProxyType({row.torch_name: row for row in STRATEGIES.values()})
 """Member name of torch's ``ShardingStrategy`` -> strategy."""
 
-DEFAULT: Final = STRATEGIES["full_shard"]
+DEFAULT_STRATEGY: Final = STRATEGIES["full_shard"]
 
 
 def strategy_of(*, sharded: bool, hybrid: bool, reshard: bool) -> Strategy:

@@ -7,13 +7,12 @@ values are compared.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from hf_fsdp_plugin.spellings import lower
+from hf_fsdp_plugin.spellings import lower, nearest_word
 from hf_fsdp_plugin.strategies import STRATEGIES, strategy_of
 
 Scope = Literal["fsdp", "parallelism", "dynamo", "precision", "launch", "training", "distributed"]
@@ -163,18 +162,10 @@ _FSDP_ROWS = (
     SettingRow(name="precision.policy", kind="section", internal=True, opens="precision",
         spellings=("mixed_precision_policy", "mixed_precision"),
         about="Section with one dtype per key, or one dtype for param."),
-    SettingRow(name="precision.param", kind="choice", scope="precision", choices=DTYPES, prefixes=("torch",),
-        spellings=("param_dtype", "param"),
-        about="Dtype of gathered parameters and of the computation."),
-    SettingRow(name="precision.reduce", kind="choice", scope="precision", choices=DTYPES, prefixes=("torch",),
-        spellings=("reduce_dtype", "reduce"),
-        about="Dtype of the gradient reduction."),
-    SettingRow(name="precision.output", kind="choice", scope="precision", choices=DTYPES, prefixes=("torch",),
-        spellings=("output_dtype", "output"),
-        about="Dtype of a unit's outputs."),
-    SettingRow(name="precision.buffer", kind="choice", scope="precision", choices=DTYPES, prefixes=("torch",),
-        spellings=("buffer_dtype", "buffer"),
-        about="Dtype of buffers."),
+    *(SettingRow(name=f"precision.{field}", kind="choice", scope="precision", choices=DTYPES, prefixes=("torch",),
+                 spellings=(f"{field}_dtype", field), about=f"Dtype of {what}.")
+      for field, what in (("param", "gathered parameters and of the computation"), ("reduce", "the gradient reduction"),
+                          ("output", "a unit's outputs"), ("buffer", "buffers"))),
     SettingRow(name="precision.fp32_modules", kind="pattern", spellings=("fp32_modules",), about=_FP32_MODULES),
     SettingRow(name="precision.fp32_modules", kind="pattern", scope="precision", spellings=("fp32_modules",),
         about=_FP32_MODULES),
@@ -451,5 +442,4 @@ def suggest(key: str, scopes: Iterable[Scope]) -> str:
         for spelling in row.spellings:
             known.setdefault(spelling, PREFIXES[row.scope] + spelling)
             known.setdefault(PREFIXES[row.scope] + spelling, PREFIXES[row.scope] + spelling)
-    nearest = difflib.get_close_matches(key.strip().lower().replace("-", "_"), known, n=1, cutoff=0.7)
-    return known[nearest[0]] if nearest else ""
+    return known.get(nearest_word(key.strip().lower().replace("-", "_"), known, cutoff=0.7), "")

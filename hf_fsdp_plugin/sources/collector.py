@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final
@@ -15,7 +14,9 @@ from hf_fsdp_plugin.spellings import (
     FALSE_WORDS,
     NULL_WORDS,
     TRUE_WORDS,
+    did_you_mean,
     look_up,
+    nearest_word,
     text_of,
     without_prefix,
     word_of,
@@ -38,8 +39,10 @@ AUTO_WRAP = "wrap.auto"
 """Internal name of the ``auto_wrap`` option, which leaves the wrap policy to the other settings."""
 OFF: Final = {"bf16": "precision.off.bf16", "fp16": "precision.off.fp16"}
 """Internal names of ``bf16: false`` and ``fp16: false``."""
-_PRIVATE_STRATEGY = "_hybrid_shard_zero2"
-"""The name of a strategy in torch's enumeration."""
+_STRATEGY_OPTIONS: Final = frozenset({*STRATEGIES, "_hybrid_shard_zero2"})
+"""Options of ``fsdp`` that are strategies. The last one is the name in torch's enumeration."""
+_SETTING_OF_OPTION: Final = {"auto_wrap": AUTO_WRAP, "offload": "offload.params"}
+"""Other options -> the setting that is true with them."""
 _ALWAYS_WRITTEN: Final = frozenset({"wrap.min_num_params", "xla.enabled", "xla.v2", "xla.grad_ckpt"})
 _WRITTEN_VALUES: Final = (0, False)
 _QUOTES: Final = ('""', "''")
@@ -218,43 +221,30 @@ class Collector:
         if isinstance(value, ObjectText):
             self._report_option(entry, value)
             return
-        options = _options(
-            " ".join(text_of(node.value) for node in value) if isinstance(value, tuple) else text_of(value)
-        )
+        nodes = value if isinstance(value, tuple) else (entry.value,)
+        options = _split_options(" ".join(text_of(node.value) for node in nodes))
         if not options or (len(options) == 1 and options[0] in FALSE_WORDS):
             self.mentions_fsdp = False
             self.add("launch.distributed_type", entry, value="NO", implied=True)
             return
         self.add("launch.distributed_type", entry, value="FSDP", implied=True)
-        strategies: list[str] = []
         for option in options:
-            if option in TRUE_WORDS:
-                continue
-            if option in STRATEGIES or option == _PRIVATE_STRATEGY:
-                strategies.append(option)
-            elif option == "auto_wrap":
-                self.add(AUTO_WRAP, entry, value=True)
-            elif option == "offload":
-                self.add("offload.params", entry, value=True)
-            else:
+            if option in _SETTING_OF_OPTION:
+                self.add(_SETTING_OF_OPTION[option], entry, value=True)
+            elif option not in TRUE_WORDS and option not in _STRATEGY_OPTIONS:
                 self._report_option(entry, option)
-
-        for option in strategies[:1]:
-            self.add("sharding.strategy", entry, value=option)
+        strategies = [option for option in options if option in _STRATEGY_OPTIONS]
+        if strategies:
+            self.add("sharding.strategy", entry, value=strategies[0])
         if len(set(strategies)) > 1:
             message = f"{entry.key} has more than one sharding strategy: {', '.join(strategies)}."
             self.report("FSDP-E023", entry, message, "Keep one of them.", setting="sharding.strategy")
 
     def _report_option(self, entry: ConfigEntry, option: str) -> None:
-        known = (*STRATEGIES, "auto_wrap", "offload")
-        nearest = next(iter(difflib.get_close_matches(option, known, n=1)), "")
-        self.report(
-            "FSDP-E023",
-            entry,
-            f"'{one_line(option)}' is not a valid fsdp option; expected {', '.join(known)}, true or false.",
-            f"Did you mean {nearest}?" if nearest else "Remove it.",
-            setting="sharding.strategy",
-        )
+        known = (*STRATEGIES, *_SETTING_OF_OPTION)
+        message = f"'{one_line(option)}' is not a valid fsdp option; expected {', '.join(known)}, true or false."
+        fix = did_you_mean(nearest_word(option, known), "Remove it.")
+        self.report("FSDP-E023", entry, message, fix, setting="sharding.strategy")
 
     def _add_flag(self, row: SettingRow, entry: ConfigEntry) -> None:
         """Add ``bf16: true`` or ``fp16: true``. ``auto`` and ``full``, which axolotl accepts, also mean true."""
@@ -293,8 +283,7 @@ class Collector:
             message = f"'{one_line(entry.key)}' begins with an underscore and is ignored as a comment."
             self.report("FSDP-N027", entry, message)
             return
-        nearest = suggest(entry.key, scopes)
-        fix = f"Did you mean {nearest}?" if nearest else "Remove it, or see hf-fsdp schema for the list of keys."
+        fix = did_you_mean(suggest(entry.key, scopes), "Remove it, or see hf-fsdp schema for the list of keys.")
         self.report("FSDP-E020", entry, f"unknown key '{one_line(entry.key)}'.", fix)
 
 
@@ -303,7 +292,7 @@ def entry_of(key: str, value: object, *, is_switch: bool = False) -> ConfigEntry
     return ConfigEntry(key=key, line=None, value=from_python(value), is_switch=is_switch)
 
 
-def _options(text: str) -> list[str]:
+def _split_options(text: str) -> list[str]:
     """Split text into lower-case options. ``full shard`` and ``FSDPOption.FULL_SHARD`` are ``full_shard``.
 
     Quotes around the text are removed, and a list in brackets is read too, because launchers of jobs add both.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ from hf_fsdp_plugin.sources.collector import Collector, entry_of
 from hf_fsdp_plugin.sources.interface import Sources, SourceSettings
 from hf_fsdp_plugin.sources.training_arguments import add_fsdp_arguments
 from hf_fsdp_plugin.sources.tree import ConfigEntry
-from hf_fsdp_plugin.spellings import lower
+from hf_fsdp_plugin.spellings import did_you_mean, lower, nearest_word
 from hf_fsdp_plugin.vocabulary import BY_NAME, PREFIXES, Scope, SettingRow, find, plain_key, suggest
 
 SOURCE = "command line"
@@ -211,7 +210,7 @@ def _add_flag(out: Collector, flag: GivenFlag) -> None:
         out.add_entry(row, _entry(flag))
     elif flag.name in RENAMED or flag.name.lower().startswith(("fsdp", "parallelism_config")):
         nearest = RENAMED.get(flag.name) or suggest(flag.name, ("fsdp", "parallelism"))
-        fix = f"Did you mean --{nearest}?" if nearest else "Remove it."
+        fix = did_you_mean(nearest and f"--{nearest}", "Remove it.")
         out.report("FSDP-E030", _entry(flag), f"unknown flag '{flag.written}'.", fix)
 
 
@@ -254,8 +253,7 @@ def read_overrides(sources: Sources) -> SourceSettings | None:
             fix = "Set one of its settings, such as sharding.strategy=shard_grad_op, or pass --fsdp_config with JSON."
             out.report("FSDP-E032", entry, f"'{name}' is a section, not a setting.", fix)
         elif row is None:
-            nearest = _nearest_name(name)
-            fix = f"Did you mean {nearest}?" if nearest else "hf-fsdp check --json lists the names."
+            fix = did_you_mean(_nearest_name(name), "hf-fsdp check --json lists the names.")
             out.report("FSDP-E032", entry, f"unknown setting '{name}'.", fix)
         else:
             out.add_entry(row, entry)
@@ -278,6 +276,5 @@ def _split_pairs(texts: Iterable[Any], out: Collector) -> Iterable[tuple[str, st
 
 
 def _nearest_name(name: str) -> str:
-    names = [row.name for row in BY_NAME.values() if not row.internal]
-    nearest = next(iter(difflib.get_close_matches(name.lower(), names, n=1)), "")
+    nearest = nearest_word(name.lower(), [row.name for row in BY_NAME.values() if not row.internal])
     return nearest if "." in name else suggest(name, _ALL_SCOPES) or nearest

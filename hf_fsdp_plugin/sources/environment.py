@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from hf_fsdp_plugin.sources.collector import Collector, entry_of
 from hf_fsdp_plugin.sources.command_line import machine_range, parse_flags
 from hf_fsdp_plugin.sources.interface import ENVIRONMENT, Sources, SourceSettings
-from hf_fsdp_plugin.spellings import FALSE_WORDS, NULL_WORDS, TRUE_WORDS
+from hf_fsdp_plugin.spellings import FALSE_WORDS, NULL_WORDS, TRUE_WORDS, did_you_mean
 from hf_fsdp_plugin.vocabulary import Scope, find, suggest
 
 SOURCE = ENVIRONMENT
@@ -75,7 +75,7 @@ def _add(out: Collector, name: str, value: str, variables: Mapping[str, str]) ->
             out.add_entry(row, entry_of(name, value))
         else:
             nearest = suggest(key, (scope,)).removeprefix(prefix.lower()).upper()
-            fix = f"Did you mean {prefix}{nearest}?" if nearest else "Unset it."
+            fix = did_you_mean(nearest and f"{prefix}{nearest}", "Unset it.")
             message = f"the environment variable {name} is not a setting and is ignored."
             out.report("FSDP-W035", entry_of(name, value), message, fix)
 
@@ -119,9 +119,8 @@ def _add_torchrun(out: Collector, name: str, value: str, machines: tuple[str, st
     if name == "PET_NNODES":
         if (found := machine_range(value)) is None:
             message = f"{name} is {value!r}; expected a number, or MIN:MAX with MIN from 1 to MAX."
-            out.report(
-                "FSDP-E101", entry, message, "Correct it, or pass --num_machines.", setting="launch.num_machines"
-            )
+            fix = "Correct it, or pass --num_machines."
+            out.report("FSDP-E101", entry, message, fix, setting="launch.num_machines")
         else:
             out.add("launch.num_machines", entry, value=found[1])
     elif name == "PET_NPROC_PER_NODE" and value.isdecimal():

@@ -14,7 +14,7 @@ from hf_fsdp_plugin.sources.collector import AUTO_WRAP, OFF
 from hf_fsdp_plugin.sources.interface import Setting
 from hf_fsdp_plugin.spec.fsdp_spec import SECTIONS, VERSION_DEFAULTS, FsdpSpec
 from hf_fsdp_plugin.spec.precedence import conflict_problem, has_precedence, override_problem
-from hf_fsdp_plugin.strategies import DEFAULT, STRATEGIES, Strategy, strategy_of
+from hf_fsdp_plugin.strategies import DEFAULT_STRATEGY, STRATEGIES, Strategy, strategy_of
 
 Settings = dict[str, Setting]
 _FIELDS = frozenset(name for name, _, _ in FsdpSpec().settings())
@@ -128,7 +128,7 @@ def _derive_strategy(settings: Settings, version: int, problems: list[Problem]) 
     _combine_mesh(settings, problems)
 
 
-def _strategy_of(reshard: Setting, row: Strategy = DEFAULT) -> Setting:
+def _strategy_of(reshard: Setting, row: Strategy = DEFAULT_STRATEGY) -> Setting:
     value = strategy_of(sharded=True, hybrid=row.hybrid, reshard=reshard.value).name
     return replace(reshard, name="sharding.strategy", value=value)
 
@@ -189,7 +189,7 @@ def _combine_mesh(settings: Settings, problems: list[Problem]) -> None:
         return
     if replicate is None or replicate.value == "auto" or replicate.value == 1:
         return
-    plain = STRATEGIES[strategy.value] if strategy is not None else DEFAULT
+    plain = STRATEGIES[strategy.value] if strategy is not None else DEFAULT_STRATEGY
     hybrid = plain.counterpart(hybrid=True)
     if hybrid is not plain:
         settings["sharding.strategy"] = replace(strategy or replicate, name="sharding.strategy", value=hybrid.name)

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 from hf_fsdp_plugin.problems import DEFAULT_ORIGIN, Origin, Problem
 from hf_fsdp_plugin.sources.interface import Dialect, enables_fsdp
-from hf_fsdp_plugin.strategies import DEFAULT
+from hf_fsdp_plugin.strategies import DEFAULT_STRATEGY
 
 Version = Literal[1, 2]
 WrapPolicy = Literal["transformer", "size", "none"]
@@ -32,7 +32,7 @@ class FsdpSection:
 class ShardingSection:
     """``strategy`` is a name of :data:`hf_fsdp_plugin.strategies.STRATEGIES`."""
 
-    strategy: str = DEFAULT.name
+    strategy: str = DEFAULT_STRATEGY.name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import keyword
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from decimal import Decimal
 from typing import Any, Final
@@ -14,7 +13,16 @@ from typing import Any, Final
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.sources.interface import Setting, SourceSettings
 from hf_fsdp_plugin.sources.tree import ObjectText, one_line
-from hf_fsdp_plugin.spellings import BLANKS, FALSE_WORDS, TRUE_WORDS, look_up, value_key, word_of
+from hf_fsdp_plugin.spellings import (
+    BLANKS,
+    FALSE_WORDS,
+    TRUE_WORDS,
+    did_you_mean,
+    look_up,
+    nearest_word,
+    value_key,
+    word_of,
+)
 from hf_fsdp_plugin.strategies import STRATEGIES
 from hf_fsdp_plugin.vocabulary import BY_NAME, STRATEGY_CHOICES, UNSUPPORTED_VALUES, SettingRow, ValueKind
 
@@ -80,7 +88,7 @@ def _parse_bool(row: SettingRow, raw: Any) -> bool:
         return False
     if unsupported := UNSUPPORTED_VALUES.get((row.name, word)):
         raise InvalidValue(f"true or false. {word} {unsupported.why}", unsupported.fix, code=unsupported.code)
-    raise InvalidValue("true or false", _did_you_mean(word, ("true", "false")))
+    raise InvalidValue("true or false", _nearest_known(word, ("true", "false")))
 
 
 def _parse_integer(row: SettingRow, raw: Any) -> int:
@@ -144,10 +152,10 @@ def _parse_choice(row: SettingRow, raw: Any) -> Any:
     if found is not None:
         return int(found) if found.isdigit() else found
     forms = [value for value in row.choices if value not in ("auto", "fp8")]  # fp8 is refused with its own reason
-    nearest = _nearest(value_key(raw, row.prefixes), row.choices, _spellings(row.choices))
+    fix = _nearest_choice(value_key(raw, row.prefixes), row.choices, _spellings(row.choices))
     if row.choices is STRATEGY_CHOICES:
-        raise InvalidValue(f"{', '.join(forms)} or 1 to {len(forms)}", nearest)
-    raise InvalidValue(_either_of(forms), nearest)
+        raise InvalidValue(f"{', '.join(forms)} or 1 to {len(forms)}", fix)
+    raise InvalidValue(_either_of(forms), fix)
 
 
 def _parse_mode(row: SettingRow, raw: Any) -> str:
@@ -171,7 +179,7 @@ def _parse_reshard(row: SettingRow, raw: Any) -> bool | str:
     if found := look_up(STRATEGY_CHOICES, raw, row.prefixes):
         return found
     forms = ("true", "false", *STRATEGIES)
-    raise InvalidValue("true, false or a strategy", _did_you_mean(value_key(raw, row.prefixes), forms))
+    raise InvalidValue("true, false or a strategy", _nearest_known(value_key(raw, row.prefixes), forms))
 
 
 def _parse_names(row: SettingRow, raw: Any) -> tuple[str, ...]:
@@ -268,18 +276,17 @@ def _spellings(choices: Mapping[str, tuple[str, ...]]) -> list[str]:
     return [form for form in forms if not form.isdigit()]
 
 
-def _nearest(word: str, choices: Mapping[str, tuple[str, ...]], known: Sequence[str]) -> str:
+def _nearest_choice(word: str, choices: Mapping[str, tuple[str, ...]], known: Iterable[str]) -> str:
     """Return the nearest number of the choices for a number, and the most similar spelling for text."""
     numbers = sorted(int(way) for value, others in choices.items() for way in (value, *others) if way.isdigit())
     if not numbers or not _is_number(word):
-        return _did_you_mean(word, known)
+        return _nearest_known(word, known)
     number = float(word)
     return f"Did you mean {min(numbers, key=lambda choice: abs(choice - number))}?"
 
 
-def _did_you_mean(word: str, known: Sequence[str]) -> str:
-    nearest = difflib.get_close_matches(word[:MAX_DIGITS], known, n=1, cutoff=0.6)
-    return f"Did you mean {nearest[0]}?" if nearest else ""
+def _nearest_known(word: str, known: Iterable[str]) -> str:
+    return did_you_mean(nearest_word(word[:MAX_DIGITS], known))
 
 
 def _either_of(forms: list[str]) -> str:

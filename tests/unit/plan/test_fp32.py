@@ -1,4 +1,4 @@
-"""Modules that compute in precision in mixed precision: which ones the plan selects, and where it refuses them."""
+"""Modules that compute in fp32 in mixed precision: which ones the plan selects, and where it refuses them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_pattern_selects_modules_and_parameters() -> None:
     assert plan.fp32_modules == (*layers, "model.norm")
     assert sorted(plan.fp32_parameters) == sorted(f"{name}.weight" for name in plan.fp32_modules)
     assert plan.to_json()["fp32_modules"] == list(plan.fp32_modules)
-    assert "modules in precision: 5" in str(plan)
+    assert "modules in fp32: 5" in str(plan)
 
 
 @pytest.mark.usefixtures("newest")
