@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 from torch import nn
 
@@ -194,17 +195,13 @@ def spec_of_further_model(spec: FsdpSpec, model: nn.Module, *, is_trained: bool)
     checkpointing.
     """
     wrap, reason = _fitting_wrap(spec.wrap, model)
-    changed = {f"wrap.{name}" for name in ("policy", "classes") if getattr(wrap, name) != getattr(spec.wrap, name)}
-    wrap = _fitting_ignored_modules(wrap, model)
-    if wrap.ignored_modules != spec.wrap.ignored_modules:
-        changed.add("wrap.ignored_modules")
-    precision = spec.precision
-    if not _fits(precision.fp32_modules, model):
-        precision = replace(precision, fp32_modules="")
-        changed.add("precision.fp32_modules")
-    activation = spec.activation
-    if not is_trained and activation != ActivationSection():
-        activation = ActivationSection()
+    values: dict[str, Any] = {"wrap.policy": wrap.policy, "wrap.classes": wrap.classes}
+    for name in ("wrap.ignored_modules", "precision.fp32_modules"):
+        if not _is_empty_or_matches(spec.get(name), model):
+            values[name] = ""
+    changed = {name for name, value in values.items() if value != spec.get(name)}
+    if not is_trained and spec.activation != ActivationSection():
+        values |= {f"activation.{field}": value for field, value in asdict(ActivationSection()).items()}
         changed |= {name for name in spec.origins if name.startswith("activation.")}
     problems = spec.problems
     if reason:
@@ -212,7 +209,8 @@ def spec_of_further_model(spec: FsdpSpec, model: nn.Module, *, is_trained: bool)
         origin = spec.origin(setting)
         problems = (*problems, Problem(code="FSDP-W260", setting=setting, message=reason, origin=origin))
     origins = {name: origin for name, origin in spec.origins.items() if name not in changed}
-    return replace(spec, wrap=wrap, precision=precision, activation=activation, origins=origins, problems=problems)
+    spec = spec.with_values({**values, "wrap.min_num_params": wrap.min_num_params}, {})
+    return replace(spec, origins=origins, problems=problems)
 
 
 def _fitting_wrap(wrap: WrapSection, model: nn.Module) -> tuple[WrapSection, str]:
@@ -240,12 +238,7 @@ def _fitting_wrap(wrap: WrapSection, model: nn.Module) -> tuple[WrapSection, str
     return replace(wrap, policy="none", classes=()), f"{absent}. It is sharded as one unit."
 
 
-def _fitting_ignored_modules(wrap: WrapSection, model: nn.Module) -> WrapSection:
-    """Remove a pattern that matches no module."""
-    return wrap if _fits(wrap.ignored_modules, model) else replace(wrap, ignored_modules="")
-
-
-def _fits(text: str, model: nn.Module) -> bool:
+def _is_empty_or_matches(text: str, model: nn.Module) -> bool:
     """Whether a pattern is empty or matches a module. One that is invalid is kept, because it is reported."""
     try:
         pattern = re.compile(text)
