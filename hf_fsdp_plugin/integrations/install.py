@@ -10,8 +10,13 @@ from typing import Any
 from hf_fsdp_plugin.backends.cluster import slurm_variables
 from hf_fsdp_plugin.devices import accelerator_type, select_device
 from hf_fsdp_plugin.integrations.attempts import begin_attempt
-from hf_fsdp_plugin.integrations.environment import restore_variables, set_loading_variables, set_variables
-from hf_fsdp_plugin.integrations.patching import install_hooks, remove_hooks
+from hf_fsdp_plugin.integrations.patching import (
+    install_hooks,
+    remove_hooks,
+    restore_variables,
+    set_loading_variables,
+    set_variables,
+)
 from hf_fsdp_plugin.integrations.run_report import start_reporting, stop_reporting
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.watch import watch
@@ -118,7 +123,7 @@ def uninstall() -> None:
 
 
 def _add_remedy(error: BaseException) -> None:
-    from hf_fsdp_plugin.integrations.shard_errors import add_remedy  # imports FSDP
+    from hf_fsdp_plugin.integrations.torch_functions import add_remedy
 
     add_remedy(error)
 

@@ -1,12 +1,17 @@
-"""Installs and removes the hooks of :mod:`hf_fsdp_plugin.integrations.hooks`."""
+"""What is changed in this process, and restored by ``uninstall``: functions of other libraries, environment variables.
+
+The functions are the rows of :mod:`hf_fsdp_plugin.integrations.hooks`.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import inspect
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any, Final, TypeVar
 
@@ -14,6 +19,8 @@ from hf_fsdp_plugin.contracts import missing, warn_off
 from hf_fsdp_plugin.integrations.hooks import HOOKS, Group, Hook
 from hf_fsdp_plugin.integrations.import_hooks import ImportCallbacks
 from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.spec.model import FsdpSpec
+from hf_fsdp_plugin.spellings import TRUE_WORDS
 
 _OVERRIDDEN: Final = "_hf_fsdp_overridden_class"
 """Attribute of a subclass that already overrides the hooked methods. Its value is the hooked class."""
@@ -24,14 +31,13 @@ class InstalledHooks:
 
     def __init__(self) -> None:
         self._imports = ImportCallbacks()
-        self._requested: set[tuple[str, str]] = set()
-        self._subclasses: set[tuple[type, str]] = set()
+        self._requested: set[tuple[str | type, str]] = set()
         self._restorers: list[Callable[[], None]] = []
 
     def install(self, *groups: Group) -> None:
         for hook in (hook for group in groups for hook in HOOKS[group]):
-            if (hook.target, hook.replacement) not in self._requested:
-                self._requested.add((hook.target, hook.replacement))
+            if (hook.replacement, hook.target) not in self._requested:
+                self._requested.add((hook.replacement, hook.target))
                 self._imports.add(hook.module, functools.partial(self._replace, hook))
 
     def install_in_subclass(self, target: str, subclass: type) -> None:
@@ -41,17 +47,20 @@ class InstalledHooks:
             target: the target of the hook, a method of a base class.
         """
         hook = next(hook for hooks in HOOKS.values() for hook in hooks if hook.target == target)
-        if (subclass, target) not in self._subclasses:
-            self._subclasses.add((subclass, target))
+        if (subclass, target) not in self._requested:
+            self._requested.add((subclass, target))
             self._restorers.append(_replace(hook, subclass))
 
     def _replace(self, hook: Hook, module: ModuleType) -> None:
         owner = getattr(module, hook.class_name, None) if hook.class_name else module
         found = hook.of(owner)
-        if found is None:
-            _report_missing(hook)
-        else:
+        if found is not None:
             self._restorers.append(_replace(found, owner))
+            return
+        error = missing(hook.contract)
+        if hook.without == "refused":
+            raise error
+        warn_off(error)
 
     def remove(self) -> None:
         """Restore every original."""
@@ -60,37 +69,50 @@ class InstalledHooks:
             restore()
         self._restorers.clear()
         self._requested.clear()
-        self._subclasses.clear()
-
-
-def _report_missing(hook: Hook) -> None:
-    """Warn that a library has no such function, or refuse the library."""
-    if not hook.optional:
-        error = missing(hook.contract)
-        if hook.without == "refused":
-            raise error
-        warn_off(error)
 
 
 def _replace(hook: Hook, owner: Any) -> Callable[[], None]:
     """Replace the target of ``hook``, in its module or class. Returns a function that restores the original."""
-    if hook.direct:
-        return _replace_directly(hook, owner)
     if hook.name == "__new__" and hook.name not in vars(owner):
         define_new(owner)
     inherited = hook.name not in vars(owner)
+    # Without binding: getattr of a method of C++ returns a function that cannot be put back.
     original = inspect.getattr_static(owner, hook.name)
+    installed = [hook]
+    if hook.direct:
+        attribute = functools.wraps(original)(_replacement(hook)(original))
+    else:
+        attribute = _replacing_attribute(hook, owner, original, installed)
+    for each in [owner, *_importers(hook, original)]:
+        setattr(each, hook.name, attribute)
+
+    def restore() -> None:
+        installed.clear()
+        for each in [owner, *_importers(hook, attribute)]:
+            if vars(each).get(hook.name) is attribute:
+                delattr(each, hook.name) if inherited else setattr(each, hook.name, original)
+
+    return restore
+
+
+def _replacing_attribute(hook: Hook, owner: Any, original: Any, installed: list[Hook]) -> Any:
+    """Return what replaces ``original``: it calls the replacement if FSDP is asked for, or always if the row says so.
+
+    Args:
+        installed: empty after the hook was removed. Other code may have wrapped the replacement, which calls only the
+            original from then on.
+    """
     is_static, is_class = isinstance(original, staticmethod), isinstance(original, classmethod)
     is_method = bool(hook.class_name) and not is_static
     is_overridable = is_method and hook in HOOKS["transformers"]
     function: Callable[..., Any] = original.__func__ if is_static or is_class else original
-    always, active = hook.always, True
+    always = hook.always
 
     @functools.wraps(function)
     def replacing(*args: Any, **kwargs: Any) -> Any:
         if session.waits_for_call:
             session.start_deferred()
-        if not active or not (always or session.is_active()):
+        if not installed or not (always or session.is_active()):
             return function(*args, **kwargs)
         if is_method and not args:  # torch binds methods with functools.partial(method, self=module)
             args = (kwargs.pop("self"),)
@@ -99,57 +121,22 @@ def _replace(hook: Hook, owner: Any) -> Callable[[], None]:
         bound = functools.partial(function, args[0]) if is_method else function
         return _replacement(hook)(bound, *args, **kwargs)
 
-    attribute: Any = replacing
-    if is_static or is_class:
-        attribute = type(original)(replacing)
-    for each in [owner, *_importers(hook, original)]:
-        setattr(each, hook.name, attribute)
-
-    def restore() -> None:
-        nonlocal active
-        active = False  # other code may have wrapped the replacement, which calls only the original from now on
-        for each in [owner, *_importers(hook, attribute)]:
-            if vars(each).get(hook.name) is attribute and inherited:
-                delattr(each, hook.name)
-            elif vars(each).get(hook.name) is attribute:
-                setattr(each, hook.name, original)
-
-    return restore
-
-
-def _replace_directly(hook: Hook, owner: Any) -> Callable[[], None]:
-    # Without binding: getattr of a method of C++ returns a function that cannot be put back.
-    original = inspect.getattr_static(owner, hook.name)
-    replacing = functools.wraps(original)(_replacement(hook)(original))
-    for each in [owner, *_importers(hook, original)]:
-        setattr(each, hook.name, replacing)
-
-    def restore() -> None:
-        for each in [owner, *_importers(hook, replacing)]:
-            if vars(each)[hook.name] is replacing:
-                setattr(each, hook.name, original)
-
-    return restore
+    return type(original)(replacing) if is_static or is_class else replacing
 
 
 def _importers(hook: Hook, function: Any) -> list[ModuleType]:
-    """Return the modules, of any library, that have imported a function by name from the module that defines it.
+    """Return the modules of other libraries that have imported a function by name from the module that defines it.
 
     Modules that import it later get the replacement.
     """
     if hook.class_name or function.__module__ != hook.module:
         return []
-    name = hook.name
-    modules = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType) and vars(m).get(name) is function]
-    return [m for m in modules if _name(m) != hook.module and not _is_own(m)]
-
-
-def _name(module: ModuleType) -> str:
-    return str(vars(module).get("__name__", ""))  # objects that a library puts in place of a module may have no name
-
-
-def _is_own(module: ModuleType) -> bool:
-    return _name(module).partition(".")[0] == __name__.partition(".")[0]
+    modules = [each for each in list(sys.modules.values()) if isinstance(each, ModuleType)]
+    importers = [each for each in modules if vars(each).get(hook.name) is function]
+    # Objects that a library puts in place of a module may have no name.
+    names = {id(each): str(vars(each).get("__name__", "")) for each in importers}
+    own = __name__.partition(".")[0]
+    return [each for each in importers if names[id(each)] != hook.module and names[id(each)].partition(".")[0] != own]
 
 
 def define_new(owner: Any) -> None:
@@ -214,3 +201,75 @@ def _replacement(hook: Hook) -> Callable[..., Any]:
     module, _, name = hook.replacement.partition(":")
     function: Callable[..., Any] = getattr(importlib.import_module(f"{__package__}.{module}"), name)
     return function
+
+
+_RAM_EFFICIENT: Final = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+_EFFICIENT: Final = ("ACCELERATE_USE_FSDP", _RAM_EFFICIENT)
+"""Variables that are true while ``from_pretrained`` loads RAM-efficiently."""
+
+
+class ProcessEnvironment:
+    """Sets environment variables and restores their earlier values."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, str | None] = {}
+
+    def set(self, **variables: str) -> None:
+        for name, value in variables.items():
+            self._before.setdefault(name, os.environ.get(name))
+            os.environ[name] = value
+
+    def has_set(self, name: str) -> bool:
+        """Return whether :meth:`set` has set a variable, and it was not restored since."""
+        return name in self._before
+
+    def restore(self) -> None:
+        _restore(self._before)
+        self._before.clear()
+
+
+def _restore(before: Mapping[str, str | None]) -> None:
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
+@contextmanager
+def variables_in_block(**variables: str) -> Iterator[None]:
+    """Set environment variables in the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        _restore(before)
+
+
+_environment = ProcessEnvironment()
+set_variables = _environment.set
+restore_variables = _environment.restore
+
+
+def set_loading_variables(spec: FsdpSpec) -> None:
+    """Set whether ``from_pretrained``, which reads environment variables only, loads RAM-efficiently."""
+    set_variables(**{_RAM_EFFICIENT: str(spec.loading.ram_efficient).lower()})
+    if spec.loading.ram_efficient:
+        set_variables(ACCELERATE_USE_FSDP="true")
+    install_hooks("loading")
+
+
+def has_fsdp_settings() -> bool:
+    """Return whether this process has read FSDP settings, so that ``from_pretrained`` loads a model for them."""
+    return _environment.has_set(_RAM_EFFICIENT) or loads_ram_efficiently()
+
+
+def loading_ram_efficiently() -> AbstractContextManager[None]:
+    """Load RAM-efficiently in the block, whatever the settings are."""
+    install_hooks("loading")
+    return variables_in_block(**dict.fromkeys(_EFFICIENT, "true"))
+
+
+def loads_ram_efficiently() -> bool:
+    """Return whether a launcher, a plugin or :func:`set_loading_variables` has enabled RAM-efficient loading."""
+    return all(os.environ.get(name, "").lower() in TRUE_WORDS for name in _EFFICIENT)

@@ -1,15 +1,23 @@
-"""Selects the checkpoint to resume from, and warns about differences from the saved run."""
+"""Selects the checkpoint to resume from, and reports what differs from the saved run.
+
+The manifest of each checkpoint names the run that wrote it. After a launcher has started a run again, it resumes from
+the newest complete checkpoint with that name, so that older checkpoints in the same folder, of other runs, are never
+used.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from hf_fsdp_plugin.backends.agreement import broadcast_object, on_all_ranks
 from hf_fsdp_plugin.checkpoint import (
+    Manifest,
     check_states,
     check_visible,
     newest_complete,
@@ -18,8 +26,16 @@ from hf_fsdp_plugin.checkpoint import (
     recover_run,
     why_incomplete,
 )
+from hf_fsdp_plugin.hangs.step_count import step_count
+from hf_fsdp_plugin.integrations.attempts import agree_on_attempt
+from hf_fsdp_plugin.integrations.saving import manager
+from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import print_once
-from hf_fsdp_plugin.problems import CheckpointError, Problem
+from hf_fsdp_plugin.problems import CheckpointError, Problem, SpecError
+
+T = TypeVar("T")
+_Found = tuple[Path | None, list[tuple[Path, str]], Problem | None]
+"""The checkpoint, the newer ones that are incomplete with the reasons, and the error."""
 
 
 def find_checkpoint(
@@ -50,25 +66,61 @@ def find_checkpoint(
         CheckpointError: the selected checkpoint is incomplete, or all checkpoints of the run are. Or a file is damaged,
             or contains a pickle that may execute code.
     """
-    found = _find(run, prefix, selected, fix)
+    found = _select(lambda: _selected(selected, fix) if selected is not None else _highest(run, prefix))
     if found is not None:
         check_states(found, dist.get_rank(), dist.get_world_size(), verify=verify, allow_pickles=allow_pickles)
     return found
 
 
-def _find(run: Path | None, prefix: str, selected: Path | None, fix: str) -> Path | None:
-    with on_all_ranks("recovering interrupted commits"):
-        if dist.get_rank() == 0:
-            if run is not None:
-                recover_run(run, prefix)
-            if selected is not None:
-                recover_interrupted_commit(selected)
-    found: _Found = (None, [], None)
-    with on_all_ranks("looking for a checkpoint"):
-        if dist.get_rank() == 0:
-            found = _look(run, prefix, selected, fix)
+def newest_checkpoint(folder: str | os.PathLike[str], *, this_run: bool = False) -> Path | None:
+    """Return the newest complete checkpoint in a folder, for ``accelerator.load_state``. Collective.
+
+    Newest is the one that was saved last, whatever its name. Interrupted commits are recovered first, and newer
+    incomplete checkpoints are reported. Only checkpoints with a manifest are found: those that the plugin has written.
+
+    Args:
+        folder: the folder that contains the checkpoints.
+        this_run: consider only checkpoints that the present run has written, before a restart by its launcher.
+
+    Returns:
+        ``None`` if there is none.
+
+    Raises:
+        SpecError: several ranks run, but there is no process group yet; or the run has failed in the same way twice.
+    """
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        message = "newest_checkpoint was called before the process group exists."
+        fix = "Call it on all ranks, after the Accelerator has been created."
+        raise SpecError([Problem(code="FSDP-E718", message=message, fix=fix)])
+    agree_on_attempt("newest_checkpoint")
+    return _select(lambda: _last_saved(Path(folder), "", this_run, None))
+
+
+def checkpoint_after_restart(folder: Path, prefix: str) -> Path | None:
+    """Return the newest complete checkpoint that this ``train`` call had written before the restart. Collective.
+
+    Returns:
+        ``None`` on the first start, or if there is none: then the script's own choice applies.
+    """
+    if not is_started_again():
+        return None
+    found = _select(lambda: _last_saved(folder, prefix, True, session.num_trainings))
+    attempt = session.restarts.title if session.restarts.count else f"run {session.restarts.run_id}"
+    if found is not None:
+        count_from(found)
+        print_once(f"{attempt}: resuming from {found}, the newest complete checkpoint of this run.")
+    elif session.restarts.count:
+        print_once(
+            f"{attempt}: {folder} has no complete checkpoint of this run: training begins as on the first start."
+        )
+    return found
+
+
+def _select(look: Callable[[], _Found]) -> Path | None:
+    """Let rank 0 select a checkpoint for all ranks, and report the incomplete ones that it skipped. Collective."""
+    manager.wait()  # looking removes the staging folders of interrupted saves
     # Only rank 0 asks for the files of the checkpoints, which are several for each rank.
-    checkpoint, skipped, failure = broadcast_object(found)
+    checkpoint, skipped, failure = _on_rank_0(look, (None, [], None))
     for path, reason in skipped:
         print_once(Problem(code="FSDP-W432", message=f"{path} is skipped: {reason}"))
     if failure is not None:
@@ -79,23 +131,130 @@ def _find(run: Path | None, prefix: str, selected: Path | None, fix: str) -> Pat
     return checkpoint
 
 
-_Found = tuple[Path | None, list[tuple[Path, str]], Problem | None]
-"""The checkpoint, the newer ones that are incomplete with the reasons, and the error."""
+def _on_rank_0(look: Callable[[], T], otherwise: T) -> T:
+    """Return rank 0's result on all ranks, or raise its error on all of them. Collective if there are ranks."""
+    found = otherwise
+    with on_all_ranks("looking for a checkpoint"):
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            found = look()
+    return broadcast_object(found)
 
 
-def _look(run: Path | None, prefix: str, selected: Path | None, fix: str) -> _Found:
-    if selected is not None:
-        reason = why_incomplete(selected) if selected.is_dir() else "the folder does not exist"
+def _selected(checkpoint: Path, fix: str) -> _Found:
+    recover_interrupted_commit(checkpoint)
+    reason = why_incomplete(checkpoint) if checkpoint.is_dir() else "the folder does not exist"
+    if reason is None:
+        return checkpoint, [], None
+    message = f"{checkpoint} is not a complete checkpoint: {reason}"
+    return None, [], Problem(code="FSDP-E431", message=message, fix=fix)
+
+
+def _highest(run: Path | None, prefix: str) -> _Found:
+    """Return the complete checkpoint with the highest number."""
+    if run is None:
+        return None, [], None
+    recover_run(run, prefix)
+    found, skipped = newest_complete(run, prefix)
+    if found is not None or not skipped:
+        return found, skipped, None
+    message = f"none of the {len(skipped)} checkpoints in {run} is complete."
+    fix = "Restore one from a backup, or start without resuming."
+    return None, skipped, Problem(code="FSDP-E606", message=message, fix=fix)
+
+
+def _last_saved(folder: Path, prefix: str, this_run: bool, training: int | None) -> _Found:
+    """Return the complete checkpoint with a manifest that was saved last, whatever its name."""
+    if not folder.is_dir():
+        return None, [], None
+    recover_run(folder, prefix)
+    candidates = []
+    for path in folder.iterdir():
+        if path.name.startswith(".") or not path.name.startswith(prefix) or not path.is_dir():
+            continue
+        manifest = _read(path)
+        if manifest is not None and (not this_run or _is_of_this_run(manifest, training)):
+            number = re.search(r"(\d+)$", path.name)
+            order = (manifest.created, int(number[1]) if number is not None else -1, path)
+            candidates.append((_run_steps(manifest) if this_run else 0, *order))
+    skipped: list[tuple[Path, str]] = []
+    for *_, path in sorted(candidates, reverse=True):
+        reason = why_incomplete(path)
         if reason is None:
-            return selected, [], None
-        message = f"{selected} is not a complete checkpoint: {reason}"
-        return None, [], Problem(code="FSDP-E431", message=message, fix=fix)
-    found, skipped = newest_complete(run, prefix) if run is not None else (None, [])
-    if found is None and skipped:
-        message = f"none of the {len(skipped)} checkpoints in {run} is complete."
-        fix = "Restore one from a backup, or start without resuming."
-        return None, skipped, Problem(code="FSDP-E606", message=message, fix=fix)
-    return found, skipped, None
+            return path, skipped, None
+        skipped.append((path, reason))
+    return None, skipped, None
+
+
+def run_fact() -> dict[str, Any]:
+    """Return the field ``run`` of the manifest of a checkpoint that is written now; empty without an identity."""
+    if not session.restarts.run_id:
+        return {}
+    run = {"id": session.restarts.run_id, "steps": step_count.total, "training": session.num_trainings}
+    return run | ({"job": session.identity.job} if session.identity.job else {})
+
+
+def is_started_again() -> bool:
+    """Return whether this run may have written checkpoints before this process, which has agreed on its attempt."""
+    return bool(session.restarts.count) or session.identity.may_have_checkpoints
+
+
+def count_from(checkpoint: Path) -> None:
+    """Count the optimizer steps of the run from those that a checkpoint of this run contains, after a restart."""
+    steps, _ = _before_restart(checkpoint)
+    if steps > step_count.total:  # otherwise the script goes back to an earlier checkpoint by itself
+        step_count.resume_at(steps)
+
+
+def batch_before_restart(checkpoint: Path) -> dict[str, Any]:
+    """Return the field ``batch`` of a checkpoint that this run has written before a restart. Collective.
+
+    Returns:
+        Empty without a restart, and for a checkpoint of another run.
+    """
+    if not is_started_again():
+        return {}
+    _, batch = _before_restart(checkpoint)
+    session.first_samples_per_step = batch.get("first_samples_per_step", batch.get("samples_per_step"))
+    return batch
+
+
+def _before_restart(checkpoint: Path) -> tuple[int, dict[str, Any]]:
+    """Return the optimizer steps of this run and the field ``batch`` of a checkpoint that it has written. Collective.
+
+    Returns:
+        0 and an empty dict without a restart, and for a checkpoint of another run.
+    """
+    if not is_started_again():
+        return 0, {}
+
+    def read() -> tuple[int, dict[str, Any]]:
+        manifest = _read(checkpoint)
+        if manifest is None or not _is_of_this_run(manifest, None):
+            return 0, {}
+        return _run_steps(manifest), manifest.batch
+
+    return _on_rank_0(read, (0, {}))
+
+
+def _read(path: Path) -> Manifest | None:
+    """Return the manifest of a checkpoint; ``None`` if it is missing or damaged."""
+    try:
+        return read_manifest(path)
+    except CheckpointError:
+        return None
+
+
+def _is_of_this_run(manifest: Manifest, training: int | None) -> bool:
+    run_id, job = session.restarts.run_id, session.identity.requeued
+    is_own = bool(run_id) and manifest.run.get("id") == run_id
+    # A job that was requeued has other agents of torch, so that its run has another id.
+    is_own |= bool(job) and manifest.run.get("job") == job
+    return is_own and training in (None, manifest.run.get("training"))
+
+
+def _run_steps(manifest: Manifest) -> int:
+    steps = manifest.run.get("steps")
+    return steps if isinstance(steps, int) and not isinstance(steps, bool) and steps >= 0 else 0
 
 
 def warn_differences(checkpoint: Path, batch: dict[str, Any]) -> None:

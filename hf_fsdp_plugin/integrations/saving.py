@@ -1,23 +1,72 @@
-"""The checkpoint manager of this process, which saves of Accelerate and the Trainer share."""
+"""What the saving code of Accelerate, Transformers and other libraries shares in this process.
+
+``manager`` writes checkpoints, and ``open_save`` returns the one that is being written. ``gathered`` has the whole
+state of sharded models, from which their ``state_dict`` and ``save_pretrained`` answer for a while: a library's own
+saving code, such as ``SentenceTransformer.save``, runs on rank 0 and asks the modules of the model for their weights.
+All ranks gather the model first.
+"""
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_fsdp_plugin.backends.agreement import gather_objects, on_all_ranks
+from hf_fsdp_plugin.backends.arrivals import together
 from hf_fsdp_plugin.backends.optimizer import owner_of
-from hf_fsdp_plugin.backends.shard import plan_of
-from hf_fsdp_plugin.checkpoint import CheckpointManager, read_manifest
+from hf_fsdp_plugin.backends.shard import Place, place_of, plan_of
+from hf_fsdp_plugin.checkpoint import (
+    CheckpointManager,
+    ModelShards,
+    gathered_state,
+    manifest_of,
+    model_shards,
+    read_manifest,
+    shards_below,
+)
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_optimizers
-from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.integrations.session import holding, session
+from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.spec.model import StateDictKind
 
 _HF_WEIGHTS: Final = re.compile(rf"{HF_MODEL}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
 
 manager = CheckpointManager(in_flight_file=lambda: session.in_flight_file)
 """Writes the checkpoints of every Accelerator and Trainer in this process."""
+_open_save: ContextVar[Any] = ContextVar("hf_fsdp_open_save", default=None)
+
+
+@contextmanager
+def saving(final: Path, *, asynchronous: bool) -> Iterator[Any]:
+    """Start the save of a checkpoint, to which the library that is called in the block adds files. Collective."""
+    with manager.saving(final, asynchronous=asynchronous) as save, holding(_open_save, save):
+        yield save
+
+
+def open_save(folder: str | Path) -> Any:
+    """Return the save that is open, if ``folder`` is its folder in any spelling; ``None`` for another folder."""
+    save = _open_save.get()
+    return save if save is not None and Path(folder).resolve() == save.folder.resolve() else None
+
+
+@contextmanager
+def exporting(model: nn.Module, folder: Path, *, step: int | None = None) -> Iterator[Any]:
+    """Add the files that the block writes for a model, for ``from_pretrained``, to a folder. Collective."""
+    with manager.saving(folder, into=True) as save:
+        yield save
+    manifest = manifest_of(model, "full", step=step, batch={})
+    manager.finish(save, manifest, after=lambda: remove_stale_weights(folder))
 
 
 def remove_stale_weights(folder: Path) -> None:
@@ -49,3 +98,124 @@ def prepare_buffers_after_first_step(accelerator: Any, kind: StateDictKind) -> N
         manager.prepare_buffers(models, [(owner, each) for owner, each in owners if owner is not None], kind)
 
     hook = prepared_optimizers(accelerator)[-1].optimizer.register_step_post_hook(prepare)
+
+
+class GatheredModels:
+    """The gathered states that are in use.
+
+    Attributes:
+        paused: whether ``save_pretrained`` is not replaced, for calls of this package that write no weights.
+    """
+
+    def __init__(self) -> None:
+        self._states: list[tuple[nn.Module, Mapping[str, torch.Tensor]]] = []
+        self.paused = False
+
+    @contextmanager
+    def on_rank_0(self, place: Place) -> Iterator[bool]:
+        """Gather the module at ``place``, and answer from its state on rank 0. Collective.
+
+        A forward of the model raises ``RuntimeError`` in the block, because only this rank is in it. For example, a
+        SentenceTransformer computes examples for its model card, and continues without them.
+
+        Returns:
+            Whether this is rank 0.
+        """
+        state = state_at(place)
+        if dist.get_rank() != 0:
+            yield False
+            return
+        self._states.append((place.root, {place.prefix + name: tensor for name, tensor in state.items()}))
+        hooks = [module.register_forward_pre_hook(_refuse_forward, prepend=True) for module in place.root.modules()]
+        try:
+            yield True
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._states.pop()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Call the original ``save_pretrained`` in the block."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
+    def state_of(self, module: nn.Module) -> OrderedDict[str, torch.Tensor] | None:
+        """Return the gathered state of a module by its own names; ``None`` if its model is not being answered."""
+        place = place_of(module) if self._states else None
+        if place is None:
+            return None
+        for root, state in reversed(self._states):
+            if root is place.root:
+                return part_of(state, place)
+        return None
+
+
+gathered = GatheredModels()
+"""The gathered states of this process."""
+
+
+def _refuse_forward(module: nn.Module, args: Any) -> None:
+    raise RuntimeError("a sharded model cannot run on one rank, while this rank writes its files.")
+
+
+def part_of(state: Mapping[str, Any], place: Place) -> OrderedDict[str, Any]:
+    """Return the part of the root's state dict that belongs to the module at ``place``, by the module's names."""
+    prefix = place.prefix
+    return OrderedDict((name.removeprefix(prefix), value) for name, value in state.items() if name.startswith(prefix))
+
+
+def shards_at(place: Place) -> ModelShards:
+    """Return this rank's shards of the module at ``place``, by the module's names."""
+    return shards_below(model_shards(place.root), place.prefix)
+
+
+def state_at(place: Place) -> dict[str, torch.Tensor]:
+    """Return the whole tensors of the module at ``place`` on the CPU of rank 0; empty on other ranks. Collective."""
+    return gathered_state(shards_at(place))
+
+
+FIX: Final = (
+    "Call it on all ranks, outside of `if accelerator.is_main_process:`; only the main process writes the files if "
+    "`is_main_process=accelerator.is_main_process` is passed. Or call `state = accelerator.get_state_dict(model)` on "
+    "all ranks, and pass state_dict=state on the main process."
+)
+"""What to write instead of a call on some ranks."""
+
+
+def call_name(method: str, model: Any) -> str:
+    """Return the name of a call for messages."""
+    return f"{method} of {type(unwrapped(model)).__name__}"
+
+
+def bind_call(original: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call of ``original`` by name, with its defaults."""
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound.apply_defaults()
+    call: dict[str, Any] = {**bound.arguments, **bound.arguments.get("kwargs", {})}
+    call.pop("kwargs", None)
+    return call
+
+
+def save_on_rank_0(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Write a sharded model with the library's own method on rank 0. Collective."""
+    return _call_on_rank_0(original, model, args, kwargs, "save_pretrained")
+
+
+def push_to_hub(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Upload a sharded model from rank 0. Collective. All ranks return rank 0's result."""
+    return _call_on_rank_0(original, model, args, kwargs, "push_to_hub")
+
+
+def _call_on_rank_0(original: Callable[..., Any], model: Any, args: Any, kwargs: Any, name: str) -> Any:
+    """Call a method on rank 0 with the gathered model, and return rank 0's result on all ranks."""
+    place = None if gathered.paused or gathered.state_of(model) is not None else place_of(model)
+    if place is None:
+        return original(*args, **kwargs)
+    with together(call_name(name, model), fix="Call it on all ranks; rank 0 writes or uploads the model."):
+        with gathered.on_rank_0(place) as writes, on_all_ranks(f"running {name}"):
+            result = original(*args, **kwargs) if writes else None
+        return gather_objects(result)[0]

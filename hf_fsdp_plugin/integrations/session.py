@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from hf_fsdp_plugin.runs.identity import RunIdentity
 from hf_fsdp_plugin.runs.restarts import Restarts
@@ -19,8 +19,19 @@ from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.spec.load import assess
 from hf_fsdp_plugin.spec.model import FsdpSpec
 
+T = TypeVar("T")
 _OTHER_RUNS: Final = frozenset({"FSDP-E120", "FSDP-E121", "FSDP-E122"})
 """Codes of the problems that the settings are for another engine, for fp8 or for another kind of parallelism."""
+
+
+@contextmanager
+def holding(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Set a context variable in the block."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 class Session:
@@ -145,23 +156,13 @@ class Session:
     def spec_of_arguments(self, arguments: Any) -> FsdpSpec | None:
         return self._of_arguments.get(id(arguments))
 
-    @contextmanager
-    def in_trainer(self, spec: FsdpSpec | None) -> Iterator[None]:
+    def in_trainer(self, spec: FsdpSpec | None) -> AbstractContextManager[None]:
         """Use ``spec``, from a Trainer's arguments, for Accelerators that are created in this context."""
-        token = self._of_trainer.set(spec)
-        try:
-            yield
-        finally:
-            self._of_trainer.reset(token)
+        return holding(self._of_trainer, spec)
 
-    @contextmanager
-    def in_arguments(self, timeout: timedelta) -> Iterator[None]:
+    def in_arguments(self, timeout: timedelta) -> AbstractContextManager[None]:
         """Use the time-out of a ``TrainingArguments`` for a process group that is started in this context."""
-        token = self._timeout.set(timeout)
-        try:
-            yield
-        finally:
-            self._timeout.reset(token)
+        return holding(self._timeout, timeout)
 
     @property
     def group_timeout(self) -> timedelta | None:

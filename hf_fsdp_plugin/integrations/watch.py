@@ -37,7 +37,7 @@ from hf_fsdp_plugin.hangs.sigterm import delayed_sigterm
 from hf_fsdp_plugin.hangs.step_count import step_count
 from hf_fsdp_plugin.hangs.watcher import Watched, Watcher, has_failed, print_block
 from hf_fsdp_plugin.integrations.attempts import begin_attempt, end_attempt
-from hf_fsdp_plugin.integrations.call_record import record_calls
+from hf_fsdp_plugin.integrations.call_hooks import record_calls
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.runs.earlier_attempts import forget

@@ -16,8 +16,14 @@ from hf_fsdp_plugin.backends.clipping import clip_grad_norm
 from hf_fsdp_plugin.backends.cluster import slurm_variables
 from hf_fsdp_plugin.backends.shard import place_of
 from hf_fsdp_plugin.integrations.accelerate import prepare as planned
-from hf_fsdp_plugin.integrations.accelerate.adoption import adopt_models, with_mixed_precision
-from hf_fsdp_plugin.integrations.accelerate.arguments import check_accelerator, set_mesh, without_stock_mesh
+from hf_fsdp_plugin.integrations.accelerate.arguments import (
+    adopt_models,
+    check_accelerator,
+    replace_scaler,
+    set_mesh,
+    with_mixed_precision,
+    without_stock_mesh,
+)
 from hf_fsdp_plugin.integrations.accelerate.plugin import (
     PlannedFsdpPlugin,
     dynamo_plugin,
@@ -26,14 +32,12 @@ from hf_fsdp_plugin.integrations.accelerate.plugin import (
     spec_of_stock_plugin,
 )
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, prepared_optimizers, shared_state
-from hf_fsdp_plugin.integrations.accelerate.scaler import replace_scaler
-from hf_fsdp_plugin.integrations.environment import set_loading_variables, set_variables
-from hf_fsdp_plugin.integrations.gathered import gathered, state_at
-from hf_fsdp_plugin.integrations.patching import install_hooks
+from hf_fsdp_plugin.integrations.patching import install_hooks, set_loading_variables, set_variables
 from hf_fsdp_plugin.integrations.profiling.marking import marked
 from hf_fsdp_plugin.integrations.run_report import report_run
+from hf_fsdp_plugin.integrations.saving import gathered, state_at
 from hf_fsdp_plugin.integrations.session import session
-from hf_fsdp_plugin.integrations.state_dicts import FIX, has_shards
+from hf_fsdp_plugin.integrations.torch_functions import FIX, has_shards
 from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.plan.presharded import distributed_config_of

@@ -9,15 +9,22 @@ from typing import Any, Final
 
 from accelerate.utils import InitProcessGroupKwargs, KwargsHandler, ParallelismConfig
 
+from hf_fsdp_plugin.integrations.accelerate import private
+from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, planned_plugin
+from hf_fsdp_plugin.integrations.accelerate.specs import with_mixed_precision
 from hf_fsdp_plugin.integrations.accelerate.state import adjust_process_group
 from hf_fsdp_plugin.integrations.script_arguments import check_arguments, check_object, report
 from hf_fsdp_plugin.integrations.session import session
+from hf_fsdp_plugin.messages import print_once, print_warnings
+from hf_fsdp_plugin.plan.presharded import distributed_config_of
 from hf_fsdp_plugin.problems import Origin, Problem
+from hf_fsdp_plugin.sources.distributed_config import OTHER_AXES
 from hf_fsdp_plugin.sources.model import Sources
 from hf_fsdp_plugin.sources.parallelism_config import DATA_SIZES, fields_of
-from hf_fsdp_plugin.spec.load import assess
+from hf_fsdp_plugin.spec.load import assess, with_distributed_config
 from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.spellings import TRUE_WORDS
+from hf_fsdp_plugin.torch_private.grad_scaler import ShardedGradScaler
 
 SOURCE: Final = "Accelerator()"
 _USE_MESH: Final = "ACCELERATE_USE_PARALLELISM_CONFIG"
@@ -105,3 +112,51 @@ def set_mesh(accelerator: Any, config: Any, spec: FsdpSpec) -> None:
     if is_same and config.total_size == accelerator.num_processes:
         accelerator.state.device_mesh = config.get_device_mesh(accelerator.device.type)
         accelerator.state.parallelism_config = config
+
+
+def adopt_models(accelerator: Any, objects: Iterable[Any]) -> None:
+    """Make the accelerator use FSDP if one of ``objects`` is a model that ``from_pretrained`` has sharded.
+
+    Stock Accelerate would wrap such a model in DistributedDataParallel, which raises, or shard it again. An accelerator
+    that has a spec keeps it: ``PlannedFsdpPlugin.spec_for`` adds the settings of the model's ``DistributedConfig``.
+
+    Raises:
+        SpecError: the ``DistributedConfig`` conflicts with the other settings.
+    """
+    if planned_plugin(accelerator) is not None or not session.installed or private.prepared_models(accelerator):
+        return
+    config = next((config for obj in objects if (config := distributed_config_of(obj)) is not None), None)
+    if config is None or is_left_to_transformers(config):
+        return
+    check_handlers(vars(accelerator).values())
+    given = session.load(parallelism_config=accelerator.parallelism_config)
+    spec = with_distributed_config(with_mixed_precision(given, accelerator.mixed_precision), config)
+    print_warnings(spec.problems)
+    private.set_fsdp(accelerator.state)
+    accelerator.state.fsdp_plugin = PlannedFsdpPlugin(spec)
+    replace_scaler(accelerator)
+    print_once("this Accelerator uses FSDP2 now, because from_pretrained has sharded the model.")
+
+
+def is_left_to_transformers(config: Any) -> bool:
+    """Return whether a ``DistributedConfig`` uses tensor, pipeline or expert parallelism, and report it."""
+    sizes = {name: getattr(config, name, None) or 1 for name in OTHER_AXES}
+    used = [f"{name}={size}" for name, size in sizes.items() if size != 1]
+    if used:
+        message = f"the model is loaded with {', '.join(used)}, which this package does not support."
+        fix = "Transformers trains it, without a report and without checkpoints of this package."
+        print_once(Problem(code="FSDP-W650", message=message, fix=fix, origin=Origin(source="DistributedConfig")))
+    return bool(used)
+
+
+def replace_scaler(accelerator: Any) -> None:
+    """Replace the scaler of fp16 training, before optimizers are prepared. Does nothing without a scaler.
+
+    Accelerate's scalers raise, or skip a step on some ranks only, for parameters that FSDP does not shard and for fused
+    optimizers.
+    """
+    if accelerator.scaler is None or isinstance(accelerator.scaler, ShardedGradScaler):
+        return
+    handler = accelerator.scaler_handler
+    settings = handler.to_kwargs() if handler is not None else {}
+    accelerator.scaler = ShardedGradScaler(accelerator.device.type, **settings)

@@ -5,6 +5,7 @@ Every rank writes its shards to a staging folder, which is renamed when it is co
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
@@ -12,21 +13,35 @@ from typing import Any
 
 import torch.distributed as dist
 from accelerate.utils import convert_file_size_to_int
+from accelerate.utils.modeling import is_peft_model
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.backends.arrivals import TRAINING_LIMIT, together, wait_for_all_ranks
+from hf_fsdp_plugin.backends.optimizer import owner_of
 from hf_fsdp_plugin.backends.shard import place_of, plan_of
+from hf_fsdp_plugin.checkpoint import load_model, load_optimizer, manifest_of, numbered_checkpoints, remove_checkpoint
 from hf_fsdp_plugin.checkpoint import load_state as load_state_file
-from hf_fsdp_plugin.checkpoint import manifest_of, numbered_checkpoints, remove_checkpoint
 from hf_fsdp_plugin.checkpoint.names import ACCELERATE_PREFIX, ACCELERATE_RUN, custom_state_file
 from hf_fsdp_plugin.integrations.accelerate.batches import batch_of, keep_samples_per_step
-from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, has_planned_state, if_sharded
+from hf_fsdp_plugin.integrations.accelerate.plugin import (
+    PlannedFsdpPlugin,
+    assigned_state_dict_type,
+    has_planned_state,
+    if_sharded,
+    planned_plugin,
+)
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.moving_average import load_averages, save_averages
 from hf_fsdp_plugin.integrations.profiling.marking import marked
-from hf_fsdp_plugin.integrations.restarts import batch_before_restart, count_from, run_fact
-from hf_fsdp_plugin.integrations.resuming import find_checkpoint, warn_differences
-from hf_fsdp_plugin.integrations.saving import manager, remove_stale_weights
+from hf_fsdp_plugin.integrations.resuming import (
+    batch_before_restart,
+    count_from,
+    find_checkpoint,
+    run_fact,
+    warn_differences,
+)
+from hf_fsdp_plugin.integrations.saving import exporting, manager, open_save, saving
+from hf_fsdp_plugin.integrations.session import holding
 from hf_fsdp_plugin.plan.names import unwrapped
 
 _FIX = "Call it on all ranks, outside of `if accelerator.is_main_process:`."
@@ -53,7 +68,7 @@ def save_state(
         )
     asynchronous = plugin.spec.checkpoint.asynchronous
     wait_for_all_ranks("Accelerator.save_state", fix=_FIX, limit=TRAINING_LIMIT)
-    with manager.saving(final, asynchronous=asynchronous) as save:
+    with saving(final, asynchronous=asynchronous) as save:
         project.automatic_checkpoint_naming = False
         try:
             original(str(save.folder), *args, **kwargs)
@@ -94,35 +109,32 @@ def _rotate(run: Path, limit: int | None) -> None:
 
 @if_sharded
 def load_state(original: Callable[..., Any], accelerator: Any, input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Load a complete checkpoint: ``input_dir``, or the newest one with an automatic name. Collective."""
+    """Load a complete checkpoint: ``input_dir``, or the newest one with an automatic name. Collective.
+
+    It may have been written by any number of ranks, with either FSDP version.
+    """
     wait_for_all_ranks("Accelerator.load_state", fix=_FIX, limit=TRAINING_LIMIT)
-    manager.wait()
+    # 1. Select a complete checkpoint, and check its small files.
     selected = Path(input_dir).expanduser() if input_dir is not None else None
     run = None
     if selected is None and accelerator.project_configuration.automatic_checkpoint_naming:
         run = Path(accelerator.project_dir) / ACCELERATE_RUN
     load_kwargs = (args[0] if args else kwargs.get("load_kwargs")) or {}
     allow_pickles = load_kwargs.get("weights_only") is False
-    path = find_checkpoint(
-        run,
-        ACCELERATE_PREFIX,
-        selected,
-        fix="Load a complete checkpoint.",
-        verify=accelerator.state.fsdp_plugin.spec.checkpoint.verify,
-        allow_pickles=allow_pickles,
-    )
-    if path is not None:
-        warn_differences(path, {})
-        count_from(path)
-    token = _pickles_allowed.set(allow_pickles)
-    try:
-        result = original(str(path) if path is not None else None, *args, **kwargs)
-    finally:
-        _pickles_allowed.reset(token)
-    if path is not None:
-        if saved := batch_before_restart(path):
-            keep_samples_per_step(accelerator, path, saved)
-        load_averages(prepared_models(accelerator), path, verify=accelerator.state.fsdp_plugin.spec.checkpoint.verify)
+    verify = accelerator.state.fsdp_plugin.spec.checkpoint.verify
+    fix = "Load a complete checkpoint."
+    path = find_checkpoint(run, ACCELERATE_PREFIX, selected, fix=fix, verify=verify, allow_pickles=allow_pickles)
+    # 2. Accelerate loads its parts: load_fsdp_model and load_fsdp_optimizer below read the shards of this rank.
+    if path is None:
+        return original(None, *args, **kwargs)
+    warn_differences(path, {})
+    count_from(path)
+    with holding(_pickles_allowed, allow_pickles):
+        result = original(str(path), *args, **kwargs)
+    # 3. After a restart with another number of ranks, an optimizer step keeps its samples.
+    if saved := batch_before_restart(path):
+        keep_samples_per_step(accelerator, path, saved)
+    load_averages(prepared_models(accelerator), path, verify=verify)
     return result
 
 
@@ -157,8 +169,100 @@ def save_model(
         return
     with together(f"Accelerator.save_model of {type(unwrapped(model)).__name__}", fix=_FIX):
         size, final, root = convert_file_size_to_int(max_shard_size), Path(save_directory), place.root
-        with manager.saving(final, into=True) as save:
+        with exporting(root, final, step=accelerator.step or None) as save:
             _write_config(root, save.folder)
             manager.save_model(root, save.folder, "full", max_shard_size=size)
-        manifest = manifest_of(root, "full", step=accelerator.step or None, batch={})
-        manager.finish(save, manifest, after=lambda: remove_stale_weights(final))
+
+
+def _if_planned(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: call ``function(plugin, accelerator, …)`` for an Accelerator with a planned plugin, else the original.
+
+    A script may pass the stock plugin that it made its Accelerator with. A state dict type that it assigned is used.
+    """
+
+    @functools.wraps(function)
+    def replacement(original: Callable[..., Any], fsdp_plugin: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(fsdp_plugin, PlannedFsdpPlugin):
+            return function(fsdp_plugin, accelerator, *args, **kwargs)
+        planned = planned_plugin(accelerator)
+        if planned is None:
+            return original(fsdp_plugin, accelerator, *args, **kwargs)
+        with planned.with_state_dict_type(assigned_state_dict_type(fsdp_plugin)):
+            return function(planned, accelerator, *args, **kwargs)
+
+    return replacement
+
+
+@_if_planned
+def save_fsdp_model(
+    plugin: PlannedFsdpPlugin,
+    accelerator: Any,
+    model: Any,
+    output_dir: Any,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    **_: Any,
+) -> None:
+    save = open_save(output_dir)
+    if save is None or model_index not in save.models:  # the replacement of Trainer.save_model has already written it
+        folder = Path(output_dir) if save is None else save.folder
+        adapters = _only_adapters(adapter_only, model)
+        manager.save_model(model, folder, plugin.state_dict_kind, model_index, adapter_only=adapters)
+
+
+@_if_planned
+def load_fsdp_model(
+    plugin: PlannedFsdpPlugin,
+    accelerator: Any,
+    model: Any,
+    input_dir: Any,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    **_: Any,
+) -> Any:
+    adapters, verify = _only_adapters(adapter_only, model), plugin.spec.checkpoint.verify
+    return load_model(model, Path(input_dir), model_index, adapter_only=adapters, verify=verify)
+
+
+@_if_planned
+def save_fsdp_optimizer(
+    plugin: PlannedFsdpPlugin,
+    accelerator: Any,
+    optimizer: Any,
+    model: Any,
+    output_dir: Any,
+    optimizer_index: int = 0,
+    **_: Any,
+) -> None:
+    save = open_save(output_dir)
+    folder = Path(output_dir) if save is None else save.folder
+    optimizer, owner = _with_owner(accelerator, optimizer, model)
+    manager.save_optimizer(owner, optimizer, folder, plugin.state_dict_kind, optimizer_index)
+
+
+@_if_planned
+def load_fsdp_optimizer(
+    plugin: PlannedFsdpPlugin,
+    accelerator: Any,
+    optimizer: Any,
+    model: Any,
+    input_dir: Any,
+    optimizer_index: int = 0,
+    **_: Any,
+) -> Any:
+    optimizer, owner = _with_owner(accelerator, optimizer, model)
+    return load_optimizer(owner, optimizer, Path(input_dir), optimizer_index, verify=plugin.spec.checkpoint.verify)
+
+
+def _with_owner(accelerator: Any, optimizer: Any, model: Any) -> tuple[Any, Any]:
+    """Return the torch optimizer inside an ``AcceleratedOptimizer``, and the models whose parameters it has.
+
+    Accelerate pairs models and optimizers by their positions, which is wrong for an optimizer of several models.
+    """
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    return optimizer, owner_of(optimizer, prepared_models(accelerator)) or model
+
+
+def _only_adapters(adapter_only: bool, model: Any) -> bool:
+    """Return whether to save or load only adapters. The Trainer sets ``adapter_only`` for models without PEFT too."""
+    return adapter_only and is_peft_model(model)

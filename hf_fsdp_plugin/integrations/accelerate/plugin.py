@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any, cast
@@ -19,47 +19,34 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from torch import nn
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    CPUOffloadPolicy,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictType,
-)
+from torch.distributed import fsdp
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
 from hf_fsdp_plugin.backends.arrivals import FirstCalls
 from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.backends.torch_types import torch_dtype
 from hf_fsdp_plugin.devices import accelerator_type
-from hf_fsdp_plugin.integrations.accelerate.assignments import FIELDS, is_of_peft, refused, spec_with_assignments
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models, shared_state
-from hf_fsdp_plugin.integrations.environment import set_loading_variables
+from hf_fsdp_plugin.integrations.accelerate.specs import FIELDS, is_of_peft, refused, spec_with_assignments
+from hf_fsdp_plugin.integrations.patching import set_loading_variables
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.plan.further import spec_of_further_model
+from hf_fsdp_plugin.plan.presharded import distributed_config_of
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.sources.plugin_object import SOURCE, STATE_DICT_CONFIGS, state_dict_options, unused_options
+from hf_fsdp_plugin.spec.load import with_distributed_config
 from hf_fsdp_plugin.spec.model import FsdpSpec, StateDictKind
 from hf_fsdp_plugin.strategies import STRATEGIES
 
 _ARGUMENTS = "_hf_fsdp_arguments"
 """Attribute of a stock plugin: the arguments of its constructor, and the fields that the constructor set."""
 
-_STATE_DICTS: dict[StateDictKind, tuple[StateDictType, type, type]] = {
-    "full": (StateDictType.FULL_STATE_DICT, FullStateDictConfig, FullOptimStateDictConfig),
-    "sharded": (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig, ShardedOptimStateDictConfig),
-    "local": (StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig, LocalOptimStateDictConfig),
+_STATE_DICTS: dict[StateDictKind, tuple[fsdp.StateDictType, type, type]] = {
+    "full": (fsdp.StateDictType.FULL_STATE_DICT, fsdp.FullStateDictConfig, fsdp.FullOptimStateDictConfig),
+    "sharded": (fsdp.StateDictType.SHARDED_STATE_DICT, fsdp.ShardedStateDictConfig, fsdp.ShardedOptimStateDictConfig),
+    "local": (fsdp.StateDictType.LOCAL_STATE_DICT, fsdp.LocalStateDictConfig, fsdp.LocalOptimStateDictConfig),
 }
 """State dict type -> torch's enum member, and torch's options for the state dicts of model and optimizer."""
 
@@ -112,20 +99,32 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
         """The fields that the script has assigned since the spec was made."""
         return MappingProxyType(self.__dict__["_assigned"])
 
-    def apply_assignments(self) -> None:
-        """Change the spec as the script's assignments require. Called before a model is planned.
+    def spec_for(self, model: nn.Module, *, is_first: bool = True, is_trained: bool = True) -> FsdpSpec:
+        """Return the settings with which a model is planned. Only here, settings change after they were checked.
+
+        Fields that the script has assigned, and the ``DistributedConfig`` with which ``from_pretrained`` has sharded
+        the first model, change the settings of the Accelerator. For a further model, wrap settings that do not fit
+        are replaced.
 
         Raises:
-            SpecError: an assignment cannot have an effect, or its value is invalid.
+            SpecError: an assignment cannot have an effect, or its value is invalid, or the ``DistributedConfig``
+                conflicts with the other settings.
         """
-        own = self.__dict__
-        assigned, own["_assigned"] = self.assigned, {}
+        own, config = self.__dict__, distributed_config_of(model)
+        spec, assigned = self.spec, self.assigned
         if assigned:
+            spec, own["_assigned"] = spec_with_assignments(spec, assigned), {}
+        if is_first:
+            spec = with_distributed_config(spec, config)
+        if spec != self.spec:
             kind = self.state_dict_kind
-            self.use_spec(spec_with_assignments(self.spec, assigned))
+            self.use_spec(spec)
             self.set_state_dict_type(kind)
-            print_warnings(self.spec.problems)
+            print_warnings(spec.problems)
         own["_is_in_use"] = True
+        if is_first:
+            return spec
+        return with_distributed_config(spec_of_further_model(spec, model, is_trained=is_trained), config)
 
     def use_spec(self, spec: FsdpSpec) -> None:
         """Set every field from ``spec``, before the first model is prepared."""
@@ -141,10 +140,12 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
         version2 = spec.fsdp.version == 2
         self.spec = spec
         self.fsdp_version = spec.fsdp.version
-        self.sharding_strategy = ShardingStrategy[strategy.torch_name]
+        self.sharding_strategy = fsdp.ShardingStrategy[strategy.torch_name]
         self.reshard_after_forward = strategy.reshards_after_forward if version2 else None
         self.backward_prefetch = (
-            None if spec.prefetch.backward == "none" else BackwardPrefetch[f"BACKWARD_{spec.prefetch.backward.upper()}"]
+            None
+            if spec.prefetch.backward == "none"
+            else fsdp.BackwardPrefetch[f"BACKWARD_{spec.prefetch.backward.upper()}"]
         )
         self.mixed_precision_policy = _mixed_precision(spec)
         self.auto_wrap_policy: Any = None
@@ -184,12 +185,22 @@ class PlannedFsdpPlugin(FullyShardedDataParallelPlugin):
         """Name of the current state dict type. Scripts may change the type before the last save."""
         return _parse_state_dict_type(self.state_dict_type)
 
-    def set_state_dict_type(self, state_dict_type: StateDictType | str | int | None = None) -> None:
+    def set_state_dict_type(self, state_dict_type: fsdp.StateDictType | str | int | None = None) -> None:
         """Set the state dict type: torch's enum, its number, or a name with or without ``_STATE_DICT``."""
         if state_dict_type is not None:
             self.state_dict_type = state_dict_type
         self.state_dict_type, config, optim_config = _STATE_DICTS[self.state_dict_kind]
         self.__dict__.update(state_dict_config=config(), optim_state_dict_config=optim_config())
+
+    @contextmanager
+    def with_state_dict_type(self, state_dict_type: fsdp.StateDictType | str | int | None) -> Iterator[None]:
+        """Have another state dict type in the block; the same with ``None``."""
+        kind = self.state_dict_kind
+        self.set_state_dict_type(state_dict_type)
+        try:
+            yield
+        finally:
+            self.set_state_dict_type(kind)
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
         """Do nothing: the spec contains all dtypes. Accelerate calls this method with a single dtype."""
@@ -322,7 +333,7 @@ def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _mixed_precision(spec: FsdpSpec) -> MixedPrecision | MixedPrecisionPolicy | None:
+def _mixed_precision(spec: FsdpSpec) -> fsdp.MixedPrecision | fsdp.MixedPrecisionPolicy | None:
     """Return torch's policy of the spec's precision; ``None`` if FSDP1 casts nothing."""
     dtypes = {
         name: torch_dtype("unchanged" if dtype == "auto" else dtype)
@@ -331,23 +342,28 @@ def _mixed_precision(spec: FsdpSpec) -> MixedPrecision | MixedPrecisionPolicy | 
     }
     param, reduce = dtypes["param"], dtypes["reduce"]
     if spec.fsdp.version == 2:
-        return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, output_dtype=dtypes["output"])
+        return fsdp.MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, output_dtype=dtypes["output"])
     if param is None and dtypes["buffer"] is None:
         return None
-    return MixedPrecision(param_dtype=param, reduce_dtype=reduce, buffer_dtype=dtypes["buffer"])
+    return fsdp.MixedPrecision(param_dtype=param, reduce_dtype=reduce, buffer_dtype=dtypes["buffer"])
 
 
-def _cpu_offload(spec: FsdpSpec) -> CPUOffload | OffloadPolicy:
+def _cpu_offload(spec: FsdpSpec) -> fsdp.CPUOffload | fsdp.OffloadPolicy:
     if spec.fsdp.version == 1:
         # On the CPU, shards are in CPU memory anyway; with offload, FSDP1 would try to pin them.
-        return CPUOffload(offload_params=spec.offload.params and not _runs_on_cpu(spec))
+        return fsdp.CPUOffload(offload_params=spec.offload.params and not _runs_on_cpu(spec))
     if not spec.offload.params:
-        return OffloadPolicy()
-    return CPUOffloadPolicy(pin_memory=spec.offload.pin_memory and not _runs_on_cpu(spec))
+        return fsdp.OffloadPolicy()
+    return fsdp.CPUOffloadPolicy(pin_memory=spec.offload.pin_memory and not _runs_on_cpu(spec))
 
 
-def _parse_state_dict_type(value: StateDictType | str | int) -> StateDictKind:
-    name = (value.name if isinstance(value, StateDictType) else str(value)).strip().lower().removesuffix("_state_dict")
+def _parse_state_dict_type(value: fsdp.StateDictType | str | int) -> StateDictKind:
+    name = (
+        (value.name if isinstance(value, fsdp.StateDictType) else str(value))
+        .strip()
+        .lower()
+        .removesuffix("_state_dict")
+    )
     for kind, (member, *_) in _STATE_DICTS.items():
         if name in (kind, str(member.value)):
             return kind

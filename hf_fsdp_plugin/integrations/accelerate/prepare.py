@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -28,26 +28,24 @@ from hf_fsdp_plugin.backends.submodule_calls import free_after_forward, free_bef
 from hf_fsdp_plugin.devices import get_device
 from hf_fsdp_plugin.estimate.padding import with_padding_warning
 from hf_fsdp_plugin.hangs.step_count import step_count
+from hf_fsdp_plugin.integrations import torchao
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.batches import check_even_batches, notice_accumulation
 from hf_fsdp_plugin.integrations.accelerate.plugin import planned_plugin
 from hf_fsdp_plugin.integrations.attempts import agree_on_attempt
-from hf_fsdp_plugin.integrations.call_record import name_units
-from hf_fsdp_plugin.integrations.peft.checks import check_adapters
+from hf_fsdp_plugin.integrations.call_hooks import name_units
+from hf_fsdp_plugin.integrations.peft import check_adapters
 from hf_fsdp_plugin.integrations.preflight.run import preflight
 from hf_fsdp_plugin.integrations.profiling.run import profiling
 from hf_fsdp_plugin.integrations.run_report import track
 from hf_fsdp_plugin.integrations.saving import prepare_buffers_after_first_step
-from hf_fsdp_plugin.integrations.torchao import private as torchao_private
 from hf_fsdp_plugin.integrations.watch import watch
 from hf_fsdp_plugin.messages import print_warnings
-from hf_fsdp_plugin.plan.further import spec_of_further_model
 from hf_fsdp_plugin.plan.model import FsdpPlan
 from hf_fsdp_plugin.plan.names import unwrapped
-from hf_fsdp_plugin.plan.presharded import distributed_config_of, sharded_backend
+from hf_fsdp_plugin.plan.presharded import sharded_backend
 from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import Problem, SpecError
-from hf_fsdp_plugin.spec.load import with_distributed_config
 from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.torch_private.modules import compile_call, compiled_module
 
@@ -64,18 +62,21 @@ _FIX = (
 def prepare_objects(accelerator: Any, objects: Sequence[Any]) -> Any:
     """Prepare models, optimizers and other objects as ``Accelerator.prepare`` does. Collective.
 
-    Models and optimizers may be prepared in separate calls, and a model without an optimizer (for an evaluation before
-    training, or a frozen teacher). Stock Accelerate refuses both under FSDP2.
+    The steps for a model are those of :func:`shard_model`. Models and optimizers may be prepared in separate calls, and
+    a model without an optimizer (for an evaluation before training, or a frozen teacher). Stock Accelerate refuses both
+    under FSDP2.
 
     Raises:
         SpecError: on all ranks, if a plan cannot be resolved or an optimizer has parameters of no prepared model.
     """
+    # 1. Accelerate prepares loaders and optimizers, and then schedulers, which need the prepared optimizers.
     prepared = list(objects)
     for first_pass in (True, False):
         prepared = [
             obj if isinstance(obj, nn.Module) else private.prepare_one(accelerator, obj, first_pass=first_pass)
             for obj in prepared
         ]
+    # 2. Models are planned and sharded. Optimizers get the shards instead of the parameters.
     plugin = planned_plugin(accelerator)
     optimizers: list[torch.optim.Optimizer] = [obj.optimizer for obj in private.prepared_optimizers(accelerator)]
     optimizers += list(plugin.later_optimizers) if plugin is not None else []
@@ -83,23 +84,13 @@ def prepare_objects(accelerator: Any, objects: Sequence[Any]) -> Any:
     models = private.prepared_models(accelerator)
     for model in models:
         rebind(model, optimizers)
-    new_optimizers = [obj.optimizer for obj in prepared if hasattr(obj, "optimizer")]
-    if new_optimizers:  # not for data loaders, which the Trainer also prepares for an evaluation
-        names = " and ".join(sorted({type(optimizer).__name__ for optimizer in new_optimizers}))
-        with _together(names), on_all_ranks("checking the optimizers"):
-            _check_optimizers(new_optimizers, models)
     if any(isinstance(obj, nn.Module) for obj in objects):
         exchange.close()  # every rank has loaded its model
-    remember_optimizers(new_optimizers)
-    _set_step_modes(new_optimizers, models)
-    for optimizer in new_optimizers:
-        step_count.watch(optimizer)
-        optimizer.register_step_pre_hook(first_step.announce)
-        notice_accumulation(accelerator, optimizer)
-        if preflight.active:
-            _own_loop().watch_optimizer(optimizer)
-        for model in models:
-            free_before_step(model, optimizer)
+    # 3. Optimizers are checked, and their steps are adapted to shards. Not after loaders of an evaluation alone.
+    new_optimizers = [obj.optimizer for obj in prepared if hasattr(obj, "optimizer")]
+    if new_optimizers:
+        _prepare_optimizers(accelerator, new_optimizers, models)
+    # 4. What the ranks do from now on is watched: batches, the report, the memory of asynchronous saves.
     print_warnings(problem for obj in prepared if (problem := check_even_batches(obj)) is not None)
     track(accelerator)
     if plugin is not None and plugin.spec.checkpoint.asynchronous and new_optimizers:
@@ -118,7 +109,7 @@ def prepare_model(accelerator: Any, model: nn.Module, optimizers: Sequence[torch
     if place is not None and not place.name:
         model = place.root
     is_prepared = private.is_prepared(model)
-    sharded = model if is_prepared else _shard_model(accelerator, model, optimizers, is_first=not models)
+    sharded = model if is_prepared else shard_model(accelerator, model, optimizers, is_first=not models)
     if not any(sharded is known for known in models):
         models.append(sharded)
         if preflight.active:
@@ -126,28 +117,7 @@ def prepare_model(accelerator: Any, model: nn.Module, optimizers: Sequence[torch
     return sharded
 
 
-def _own_loop() -> OwnLoop:
-    from hf_fsdp_plugin.integrations.preflight.own_loop import own_loop  # imports the Trainer
-
-    return own_loop
-
-
-def prepare_for_evaluation(accelerator: Any, model: nn.Module) -> nn.Module:
-    """Freeze and shard a model that is not trained, and return it in evaluation mode. Collective.
-
-    The accelerator does not save it. The report contains it as a further model.
-    """
-    if not private.is_prepared(model):
-        model.requires_grad_(False)
-        model = _shard_model(accelerator, model, is_first=False, is_trained=False)
-        plugin = planned_plugin(accelerator)
-        assert plugin is not None
-        plugin.add_evaluated(model)
-        free_after_forward(model)
-    return model.eval()
-
-
-def _shard_model(
+def shard_model(
     accelerator: Any,
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer] = (),
@@ -155,58 +125,77 @@ def _shard_model(
     is_first: bool = True,
     is_trained: bool = True,
 ) -> nn.Module:
-    """Plan and shard one model, after all ranks have arrived. Raises the error of a rank that could not load it.
+    """Plan and shard one model, and return the sharded model. Collective.
 
-    Raises ``SpecError`` if the attempts before have failed in the same way.
+    Args:
+        is_first: whether it is the first model of the run. Wrap settings that do not fit a further model are replaced.
+
+    Raises:
+        SpecError: on all ranks: one of them could not load the model, the attempts before have failed in the same way,
+            the settings do not fit the model, or the ranks have different plans.
     """
-    load_failures.close()  # this rank continues, even if a load failed
-    name = type(unwrapped(compiled_module(model) or model)).__name__.removeprefix("FSDP")
-    with _together(name):
-        agree_on_attempt(name)
-        return _shard_on_all_ranks(accelerator, model, optimizers, is_first=is_first, is_trained=is_trained)
-
-
-def _together(names: str) -> AbstractContextManager[None]:
-    call = f"Accelerator.prepare of {names}"
-    return together(call, fix=_FIX, limit=preparation_limit(), given_up=load_failures.raise_announced)
-
-
-def _shard_on_all_ranks(
-    accelerator: Any,
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    *,
-    is_first: bool,
-    is_trained: bool,
-) -> nn.Module:
-    """Plan and shard one model. Wrap settings that do not fit are replaced, unless it is the run's first model."""
     plugin = planned_plugin(accelerator)
     assert plugin is not None, "models are sharded for accelerators with a planned plugin"
-    compiler: Any = None
     inner = compiled_module(model)
-    if inner is not None:
-        compiler, model = model.dynamo_ctx, inner
-    if sharded_backend(model) == "fsdp2":
-        # After a forward, units that are not freed have gathered parameters, which do not show how they are sharded.
-        reshard_and_rebind(model, optimizers)
-    with on_all_ranks("planning"):
-        plugin.apply_assignments()
-        spec = plugin.spec if is_first else spec_of_further_model(plugin.spec, model, is_trained=is_trained)
-        plan = make_plan(accelerator, spec, model)
-    plan = agree_on_plan(plan, model, accelerator.device)
-    if accelerator.is_main_process:
-        logger.info("%s", plan)
-    _compile_units(accelerator, plan, model)
-    sharded = shard(plan, model, accelerator.device, optimizers)
+    compiler: Any = model.dynamo_ctx if inner is not None else None
+    model = model if inner is None else inner
+    # 1. Load failures: this rank continues. A rank that could not load the model raises its error on all ranks.
+    load_failures.close()
+    name = type(unwrapped(model)).__name__.removeprefix("FSDP")
+    with _together(name):
+        agree_on_attempt(name)
+        if sharded_backend(model) == "fsdp2":
+            # After a forward, units that are not freed have gathered parameters: they hide the sharding.
+            reshard_and_rebind(model, optimizers)
+        # 2. Plan: the settings of this model, and the decisions from them.
+        with on_all_ranks("planning"):
+            plan = make_plan(accelerator, plugin.spec_for(model, is_first=is_first, is_trained=is_trained), model)
+        # 3. Agree: the same plan and weights on all ranks.
+        plan = agree_on_plan(plan, model, accelerator.device)
+        if accelerator.is_main_process:
+            logger.info("%s", plan)
+        # 4. Compile the units, before FSDP's hooks are added around them.
+        _compile_units(accelerator, plan, model)
+        # 5. Shard.
+        sharded = shard(plan, model, accelerator.device, optimizers)
+        # 6. Hooks: progress, hangs and profiles.
+        watch_model(sharded)
+        if compiler is not None:
+            # torch.compile breaks graphs at a module's FSDP hooks, so the sharded module is compiled again.
+            compile_call(sharded, compiler)
+    private.mark_prepared(accelerator, sharded)
+    return sharded
+
+
+def watch_model(sharded: nn.Module) -> None:
+    """Let the progress, the diagnosis of hangs and the profile of this rank follow a sharded model."""
     step_count.watch_forwards(sharded)
     watch.follow_thread()
     name_units(sharded)
     profiling.watch(sharded)
-    if compiler is not None:
-        # torch.compile breaks graphs at a module's FSDP hooks, so the sharded module is compiled again.
-        compile_call(sharded, compiler)
-    private.mark_prepared(accelerator, sharded)
-    return sharded
+
+
+def make_plan(accelerator: Any, spec: FsdpSpec, model: nn.Module) -> FsdpPlan:
+    """Resolve the plan for ``model`` and this accelerator's world size. Raises ``SpecError`` with all problems."""
+    if accelerator.verify_device_map(model):
+        message = f"{type(model).__name__} was loaded with a device_map over several devices."
+        fix = "Load it without device_map: FSDP places the model."
+        raise SpecError([Problem(code="FSDP-E605", message=message, fix=fix)])
+    check_adapters(model)
+    check_parameter_hooks(model)
+    return resolve_for(accelerator, spec, model)
+
+
+def resolve_for(state: Any, spec: FsdpSpec, model: nn.Module) -> FsdpPlan:
+    """Return the plan for ``model`` on the ranks of an Accelerator, or of its state."""
+    kind, world_size = state.device.type, state.num_processes
+    return resolve(
+        spec,
+        model,
+        world_size=world_size,
+        device_type=kind,
+        local_world_size=ranks_per_machine(os.environ, world_size, get_device(kind).count()),
+    )
 
 
 def agree_on_plan(plan: FsdpPlan, model: nn.Module, device: torch.device) -> FsdpPlan:
@@ -221,25 +210,6 @@ def agree_on_plan(plan: FsdpPlan, model: nn.Module, device: torch.device) -> Fsd
     plan = with_padding_warning(plan, model)
     print_warnings(plan.problems)
     return plan
-
-
-def make_plan(accelerator: Any, spec: FsdpSpec, model: nn.Module) -> FsdpPlan:
-    """Resolve the plan for ``model`` and this accelerator's world size. Raises ``SpecError`` with all problems."""
-    if accelerator.verify_device_map(model):
-        message = f"{type(model).__name__} was loaded with a device_map over several devices."
-        fix = "Load it without device_map: FSDP places the model."
-        raise SpecError([Problem(code="FSDP-E605", message=message, fix=fix)])
-    check_adapters(model)
-    check_parameter_hooks(model)
-    return resolve(
-        with_distributed_config(spec, distributed_config_of(model)),
-        model,
-        world_size=accelerator.num_processes,
-        device_type=accelerator.device.type,
-        local_world_size=ranks_per_machine(
-            os.environ, accelerator.num_processes, get_device(accelerator.device.type).count()
-        ),
-    )
 
 
 def _compile_units(accelerator: Any, plan: FsdpPlan, model: nn.Module) -> None:
@@ -257,7 +227,39 @@ def _compile_units(accelerator: Any, plan: FsdpPlan, model: nn.Module) -> None:
                 model.get_submodule(name).compile(**kwargs)
 
 
-def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module]) -> None:
+def _prepare_optimizers(
+    accelerator: Any, optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module]
+) -> None:
+    """Check optimizers, decide how their steps run on the shards of ``models``, and watch the steps. Collective.
+
+    Raises:
+        SpecError: an optimizer has parameters of no prepared model, or cannot run on these shards.
+    """
+    names = " and ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
+    with _together(names), on_all_ranks("checking the optimizers"):
+        _check_parameters(optimizers, models)
+    remember_optimizers(optimizers)
+    problems = []
+    for optimizer in optimizers:
+        plan = next((plan_of(model) for model in models if has_parameters_of(model, optimizer)), None)
+        if torchao.can_create_state(optimizer):
+            set_state_factory(optimizer, torchao.create_state)
+        if plan is not None and (problem := apply_step_mode(optimizer, plan)) is not None:
+            problems.append(problem)
+    print_warnings(problems)
+    if errors := [problem for problem in problems if problem.severity == "error"]:
+        raise SpecError(errors)
+    for optimizer in optimizers:
+        step_count.watch(optimizer)
+        optimizer.register_step_pre_hook(first_step.announce)
+        notice_accumulation(accelerator, optimizer)
+        if preflight.active:
+            _own_loop().watch_optimizer(optimizer)
+        for model in models:
+            free_before_step(model, optimizer)
+
+
+def _check_parameters(optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module]) -> None:
     """Raise ``SpecError`` for an optimizer with parameters of no sharded model: training would not change the loss."""
     if not any(plan_of(model) for model in models):
         return
@@ -275,20 +277,34 @@ def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], models: Seque
         raise SpecError(problems)
 
 
-def _set_step_modes(optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module]) -> None:
-    """Decide how the steps of each optimizer run on its model's shards. Collective.
+def _together(names: str) -> AbstractContextManager[None]:
+    call = f"Accelerator.prepare of {names}"
+    return together(call, fix=_FIX, limit=preparation_limit(), given_up=load_failures.raise_announced)
 
-    Raises:
-        SpecError: an optimizer cannot run on these shards.
+
+def _own_loop() -> OwnLoop:
+    from hf_fsdp_plugin.integrations.preflight.own_loop import own_loop  # imports the Trainer
+
+    return own_loop
+
+
+def prepare_fsdp(original: Callable[..., Any], model: nn.Module, accelerator: Any) -> Any:
+    """Shard a reference, teacher or reward model of TRL's Trainers by a plan. Collective."""
+    if planned_plugin(accelerator) is None:
+        return original(model, accelerator)
+    return prepare_for_evaluation(accelerator, model)
+
+
+def prepare_for_evaluation(accelerator: Any, model: nn.Module) -> nn.Module:
+    """Freeze and shard a model that is not trained, and return it in evaluation mode. Collective.
+
+    The accelerator does not save it. The report contains it as a further model.
     """
-    found = []
-    for optimizer in optimizers:
-        owners = [model for model in models if has_parameters_of(model, optimizer)]
-        plan = plan_of(owners[0]) if owners else None
-        if torchao_private.can_create_state(optimizer):
-            set_state_factory(optimizer, torchao_private.create_state)
-        if plan is not None and (problem := apply_step_mode(optimizer, plan)) is not None:
-            found.append(problem)
-    print_warnings(found)
-    if errors := [problem for problem in found if problem.severity == "error"]:
-        raise SpecError(errors)
+    if not private.is_prepared(model):
+        model.requires_grad_(False)
+        model = shard_model(accelerator, model, is_first=False, is_trained=False)
+        plugin = planned_plugin(accelerator)
+        assert plugin is not None
+        plugin.add_evaluated(model)
+        free_after_forward(model)
+    return model.eval()

@@ -19,7 +19,7 @@ from hf_fsdp_plugin.backends.cluster import gloo_interface, gloo_variables, rais
 from hf_fsdp_plugin.devices import DEVICES, accelerator_type, select_device
 from hf_fsdp_plugin.integrations.accelerate import private
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin
-from hf_fsdp_plugin.integrations.environment import set_variables
+from hf_fsdp_plugin.integrations.patching import set_variables
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.problems import Origin, Problem, SpecError

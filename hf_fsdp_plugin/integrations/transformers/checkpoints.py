@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils.modeling import is_peft_model
 from transformers.trainer_utils import has_length
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
@@ -33,21 +34,22 @@ from hf_fsdp_plugin.checkpoint.names import (
 from hf_fsdp_plugin.devices import available_device
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin, if_planned, if_sharded
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
-from hf_fsdp_plugin.integrations.gathered import gathered
 from hf_fsdp_plugin.integrations.moving_average import save_averages
-from hf_fsdp_plugin.integrations.peft.saving import adapter_state, as_unsharded
+from hf_fsdp_plugin.integrations.peft import adapter_state, as_unsharded
 from hf_fsdp_plugin.integrations.profiling.marking import marked
-from hf_fsdp_plugin.integrations.restarts import batch_before_restart, checkpoint_after_restart, run_fact
 from hf_fsdp_plugin.integrations.resuming import (
+    batch_before_restart,
+    checkpoint_after_restart,
     find_checkpoint,
     kept_accumulation,
     print_accumulation,
+    run_fact,
     warn_differences,
 )
-from hf_fsdp_plugin.integrations.saving import manager, remove_stale_weights
+from hf_fsdp_plugin.integrations.saving import gathered, manager, open_save, remove_stale_weights, saving
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.transformers import private
-from hf_fsdp_plugin.integrations.transformers.progress import without_progress_bar
+from hf_fsdp_plugin.integrations.transformers.loading import without_progress_bar
 from hf_fsdp_plugin.integrations.transformers.save_pretrained import is_stored_differently
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.names import unwrapped
@@ -68,7 +70,7 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
         fix="Set `control.should_save` on all ranks, not only on `state.is_world_process_zero`.",
         limit=TRAINING_LIMIT,
     )
-    with manager.saving(final, asynchronous=asynchronous) as save:
+    with saving(final, asynchronous=asynchronous) as save:
         with private.using_run_folder(trainer, save.staging.root):
             original(model, trial)
         save_averages(prepared_models(trainer.accelerator), save.folder)
@@ -80,7 +82,7 @@ def save_checkpoint(original: Callable[..., None], trainer: Any, model: Any, tri
         asynchronous=asynchronous,
         batch=_batch(trainer),
         run=run_fact(),
-        adapter_only=_is_peft(trainer),
+        adapter_only=is_peft_model(trainer.model),
     )
     manager.finish(save, manifest, after=lambda: _rotate(trainer, run, final))
 
@@ -162,12 +164,12 @@ def save_model(
 ) -> Any:
     """Write the model and its companions to an open checkpoint or a Hugging Face folder. Collective."""
     folder = Path(output_dir if output_dir is not None else trainer.args.output_dir)
-    if manager.open_save(folder) is not None:
-        _write_companions(trainer, folder)
+    if (save := open_save(folder)) is not None:
+        _write_companions(trainer, save.folder)
         kind = _kind_of_checkpoints(trainer)
         if kind == "full" and (_stores_adapters(trainer) or private.overrides_save(trainer)):
             kind = "sharded"  # the file for `from_pretrained` is written by PEFT, or by the Trainer's own method
-        manager.save_model(trainer.model, folder, kind, adapter_only=_is_peft(trainer))
+        manager.save_model(trainer.model, save.folder, kind, adapter_only=is_peft_model(trainer.model))
         return None
     with together(f"save_model of {type(trainer).__name__}", fix="Call it on all ranks."):
         _export(original, trainer, folder)
@@ -182,13 +184,8 @@ def _export(original: Callable[..., Any], trainer: Any, folder: Path) -> None:
         _write_companions(trainer, folder)
         return
     if _is_converted(trainer):
-        plugin: PlannedFsdpPlugin = trainer.accelerator.state.fsdp_plugin
-        kind = plugin.state_dict_kind
-        plugin.set_state_dict_type("full")
-        try:
+        with trainer.accelerator.state.fsdp_plugin.with_state_dict_type("full"):
             original(str(folder), True)
-        finally:
-            plugin.set_state_dict_type(kind)
         return
     with manager.saving(folder, into=True) as save:
         _write_companions(trainer, save.folder)
@@ -237,7 +234,7 @@ def _linked_run_folder(folder: Path) -> Iterator[None]:
     A method of a Trainer's class may read or copy files beside the checkpoint, whose parent is a staging folder.
     Entries that the method writes there are moved to the run's folder. A folder that is not staged is not changed.
     """
-    save = manager.open_save(folder)
+    save = open_save(folder)
     if save is None or save.staging.root != folder.parent:
         yield
         return
@@ -260,15 +257,9 @@ def _linked_run_folder(folder: Path) -> Iterator[None]:
                 entry.replace(run / entry.name)
 
 
-def _is_peft(trainer: Any) -> bool:
-    from accelerate.utils.modeling import is_peft_model
-
-    return bool(is_peft_model(trainer.model))
-
-
 def _stores_adapters(trainer: Any) -> bool:
     """Return whether only the adapters are stored for ``from_pretrained``: PEFT's models, and ``model.add_adapter``."""
-    return _is_peft(trainer) or private.has_adapters(unwrapped(trainer.model))
+    return is_peft_model(trainer.model) or private.has_adapters(unwrapped(trainer.model))
 
 
 def _adapter_parameters(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:

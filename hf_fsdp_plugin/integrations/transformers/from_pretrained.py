@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
-from hf_fsdp_plugin.backends.cluster import ranks_per_machine
 from hf_fsdp_plugin.backends.shard import shard
-from hf_fsdp_plugin.devices import get_device
-from hf_fsdp_plugin.hangs.step_count import step_count
 from hf_fsdp_plugin.integrations.accelerate.accelerator import accelerator
-from hf_fsdp_plugin.integrations.accelerate.prepare import agree_on_plan
+from hf_fsdp_plugin.integrations.accelerate.prepare import agree_on_plan, resolve_for, watch_model
 from hf_fsdp_plugin.integrations.accelerate.private import mark_model_prepared
-from hf_fsdp_plugin.integrations.call_record import name_units
-from hf_fsdp_plugin.integrations.environment import loading_ram_efficiently
-from hf_fsdp_plugin.integrations.profiling.run import profiling
-from hf_fsdp_plugin.integrations.watch import watch
+from hf_fsdp_plugin.integrations.patching import loading_ram_efficiently
 from hf_fsdp_plugin.plan.load_model import model_class_of
 from hf_fsdp_plugin.plan.model import FsdpPlan
-from hf_fsdp_plugin.plan.resolve import resolve
 from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spec.model import FsdpSpec
 
@@ -57,22 +49,9 @@ def from_pretrained(
         with loading_ram_efficiently():
             model = loaded_class.from_pretrained(name_or_folder, **kwargs)
     with on_all_ranks("planning"):
-        plan = spec_or_plan if isinstance(spec_or_plan, FsdpPlan) else _resolve(spec, model, state)
+        plan = spec_or_plan if isinstance(spec_or_plan, FsdpPlan) else resolve_for(state, spec, model)
     plan = agree_on_plan(plan, model, state.device)
     sharded = shard(plan, model, state.device)
-    step_count.watch_forwards(sharded)
-    watch.follow_thread()
-    name_units(sharded)
-    profiling.watch(sharded)
+    watch_model(sharded)
     mark_model_prepared(sharded)
     return sharded
-
-
-def _resolve(spec: FsdpSpec, model: nn.Module, state: Any) -> FsdpPlan:
-    return resolve(
-        spec,
-        model,
-        world_size=state.num_processes,
-        device_type=state.device.type,
-        local_world_size=ranks_per_machine(os.environ, state.num_processes, get_device(state.device.type).count()),
-    )

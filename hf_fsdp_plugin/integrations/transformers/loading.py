@@ -14,8 +14,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
@@ -24,14 +24,15 @@ import torch
 from torch import nn
 from transformers import modeling_utils
 from transformers.core_model_loading import WeightConverter
+from transformers.utils import logging
 
 from hf_fsdp_plugin.backends.memory_maps import parameter_memory
 from hf_fsdp_plugin.backends.shared_weights import Publication, Received, exchange
 from hf_fsdp_plugin.checkpoint import ModelTensor
-from hf_fsdp_plugin.integrations.environment import has_fsdp_settings, loads_ram_efficiently
+from hf_fsdp_plugin.integrations.patching import has_fsdp_settings, loads_ram_efficiently, variables_in_block
+from hf_fsdp_plugin.integrations.session import holding
 from hf_fsdp_plugin.integrations.transformers.model_files import check_loaded, check_model
 from hf_fsdp_plugin.integrations.transformers.private import dequantizes_gguf, loading_result
-from hf_fsdp_plugin.integrations.transformers.progress import without_progress_bar
 from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.problems import Problem
 from hf_fsdp_plugin.text import format_bytes
@@ -189,22 +190,16 @@ def set_param_for_module(
     original(model, target_name, param_value if publication is None else publication.move(param_value), *args)
 
 
-def spawn_materialize(original: Callable[..., Any], thread_pool: Any, *args: Any, **kwargs: Any) -> Any:
-    """Read a tensor for a weight. Threads would read and cast many tensors before the first of them is published."""
-    return original(thread_pool if _publication.get() is None else None, *args, **kwargs)
-
-
 def _publish(publication: Publication, load: Callable[[], Any], model: Any, files: Sequence[str]) -> Any:
     """Load the weights and give them to the other ranks of the machine."""
-    token = _publication.set(publication)
     try:
-        result = load()
+        # Threads would read and cast many tensors before the first of them is published.
+        with holding(_publication, publication), variables_in_block(HF_DEACTIVATE_ASYNC_LOAD="1"):
+            result = load()
         loaded = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not tensor.is_meta}
     except BaseException:
         publication.close()
         raise
-    finally:
-        _publication.reset(token)
     if all(type(tensor.data) is torch.Tensor and tensor.device.type == "cpu" for tensor in loaded.values()):
         published = publication.publish(loaded, _real_paths(files), _facts(result[0]))
     else:
@@ -265,3 +260,96 @@ def _report_private_memory(model: nn.Module, reason: str) -> None:
                 fix="Provide that memory for each rank, or load unquantized weights from safetensors files.",
             )
         )
+
+
+_PARTS = 2
+"""Transformers fills the tensor of fused experts in place: it looks it up for the gates, and for the projections."""
+
+
+class MovedTensors(dict[str, torch.Tensor]):
+    """Tensors by name. Tensors are moved to shared memory when another one is added, unless a part is missing."""
+
+    def __init__(self, publication: Publication) -> None:
+        super().__init__()
+        self._publication = publication
+        self._reads: dict[str, int] = {}
+
+    def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
+        for other in [other for other, count in self._reads.items() if count % _PARTS == 0]:
+            super().__setitem__(other, self._publication.move(super().__getitem__(other)))
+            del self._reads[other]
+        super().__setitem__(name, tensor)
+        self._reads[name] = 0
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name in self._reads:
+            self._reads[name] += 1
+        return super().__getitem__(name)
+
+
+_moved: ContextVar[MovedTensors | None] = ContextVar("_moved", default=None)
+"""The tensors of the file that this process is reading for the other ranks of its machine."""
+
+
+def load_gguf_checkpoint(
+    original: Callable[..., dict[str, Any]],
+    gguf_checkpoint_path: str,
+    return_tensors: bool = False,
+    model_to_load: Any = None,
+    torch_dtype: torch.dtype | None = None,
+) -> dict[str, Any]:
+    """Return the content of a GGUF file. Its tensors are in memory that the ranks of a machine share."""
+    arguments = (gguf_checkpoint_path, return_tensors, model_to_load, torch_dtype)
+    if not return_tensors or not loads_ram_efficiently():
+        return original(*arguments)
+    shared = exchange.join(_gguf_key(gguf_checkpoint_path, model_to_load, torch_dtype))
+    if isinstance(shared, Received):
+        return {**original(gguf_checkpoint_path), "tensors": shared.tensors([])}
+    if shared is None:
+        return original(*arguments)
+    try:
+        with holding(_moved, MovedTensors(shared)):
+            content = original(*arguments)
+        content["tensors"] = dict(content["tensors"])
+    except BaseException:
+        shared.close()
+        raise
+    shared.publish(content["tensors"], [], None)
+    return content
+
+
+def _gguf_key(path: str, model: Any, dtype: torch.dtype | None) -> str:
+    """Return a digest of everything that the tensors depend on."""
+    real, status = os.path.realpath(path), os.stat(path)
+    kind = f"{type(model).__module__}.{type(model).__qualname__}"
+    names = [[name, list(tensor.shape)] for name, tensor in model.state_dict().items()]
+    content = [real, status.st_size, status.st_mtime_ns, kind, model.config.to_json_string(use_diff=False), names]
+    return hashlib.sha256(json.dumps(["gguf", *content, str(dtype)]).encode()).hexdigest()
+
+
+def get_gguf_hf_weights_map(
+    original: Callable[..., dict[str, str]], hf_model: Any, processor: Any, *args: Any, **kwargs: Any
+) -> dict[str, str]:
+    """Return the names of the tensors. From now on, the processor adds tensors to those that are moved."""
+    moved = _moved.get()
+    if moved is not None and "process" not in vars(processor):  # Transformers calls the function for each submodule
+        process = processor.process
+
+        def process_into_moved(*args: Any, parsed_parameters: dict[str, Any], **kwargs: Any) -> Any:
+            parsed_parameters["tensors"] = moved
+            return process(*args, parsed_parameters=parsed_parameters, **kwargs)
+
+        processor.process = process_into_moved
+    return original(hf_model, processor, *args, **kwargs)
+
+
+@contextmanager
+def without_progress_bar() -> Iterator[None]:
+    """Hide the progress bars of Transformers in this block."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -5,7 +5,6 @@ All ranks raise one error that names file and tensor, before they load.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from hf_fsdp_plugin.backends.load_failures import load_failures
-from hf_fsdp_plugin.backends.shared_weights import Publication, Received, exchange
 from hf_fsdp_plugin.checkpoint import (
     ModelTensor,
     ShapeMismatch,
@@ -24,46 +22,12 @@ from hf_fsdp_plugin.checkpoint import (
     required_names,
     with_whole_weights,
 )
-from hf_fsdp_plugin.integrations.environment import has_fsdp_settings
-from hf_fsdp_plugin.integrations.save_calls import bind_call
+from hf_fsdp_plugin.integrations.patching import has_fsdp_settings
+from hf_fsdp_plugin.integrations.saving import bind_call
 from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.problems import CheckpointError, Origin, Problem, SpecError
 
 _COPY = "Copy the file again, or add the key."
-
-
-_MIN_SHARED_FILES = 32
-"""Number of files from which one rank of a machine reads the headers for the others. Fewer are read as fast."""
-
-
-def read_headers(files: Sequence[str]) -> dict[str, ModelTensor]:
-    """Return name -> tensor of a model's files. The headers of many files are read by one rank of each machine.
-
-    Raises:
-        CheckpointError: as :func:`hf_fsdp_plugin.checkpoint.read_model_headers`, on every rank.
-    """
-    shared = exchange.join(_key(files)) if len(files) >= _MIN_SHARED_FILES else None
-    if isinstance(shared, Received) and shared.facts is not None:
-        names, places, indices = shared.facts
-        known = [ModelTensor(files[file], tuple(shape), dtype) for file, shape, dtype in places]
-        return dict(zip(names, map(known.__getitem__, indices), strict=True))
-    facts = None
-    try:
-        tensors = read_model_headers(files)
-        if isinstance(shared, Publication):
-            numbers = {file: index for index, file in enumerate(files)}
-            found = {tensor: index for index, tensor in enumerate(dict.fromkeys(tensors.values()))}
-            places = [(numbers[file], shape, dtype) for file, shape, dtype in found]
-            facts = [list(tensors), places, list(map(found.__getitem__, tensors.values()))]
-    finally:
-        if isinstance(shared, Publication):
-            shared.publish({}, [], facts)  # without facts, the other ranks read the headers, and find the same error
-    return tensors
-
-
-def _key(files: Sequence[str]) -> str:
-    stats = [(os.path.abspath(file), os.stat(file)) for file in files if os.path.exists(file)]
-    return json.dumps(["headers", len(files), [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]])
 
 
 class ReadHeaders:
@@ -74,7 +38,7 @@ class ReadHeaders:
         self._tensors: dict[str, ModelTensor] = {}
 
     def read(self, files: Sequence[str]) -> None:
-        self._tensors = read_headers(files)
+        self._tensors = read_model_headers(files)
         self._files = tuple(files)
 
     def take(self, files: Sequence[str]) -> dict[str, ModelTensor]:
@@ -82,7 +46,7 @@ class ReadHeaders:
         known, tensors = self._files, self._tensors
         self._files, self._tensors = (), {}
         if tuple(files[: len(known)]) != known:
-            return read_headers(files)
+            return read_model_headers(files)
         return tensors | read_model_headers(files[len(known) :])
 
 

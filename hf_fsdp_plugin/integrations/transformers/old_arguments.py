@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, Final
 
 from hf_fsdp_plugin.integrations.patching import install_in_subclass
+from hf_fsdp_plugin.integrations.session import holding
 from hf_fsdp_plugin.sources.training_arguments import OLD_KEYS
 from hf_fsdp_plugin.vocabulary import find
 
@@ -39,7 +39,7 @@ def init_arguments(original: Callable[..., None], arguments: Any, *args: Any, **
     """Accept the arguments as keyword arguments of ``TrainingArguments``, or of a subclass."""
     own = {field.name for field in dataclasses.fields(arguments)}
     given = {name: kwargs.pop(name) for name in OLD_KEYS if name in kwargs and name not in own}
-    with _giving({**_given.get(), **given}):
+    with holding(_given, {**_given.get(), **given}):
         original(*args, **kwargs)
 
 
@@ -88,12 +88,3 @@ def apply_old_arguments(arguments: Any) -> None:
     else:  # a path or JSON text
         for name, value in given.items():
             setattr(arguments, name, value)
-
-
-@contextmanager
-def _giving(given: Mapping[str, Any]) -> Iterator[None]:
-    token = _given.set(given)
-    try:
-        yield
-    finally:
-        _given.reset(token)

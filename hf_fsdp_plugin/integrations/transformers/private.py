@@ -138,11 +138,17 @@ def using_run_folder(trainer: Any, folder: Path) -> Iterator[None]:
 
 def save_files(trainer: Any, folder: Path, state_dict: Mapping[str, torch.Tensor]) -> None:
     """Write model, config, tokenizer or processor, and arguments, with the Trainer's own method. Not collective."""
-    # With a DistributedConfig, save_pretrained would ignore the state dict and gather the model, on this rank alone.
-    config: Any = getattr(unwrapped(trainer.model), "config", None)
+    with _without_distributed_config(unwrapped(trainer.model)):
+        trainer._save(str(folder), state_dict=state_dict)
+
+
+@contextmanager
+def _without_distributed_config(model: Any) -> Iterator[None]:
+    """Let ``save_pretrained`` write a given state dict: with a ``DistributedConfig`` it would gather the model."""
+    config: Any = getattr(model, "config", None)
     hidden = vars(config).pop("distributed_config", None) if config is not None else None
     try:
-        trainer._save(str(folder), state_dict=state_dict)
+        yield
     finally:
         if hidden is not None:
             config.distributed_config = hidden
@@ -198,16 +204,12 @@ def saved_by_one_rank(model: Any, num_parameters: int) -> Iterator[None]:
     """Let one rank call ``save_pretrained`` with a state dict: without collectives, and with the number of parameters
     of the whole model, which the index of the files contains.
     """
-    config: Any = getattr(model, "config", None)
-    # With it, save_pretrained would gather the model again, with collectives.
-    sharded_at_load = vars(config).pop("distributed_config", None) if config is not None else None
     model.__dict__["num_parameters"] = lambda *args, **kwargs: num_parameters
     try:
-        yield
+        with _without_distributed_config(model):
+            yield
     finally:
         del model.__dict__["num_parameters"]
-        if sharded_at_load is not None:
-            config.distributed_config = sharded_at_load
 
 
 def untrained_copy(trainer: Any) -> Any:

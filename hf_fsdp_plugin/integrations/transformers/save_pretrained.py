@@ -1,4 +1,4 @@
-"""``save_pretrained`` and ``push_to_hub`` of a sharded Transformers model, and of a model in a sharded model.
+"""``save_pretrained`` of a sharded model of Transformers or PEFT, and of a model in a sharded model.
 
 All ranks make the call. Rank 0 writes config, generation config and custom code with the original method, and every
 rank writes its shards of the weights. A model that Transformers stores in another form than it computes with, a part of
@@ -18,26 +18,25 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import convert_file_size_to_int
 
-from hf_fsdp_plugin.backends.agreement import on_all_ranks
+from hf_fsdp_plugin.backends.agreement import gather_objects, on_all_ranks
 from hf_fsdp_plugin.backends.arrivals import together
 from hf_fsdp_plugin.backends.buffers import send_buffers
 from hf_fsdp_plugin.backends.shard import Place, place_of
-from hf_fsdp_plugin.checkpoint import ModelShards, gathered_state, manifest_of
+from hf_fsdp_plugin.checkpoint import ModelShards, gathered_state
 from hf_fsdp_plugin.checkpoint.names import HF_MODEL, safetensors_file
-from hf_fsdp_plugin.integrations.gathered import gathered, shards_at
-from hf_fsdp_plugin.integrations.peft.saving import adapter_state, as_unsharded
-from hf_fsdp_plugin.integrations.save_calls import (
+from hf_fsdp_plugin.integrations.peft import adapter_state, as_unsharded
+from hf_fsdp_plugin.integrations.saving import (
     FIX,
     bind_call,
     call_name,
-    call_on_rank_0,
-    writes_given_state,
-    writing_folders,
+    exporting,
+    gathered,
+    manager,
+    shards_at,
 )
-from hf_fsdp_plugin.integrations.saving import manager, remove_stale_weights
-from hf_fsdp_plugin.integrations.serialization import flat_storages, is_shard
+from hf_fsdp_plugin.integrations.torch_functions import flat_storages, is_shard
 from hf_fsdp_plugin.integrations.transformers import private
-from hf_fsdp_plugin.integrations.transformers.progress import without_progress_bar
+from hf_fsdp_plugin.integrations.transformers.loading import without_progress_bar
 from hf_fsdp_plugin.plan.names import canonical_name
 from hf_fsdp_plugin.problems import CheckpointError, Problem, SpecError
 from hf_fsdp_plugin.text import format_names, plural
@@ -47,74 +46,96 @@ _NOT_SHARED = "FSDP-E405"
 
 def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Write the whole of a sharded model, or of a model in one. Collective, unless ``state_dict`` is given."""
+    return _save(original, model, args, kwargs, is_peft=False)
+
+
+def save_peft_model(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Write the whole adapters of a sharded model of PEFT. Collective, unless ``state_dict`` is given.
+
+    Only the weights that PEFT stores are gathered: adapters, ``modules_to_save``, and embeddings if they are stored.
+    """
+    return _save(original, model, args, kwargs, is_peft=True)
+
+
+def _save(original: Callable[..., Any], model: Any, args: Any, kwargs: Any, *, is_peft: bool) -> Any:
     place = None if gathered.paused else place_of(model)
     if place is None:
         return original(*args, **kwargs)
     call, answer = bind_call(original, args, kwargs), gathered.state_of(model)
-    if call["distributed_checkpoint"]:  # every rank writes its shards to a checkpoint of torch
+    if call.get("distributed_checkpoint"):  # every rank writes its shards to a checkpoint of torch
         with together(call_name("save_pretrained", model), fix=FIX):
             send_buffers(place.root)
             return original(**call)
-    if call["state_dict"] is not None:
-        if not writes_given_state(call, is_answered=answer is not None):
+    if (given := call.get("state_dict")) is not None:
+        # `get_state_dict` returns an empty one on all ranks but rank 0. Then the other ranks write nothing.
+        writes = answer is not None or dist.get_rank() == 0 or bool(given)
+        if not call["is_main_process"] or not writes:
             return None
-        check_given_state(model, place, call["state_dict"])
-        return _write(original, model, call, call["state_dict"])
+        _check_given_state(model, place, given, only_trainable=is_peft)
+        return _write(original, model, call, given, is_peft=is_peft)
     if answer is not None:
-        return _write(original, model, call, answer)
+        return _write(original, model, call, answer, is_peft=is_peft)
     with together(call_name("save_pretrained", model), fix=FIX):
-        return _save(original, model, place, call)
+        _save_together(original, model, place, call, is_peft=is_peft)
+    return None
 
 
-def push_to_hub(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Upload a sharded model from rank 0. Collective. All ranks return rank 0's result."""
-    return call_on_rank_0(original, model, args, kwargs, name="push_to_hub")
-
-
-def _save(original: Callable[..., Any], model: Any, place: Place, call: dict[str, Any]) -> None:
+def _save_together(
+    original: Callable[..., Any], model: Any, place: Place, call: dict[str, Any], *, is_peft: bool
+) -> None:
+    """Write the weights of all ranks to the folders of the main processes. Collective."""
     with on_all_ranks("reading the layout of the model"):
-        _check_not_quantized(model)
+        _check_supported(model, call, is_peft=is_peft)
         shards = shards_at(place)
-    folders = writing_folders(call)
+    folder = str(Path(call["save_directory"]).absolute())
+    folders = [folder for folder, writes in gather_objects((folder, bool(call["is_main_process"]))) if writes]
     if not folders:
         return
     call["save_directory"] = folders[0]
-    if not _needs_whole_tensors(model, place, shards, call) and len(set(folders)) == 1:
-        try:
-            _write_side_by_side(original, model, place, call)
-        except CheckpointError as error:
-            if any(problem.code != _NOT_SHARED for problem in error.problems):
-                raise
-        else:
-            return
-    state = adapter_state(model, shards) if private.has_adapters(model) else gathered_state(shards)
+    is_whole = is_peft or len(set(folders)) > 1 or _needs_whole_tensors(model, place, shards, call)
+    if not is_whole and _write_side_by_side(original, model, place, call):
+        return
+    if is_peft:
+        state = adapter_state(model, shards, save_embedding_layers=call["save_embedding_layers"])
+    else:
+        state = adapter_state(model, shards) if private.has_adapters(model) else gathered_state(shards)
     with on_all_ranks(f"writing {folders[0]}"):
         if dist.get_rank() == 0:
-            _write(original, model, call, state)
+            _write(original, model, call, state, is_peft=is_peft)
 
 
-def _write_side_by_side(original: Callable[..., Any], model: Any, place: Place, call: dict[str, Any]) -> None:
-    """Write the original's files without weights on rank 0, and this rank's shards of the weights."""
+def _write_side_by_side(original: Callable[..., Any], model: Any, place: Place, call: dict[str, Any]) -> bool:
+    """Write the original's files without weights on rank 0, and this rank's shards of the weights.
+
+    Returns:
+        Whether they were written: false if the ranks do not share the folder.
+    """
     final = Path(call["save_directory"])
-    with manager.saving(final, into=True) as save:
-        with on_all_ranks(f"writing {final}"):
-            if dist.get_rank() == 0:
-                with without_progress_bar():
-                    _write(original, model, {**call, "save_directory": str(save.folder)}, {})
-                (save.folder / safetensors_file(HF_MODEL)).unlink(missing_ok=True)
-        size = convert_file_size_to_int(call["max_shard_size"])
-        manager.save_model(place.root, save.folder, "full", max_shard_size=size)
-    manager.finish(
-        save, manifest_of(place.root, "full", step=None, batch={}), after=lambda: remove_stale_weights(final)
-    )
+    try:
+        with exporting(place.root, final) as save:
+            with on_all_ranks(f"writing {final}"):
+                if dist.get_rank() == 0:
+                    with without_progress_bar():
+                        _write(original, model, {**call, "save_directory": str(save.folder)}, {}, is_peft=False)
+                    (save.folder / safetensors_file(HF_MODEL)).unlink(missing_ok=True)
+            size = convert_file_size_to_int(call["max_shard_size"])
+            manager.save_model(place.root, save.folder, "full", max_shard_size=size)
+    except CheckpointError as error:
+        if any(problem.code != _NOT_SHARED for problem in error.problems):
+            raise
+        return False
+    return True
 
 
-def _write(original: Callable[..., Any], model: Any, call: Mapping[str, Any], state: Mapping[str, Any]) -> Any:
+def _write(
+    original: Callable[..., Any], model: Any, call: Mapping[str, Any], state: Mapping[str, Any], *, is_peft: bool
+) -> Any:
     """Call the original method for a given state dict, on this rank only."""
-    tensors = {id(tensor): tensor for name, tensor in state.items() if name not in _buffer_names(model)}
     with ExitStack() as stack:
-        stack.enter_context(private.saved_by_one_rank(model, sum(tensor.numel() for tensor in tensors.values())))
-        if private.has_adapters(model):
+        if not is_peft:
+            tensors = {id(tensor): tensor for name, tensor in state.items() if name not in _buffer_names(model)}
+            stack.enter_context(private.saved_by_one_rank(model, sum(tensor.numel() for tensor in tensors.values())))
+        if is_peft or private.has_adapters(model):
             stack.enter_context(as_unsharded(model, state))
         return original(**{**call, "state_dict": dict(state), "is_main_process": True})
 
@@ -151,7 +172,7 @@ def is_stored_differently(model: Any, shards: ModelShards, *, convert: bool = Tr
     return {name: tensor.shape for name, tensor in stored.items()} != {n: t.shape for n, t in on_meta.items()}
 
 
-def check_given_state(model: Any, place: Place, state: Mapping[str, Any], *, only_trainable: bool = False) -> None:
+def _check_given_state(model: Any, place: Place, state: Mapping[str, Any], *, only_trainable: bool = False) -> None:
     """Raise ``SpecError`` if a given state dict lacks weights of the model, or has shards instead of whole tensors."""
     shards = shards_at(place)
     storages = flat_storages()
@@ -178,8 +199,14 @@ def check_given_state(model: Any, place: Place, state: Mapping[str, Any], *, onl
         raise SpecError([Problem(code="FSDP-E671", message=message, fix=fix)])
 
 
-def _check_not_quantized(model: Any) -> None:
-    if private.is_quantized(model) and not private.has_adapters(model):
+def _check_supported(model: Any, call: Mapping[str, Any], *, is_peft: bool) -> None:
+    if not is_peft and private.is_quantized(model) and not private.has_adapters(model):
         message = f"the weights of {type(model).__name__} are quantized and sharded, and cannot be stored as one model."
         fix = "Save the adapters that were trained (PeftModel.save_pretrained); the base model is unchanged."
         raise SpecError([Problem(code="FSDP-E673", message=message, fix=fix)])
+    if call.get("path_initial_model_for_weight_conversion") is not None:
+        message = (
+            "path_initial_model_for_weight_conversion loads a second adapter into the model, which is sharded already."
+        )
+        fix = "Save without it, load the adapter in one process, and convert it there."
+        raise SpecError([Problem(code="FSDP-E675", message=message, fix=fix)])

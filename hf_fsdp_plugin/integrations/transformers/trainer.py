@@ -12,11 +12,12 @@ To support the Trainer of another library:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import find_labels
 
@@ -24,25 +25,25 @@ from hf_fsdp_plugin.backends.arrivals import TRAINING_LIMIT, preparation_limit, 
 from hf_fsdp_plugin.backends.fsdp2 import reshard
 from hf_fsdp_plugin.backends.shard import plan_of
 from hf_fsdp_plugin.checkpoint.names import TRAINER_PREFIX
-from hf_fsdp_plugin.integrations.accelerate.adoption import is_left_to_transformers
-from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned, planned_plugin
+from hf_fsdp_plugin.integrations.accelerate.arguments import is_left_to_transformers
+from hf_fsdp_plugin.integrations.accelerate.plugin import if_planned, if_sharded, planned_plugin
 from hf_fsdp_plugin.integrations.accelerate.private import prepared_models
 from hf_fsdp_plugin.integrations.attempts import agree_on_attempt
+from hf_fsdp_plugin.integrations.moving_average import ExponentialMovingAverage
 from hf_fsdp_plugin.integrations.patching import install_hooks, override_hooked_methods
-from hf_fsdp_plugin.integrations.restarts import is_started_again
+from hf_fsdp_plugin.integrations.resuming import is_started_again
 from hf_fsdp_plugin.integrations.run_report import report_run, set_output_dir
 from hf_fsdp_plugin.integrations.saving import manager
-from hf_fsdp_plugin.integrations.sentence_transformers.losses import replicate_parameters_of_losses
+from hf_fsdp_plugin.integrations.sentence_transformers import replicate_parameters_of_losses
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.integrations.transformers import private
 from hf_fsdp_plugin.integrations.transformers.arguments import fsdp_arguments
 from hf_fsdp_plugin.integrations.transformers.checkpoints import checkpoint_to_resume
-from hf_fsdp_plugin.integrations.transformers.moving_average import moving_averages, prepare_moving_averages
 from hf_fsdp_plugin.messages import print_once, print_warnings
 from hf_fsdp_plugin.observe.report import BatchShape
 from hf_fsdp_plugin.plan.names import unwrapped
 from hf_fsdp_plugin.plan.presharded import distributed_config_of
-from hf_fsdp_plugin.problems import Problem
+from hf_fsdp_plugin.problems import Problem, SpecError
 from hf_fsdp_plugin.spec.load import with_distributed_config
 from hf_fsdp_plugin.spec.model import FsdpSpec
 from hf_fsdp_plugin.torch_private.fsdp1 import flat_shapes
@@ -73,12 +74,9 @@ def _spec_of_trainer(trainer: Any) -> FsdpSpec | None:
     The stock Trainer trains a model that ``from_pretrained`` has sharded, but cannot resume its training.
     """
     spec, config = session.spec_of_arguments(trainer.args), distributed_config_of(trainer.model)
-    if config is None:
+    if config is None or (spec is None and is_left_to_transformers(config)):
         return spec
-    if spec is None:
-        if is_left_to_transformers(config):
-            return None
-        spec = session.load(fsdp_arguments(trainer.args), parallelism_config=trainer.args.parallelism_config)
+    spec = spec or session.load(fsdp_arguments(trainer.args), parallelism_config=trainer.args.parallelism_config)
     spec = with_distributed_config(spec, config)
     print_warnings(spec.problems)
     private.hide_loading(trainer.model)
@@ -202,3 +200,98 @@ class FsdpTrainer(FsdpTrainerMixin, Trainer):
 @override_hooked_methods(TrainingArguments)
 class FsdpTrainingArguments(TrainingArguments):
     """``transformers.TrainingArguments`` that keeps every FSDP setting and refuses unsupported ones."""
+
+
+class ExponentialMovingAverageCallback(TrainerCallback):
+    """Averages the trained weights after each optimizer step of a Trainer with FSDP.
+
+    Each checkpoint contains the averages, and a resumed training continues them. With ``load_best_model_at_end``, those
+    of the best checkpoint are loaded.
+
+    Args:
+        decay: see :class:`ExponentialMovingAverage`.
+        evaluate: whether ``evaluate`` and ``predict`` compute with the averages, during and after the training.
+        export: the folder, relative to ``output_dir``, to which the model with the averages is written at the end of
+            the training; ``None`` for none.
+
+    Attributes:
+        average: the average, from the begin of the training on.
+        resume_from: the checkpoint from which the training resumes.
+    """
+
+    def __init__(self, decay: float = 0.999, *, evaluate: bool = True, export: str | None = "ema") -> None:
+        self.average: ExponentialMovingAverage | None = None
+        self.resume_from: Path | None = None
+        self._decay, self._evaluate, self._export = decay, evaluate, export
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.average = ExponentialMovingAverage(model, self._decay)
+        if self.resume_from is not None:
+            self.average.load(self.resume_from)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert self.average is not None
+        self.average.update()
+
+    def on_train_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, processing_class: Any = None, **kwargs: Any
+    ) -> None:
+        assert self.average is not None
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self.average.load(Path(state.best_model_checkpoint))
+        inner: Any = unwrapped(model)
+        if self._export is None or not hasattr(inner, "save_pretrained"):
+            return
+        folder = Path(args.output_dir) / self._export
+        with self.average.applied():
+            inner.save_pretrained(str(folder))
+        if processing_class is not None and state.is_world_process_zero:
+            processing_class.save_pretrained(str(folder))
+
+    def __deepcopy__(self, memo: Any) -> ExponentialMovingAverageCallback:
+        """Return a callback with the same settings for another Trainer."""
+        return ExponentialMovingAverageCallback(self._decay, evaluate=self._evaluate, export=self._export)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Let the model have the averages in the block, if they are used for evaluations."""
+        if not self._evaluate or self.average is None or self.average.is_applied:
+            yield
+            return
+        with self.average.applied():
+            yield
+
+
+def moving_averages(trainer: Any) -> list[ExponentialMovingAverageCallback]:
+    return [each for each in trainer.callback_handler.callbacks if isinstance(each, ExponentialMovingAverageCallback)]
+
+
+def prepare_moving_averages(trainer: Any, checkpoint: Any) -> None:
+    """Tell the callbacks from which checkpoint the training resumes, and refuse callbacks that cannot average shards.
+
+    Raises:
+        SpecError: a callback of TRL averages whole copies of the weights.
+    """
+    for callback in trainer.callback_handler.callbacks:
+        if any(base.__name__ == "BEMACallback" for base in type(callback).__mro__):
+            message = f"{type(callback).__name__} averages whole copies of the weights, but each rank has only shards."
+            fix = "Use hfp.ExponentialMovingAverageCallback, which averages the shards, or train without FSDP."
+            raise SpecError([Problem(code="FSDP-E627", message=message, fix=fix)])
+    for average in moving_averages(trainer):
+        average.resume_from = Path(checkpoint) if isinstance(checkpoint, str | Path) else None
+
+
+@if_sharded
+def prediction_step(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Generate with the module inside FSDP1's wrapper, so that the Trainer does not gather the whole model.
+
+    It gathers unit by unit, as in a forward. The loss is computed by the wrapper, which is the first of ``args``.
+    """
+    wrapped = trainer.model
+    if not isinstance(wrapped, FullyShardedDataParallel):
+        return original(*args, **kwargs)
+    trainer.model = wrapped.module
+    try:
+        return original(*args, **kwargs)
+    finally:
+        trainer.model = wrapped

@@ -9,8 +9,7 @@ import pytest
 from torch.distributed import _functional_collectives, distributed_c10d
 
 from hf_fsdp_plugin.integrations import call_hooks
-from hf_fsdp_plugin.integrations.hook import Hook
-from hf_fsdp_plugin.integrations.hooks import HOOKS
+from hf_fsdp_plugin.integrations.hooks import HOOKS, Hook
 
 RESOLVE = ("_resolve_group(", "_resolve_group_name(")
 ONLY_IN_GRAPHS = {"isend_inplace", "irecv_inplace", "batch_p2p_ops_inplace", "_resolve_group_name"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_fsdp_plugin.integrations.transformers.gguf import MovedTensors
+from hf_fsdp_plugin.integrations.transformers.loading import MovedTensors
 
 
 class Recorder:

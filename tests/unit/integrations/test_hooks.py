@@ -54,14 +54,14 @@ def stock() -> Iterator[dict[str, Any]]:
 
 def existing() -> list[Hook]:
     """Return the rows whose target exists in the installed version: some have another name in older ones."""
-    return [hook for hook in ROWS if hook.name in vars(owner_of(hook)) or not (hook.instead or hook.optional)]
+    return [hook for hook in ROWS if hook.name in vars(owner_of(hook)) or not hook.instead]
 
 
 @pytest.mark.parametrize("hook", ROWS, ids=lambda hook: hook.target)
 def test_hook_targets_and_replacements_exist(hook: Hook, stock: dict[str, Any]) -> None:
     module, _, name = hook.replacement.partition(":")
     assert callable(getattr(importlib.import_module(f"hf_fsdp_plugin.integrations.{module}"), name))
-    assert hook.target in stock or any(hasattr(owner_of(hook), other) for other in hook.instead) or hook.optional
+    assert hook.target in stock or any(hasattr(owner_of(hook), other) for other in hook.instead)
     assert hook.reason and hook.until
 
 

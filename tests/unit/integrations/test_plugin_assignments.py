@@ -27,9 +27,9 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy, size_based_auto
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.integrations.accelerate.accelerator import init_accelerator
-from hf_fsdp_plugin.integrations.accelerate.assignments import STATE_DICT_FIELDS
 from hf_fsdp_plugin.integrations.accelerate.plugin import PlannedFsdpPlugin
-from hf_fsdp_plugin.integrations.peft.wrap_policy import update_fsdp_plugin_peft
+from hf_fsdp_plugin.integrations.accelerate.specs import STATE_DICT_FIELDS
+from hf_fsdp_plugin.integrations.peft import update_fsdp_plugin_peft
 
 Assignment = tuple[dict[str, Any], str, Any]
 # Fields assigned together -> the setting and its value, or the code of the error.
@@ -92,7 +92,7 @@ def test_assignment_changes_the_spec(assigned: dict[str, Any], name: str, value:
     for field, given in assigned.items():
         setattr(plugin, field, given)
         assert getattr(plugin, field) is given
-    plugin.apply_assignments()
+    plugin.spec_for(nn.Identity())
     assert plugin.spec.get(name) == value
     assert plugin.spec.origin(name).source == "FullyShardedDataParallelPlugin"
 
@@ -103,12 +103,12 @@ def test_assignment_without_effect_is_refused(assigned: dict[str, Any], code: st
     for field, given in assigned.items():
         setattr(plugin, field, given)
     with pytest.raises(hfp.SpecError, match=code):
-        plugin.apply_assignments()
+        plugin.spec_for(nn.Identity())
 
 
 def test_assignment_after_prepare_is_refused() -> None:
     plugin = plugin_of()
-    plugin.apply_assignments()
+    plugin.spec_for(nn.Identity())
     plugin.forward_prefetch = plugin.forward_prefetch
     with pytest.raises(hfp.SpecError, match="FSDP-E632"):
         plugin.forward_prefetch = True
@@ -118,7 +118,7 @@ def test_assignment_after_prepare_is_refused() -> None:
 def test_assigned_setting_overrides_config_with_warning(capsys: pytest.CaptureFixture[str]) -> None:
     plugin = plugin_of(fsdp_forward_prefetch=False)
     plugin.forward_prefetch = True
-    plugin.apply_assignments()
+    plugin.spec_for(nn.Identity())
     assert plugin.spec.prefetch.forward
     assert capsys.readouterr().err.count("[FSDP-W103]") == 1
 
@@ -127,7 +127,7 @@ def test_state_dict_type_may_be_assigned_at_any_time() -> None:
     plugin = plugin_of()
     plugin.state_dict_type = StateDictType.FULL_STATE_DICT
     plugin.min_num_params = 7
-    plugin.apply_assignments()
+    plugin.spec_for(nn.Identity())
     assert plugin.state_dict_kind == "full"
     plugin.state_dict_type = "SHARDED_STATE_DICT"
     assert plugin.state_dict_kind == "sharded"
@@ -167,7 +167,7 @@ def test_assigned_policy_of_peft_overrides_config_with_warning(
 ) -> None:
     plugin = plugin_of(**config)
     plugin.auto_wrap_policy = peft_policy()
-    plugin.apply_assignments()
+    plugin.spec_for(nn.Identity())
     assert (plugin.spec.wrap.policy, plugin.spec.wrap.classes) == ("transformer", ("Linear",))
     warnings = [problem for problem in plugin.spec.problems if problem.code == "FSDP-W103"]
     assert [problem.setting for problem in warnings] == overridden
@@ -198,7 +198,7 @@ def test_policy_of_the_trainer_for_peft_is_a_default(
 
     for _ in range(2):  # train() may be called again
         update_fsdp_plugin_peft(assign, Model(), accelerator)
-        plugin.apply_assignments()
+        plugin.spec_for(nn.Identity())
     assert plugin.spec.wrap.policy == policy
     assert capsys.readouterr().err.count("[FSDP-N680]") == is_noted
 
@@ -208,7 +208,7 @@ def test_policy_of_the_script_overrides_that_of_the_trainer(capsys: pytest.Captu
     plugin.auto_wrap_policy = partial(size_based_auto_wrap_policy, min_num_params=7)
     accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), scaler=None)
     update_fsdp_plugin_peft(lambda *_: pytest.fail("assigned"), Model(), accelerator)
-    plugin.apply_assignments()
+    plugin.spec_for(nn.Identity())
     assert plugin.spec.wrap.policy == "size"
     printed = capsys.readouterr().err
     assert (printed.count("[FSDP-N680]"), printed.count("[FSDP-W103]")) == (0, 1)
@@ -229,5 +229,5 @@ def test_assignment_to_the_plugin_of_the_script_is_applied() -> None:
     init_accelerator(original, Stub(num_processes=2, scaler=None), fsdp_plugin=own)
     assert passed["fsdp_plugin"] is own
     own.forward_prefetch = True
-    own.apply_assignments()
+    own.spec_for(nn.Identity())
     assert own.spec.prefetch.forward

@@ -16,7 +16,7 @@ import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.integrations import install
 from hf_fsdp_plugin.integrations.accelerate import state
 from hf_fsdp_plugin.integrations.accelerate.state import init_partial_state
-from hf_fsdp_plugin.integrations.environment import restore_variables
+from hf_fsdp_plugin.integrations.patching import restore_variables
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.torch_private.process_groups import timeout_of
 

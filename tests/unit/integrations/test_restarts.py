@@ -9,7 +9,7 @@ import pytest
 
 import hf_fsdp_plugin as hfp
 from hf_fsdp_plugin.hangs.step_count import step_count
-from hf_fsdp_plugin.integrations import restarts as subject
+from hf_fsdp_plugin.integrations import resuming as subject
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.runs.identity import RunIdentity
 from hf_fsdp_plugin.runs.restarts import FailedAttempt, Restarts

@@ -31,8 +31,8 @@ from torch.distributed.fsdp import FullStateDictConfig
 from transformers import TrainingArguments
 
 import hf_fsdp_plugin as hfp
+from hf_fsdp_plugin.integrations.accelerate.arguments import replace_scaler
 from hf_fsdp_plugin.integrations.accelerate.prepare import _compile_units
-from hf_fsdp_plugin.integrations.accelerate.scaler import replace_scaler
 from hf_fsdp_plugin.integrations.script_arguments import ROWS, SINCE, Row
 from hf_fsdp_plugin.integrations.session import session
 from hf_fsdp_plugin.messages import printer

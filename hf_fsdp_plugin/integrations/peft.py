@@ -10,10 +10,10 @@ model.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,17 @@ from torch import nn
 
 from hf_fsdp_plugin.backends.agreement import on_all_ranks
 from hf_fsdp_plugin.checkpoint import ModelShards, gathered_state
+from hf_fsdp_plugin.integrations.accelerate.plugin import planned_plugin
+from hf_fsdp_plugin.messages import print_once
 from hf_fsdp_plugin.plan.names import canonical_name, unwrapped
-from hf_fsdp_plugin.torch_private.modules import children, with_tensors, without_forward_hooks, wrapped_module
+from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.torch_private.modules import (
+    children,
+    is_fsdp_managed,
+    with_tensors,
+    without_forward_hooks,
+    wrapped_module,
+)
 
 _PROMPT_ENCODER = "prompt_encoder"
 _PROMPT_METHOD = "get_prompt_embedding_to_save"
@@ -139,3 +148,50 @@ def _replaced(module: nn.Module, method: str, replacement: Any) -> Iterator[None
         yield
     finally:
         del vars(module)[method]
+
+
+_READS_MATRICES: Final = ("ADALORA",)
+"""Kinds of adapters that compute with whole parameters and gradients outside of the forward of a layer."""
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Raise ``SpecError`` for adapters that would train with one rank's shards as if they were whole matrices."""
+    configs = getattr(unwrapped(model), "peft_config", None)
+    found = [
+        f"{name!r} ({kind})"
+        for name, config in (configs.items() if isinstance(configs, dict) else ())
+        if (kind := str(getattr(config.peft_type, "value", config.peft_type))) in _READS_MATRICES
+    ]
+    if found:
+        message = (
+            f"the adapter {', '.join(found)} is not supported with FSDP: AdaLoRA computes its regularization and the "
+            "importance of ranks from whole matrices and gradients, and each rank has only parts of them."
+        )
+        raise SpecError([Problem(code="FSDP-E630", message=message, fix="Use LoRA, or train without FSDP.")])
+
+
+def refuse_if_sharded(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Raise ``SpecError`` for a sharded model: PEFT would multiply shards, and replace modules that FSDP manages."""
+    if not any(is_fsdp_managed(module) for module in tuner.modules()):
+        return original(*args, **kwargs)
+    message = "each rank has only parts of the weights, so adapters cannot be merged or removed in a sharded model."
+    fix = (
+        "Save the adapters (trainer.save_model, or save_pretrained on all ranks), and merge them in one process: "
+        "PeftModel.from_pretrained(base_model, folder).merge_and_unload()."
+    )
+    raise SpecError([Problem(code="FSDP-E631", message=message, fix=fix)])
+
+
+def update_fsdp_plugin_peft(original: Callable[..., None], model: Any, accelerator: Any) -> None:
+    """Assign PEFT's policy, unless a source or the script has set a wrap policy, and report that it is not used.
+
+    Assignments override the sources, but this one is not the user's choice: the Trainer makes it for every PEFT model.
+    """
+    plugin = planned_plugin(accelerator)
+    if plugin is None or not (plugin.spec.asked("wrap.policy") or "auto_wrap_policy" in plugin.assigned):
+        original(model, accelerator)
+    elif plugin.spec.wrap.policy != "transformer" and "auto_wrap_policy" not in plugin.assigned:
+        origin = plugin.spec.origin("wrap.policy")
+        message = f"{origin.written} is used instead of PEFT's policy, which makes each layer a unit."
+        fix = "Remove it to use PEFT's policy, which the Trainer assigns for models with adapters."
+        print_once(Problem(code="FSDP-N680", setting="wrap.policy", origin=origin, message=message, fix=fix))

@@ -1,19 +1,20 @@
-"""Fields that a script assigns to the plugin of an Accelerator: ``accelerator.state.fsdp_plugin.min_num_params = …``.
+"""Settings that a script gives to an Accelerator: its precision, and the fields that are assigned to its plugin.
 
-Stock Accelerate reads them when it prepares a model. Here they change the spec, from which the plan of the model is
-resolved. An assignment that cannot have this effect is refused.
+Stock Accelerate reads ``accelerator.state.fsdp_plugin.min_num_params = …`` when it prepares a model. Here an assignment
+changes the spec, from which the plan of the model is resolved (``PlannedFsdpPlugin.spec_for``). An assignment that
+cannot have this effect is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import Any, Final
 
 from accelerate.utils import FullyShardedDataParallelPlugin
 
-from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.problems import Origin, Problem, SpecError
 from hf_fsdp_plugin.spec.load import with_plugin_object
 from hf_fsdp_plugin.spec.model import FsdpSpec
 
@@ -64,3 +65,35 @@ def is_of_peft(policy: Any) -> bool:
     inner = getattr(policy, "keywords", {}).get("policies", ())
     functions = (getattr(each, "keywords", {}).get("lambda_fn") for each in inner)
     return any(str(getattr(function, "__module__", "")).startswith("peft.") for function in functions)
+
+
+def with_mixed_precision(spec: FsdpSpec, given: Any) -> FsdpSpec:
+    """Return ``spec`` with the precision of ``Accelerator(mixed_precision=…)``, which overrides the sources.
+
+    Raises:
+        SpecError: the precision is fp8.
+    """
+    if given is None or (given == "no" and not spec.asked("precision.param")):
+        return spec
+    origin = Origin(source="Accelerator()", spelling="mixed_precision", text=str(given))
+    if str(given).lower() == "fp8":
+        message = "mixed_precision=fp8: fp8 is implemented inside the model (torchao, TransformerEngine), not by FSDP."
+        fix = "Set mixed_precision to bf16."
+        raise SpecError([Problem(code="FSDP-E121", setting="precision.param", message=message, fix=fix, origin=origin)])
+    param: Any = given if given in ("bf16", "fp16") else "auto"
+    if param == spec.precision.param:
+        return spec
+    before = spec.origin("precision.param")
+    overridden = Problem(
+        code="FSDP-W103",
+        setting="precision.param",
+        origin=before,
+        message=f"{before.written} is overridden by {origin}.",
+        fix="Set it in one place.",
+    )
+    return replace(
+        spec,
+        precision=replace(spec.precision, param=param),
+        origins={**spec.origins, "precision.param": origin},
+        problems=(*spec.problems, overridden) if spec.asked("precision.param") else spec.problems,
+    )

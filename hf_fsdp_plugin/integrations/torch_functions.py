@@ -1,0 +1,338 @@
+"""Replacements of functions of torch, and of functions that write files, for the weights of sharded models.
+
+``state_dict`` and ``load_state_dict``: under FSDP2 a state dict contains ``DTensor`` objects, as
+``torch.distributed.checkpoint`` needs them, and loading also accepts whole tensors. Under FSDP1 the state dict of a
+wrapper is complete. That of the module in the root's wrapper, which ``unwrap_model`` returns, or of a submodule, would
+contain flat shards and empty tensors for the parameters of the units around it; it is a part of the root's state dict
+instead.
+
+``torch.save`` and safetensors: the state dict of a model that FSDP2 has sharded is gathered, as it already is under
+FSDP1. Optimizer state, modules and flat shards are refused. Objects without shards are written as before.
+``torch.distributed.checkpoint`` and the checkpoints of this package write plain tensors, so they are not affected.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor import DTensor
+
+from hf_fsdp_plugin.backends.arrivals import together
+from hf_fsdp_plugin.backends.clipping import check_whole_gradients, clip_grad_norm
+from hf_fsdp_plugin.backends.fsdp2 import reshard, shard_like
+from hf_fsdp_plugin.backends.shard import Place, place_of, sharded_models, sharded_optimizers
+from hf_fsdp_plugin.backends.submodule_calls import gathers
+from hf_fsdp_plugin.integrations.saving import gathered, part_of
+from hf_fsdp_plugin.problems import Problem, SpecError
+from hf_fsdp_plugin.strategies import STRATEGIES
+from hf_fsdp_plugin.text import format_names, plural
+from hf_fsdp_plugin.torch_private import fsdp1
+from hf_fsdp_plugin.torch_private.modules import is_fsdp_managed
+
+FIX = (
+    "Call `state = accelerator.get_state_dict(model)` on all ranks, before `if accelerator.is_main_process:`; then "
+    "save `state` on the main process."
+)
+
+
+def state_dict(original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Return a complete state dict, if the module belongs to a sharded model. Collective under FSDP1."""
+    if args or kwargs.get("destination") is not None or not is_fsdp_managed(module):  # an inner call has a destination
+        return original(*args, **kwargs)
+    prefix = kwargs.get("prefix", "")
+    answer = gathered.state_of(module)
+    if answer is not None:
+        return OrderedDict((prefix + name, tensor) for name, tensor in answer.items())
+    place = place_of(module)
+    if place is None or place.plan.backend != "fsdp1" or place.plan.pre_sharded:
+        return original(**kwargs)
+    if not STRATEGIES[place.plan.strategy].is_sharded:
+        for unit in place.root.modules():
+            if isinstance(unit, FSDP):
+                fsdp1.register_parameters(unit)
+        return _fsdp1_state_dict(original, module, place, kwargs)
+    with together(f"state_dict of {type(module).__name__}", fix=FIX):
+        return _fsdp1_state_dict(original, module, place, kwargs)
+
+
+def _fsdp1_state_dict(original: Callable[..., Any], module: nn.Module, place: Place, kwargs: dict[str, Any]) -> Any:
+    if module is place.root:
+        return original(**kwargs)
+    prefix = kwargs.pop("prefix", "")
+    state = part_of(place.root.state_dict(**kwargs), place)
+    return OrderedDict((prefix + name, tensor) for name, tensor in state.items())
+
+
+def load_state_dict(
+    original: Callable[..., Any], module: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Load through FSDP1's root if ``module`` is the module in it: its own parameters are flat shards.
+
+    Under FSDP2, each rank loads its shards of whole tensors, which all ranks pass.
+    """
+    place = place_of(module) if is_fsdp_managed(module) else None
+    if place is not None and place.plan.backend == "fsdp2":
+        reshard(place.root)
+        state_dict = _as_shards(module, state_dict)
+    if place is None or place.plan.backend != "fsdp1" or place.name or module is place.root:
+        return original(state_dict, *args, **kwargs)
+    return place.root.load_state_dict(state_dict, *args, **kwargs)
+
+
+def _as_shards(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state dict with shards instead of whole tensors. No communication."""
+    own, given = module.state_dict(), copy.copy(state_dict)  # a copy, because torch keeps versions as an attribute
+    for name, value in state_dict.items():
+        shard, is_whole = own.get(name), isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        if isinstance(shard, DTensor) and is_whole and value.shape == shard.shape:  # torch reports other shapes
+            given[name] = shard_like(shard, value.detach())  # type: ignore[index]
+    return given
+
+
+def has_shards(model: nn.Module) -> bool:
+    """Return whether a module has parameters that FSDP shards, by a plan or not."""
+    return any(isinstance(module, FSDP) for module in model.modules()) or any(
+        isinstance(parameter, DTensor) for parameter in model.parameters()
+    )
+
+
+_OPTIMIZER_FIX = "call `accelerator.save_state(folder)` on all ranks."
+
+
+def torch_save(original: Callable[..., Any], obj: Any, *args: Any, **kwargs: Any) -> Any:
+    """Write an object with whole weights. Collective if it contains the state dict of a model under FSDP2."""
+    obj = with_whole_weights("torch.save", obj)
+    check_no_shards("torch.save", obj)
+    return original(obj, *args, **kwargs)
+
+
+def find_shared_tensors(original: Callable[..., Any], state_dict: Mapping[str, Any]) -> Any:
+    """Check the tensors that safetensors is about to write. Each of its functions that writes calls this one."""
+    check_no_shards("safetensors", state_dict, dtensors=True)
+    return original(state_dict)
+
+
+def accelerator_save(original: Callable[..., Any], accelerator: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+    """Gather and check on every rank, although only the main process writes: no rank continues without the file."""
+    obj = with_whole_weights("Accelerator.save", obj, keep=accelerator.is_local_main_process)
+    check_no_shards("Accelerator.save", obj, dtensors=bool(kwargs.get("safe_serialization")))
+    return original(obj, *args, **kwargs)
+
+
+def with_whole_weights(function: str, obj: Any, *, keep: bool = True) -> Any:
+    """Return an object with whole tensors on the CPU instead of the ``DTensor`` weights of sharded models.
+
+    Collective if the object contains any. The state dicts of optimizers and modules are returned unchanged.
+
+    Args:
+        function: the function that writes the object, for messages.
+        keep: whether this rank writes the object. Otherwise its tensors are empty.
+    """
+    meshes = {
+        parameter.device_mesh
+        for model in sharded_models()
+        for parameter in model.parameters()
+        if isinstance(parameter, DTensor)
+    }
+    if not meshes or not any(isinstance(tensor, DTensor) for _, tensor in _tensors(obj, skip=_is_written_as_it_is)):
+        return obj
+
+    written: dict[object, torch.Tensor] = {}
+
+    def gather(tensor: Any) -> Any:
+        # The mesh tells the weights of a model from tensors of the script, also on a rank whose shard is empty.
+        if not isinstance(tensor, DTensor) or tensor.device_mesh not in meshes:
+            return tensor
+        whole = tensor.full_tensor().detach()
+        if not keep:
+            return whole.new_empty(0)
+        local = tensor.to_local()
+        if not local.numel():
+            return whole.cpu()
+        # Tied weights share the memory of their shards, and are written once.
+        shard = local.untyped_storage().data_ptr(), local.storage_offset(), local.stride(), tensor.shape
+        return written.setdefault(shard, whole.cpu())
+
+    with together(f"{function} of the weights of a model", fix=FIX):
+        return _replace_leaves(obj, gather)
+
+
+def _replace_leaves(obj: Any, replace: Callable[[Any], Any]) -> Any:
+    """Return a copy of nested containers with other values, except what :func:`_is_written_as_it_is`."""
+    if _is_written_as_it_is(obj):
+        return obj
+    if isinstance(obj, MutableMapping):
+        copied: Any = copy.copy(obj)  # it keeps the class, and the versions that torch stores as an attribute
+        for key, value in obj.items():
+            copied[key] = _replace_leaves(value, replace)
+        return copied
+    if isinstance(obj, list | tuple):
+        values = [_replace_leaves(value, replace) for value in obj]
+        return type(obj)(*values) if hasattr(obj, "_fields") else type(obj)(values)
+    return replace(obj)
+
+
+def _is_written_as_it_is(obj: Any) -> bool:
+    """Whether an object is a module or the state dict of an optimizer, in which tensors cannot be exchanged."""
+    return isinstance(obj, nn.Module) or (isinstance(obj, Mapping) and obj.keys() >= {"state", "param_groups"})
+
+
+def check_no_shards(function: str, obj: Any, *, dtensors: bool = False) -> None:
+    """Raise ``SpecError`` if ``obj`` contains shards, while there is a sharded model in this process.
+
+    Args:
+        dtensors: whether to refuse the ``DTensor`` objects of a single rank too.
+    """
+    if not sharded_models():
+        return
+    storages = flat_storages()
+    found = [
+        name
+        for name, tensor in _tensors(obj)
+        if is_shard(tensor, storages) or (dtensors and isinstance(tensor, DTensor))
+    ]
+    if found:
+        message = (
+            f"{function} would write one rank's part of {plural(len(found), 'tensor')} instead of the whole tensors: "
+            f"{format_names(found, 3)}."
+        )
+        raise SpecError([Problem(code="FSDP-E672", message=message, fix=f"{FIX} For optimizers: {_OPTIMIZER_FIX}")])
+
+
+def is_shard(tensor: torch.Tensor, flat_storages: set[int]) -> bool:
+    """Return whether a tensor is a part of a whole one, or a ``DTensor``, which is read only by the same ranks.
+
+    Args:
+        flat_storages: addresses of the memory of FSDP1's flat shards, and of their optimizer state.
+    """
+    if isinstance(tensor, DTensor):
+        return tensor.device_mesh.size() > 1
+    if not flat_storages or tensor.layout != torch.strided or tensor.is_meta:
+        return False
+    return tensor.numel() > 0 and tensor.untyped_storage().data_ptr() in flat_storages
+
+
+def flat_storages() -> set[int]:
+    """Return the addresses of the memory of all flat shards of FSDP1, and of their optimizer state."""
+    storages: set[int] = set()
+    parameters: set[int] = set()
+    for unit in (module for model in sharded_models() for module in model.modules() if isinstance(module, FSDP)):
+        flat, group = fsdp1.flat_parameter(unit), fsdp1.shard_group(unit)
+        if flat is not None and group is not None and group.size() > 1:
+            storages.add(fsdp1.local_shard(flat).untyped_storage().data_ptr())
+            parameters.update(map(id, fsdp1.parameter_objects(flat)))
+    for optimizer in sharded_optimizers() if parameters else ():
+        for state in (state for parameter, state in optimizer.state.items() if id(parameter) in parameters):
+            for value in state.values():
+                if isinstance(value, torch.Tensor) and value.dim() and value.layout == torch.strided:
+                    storages.add(value.untyped_storage().data_ptr())
+    return storages
+
+
+def _tensors(obj: Any, skip: Callable[[Any], bool] = lambda _: False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in nested containers and modules, with a name for messages. ``skip``: what is not entered."""
+    waiting: list[tuple[str, Any]] = [("", obj)]
+    seen: set[int] = set()
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            yield name or "a tensor", value
+            continue
+        if (
+            not isinstance(value, Mapping | list | tuple | set | frozenset | nn.Module)
+            or id(value) in seen
+            or skip(value)
+        ):
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            items: Any = value.named_parameters()
+        elif isinstance(value, Mapping):
+            items = value.items()
+        else:
+            items = enumerate(value)
+        children = [(f"{name}.{key}" if name else str(key), child) for key, child in items]
+        waiting.extend(reversed(children))
+
+
+def clip_grad_norm_(
+    original: Callable[..., torch.Tensor],
+    parameters: Any,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Clip by the norm of all shards if FSDP1 has sharded a parameter. Collective in this case.
+
+    Raises:
+        SpecError: FSDP1 has sharded a parameter of a model that is not prepared.
+        RuntimeError: the norm is not finite, if ``error_if_nonfinite``.
+    """
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if not any(fsdp1.is_flattened(parameter) for parameter in parameters):
+        return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    limit = float("inf") if error_if_nonfinite else max_norm
+    total = clip_grad_norm(sharded_models(), parameters, float(limit), float(norm_type))
+    if not error_if_nonfinite:
+        return total
+    if not torch.isfinite(total):
+        raise RuntimeError(f"the norm of the gradients is {total.item()}, and error_if_nonfinite=True.")
+    return clip_grad_norm(sharded_models(), parameters, float(max_norm), float(norm_type))
+
+
+def get_total_norm(original: Callable[..., torch.Tensor], tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Refuse gradients of FSDP1's shards. An empty list on this rank may be a list of gradients on another one.
+
+    Raises:
+        SpecError: the result would be the norm of one rank's shards.
+    """
+    tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    check_whole_gradients(sharded_models(), tensors)
+    return original(tensors, *args, **kwargs)
+
+
+def register_forward_method(original: Callable[..., None], module: Any, method_name: str) -> None:
+    """Leave a method that gathers the root itself: torch's gather around it would precede its wait for all ranks."""
+    if not gathers(getattr(module, method_name, None)):
+        original(module, method_name)
+
+
+_MIXED: Final = "got mixed torch.Tensor and DTensor"
+_SIZES: Final = re.compile(r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)")
+
+
+def add_remedy(error: BaseException) -> None:
+    """Add a problem with its remedy to an error that torch raises because whole tensors meet shards.
+
+    Python prints it after the error. Averages that were copied before ``prepare``, such as ``EMAModel`` of diffusers,
+    cause such errors.
+    """
+    if isinstance(error, RuntimeError) and not getattr(error, "__notes__", None) and _meets_shards(str(error)):
+        message = "a whole tensor, such as a copy of a weight from before prepare(), was combined with a shard."
+        fix = (
+            "For averages of the weights (EMAModel, AveragedModel), use hfp.ExponentialMovingAverage. To read or "
+            "change whole weights, use hfp.full_parameters."
+        )
+        error.add_note(str(Problem(code="FSDP-E627", message=message, fix=fix)))
+
+
+def _meets_shards(text: str) -> bool:
+    if _MIXED in text:
+        return bool(sharded_models())
+    match = _SIZES.search(text)
+    return match is not None and not _flat_sizes().isdisjoint(map(int, match.groups()))
+
+
+def _flat_sizes() -> set[int]:
+    """Return the numbers of elements in this rank's parts of parameters that FSDP1 has flattened."""
+    units = [unit for model in sharded_models() for unit in FSDP.fsdp_modules(model)]
+    flats = [flat for unit in units if (flat := fsdp1.flat_parameter(unit)) is not None]
+    return {member.stop - member.start for flat in flats for member in fsdp1.members(flat)}
