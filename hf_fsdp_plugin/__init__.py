@@ -20,11 +20,15 @@ _EXPORTS = {
     "integrations.install": ("install", "uninstall"),
     "integrations.moving_average": ("ExponentialMovingAverage",),
     "integrations.profiling.callback": ("ProfilerCallback",),
-    "integrations.report": ("report",),
-    "integrations.restarts": ("newest_checkpoint",),
+    "integrations.resuming": ("newest_checkpoint",),
+    "integrations.run_report": ("report",),
     "integrations.transformers.from_pretrained": ("from_pretrained",),
-    "integrations.transformers.moving_average": ("ExponentialMovingAverageCallback",),
-    "integrations.transformers.trainer": ("FsdpTrainer", "FsdpTrainerMixin", "FsdpTrainingArguments"),
+    "integrations.transformers.trainer": (
+        "ExponentialMovingAverageCallback",
+        "FsdpTrainer",
+        "FsdpTrainerMixin",
+        "FsdpTrainingArguments",
+    ),
     "plan.fsdp_plan": ("FsdpPlan",),
     "plan.resolve": ("resolve",),
     "problems": ("Origin", "Problem", "SpecError"),
@@ -43,10 +47,10 @@ if TYPE_CHECKING:
     from hf_fsdp_plugin.integrations.install import uninstall as uninstall
     from hf_fsdp_plugin.integrations.moving_average import ExponentialMovingAverage as ExponentialMovingAverage
     from hf_fsdp_plugin.integrations.profiling.callback import ProfilerCallback as ProfilerCallback
-    from hf_fsdp_plugin.integrations.report import report as report
-    from hf_fsdp_plugin.integrations.restarts import newest_checkpoint as newest_checkpoint
+    from hf_fsdp_plugin.integrations.resuming import newest_checkpoint as newest_checkpoint
+    from hf_fsdp_plugin.integrations.run_report import report as report
     from hf_fsdp_plugin.integrations.transformers.from_pretrained import from_pretrained as from_pretrained
-    from hf_fsdp_plugin.integrations.transformers.moving_average import (
+    from hf_fsdp_plugin.integrations.transformers.trainer import (
         ExponentialMovingAverageCallback as ExponentialMovingAverageCallback,
     )
     from hf_fsdp_plugin.integrations.transformers.trainer import FsdpTrainer as FsdpTrainer
